@@ -31,10 +31,9 @@ from bench.systems import SYSTEMS, Job, Ours
 from rpc_pipe.dependency import Entry
 from rpc_pipe.workers.handlers import Step
 from rpc_pipe.workers.run import Stream
-from rpc_pipe.workers.transport import message, remote
+from rpc_pipe.workers.transport import message, rpc
 from rpc_pipe.workers.transport.carrier import Carrier
-from rpc_pipe.workers.transport.exchange import Exchange
-from rpc_pipe.workers.transport.remote import RemoteCarrier
+from rpc_pipe.workers.transport.messages import Messages, Talk
 from rpc_pipe.workers.transport.shared_memory import POSSIBLE, Channels
 from rpc_pipe.workers.transport.wakeup import Wakeup
 
@@ -103,7 +102,7 @@ class Observed(Ours):
             _replace(cls, name, noted)
 
         before(Stream, "_finish", "computed", lambda stream, step, action, payload: (step.run, str(action)))
-        before(RemoteCarrier, "_answer", "published", lambda _, peer, key, answer: key)
+        before(Messages, "answer", "published", lambda _, peer, key, answer: key)
         before(Carrier, "_queue", "delivered", lambda _, arrived: arrived.key)
         before(Stream, "_take_in", "taken in", lambda stream, arrival: (arrival.run, str(arrival.what)))
         before(Stream, "_execute", "started", self._starts)
@@ -135,18 +134,18 @@ class Observed(Ours):
         _replace(Wakeup, "wait", noted_wait)
 
     def _observe_messages(self) -> None:
-        outgoing, send, decode = Exchange.outgoing, RemoteCarrier._send, message.decode
+        gathered, send, decode = Talk.gathered, Messages._send, message.decode
 
-        def noted_outgoing(exchange: Exchange) -> Any:
-            found = outgoing(exchange)
-            keys = [key for key, _ in found.message.answers] if found else []
+        def noted_gathered(talk: Talk) -> Any:
+            found = gathered(talk)
+            keys = [key for key, _ in found.answers] if found else []
             self._sending.keys = keys
             for key in keys:
                 self._note("gathered", key)
             return found
 
-        def noted_send(carrier: RemoteCarrier, peer: int) -> None:
-            send(carrier, peer)
+        def noted_send(messages: Messages, peer: int) -> None:
+            send(messages, peer)
             for key in self._sending.keys:
                 self._note("sent", key)
 
@@ -156,9 +155,9 @@ class Observed(Ours):
             self._events += [("received", str(key), now) for key, _ in found.answers]
             return found
 
-        _replace(Exchange, "outgoing", noted_outgoing)
-        _replace(RemoteCarrier, "_send", noted_send)
-        _replace(remote, "decode", noted_decode)
+        _replace(Talk, "gathered", noted_gathered)
+        _replace(Messages, "_send", noted_send)
+        _replace(rpc, "decode", noted_decode)
 
     def close(self) -> None:
         (Path(os.environ["BENCH_HOPS"]) / f"{self.rank}.events").write_text(json.dumps(self._events))

@@ -9,54 +9,58 @@ import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
-from rpc_pipe.workers.transport.remote import RemoteCarrier
+from rpc_pipe.workers.transport.carrier import Carrier
+from rpc_pipe.workers.transport.message import decode, encode
+from rpc_pipe.workers.transport.messages import Messages
+from rpc_pipe.workers.transport.shared_memory import Channels
+from rpc_pipe.workers.transport.wakeup import Wakeup
 
 
-class Loopback(RemoteCarrier):
-    """A remote carrier whose peers are in this process; like RPC it handles requests in two threads a worker."""
+class Loopback:
+    """A link to peers in this process; like RPC it hears in two threads a worker."""
 
-    def __init__(self, worker, num_workers, group, **options):
-        super().__init__(worker, num_workers, **options)
-        self.group = group
+    sends_cheaply = False
+    look = None
+
+    def __init__(self, worker, group):
+        self.worker, self.group, self.wakeup = worker, group, Wakeup()
         group[worker] = self
-        self.handlers = ThreadPoolExecutor(2, f"handler of worker {worker}")
+        self.threads = ThreadPoolExecutor(2, f"hears for worker {worker}")
         self.cut_off = set()
-        self._sender.start()
 
-    def _request(self, peer, what, args, then):
+    def open(self, ears):
+        self.ears = ears
+
+    def send(self, peer, message):
         if peer in self.cut_off:
-            self._failed(peer, "connection reset")
+            self.ears.on_lost(peer, "connection reset")
         else:
-            self.group[peer].handlers.submit(
-                self.group[peer].serve, what, self.worker, partial(self.answer, then), args
-            )
+            self.group[peer].threads.submit(self.group[peer].hear, self.worker, *encode(message))
 
-    def _clock_of(self, peer):
-        return time.perf_counter_ns()
+    def hear(self, peer, data, tensors):
+        with self.ears.guard:
+            self.ears.on_message(peer, decode(data, tensors))
 
-    def serve(self, what, peer, reply, args):
-        with self.answering_for_errors:
-            self.handle(what, peer, reply, *args)
+    def wait(self, timeout_s):
+        return self.wakeup.wait(timeout_s)
+
+    def close(self):
+        """Its threads end with the process."""
 
     def end_threads(self):
         """End the threads, without a word to the others."""
-        self._to_send.put(None)
-        self.handlers.shutdown()
-
-    def answer(self, then, value):
-        self.handlers.submit(self.take_reply, then, value)
-
-    def take_reply(self, then, value):
-        with self.answering_for_errors:
-            then(value)
+        self.threads.shutdown()
 
 
-def loopback_carriers(num_workers, **options):
+def loopback_carriers(num_workers, *, shared_memory=True):
     group = {}
-    return [Loopback(worker, num_workers, group, **options) for worker in range(num_workers)]
+    return [joined(worker, num_workers, Loopback(worker, group), shared_memory) for worker in range(num_workers)]
+
+
+def joined(worker, num_workers, link, shared_memory):
+    return Carrier(worker, num_workers, Messages(link, Channels(worker, link.wakeup) if shared_memory else None))
 
 
 def zmq_carriers(
@@ -64,7 +68,7 @@ def zmq_carriers(
 ):
     """Carriers over ZeroMQ: unix sockets, or TCP with CURVE where `tcp`; `through`: changes the addresses."""
     from rpc_pipe.workers.transport.keys import Keys
-    from rpc_pipe.workers.transport.zeromq import Network, ZmqCarrier
+    from rpc_pipe.workers.transport.zeromq import Network, ZmqLink
 
     told, folder = {}, Path(tempfile.mkdtemp(prefix="rpc-pipe-test-"))
 
@@ -88,7 +92,8 @@ def zmq_carriers(
             network = Network(keys, host, 0, tell, ask, options.get("lost_after_s", 20))
         where = None if tcp else folder
         timeout_s = options.get("join_timeout_s", 20)
-        return ZmqCarrier(worker, num_workers, where, network, timeout_s, shared_memory=shared_memory)
+        link = ZmqLink(worker, num_workers, where, network, timeout_s)
+        return joined(worker, num_workers, link, shared_memory)
 
     try:
         with ThreadPoolExecutor(num_workers) as pool:

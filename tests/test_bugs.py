@@ -2,7 +2,6 @@
 
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -16,12 +15,15 @@ from rpc_pipe.model.observe.frames import in_function
 from rpc_pipe.pipeline import Pipeline
 from rpc_pipe.planning.specs import make_spec
 from rpc_pipe.workers.transport.call import Call
-from rpc_pipe.workers.transport.message import Message, decode
+from rpc_pipe.workers.transport.carrier import Carrier
+from rpc_pipe.workers.transport.link import NOTHING, Message
+from rpc_pipe.workers.transport.messages import Messages
 from rpc_pipe.workers.transport.payload import Payload
 from rpc_pipe.workers.transport.shared_memory import POSSIBLE
+from rpc_pipe.workers.transport.wakeup import ThreadWakeup
 
 
-def test_a_worker_does_not_leave_before_its_last_words_are_read(monkeypatch):
+def test_a_worker_does_not_leave_before_its_last_words_are_read():
     """`verify` with 3 workers hung in about one run of twenty, in the last barrier.
 
     The transport's thread delivered the last payload and then sent the acknowledgement. In between the
@@ -29,33 +31,33 @@ def test_a_worker_does_not_leave_before_its_last_words_are_read(monkeypatch):
     Later an acknowledgement could also be the answer to a request, which nobody confirms. So who leaves tells
     every peer what is still to be said, and that it takes nothing more, and waits until that has been read.
     """
-    from rpc_pipe.workers.transport import remote
-
     key, sent = (1, "barrier"), []
 
-    class Quiet(remote.RemoteCarrier):
-        def _request(self, peer, what, args, then):
-            sent.append((what, args, then))
+    class Quiet:
+        sends_cheaply, look, wakeup = True, None, ThreadWakeup()
 
-        def _clock_of(self, peer):
-            raise AssertionError("nobody asks for a clock here")
+        def open(self, ears):
+            self.ears = ears
 
-    def read(seconds):
-        what, _, then = sent[-1]
-        assert what == "leave", "left before its last words were sent"
-        then(None)
+        def send(self, peer, message):
+            sent.append(message)
+            if message.note is not None:
+                reply = NOTHING._replace(note=(message.note[0], "", None))
+                threading.Timer(0.05, self.ears.on_message, (1, reply)).start()
 
-    monkeypatch.setattr(remote.time, "sleep", read)
-    carrier, held = Quiet(0, 2), []
-    carrier.exchange(1).hold(held.append)
+        def close(self):
+            sent.append("closed")
+
+    carrier = Carrier(0, 2, Messages(Quiet()))
     carrier.begin(Call(0, "barrier"))
     carrier.pull(1, key[0], [key[1]])
-    carrier.received(1, Message([], [], [(key, Payload([], None))]), own=False)
+    carrier.post.received(1, Message([], [], [(key, Payload([], None))]))
     began = time.monotonic()
     carrier.close()
-    assert time.monotonic() - began < remote._LEAVE_S, "its last words were read"
-    assert decode(*sent[-1][1]).taken == [key]
-    assert held, "the peer's request would break, and be reported"
+    assert time.monotonic() - began < 5, "its last words were read"
+    *_, last, closed = sent
+    assert closed == "closed" and last.note[1] == "leave", "left before its last words were read"
+    assert [key] in [message.taken for message in sent[:-1]]
 
 
 def test_a_worker_does_not_leave_with_what_others_have_not_taken(tmp_path):
@@ -89,38 +91,17 @@ if pipe.worker == 0:
 def test_what_a_peer_answered_before_it_died_is_delivered_first():
     """Read, not met: an answer in shared memory was thrown away if the connection broke before it was read."""
     carrier, _ = loopback_carriers(2)
-    offers = [carrier.channels.offer(1, 8) for _ in range(4)]
-    assert carrier.channels.accept(1, offers[-1])  # worker 1's end too is in this test
-    carrier.exchange(1).hold(print)  # worker 1 has talked
+    offers = [carrier.post.channels.offer(1, 8) for _ in range(4)]
+    assert carrier.post.channels.accept(1, offers[-1])  # worker 1's end too is in this test
+    carrier.post.received(1, NOTHING)  # worker 1 has talked
     carrier.pull(1, carrier.begin(Call(0, "step 0")), ["1B0", "1B1"])
-    assert carrier.channels.write(1, (1, "1B0"), Payload([], None))
-    carrier._failed(1, "eof")
+    assert carrier.post.channels.write(1, (1, "1B0"), Payload([], None))
+    carrier.post.lost(1, "eof")
     assert carrier.wait(60)
     assert [(arrived.key[1], arrived.answer) for arrived in carrier.poll((1,))] == [
         ("1B0", Payload([], None)),
         ("1B1", "eof"),
     ]
-
-
-def test_two_threads_that_come_first_share_one_exchange(monkeypatch):
-    """Read, not met: a handler and the compute thread could each make an exchange with the same peer.
-
-    One of the two was lost with the questions in it, and nobody would ever have answered them.
-    """
-    from rpc_pipe.workers.transport import remote
-
-    together = threading.Barrier(2)
-
-    class SlowExchange(remote.Exchange):
-        def __init__(self):
-            super().__init__()
-            together.wait(10)
-
-    monkeypatch.setattr(remote, "Exchange", SlowExchange)
-    carrier, _ = loopback_carriers(2)
-    with ThreadPoolExecutor(2) as pool:
-        exchanges = list(pool.map(carrier.exchange, [1, 1]))
-    assert exchanges[0] is exchanges[1] is carrier.exchange(1)
 
 
 def test_workers_in_threads_compute_like_their_caller():

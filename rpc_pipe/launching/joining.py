@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from ..workers.transport.carrier import Carrier
     from ..workers.transport.keys import Keys
     from ..workers.transport.meeting import Meeting
-    from ..workers.transport.zeromq import Network, ZmqCarrier
+    from ..workers.transport.rpc import RpcLink
+    from ..workers.transport.zeromq import Network, ZmqLink
 
 _RPC_MEANS = (
     "torch RPC runs what it receives and authenticates nobody: anybody who reaches a worker's port can run code as "
@@ -85,34 +86,43 @@ def _by_rpc(job: Job) -> Carrier:
         store = store_at(at.hostname, at.port, job.worker, job.num_workers, job.join_timeout_s)
     # Both, because init_rpc builds a gloo group besides TensorPipe's own connections (pytorch#42879).
     os.environ["TP_SOCKET_IFNAME"] = os.environ["GLOO_SOCKET_IFNAME"] = job.interface
-    from ..workers.transport.rpc import RpcCarrier  # here, so that planning loads without torch
+    from ..workers.transport.rpc import RpcLink  # here, so that planning loads without torch
 
-    where = job.init_method, job.join_timeout_s
-    carrier = RpcCarrier(job.worker, job.num_workers, *where, store=store, shared_memory=job.shared_memory)
+    carrier = _carrier(job, RpcLink(job.worker, job.num_workers, job.init_method, job.join_timeout_s, store=store))
     at_exit(carrier.close)
     return carrier
 
 
 def _by_zmq(job: Job) -> Carrier:
     try:
-        from ..workers.transport.zeromq import ZmqCarrier
+        from ..workers.transport.zeromq import ZmqLink
     except ImportError as error:
         raise ConfigError(f"transport zmq: needs {error.name}; pip install 'rpc-pipe[zmq]'") from error
     folder, network = None if job.port else _folder(job), None
     if job.port or not job.one_host or job.interface != LOOPBACK:
         network = _network(job)
-    options = {"shared_memory": job.shared_memory}
-    carrier = ZmqCarrier(job.worker, job.num_workers, folder, network, job.join_timeout_s, **options)
-    at_exit(_leave, carrier, None if job.init_method.startswith("file://") else folder)
+    zmq = ZmqLink(job.worker, job.num_workers, folder, network, job.join_timeout_s)
+    carrier = _carrier(job, zmq)
+    at_exit(_leave, carrier, zmq, None if job.init_method.startswith("file://") else folder)
     return carrier
 
 
-def _leave(carrier: ZmqCarrier, own_folder: Path | None) -> None:
+def _carrier(job: Job, link_to_others: RpcLink | ZmqLink) -> Carrier:
+    """Meet the others over this link, and join it with the shorter ways within a host."""
+    from ..workers.transport.carrier import Carrier
+    from ..workers.transport.messages import Messages
+    from ..workers.transport.shared_memory import Channels
+
+    channels = Channels(job.worker, link_to_others.wakeup) if job.shared_memory else None
+    return Carrier(job.worker, job.num_workers, Messages(link_to_others, channels))
+
+
+def _leave(carrier: Carrier, zmq: ZmqLink, own_folder: Path | None) -> None:
     carrier.close()
     if own_folder is not None:  # without a launcher, which would remove it
         run_folders.leave(own_folder)
-    if carrier.refused:
-        text = f"worker {carrier.worker} refused {carrier.refused} connections that did not prove to be of this job"
+    if zmq.refused:
+        text = f"worker {carrier.worker} refused {zmq.refused} connections that did not prove to be of this job"
         link.tell(kind="text", text=text)
 
 

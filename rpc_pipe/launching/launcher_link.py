@@ -223,7 +223,7 @@ def attach(pipeline: Attachable) -> None:
     if _stop_requested:
         pipeline.request_stop()
     try:
-        of_a_job = present() or any(hasattr(actor.carrier, "serve_board") for actor in pipeline.actors)
+        of_a_job = present() or any(not actor.carrier.post.within_process for actor in pipeline.actors)
         kept = keep_boards(pipeline)
         if kept and not present():
             for actor in pipeline.actors:

@@ -178,7 +178,7 @@ def _keep(training: Watchable, folder: Path | None) -> None:
     _owner = os.getpid()
     training.listen(board)
     for actor in training.actors:
-        if hasattr(actor.carrier, "serve_board"):  # to workers in other processes
+        if not actor.carrier.post.within_process:  # to workers in other processes
             _carrier = cast(Any, actor.carrier)
             _carrier.serve_board = _boards[actor.worker].answer
             if folder is not None:

@@ -36,7 +36,8 @@ for step in range(int(sys.argv[1])):
     if step == 0 and pipe.worker == 0:
         print("training", flush=True)
 os.chdir("/")
-print(f"loss {loss:.9f} {type(pipe.actors[0].carrier).__name__}\\n", end="")
+post = pipe.actors[0].carrier.post
+print(f"loss {loss:.9f} {type(getattr(post, 'link', post)).__name__}\\n", end="")
 """
 
 
@@ -52,7 +53,7 @@ def test_every_transport_trains_alike(script, tmp_path):
     # Over RPC a folder of this name was waited at for ever: torch took its path for a URL.
     folder = tmp_path / "a b'c\n\u00fc#x?y;z%41"
     folder.mkdir()
-    for transport, carrier in (("rpc", "RpcCarrier"), ("zmq", "ZmqCarrier"), ("local", "LocalCarrier")):
+    for transport, carrier in (("rpc", "RpcLink"), ("zmq", "ZmqLink"), ("local", "LocalPost")):
         more = ["--without-rpc"] if transport != "rpc" else []
         options = "--workers", 2, "--transport", transport, "--save", f"{transport}.safetensors", "--", 3, *more
         done = rpc_pipe("run", script, *options, cwd=tmp_path, TMPDIR=str(folder))
@@ -139,8 +140,8 @@ def test_torchrun_on_one_host_needs_neither_port_nor_key(script):
     assert all(any(map(run_folders.alive, run_folders._members(folder))) for folder in others), "nothing is left"
     assert done.returncode == 0, done.stderr
     alone = python(script, 3, OMP_NUM_THREADS="1")
-    (loss,) = re.findall(r"loss (\S+) LocalCarrier", alone.stdout)
-    assert re.findall(r"loss (\S+) ZmqCarrier", done.stdout) == [loss] * 2
+    (loss,) = re.findall(r"loss (\S+) LocalPost", alone.stdout)
+    assert re.findall(r"loss (\S+) ZmqLink", done.stdout) == [loss] * 2
     # Worker 0 says how it went; what else is on stderr is torchrun's.
     said = [line for line in done.stderr.splitlines() if line.startswith(("3 steps on 2 workers: ", "worst: "))]
     assert len(said) == 2, done.stderr

@@ -47,7 +47,7 @@ def test_identical_when_stages_are_joined_by_messages(name, monkeypatch):
     pipe = pipeline(MODELS[name], "zb-v", num_workers=3, num_microbatches=3, seed=1)
     assert differences(pipe, MODELS[name], batches_for(name, 3), 1) == []
     for carrier in carriers:
-        carrier.end_threads()
+        carrier.post.link.end_threads()
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "chimera", "gpipe-recompute", "pipedream"])

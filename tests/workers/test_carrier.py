@@ -11,9 +11,11 @@ import torch
 from carriers import loopback_carriers, zmq_carriers
 
 from rpc_pipe.dependency import ConfigError, PipeError, WorkerFailure
-from rpc_pipe.workers.transport import remote, shared_memory
+from rpc_pipe.workers.transport import carrier as carrier_module
+from rpc_pipe.workers.transport import messages, shared_memory
 from rpc_pipe.workers.transport.call import Call
 from rpc_pipe.workers.transport.carrier import LEFT
+from rpc_pipe.workers.transport.link import NOTHING
 from rpc_pipe.workers.transport.local import local_carriers
 from rpc_pipe.workers.transport.payload import Payload, pack, unpack
 
@@ -38,8 +40,8 @@ def begun(carriers):
 
 @pytest.fixture(params=KINDS)
 def make(request, monkeypatch):
-    monkeypatch.setattr(remote, "_LEAVE_S", 0.5)
-    monkeypatch.setattr(remote, "_DRAIN_S", 0.5)
+    monkeypatch.setattr(messages, "_LEAVE_S", 0.5)
+    monkeypatch.setattr(carrier_module, "_DRAIN_S", 0.5)
     made = []
 
     def carriers(number):
@@ -189,7 +191,7 @@ def test_neighbours_that_say_much_share_memory_and_who_sends_to_a_device_does_no
             second.pull(0, RUN, [f"0F{m}"], enter)
             first.outbox.offer((RUN, f"0F{m}"), pack(torch.ones(2)), [1])
             wait_for(second, 1)
-        assert bool(second.channels._readers) == (enter is None)
+        assert bool(second.post.channels._readers) == (enter is None)
         first.close()
         second.close()
 
@@ -212,7 +214,7 @@ def test_a_sender_that_cannot_send_fails_its_worker_and_the_others_learn_why():
 def test_a_thread_that_is_ended_by_more_than_an_error_fails_its_worker():
     """It ended silently, and after a while all workers said that a message had been lost."""
     first, second = begun(loopback_carriers(2, shared_memory=False))
-    with first.answering_for_errors:
+    with first.post.answering_for_errors:
         sys.exit("enough")
     with pytest.raises(PipeError, match=r"a thread of the worker ended: SystemExit\('enough'\)"):
         wait_for(first, 1)
@@ -222,12 +224,12 @@ def test_a_thread_that_is_ended_by_more_than_an_error_fails_its_worker():
 
 
 def test_a_peer_that_breaks_or_ends_is_told_to_whoever_waits(monkeypatch):
-    monkeypatch.setattr(remote, "_LAST_WORDS_S", 0.05)
+    monkeypatch.setattr(messages, "_LAST_WORDS_S", 0.05)
     first, second, third = begun(loopback_carriers(3))
-    third.exchange(0).hold(print)  # worker 0 has talked
+    third.post.received(0, NOTHING)  # worker 0 has talked
     third.pull(0, RUN, ["0F0"])
     third.pull(1, RUN, ["1F0"])
-    third.cut_off.add(0)
+    third.post.link.cut_off.add(0)
     third.wait(0)
     second.close()
     found = wait_for(third, 2)
@@ -242,4 +244,4 @@ def test_a_peer_that_breaks_or_ends_is_told_to_whoever_waits(monkeypatch):
 def test_the_sender_ends_with_its_carrier():
     for carrier in begun(loopback_carriers(2)):
         carrier.close()
-        assert not carrier._sender.is_alive()
+        assert not carrier.post._sender.is_alive()

@@ -8,8 +8,10 @@ from rpc_pipe.workers.transport.deadline import within
 ALONE = """
 import os, sys
 os.environ["TP_SOCKET_IFNAME"] = os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-from rpc_pipe.workers.transport.rpc import RpcCarrier
-RpcCarrier(0, 2, f"file://{sys.argv[1]}", 0.5)
+from rpc_pipe.workers.transport.carrier import Carrier
+from rpc_pipe.workers.transport.messages import Messages
+from rpc_pipe.workers.transport.rpc import RpcLink
+Carrier(0, 2, Messages(RpcLink(0, 2, f"file://{sys.argv[1]}", 0.5)))
 """
 
 

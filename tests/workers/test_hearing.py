@@ -74,10 +74,10 @@ def test_what_ends_the_hearing_of_a_waiting_thread_is_for_its_caller(pair, monke
     """Ctrl-C while a message was taken in became an error of "a thread of the worker", as it does on other threads."""
     here, there = pair
 
-    def handle(*_):
+    def received(*_):
         raise error("as if from outside")
 
-    monkeypatch.setattr(here, "handle", handle)
+    monkeypatch.setattr(here.post.link, "_ears", here.post.link._ears._replace(on_message=received))
     here.pull(1, RUN, ["1F0"])
     threading.Timer(0.2, there.outbox.offer, ((RUN, "1F0"), payload(0), [0])).start()
     with pytest.raises(error, match="as if from outside"):

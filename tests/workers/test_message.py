@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from rpc_pipe.dependency import ConfigError, Disagreement, WorkerFailure
 from rpc_pipe.workers.transport import form, message
-from rpc_pipe.workers.transport.message import Message, decode, encode
+from rpc_pipe.workers.transport.link import Message
+from rpc_pipe.workers.transport.message import decode, encode
 from rpc_pipe.workers.transport.payload import Payload, Place, pack, unpack
 from rpc_pipe.workers.transport.values import Malformed, decode_value, encode_value
 
@@ -235,7 +236,7 @@ def test_a_disagreement_arrives_as_its_text():
 
 def test_a_message_of_another_version_says_so():
     data, large = encode(Message([(1, "0F0")], [], []))
-    with pytest.raises(Malformed, match="version 9, not 2: do all workers run the same rpc-pipe"):
+    with pytest.raises(Malformed, match="version 9, not 3: do all workers run the same rpc-pipe"):
         decode(b"\x09" + data[1:], large)
 
 

@@ -4,6 +4,7 @@ import os
 import random
 import sys
 from collections import deque
+from concurrent.futures import Future
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from rpc_pipe.workers.transport import shared_memory as module
 from rpc_pipe.workers.transport.payload import pack, unpack
-from rpc_pipe.workers.transport.shared_memory import Channels, Offer
+from rpc_pipe.workers.transport.shared_memory import Channels
 from rpc_pipe.workers.transport.values import decode_value, encode_value
 from rpc_pipe.workers.transport.wakeup import Wakeup
 
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.skipif(not module.POSSIBLE, reason="channels are for Li
 @pytest.fixture
 def ends():
     """A channel that one object writes and reads: worker 0 to itself, as the memory does not care."""
-    channels = Channels(Wakeup())
+    channels = Channels(0, Wakeup())
     assert channels.accept(0, offered(channels, 0))
     return channels
 
@@ -124,7 +125,7 @@ def test_a_reader_that_is_too_slow_loses_nothing(ends):
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 2**32), st.sampled_from([10, 1000, 50_000]))
 def test_any_interleaving_of_writing_and_reading_keeps_the_order(seed, largest):
-    draw, channels, expected = random.Random(seed), Channels(Wakeup()), deque()
+    draw, channels, expected = random.Random(seed), Channels(0, Wakeup()), deque()
     channels.accept(0, offered(channels, 0))
     for number in range(200):
         payload = pack((torch.full((draw.randrange(largest),), float(number)), number))
@@ -150,7 +151,7 @@ def test_a_channel_is_offered_once_and_only_to_this_host(ends):
     assert not ends.accept(1, offer._replace(wakeup=10**6))
     assert not ends.accept(1, offer._replace(size=2**30))
     assert not ends.write(1, (1, "0F0"), None)
-    assert ends.accept(1, Offer.read(decode_value(encode_value(tuple(offer)))))
+    assert ends.accept(1, decode_value(encode_value(tuple(offer))))
 
 
 def test_larger_payloads_get_a_larger_channel(ends):
@@ -166,15 +167,11 @@ def test_larger_payloads_get_a_larger_channel(ends):
 
 def test_a_peer_on_another_host_is_asked_once(ends):
     assert offered(ends, 1) is not None
-    ends.refused(1)
+    no = Future()
+    no.set_result(False)
+    ends.decided(1, no)
     assert offered(ends, 1) is None and offered(ends, 1, 10**6) is None
     assert ends.write(0, (1, "0F0"), None) and len(ends.read()) == 1, "the other channels are as they were"
-
-
-def test_channels_can_be_turned_off(ends):
-    off = Channels(Wakeup(), wanted=False)
-    assert offered(off, 0) is None and not off.read()
-    assert not off.accept(0, offered(ends, 1)) and not off.write(0, (1, "0F0"), None)
 
 
 def test_a_name_may_have_any_letters(ends):
@@ -194,7 +191,7 @@ def test_a_sandbox_that_does_not_say_who_is_on_this_host_has_no_channels(monkeyp
         raise PermissionError("/proc/sys/kernel/random/boot_id")
 
     monkeypatch.setattr(module, "_host", refuse)
-    assert offered(Channels(Wakeup()), 0) is None
+    assert offered(Channels(0, Wakeup()), 0) is None
 
 
 def test_offers_may_overtake_each_other(ends):
@@ -209,7 +206,7 @@ def test_a_system_without_such_memory_has_no_channels(monkeypatch):
         raise OSError("not permitted")
 
     monkeypatch.setattr(os, "memfd_create", refuse)
-    assert offered(Channels(Wakeup()), 0) is None
+    assert offered(Channels(0, Wakeup()), 0) is None
 
 
 def test_who_is_gone_reads_nothing_more(ends):
@@ -221,12 +218,12 @@ def test_who_is_gone_reads_nothing_more(ends):
 
 def test_a_writer_may_die():
     """The reader keeps what was written, and nothing is left in the file system."""
-    ends = Channels(Wakeup())
+    ends = Channels(0, Wakeup())
     offer = offered(ends, 1)
     sys.stdout.flush()
     child = os.fork()
     if child == 0:
-        writer = Channels(Wakeup())
+        writer = Channels(0, Wakeup())
         ok = writer.accept(1, offer) and writer.write(1, (1, "0F0"), pack(torch.ones(2)))
         os._exit(0 if ok else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
@@ -247,7 +244,7 @@ def test_only_a_reader_that_sleeps_is_notified(ends):
 
 
 def test_a_channel_made_while_its_reader_sleeps_wakes_it():
-    ends = Channels(Wakeup())
+    ends = Channels(0, Wakeup())
     assert not ends.sleep()
     ends.accept(0, offered(ends, 0))
     ends.write(0, (1, "0F0"), None)
@@ -256,14 +253,14 @@ def test_a_channel_made_while_its_reader_sleeps_wakes_it():
 
 def test_two_processes_that_wait_for_each_other_never_both_sleep():
     """Writers used to notify always; each must now see that the other sleeps, or the other what was written."""
-    rounds, here = 3000, Channels(Wakeup())
+    rounds, here = 3000, Channels(0, Wakeup())
     to_child, to_parent = os.pipe(), os.pipe()
     sys.stdout.flush()
     child = os.fork()
-    here = here if child else Channels(Wakeup())
+    here = here if child else Channels(0, Wakeup())
     mine, theirs = (to_child, to_parent) if child else (to_parent, to_child)
     os.write(mine[1], encode_value(tuple(offered(here, 0))))
-    assert here.accept(0, Offer.read(decode_value(os.read(theirs[0], 4096))))
+    assert here.accept(0, decode_value(os.read(theirs[0], 4096)))
     woken = True
     for number in range(rounds):
         if child:
@@ -281,7 +278,7 @@ def test_two_processes_that_wait_for_each_other_never_both_sleep():
 @pytest.fixture
 def lending():
     """A channel whose reader can read the writer's memory, as this process can its own."""
-    channels = Channels(Wakeup())
+    channels = Channels(0, Wakeup())
     assert channels.accept(0, offered(channels, 0))
     if "from its memory" not in (how := channels.accepted(0)):
         pytest.skip(f"large payloads are {how}")
@@ -333,7 +330,7 @@ def test_where_the_system_refuses_memory_is_copied(monkeypatch):
         raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr(module.PeerMemory, "read", refuse)
-    ends = Channels(Wakeup())
+    ends = Channels(0, Wakeup())
     ends.accept(0, offered(ends, 0))
     assert "Operation not permitted" in ends.accepted(0)
     assert not ends.write(0, (1, "0F0"), pack(torch.ones(10**6))), "it goes by a message, or a larger channel"
@@ -353,7 +350,7 @@ def test_a_payload_whose_lender_died_is_an_error_at_once(ends):
     sys.stdout.flush()
     child = os.fork()
     if child == 0:
-        writer = Channels(Wakeup())
+        writer = Channels(0, Wakeup())
         writer.accept(1, offer)
         os.write(to_parent[1], b"1")
         os.read(to_child[0], 1)  # the reader has tried

@@ -122,7 +122,7 @@ HOSTILE = {
 
 def test_strangers_get_nothing_and_disturb_nobody():
     carriers = begun(zmq_carriers(2, tcp=True))
-    host, port = carriers[0]._by[1].bound.removeprefix("tcp://").split(":")
+    host, port = carriers[0].post.link._by[1].bound.removeprefix("tcp://").split(":")
     open_ones = []
 
     def attack():
@@ -144,9 +144,9 @@ def test_strangers_get_nothing_and_disturb_nobody():
     exchange(carriers, 60)
     attacker.join()
     deadline = time.monotonic() + 5
-    while carriers[0].refused < 30 and time.monotonic() < deadline:
+    while carriers[0].post.link.refused < 30 and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert carriers[0].refused == 30 and carriers[1].refused == 0
+    assert carriers[0].post.link.refused == 30 and carriers[1].post.link.refused == 0
     for stranger in open_ones:
         stranger.close()
     close(carriers)
@@ -160,8 +160,8 @@ def test_who_has_another_key_or_none_is_not_heard():
     stranger = context.socket(zmq.DEALER)
     stranger.routing_id, stranger.linger, stranger.rcvtimeo = b"1", 0, 300
     stranger.curve_publickey, stranger.curve_secretkey = zmq.curve_keypair()
-    stranger.curve_serverkey = carriers[0]._by[1]._keys._public[0]  # it knows all that is public
-    stranger.connect(carriers[0]._by[1].bound)
+    stranger.curve_serverkey = carriers[0].post.link._by[1]._keys._public[0]  # it knows all that is public
+    stranger.connect(carriers[0].post.link._by[1].bound)
     with pytest.raises(zmq.Again):
         stranger.recv()
     stranger.close()
@@ -185,7 +185,7 @@ def test_a_peer_whose_host_is_cut_off_is_lost_in_time(caplog, cables):
     assert "does not answer" in found[0].answer and 0.9 < time.monotonic() - begin < 5
     assert "worker 0: the connection to worker 1 is broken; the worker counts as lost" in caplog.text
     for carrier in carriers:
-        carrier._end()
+        carrier.post.link._end()
 
 
 def test_a_connection_that_has_come_back_is_not_lost_later(cables):
@@ -195,7 +195,7 @@ def test_a_connection_that_has_come_back_is_not_lost_later(cables):
     for cable in cables:
         cable.cut()
     time.sleep(2.2)
-    assert not any(carrier._broken_since or carrier._lost for carrier in carriers)
+    assert not any(carrier.post.link._broken_since or carrier._lost for carrier in carriers)
     for cable in cables:
         cable.cut()
         cable.stop()  # and that this one breaks, too, is known
@@ -204,7 +204,7 @@ def test_a_connection_that_has_come_back_is_not_lost_later(cables):
         assert time.monotonic() < deadline
         time.sleep(0.05)
     for carrier in carriers:
-        carrier._end()
+        carrier.post.link._end()
 
 
 def test_who_is_asked_whether_it_is_there_has_refused_nobody():
@@ -212,13 +212,13 @@ def test_who_is_asked_whether_it_is_there_has_refused_nobody():
     carriers = begun(zmq_carriers(2, tcp=True))
     exchange(carriers, 3)
     for _ in range(3):
-        assert not carriers[0]._by[1].is_gone(1)
+        assert not carriers[0].post.link._by[1].is_gone(1)
     deadline = time.monotonic() + 5
-    while carriers[1]._by[0].refused < 3:
+    while carriers[1].post.link._by[0].refused < 3:
         assert time.monotonic() < deadline
         time.sleep(0.05)
     close(carriers)
-    assert carriers[0].refused == carriers[1].refused == 0
+    assert carriers[0].post.link.refused == carriers[1].post.link.refused == 0
 
 
 @pytest.mark.parametrize("where", [{}, {"tcp": True}, {"tcp": True, "host": "::1"}], ids=["unix", "ipv4", "ipv6"])
@@ -227,12 +227,12 @@ def test_a_peer_that_has_died_is_known_at_once(where):
     exchange(carriers, 3)
     carriers[0].pull(1, 1, ["1F9"])
     begin = time.monotonic()
-    carriers[1]._end()  # without a word
+    carriers[1].post.link._end()  # without a word
     while not (found := carriers[0].poll((1,))):
         assert time.monotonic() < begin + 5
         carriers[0].wait(0.2)
     assert "its process has ended" in found[0].answer
-    carriers[0]._end()
+    carriers[0].post.link._end()
 
 
 def _congestion(connection):

@@ -1,27 +1,27 @@
-"""What every carrier has: an outbox that others pull from, open questions, what has arrived, a wakeup.
+"""A worker's end of all pulls: its outbox, its open questions, what has arrived, and whom it has lost.
 
-    worker's compute thread                     carrier                          other workers
-        outbox.offer(1F3) ──────────────────────> _answer ──────────────────────>
-        pull(2F0) ──────────────────────────────> _ask ─────────────────────────> their outbox
-        poll(), wait() <── queue <── _arrive <────────────────────────────────────
+    worker's compute thread                     carrier                              other workers
+        outbox.offer(1F3) ──────────────────────> post.answer ───────────────────>
+        pull(2F0) ──────────────────────────────> post.ask ──────────────────────> their outbox
+        poll(), wait() <── queue <── arrive <──── post <──────────────────────────
 
-Three carriers: `local.py` (threads), `rpc.py` and `zeromq.py`. When a message is sent, and what shares one, is the
-carrier's business.
+Whoever brings something only notes it, so no thread is held and none computes. What brings it is a `Post`: calls within
+a process (`local.py`), or messages between processes (`messages.py`) over RPC or ZeroMQ.
 """
 
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Container, Iterable
-from typing import NamedTuple
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any, NamedTuple, Protocol
 
 from ...dependency import PipeError
 from .call import Call, Calls, is_call
 from .outbox import Answer, Key, Outbox
 from .payload import Payload
-from .wakeup import ThreadWakeup, Wakeup
 
 #: brings an arrived payload towards the device; called in any thread
 Enter = Callable[[Payload], Payload]
@@ -29,6 +29,8 @@ Enter = Callable[[Payload], Payload]
 LEFT = "has left"
 #: how often to ask again those who have not said that they have taken what is for them: first, and at most
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.01, 1.0
+#: how long a leaving worker waits for the others to take what it has made
+_DRAIN_S = 300.0
 
 
 class Delivered(NamedTuple):
@@ -42,19 +44,72 @@ class Delivered(NamedTuple):
     at_ns: int
 
 
-class Carrier(ABC):
+class Post(Protocol):
+    """Brings questions and answers to other workers, and theirs to the carrier that has opened it."""
+
+    #: whether all workers are of this process
+    within_process: bool
+
+    def open(self, carrier: Carrier) -> None:
+        """Meet the other workers; from now on `carrier` is told what they ask, answer and take, and when one is lost.
+
+        Raises:
+            ConfigError: they did not come, or the address cannot be used.
+        """
+
+    def ask(self, peer: int, keys: list[Key]) -> None:
+        """Take questions to `peer`, no later than this worker polls or waits."""
+
+    def answer(self, peer: int, key: Key, answer: Answer | PipeError) -> bool:
+        """Take an answer to `peer`, where it is to arrive. Return whether it is there for good, so was taken."""
+
+    def fail(self, failure: PipeError) -> None:
+        """Tell all that one has talked to why there are no more answers."""
+
+    def poll(self) -> None:
+        """Send what was left for later, and take in what has come. For the compute thread, as what follows."""
+
+    def send_gathered(self) -> None:
+        """Send what was left for later, as the compute thread now has time."""
+
+    def wait(self, timeout_s: float, there: Callable[[], bool]) -> bool:
+        """Sleep until notified, unless something is `there`; False: nobody did, in time."""
+
+    def wait_taken(self, timeout_s: float) -> None:
+        """Sleep until something may have been taken."""
+
+    def notify(self) -> None:
+        """Wake the compute thread, or do when it sleeps next. For any thread."""
+
+    def request(self, peer: int, what: str, value: Any = None) -> Future[Any]:
+        """Have `peer` serve this: hurry to say what it has taken, tell its clock, or its board."""
+
+    def clock_offset(self, peer: int) -> tuple[int, int]:
+        """See `Carrier.clock_offset`."""
+
+    def silent(self) -> list[int]:
+        """See `Carrier.silent`."""
+
+    def close(self) -> None:
+        """Say goodbye to all that one has talked to."""
+
+
+class Carrier:
     """Carries pulls between the outboxes of workers. One for the life of a worker; its runs may overlap.
 
     Args:
-        wakeup: what its compute thread is to sleep on.
+        post: to the other workers, which are met before this returns.
     """
 
-    def __init__(self, worker: int, num_workers: int, wakeup: Wakeup | ThreadWakeup) -> None:
+    def __init__(self, worker: int, num_workers: int, post: Post) -> None:
         self.worker = worker
         self.num_workers = num_workers
-        self.outbox = Outbox(self._answer)
+        self.post = post
+        self.outbox = Outbox(post.answer)
         #: what this worker is asked for, as others are told with the first questions of a run
         self.calls = Calls(worker, self._disagree)
+        #: what is shown to those who watch from other machines; see rpc_pipe/tracing/mirror.py
+        self.serve_board: Callable[[int], bytes] | None = None
         self._told: dict[int, set[int]] = {}
         self._open: dict[tuple[int, Key], Enter | None] = {}
         self._arrived: deque[Delivered] = deque()
@@ -64,9 +119,8 @@ class Carrier(ABC):
         self._lost: dict[int, PipeError | str] = {}
         self._breaking: deque[int] = deque()
         self._fault: BaseException | None = None
-        self._wakeup = wakeup
-        self._sleeps = False
-        self._awaits_taken = False
+        self._sleeps = self._awaits_taken = False
+        post.open(self)
 
     # --- for the compute thread
 
@@ -106,7 +160,7 @@ class Carrier(ABC):
         if peer not in self._told[run]:
             self._told[run].add(peer)
             keys.insert(0, (run, self.calls.told(run)))
-        self._ask(peer, keys)
+        self.post.ask(peer, keys)
         if peer in self._lost:
             self._breaking.append(peer)
 
@@ -116,6 +170,7 @@ class Carrier(ABC):
         Raises:
             BaseException: what ended a thread that worked for this worker.
         """
+        self.post.poll()
         if self._fault is not None:
             raise self._fault
         while self._breaking:
@@ -137,10 +192,9 @@ class Carrier(ABC):
         Returns:
             False if nothing came in time; True may be for nothing.
         """
-        self._send_gathered()
         self._sleeps = True  # before looking, so that whoever delivers after that look sees it
         try:
-            return self._has_come() or self._sleep(timeout_s)
+            return self.post.wait(timeout_s, self._has_come)
         finally:
             self._sleeps = False
 
@@ -152,7 +206,7 @@ class Carrier(ABC):
         """
         if not self.outbox.untaken(before, since):
             return
-        self._send_gathered()
+        self.post.send_gathered()
         now = look = time.monotonic()
         deadline, pause = now + timeout_s, _FIRST_LOOK_S
         self._awaits_taken = True
@@ -165,9 +219,9 @@ class Carrier(ABC):
                     raise PipeError(f"not taken from the outbox after {timeout_s:g} s: {names}")
                 if now >= look:  # a peer may have no other reason to say so soon
                     for peer in set().union(*left.values()):
-                        self._hurry(peer)
+                        self.post.request(peer, "hurry")
                     look, pause = now + pause, min(2 * pause, _LAST_LOOK_S)
-                self._sleep_until_taken(max(min(look, deadline) - now, 0))
+                self.post.wait_taken(max(min(look, deadline) - now, 0))
                 now = time.monotonic()
         finally:
             self._awaits_taken = False
@@ -179,15 +233,22 @@ class Carrier(ABC):
 
     def fail(self, failure: PipeError) -> None:
         """Answer every question, now and from now on, with the reason why there is no payload."""
+        if self.outbox.failure is not None:
+            return  # that others know already
         self.outbox.fail(failure)
+        self.post.fail(failure)
 
     def silent(self) -> list[int]:
-        """Return the workers that answer nothing, as far as the connections to them have not told that already."""
-        return []
+        """Return the workers that answer nothing."""
+        return self.post.silent()
+
+    def look(self, peer: int, seen: int) -> Future[bytes]:
+        """Ask for what `peer` exhibits."""
+        return self.post.request(peer, "look", seen)
 
     def clock_offset(self, peer: int) -> tuple[int, int]:
         """Return (peer's `perf_counter_ns` minus ours, half the round trip: the error of it)."""
-        return 0, 0
+        return self.post.clock_offset(peer)
 
     @property
     def failed(self) -> bool:
@@ -206,6 +267,10 @@ class Carrier(ABC):
     def close(self) -> None:
         """Leave, when the others have taken what is for them; whoever pulls from here from now on is told so."""
         self.end_calls()
+        if self.outbox.failure is None and self._fault is None:
+            with suppress(PipeError):
+                self.wait_taken(None, _DRAIN_S)
+        self.post.close()
 
     # --- for any thread
 
@@ -216,54 +281,11 @@ class Carrier(ABC):
     def fault(self, error: BaseException) -> None:
         """A thread that works for this worker has ended by `error`, so the worker fails with it when it polls."""
         self._fault = self._fault or error
-        self._wakeup.notify()
+        self.post.notify()
 
-    # --- for a carrier
+    # --- for the post, in any thread
 
-    def _asked(self, peer: int, keys: Iterable[Key]) -> None:
-        """`peer` asks for `keys`, and tells its call, which is no question."""
-        questions: list[Key] = []
-        for key in keys:
-            if is_call(key[1]):
-                self.calls.heard(peer, *key)
-            else:
-                questions.append(key)
-        if questions:
-            self.outbox.ask(questions, peer)
-
-    def _disagree(self, error: PipeError) -> None:
-        self.fail(error)
-        self.fault(error)
-
-    @abstractmethod
-    def _ask(self, peer: int, keys: list[Key]) -> None:
-        """Take questions to `peer`, whose outbox is to be asked."""
-
-    @abstractmethod
-    def _answer(self, peer: int, key: Key, answer: Answer | PipeError) -> bool:
-        """Take an answer to `peer`, where it is to `_arrive`. Return whether it is there for good, so was taken."""
-
-    def _send_gathered(self) -> None:
-        """Send what the compute thread, which now has time, has left to be sent later."""
-        return
-
-    def _sleep(self, timeout_s: float) -> bool:
-        """Sleep until notified; False: nobody did, in time."""
-        return self._wakeup.wait(timeout_s)
-
-    def _sleep_until_taken(self, timeout_s: float) -> None:
-        """Sleep until something may have been taken."""
-        self._sleep(timeout_s)
-
-    def _has_come(self) -> bool:
-        """Tell, before the compute thread sleeps, whether there is something to poll for."""
-        return bool(self._arrived or self._breaking)
-
-    def _hurry(self, peer: int) -> None:
-        """Have `peer` say now what it has taken, if that is not known at once."""
-        return
-
-    def _arrive(self, peer: int, key: Key, answer: Answer | PipeError | str, at_ns: int) -> bool:
+    def arrive(self, peer: int, key: Key, answer: Answer | PipeError | str, at_ns: int) -> bool:
         """An answer is here, to be polled, unless it was given up. Return whether `poll` could have brought it."""
         try:
             enter = self._open.pop((peer, key))
@@ -277,25 +299,43 @@ class Carrier(ABC):
         self._queue(Delivered(peer, key, answer, at_ns))
         return enter is None
 
-    def _queue(self, arrived: Delivered) -> None:
-        self._arrived.append(arrived)
-        if self._sleeps:
-            self._wakeup.notify()
+    def asked(self, peer: int, keys: Iterable[Key]) -> None:
+        """`peer` asks for `keys`, and tells its call, which is no question."""
+        questions: list[Key] = []
+        for key in keys:
+            if is_call(key[1]):
+                self.calls.heard(peer, *key)
+            else:
+                questions.append(key)
+        if questions:
+            self.outbox.ask(questions, peer)
 
-    def _taken(self, keys: Iterable[Key], peer: int) -> None:
+    def taken(self, keys: Iterable[Key], peer: int) -> None:
         """`peer` has taken `keys`."""
         self.outbox.taken(keys, peer)
         if self._awaits_taken:
-            self._wakeup.notify()
+            self.post.notify()
 
-    def _break(self, peer: int, reason: PipeError | str) -> None:
+    def lose(self, peer: int, reason: PipeError | str) -> None:
         """`peer` answers and takes nothing more; what it has answered before counts first."""
         self.outbox.leaves(peer)
         self._lost.setdefault(peer, reason)
         self._breaking.append(peer)
-        self._wakeup.notify()
+        self.post.notify()
+
+    def _has_come(self) -> bool:
+        return bool(self._arrived or self._breaking)
+
+    def _queue(self, arrived: Delivered) -> None:
+        self._arrived.append(arrived)
+        if self._sleeps:
+            self.post.notify()
+
+    def _disagree(self, error: PipeError) -> None:
+        self.fail(error)
+        self.fault(error)
 
     def _give_up(self, peer: int) -> None:
         for asked, key in list(self._open):
             if asked == peer:
-                self._arrive(peer, key, self._lost[peer], time.perf_counter_ns())
+                self.arrive(peer, key, self._lost[peer], time.perf_counter_ns())

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
 
 from ...dependency import PipeError
 from .carrier import Carrier
@@ -10,27 +13,57 @@ from .outbox import Answer, Key
 from .wakeup import ThreadWakeup
 
 
-class LocalCarrier(Carrier):
-    """Carries pulls to the outboxes of the same process.
+class LocalPost:
+    """Calls the carriers of the same process.
 
     Args:
-        group: all workers' carriers, by worker; one adds itself.
+        group: all workers' carriers, by worker; one adds that which opens this.
     """
 
-    def __init__(self, worker: int, num_workers: int, group: dict[int, LocalCarrier]) -> None:
-        super().__init__(worker, num_workers, ThreadWakeup())
+    within_process = True
+
+    def __init__(self, group: dict[int, Carrier]) -> None:
         self._group = group
-        group[worker] = self
+        self._wakeup = ThreadWakeup()
+        self.notify = self._wakeup.notify
 
-    def _ask(self, peer: int, keys: list[Key]) -> None:
-        self._group[peer]._asked(self.worker, keys)
+    def open(self, carrier: Carrier) -> None:
+        self._worker = carrier.worker
+        self._group[carrier.worker] = carrier
 
-    def _answer(self, peer: int, key: Key, answer: Answer | PipeError) -> bool:
-        self._group[peer]._arrive(self.worker, key, answer, time.perf_counter_ns())
+    def ask(self, peer: int, keys: list[Key]) -> None:
+        self._group[peer].asked(self._worker, keys)
+
+    def answer(self, peer: int, key: Key, answer: Answer | PipeError) -> bool:
+        self._group[peer].arrive(self._worker, key, answer, time.perf_counter_ns())
         return True
 
+    def wait(self, timeout_s: float, there: Callable[[], bool]) -> bool:
+        return there() or self._wakeup.wait(timeout_s)
 
-def local_carriers(num_workers: int) -> list[LocalCarrier]:
+    def wait_taken(self, timeout_s: float) -> None:
+        self._wakeup.wait(timeout_s)
+
+    def fail(self, failure: PipeError) -> None:
+        """Who asks is answered."""
+
+    def poll(self) -> None:
+        """Everything is brought at once."""
+
+    send_gathered = close = poll
+
+    def request(self, peer: int, what: str, value: Any = None) -> Future[Any]:
+        """There is nothing to be told that is not known."""
+        return Future()
+
+    def clock_offset(self, peer: int) -> tuple[int, int]:
+        return 0, 0
+
+    def silent(self) -> list[int]:
+        return []
+
+
+def local_carriers(num_workers: int) -> list[Carrier]:
     """Return the carriers of all workers of a process."""
-    group: dict[int, LocalCarrier] = {}
-    return [LocalCarrier(worker, num_workers, group) for worker in range(num_workers)]
+    group: dict[int, Carrier] = {}
+    return [Carrier(worker, num_workers, LocalPost(group)) for worker in range(num_workers)]

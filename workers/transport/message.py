@@ -1,6 +1,6 @@
 """What one worker says to another, as bytes: a typed binary form that is written and read without pickle.
 
-    message   version, numbers and sizes of what follows; questions; news of arrivals; a failure; answers
+    message   version, numbers and sizes of what follows; questions; news of arrivals; a failure and a note; answers
     answer    run, sizes of what follows; name; form (none: it is finished, which is all); contents of its tensors
 
 Tensors that are too large to be among the bytes travel beside them, in order.
@@ -11,20 +11,21 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from typing import Any
 
 from torch import Tensor
 
 from ...dependency import Disagreement, PipeError, WorkerFailure
 from .form import Dense, assemble, describe, form_of
+from .link import Message
 from .outbox import Answer, Key
 from .values import Malformed, decode_value, encode_value
 
 #: of all that is written here, in `form.py` and in `values.py`
-VERSION = 2
+VERSION = 3
 #: tensors up to this size travel inside a message
 _INLINE_BYTES = 2**15
-#: version, number of answers, sizes of: questions, arrivals, failure
+#: version, number of answers, sizes of: questions, arrivals, failure and note
 _HEAD = struct.Struct("<BxHIII")
 #: run, sizes of: name, form
 _ANSWER = struct.Struct("<qII")
@@ -35,19 +36,6 @@ _LITTLE = 2**15
 _copy_little = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
     ("memmove", ctypes.PyDLL(None))
 )
-
-
-class Message(NamedTuple):
-    """All that one worker has to say to another at one moment."""
-
-    asks: list[Key]
-    taken: list[Key]
-    answers: list[tuple[Key, Answer]]
-    #: why there will be no more answers
-    failure: PipeError | None = None
-
-
-NOTHING = Message([], [], [])
 
 
 def copy_memory(to: int, content: int | bytes, size: int) -> None:
@@ -62,8 +50,9 @@ def encode(message: Message) -> tuple[bytes, list[Tensor]]:
         TypeError: a payload cannot travel; the text says whose.
     """
     asks, taken = _write_keys(message.asks), _write_keys(message.taken)
-    failure = b"" if message.failure is None else _write_failure(message.failure)
-    parts = [_HEAD.pack(VERSION, len(message.answers), len(asks), len(taken), len(failure)), asks, taken, failure]
+    nothing_more = message.failure is None and message.note is None
+    more = b"" if nothing_more else encode_value((_told(message.failure), message.note))
+    parts = [_HEAD.pack(VERSION, len(message.answers), len(asks), len(taken), len(more)), asks, taken, more]
     large: list[Tensor] = []
     for (run, name), answer in message.answers:
         text, (form, tensors) = name.encode(), (b"", ()) if answer is None else describe(name, answer)
@@ -106,10 +95,10 @@ def _listed(large: Iterator[Tensor]) -> Callable[[Dense], Tensor]:
 
 
 def _decode(data: bytes, beside: Callable[[Dense], Tensor]) -> Message:
-    _, count, asks_size, taken_size, failure_size = _HEAD.unpack_from(data)
+    _, count, asks_size, taken_size, more_size = _HEAD.unpack_from(data)
     taken_at = _HEAD.size + asks_size
-    failure_at = taken_at + taken_size
-    at = failure_at + failure_size  # whether all is there, the end tells
+    more_at = taken_at + taken_size
+    at = more_at + more_size  # whether all is there, the end tells
 
     def contents(look: Dense) -> Tensor:
         nonlocal at
@@ -132,27 +121,32 @@ def _decode(data: bytes, beside: Callable[[Dense], Tensor]) -> Message:
         answers.append((key, assemble(form_of(data[form_at:at]), contents) if form_size else None))
     if at != len(data):
         raise Malformed(f"malformed message: {at} bytes wanted, {len(data)} there")
-    failure = _read_failure(data[failure_at : failure_at + failure_size]) if failure_size else None
     asks = _read_keys(data[_HEAD.size : taken_at]) if asks_size else []
-    taken = _read_keys(data[taken_at:failure_at]) if taken_size else []
-    return Message(asks, taken, answers, failure)
+    taken = _read_keys(data[taken_at:more_at]) if taken_size else []
+    failure, note = _read_more(data[more_at : more_at + more_size]) if more_size else (None, None)
+    return Message(asks, taken, answers, failure, note)
 
 
-def _write_failure(failure: PipeError) -> bytes:
+def _told(failure: PipeError | None) -> tuple[int | str, ...] | None:
+    """Return what is told of a failure, as plain values."""
     if isinstance(failure, WorkerFailure):
-        told: tuple[int | str, ...] = tuple(getattr(failure, field) for field in _FAILURE)
-    else:
-        told = (str(failure),)
-    return encode_value(told)
+        return tuple(getattr(failure, field) for field in _FAILURE)
+    return None if failure is None else (str(failure),)
 
 
-def _read_failure(data: bytes) -> PipeError:
-    told = decode_value(data)
+def _read_more(data: bytes) -> tuple[PipeError | None, Any]:
+    """Return the failure and the note of a message."""
+    told, note = decode_value(data)
+    is_note = type(note) is tuple and len(note) == 3 and [type(part) for part in note[:2]] == [int, str]
+    if note is not None and not is_note:
+        raise Malformed("malformed message: a note without number, name and value")
+    if told is None:
+        return None, note
     kinds = [type(part) for part in told] if type(told) is tuple else []
     if kinds == list(_FAILURE.values()):
-        return WorkerFailure(*told)
+        return WorkerFailure(*told), note
     if kinds == [str]:
-        return Disagreement(*told)
+        return Disagreement(*told), note
     raise Malformed("malformed message: a failure without worker, action, step, summary or traceback")
 
 

@@ -1,5 +1,17 @@
 """Workers as processes over `torch.distributed.rpc` (TensorPipe). The only file that imports it.
 
+A message travels as a call, or as the reply to a call that lies here: so where payloads go both ways, as forwards and
+backwards do, each costs one message of TensorPipe and not two.
+
+    worker 0                                     worker 1
+       call: 1 wants 0F0 0F1 .. ──────────────────  (lies at 0: the lifeline)
+       call: 0F5, asks ───────────────────────────> lies at 1
+       <─────────────────── reply to it: 1B4, took 0F5
+
+One call of each side, once they talk, always lies at the other: if the peer dies, it breaks, and so tells. No call has
+a timeout: TCP delivers or breaks, and a large payload on a slow link may take long. That nothing at all arrives is the
+mailbox's to notice.
+
 Handing a message to TensorPipe takes 100 to 300 us, waking another thread 30 us and then some 100 us of latency.
 
 Options by measurement on one host, torch 2.13 (round trip of 256 KiB; CPU of an idle agent):
@@ -14,10 +26,9 @@ import ctypes
 import os
 import pickle
 import threading
-import time
 import warnings
+from collections import deque
 from collections.abc import Callable
-from concurrent import futures
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -25,21 +36,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed import rpc
 from torch.distributed.rendezvous import register_rendezvous_handler
 from torch.futures import Future
 
 from ...dependency import NotMet
 from .deadline import within
+from .link import NOTHING, Ears, Message
+from .message import decode, encode
 from .payload import compact
-from .remote import RemoteCarrier
+from .wakeup import Wakeup
 
 #: handlers do not block, so few are enough for any number of workers
 _RPC_THREADS = 2
 _NO_TIMEOUT = 0.0
-_PING_S = 30.0
-#: a worker that needs longer to answer, when nothing has come for long already, is silent
-_ANSWER_S = 5.0
+#: so many calls may lie here, for want of anything to say
+_MOST_HELD = 32
 #: of torch's levels of logging
 _ERROR = 2
 #: names a store that is there already
@@ -47,7 +60,7 @@ _SCHEME = "rpc-pipe"
 #: from here on torch adds where in the interpreter an error of another worker was raised
 _STACK = "\n\nAt:"
 
-_endpoint: RpcCarrier | None = None
+_link: RpcLink | None = None
 _kept = threading.local()
 
 
@@ -56,62 +69,51 @@ def _name(worker: int) -> str:
 
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
-def _handle(what: str, peer: int, *args: Any) -> Future[Any]:
-    """Runs at the receiver of a request, in an RPC thread: a future of the reply."""
-    assert _endpoint is not None
+def _hear(peer: int, *said: Any) -> Future[Any]:
+    """Runs at the receiver of a call, in an RPC thread: a future of the reply."""
+    assert _link is not None
     _keep_thread_state()
-    future: Future[Any] = Future()
-    with _endpoint.answering_for_errors:
-        _endpoint.handle(what, peer, future.set_result, *args)
-    return future
+    reply: Future[Any] = Future()
+    _link.hear(peer, said, reply)
+    return reply
 
 
-def _clock() -> int:
-    return time.perf_counter_ns()
-
-
-def _look(seen: int) -> bytes:
-    """Runs at a worker that is watched from another machine."""
-    return b"" if _endpoint is None or _endpoint.serve_board is None else _endpoint.serve_board(seen)
-
-
-class RpcCarrier(RemoteCarrier):
-    """Joins the group of workers and carries pulls over RPC. One for the life of a process.
+class RpcLink:
+    """Joins the group of workers and sends messages over RPC. One for the life of a process.
 
     Args:
         worker: this process's rank.
-        num_workers: how many join; the call returns when all have.
+        num_workers: how many join.
         init_method: where they meet: `file:///path`, `tcp://host:port` or `env://`.
         join_timeout_s: for how long to wait for the others.
         store: where they meet instead, if there is one.
-        shared_memory: whether workers of one host answer each other through it, where that is possible.
-
-    Raises:
-        ConfigError: the others did not come, or the address cannot be used.
     """
 
+    sends_cheaply = False
+    look: Callable[[], None] | None = None
+
     def __init__(
-        self,
-        worker: int,
-        num_workers: int,
-        init_method: str,
-        join_timeout_s: float = 120.0,
-        *,
-        store: Any = None,
-        shared_memory: bool = True,
+        self, worker: int, num_workers: int, init_method: str, join_timeout_s: float = 120.0, *, store: Any = None
     ) -> None:
-        global _endpoint
-        super().__init__(worker, num_workers, shared_memory=shared_memory)
-        #: what is shown to those who watch from other machines; see rpc_pipe/tracing/mirror.py
-        self.serve_board: Callable[[int], bytes] | None = None
-        _endpoint = self
+        self.wakeup = Wakeup()
+        self._worker, self._num_workers = worker, num_workers
+        self._where, self._timeout_s, self._store = init_method, join_timeout_s, store
+        self._lock = threading.Lock()
+        #: by peer: its calls that lie here, and how many of this worker's lie there
+        self._held: dict[int, deque[Future[Any]]] = {peer: deque() for peer in range(num_workers)}
+        self._lying = [0] * num_workers
+
+    def open(self, ears: Ears) -> None:
+        global _link
+        self._ears, _link = ears, self
         _silence_leaving()
-        if store is not None:
-            register_rendezvous_handler(_SCHEME, lambda *_, **__: iter([(store, worker, num_workers)]))
+        if self._store is not None:
+            rendezvous = [(self._store, self._worker, self._num_workers)]
+            register_rendezvous_handler(_SCHEME, lambda *_, **__: iter(rendezvous))
         options = rpc.TensorPipeRpcBackendOptions(
             num_worker_threads=_RPC_THREADS,
-            rpc_timeout=join_timeout_s,
-            init_method=init_method if store is None else f"{_SCHEME}://",
+            rpc_timeout=self._timeout_s,
+            init_method=self._where if self._store is None else f"{_SCHEME}://",
             _transports=["uv"],
             _channels=["basic"],
         )
@@ -120,72 +122,65 @@ class RpcCarrier(RemoteCarrier):
                 # init_rpc itself uses a gloo group in a way that torch deprecates
                 warnings.filterwarnings("ignore", message="You are using a Backend")
                 # torch waits half an hour, whatever `options` say
-                meet = partial(rpc.init_rpc, _name(worker), rank=worker, world_size=num_workers)
-                within(join_timeout_s, partial(meet, rpc_backend_options=options))
+                meet = partial(rpc.init_rpc, _name(self._worker), rank=self._worker, world_size=self._num_workers)
+                within(self._timeout_s, partial(meet, rpc_backend_options=options))
         except (RuntimeError, ValueError, TimeoutError) as error:
             raise NotMet(
-                f"worker {worker} could not meet the other {num_workers - 1} workers at {init_method} "
-                f"within {timedelta(seconds=join_timeout_s)}: {str(error).partition(_STACK)[0]}"
+                f"worker {self._worker} could not meet the other {self._num_workers - 1} workers at {self._where} "
+                f"within {timedelta(seconds=self._timeout_s)}: {str(error).partition(_STACK)[0]}"
             ) from error
-        self._sender.start()
 
-    def _request(self, peer: int, what: str, args: tuple[Any, ...], then: Callable[[Any], None]) -> None:
-        def replied(future: Future[Any]) -> None:
-            _keep_thread_state()
-            with self.answering_for_errors:
-                try:
-                    value = future.value()
-                except RuntimeError as error:
-                    self._failed(peer, str(error))
-                else:
-                    then(value)
-
-        args = tuple([list(map(compact, arg)) if isinstance(arg, list) else arg for arg in args])
+    def send(self, peer: int, message: Message) -> None:
+        data, tensors = encode(message)
+        said = data, [compact(tensor) for tensor in tensors]
+        with self._lock:
+            # The last one stays, as the peer's lifeline; and so does one of ours at the peer.
+            held = self._held[peer].popleft() if len(self._held[peer]) > 1 and self._lying[peer] else None
+            self._lying[peer] += held is None
+        if held is not None:
+            held.set_result(said)
+            return
         try:
-            # No timeout: it breaks if the peer does, and an exchange lies there until there is something to say.
-            future = _invoke(_name(peer), _handle, (what, self.worker, *args), _NO_TIMEOUT)
+            future = _invoke(_name(peer), _hear, (self._worker, *said), _NO_TIMEOUT)
         except RuntimeError as error:
-            self._failed(peer, str(error))
+            self._ears.on_lost(peer, str(error))
         else:
-            future.add_done_callback(replied)
+            future.add_done_callback(partial(self._replied, peer))
 
-    def _clock_of(self, peer: int) -> int:
-        now: int = rpc.rpc_sync(_name(peer), _clock, timeout=_PING_S)
-        return now
+    def hear(self, peer: int, said: tuple[bytes, list[Tensor]], reply: Future[Any]) -> None:
+        """`peer` has said this, by a call that is to be replied to once."""
+        with self._ears.guard:
+            with self._lock:
+                self._held[peer].append(reply)
+                too_many = self._held[peer].popleft() if len(self._held[peer]) > _MOST_HELD else None
+            if too_many is not None:
+                too_many.set_result(None)
+            self._ears.on_message(peer, decode(*said))
+            if not self._lying[peer]:
+                self.send(peer, NOTHING)
 
-    def silent(self) -> list[int]:
-        asked = {
-            peer: rpc.rpc_async(_name(peer), _clock, timeout=_ANSWER_S)
-            for peer in range(self.num_workers)
-            if peer != self.worker
-        }
-        return [peer for peer, answer in asked.items() if not _answered(answer)]
-
-    def look(self, peer: int, seen: int) -> futures.Future[bytes]:
-        """Ask for what `peer` exhibits."""
-        answer: futures.Future[bytes] = futures.Future()
-
-        def came(found: Future[bytes]) -> None:
+    def _replied(self, peer: int, future: Future[Any]) -> None:
+        _keep_thread_state()
+        with self._ears.guard:
+            with self._lock:
+                self._lying[peer] -= 1
             try:
-                answer.set_result(found.value())
+                said = future.value()
             except RuntimeError as error:
-                answer.set_exception(error)
+                self._ears.on_lost(peer, str(error))
+                return
+            if said is not None:
+                self._ears.on_message(peer, decode(*said))
 
-        rpc.rpc_async(_name(peer), _look, args=(seen,), timeout=_PING_S).add_done_callback(came)
-        return answer
+    def wait(self, timeout_s: float) -> bool:
+        return self.wakeup.wait(timeout_s)
 
     def close(self) -> None:
-        super().close()
+        for held in self._held.values():
+            while held:  # so that none breaks when this process ends
+                held.popleft().set_result(None)
         # Gracefully is a barrier over all workers, which hangs if one is gone (pytorch#63247).
         rpc.shutdown(graceful=False)
-
-
-def _answered(answer: Future[int]) -> bool:
-    try:
-        answer.wait()
-    except RuntimeError:
-        return False
-    return True
 
 
 # --- shorter ways than torch's public ones, where they are open

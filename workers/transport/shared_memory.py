@@ -19,6 +19,7 @@ left behind, however a process ends, and the size of /dev/shm, 64 MB in many con
 from __future__ import annotations
 
 import ctypes
+import logging
 import mmap
 import os
 import secrets
@@ -29,8 +30,8 @@ import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import suppress
-from enum import IntEnum
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,7 +41,7 @@ from torch import Tensor
 from .form import Dense, assemble, describe, form_of
 from .message import copy_memory
 from .ordered import X86, fence
-from .outbox import Answer, Key
+from .outbox import Answer, Key, Written
 from .peer_memory import PeerMemory, let_siblings_read
 from .ring_buffer import (
     ASLEEP,
@@ -55,6 +56,8 @@ from .ring_buffer import (
 )
 from .values import Malformed
 from .wakeup import Notifier, Wakeup
+
+logger = logging.getLogger(__name__)
 
 #: what the first channel takes, bytes of a payload; where payloads turn out to be larger, so is the next one
 _FIRST = 2**18
@@ -71,17 +74,6 @@ _OFTEN = 4
 _HEAD = struct.Struct("<QqqIIQ")
 #: whether there can be channels here: others see what an x86 processor stores in the order in which it does
 POSSIBLE = sys.platform == "linux" and X86 and hasattr(os, "memfd_create")
-
-
-class Written(IntEnum):
-    """What has become of an answer."""
-
-    #: it must be said otherwise
-    NOT = 0
-    #: the reader has been told where it is; it stays the writer's until `Channels.returned`
-    LENT = 1
-    #: it is in the reader's memory
-    COPIED = 2
 
 
 class Offer(NamedTuple):
@@ -104,7 +96,7 @@ class Offer(NamedTuple):
         Raises:
             Malformed: it is none.
         """
-        if type(value) is not tuple or [type(part) for part in value] != [tuple, int, int, int, int, bytes]:
+        if not isinstance(value, tuple) or list(map(type, value)) != [tuple, int, int, int, int, bytes]:
             raise Malformed("malformed message: not an offer of memory")
         return cls(*value)
 
@@ -120,14 +112,13 @@ class Channels:
 
     Args:
         wakeup: notified when there is something to read.
-        wanted: whether to have any.
     """
 
-    def __init__(self, wakeup: Wakeup, *, wanted: bool = True) -> None:
-        self.wakeup = wakeup
+    def __init__(self, worker: int, wakeup: Wakeup) -> None:
+        self._worker, self.wakeup = worker, wakeup
         #: who is on this host; None: no channels
         self._host: tuple[str, ...] | None = None
-        if wanted and POSSIBLE:
+        if POSSIBLE:
             with suppress(OSError):  # a sandbox that does not say
                 self._host = _host()
                 let_siblings_read()
@@ -152,20 +143,22 @@ class Channels:
             if payload_bytes > LARGEST and peer in self._offered:
                 return None
             room = payload_bytes if payload_bytes <= LARGEST else _FIRST  # the others may be lent
-            return self._offer(peer, self._host, max(_FIRST, 1 << (room - 1).bit_length()))
+            largest = max(_FIRST, 1 << (room - 1).bit_length())
+            try:
+                memory, reader = _new_reader(_ROOM * largest + OVERHEAD_BYTES)
+            except OSError:  # the system does not give any, or not so much
+                self._offered[peer] = LARGEST
+                return None
+            self._offered[peer] = largest
+            self._readers = (*self._readers, (peer, reader, reader.ring.counters))
+            return Offer(self._host, os.getpid(), memory, self.wakeup.descriptor, reader.ring.size, reader.ring.token)
 
-    def _offer(self, peer: int, host: tuple[str, ...], largest: int) -> Offer | None:
-        try:
-            memory, reader = _new_reader(_ROOM * largest + OVERHEAD_BYTES)
-        except OSError:  # the system does not give any, or not so much
-            self._offered[peer] = LARGEST
-            return None
-        self._offered[peer] = largest
-        self._readers = (*self._readers, (peer, reader, reader.ring.counters))
-        return Offer(host, os.getpid(), memory, self.wakeup.descriptor, reader.ring.size, reader.ring.token)
-
-    def refused(self, peer: int) -> None:
-        """`peer`, on another host, will not write the channel that it was offered last; offer no more."""
+    def decided(self, peer: int, accepted: Future[bool]) -> None:
+        """`peer` has said whether it writes the channel that it was offered last: it may be on another host."""
+        if accepted.exception() is None and accepted.result():
+            how = self.accepted(peer)
+            logger.info("worker %d: large payloads of worker %d are %s", self._worker, peer, how)
+            return
         with self._lock:
             self._offered[peer] = LARGEST
             last = max(i for i, (reads_from, *_) in enumerate(self._readers) if reads_from == peer)
@@ -177,8 +170,9 @@ class Channels:
             reader = next(reader for reads_from, reader, _ in reversed(self._readers) if reads_from == peer)
         return reader.try_memory()
 
-    def accept(self, peer: int, offer: Offer) -> bool:
+    def accept(self, peer: int, offered: Any) -> bool:
         """Write to `peer` through the channel that it offers, if it is on this host; return whether it is."""
+        offer = Offer.read(offered)
         if offer.host != self._host:
             return False
         writer = _accepted(offer)

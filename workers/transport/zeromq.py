@@ -1,55 +1,49 @@
 """Workers as processes over ZeroMQ: no port and no key inside a host, proved and encrypted between hosts.
 
-    compute thread, hearer ──_request──> numbered, ROUTER ──────> the peer's DEALER ──> who hears there: handle
-    who hears: see `hearing.py` <──────── DEALER <─────────────── the peer's ROUTER
+    send ──> numbered, ROUTER ──────> the peer's DEALER ──> who hears there: see `hearing.py`
 
-Nothing here is a long poll: a message that says something needs no answer, and of a peer's death its connection tells.
-What is said is kept until it has arrived, so a connection may break and come back; see `delivery.py`.
+Of a peer's death its connection tells. What is said is kept until it has arrived, so a connection may break and come
+back; see `delivery.py`.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
 import struct
 import threading
 import time
-from collections.abc import Callable, Container
-from concurrent import futures
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import zmq
 from torch import Tensor
 
 from ...dependency import ConfigError, NotMet
-from .carrier import Delivered
 from .congestion import CONGESTION
 from .deadline import within
 from .delivery import Delivery, Said
 from .hearing import Hearing
 from .keys import Doorkeeper, Keys
-from .remote import RemoteCarrier, Reply
+from .link import Ears, Message
+from .message import decode, encode
 from .sockets import Pieces, Sockets
-from .values import Malformed, decode_value, encode_value
+from .values import Malformed
+from .wakeup import Wakeup
 
 logger = logging.getLogger(__name__)
 
-_VERSION = 1
-#: version, what, who says so, size of the body, number, arrived, followed, request
+_VERSION = 2
+#: version, what, who says so, size of the body, number, arrived, followed; of ticks and requests, more
 _HEAD = struct.Struct("<BBHQQQII")
-_TICK, _AGAIN, _ANSWER = 0, 1, 2
-#: what is asked of a worker, as `RemoteCarrier.handle` knows it
-_WHATS = ("", "", "", "exchange", "hurry", "offer", "leave", "look", "clock")
-_WITH_TENSORS = ("exchange", "leave")
+_TICK, _AGAIN, _MESSAGE = 0, 1, 2
 #: how often silent peers are looked after, and those that have not been met yet
 _TICK_S, _MEET_S = 0.5, 0.02
 #: what a peer said last may still be on its way through this process when its connection has broken
 _LAST_S = 0.3
-_PING_S = 30.0
 _ENDING_S = 1.0
 
 
@@ -69,22 +63,19 @@ class Network(NamedTuple):
     congestion: str = CONGESTION
 
 
-class ZmqCarrier(RemoteCarrier):
-    """Joins the group of workers and carries pulls over ZeroMQ.
+class ZmqLink:
+    """Joins the group of workers and sends messages over ZeroMQ.
 
     Args:
         worker: this process's rank.
-        num_workers: how many join; the call returns when all have.
+        num_workers: how many join.
         folder: of this host's workers, which nobody else may enter: their unix sockets are there.
         network: for workers of other hosts; None: there are none.
         join_timeout_s: for how long to wait for the others.
-        shared_memory: whether workers of one host answer each other through it, where that is possible.
-
-    Raises:
-        ConfigError: the others did not come, or could not be who they said they were.
     """
 
-    _sends_cheaply = True  # libzmq's own thread does
+    sends_cheaply = True  # libzmq's own thread does
+    look: Callable[[], None] | None = None
 
     def __init__(
         self,
@@ -93,12 +84,10 @@ class ZmqCarrier(RemoteCarrier):
         folder: Path | None,
         network: Network | None = None,
         join_timeout_s: float = 120.0,
-        *,
-        shared_memory: bool = True,
     ) -> None:
-        super().__init__(worker, num_workers, shared_memory=shared_memory)
-        #: what is shown to those who watch from other machines; see rpc_pipe/tracing/mirror.py
-        self.serve_board: Callable[[int], bytes] | None = None
+        self.wakeup = Wakeup()
+        self._worker, self._num_workers = worker, num_workers
+        self._folder, self._network, self._timeout_s = folder, network, join_timeout_s
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         peers = [peer for peer in range(num_workers) if peer != worker]
         self._deliveries = {peer: Delivery() for peer in peers}
@@ -106,9 +95,6 @@ class ZmqCarrier(RemoteCarrier):
         self._all: list[Sockets] = []
         self._by: dict[int, Sockets] = {}
         self._lost_after_s = network.lost_after_s if network is not None else _TICK_S
-        self._requests = itertools.count(1)
-        #: by request, who was asked and what is done with the answer
-        self._awaited: dict[int, tuple[int, Callable[[Any], None]]] = {}
         #: those heard, and those that have heard this worker
         self._met: set[int] = set()
         self._met_by: set[int] = set()
@@ -118,19 +104,26 @@ class ZmqCarrier(RemoteCarrier):
         self._broken_since: dict[int, float] = {}
         #: of these, the ones that have been told of
         self._told_broken: set[int] = set()
-        self._ending = False
-        deadline = time.monotonic() + join_timeout_s
+        #: those that are lost
+        self._lost: set[int] = set()
+        #: why one of those that are met is none of this job
+        self._misfit = ""
+
+    def open(self, ears: Ears) -> None:
+        self._ears = ears
+        deadline = time.monotonic() + self._timeout_s
         try:
-            self._connect(folder, network, deadline)
+            self._connect(self._folder, self._network, deadline)
             threading.Thread(target=self._watch, name="watcher", daemon=True).start()
-            self._hearing = Hearing(self._all, self.channels.wakeup, self._take_in, self.answering_for_errors)
+            self._hearing = Hearing(self._all, self.wakeup, self._take_in, ears.guard)
+            self.look = self._hearing.look
             self._meet(deadline)
         except (ConfigError, TimeoutError) as error:
             self._end()
             kind = ConfigError if isinstance(error, ConfigError) else NotMet
             raise kind(
-                f"worker {worker} could not meet the other {num_workers - 1} workers by ZeroMQ "
-                f"within {timedelta(seconds=join_timeout_s)}: {error}"
+                f"worker {self._worker} could not meet the other {self._num_workers - 1} workers by ZeroMQ "
+                f"within {timedelta(seconds=self._timeout_s)}: {error}"
             ) from error
 
     @property
@@ -164,14 +157,14 @@ class ZmqCarrier(RemoteCarrier):
                 outside.connect_tcp(address, peer)
 
     def _sockets(self, keys: Keys | None, lost_after_s: float | None) -> Sockets:
-        self._all.append(Sockets(self._context, self.worker, keys, lost_after_s))
+        self._all.append(Sockets(self._context, self._worker, keys, lost_after_s))
         return self._all[-1]
 
     def _meet(self, deadline: float) -> None:
         """Return when this worker has heard all others, and they it."""
         while missing := self._deliveries.keys() - (self._met & self._met_by):
-            if self._fault is not None:
-                raise ConfigError(str(self._fault))
+            if self._misfit:
+                raise ConfigError(self._misfit)
             if time.monotonic() > deadline:
                 raise TimeoutError(f"nothing was heard of workers {sorted(missing)}")
             self._tick_all()
@@ -185,26 +178,18 @@ class ZmqCarrier(RemoteCarrier):
 
     # --- saying
 
-    def _request(self, peer: int, what: str, args: tuple[Any, ...], then: Callable[[Any], None]) -> None:
-        body: bytes = args[0] if args else b""
-        tensors: list[Tensor] = args[1] if what in _WITH_TENSORS else []
-        request = 0
-        if what != "exchange":
-            request = next(self._requests)
-            self._awaited[request] = peer, then
-        self._put(peer, (_WHATS.index(what), request, body, tensors))
-
-    def _put(self, peer: int, content: tuple[int, int, bytes, list[Tensor]]) -> None:
+    def send(self, peer: int, message: Message) -> None:
+        content = encode(message)
         by = self._by[peer]
         with by.lock:
             self._say_numbered(peer, self._deliveries[peer].say(content), content)
 
-    def _say_numbered(self, peer: int, said: Said, content: tuple[int, int, bytes, list[Tensor]]) -> None:
-        what, request, body, tensors = content
-        self._by[peer].say(peer, self._head(what, len(body), said, request), body, tensors)
+    def _say_numbered(self, peer: int, said: Said, content: tuple[bytes, list[Tensor]]) -> None:
+        body, tensors = content
+        self._by[peer].say(peer, self._head(_MESSAGE, len(body), said), body, tensors)
 
-    def _head(self, what: int, size: int, said: Said, request: int) -> bytes:
-        return _HEAD.pack(_VERSION, what, self.worker, size, *said, request)
+    def _head(self, what: int, size: int, said: Said, more: int = 0) -> bytes:
+        return _HEAD.pack(_VERSION, what, self._worker, size, *said, more)
 
     def _tick(self, peer: int) -> None:
         """Say how far one has come, so that the peer sees what it has missed, and how often it was probed."""
@@ -220,35 +205,29 @@ class ZmqCarrier(RemoteCarrier):
 
     # --- hearing: see `hearing.py`
 
-    def poll(self, runs: Container[int]) -> list[Delivered]:
-        self._hearing.look()
-        return super().poll(runs)
-
-    def _sleep(self, timeout_s: float) -> bool:
-        woken = self._hearing.wait(partial(super()._sleep, timeout_s))
-        self._sleeps = False  # nobody is to be woken for what is heard now
-        self._hearing.look()
-        return woken
+    def wait(self, timeout_s: float) -> bool:
+        return self._hearing.wait(partial(self.wakeup.wait, timeout_s))
 
     def _take_in(self, pieces: Pieces) -> None:
         try:
-            version, what, peer, size, number, arrived, followed, request = _HEAD.unpack_from(pieces.first)
+            version, what, peer, size, number, arrived, followed, more = _HEAD.unpack_from(pieces.first)
         except struct.error as error:
             raise Malformed(f"malformed message: {error}") from error
         if version != _VERSION or peer not in self._deliveries:
-            raise Malformed(f"a message of version {version} of worker {peer}: do all workers run the same rpc-pipe?")
+            self._misfit = f"a message of version {version} of worker {peer}: do all workers run the same rpc-pipe?"
+            raise Malformed(self._misfit)
         delivery, said = self._deliveries[peer], Said(number, arrived, followed)
         self._met.add(peer)
         if what == _AGAIN:
             with self._by[peer].lock:
-                for again, content in delivery.again(request, arrived):
+                for again, content in delivery.again(more, arrived):
                     self._say_numbered(peer, again, content)
             return
         if what == _TICK:
-            self._ticked(peer, said, request)
+            self._ticked(peer, said, more)
         elif delivery.take(said, pieces.num_bytes):
             body = pieces.first[_HEAD.size :]
-            self._handle(peer, what, request, body + pieces.read(size - len(body)), pieces)
+            self._ears.on_message(peer, decode(body + pieces.read(size - len(body)), pieces.tensor))
         if (missed := delivery.gap(said)) is not None:
             self._ask_again(peer, missed)
         elif delivery.owes:
@@ -260,36 +239,6 @@ class ZmqCarrier(RemoteCarrier):
         if news & 1:
             self._met_by.add(peer)
 
-    def _handle(self, peer: int, what: int, request: int, body: bytes, pieces: Pieces) -> None:
-        if what == _ANSWER:
-            awaited = self._awaited.pop(request, None)
-            if awaited is not None:
-                awaited[1](decode_value(body))
-            return
-        if what >= len(_WHATS) or not _WHATS[what]:
-            raise Malformed(f"malformed message: worker {peer} asks for {what}")
-        name = _WHATS[what]
-        reply: Reply | None = partial(self._reply, peer, request) if request else None
-        if name in _WITH_TENSORS:
-            self.handle(name, peer, reply, body, pieces.tensor)
-        elif reply is None:
-            raise Malformed(f"malformed message: worker {peer} wants no answer to {name}")
-        elif name == "look":
-            reply(b"" if self.serve_board is None else self.serve_board(decode_value(body)))
-        elif name == "clock":
-            reply(time.perf_counter_ns())
-        else:
-            self.handle(name, peer, reply, *([body] if name == "offer" else []))
-
-    def _gone(self, peer: int) -> None:
-        super()._gone(peer)
-        for request, (asked, then) in list(self._awaited.items()):
-            if asked == peer and self._awaited.pop(request, None) is not None:
-                then(RuntimeError(f"worker {peer} has left"))
-
-    def _reply(self, peer: int, request: int, value: Any) -> None:
-        self._put(peer, (_ANSWER, request, encode_value(value), []))
-
     # --- watching: a thread that wakes up twice a second
 
     def _watch(self) -> None:
@@ -299,7 +248,7 @@ class ZmqCarrier(RemoteCarrier):
             poller.register(monitor, zmq.POLLIN)
         looked = time.monotonic()
         while True:
-            with self.answering_for_errors:
+            with self._ears.guard:
                 try:
                     for monitor, _ in poller.poll(int(1000 * _TICK_S)):
                         for change in monitors[monitor].changes(monitor):
@@ -316,9 +265,10 @@ class ZmqCarrier(RemoteCarrier):
     def _changed(self, peer: int, connected: bool) -> None:
         if connected:
             self._broken_since.pop(peer, None)
+            self._tick(peer)  # it has been probed, maybe
             if peer in self._told_broken:
                 self._told_broken.remove(peer)
-                logger.warning("worker %d: the connection to worker %d is back", self.worker, peer)
+                logger.warning("worker %d: the connection to worker %d is back", self._worker, peer)
         elif peer in self._met:
             self._broken_since.setdefault(peer, time.monotonic())
 
@@ -335,7 +285,7 @@ class ZmqCarrier(RemoteCarrier):
                 self._told_broken.add(peer)
                 logger.warning(
                     "worker %d: the connection to worker %d is broken; the worker counts as lost if it does not "
-                    "come back within %g s", self.worker, peer, self._lost_after_s,
+                    "come back within %g s", self._worker, peer, self._lost_after_s,
                 )  # fmt: skip
         for peer, delivery in self._deliveries.items():
             if peer in self._met and peer not in self._lost and delivery.is_open:
@@ -345,43 +295,15 @@ class ZmqCarrier(RemoteCarrier):
 
     def _lose(self, peer: int, why: str) -> None:
         self._broken_since.pop(peer, None)
-        self._failed(peer, why)
-
-    # --- for those who watch from other machines
-
-    def look(self, peer: int, seen: int) -> futures.Future[bytes]:
-        """Ask for what `peer` exhibits."""
-        return self._ask_for(peer, "look", encode_value(seen))
-
-    def _clock_of(self, peer: int) -> int:
-        try:
-            now: int = self._ask_for(peer, "clock", b"").result(_PING_S)
-        except futures.TimeoutError as error:
-            raise RuntimeError("no answer") from error
-        return now
-
-    def _ask_for(self, peer: int, what: str, body: bytes) -> futures.Future[Any]:
-        if peer in self._lost or self.exchange(peer).closed or self._ending:
-            raise RuntimeError(f"worker {peer} cannot be reached")
-        answer: futures.Future[Any] = futures.Future()
-
-        def came(value: Any) -> None:
-            if isinstance(value, RuntimeError):
-                answer.set_exception(value)
-            else:
-                answer.set_result(value)
-
-        self._request(peer, what, (body,), came)
-        return answer
+        self._lost.add(peer)
+        self._ears.on_lost(peer, why)
 
     def close(self) -> None:
-        self._tick_all()  # ahead of the goodbye, behind which peers count whom they have refused
-        super().close()
+        self._tick_all()  # so that peers count whom they have refused
         self._end()
 
     def _end(self) -> None:
         """Send what has been said, and end the threads."""
-        self._ending = True
         for by in self._all:
             by.fall_silent()
         with suppress(TimeoutError):  # a thread may be at something that takes longer; it ends with the process

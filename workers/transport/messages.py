@@ -1,0 +1,377 @@
+"""The post between processes: what is said to others, in as few messages as possible, and what they say.
+
+Messages are one plane: a `Link` (`rpc.py`, `zeromq.py`) sends them, hears them and loses peers. Payloads are the other:
+between processes of one host they take a shorter way, see `shared_memory.py`.
+
+A message carries everything that goes one way: questions, answers, and the news of what has arrived. News can wait for
+company: it is sent with the next message, or alone once there is much of it. What the compute thread has to say it
+sends itself where that is cheap or it has waited a short while ago, and else leaves to the sender's thread.
+"""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent import futures
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from ...dependency import PipeError
+from .carrier import LEFT, Carrier
+from .link import NOTHING, AnsweringForErrors, Ears, Link, Message
+from .outbox import Answer, Key, Written
+
+if TYPE_CHECKING:
+    from .shared_memory import Channels
+
+#: arrivals are told alone once there are so many, or so many bytes, of them
+_UNTOLD_LIMIT, _UNTOLD_BYTES = 8, 4 * 2**20
+#: a compute thread that has waited within so many polls has time to send by itself
+_RECENTLY = 5
+#: how long a worker may need to tell its clock; or, when nothing has come for long already, before it counts as silent
+_PING_S, _ANSWER_S = 30.0, 5.0
+#: how often to look whether what was lent has been taken, while nothing else is to be done
+_LENT_LOOK_S = 0.001
+#: how long a leaving worker waits for the others to read its last message
+_LEAVE_S = 5.0
+#: how long what a worker said before it left may take from one thread to another
+_LAST_WORDS_S = 1.0
+
+
+class Talk:
+    """What this worker says to one peer. Thread-safe.
+
+    What is said here makes it `urgent` if it is to be sent now.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._gathered = Message([], [], [])
+        self._taken_bytes = 0
+        #: whether one of the two has left
+        self.closed = False
+        #: whether there is something to send now
+        self.urgent = False
+        #: whether the peer has ever said anything
+        self.heard = False
+
+    def ask(self, keys: list[Key]) -> None:
+        """Ask for all of `keys`."""
+        with self._lock:
+            self._gathered.asks.extend(keys)
+            self.urgent = True
+
+    def answer(self, key: Key, answer: Answer) -> None:
+        """Say `answer` to the peer's question for `key`."""
+        with self._lock:
+            self._gathered.answers.append((key, answer))
+            self.urgent = True
+
+    def fail(self, failure: PipeError) -> None:
+        """Say why there are no more answers; to be said again to who asks again."""
+        with self._lock:
+            self._gathered = self._gathered._replace(failure=failure)
+            self.urgent = True
+
+    def received(self, message: Message) -> None:
+        """Note what a message has brought."""
+        with self._lock:
+            self.heard = True
+            for key, answer in message.answers:
+                if answer is not None:
+                    self._gathered.taken.append(key)
+                    self._taken_bytes += answer.num_bytes
+            self.urgent |= len(self._gathered.taken) >= _UNTOLD_LIMIT or self._taken_bytes >= _UNTOLD_BYTES
+
+    def hurry(self) -> None:
+        """Let what could have waited for company be sent."""
+        with self._lock:
+            self.urgent |= bool(self._gathered.taken)
+
+    def gathered(self) -> Message | None:
+        """Return what is to be sent, with all that has gathered; None: nothing."""
+        with self._lock:
+            return self._take() if self.urgent and not self.closed else None
+
+    def close(self) -> Message:
+        """One of the two leaves: return what is still to be said."""
+        with self._lock:
+            self.closed = True
+            return self._take()
+
+    def _take(self) -> Message:
+        message, self._gathered = self._gathered, Message([], [], [])
+        self._taken_bytes, self.urgent = 0, False
+        return message
+
+
+class Messages:
+    """Tells a carrier what others ask, answer and take, and them what it does.
+
+    Args:
+        link: to the other workers.
+        channels: to and from workers of this host; None: there shall be none.
+    """
+
+    within_process = False
+
+    def __init__(self, link: Link, channels: Channels | None = None) -> None:
+        self.link, self.channels = link, channels
+        self.notify = link.wakeup.notify
+        self._talks: dict[int, Talk] = {}
+        #: requests that peers have not answered, by number
+        self._numbers = itertools.count()
+        self._requests: dict[int, tuple[int, futures.Future[Any]]] = {}
+        #: peers that read nothing more
+        self._gone: set[int] = set()
+        self._closed = False
+        #: those that the compute thread has something to say to
+        self._gathered: deque[int] = deque()
+        self._compute_thread = threading.get_ident()
+        #: for so many polls the compute thread sends by itself
+        self._has_time = 0
+        self._to_send: queue.SimpleQueue[int | None] = queue.SimpleQueue()  # peers; None: no more
+        self._sender = threading.Thread(target=self._send_all, name="sender", daemon=True)
+
+    def open(self, carrier: Carrier) -> None:
+        self._carrier = carrier
+        self.answering_for_errors = AnsweringForErrors(carrier.fault)
+        self.link.open(Ears(self.received, self.lost, self.answering_for_errors))
+        if not self.link.sends_cheaply:
+            self._sender.start()
+
+    # --- the compute thread
+
+    def ask(self, peer: int, keys: list[Key]) -> None:
+        self._talk(peer).ask(keys)
+        self._gathered.append(peer)  # until the thread polls or waits: more may follow
+
+    def poll(self) -> None:
+        self._compute_thread = threading.get_ident()
+        self._has_time -= 1
+        if self._gathered:
+            self._hand_on()
+        if self.link.look is not None:
+            self.link.look()
+        if self.channels is not None:
+            for peer, key, answer, at_ns in self.channels.read():
+                if isinstance(answer, OSError):
+                    self._lose_soon(peer, f"its memory cannot be read: {answer}")
+                else:
+                    self._carrier.arrive(peer, key, answer, at_ns)
+            self._see_taken(self.channels)
+
+    def wait(self, timeout_s: float, there: Callable[[], bool]) -> bool:
+        self.send_gathered()
+        if self.channels is None:
+            return there() or self.link.wait(timeout_s)
+        try:
+            return self.channels.sleep() or there() or self.link.wait(timeout_s)
+        finally:
+            self.channels.wake()
+
+    def wait_taken(self, timeout_s: float) -> None:
+        self.link.wait(timeout_s if self.channels is None else min(timeout_s, _LENT_LOOK_S))
+        if self.link.look is not None:
+            self.link.look()
+        if self.channels is not None:
+            self._see_taken(self.channels)
+
+    def send_gathered(self) -> None:
+        self._has_time = _RECENTLY
+        self._hand_on()
+
+    def silent(self) -> list[int]:
+        me, everybody = self._carrier.worker, range(self._carrier.num_workers)
+        asked = {peer: self.request(peer, "clock") for peer in everybody if peer != me}
+        futures.wait(asked.values(), _ANSWER_S)
+        return [peer for peer, answer in asked.items() if not answer.done() or answer.exception()]
+
+    def close(self) -> None:
+        """Say goodbye to all that one has talked to, with what is still to be said; wait until they have read it."""
+        self._closed = True
+        self._to_send.put(None)
+        if self._sender.is_alive():
+            self._sender.join(_LEAVE_S)
+        talking = [(peer, talk) for peer, talk in list(self._talks.items()) if not talk.closed]
+        futures.wait([self.request(peer, "leave", last=talk.close()) for peer, talk in talking], _LEAVE_S)
+        self.link.close()
+
+    # --- any thread
+
+    def answer(self, peer: int, key: Key, answer: Answer | PipeError) -> bool:
+        if isinstance(answer, PipeError):
+            self._talk(peer).fail(answer)
+        elif self.channels is not None and (written := self.channels.write(peer, key, answer)):
+            return written is Written.COPIED
+        else:
+            self._talk(peer).answer(key, answer)
+        self._say(peer)
+        return False
+
+    def fail(self, failure: PipeError) -> None:
+        self._has_time = _RECENTLY
+        for peer, talk in list(self._talks.items()):
+            talk.fail(failure)
+            self._say(peer)
+
+    def request(self, peer: int, what: str, value: Any = None, last: Message = NOTHING) -> futures.Future[Any]:
+        """Have `peer` serve this, and return what it replies; a RuntimeError if it does not.
+
+        Args:
+            last: what else is to be said.
+        """
+        number, answer = next(self._numbers), futures.Future[Any]()
+        self._requests[number] = peer, answer
+        if peer in self._gone:
+            self._give_up_requests(peer)
+        else:
+            self.link.send(peer, last._replace(note=(number, what, value)))
+        return answer
+
+    def clock_offset(self, peer: int) -> tuple[int, int]:
+        """Return (peer's `perf_counter_ns` minus ours, half the round trip: the error of it).
+
+        Of eight pings the fastest counts, as its asymmetry can be the least (Cristian 1989).
+
+        Raises:
+            RuntimeError: it does not answer.
+        """
+        best = (0, 2**62)
+        for _ in range(8):
+            sent = time.perf_counter_ns()
+            try:
+                there = self.request(peer, "clock").result(_PING_S)
+            except futures.TimeoutError as error:
+                raise RuntimeError("no answer") from error
+            error_ns = (time.perf_counter_ns() - sent) // 2
+            if error_ns < best[1]:
+                best = there - (sent + error_ns), error_ns
+        return best
+
+    # --- what others say
+
+    def received(self, peer: int, message: Message) -> None:
+        """Take in a message of `peer`."""
+        talk = self._talk(peer)
+        talk.received(message)
+        for key, answer in message.answers:
+            by_poll = self._carrier.arrive(peer, key, answer, time.perf_counter_ns())
+            if answer is None or not by_poll or self.channels is None:
+                continue
+            if (offer := self.channels.offer(peer, answer.num_bytes)) is not None:
+                accepted = self.request(peer, "offer", tuple(offer))
+                accepted.add_done_callback(partial(self.channels.decided, peer))
+        if message.failure is not None:
+            self._takes_nothing(peer)
+            self._carrier.lose(peer, message.failure)
+        if message.taken:
+            self._carrier.taken(message.taken, peer)
+        if message.asks:
+            self._carrier.asked(peer, message.asks)
+        if message.note is not None:
+            self._noted(peer, *message.note)
+        if talk.urgent:
+            self._say(peer)
+
+    def _noted(self, peer: int, number: int, what: str, value: Any) -> None:
+        """Do what a request of `peer` wants and reply; or take in its reply, which wants nothing."""
+        if what:
+            self.link.send(peer, NOTHING._replace(note=(number, "", self._serve(peer, what, value))))
+        elif (found := self._requests.pop(number, None)) is not None:
+            found[1].set_result(value)
+
+    def _serve(self, peer: int, what: str, value: Any) -> Any:
+        if what == "clock":
+            return time.perf_counter_ns()
+        if what == "look":
+            return b"" if self._carrier.serve_board is None else self._carrier.serve_board(value)
+        if what == "offer":
+            return self.channels is not None and self.channels.accept(peer, value)
+        if what == "hurry":
+            self._talk(peer).hurry()
+            self._say(peer)
+        elif what == "leave":
+            self._end(peer)
+            self._lose_soon(peer, LEFT)
+        else:
+            raise PipeError(f"malformed message: worker {peer} asks for {what[:40]!r}")
+        return None
+
+    def _see_taken(self, channels: Channels) -> None:
+        for peer, key in channels.returned():
+            self._carrier.outbox.taken([key], peer)
+
+    # --- those who are gone
+
+    def lost(self, peer: int, reason: str) -> None:
+        """`peer` cannot be reached."""
+        talk = self._talk(peer)
+        if talk.closed and not self._closed:
+            return  # it has said goodbye
+        self._end(peer)
+        # Goodbye is said to those one has talked to.
+        self._carrier.lose(peer, reason.strip().split("\n")[0] if talk.heard else LEFT)
+
+    def _lose_soon(self, peer: int, reason: str) -> None:
+        """Lose `peer` when what it said before, as why it failed, has come out of other threads' hands."""
+        timer = threading.Timer(_LAST_WORDS_S, self._carrier.lose, (peer, reason))
+        timer.daemon = True
+        timer.start()
+
+    def _end(self, peer: int) -> None:
+        """`peer` takes and says nothing more."""
+        self._takes_nothing(peer)
+        self._talk(peer).close()
+        self._gone.add(peer)
+        self._give_up_requests(peer)
+
+    def _takes_nothing(self, peer: int) -> None:
+        self._carrier.outbox.leaves(peer)
+        if self.channels is not None:
+            self.channels.gone(peer)
+
+    def _give_up_requests(self, peer: int) -> None:
+        for number, (asked, answer) in list(self._requests.items()):
+            if asked == peer and self._requests.pop(number, None) is not None:
+                answer.set_exception(RuntimeError(f"worker {peer} cannot be reached"))
+
+    def _talk(self, peer: int) -> Talk:
+        talk = self._talks.get(peer)
+        # setdefault, in one step of the interpreter: those who hear and the compute thread may both come first
+        return self._talks.setdefault(peer, Talk()) if talk is None else talk
+
+    # --- sending
+
+    def _say(self, peer: int) -> None:
+        """Send what there is to say to `peer`, if that should not wait."""
+        if not self._talk(peer).urgent:
+            return
+        if threading.get_ident() == self._compute_thread:
+            self._gathered.append(peer)
+            self._hand_on()
+        else:
+            self._send(peer)
+
+    def _hand_on(self) -> None:
+        while self._gathered:
+            peer = self._gathered.popleft()
+            if self.link.sends_cheaply or self._has_time > 0:
+                self._send(peer)
+            else:
+                self._to_send.put(peer)
+
+    def _send_all(self) -> None:
+        """The sender's thread."""
+        while (peer := self._to_send.get()) is not None:
+            with self.answering_for_errors:
+                self._send(peer)
+
+    def _send(self, peer: int) -> None:
+        message = self._talk(peer).gathered()
+        if message is not None:
+            self.link.send(peer, message)
