@@ -11,10 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rpc_pipe.workers.transport import peer_memory
 from rpc_pipe.workers.transport import shared_memory as module
 from rpc_pipe.workers.transport.payload import pack, unpack
 from rpc_pipe.workers.transport.shared_memory import Channels
-from rpc_pipe.workers.transport.values import decode_value, encode_value
+from rpc_pipe.workers.transport.values import Malformed, decode_value, encode_value
 from rpc_pipe.workers.transport.wakeup import Wakeup
 
 pytestmark = pytest.mark.skipif(not module.POSSIBLE, reason="channels are for Linux on x86-64")
@@ -26,6 +27,13 @@ def ends():
     channels = Channels(0, Wakeup())
     assert channels.accept(0, offered(channels, 0))
     return channels
+
+
+def told(pages):
+    """What a writer has replied to an offer, as its reader gets it."""
+    reply = Future()
+    reply.set_result(decode_value(encode_value(pages)))
+    return reply
 
 
 def offered(channels, peer, payload_bytes=4):
@@ -167,9 +175,7 @@ def test_larger_payloads_get_a_larger_channel(ends):
 
 def test_a_peer_on_another_host_is_asked_once(ends):
     assert offered(ends, 1) is not None
-    no = Future()
-    no.set_result(False)
-    ends.decided(1, no)
+    ends.decided(1, told(None))
     assert offered(ends, 1) is None and offered(ends, 1, 10**6) is None
     assert ends.write(0, (1, "0F0"), None) and len(ends.read()) == 1, "the other channels are as they were"
 
@@ -275,13 +281,20 @@ def test_two_processes_that_wait_for_each_other_never_both_sleep():
     assert woken and os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
+def met(channels, pages, caplog, peer=0):
+    """Let the reader try the ways of its writer; return what it says of them."""
+    with caplog.at_level("INFO"):
+        channels.decided(peer, told(pages))
+    return caplog.messages[-1]
+
+
 @pytest.fixture
-def lending():
+def lending(caplog):
     """A channel whose reader can read the writer's memory, as this process can its own."""
     channels = Channels(0, Wakeup())
-    assert channels.accept(0, offered(channels, 0))
-    if "from its memory" not in (how := channels.accepted(0)):
-        pytest.skip(f"large payloads are {how}")
+    how = met(channels, channels.accept(0, offered(channels, 0)), caplog)
+    if "read from its memory" not in how:
+        pytest.skip(how)
     return channels
 
 
@@ -323,27 +336,34 @@ def test_what_is_lent_stays_until_it_has_been_taken(lending):
     assert torch.equal(answer.tensors[0], wanted) and not any(block.any() for block in heap)
 
 
-def test_where_the_system_refuses_memory_is_copied(monkeypatch):
+def test_where_the_system_refuses_memory_is_copied(monkeypatch, caplog):
     """Seccomp profiles of containers and Yama refuse to read another process."""
 
     def refuse(memory, *args):
         raise PermissionError(1, "Operation not permitted")
 
-    monkeypatch.setattr(module.PeerMemory, "read", refuse)
+    monkeypatch.setattr(peer_memory.Process, "read", refuse)
     ends = Channels(0, Wakeup())
-    ends.accept(0, offered(ends, 0))
-    assert "Operation not permitted" in ends.accepted(0)
+    how = met(ends, ends.accept(0, offered(ends, 0)), caplog)
+    assert how.startswith("worker 0: large payloads of worker 0 are copied by both") and "not permitted" in how
     assert not ends.write(0, (1, "0F0"), pack(torch.ones(10**6))), "it goes by a message, or a larger channel"
     assert ends.accept(0, ends.offer(0, 4 * 10**6))
     assert ends.write(0, (1, "0F0"), pack(torch.ones(10**6))) is module.Written.COPIED
 
 
-def test_another_process_with_the_writers_number_is_not_read(ends):
-    ends._readers[0][2][module.PROOF] += 1
-    assert "copied by both" in ends.accepted(0)
+def test_another_process_with_the_writers_number_is_not_read(caplog):
+    ends = Channels(0, Wakeup())
+    ((process, address, proof),) = ends.accept(0, offered(ends, 0))
+    assert "copied by both" in met(ends, ((process, address + 1, proof),), caplog)
 
 
-def test_a_payload_whose_lender_died_is_an_error_at_once(ends):
+@pytest.mark.parametrize("page", [None, (1, 2), (1, 2, "proof"), 7])
+def test_a_page_that_is_none_is_malformed(ends, page):
+    with pytest.raises(Malformed):
+        ends.decided(0, told((page,)))
+
+
+def test_a_payload_whose_lender_died_is_an_error_at_once(ends, caplog):
     """The consumer would have waited for what nobody can send any more."""
     offer, payload = offered(ends, 1), pack(torch.ones(10**6))  # a forked child has no threads that fill it
     to_child, to_parent = os.pipe(), os.pipe()
@@ -351,17 +371,15 @@ def test_a_payload_whose_lender_died_is_an_error_at_once(ends):
     child = os.fork()
     if child == 0:
         writer = Channels(0, Wakeup())
-        writer.accept(1, offer)
-        os.write(to_parent[1], b"1")
+        os.write(to_parent[1], encode_value(writer.accept(1, offer)))
         os.read(to_child[0], 1)  # the reader has tried
         lent = writer.write(1, (1, "0F0"), payload)
         os._exit(0 if lent is module.Written.LENT else 1)
-    os.read(to_parent[0], 1)
-    how = ends.accepted(1)
+    how = met(ends, decode_value(os.read(to_parent[0], 1000)), caplog, peer=1)
     os.write(to_child[1], b"1")
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if "from its memory" not in how:
-        pytest.skip(f"large payloads are {how}")
+        pytest.skip(how)
     assert code == 0
     ((peer, key, answer, _),) = ends.read()
     assert peer == 1 and key == (1, "0F0") and isinstance(answer, ProcessLookupError)

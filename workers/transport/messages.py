@@ -291,7 +291,7 @@ class Messages:
         if what == "look":
             return b"" if self._carrier.serve_board is None else self._carrier.serve_board(value)
         if what == "offer":
-            return self.channels is not None and self.channels.accept(peer, value)
+            return None if self.channels is None else self.channels.accept(peer, value)
         if what == "hurry":
             self._talk(peer).hurry()
             self._say(peer)

@@ -10,11 +10,11 @@ LINE = 64
 TOKEN_BYTES = 16
 #: what of the memory is not for records
 OVERHEAD_BYTES = 3 * LINE
-#: where among the counters those of the reader are, behind what it has read: whether it sleeps, and whether it can read
-#: the writer's memory
-ASLEEP, READS_MEMORY = 1, 2
-#: those of the writer: what it has written, its process, and where in its memory the token is too
-WRITTEN, PROCESS, PROOF = LINE // 8, LINE // 8 + 1, LINE // 8 + 2
+#: where among the counters those of the reader are, behind what it has read: whether it sleeps, and by which way it
+#: fetches large payloads, 0: by none
+ASLEEP, WAY = 1, 2
+#: that of the writer: what it has written
+WRITTEN = LINE // 8
 
 
 class RingBuffer:

@@ -6,11 +6,11 @@ A message of RPC wakes four threads one after the other: the network's thread he
 compute thread. A channel wakes one, and only if it sleeps. Questions and everything between hosts go by RPC, which also
 tells when a peer dies. (TensorPipe's own shared memory polls: a core per process, see `rpc.py`.)
 
-    worker 0: tensor stays ── writes 0F5's address, wakes ──> worker 1: reads it there into a tensor of its own
+    worker 0: tensor stays ── writes where it lies, wakes ──> worker 1: fetches it into a tensor of its own
 
-Of a large payload only the form and the addresses go through the channel: it is lent, and stays as it is until the
-reader is done with the record; see `peer_memory.py`. Where the system refuses that, the reader of payloads that are
-larger than its channel was made for offers a larger one, and what is larger yet goes by RPC.
+Of a large payload only the form and where it lies go through the channel: it is lent, and stays as it is until the
+reader is done with the record; see `ways.py`. Where no way works, the reader of payloads that are larger than its
+channel was made for offers a larger one, and what is larger yet goes by messages.
 
 The reader of a channel makes it and offers it to the writer, in memory without a name (memfd_create(2)): nothing is
 left behind, however a process ends, and the size of /dev/shm, 64 MB in many containers, does not matter.
@@ -18,7 +18,6 @@ left behind, however a process ends, and the size of /dev/shm, 64 MB in many con
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import mmap
 import os
@@ -29,10 +28,9 @@ import threading
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,20 +40,10 @@ from .form import Dense, assemble, describe, form_of
 from .message import copy_memory
 from .ordered import X86, fence
 from .outbox import Answer, Key, Written
-from .peer_memory import PeerMemory, let_siblings_read
-from .ring_buffer import (
-    ASLEEP,
-    LINE,
-    OVERHEAD_BYTES,
-    PROCESS,
-    PROOF,
-    READS_MEMORY,
-    TOKEN_BYTES,
-    WRITTEN,
-    RingBuffer,
-)
+from .ring_buffer import ASLEEP, LINE, OVERHEAD_BYTES, TOKEN_BYTES, WAY, WRITTEN, RingBuffer
 from .values import Malformed
 from .wakeup import Notifier, Wakeup
+from .ways import WAYS, Fetch, Way
 
 logger = logging.getLogger(__name__)
 
@@ -63,14 +51,14 @@ logger = logging.getLogger(__name__)
 _FIRST = 2**18
 #: the largest channel there is takes such payloads
 LARGEST = 2**22
-#: what is larger is lent, where its reader can read it
+#: what is larger is lent, where a way for it works
 LENT_FROM = 2**21
 #: how many of the largest payloads a channel holds; who reads too slowly gets the rest by messages
 _ROOM = 4
 #: from so many payloads of a peer on it is worth the memory: others than neighbours say something once in a while
 _OFTEN = 4
-#: size of the whole record, ns when it was written, run, sizes of: name, form (0: no payload); number of addresses that
-#: stand in place of contents
+#: size of the whole record, ns when it was written, run, sizes of: name, form (0: no payload), where the contents lie
+#: that are not in it
 _HEAD = struct.Struct("<QqqIIQ")
 #: whether there can be channels here: others see what an x86 processor stores in the order in which it does
 POSSIBLE = sys.platform == "linux" and X86 and hasattr(os, "memfd_create")
@@ -116,12 +104,13 @@ class Channels:
 
     def __init__(self, worker: int, wakeup: Wakeup) -> None:
         self._worker, self.wakeup = worker, wakeup
+        self._ways: list[Way] = []
         #: who is on this host; None: no channels
         self._host: tuple[str, ...] | None = None
         if POSSIBLE:
             with suppress(OSError):  # a sandbox that does not say
                 self._host = _host()
-                let_siblings_read()
+                self._ways = [way() for way in WAYS]
         self._gone: set[int] = set()
         self._lock = threading.Lock()
         #: payloads that came another way, by peer
@@ -153,38 +142,33 @@ class Channels:
             self._readers = (*self._readers, (peer, reader, reader.ring.counters))
             return Offer(self._host, os.getpid(), memory, self.wakeup.descriptor, reader.ring.size, reader.ring.token)
 
-    def decided(self, peer: int, accepted: Future[bool]) -> None:
-        """`peer` has said whether it writes the channel that it was offered last: it may be on another host."""
-        if accepted.exception() is None and accepted.result():
-            how = self.accepted(peer)
-            logger.info("worker %d: large payloads of worker %d are %s", self._worker, peer, how)
-            return
+    def decided(self, peer: int, pages: Future[Any]) -> None:
+        """`peer` has said whether it writes the channel that it was offered last, and what to try its ways with."""
         with self._lock:
-            self._offered[peer] = LARGEST
             last = max(i for i, (reads_from, *_) in enumerate(self._readers) if reads_from == peer)
-            self._readers = self._readers[:last] + self._readers[last + 1 :]
+            reader = self._readers[last][1]
+            if pages.exception() is not None or pages.result() is None:  # it has left, or is on another host
+                self._offered[peer] = LARGEST
+                self._readers = self._readers[:last] + self._readers[last + 1 :]
+                return
+        how = reader.choose(self._ways, pages.result())
+        logger.info("worker %d: large payloads of worker %d are %s", self._worker, peer, how)
 
-    def accepted(self, peer: int) -> str:
-        """`peer` writes the channel that it was offered last. Return how its large payloads come."""
-        with self._lock:
-            reader = next(reader for reads_from, reader, _ in reversed(self._readers) if reads_from == peer)
-        return reader.try_memory()
+    def accept(self, peer: int, offered: Any) -> tuple[Any, ...] | None:
+        """Write to `peer` through the channel that it offers, and return what it can try this worker's ways with.
 
-    def accept(self, peer: int, offered: Any) -> bool:
-        """Write to `peer` through the channel that it offers, if it is on this host; return whether it is."""
+        None: it is on another host.
+        """
         offer = Offer.read(offered)
-        if offer.host != self._host:
-            return False
-        writer = _accepted(offer)
-        if writer is None:
-            return False
+        if offer.host != self._host or (writer := _accepted(offer, self._ways)) is None:
+            return None
         with self._lock:
             if peer in self._gone:
-                return False
+                return None
             before = self._writers.get(peer)
             if before is None or before.size < writer.size:  # offers may overtake each other
                 self._writers[peer] = writer
-        return True
+        return tuple([way.page() for way in self._ways])
 
     def write(self, peer: int, key: Key, answer: Answer) -> Written:
         """Say `answer` to the question of `peer` for `key`, if this is the way. Thread-safe."""
@@ -255,7 +239,7 @@ def _new_reader(size: int) -> tuple[int, _Reader]:
     return memory, reader
 
 
-def _accepted(offer: Offer) -> _Writer | None:
+def _accepted(offer: Offer, ways: Sequence[Way]) -> _Writer | None:
     """Return the writer's end of a channel on this host, None if it cannot be reached."""
     with suppress(OSError):
         memory = os.open(f"/proc/{offer.process}/fd/{offer.memory}", os.O_RDWR | os.O_CLOEXEC)
@@ -263,7 +247,7 @@ def _accepted(offer: Offer) -> _Writer | None:
             if os.fstat(memory).st_size == offer.size:
                 ring = RingBuffer(mmap.mmap(memory, offer.size))
                 if ring.token == offer.token:
-                    return _Writer(ring, Notifier.of(offer.process, offer.wakeup))
+                    return _Writer(ring, Notifier.of(offer.process, offer.wakeup), ways)
         finally:
             os.close(memory)
     return None
@@ -272,12 +256,10 @@ def _accepted(offer: Offer) -> _Writer | None:
 class _Writer:
     """The writing end of a channel. Thread-safe."""
 
-    def __init__(self, ring: RingBuffer, notifier: Notifier) -> None:
+    def __init__(self, ring: RingBuffer, notifier: Notifier, ways: Sequence[Way]) -> None:
         self.ring = ring
-        self._notifier = notifier
+        self._notifier, self._ways = notifier, ways
         self._lock = threading.Lock()
-        self._proof = ctypes.create_string_buffer(ring.token)
-        ring.counters[PROCESS], ring.counters[PROOF] = os.getpid(), ctypes.addressof(self._proof)
 
     @property
     def size(self) -> int:
@@ -293,12 +275,12 @@ class _Writer:
         run, name = key[0], key[1].encode()
         form, tensors = (b"", []) if answer is None else describe(key[1], answer)
         rooms = [_aligned(tensor.nbytes) for tensor in tensors]
-        contents, addresses = sum(rooms), b""
-        if contents > LENT_FROM and self.ring.counters[READS_MEMORY]:
-            addresses, contents = struct.pack(f"<{len(tensors)}Q", *[tensor.data_ptr() for tensor in tensors]), 0
+        contents, where = sum(rooms), b""
+        if contents > LENT_FROM and (way := self.ring.counters[WAY]):
+            where, contents = self._ways[way - 1].lay(tensors), 0
         elif contents > self.ring.size // _ROOM:
             return Written.NOT, 0, []
-        described = _HEAD.size + len(name) + len(form) + len(addresses)
+        described = _HEAD.size + len(name) + len(form) + len(where)
         begin = _aligned(described)
         size = begin + contents
         with self._lock:
@@ -306,9 +288,9 @@ class _Writer:
             if at is None:
                 return Written.NOT, 0, []
             data = self.ring.data
-            _HEAD.pack_into(data, at, size, time.perf_counter_ns(), run, len(name), len(form), len(addresses))
-            data[at + _HEAD.size : at + described] = name + form + addresses
-            if not addresses:
+            _HEAD.pack_into(data, at, size, time.perf_counter_ns(), run, len(name), len(form), len(where))
+            data[at + _HEAD.size : at + described] = name + form + where
+            if not where:
                 to = self.ring.address + at + begin
                 for tensor, room in zip(tensors, rooms, strict=True):
                     copy_memory(to, tensor.data_ptr(), tensor.nbytes)
@@ -317,7 +299,7 @@ class _Writer:
         fence()  # one of the two sees what the other has stored: the reader the record, or this that it sleeps
         if self.ring.counters[ASLEEP]:
             self._notifier.notify()
-        return (Written.LENT, end, tensors) if addresses else (Written.COPIED, end, [])
+        return (Written.LENT, end, tensors) if where else (Written.COPIED, end, [])
 
 
 class _Reader:
@@ -325,22 +307,20 @@ class _Reader:
 
     def __init__(self, ring: RingBuffer) -> None:
         self.ring = ring
-        self._memory: PeerMemory | None = None
+        self._fetching: Callable[[bytes], Fetch] | None = None
 
-    def try_memory(self) -> str:
-        """Have large payloads lent, if the writer's memory can be read. Return how they come."""
-        counters, token = self.ring.counters, self.ring.token
-        seen = ctypes.create_string_buffer(len(token))
-        try:
-            memory = PeerMemory(counters[PROCESS])
-            memory.read(counters[PROOF], ctypes.addressof(seen), len(token))
-        except OSError as error:
-            return f"copied by both, since its memory cannot be read: {error}"
-        if seen.raw != token:
-            return "copied by both, since another process has its number"
-        self._memory = memory
-        counters[READS_MEMORY] = 1
-        return f"read from its memory, from {LENT_FROM // 1024} KiB on"
+    def choose(self, ways: Sequence[Way], pages: Sequence[Any]) -> str:
+        """Have large payloads lent by the first of `ways` that works. Return how they come."""
+        why = ""
+        for number, (way, page) in enumerate(zip(ways, pages, strict=False), 1):
+            try:
+                self._fetching = way.reach(page)
+            except OSError as error:
+                why += f", since they cannot be {way.name}: {error}"
+            else:
+                self.ring.counters[WAY] = number
+                return f"{way.name}, from {LENT_FROM // 1024} KiB on"
+        return f"copied by both{why}"
 
     def read(self) -> tuple[Key, Answer | OSError, int] | None:
         """Take the oldest record out: key, answer or why it cannot be read, when it was written; or None."""
@@ -348,15 +328,16 @@ class _Reader:
         if at is None:
             return None
         data = self.ring.data
-        size, at_ns, run, name_size, form_size, addresses_size = _HEAD.unpack_from(data, at)
+        size, at_ns, run, name_size, form_size, where_size = _HEAD.unpack_from(data, at)
         form_at = at + _HEAD.size + name_size
         form_end = form_at + form_size
         name = str(data[at + _HEAD.size : form_at], "utf-8")
         answer: Answer | OSError = None
-        if addresses_size:
-            lent = iter(struct.unpack_from(f"<{addresses_size // 8}Q", data, form_end))
+        if where_size:
+            assert self._fetching is not None, "nothing is lent to who cannot fetch it"
+            fetch = self._fetching(bytes(data[form_end : form_end + where_size]))
             try:
-                answer = assemble(form_of(bytes(data[form_at:form_end])), partial(self._borrow, lent))
+                answer = assemble(form_of(bytes(data[form_at:form_end])), fetch)
             except OSError as error:
                 answer = error
         elif form_size:
@@ -372,13 +353,6 @@ class _Reader:
             answer = assemble(form_of(bytes(data[form_at:form_end])), contents)
         self.ring.read(size)
         return (run, name), answer, at_ns
-
-    def _borrow(self, addresses: Iterator[int], look: Dense) -> Tensor:
-        """Return a tensor of this process that is filled from the writer's next one."""
-        assert self._memory is not None, "nothing is lent to who cannot read it"
-        tensor = look.empty()
-        self._memory.read(next(addresses), tensor.data_ptr(), look.num_bytes)
-        return tensor
 
 
 def _aligned(size: int) -> int:
