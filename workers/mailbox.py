@@ -160,7 +160,7 @@ class Mailbox:
                 continue
             if told:
                 waits = f"{describe()}, in {self._carrier.calls.named(runs)}"
-                silent = " and ".join(f"worker {peer}" for peer in self._carrier.silent())
+                silent = " and ".join(f"worker {peer}" for peer in self._carrier.post.silent())
                 why = f"; {silent} cannot be reached: its process, its host or the network hangs" if silent else ""
                 raise Stalled(f"worker {me}: nothing arrived for {self._stall_s:g} s, waiting for {waits}{why}")
             told = True

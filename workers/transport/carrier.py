@@ -69,14 +69,11 @@ class Post(Protocol):
     def poll(self) -> None:
         """Send what was left for later, and take in what has come. For the compute thread, as what follows."""
 
-    def send_gathered(self) -> None:
-        """Send what was left for later, as the compute thread now has time."""
-
     def wait(self, timeout_s: float, there: Callable[[], bool]) -> bool:
         """Sleep until notified, unless something is `there`; False: nobody did, in time."""
 
     def wait_taken(self, timeout_s: float) -> None:
-        """Sleep until something may have been taken."""
+        """Send what was left for later, then sleep until something may have been taken."""
 
     def notify(self) -> None:
         """Wake the compute thread, or do when it sleeps next. For any thread."""
@@ -88,7 +85,7 @@ class Post(Protocol):
         """See `Carrier.clock_offset`."""
 
     def silent(self) -> list[int]:
-        """See `Carrier.silent`."""
+        """Return the workers that answer nothing."""
 
     def close(self) -> None:
         """Say goodbye to all that one has talked to."""
@@ -206,7 +203,6 @@ class Carrier:
         """
         if not self.outbox.untaken(before, since):
             return
-        self.post.send_gathered()
         now = look = time.monotonic()
         deadline, pause = now + timeout_s, _FIRST_LOOK_S
         self._awaits_taken = True
@@ -237,10 +233,6 @@ class Carrier:
             return  # that others know already
         self.outbox.fail(failure)
         self.post.fail(failure)
-
-    def silent(self) -> list[int]:
-        """Return the workers that answer nothing."""
-        return self.post.silent()
 
     def look(self, peer: int, seen: int) -> Future[bytes]:
         """Ask for what `peer` exhibits."""

@@ -50,7 +50,7 @@ class LocalPost:
     def poll(self) -> None:
         """Everything is brought at once."""
 
-    send_gathered = close = poll
+    close = poll
 
     def request(self, peer: int, what: str, value: Any = None) -> Future[Any]:
         """There is nothing to be told that is not known."""

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 from ...dependency import PipeError
 from .carrier import LEFT, Carrier
-from .link import NOTHING, AnsweringForErrors, Ears, Link, Message
-from .outbox import Answer, Key, Written
+from .link import NOTHING, AnsweringForErrors, Ears, Link, Message, Written
+from .outbox import Answer, Key
 
 if TYPE_CHECKING:
     from .shared_memory import Channels
@@ -166,7 +166,7 @@ class Messages:
             self._see_taken(self.channels)
 
     def wait(self, timeout_s: float, there: Callable[[], bool]) -> bool:
-        self.send_gathered()
+        self._send_gathered()
         if self.channels is None:
             return there() or self.link.wait(timeout_s)
         try:
@@ -175,13 +175,14 @@ class Messages:
             self.channels.wake()
 
     def wait_taken(self, timeout_s: float) -> None:
+        self._send_gathered()
         self.link.wait(timeout_s if self.channels is None else min(timeout_s, _LENT_LOOK_S))
         if self.link.look is not None:
             self.link.look()
         if self.channels is not None:
             self._see_taken(self.channels)
 
-    def send_gathered(self) -> None:
+    def _send_gathered(self) -> None:
         self._has_time = _RECENTLY
         self._hand_on()
 

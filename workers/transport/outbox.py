@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
-from enum import IntEnum
 
 from ...dependency import PipeError
 from .payload import Payload
@@ -18,17 +17,6 @@ from .payload import Payload
 Key = tuple[int, str]
 #: a payload, or None for an action whose being finished is all that counts
 Answer = Payload | None
-
-
-class Written(IntEnum):
-    """What has become of an answer."""
-
-    #: it must be said otherwise
-    NOT = 0
-    #: the reader has been told where it is; it stays the writer's until `Channels.returned`
-    LENT = 1
-    #: it is in the reader's memory
-    COPIED = 2
 
 
 class Outbox:

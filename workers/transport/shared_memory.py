@@ -37,9 +37,10 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from .form import Dense, assemble, describe, form_of
+from .link import Written
 from .message import copy_memory
 from .ordered import X86, fence
-from .outbox import Answer, Key, Written
+from .outbox import Answer, Key
 from .ring_buffer import ASLEEP, LINE, OVERHEAD_BYTES, TOKEN_BYTES, WAY, WRITTEN, RingBuffer
 from .values import Malformed
 from .wakeup import Notifier, Wakeup
