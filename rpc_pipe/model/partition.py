@@ -110,10 +110,10 @@ class LayerPartition:
         """
         layers, built = self._layers(stage, randomness)
         made = [_realize(layer, i, randomness) for i, layer in zip(layers, built, strict=True)]
-        # A callable may return a module that the user has made, or one that it has returned before.
+        # A callable may return a module that the user has made, or one that it has returned before, whole or as a part.
         pairs = list(zip(built, made, strict=True))
-        taken = [module for layer, module in pairs if (route > 0 if layer is module else module in self._made)]
-        self._made.update(made)
+        taken = [module for layer, module in pairs if (route > 0 if layer is module else self._was_made(module, route))]
+        self._made.update(part for module in made for part in module.modules())
         copies = dict(zip(taken, replicas(taken), strict=True))
         if route == 0:
             tied, parameters = self._ties.copied(stage, zip(layers, made, strict=True))
@@ -125,6 +125,10 @@ class LayerPartition:
             for part in module.modules():
                 self.module_copies.refuse_new_parts(part)
         return [(i, copies.get(module, module)) for i, module in zip(layers, made, strict=True)]
+
+    def _was_made(self, module: nn.Module, route: int) -> bool:
+        """Tell whether a module has been built before, or at a second replica any module in it."""
+        return any(part in self._made for part in (module.modules() if route > 0 else [module]))
 
     def _layers(self, stage: int, randomness: Randomness) -> tuple[Sequence[int], list[LayerLike]]:
         """Return the indices of the stage's layers, and the layers."""

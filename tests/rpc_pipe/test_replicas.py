@@ -1,5 +1,6 @@
 """Training with replicas of the pipeline: the bits of one process, checkpoints for other numbers, and what is typed."""
 
+import copy
 import json
 from collections import Counter
 from functools import partial
@@ -61,16 +62,28 @@ def a_batch():
     return torch.randn(14, 4, generator=generator), torch.randn(14, 4, generator=generator)
 
 
-def trained(folder, steps, **options):
+def trained(folder, steps, layers=LAYERS, **options):
     """Train, and return the weights, one loss and the clipped norm."""
     options = {"schedule": "1f1b", "num_workers": 4, "num_microbatches": 7, "seed": 3, **options}
     batch, adam = a_batch(), partial(torch.optim.AdamW, lr=1e-2)
-    with Pipeline(LAYERS, nn.functional.mse_loss, optimizer=adam, max_grad_norm=0.1, **options) as pipe:
+    with Pipeline(layers, nn.functional.mse_loss, optimizer=adam, max_grad_norm=0.1, **options) as pipe:
         if folder.exists():
             pipe.checkpoints.load(folder)
         loss = [pipe.step(batch) for _ in range(steps)][-1]
         pipe.checkpoints.save(folder)
         return pipe.weights.state_dict(), loss, pipe.grad_norm
+
+
+def test_callables_that_share_inner_modules_train_as_modules_do(tmp_path):
+    """Each call made a new `Sequential` around the user's own module, which all replicas in a process had as one."""
+    inner = [nn.Linear(4, 4) for _ in range(4)]
+    given = [nn.Sequential(copy.deepcopy(linear), nn.Tanh()) for linear in inner]
+    made = [partial(nn.Sequential, linear, nn.Tanh()) for linear in inner]
+    (expected, loss, _), (state, of_made, _) = (
+        trained(tmp_path / str(number), 2, layers, replicas=2) for number, layers in enumerate((given, made))
+    )
+    assert loss == of_made
+    assert all(torch.equal(expected[name], state[name]) for name in expected)
 
 
 @pytest.mark.parametrize(("first", "then"), [(0, 0), (1, 1), (0, 1), (1, 0)])
