@@ -12,16 +12,7 @@ from torch import Tensor
 from ...dependency import Action, BatchError, Spec, takes_steps, update_of
 from ...workers.compute.digest import MOST_TENSORS, describe, shapes_of
 from ...workers.transport.call import pack_description
-from ...workers.transport.payload import (
-    Tree,
-    map_tensors,
-    num_rows,
-    num_tokens,
-    rows_of_parts,
-    shapes_in,
-    split_rows,
-    tensors_of,
-)
+from ...workers.transport.payload import Tree, map_tensors, num_rows, num_tokens, shapes_in, split_rows, tensors_of
 from ...workers.transport.scatter import Scatter
 from .lazy_batch import LazyBatch, OwnRows, label_of
 
@@ -140,7 +131,7 @@ class Microbatches:
             form: what has been read, of which only shapes and dtypes matter, to be compared between workers.
             own: the rows that have been read, if not all; microbatches of others are meta tensors.
         """
-        rows = [len(part) for part in rows_of_parts(batch.rows, parts)]
+        rows = [batch.rows // parts + (number < batch.rows % parts) for number in range(parts)]  # as split_rows does
         inputs, targets = (
             split_rows(side, parts) if own is None else _split(side, rows, own.microbatches(batch.rows))
             for side in pair
