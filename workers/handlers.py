@@ -195,7 +195,8 @@ _NO_PAYLOAD = pack(())
 @carries_out(F)
 def _forward(ctx: ActionContext) -> Payload | None:
     worker, step, task = ctx.worker, ctx.step, ctx.task
-    batch, shard, m, at = step.batch, task.shard, ctx.microbatch, task.entry.action.index
+    batch, shard, at = step.batch, task.shard, task.entry.action.index
+    m = step.first + at  # `ctx.microbatch`
     payload, fields = ctx.source(), None
     if shard.slice.takes_fields:
         fields = loaded(batch.inputs[at], worker.backend.load)

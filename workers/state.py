@@ -76,7 +76,8 @@ class WorkerState:
         assert running == number, f"finished {action}, which was not running"
         self._done[number] = 1
         self.left -= 1
-        self._satisfy(self.part.waiting.get(action, ()))
+        if waits := self.part.waiting.get(action):
+            self._satisfy(waits)
         for follower, waiting in self._followers:
             if action in waiting:
                 follower._satisfy(waiting[action])
@@ -129,7 +130,7 @@ class WorkerState:
                     return entry.action, missing
         return None
 
-    def _satisfy(self, numbers: list[int] | tuple[()]) -> None:
+    def _satisfy(self, numbers: list[int]) -> None:
         missing = self._missing
         for number in numbers:
             missing[number] -= 1

@@ -262,8 +262,10 @@ class Shard:
             owing = entered.owing
             if not split:
                 self._owed.watch(owing)
-            outputs = (tree,) if type(tree) is Tensor else distinct_tensors(tree)
-            roots = [tensor for tensor in outputs if tensor.requires_grad]
+            if type(tree) is Tensor:
+                roots = [tree] if tree.requires_grad else []
+            else:
+                roots = [tensor for tensor in distinct_tensors(tree) if tensor.requires_grad]
             self._casts.look(roots)
             state = self.state.left(values, roots) if looks else None
             self._forwarded[microbatch] = Forwarded(step, owing, roots, saved, state)
