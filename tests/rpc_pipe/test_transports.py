@@ -226,7 +226,7 @@ def test_a_fork_that_goes_on_with_the_script_takes_no_part(script, transport):
     done = rpc_pipe("run", script, "--transport", transport, "--", 50, timeout=60)
     assert done.returncode == 0, done.stdout
     assert re.search(r"process \d+ is a fork of a worker and cannot go on as one: end it by os._exit", done.stdout)
-    assert len(re.findall(r"loss \S+ \w+Carrier", done.stdout)) == 2 and "50 steps on 2 workers" in done.stdout
+    assert len(re.findall(r"loss \S+ \w+Link", done.stdout)) == 2 and "50 steps on 2 workers" in done.stdout
 
 
 BEYOND = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
