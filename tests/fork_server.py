@@ -43,7 +43,9 @@ class Started:
 
     def _told(self, timeout_s: float | None) -> int:
         """Return what the server tells next: the number of the process, and then its exit code."""
-        if not select.select([self._status], [], [], timeout_s)[0]:
+        waiting = select.poll()  # not `select`, which knows the first 1,024 descriptors alone
+        waiting.register(self._status, select.POLLIN | select.POLLHUP)
+        if not waiting.poll(None if timeout_s is None else 1e3 * timeout_s):
             raise subprocess.TimeoutExpired("a fork", timeout_s or 0.0)
         told = self._status.readline()
         assert told, "the fork server has ended"

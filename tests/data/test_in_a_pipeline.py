@@ -1,6 +1,7 @@
 """A loader in a pipeline: who reads what, and where it is after which step."""
 
 import copy
+import threading
 import time
 from functools import partial
 
@@ -203,13 +204,18 @@ def test_each_replica_reads_its_rows(monkeypatch, whole):
     torch.manual_seed(0)
     model = Small()
     layers = [partial(nn.Embedding, 50, 8), nn.Tanh, partial(nn.Linear, 8, 8), Last]
+    building, built = threading.Lock(), threading.Barrier(4)
 
     def train(worker, **options):
         samples = Marked()
-        batches = Loader(dataset(samples), rows=12, epochs=1, shuffle=False)
-        given = copy.deepcopy(model) if whole else layers
         optimizer = partial(torch.optim.SGD, lr=0.1)
-        with Pipeline(given, loss_fn, optimizer=optimizer, num_microbatches=5, replicas=2, **options) as pipe:
+        with building:  # one after the other, as threads share the generators that processes have for themselves
+            batches = Loader(dataset(samples), rows=12, epochs=1, shuffle=False)
+            given = copy.deepcopy(model) if whole else layers
+            pipe = Pipeline(given, loss_fn, optimizer=optimizer, num_microbatches=5, replicas=2, **options)
+        if not options:
+            built.wait()
+        with pipe:
             losses = [pipe.step(batch) for batch in batches]
             batches.close()
         return losses, samples.read
