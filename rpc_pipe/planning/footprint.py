@@ -98,7 +98,7 @@ def peak_bytes(simulation: Simulation, sizes: Sequence[Size]) -> tuple[float, ..
         elif action.kind in (B, W):
             add(worker, span.end, -(size.activations if action.kind is B else size.after_inputs))
         if slices > 1 and action.kind.per_microbatch:
-            _add_state(add, span, sizes[action.stage].state, slices)
+            _add_state(add, span, sizes[action.stage].state, slices, spec.share(action))
         amount = payload_bytes(action, size, spec.num_routes)
         kept = 0 if action.kind is not F or spec.recomputes(action.stage) else min(amount, size.kept_outputs)
         for user in spec.successors(action):
@@ -130,14 +130,15 @@ def of_share(size: Size, share: float) -> Size:
     return replace(part, activations=part.activations - size.state * share)
 
 
-def _add_state(add: Callable[[int, float, float], None], span: Span, state: float, slices: int) -> None:
-    """Add what the slices of a sequence leave on a stage, which the first makes room for, and its gradients.
+def _add_state(add: Callable[[int, float, float], None], span: Span, state: float, slices: int, share: float) -> None:
+    """Add what the slices of a sequence leave on a stage, and its gradients.
 
-    These come with the last slice's backward, which is the first to run. All goes with the first slice's.
+    Each slice leaves its share of `state`. Gradients come with the last slice's backward, which is the first to run;
+    all goes with the first slice's.
     """
     number, kind = span.action.index % slices, span.action.kind
-    if number == 0 and kind is F:
-        add(span.worker, span.start, state)
+    if kind is F:
+        add(span.worker, span.start, state * share)
     if number == slices - 1 and kind in (B, I):
         add(span.worker, span.start, state)
     if number == 0 and kind in (B, W):
