@@ -15,9 +15,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 @pytest.fixture(autouse=True)
 def _environment() -> Iterator[None]:
-    """Leave the environment as it was: commands, which have a process of their own elsewhere, tell workers by it."""
+    """Leave environment and signals as they were: commands, which have a process of their own elsewhere, tell workers by it."""
     before = dict(os.environ)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     yield
     if dict(os.environ) != before:
         os.environ.clear()
         os.environ.update(before)
+    for number, handler in handlers.items():  # a worker of a job, which has a process of its own too, sets them
+        signal.signal(number, handler)
