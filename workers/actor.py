@@ -25,7 +25,7 @@ from torch.nn.modules import module
 from ..dependency import Action, Disagreement, NotFinite, Part, PeerLost, PipeError, Stalled, WorkerFailure
 from .compute.allocator import keep_freed_memory
 from .compute.device import DeviceBackend
-from .compute.inner_state import may_count
+from .compute.module_state import may_count
 from .compute.result import Result
 from .compute.shard import Shard
 from .context import Context

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..dependency import ModelError
-from ..workers.compute.inner_state import OF_TORCH
+from ..workers.compute.module_state import OF_TORCH
 from .separate import mentioned, modules_in
 
 _NO_HOLDERS = (nn.Module, Tensor, torch.Generator, type, FunctionType, BuiltinFunctionType, MethodType, ModuleType)

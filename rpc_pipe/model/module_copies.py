@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ..dependency import ModelError
 from ..workers.compute.by_hand import HOOKS, PLAIN, OfWeight
 from ..workers.compute.digest import digest, memory_of
-from ..workers.compute.inner_state import OF_TORCH
+from ..workers.compute.module_state import OF_TORCH
 from .observe.given import is_placeholder
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..workers.compute.inner_state import OF_TORCH
+from ..workers.compute.module_state import OF_TORCH
 
 _BOXES = (list, dict, set, tuple)
 

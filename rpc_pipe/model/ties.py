@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from torch import nn
 
 from ..dependency import ModelError
-from ..workers.compute.inner_state import has_generator
+from ..workers.compute.module_state import has_generator
 from .parameter_hooks import refuse_hooks
 
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from .inner_state import OF_TORCH
+from .module_state import OF_TORCH
 from .shard import Shard
 
 #: types of attributes that are changed by hand

@@ -1,8 +1,11 @@
-"""A snapshot of what a stage's modules hold besides trained weights, to compare with later and to restore."""
+"""What modules hold besides trained weights, as a value: attributes, what is inside of them, hooks and buffers."""
 
 from __future__ import annotations
 
 import operator
+import random
+import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -10,8 +13,94 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .attributes import Attributes, set_attributes
-from .inner_state import Place
+#: what every module has, which is torch's
+OF_TORCH = frozenset(vars(nn.Module()))
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+BOXES = frozenset((list, dict, set, deque))
+#: larger ones of these are taken for tables, which nobody changes
+MOST_INSIDE = 1024
+
+#: (module, attribute)
+Place = tuple[nn.Module, str]
+
+
+class Attributes:
+    """What modules have now: attributes, what is inside of them, and hooks of their calls; not the numbers of tensors.
+
+    Args:
+        called: modules whose hooks count; by default the same. A forward may register some, such as those that capture
+            outputs.
+        places: attributes that are looked into; by default all that can be.
+        own: leave out what is torch's: buffers, weights, hooks, modes.
+    """
+
+    def __init__(
+        self,
+        modules: Iterable[nn.Module],
+        called: Iterable[nn.Module] | None = None,
+        places: Sequence[Place] | None = None,
+        *,
+        own: bool = False,
+    ) -> None:
+        self._leaves_out = OF_TORCH if own else frozenset()
+        #: by module, its attributes
+        self.held = [(module, self._of(module)) for module in modules]
+        of_modules = [module for module, _ in self.held]
+        self._called = of_modules if called is None else called
+        self._hooks = [
+            (module, hooks, dict(hooks))
+            for module in self._called
+            for name, hooks in vars(module).items()
+            if "_hooks" in name and isinstance(hooks, dict)
+        ]
+        self._places = places_in(of_modules) if places is None else places
+        inside = [(module, vars(module).get(name)) for module, name in self._places]
+        self._inside = [(module, value, state) for module, value in inside if (state := _inside(value)) is not None]
+
+    def now(self) -> Attributes:
+        """Return what the same modules have now."""
+        modules = [module for module, _ in self.held]
+        return Attributes(modules, self._called, self._places, own=bool(self._leaves_out))
+
+    def _of(self, module: nn.Module) -> dict[str, Any]:
+        return {name: value for name, value in vars(module).items() if name not in self._leaves_out}
+
+    def changed(self) -> set[nn.Module]:
+        """Return the modules that have something else now, beside hooks."""
+        return {module for module, _ in self.changed_places()}
+
+    def changed_places(self, is_same: Callable[[Any, Any], bool] = operator.is_) -> set[tuple[nn.Module, str]]:
+        """Return where the modules have something else now, by module and attribute; no name: inside of one.
+
+        Args:
+            is_same: judges `(now, then)` of an exchanged attribute.
+        """
+        found = {(module, "") for module, value, state in self._inside if not _same(_inside(value), state)}
+        for module, held in self.held:
+            now = self._of(module)
+            both = now.keys() & held.keys()
+            exchanged = {name for name in both if not is_same(now[name], held[name])}
+            found |= {(module, name) for name in exchanged | (now.keys() ^ held.keys())}
+        return found
+
+    def put_back(self) -> set[nn.Module]:
+        """Give the modules what they had, in the same dicts, which others know; return those that had other hooks."""
+        for module, held in self.held:
+            set_attributes(module, held)
+        changed = [(module, hooks, before) for module, hooks, before in self._hooks if hooks.keys() != before.keys()]
+        for _, hooks, before in changed:
+            hooks.clear()
+            hooks.update(before)
+        for _, value, state in self._inside:
+            _set(value, state)
+        return {module for module, _, _ in changed}
+
+
+def set_attributes(module: nn.Module, attributes: dict[str, Any]) -> None:
+    """Give a module these attributes, and no others but torch's."""
+    for name in vars(module).keys() - attributes.keys() - OF_TORCH:
+        del vars(module)[name]
+    vars(module).update(attributes)
 
 
 class ModuleState:
@@ -63,12 +152,12 @@ class ModuleState:
         """Do not restore weights: another update has written them."""
         self._weights = []
 
-    def changed(self, is_same: Callable[[Any, Any], bool] = operator.is_) -> list[nn.Module]:
-        """Return the modules that hold something else now; `is_same(now, then)` compares replaced objects."""
-        found, changed = [], self._attributes.changed(is_same)
+    def changed(self) -> list[nn.Module]:
+        """Return the modules that hold something else now."""
+        found, changed = [], self._attributes.changed()
         for (module, attributes), buffers in zip(self._attributes.held, self._buffers, strict=True):
             same = module not in changed and len(module._buffers) == len(buffers)
-            same = same and all(is_same(module._buffers.get(name), buffer) for name, buffer in buffers.items())
+            same = same and all(module._buffers.get(name) is buffer for name, buffer in buffers.items())
             held = [v for v in (*attributes.values(), *buffers.values()) if isinstance(v, Tensor) and v in self._copies]
             if not same or not all(v.layout is torch.strided and torch.equal(v, self._copies[v]) for v in held):
                 found.append(module)
@@ -80,10 +169,14 @@ class ModuleState:
         raised = {tensor for tensor, version in self._versions.items() if tensor._version != version}
         return [m for m in self.modules if m in changed or not raised.isdisjoint(m._buffers.values())]
 
-    def counted_in(self, under_way: ModuleState) -> str:
+    def counted_in(self, under_way: ModuleState, num_under_way: int, num_since: int) -> str:
         """Name what has changed since then although forwards under way have read it; "" if nothing has.
 
-        Of plain attributes only growing integers count: others may be notes that nobody reads, such as the last shape.
+        Of plain attributes only integers count that grow alike with every forward: others may be notes that nobody
+        reads, such as the last shape.
+
+        Args:
+            num_under_way, num_since: how many forwards have run to the state `under_way`, and to the present one.
         """
         if any(not torch.equal(weight, before) for weight, before in self._weights):
             return "a parameter"
@@ -94,9 +187,10 @@ class ModuleState:
                 if now is not buffer or (buffer in self._copies and not torch.equal(buffer, self._copies[buffer])):
                     return f"buffer {name} of a {type(module).__name__}"
             for name, value in attributes.items():
-                later = vars(module).get(name), theirs.get(name)
-                if type(value) is int and all(type(each) is int and each > value for each in later):
-                    return f"{name} of a {type(module).__name__}"
+                now, then = vars(module).get(name), theirs.get(name)
+                if type(value) is type(now) is type(then) is int and value < min(now, then):
+                    if (now - value) * num_under_way == (then - value) * num_since:
+                        return f"{name} of a {type(module).__name__}"
         return ""
 
     @contextmanager
@@ -136,3 +230,69 @@ def equal(some: Any, other: Any) -> bool:
         dense = some.layout is torch.strided is other.layout
         return dense and some.dtype == other.dtype and some.device == other.device and torch.equal(some, other)
     return isinstance(some, (bool, int, float, str, torch.Size)) and bool(some == other)
+
+
+def may_count(module: nn.Module) -> bool:
+    """Tell whether a forward may write attributes of a module: those of torch, without anybody's hooks, do not."""
+    if isinstance(module, torch.jit.ScriptModule) or module._forward_hooks or module._forward_pre_hooks:
+        return True
+    return not type(module).__module__.startswith("torch.")
+
+
+def has_generator(module: nn.Module) -> bool:
+    """Tell whether a module draws random numbers from a generator of its own."""
+    return any(isinstance(value, (random.Random, *_generators())) for value in vars(module).values())
+
+
+def places_in(modules: Sequence[nn.Module]) -> list[Place]:
+    """Return the attributes that can be looked into."""
+    return [
+        (module, name)
+        for module in modules
+        for name, value in vars(module).items()
+        if (name not in OF_TORCH or (name == "_modules" and value)) and _inside(value) is not None
+        if not (type(value) in BOXES and len(value) > MOST_INSIDE)
+    ]
+
+
+def _generators() -> tuple[Any, ...]:
+    """Return the types of generators whose state is got and set alike."""
+    numpy = sys.modules.get("numpy")
+    return (torch.Generator, *((numpy.random.Generator, numpy.random.RandomState) if numpy else ()))
+
+
+def _inside(value: Any) -> Any:
+    """Return a copy of what is inside; None: there is nothing, or nothing known."""
+    if isinstance(value, _PLAIN):
+        return None
+    if type(value) in BOXES:
+        return value.copy()
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if isinstance(value, _generators()):
+        return value.bit_generator.state if hasattr(value, "bit_generator") else value.get_state()
+    return None
+
+
+def _set(value: Any, state: Any) -> None:
+    if type(value) in BOXES:
+        value.clear()
+        (value.update if isinstance(value, (dict, set)) else value.extend)(state)
+    elif isinstance(value, random.Random):
+        value.setstate(state)
+    elif hasattr(value, "set_state"):
+        value.set_state(state)
+    else:
+        value.bit_generator.state = state
+
+
+def _same(some: Any, other: Any) -> bool:
+    if isinstance(some, torch.Tensor):
+        return torch.equal(some, other)
+    if isinstance(some, dict):
+        return list(some) == list(other) and _same([*some.values()], [*other.values()])
+    if isinstance(some, (list, deque)):
+        return len(some) == len(other) and all(
+            a is b or (isinstance(a, _PLAIN) and a == b) for a, b in zip(some, other, strict=True)
+        )
+    return repr(some) == repr(other)

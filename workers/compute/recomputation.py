@@ -15,8 +15,7 @@ from ...dependency import ConfigError
 from ..transport.payload import Tree, tensors_of
 from .batch_norm import statistics
 from .digest import sample
-from .inner_state import Place, places_in
-from .module_state import ModuleState
+from .module_state import ModuleState, Place, places_in
 
 #: how much recomputed outputs may differ, relative to the largest element: some devices sum in any order
 _TOLERANCE = 1e-3

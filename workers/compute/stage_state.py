@@ -18,11 +18,10 @@ from torch.autograd.function import BackwardCFunction
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ...dependency import ConfigError
-from .attributes import Attributes
 from .autocast import forget_casts
 from .autograd_graph import children_first, packed
 from .digest import few, imprint, sample
-from .module_state import equal
+from .module_state import Attributes, equal
 from .randomness import computing
 from .slices import Slice
 from .torch_internals import NormBase, set_version

@@ -13,8 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...workers.compute.attributes import Attributes
-from ...workers.compute.inner_state import OF_TORCH
+from ...workers.compute.module_state import OF_TORCH, Attributes
 from .observation import CarriedState, Depends, Event, Observation
 from .observer import Observer
 from .skeleton import Skeleton

@@ -19,8 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from ...dependency import ModelError
 from ...dependency.errors import first_sentence
-from ...workers.compute.attributes import Attributes
-from ...workers.compute.inner_state import OF_TORCH
+from ...workers.compute.module_state import OF_TORCH, Attributes
 from ...workers.compute.torch_internals import is_current
 from .given import refuse_lazy
 from .placeholder import Placeholder, PlaceholderFactory

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from ...dependency import ModelError
-from ...workers.compute.attributes import Attributes
 from ...workers.compute.borders import version_of
 from ...workers.compute.digest import few, sample
+from ...workers.compute.module_state import Attributes
 from ...workers.compute.sharing import address
 
 _T = TypeVar("_T")

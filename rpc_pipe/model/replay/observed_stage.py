@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ...dependency import ConfigError, ModelError
-from ...workers.compute.attributes import Attributes
+from ...workers.compute.module_state import Attributes
 from ...workers.compute.randomness import MOST_LOOKS, Seed, python_state
 from ...workers.compute.slices import PartialFields, Times, note, versions_of
 from ...workers.transport.payload import Tree

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from ...dependency import ModelError
-from ...workers.compute.attributes import Attributes
+from ...workers.compute.module_state import Attributes
 from ..assign.assignment import Assignment, Owners, Role
 from ..observe.observation import Event, Observation, Output, is_unread
 from ..observe.output_contract import form_of
