@@ -15,7 +15,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 @pytest.fixture(autouse=True)
 def _environment() -> Iterator[None]:
-    """Leave environment and signals as they were: commands, which have a process of their own elsewhere, tell workers by it."""
+    """Leave environment and signals as they were: commands, which have a process elsewhere, tell workers by it."""
     before = dict(os.environ)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     yield

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
+
 from ..dependency import ConfigError
 from .compute.by_hand import ByHand
 from .compute.module_state import ModuleState
@@ -18,12 +21,12 @@ class BetweenSteps:
         #: the state in which forwards of the step under way have left modules
         self._under_way: list[ModuleState] = []
         self._notes: list[tuple[Shard, ByHand]] = []
-        #: evaluations before the pause between the steps
-        self._num_evaluated = 0
+        #: forwards in evaluations before the pause between the steps
+        self._evaluated: Counter[Shard] = Counter()
 
     def begin(self, step: Step | None) -> None:
         """Show the caller the modules as they were before `step`, whose forwards have begun; None: none has."""
-        self._num_evaluated = self._worker.num_evaluated
+        self._evaluated = self._worker.evaluated.copy()
         for shard, before in [] if step is None else step.before:
             self._under_way.append(shard.recomputation.now(before))
             before.put_back()
@@ -33,10 +36,10 @@ class BetweenSteps:
     @property
     def has_evaluated(self) -> bool:
         """Whether the caller has evaluated since the step."""
-        return self._num_evaluated != self._worker.num_evaluated
+        return self._evaluated != self._worker.evaluated
 
-    def end(self, step: Step | None) -> None:
-        """Give modules back the state that forwards of `step` have left.
+    def end(self, step: Step | None, under_way: Iterable[Step]) -> None:
+        """Give modules back the state that forwards of `step` have left, and of later ones of the steps under way.
 
         Raises:
             ConfigError: the caller, or an evaluation, has changed what these forwards had read.
@@ -50,8 +53,9 @@ class BetweenSteps:
                     "that is not synchronous, `flush` before"
                 )
         if step is not None and self.has_evaluated:
-            for (shard, before), under_way in zip(step.before, self._under_way, strict=False):
-                if changed := before.counted_in(under_way):
+            begun, since = forwards(under_way), self._worker.evaluated - self._evaluated
+            for (shard, before), left in zip(step.before, self._under_way, strict=False):
+                if changed := before.counted_in(left, begun[shard], since[shard]):
                     raise ConfigError(
                         f"stage {shard.stage}: an evaluation changed {changed}, which forwards of the next step under "
                         "way have read: call `step` for each batch instead of `train`, or evaluate behind it"
@@ -65,3 +69,8 @@ class BetweenSteps:
         for _, module_state in [] if self._under_way else step.before:
             module_state.put_back()
         self._under_way, self._notes = [], []
+
+
+def forwards(steps: Iterable[Step]) -> Counter[Shard]:
+    """Return how many forwards of these steps have run, by shard."""
+    return Counter(step.tasks[action].shard for step in steps for action, *_ in step.timestamps if action.kind.way == 1)

@@ -16,7 +16,7 @@ from functools import cache
 import torch
 
 from ..dependency import Action, Entry, NotFinite
-from .between_steps import BetweenSteps
+from .between_steps import BetweenSteps, forwards
 from .compute.autocast import forget_casts
 from .compute.module_state import ModuleState
 from .compute.result import Result
@@ -88,7 +88,7 @@ class Stream:
         if self._steps and begun is None and self._between_steps.has_evaluated:
             oldest = next(iter(self._steps.values()))
             oldest.before = self._module_states(oldest.batch)
-        self._between_steps.end(begun)
+        self._between_steps.end(begun, self._steps.values())
 
     def _open_next(self) -> None:
         newest = self._newest
@@ -308,7 +308,7 @@ class Stream:
             for shard in worker.shards.values():
                 shard.train(True)  # back to the modes that their owner gave them
             forget_casts()  # made without gradients
-            worker.num_evaluated += 1
+            worker.evaluated += forwards([step])
         # The count goes up only after a training step, which this may not have been.
         worker.listeners.idle(worker.step - 1)
         assert step.result is not None

@@ -15,6 +15,7 @@ from rpc_pipe.dependency import G, PipeError
 from rpc_pipe.pipeline import Pipeline
 from rpc_pipe.schedules import SCHEDULES
 from rpc_pipe.workers import run
+from rpc_pipe.workers.compute.module_state import ModuleState
 from rpc_pipe.workers.handlers import Step
 from rpc_pipe.workers.hooks import Listener
 
@@ -328,13 +329,26 @@ class Noting(nn.Module):
         return x * 2
 
 
+@pytest.mark.parametrize("layer, name", [(Counting, "calls of a Counting"), (Noting, "")])
+def test_a_note_of_rows_that_grows_is_no_counter(layer, name):
+    """It was taken for one where a forward under way and an evaluation had more rows than the step before."""
+    module = layer()
+    states = []
+    for forwards in ([1], [2], [2, 2, 2]):
+        for rows in forwards:
+            module(torch.ones(rows, 2))
+        states.append(ModuleState([module]))
+        states[0].put_back()
+    states[2].put_back()
+    assert states[0].counted_in(states[1], 1, 3) == name
+
+
 @pytest.mark.parametrize("layer", [Table, Counting, Noting])
 def test_an_evaluation_that_changes_what_the_next_step_has_read_is_told(layer):
     """The next step's forwards had begun, and what the evaluation wrote was lost."""
     layers = [partial(nn.Linear, 8, 8), layer, layer]
     one, other = (pipeline("dualpipe", layers, M=5, seed=3, order="ready") for _ in range(2))
-    rows = 5 if layer is Noting else 7  # a note that grows, as of 1 and then 2 rows, may be taken for a counter
-    batches = [(x[:rows], x[:rows]) for x in X[:4]]
+    batches = [(x[:7], x[:7]) for x in X[:4]]
     apart = [(one.step(batch), one.evaluate((X[5], X[5]))) for batch in batches]
     other.listen(Late)
     found = []
