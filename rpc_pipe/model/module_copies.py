@@ -7,7 +7,6 @@ What cannot be followed is refused: parameters, modules, hooks and forwards that
 
 from __future__ import annotations
 
-import copy
 import zlib
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -18,19 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from ..dependency import ModelError
-from ..workers.compute.by_hand import HOOKS, PLAIN, OfWeight
+from ..workers.compute.by_hand import HOOKS, OfWeight, fingerprint, of_buffer, of_buffers
 from ..workers.compute.digest import digest, memory_of
-from ..workers.compute.module_state import OF_TORCH
 from .observe.given import is_placeholder
 
 if TYPE_CHECKING:
     from .replay.forward_writes import ForwardWrites
-
-_NONE: list[Any] = []
-#: containers whose contents are followed, such as a list of names
-_CONTAINERS = frozenset((list, dict, set))
-#: larger containers are taken for tables that nobody changes
-_MAX_ITEMS = 64
 
 
 class _Copy:
@@ -42,7 +34,7 @@ class _Copy:
 
     def __init__(self, own: nn.Module, copy: nn.Module, runs: bool) -> None:
         self._modules = [
-            (ref(module), ref(other), *_names_of(module))
+            (ref(module), ref(other))
             for module, other in zip(own.modules(), copy.modules(), strict=True)
             if module is not other and not isinstance(module, torch.jit.ScriptModule)
         ]
@@ -55,38 +47,35 @@ class _Copy:
             if other is not None and other is not parameter and not is_placeholder(other)
         ]
         self._runs = runs or bool(self._parameters)
-        self._noted: list[tuple[list[Any], list[Any], list[Any]]] = []
+        self._noted: list[dict[str, Any]] = []
         self._weights: list[Any] = []
 
     def note(self, anew: bool = False) -> None:
         """Record the state of the user's modules, if something else than the user may have changed it."""
         if anew or self._runs:
-            self._noted = [_state(module(), names, containers) for module, _, names, containers in self._modules]
+            self._noted = [_fingerprint(module()) for module, _ in self._modules]
             self._weights = [_of_weight(parameter()) for _, parameter, _ in self._parameters]
 
     def note_buffers(self, modules: Iterable[nn.Module]) -> None:
         """Record the buffers of modules that the pipeline has written."""
         for module in modules:
             if (number := self._numbers.get(id(module))) is not None:
-                self._noted[number] = (*self._noted[number][:2], _state(module, [], [])[2])
+                self._noted[number] |= of_buffers(module, closely=True)
 
     def follow(self) -> None:
         """Apply to the copy what has changed in the user's modules since the last record."""
         changed = False
-        for (own, other, names, containers), noted in zip(self._modules, self._noted, strict=True):
+        for (own, other), noted in zip(self._modules, self._noted, strict=True):
             module, made = own(), other()
-            if module is None or made is None or (now := _state(module, names, containers)) == noted:
+            if module is None or made is None or (now := _fingerprint(module)) == noted:
                 continue
             changed = True
-            for name, value, before in zip(names + containers, now[0] + now[1], noted[0] + noted[1], strict=True):
-                if value != before and value is not None:
-                    setattr(made, name, copy.copy(value))
-            for (name, buffer), before in zip(module._buffers.items(), noted[2], strict=False):
-                held = made._buffers.get(name)
-                if buffer is not None and held is not None and held is not buffer and _of_buffer(buffer) != before:
-                    held.data = buffer.detach().to(
-                        held.device, copy=True
-                    )  # autograd graphs may have saved the old memory
+            for name in [name for name, value in now.items() if value != noted.get(name)]:
+                buffer, held = module._buffers.get(name), made._buffers.get(name)
+                if buffer is None:
+                    setattr(made, name, now[name])  # a copy, if it is a container
+                elif held is not None and held is not buffer:  # autograd graphs may have saved the old memory
+                    held.data = buffer.detach().to(held.device, copy=True)
         for (name, theirs, mine), before in zip(self._parameters, self._weights, strict=True):
             parameter, mine_now = theirs(), mine()
             if parameter is None or mine_now is None or _of_weight(parameter) == before:
@@ -200,7 +189,7 @@ class ModuleCopies:
         if self._parts != self._parts_now():
             for kind, held, had, named in self._held:
                 if not had.issuperset(_parts_in(held, named)):
-                    raise _changed(kind, "a parameter or a module in", "exchanged or registered")
+                    raise _changed("a parameter or a module in a {} was exchanged or registered", kind)
 
     def _note_structures(self, runs_only: bool = False) -> None:
         for watched in self._structures.values():
@@ -211,8 +200,8 @@ class ModuleCopies:
     def around(self) -> Iterator[None]:
         """Return a context for a call: copies are updated before it; changes that it makes are recorded after it."""
         for own, _, structure in self._structures.values():
-            if (module := own()) is not None and _structure(module) != structure:
-                raise _cannot_follow(module, structure)
+            if (module := own()) is not None and (now := _structure(module)) != structure:
+                raise _changed(next(what for what in now if now[what] != structure[what]), type(module).__name__)
         self._refuse_parts()
         for copied in self._copies:
             copied.follow()
@@ -231,78 +220,29 @@ def _parts_in(held: dict[str, Any], named: bool) -> set[Any]:
     return {(name if named else "", id(part)) for name, part in held.items() if part is not None}
 
 
-def _names_of(module: nn.Module) -> tuple[list[str], list[str]]:
-    """Return the plain attributes, and those that are containers, whose changes are followed."""
-    held = vars(module).items()
-    containers = [
-        name for name, value in held if name not in OF_TORCH and type(value) in _CONTAINERS and _is_followed(value)
-    ]
-    return [name for name, value in held if _is_set(name, value)], containers
+def _fingerprint(module: nn.Module | None) -> dict[str, Any]:
+    return {} if module is None else fingerprint(module, closely=True)
 
 
-def _is_set(name: str, value: Any) -> bool:
-    return type(value) in PLAIN and (name == "training" or name not in OF_TORCH)
-
-
-def _is_followed(container: Any) -> bool:
-    """Return whether a container holds a few plain values and nothing else."""
-    if len(container) > _MAX_ITEMS:
-        return False
-    return PLAIN.issuperset(map(type, container)) and (
-        type(container) is not dict or PLAIN.issuperset(map(type, container.values()))
-    )
-
-
-def _state(module: nn.Module | None, names: list[str], containers: list[str]) -> tuple[list[Any], list[Any], list[Any]]:
-    if module is None:
-        return [], [], []
+def _structure(module: nn.Module) -> dict[str, Any]:
+    """Return what cannot be followed, by the words that say that it was changed."""
     held = module.__dict__
-    plain = list(map(held.get, names))
-    if not PLAIN.issuperset(map(type, plain)):
-        plain = [value if type(value) in PLAIN else None for value in plain]
-    inside = _NONE
-    if containers:
-        found = (held.get(name) for name in containers)
-        inside = [
-            copy.copy(container) if type(container) in _CONTAINERS and _is_followed(container) else None
-            for container in found
-        ]
-    buffers = held["_buffers"]
-    return plain, inside, [_of_buffer(buffer) for buffer in buffers.values()] if buffers else _NONE
+    return {
+        "the forward of a {} was set": id(held.get("forward")),
+        "a hook of a {} was registered or removed": [len(held[name]) for name in HOOKS],
+        "a parameter of a {} was exchanged for another object, registered or removed": _ids(held["_parameters"]),
+        "a module in a {} was exchanged, added or removed": _ids(held["_modules"]),
+        "a buffer of a {} was registered or removed": len(held["_buffers"]),
+    }
 
 
-def _structure(module: nn.Module) -> list[int]:
-    """Return a module's structure: forward, numbers of hooks and buffers, parameters, members."""
-    held = module.__dict__
-    found = [
-        id(held.get("forward")),
-        *[len(held[name]) for name in HOOKS],
-        len(held["_buffers"]),
-        *map(id, held["_parameters"].values()),
-        -1,
-    ]
-    return [*found, *map(id, members.values())] if (members := held["_modules"]) else found
+def _ids(held: dict[str, Any]) -> list[int]:
+    return list(map(id, held.values()))
 
 
-def _cannot_follow(module: nn.Module, before: list[int]) -> ModelError:
-    """Return the error about a structural change of a module that has copies."""
-    now = _structure(module)
-    parameters, members = now[6 : now.index(-1)], now[now.index(-1) :]
-    what, done = "a buffer of", "registered or removed"
-    if now[0] != before[0]:
-        what, done = "the forward of", "set"
-    elif now[1:5] != before[1:5]:
-        what = "a hook of"
-    elif parameters != before[6 : before.index(-1)]:
-        what, done = "a parameter of", "exchanged for another object, registered or removed"
-    elif members != before[before.index(-1) :]:
-        what, done = "a module in", "exchanged, added or removed"
-    return _changed(type(module).__name__, what, done)
-
-
-def _changed(kind: str, what: str, done: str) -> ModelError:
+def _changed(what: str, kind: str) -> ModelError:
     return ModelError(
-        f"model: {what} a {kind} was {done} after the pipeline was made, and other workers or stages "
+        f"model: {what.format(kind)} after the pipeline was made, and other workers or stages "
         "would not know of it: do so before, or make another pipeline of the model; numbers of weights may be changed"
     )
 
@@ -326,8 +266,7 @@ def _follow_weight(name: str, parameter: nn.Parameter, made: nn.Parameter, befor
 
 
 def _of_buffer(buffer: Tensor | None) -> Any:
-    """Return a state that differs if a buffer was written, even through `.data` or numpy, which keep its version."""
-    return None if buffer is None else (id(buffer), buffer._version, digest([buffer]))
+    return None if buffer is None else of_buffer(buffer, closely=True)
 
 
 def _of_weight(parameter: Tensor | None) -> Any:

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from .digest import digest
 from .module_state import OF_TORCH
 from .shard import Shard
 
@@ -13,6 +14,10 @@ from .shard import Shard
 PLAIN = frozenset((bool, int, float, str))
 #: where a module has the hooks of its calls
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+#: containers whose contents are followed
+_CONTAINERS = frozenset((list, dict, set))
+#: larger containers are taken for tables that nobody changes
+_MAX_ITEMS = 64
 
 
 class OfWeight(NamedTuple):
@@ -40,7 +45,7 @@ class ByHand:
             for name, p in shard.updating.parameters.items()
             if p not in written  # by forwards, those of an evaluation too
         ]
-        self._modules = [(module, module.training, _held(module)) for module in shard.slice.modules]
+        self._modules = [(module, _held(module)) for module in shard.slice.modules]
 
     def changed(self, has_evaluated: bool) -> str:
         """Say what has been changed, or nothing.
@@ -48,35 +53,57 @@ class ByHand:
         Args:
             has_evaluated: whether forwards have run since, which may have written notes of their own.
         """
-        for name, parameter, before in self._parameters:
+        for name, parameter, noted in self._parameters:
             weight = OfWeight.now(parameter)
-            if weight[:2] != before[:2]:
+            if weight[:2] != noted[:2]:
                 return f"parameter {name} was changed"
-            if weight.trained != before.trained:
+            if weight.trained != noted.trained:
                 return f"requires_grad of parameter {name} was changed"
-            if weight.hooks != before.hooks:
+            if weight.hooks != noted.hooks:
                 return f"a hook of parameter {name} was registered or removed"
-        for module, training, numbers in self._modules:
-            kind = type(module).__name__
-            if module.training != training:
-                return f"the mode of a {kind} was changed"
-            now = {} if has_evaluated else _held(module)
-            if not has_evaluated and now != numbers:
-                names = sorted(name for name in now.keys() | numbers.keys() if now.get(name) != numbers.get(name))
-                return f"{names[0]} of a {kind} was changed"
+        for module, before in self._modules:
+            now = {"training": module.training} if has_evaluated else _held(module)
+            for name in sorted(now.keys() | (set() if has_evaluated else before.keys())):
+                if now.get(name) != before.get(name):
+                    what = "the mode" if name == "training" else name
+                    return f"{what} of a {type(module).__name__} was changed"
         return ""
 
 
 def _held(module: nn.Module) -> dict[str, Any]:
-    """Return the numbers of a module, and what tells whether its buffers were changed."""
-    buffers = [(name, buffer) for name, buffer in vars(module).get("_buffers", {}).items() if buffer is not None]
-    versions = {name: (id(buffer), -1 if buffer.is_inference() else buffer._version) for name, buffer in buffers}
-    return versions | numbers_of(module)
+    hooks = [len(vars(module).get(name) or ()) for name in HOOKS]
+    return fingerprint(module) | {"hooks": sum(hooks)}
 
 
-def numbers_of(module: nn.Module) -> dict[str, Any]:
-    """Return the plain attributes of a module, and how many hooks of its calls it has."""
+def fingerprint(module: nn.Module, *, closely: bool = False) -> dict[str, Any]:
+    """Return what tells whether a module was changed by hand, by name: mode, plain attributes, and its buffers.
+
+    Args:
+        closely: look into small containers of plain values, such as a list of names, and at what is written through
+            `.data`; in a list that a caller empties between two steps nobody has read.
+    """
     held = vars(module)
-    found = {name: value for name, value in held.items() if type(value) in PLAIN and name not in OF_TORCH}
-    found["hooks"] = sum([len(held.get(name) or ()) for name in HOOKS])
-    return found
+    found = {"training": held.get("training")}
+    for name in held.keys() - OF_TORCH:
+        value = held[name]
+        if type(value) in PLAIN:
+            found[name] = value
+        elif closely and type(value) in _CONTAINERS and _is_plain(value):
+            found[name] = value.copy()
+    return found | of_buffers(module, closely=closely) if held.get("_buffers") else found
+
+
+def of_buffers(module: nn.Module, *, closely: bool) -> dict[str, Any]:
+    """Return the part of `fingerprint` that is of buffers."""
+    held = vars(module)["_buffers"].items()
+    return {name: of_buffer(buffer, closely=closely) for name, buffer in held if buffer is not None}
+
+
+def of_buffer(buffer: Tensor, *, closely: bool) -> tuple[int, ...]:
+    """Return what tells whether a buffer was written; closely, even through `.data` or numpy."""
+    return id(buffer), -1 if buffer.is_inference() else buffer._version, digest([buffer]) if closely else 0
+
+
+def _is_plain(container: Any) -> bool:
+    values = (container, container.values()) if type(container) is dict else (container,)
+    return len(container) <= _MAX_ITEMS and all(PLAIN.issuperset(map(type, each)) for each in values)
