@@ -113,15 +113,12 @@ class ObservedModel:
         #: the model's output, of placeholders
         self.output = observation.end.outputs[0].tree
         self.blocks = [_block(skeleton, event.module) for event in observation.calls if event.module is not None]
+        #: the number of calls of blocks
+        self.num_blocks = len(self.blocks)
 
     @property
     def _model(self) -> nn.Module:
         return self._source if isinstance(self._source, nn.Module) else self._source.model
-
-    @property
-    def num_blocks(self) -> int:
-        """The number of calls of blocks."""
-        return len(self.blocks)
 
     def check(self, cut: Sequence[range]) -> None:
         """Check a cut.

@@ -62,6 +62,8 @@ class ObservedPartition:
         refuse_lazy(whole, "the model")
         self._call = CallForm(whole, loss_fn)
         self.pair, self.pair_for_metric = self._call.pair, self._call.pair_for_metric
+        #: whether the model computes its loss itself
+        self.loss_is_inside = loss_fn is None
         self.loss_fn: LossFn = loss_of_output if loss_fn is None else loss_fn
         self.module_copies = ModuleCopies()
         self._names = {name: place for place, name in enumerate(whole.state_dict())}
@@ -97,7 +99,7 @@ class ObservedPartition:
             logger.info("blocks: %s, as %s", ", ".join(needed.blocks), needed)
             observed = self._cut(inputs, needed.blocks)
         self._observed, self._output_type = observed, type(observed.output)
-        if trained and self._call.loss_is_inside:
+        if trained and self.loss_is_inside:
             loss_of_output(observed.output)
         self._refuse_loss_of_attributes(observed)
         self.shared = observed.shared(self.ranges)
@@ -130,10 +132,6 @@ class ObservedPartition:
         """Return the first stage that holds a parameter."""
         return self._stage_of[parameter]
 
-    def modules(self) -> list[nn.Module]:
-        """Return all modules of the model, until it is released."""
-        return list(self.whole.modules())
-
     @property
     def whole(self) -> nn.Module:
         """The model, until it is released."""
@@ -153,11 +151,6 @@ class ObservedPartition:
             if route == 0:
                 self.module_copies.mirror(self._source, made.module, made.buffers, made.writes)
         return made
-
-    @property
-    def loss_is_inside(self) -> bool:
-        """Whether the model computes its loss itself."""
-        return self._call.loss_is_inside
 
     def only_inputs(self, inputs: Tree) -> tuple[Tree, Tree]:
         """Return a batch without targets."""

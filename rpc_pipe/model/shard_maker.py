@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 #: so many calls of a loss function are looked at
 _LOOKS = 2
-_NUMBERS = (int, float)
 #: every kind of model that a pipeline takes
 Model = Layered | nn.Module | Callable[[], nn.Module]
 
@@ -57,7 +56,7 @@ def make_partition(
 
         whole = ObservedPartition(model, num_stages, split, loss_fn, blocks=blocks, seed=seed)  # type: ignore[arg-type]
         if training.deferred_batch_norm:
-            defer(whole.modules())
+            defer(whole.whole.modules())
         return whole
     if blocks is not None:
         raise ModelError(f"blocks {blocks!r}: the model is a list of layers, which are its blocks; leave it out")
@@ -181,7 +180,7 @@ def _unchanging(loss_fn: LossFn) -> LossFn:
             return loss_fn(output, target)
         before = _state(loss_fn)
         found = loss_fn(output, target)
-        if any(map(_differs, before, _state(loss_fn))):
+        if before != _state(loss_fn):
             name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
             raise ModelError(
                 f"loss_fn {name} changes what it holds (a buffer, an attribute, a counter), and each replica of "
@@ -193,29 +192,19 @@ def _unchanging(loss_fn: LossFn) -> LossFn:
 
 
 def _state(loss_fn: Any) -> list[Any]:
-    """Return the numbers that a loss function holds: a module, a method, an object, or a function with a closure."""
+    """Return what tells whether a loss function has changed a number or a tensor that it holds.
+
+    It may be a module, a method, an object, or a function with a closure. Lists do not count: of a log nobody reads.
+    """
     owner = getattr(loss_fn, "__self__", loss_fn)
     parts = owner.modules() if isinstance(owner, nn.Module) else (owner, loss_fn)
     held = [value for part in parts for value in getattr(part, "__dict__", {}).values()]
     for cell in getattr(loss_fn, "__closure__", None) or ():
         with suppress(ValueError):  # empty
             held.append(cell.cell_contents)
-    return list(map(_numbers, held))
-
-
-def _numbers(value: Any) -> Any:
-    """Return what tells whether a number has changed, also inside of a list or dict."""
-    if isinstance(value, torch.Tensor):
-        return id(value), value._version
-    if isinstance(value, (list, dict)):
-        return [_numbers(each) for each in (value.values() if isinstance(value, dict) else value) if each is not value]
-    return value if isinstance(value, (*_NUMBERS, str)) else None
-
-
-def _differs(before: Any, now: Any) -> bool:
-    """Tell whether a number has changed; what grows, as a log does, is read by nobody."""
-    grows = isinstance(now, list) and isinstance(before, list) and len(now) != len(before)
-    return not grows and bool(now != before)
+    held += [each for value in held if isinstance(value, dict) for each in value.values()]  # buffers are in one
+    tensors = [(id(each), each._version) for each in held if isinstance(each, torch.Tensor)]
+    return [*tensors, *[each for each in held if isinstance(each, (int, float, str))]]
 
 
 def refuse_sums(loss_fn: object, name: str) -> None:

@@ -190,6 +190,30 @@ def test_a_loss_function_that_counts_is_refused_with_replicas():
         pipeline(loss=_Weighed(counts=True), schedule="chimera").step((X, Y))
 
 
+@pytest.mark.parametrize("what, name", [("number", "loss"), ("center", "loss"), ("log", "")])
+def test_a_loss_function_that_keeps_state_is_refused_with_replicas_and_one_with_a_log_is_not(what, name):
+    """As the center of DINO's loss, an average of outputs in a closure; what is written down is read by nobody."""
+    number, held = 0, {"center": torch.zeros(()), "log": []}
+
+    def loss(output, target):
+        nonlocal number
+        found = nn.functional.cross_entropy(output - held["center"], target)
+        if what == "number":
+            number += 1
+        elif what == "center":
+            held["center"] = held["center"] * 0.9 + output.detach().mean() * 0.1
+        else:
+            held["log"].append(float(found.detach()))
+        return found
+
+    pipe = pipeline(loss=loss, schedule="chimera")
+    if name:
+        with pytest.raises(WorkerFailure, match="loss_fn loss changes what it holds"):
+            pipe.step((X, Y))
+    else:
+        assert pipe.step((X, Y)) > 0
+
+
 @pytest.mark.parametrize("second", [{}, None, torch.ones(2)])
 def test_what_a_loss_function_returns_besides_is_a_weight_or_refused(second):
     pipe = pipeline(loss=lambda output, target: (nn.functional.cross_entropy(output, target), second))

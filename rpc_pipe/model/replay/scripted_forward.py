@@ -78,9 +78,6 @@ class ScriptedForward(TorchFunctionMode):
                         held[name] = before
         if not script.fields_written and not script.is_alone and list(map(version_of, given.values())) != versions:
             raise _wrote_fields()
-        for key, place, copied in script.used:
-            if copied and version_of(self._tensors[key]):
-                self._payload[place].copy_was_written = True  # type: ignore[attr-defined]
         if not script.is_last:
             output = tuple(
                 [
