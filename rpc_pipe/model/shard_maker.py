@@ -135,6 +135,9 @@ class ShardMaker:
             defer(slice.own)
         if spec.num_routes > 1:
             self.weights += f"{stage}={digest(slice.state_dict().values()):x} "
+        loss_fn = self._model.loss_fn if stage == spec.last_stage else None
+        if spec.num_routes > 1 and loss_fn is not None:
+            loss_fn = _unchanging(loss_fn)
         kind: Callable[..., Shard] = Shard
         if not spec.synchronous:
             from ..workers.compute.stash import StashingShard
@@ -148,7 +151,7 @@ class ShardMaker:
             stage,
             slice,
             randomness,
-            loss_fn=self._loss_fn(spec) if stage == spec.last_stage else None,
+            loss_fn=loss_fn,
             training=self._training,
             pieces=self._pieces(spec, stage, route, slice),
         )
@@ -162,10 +165,6 @@ class ShardMaker:
         pieces = Pieces(spec, stage, route, slice.named_parameters(), self._model.shared)
         self._buckets[stage] = pieces.num_buckets
         return pieces
-
-    def _loss_fn(self, spec: Spec) -> LossFn | None:
-        loss_fn = self._model.loss_fn
-        return _unchanging(loss_fn) if spec.num_routes > 1 and loss_fn is not None else loss_fn
 
 
 def _unchanging(loss_fn: LossFn) -> LossFn:

@@ -63,11 +63,8 @@ class Recomputation:
         changing = list(dict.fromkeys(chain.from_iterable(seen)))
         return ModuleState(changing, changing, self._inner())
 
-    def after_step(self, before: ModuleState) -> None:
-        """Observe what a training step has changed."""
-        self._note_changing(before, of_step=True)
-
-    def _note_changing(self, before: ModuleState, *, of_step: bool) -> None:
+    def note_changing(self, before: ModuleState, *, of_step: bool) -> None:
+        """Observe what a training step, or one forward of it, has changed."""
         seen = self._changed.setdefault((self._modes(), of_step), [])
         if len(seen) < _LOOKS:
             seen.append(before.written())
@@ -98,7 +95,7 @@ class Recomputation:
             self._drops = False
             module_state.put_back()
             tree = forward()
-        self._note_changing(module_state, of_step=False)
+        self.note_changing(module_state, of_step=False)
         return tree, FirstRun(module_state, _sample(tree))
 
     def again(self, noted: FirstRun, forward: Callable[[], Tree]) -> None:
