@@ -181,12 +181,11 @@ def refuse_batch(batch: object, microbatches: object, *, pairs: bool = True) -> 
         raise BatchError("microbatches: must be a list of at least one (inputs, targets)")
     elif pairs:
         for number, pair in enumerate(microbatches):
-            _refuse_pair("microbatch", pair, number)
+            _refuse_pair(f"microbatch {number}", pair)
 
 
-def _refuse_pair(name: str, pair: object, number: int | None = None) -> None:
+def _refuse_pair(name: str, pair: object) -> None:
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-        name = name if number is None else f"{name} {number}"
         length = f" of {len(pair)}" if isinstance(pair, (tuple, list)) else ""
         raise BatchError(f"{name} is a {type(pair).__name__}{length}: must be (inputs, targets), trees of tensors")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -26,10 +26,11 @@ class ForwardWrites:
 
     Args:
         modules: the modules of the stage.
+        weights: returns all weights that its forwards use.
     """
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._modules = modules
+    def __init__(self, modules: Sequence[nn.Module], weights: Callable[[], list[tuple[str, nn.Parameter]]]) -> None:
+        self._modules, self._weights = modules, weights
         #: modes -> buffers and weights
         self._known: dict[Any, tuple[list[tuple[nn.Module, str]], list[Tensor]]] = {}
         #: buffers that have been written in any mode
@@ -41,23 +42,19 @@ class ForwardWrites:
         """Record what an observed forward has written: a real one may write equal values through `.data`, unnoticed."""
         self.observed = _joined(self.observed[0], buffers), _joined(self.observed[1], weights)
         self.buffers.update(self.observed[0])
-        for modes, (places, held) in self._known.items():
-            self._known[modes] = _joined(places, self.observed[0]), _joined(held, self.observed[1])
 
-    def before(self, modes: Any, weights: Iterable[Tensor], counting: Iterable[nn.Module]) -> StateBefore:
+    def before(self, modes: Any, counting: Iterable[nn.Module]) -> StateBefore:
         """Return the state that a forward in these modes may write.
 
         Args:
-            weights: all weights that it uses.
             counting: modules whose attributes change.
         """
-        known = self._known.get(modes)
-        if known is None:
-            places, held = [(module, name) for module in self._modules for name in module._buffers], list(weights)
-        else:
-            places, held = known
-        in_full = known is not None or few(held)
-        return StateBefore(places, held, in_full, counting)
+        if (known := self._known.get(modes)) is not None:
+            buffers, written = _joined(known[0], self.observed[0]), _joined(known[1], self.observed[1])
+            return StateBefore(buffers, written, True, counting)
+        places = [(module, name) for module in self._modules for name in module._buffers]
+        weights = [weight for _, weight in self._weights()]
+        return StateBefore(places, weights, few(weights), counting)
 
     def note(self, modes: Any, before: StateBefore) -> None:
         """Record what a completed forward has written."""
@@ -65,7 +62,7 @@ class ForwardWrites:
             buffers = [(module, name) for module, name, *_ in before.changed_buffers()]
             self.buffers.update(buffers)
             weights = [weight for weight, *_ in before.changed_weights()]
-            self._known[modes] = _joined(buffers, self.observed[0]), _joined(weights, self.observed[1])
+            self._known[modes] = buffers, weights
 
 
 def _joined(some: Iterable[_T], others: Iterable[_T]) -> list[_T]:

@@ -73,7 +73,7 @@ class ObservedStage:
         self.modules = list(self.module.modules())
         inside_others = {module for block in foreign for module in block.modules()}
         self.own = [module for module in self.modules if module not in inside_others]
-        self.writes = ForwardWrites(self.own)
+        self.writes = ForwardWrites(self.own, self.named_parameters)
         #: forwards still to be looked at for draws from the generators of Python and numpy
         self._draw_looks = MOST_LOOKS
 
@@ -167,7 +167,7 @@ class ObservedStage:
                 script.check(payload)
                 observed.append(script)
                 scripts[:] = [script, *scripts][:_MOST_SCRIPTS]
-            before = self.writes.before(modes, [p for _, p in self.named_parameters()], self._skeleton.counting)
+            before = self.writes.before(modes, self._skeleton.counting)
             first = None if script.is_settled else Attributes(self.modules)
             drawn = self._python_state_before(script)
             try:
