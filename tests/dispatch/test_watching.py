@@ -32,7 +32,7 @@ class Layer(nn.Linear):
     def forward(self, x):
         Layer.calls += 1
         if os.environ.get("RANK", "1") == "1" and Layer.calls == 30 and "stall" in sys.argv:
-            time.sleep(13)
+            time.sleep(4)
         return super().forward(x)
 
 layers = [partial(Layer, 4, 4) for _ in range(2)]
@@ -44,6 +44,17 @@ for _ in range(int(sys.argv[1])):
     pipe.step((x, x))
     time.sleep(0.02)
 pipe.barrier()
+"""
+
+#: the command line, which tells of a stall after 1.5 s
+IMPATIENT = """
+import sys
+from rpc_pipe.commands.main import main
+from rpc_pipe.dispatch import view
+
+view._STALL_S = 1.5
+if __name__ == "__main__":
+    sys.exit(main())
 """
 
 
@@ -148,7 +159,9 @@ def test_a_run_is_found_shown_traced_recorded_and_replayed(tmp_path):
 
 def test_a_stall_is_told_with_the_culprit_and_its_stacks(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
-    with start("run", tmp_path / "train.py", "--workers", 2, "--", 20, "stall") as run:
+    (tmp_path / "impatient.py").write_text(IMPATIENT)
+    told_soon = tmp_path / "impatient.py", "run"
+    with processes.start(*told_soon, tmp_path / "train.py", "--workers", 2, "--", 20, "stall") as run:
         out, err = run.communicate(timeout=120)
     assert run.returncode == 0, out + err
     told = out[out.index("nothing has finished") :]
