@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 #: so many calls of a loss function are looked at
 _LOOKS = 2
+_NUMBERS = (int, float)
 #: every kind of model that a pipeline takes
 Model = Layered | nn.Module | Callable[[], nn.Module]
 
@@ -179,7 +180,7 @@ def _unchanging(loss_fn: LossFn) -> LossFn:
             return loss_fn(output, target)
         before = _state(loss_fn)
         found = loss_fn(output, target)
-        if before != _state(loss_fn):
+        if any(map(_differs, before, _state(loss_fn))):
             name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
             raise ModelError(
                 f"loss_fn {name} changes what it holds (a buffer, an attribute, a counter), and each replica of "
@@ -191,19 +192,29 @@ def _unchanging(loss_fn: LossFn) -> LossFn:
 
 
 def _state(loss_fn: Any) -> list[Any]:
-    """Return what tells whether a loss function has changed a number or a tensor that it holds.
-
-    It may be a module, a method, an object, or a function with a closure. Lists do not count: of a log nobody reads.
-    """
+    """Return the numbers that a loss function holds: a module, a method, an object, or a function with a closure."""
     owner = getattr(loss_fn, "__self__", loss_fn)
     parts = owner.modules() if isinstance(owner, nn.Module) else (owner, loss_fn)
     held = [value for part in parts for value in getattr(part, "__dict__", {}).values()]
     for cell in getattr(loss_fn, "__closure__", None) or ():
         with suppress(ValueError):  # empty
             held.append(cell.cell_contents)
-    held += [each for value in held if isinstance(value, dict) for each in value.values()]  # buffers are in one
-    tensors = [(id(each), each._version) for each in held if isinstance(each, torch.Tensor)]
-    return [*tensors, *[each for each in held if isinstance(each, (int, float, str))]]
+    return list(map(_numbers, held))
+
+
+def _numbers(value: Any) -> Any:
+    """Return what tells whether a number has changed, also inside of a list or dict."""
+    if isinstance(value, torch.Tensor):
+        return id(value), value._version
+    if isinstance(value, (list, dict)):
+        return [_numbers(each) for each in (value.values() if isinstance(value, dict) else value) if each is not value]
+    return value if isinstance(value, (*_NUMBERS, str)) else None
+
+
+def _differs(before: Any, now: Any) -> bool:
+    """Tell whether a number has changed; what grows, as a log does, is read by nobody."""
+    grows = isinstance(now, list) and isinstance(before, list) and len(now) != len(before)
+    return not grows and bool(now != before)
 
 
 def refuse_sums(loss_fn: object, name: str) -> None:
