@@ -136,8 +136,7 @@ class Mailbox:
         Raises:
             PeerLost: a peer failed or is gone.
         """
-        found = self._carrier.poll(runs)
-        return [self._read(arrived) for arrived in found] if found else []
+        return list(map(self._read, self._carrier.poll(runs)))
 
     def next_arrivals(
         self, runs: Collection[int], describe: Callable[[], str], *, looked: bool = False

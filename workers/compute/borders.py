@@ -62,7 +62,10 @@ class StageInputs(NamedTuple):
         Raises:
             RuntimeError: a written input shared memory with another one in the previous stage.
         """
-        found = [n for n, (_, given, version) in enumerate(self.given) if version >= 0 and given._version != version]
+        found: list[int] = []
+        for number, (_, given, version) in enumerate(self.given):
+            if version >= 0 and given._version != version:
+                found.append(number)
         if not found:
             return False
         for number in found:

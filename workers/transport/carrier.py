@@ -174,14 +174,16 @@ class Carrier:
             self._give_up(self._breaking.popleft())
         if not self._arrived and not self._set_aside:
             return []
-        found, self._set_aside = self._set_aside, []
+        found: list[Delivered] = []
+        came, self._set_aside = self._set_aside, []
         while self._arrived:
-            found.append(self._arrived.popleft())
-        if all([arrived.key[0] in runs for arrived in found]):
-            return found
-        # What still comes of a run that has been given up is for nobody.
-        self._set_aside = [arrived for arrived in found if arrived.key[0] not in runs and arrived.key[0] in self._told]
-        return [arrived for arrived in found if arrived.key[0] in runs]
+            came.append(self._arrived.popleft())
+        for arrived in came:
+            if arrived.key[0] in runs:
+                found.append(arrived)
+            elif arrived.key[0] in self._told:  # what still comes of a run that has been given up is for nobody
+                self._set_aside.append(arrived)
+        return found
 
     def wait(self, timeout_s: float) -> bool:
         """Send what there is to say, then sleep until there is something to poll for.

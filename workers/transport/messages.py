@@ -163,7 +163,8 @@ class Messages:
                     self._lose_soon(peer, f"its memory cannot be read: {answer}")
                 else:
                     self._carrier.arrive(peer, key, answer, at_ns)
-            self._see_taken(self.channels)
+            if self.channels.lent:
+                self._see_taken(self.channels)
 
     def wait(self, timeout_s: float, there: Callable[[], bool]) -> bool:
         self._send_gathered()

@@ -121,8 +121,8 @@ class Channels:
         #: (peer, the channel's reader, its counters); channels that have been replaced too, as they may not be empty
         self._readers: tuple[tuple[int, _Reader, memoryview], ...] = ()
         self._writers: dict[int, _Writer] = {}
-        #: peer, its writer, where the record ends, what has been lent
-        self._lent: deque[tuple[int, _Writer, int, Key, list[Tensor]]] = deque()
+        #: what has been lent: peer, its writer, where the record ends, key, tensors
+        self.lent: deque[tuple[int, _Writer, int, Key, list[Tensor]]] = deque()
 
     def offer(self, peer: int, payload_bytes: int) -> Offer | None:
         """Note that a payload of `peer` came another way. Return a channel with room for such, if it is worth one."""
@@ -179,19 +179,17 @@ class Channels:
         written, end, tensors = writer.write(key, answer)
         if written is Written.LENT:
             with self._lock:
-                self._lent.append((peer, writer, end, key, tensors))
+                self.lent.append((peer, writer, end, key, tensors))
         return written
 
     def returned(self) -> list[tuple[int, Key]]:
         """Return what of that which was lent its readers have taken since the last call, by peer."""
-        if not self._lent:
-            return []
         with self._lock:
-            lent, self._lent = self._lent, deque()
+            lent, self.lent = self.lent, deque()
             for entry in lent:
                 peer, writer, end, *_ = entry
                 if peer not in self._gone and not writer.ring.has_read(end):
-                    self._lent.append(entry)
+                    self.lent.append(entry)
         return [(peer, key) for peer, writer, end, key, _ in lent if writer.ring.has_read(end)]
 
     def read(self) -> list[tuple[int, Key, Answer | OSError, int]]:
@@ -275,14 +273,15 @@ class _Writer:
         """
         run, name = key[0], key[1].encode()
         form, tensors = (b"", []) if answer is None else describe(key[1], answer)
-        rooms = [_aligned(tensor.nbytes) for tensor in tensors]
-        contents, where = sum(rooms), b""
+        contents, where = 0, b""
+        for tensor in tensors:
+            contents += tensor.nbytes + -tensor.nbytes % LINE
         if contents > LENT_FROM and (way := self.ring.counters[WAY]):
             where, contents = self._ways[way - 1].lay(tensors), 0
         elif contents > self.ring.size // _ROOM:
             return Written.NOT, 0, []
         described = _HEAD.size + len(name) + len(form) + len(where)
-        begin = _aligned(described)
+        begin = described + -described % LINE
         size = begin + contents
         with self._lock:
             at = self.ring.room(size)
@@ -293,9 +292,9 @@ class _Writer:
             data[at + _HEAD.size : at + described] = name + form + where
             if not where:
                 to = self.ring.address + at + begin
-                for tensor, room in zip(tensors, rooms, strict=True):
+                for tensor in tensors:
                     copy_memory(to, tensor.data_ptr(), tensor.nbytes)
-                    to += room
+                    to += tensor.nbytes + -tensor.nbytes % LINE
             end = self.ring.written(size)
         fence()  # one of the two sees what the other has stored: the reader the record, or this that it sleeps
         if self.ring.counters[ASLEEP]:
@@ -342,19 +341,15 @@ class _Reader:
             except OSError as error:
                 answer = error
         elif form_size:
-            there = self.ring.address + _aligned(form_end - at) + at
+            there = self.ring.address + form_end + (at - form_end) % LINE
 
             def contents(look: Dense) -> Tensor:
                 nonlocal there
                 tensor = look.empty()
                 copy_memory(tensor.data_ptr(), there, look.num_bytes)
-                there += _aligned(look.num_bytes)
+                there += look.num_bytes + -look.num_bytes % LINE
                 return tensor
 
             answer = assemble(form_of(bytes(data[form_at:form_end])), contents)
         self.ring.read(size)
         return (run, name), answer, at_ns
-
-
-def _aligned(size: int) -> int:
-    return -(-size // LINE) * LINE
