@@ -213,8 +213,9 @@ def _numbers(value: Any) -> Any:
 
 def _differs(before: Any, now: Any) -> bool:
     """Tell whether a number has changed; what grows, as a log does, is read by nobody."""
-    grows = isinstance(now, list) and isinstance(before, list) and len(now) != len(before)
-    return not grows and bool(now != before)
+    if isinstance(now, list) and isinstance(before, list):
+        return len(now) == len(before) and any(map(_differs, before, now))
+    return bool(now != before)
 
 
 def refuse_sums(loss_fn: object, name: str) -> None:
