@@ -71,17 +71,22 @@ def test_who_computes_for_long_or_leaves_the_pipeline_alone_is_heard_for(pair):
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, Malformed])
 def test_what_ends_the_hearing_of_a_waiting_thread_is_for_its_caller(pair, monkeypatch, error):
-    """Ctrl-C while a message was taken in became an error of "a thread of the worker", as it does on other threads."""
+    """Ctrl-C while a message was taken in became an error of "a thread of the worker", as it does on other threads.
+
+    Then nobody was told of what came later, as the descriptor tells nothing until all has been heard: leaving took 5 s.
+    """
     here, there = pair
 
     def received(*_):
         raise error("as if from outside")
 
-    monkeypatch.setattr(here.post.link, "_ears", here.post.link._ears._replace(on_message=received))
     here.pull(1, RUN, ["1F0"])
     threading.Timer(0.2, there.outbox.offer, ((RUN, "1F0"), payload(0), [0])).start()
-    with pytest.raises(error, match="as if from outside"):
-        awaited(here, "1F0")
+    with monkeypatch.context() as patched:
+        patched.setattr(here.post.link, "_ears", here.post.link._ears._replace(on_message=received))
+        with pytest.raises(error, match="as if from outside"):
+            awaited(here, "1F0")
+    assert here.post.request(1, "clock").result(30) > 0
 
 
 def test_both_threads_hear_in_turn_and_nothing_is_lost_or_heard_twice(pair):

@@ -69,7 +69,11 @@ class Hearing:
         if self._by_compute:
             self._times += 1
             if self._looks_at.poll(0):
-                self._hear(nullcontext())  # an error, and Ctrl-C, is for the caller
+                try:
+                    self._hear(nullcontext())
+                except BaseException:  # an error, and Ctrl-C, is for the caller, once the rest has been heard
+                    self._hear(self._answering_for_errors)
+                    raise
 
     def _hear(self, answering_for_errors: AbstractContextManager[None]) -> None:
         # Until there is nothing more: a descriptor tells of what has come since then alone.
