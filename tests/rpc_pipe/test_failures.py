@@ -95,8 +95,8 @@ def test_an_error_that_takes_no_notes_is_named_all_the_same():
 def test_a_script_alone_that_hangs_is_told_who_does(streamed):
     """Workers of a process wait for each other's locks, not for payloads: `stall_s` never fired. And `train` told only
     that something had hung."""
-    pipe, batch = training(lambda x: time.sleep(2) or x, stall_s=0.3)
-    with pytest.raises(Stalled, match=r"worker 1 hangs: running 1F2, step 0, for 0.3 s; it is in") as raised:
+    pipe, batch = training(lambda x: time.sleep(2) or x, stall_s=0.6)
+    with pytest.raises(Stalled, match=r"worker 1 hangs: running 1F2, step 0, for 0.6 s; it is in") as raised:
         next(pipe.train([batch])) if streamed else pipe.step(batch)
     assert "time.sleep(2)" in str(raised.value)
     with pytest.raises(Exception, match="make another pipeline"):
@@ -106,7 +106,7 @@ def test_a_script_alone_that_hangs_is_told_who_does(streamed):
 def test_ctrl_c_waits_for_a_worker_that_hangs_no_longer_than_others_do(monkeypatch, caplog):
     """It was waited for without a deadline."""
     ended = threading.Event()
-    pipe, batch = training(lambda x: ended.wait(20) and x, stall_s=0.3)
+    pipe, batch = training(lambda x: ended.wait(20) and x, stall_s=0.6)
     monkeypatch.setattr(WorkerThreads, "_await", lambda *_: time.sleep(0.3) or raising(KeyboardInterrupt())(0))
     with pytest.raises(KeyboardInterrupt):
         pipe.step(batch)

@@ -79,7 +79,7 @@ def test_hosts_meet_by_ipv6_alone(start):
 
 def test_a_pulled_cable_is_noticed_and_named(start):
     with Hosts() as hosts:
-        workers = start(hosts, "1000", "0.02", RPC_PIPE_LOST_AFTER="1")
+        workers = start(hosts, "1000", "0.02", RPC_PIPE_LOST_AFTER="3")
         for line in workers[0].stdout:
             if line.startswith("step 3"):
                 break
