@@ -106,7 +106,7 @@ def test_a_script_alone_that_hangs_is_told_who_does(streamed):
 def test_ctrl_c_waits_for_a_worker_that_hangs_no_longer_than_others_do(monkeypatch, caplog):
     """It was waited for without a deadline."""
     ended = threading.Event()
-    pipe, batch = training(lambda x: ended.wait(20) and x, stall_s=0.6)
+    pipe, batch = training(lambda x: ended.wait(20) and x, stall_s=0.3)
     monkeypatch.setattr(WorkerThreads, "_await", lambda *_: time.sleep(0.3) or raising(KeyboardInterrupt())(0))
     with pytest.raises(KeyboardInterrupt):
         pipe.step(batch)
