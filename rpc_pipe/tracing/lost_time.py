@@ -295,7 +295,7 @@ class _Case:
     def _slow_link(self, costs: str) -> str:
         source, target = max(self._delays, key=lambda pair: self._delays[pair])
         slowest, typical = self._delays[source, target], median_low(self._delays.values())
-        compared = f", {slowest / typical:.0f} x the median of all links" if slowest > 2 * typical else ""
+        compared = f", {slowest / typical:.0f} x the median of all links" if slowest > 2 * typical > 0 else ""
         way = f"payloads take {slowest:.1f} ms from worker {source} to worker {target}"
         if self._cores is not None and self._cores < self._spec.num_workers:
             # Inside a machine a payload waits for a reader that has no core; which one it is changes from run to run.

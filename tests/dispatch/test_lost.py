@@ -93,6 +93,14 @@ def test_a_slow_link_is_named():
     assert "as 4 workers share 2 cores of one machine" in crowded and "slow link" not in crowded
 
 
+def test_a_link_is_slow_where_others_take_no_time():
+    """On a crowded machine the clocks' difference is as large as a transfer, which then takes 0 ms: the run ended in a
+    ZeroDivisionError."""
+    links = {(a, b): Link(20.0 if (a, b) == (1, 2) else 0.0) for a in range(4) for b in range(4) if abs(a - b) == 1}
+    lost = attribute_lost_time(trace_of(links=links, layers=EVEN), SHARDS)
+    assert worst(lost) == "link" and "payloads take 20.0 ms from worker 1 to worker 2: a slow link" in lost.sentence
+
+
 def test_a_slow_data_loader_is_named():
     lost = attribute_lost_time(trace_of(pause_ms=150.0, layers=EVEN), SHARDS)
     assert parts(lost)["data"] == pytest.approx(150 / (150 + 33 * 10 + 5), abs=0.05)
