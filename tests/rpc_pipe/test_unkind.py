@@ -21,6 +21,7 @@ from rpc_pipe.dependency import ConfigError, WorkerFailure
 from rpc_pipe.model.partition import LayerPartition
 from rpc_pipe.pipeline import Pipeline
 from rpc_pipe.schedules import SCHEDULES
+from rpc_pipe.tracing import run_folders
 from rpc_pipe.workers.compute.randomness import Randomness
 
 
@@ -43,9 +44,12 @@ def test_identical_when_stages_are_joined_by_messages(name, monkeypatch):
     """Over RPC and ZeroMQ an expanded tensor arrived as a contiguous copy: its sum, and all behind it, differed."""
     carriers = loopback_carriers(3)
     monkeypatch.setattr(module, "local_carriers", lambda _: carriers)
+    monkeypatch.setenv(run_folders.FOLDER, run_folders.OFF)  # a board keeps its carrier as long as the process lives
     torch.manual_seed(0)
     pipe = pipeline(MODELS[name], "zb-v", num_workers=3, num_microbatches=3, seed=1)
     assert differences(pipe, MODELS[name], batches_for(name, 3), 1) == []
+    for carrier in carriers:
+        carrier.close()
     for carrier in carriers:
         carrier.post.link.end_threads()
 
