@@ -63,18 +63,13 @@ class HandsOnAtTimes(Linear):
         return nn.functional.relu(x if self.leaves_out else self.linear(x), inplace=True)
 
 
-def test_it_is_told_that_a_layer_writes_a_large_batch_by_chance(caplog):
+def test_a_large_batch_is_not_written_by_a_layer_that_writes_by_chance():
+    """Large batches were copied only for layers that had written one before."""
     layers = [HandsOnAtTimes(), nn.Linear(WIDTH, WIDTH)]
     pipe = Pipeline(layers, mse, optimizer=partial(torch.optim.SGD, lr=0.1), num_workers=2, num_microbatches=2)
     x, y = torch.randn(2, 2**13, WIDTH)
     before = x.clone()
-    pipe.step((x, y))
-    assert torch.equal(x, before) and not caplog.text
-    layers[0].leaves_out = True
-    pipe.step((x, y))
-    assert "layer 0 or one behind it has written its input in place, which it had not done before: of" in caplog.text
-    changed = x.clone()
-    caplog.clear()
-    layers[0].leaves_out = True
-    pipe.step((x - 1, y))
-    assert torch.equal(x, changed) and not caplog.text
+    for leaves_out in (False, True):
+        layers[0].leaves_out = leaves_out
+        pipe.step((x, y))
+    assert torch.equal(x, before)

@@ -13,7 +13,7 @@ from torch.nn.functional import mse_loss
 import rpc_pipe
 from rpc_pipe import Pipeline, Training
 from rpc_pipe.dependency import ConfigError, WorkerFailure
-from rpc_pipe.workers.compute.foreign import Foreign
+from rpc_pipe.workers.compute.autograd_graph import UnownedParameters
 
 PACKAGE = Path(rpc_pipe.__file__).parent
 SLOWER = partial(torch.optim.lr_scheduler.StepLR, step_size=1)
@@ -136,7 +136,7 @@ def test_a_parameter_of_the_loss_function_is_not_left_untrained_silently():
 def test_a_penalty_on_the_weights_of_all_stages_is_refused():
     """Where stages are threads, the other stage's update may have taken the gradient already, so nobody knew."""
     layers = [nn.Linear(4, 4), nn.Linear(4, 4)]
-    seen = Foreign()
+    seen = UnownedParameters()
     seen.look(
         sum(parameter.pow(2).sum() for layer in layers for parameter in layer.parameters()), layers[1].parameters()
     )

@@ -63,25 +63,6 @@ def test_layers_that_make_collectives_need_a_fixed_order(mesh):
         losses(layers, "1f1b", order="ready")
 
 
-class Offloads(nn.Module):
-    """Sets saved-tensor hooks of its own, as torch's save_on_cpu() does, for large tensors only."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(6, 6), nn.GELU(), nn.Linear(6, 6))
-
-    def forward(self, x):
-        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
-            return self.layers(x)
-
-
-def test_hooks_that_keep_a_graph_are_refused_where_backward_is_split():
-    """Each step left 27 MB behind, for ever."""
-    with pytest.raises(WorkerFailure, match=r"let `pack` return tensor\.detach\(\)"):
-        losses([Offloads() for _ in range(4)], "zb-h1")
-    losses([Offloads() for _ in range(4)], "1f1b")
-
-
 def counting():
     calls = [0]
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from typing import Any
+from weakref import ref
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from ...dependency import ConfigError
@@ -13,43 +14,15 @@ from ...dependency import ConfigError
 _names: dict[type, list[str]] = {}
 
 
-def saved_by(node: Node) -> Iterator[Any]:
-    """Yield all that `node` has saved; `data` is what stands for a tensor, without unpacking it."""
+def packed(node: Node) -> Iterator[Any]:
+    """Yield what stands for each tensor that `node` has saved, without unpacking it."""
     kind = type(node)
     if kind not in _names:
         _names[kind] = [name for name in dir(kind) if name.startswith("_raw_saved_")]
     for name in _names[kind]:
         raw = getattr(node, name)
-        yield from raw if isinstance(raw, tuple) else (raw,)
-
-
-def packed(node: Node) -> Iterator[Any]:
-    """Yield what stands for each tensor that `node` has saved."""
-    return (saved.data for saved in saved_by(node))
-
-
-def refuse_held_graphs(nodes: Iterable[Node]) -> None:
-    """Refuse saved-tensor hooks of a layer's own that hold what has a graph: with its node it would never be freed.
-
-    Raises:
-        ConfigError: there are such hooks.
-    """
-    held = (part for node in nodes for each in packed(node) for part in _inside(each))
-    if any(tensor.grad_fn is not None for tensor in held):
-        raise ConfigError(
-            "a layer's saved-tensor hooks pack a tensor with its graph (as save_on_cpu() does of one on the "
-            "CPU), which a backward in two parts could never free: let `pack` return tensor.detach(), or take a "
-            "schedule that does not split backward, such as 1f1b"
-        )
-
-
-def _inside(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors that hooks have packed."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for each in value:
-            yield from _inside(each)
+        for saved in raw if isinstance(raw, tuple) else (raw,):
+            yield saved.data
 
 
 def children_first(roots: Iterable[Node]) -> list[Node]:
@@ -66,3 +39,44 @@ def children_first(roots: Iterable[Node]) -> list[Node]:
             stack.append((node, True))
             stack += [(child, False) for child, _ in node.next_functions if child is not None and child not in seen]
     return order
+
+
+class UnownedParameters:
+    """Refuses parameters that the loss depends on and no layer of the stage has, such as a loss function's own.
+
+    Each replica of a stage would have its own, and none scales, clips, divides or stores them.
+    """
+
+    def __init__(self) -> None:
+        #: None until a forward has been seen; weak, as a forward may make some that end with it
+        self._found: list[ref[nn.Parameter]] | None = None
+
+    def look(self, loss: Tensor, own: Iterable[Tensor]) -> None:
+        """Find them by the graph of the first forward.
+
+        Args:
+            own: what an optimizer of this stage has, or could have.
+        """
+        if self._found is None:
+            known = {key for tensor in own for key in (id(tensor), tensor.data_ptr())}  # versions are other objects
+            nodes = children_first([] if loss.grad_fn is None else [loss.grad_fn])
+            leaves = (getattr(node, "variable", None) for node in nodes)
+            found = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter)]
+            self._found = [ref(leaf) for leaf in found if known.isdisjoint((id(leaf), leaf.data_ptr()))]
+
+    def check(self) -> None:
+        """Look, before the first update, whether there are any.
+
+        Raises:
+            ConfigError: there is one.
+        """
+        for parameter in (found() for found in self._found or ()):
+            # Whether it has a gradient now says nothing: where stages are threads its own may have taken that already.
+            if parameter is not None:
+                raise ConfigError(
+                    f"a parameter of shape {tuple(parameter.shape)} has a gradient of the loss here, and no layer of "
+                    "this stage has it, so no optimizer would use that gradient: if the parameter is the loss "
+                    "function's own, put it into the last layer; if another stage's layer has it, as with a penalty on "
+                    "all weights, let the optimizer do that (weight_decay), or that layer"
+                )
+        self._found = self._found and []

@@ -2,12 +2,11 @@
 
 Inside one model the input of a layer is the output of another. At the border of a stage it is a leaf, which autograd
 forbids to write in place, and its memory may belong to somebody else: to the previous stage, if that runs in this
-process, or to the user's batch. The batch is copied only if layers write it.
+process, or to the user's batch, of which the layers get a copy.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,11 +20,8 @@ from ..transport.strides import extent, is_dense
 from .sharing import Aliased, address, refuse_writes, with_aliases
 from .torch_internals import no_view
 
-logger = logging.getLogger(__name__)
 #: cloning a tensor of at most so many bytes is cheaper than making a view of it
 _SMALL_BYTES = 2**12
-#: a batch of at most so many bytes is always copied
-_SMALL_BATCH_BYTES = 2**16
 
 
 class Forwarded(NamedTuple):
@@ -53,27 +49,26 @@ class StageInputs(NamedTuple):
     #: indices of tensors that share memory in the previous stage, by group
     groups: tuple[tuple[int, ...], ...] = ()
 
-    def written(self) -> bool:
-        """Return whether layers have written any of the inputs in place.
+    def note_writes(self) -> None:
+        """Let backward and other layers know which of the inputs layers have written in place.
 
         The versions of the payload's tensors are raised too, so that a backward which needs the old values raises
         autograd's own error, as inside one model.
 
         Raises:
-            RuntimeError: a written input shared memory with another one in the previous stage.
+            ConfigError: a written input shared memory with another one in the previous stage.
         """
         found: list[int] = []
         for number, (_, given, version) in enumerate(self.given):
             if version >= 0 and given._version != version:
                 found.append(number)
         if not found:
-            return False
+            return
         for number in found:
             tensor, given, _ = self.given[number]
             if given.requires_grad and given.data_ptr() == tensor.data_ptr():
                 increment_version(tensor)  # without a gradient, the two have one version
         refuse_writes(self.groups, found)
-        return True
 
 
 class InputGradients:
@@ -192,54 +187,11 @@ def version_of(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def must_copy_batch(batch: Payload, written: bool | None) -> bool:
-    """Return whether layers must get a copy of a batch; a small batch is always copied.
-
-    Args:
-        written: whether they have been seen to write one in place; None: not observed yet.
-    """
-    return written is not False or batch.num_bytes <= _SMALL_BATCH_BYTES
-
-
-class Targets:
-    """Gives the loss function targets that it may write in place; large ones are copied only if it does."""
-
-    def __init__(self) -> None:
-        #: grad mode -> whether it writes targets in place; None: not observed yet
-        self._write: dict[bool, bool | None] = {True: None, False: None}
-        #: what was taken last, while it is to be looked at
-        self._taken: StageInputs | None = None
-
-    def take(self, target: Tree, *, known: bool, copied: bool) -> Tree:
-        """Return a microbatch's target for the loss function.
-
-        Args:
-            known: whether it is the loss function of all steps; of a metric it is never known whether it writes.
-            copied: copy the target in any case.
-        """
-        self._taken = None
-        if type(target) is Tensor and target.nbytes <= _SMALL_BATCH_BYTES and not target.requires_grad:
-            return strided_copy(target)  # as most are
-        payload = pack(target)
-        write = self._write[torch.is_grad_enabled()] if known else None
-        taken = stage_inputs(payload, copied=copied or must_copy_batch(payload, write))
-        self._taken = taken if known else None
-        return taken.tree
-
-    def look(self) -> None:
-        """Note whether the loss function has written the target that was taken last."""
-        if self._taken is not None:
-            grad = torch.is_grad_enabled()
-            self._write[grad] = self._taken.written() or bool(self._write[grad])
-            self._taken = None
-
-
-def warn_written(layer: int, microbatch: int) -> None:
-    """Warn that layers wrote the user's batch, which had not been copied because none had written one before."""
-    logger.warning(
-        "layer %d or one behind it has written its input in place, which it had not done before: of microbatch %d that "
-        "was the batch itself, which is changed now; it is copied from here on", layer, microbatch,
-    )  # fmt: skip
+def own_target(target: Tree) -> Tree:
+    """Return a copy of a microbatch's target, which the loss function may write in place."""
+    if type(target) is Tensor and not target.requires_grad:
+        return strided_copy(target)  # as most are
+    return stage_inputs(pack(target), copied=True).tree
 
 
 def backward_starts(roots: list[Tensor], grads: Payload | None) -> tuple[list[Tensor], list[Tensor | None]]:

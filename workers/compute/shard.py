@@ -18,7 +18,7 @@ from ..transport.payload import Payload, Tree, distinct_tensors, pack
 from . import borders
 from .autocast import Casts
 from .batch_norm import Statistics
-from .borders import Forwarded, InputGradients, Targets
+from .borders import Forwarded, InputGradients
 from .loss_draws import LossDraws
 from .randomness import Randomness
 from .recomputation import FirstRun, Recomputation
@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 LossFn = Callable[[Any, Any], Any]
 
 _UNTRAINED = Training()
-#: so many first runs are looked at
-_LOOKS = 2
 
 
 class Shard:
@@ -67,7 +65,7 @@ class Shard:
     ) -> None:
         self.stage = stage
         self.slice = slice
-        self.loss_fn = self._own_loss_fn = loss_fn
+        self.loss_fn = loss_fn
         self.num_updates = 0
         self.losses = Losses()
         #: (kind of layer, ns) as in `LayerTime`: an empty list is filled by the next forward; None: do not time layers
@@ -75,9 +73,6 @@ class Shard:
         self._randomness = randomness
         #: while all modules are in evaluation mode: their training modes before that
         self._modes: dict[nn.Module, bool] = {}
-        #: grad mode -> whether layers write the batch in place; None: not observed yet
-        self._layers_write: dict[bool, bool | None] = {True: None, False: None}
-        self._targets = Targets()
         self._drawn = LossDraws(randomness, loss_fn)
         self.statistics = Statistics(slice.own)
         self._forwarded: dict[int, Forwarded] = {}
@@ -93,10 +88,6 @@ class Shard:
         self._checked = -1 if training.check == "always" else None
         self.state = StageState(slice, lambda: sum(len(held) for held in self._under_way))
         self._casts = Casts()
-        #: backwards in two parts so far
-        self._num_split = 0
-        #: forwards in training so far
-        self._num_forwards = 0
         # Names are taken now: a forward may replace modules.
         self.updating = Updating(slice, stage, training, randomness, pieces)
 
@@ -197,7 +188,7 @@ class Shard:
             tree = self._forward(*given)
         if self.loss_fn is not None and is_dataclass(tree) and not isinstance(tree, dict):
             tree = {each.name: getattr(tree, each.name) for each in fields_of(tree)}  # a plain tree can travel
-        return borders.stage_output(tree, lambda: self._staying(inputs)) if share is None else None
+        return borders.stage_output(tree, self._staying) if share is None else None
 
     def _noted(self, microbatch: int, forward: Callable[..., Tree]) -> Tree:
         with self._randomness.lock:  # modules may be those of other threads too
@@ -231,12 +222,9 @@ class Shard:
             again: whether the same forward will run once more, from the same inputs.
         """
         backward = torch.is_grad_enabled()
-        mine = self._layers_write[backward]
-        copied = again or (self.stage == 0 and borders.must_copy_batch(inputs, mine))
-        entered = borders.stage_inputs(inputs, copied=copied)
+        entered = borders.stage_inputs(inputs, copied=again or self.stage == 0)
         if target is not None:
-            target = self._targets.take(target, known=self.loss_fn is self._own_loss_fn, copied=again)
-        trained = self.updating.trained() if backward and self._num_forwards < _LOOKS else None
+            target = borders.own_target(target)
         looks = backward and self.state.watches
         if looks:
             self.state.begin()
@@ -248,17 +236,8 @@ class Shard:
                 with saved.hooks(unseen=self.slice.takes_fields):
                     tree = self._compute(step, microbatch, entered.tree, fields, target, share)
         values = self.state.end(again) if looks else []
-        written = entered.written()
-        if self.stage == 0:
-            if written and not copied:
-                borders.warn_written(self.slice.first, microbatch)
-            self._layers_write[backward] = written or bool(mine)
-        if target is not None:
-            self._targets.look()
+        entered.note_writes()
         if backward:
-            self._num_forwards += 1
-            if trained is not None:
-                self.updating.refuse_changes(trained)
             owing = entered.owing
             if not split:
                 self._owed.watch(owing)
@@ -286,12 +265,9 @@ class Shard:
             raise
         return self._weigh(microbatch, loss, share)
 
-    def _staying(self, inputs: Payload) -> Iterable[Tensor]:
-        """Yield the tensors that outlive this forward: parameters, buffers, and the user's batch on the first stage."""
-        yield from self.parameters()
-        yield from self.buffers()
-        if self.stage == 0:
-            yield from inputs.tensors
+    def _staying(self) -> Iterable[Tensor]:
+        """Return the tensors that outlive a forward: parameters and buffers."""
+        return [*self.parameters(), *self.buffers()]
 
     def _weigh(self, microbatch: int, loss: Any, share: float) -> Tensor:
         """Record the microbatch's loss; return the scalar that backward starts from.
@@ -334,8 +310,6 @@ class Shard:
         assert saved is not None
         with self._casts.backward(), self.state.shown(state):
             self._randomness.seed_backward(step, microbatch, self.slice.first)
-            saved.is_checked = self._num_split < _LOOKS
-            self._num_split += 1
             found, deferred = backward_inputs(roots, begun, owing, saved)
         self._deferred[microbatch] = step, state, deferred
         return pack(tuple(found))

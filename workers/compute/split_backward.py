@@ -32,7 +32,7 @@ from torch.utils.checkpoint import CheckpointError
 from torch.utils.hooks import RemovableHandle
 
 from ...dependency import ConfigError
-from .autograd_graph import children_first, packed, refuse_held_graphs
+from .autograd_graph import children_first, packed
 from .borders import strided_copy
 from .sharing import address
 from .torch_internals import without_torch_function
@@ -55,8 +55,6 @@ class Saved:
     """What forward saves for backward, held where it can be let go of tensor by tensor."""
 
     def __init__(self) -> None:
-        #: whether hooks of layers are looked at
-        self.is_checked = False
         self._handles: list[_Handle] = []
         #: whether forward may have registered hooks of tensors or nodes
         self.hooked = False
@@ -185,8 +183,6 @@ def backward_inputs(
     first = [torch.ones_like(root) if grad is None else grad for root, grad in zip(roots, grads, strict=True)]
     starts = list(zip(((edge.node, edge.output_nr) for edge in map(get_gradient_edge, roots)), first, strict=True))
     graph = _Graph([edge for edge, _ in starts], {_leaf_node(leaf) for leaf in inputs})
-    if saved.is_checked:
-        refuse_held_graphs(graph.nodes)
     now, later = graph.divided(all_now=saved.hooked)
     along: _Starts = []
     apart: _Starts = []

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from ...dependency import ConfigError
 from ...dependency.errors import first_sentence
 from . import autocast
-from .foreign import Foreign
+from .autograd_graph import UnownedParameters
 from .loss_scale import LossScale
 from .randomness import Randomness
 from .slices import Slice
@@ -120,12 +120,12 @@ class Updating:
         self._finite = True
         #: functions of the user, called with whole gradients before they are clipped and applied
         self.on_gradients: list[Callable[[Mapping[str, nn.Parameter]], object]] = []
-        self._foreign = Foreign()
+        self._unowned = UnownedParameters()
 
     def root(self, loss: Tensor, summed: bool) -> Tensor:
         """Return what backward starts from: the loss's part in the update, scaled; of sums the weight comes later."""
         if loss.requires_grad and self.training.optimizer is not None:
-            self._foreign.look(loss, self.parameters.values())
+            self._unowned.look(loss, self.parameters.values())
         if self.training.accumulate > 1 and not summed:
             loss = loss / self.training.accumulate
         return loss * self.scale.scale if self.scale.enabled else loss
@@ -172,7 +172,7 @@ class Updating:
 
     def hold(self, weight: float) -> None:
         """Keep the gradients for a later update; `weight`: of the loss, where it is known only now."""
-        self._foreign.check()
+        self._unowned.check()
         self.held = {name: p.grad.clone() for name, p in self.parameters.items() if p.grad is not None}
         self.weight += weight
 
@@ -200,7 +200,7 @@ class Updating:
         Raises:
             ConfigError: the loss depends on a parameter that it does not have.
         """
-        self._foreign.check()
+        self._unowned.check()
         self.held, self.weight = {}, 0.0
         self._finite = finite
         if self.scale.enabled:  # also where nothing is trained: there the loss may be computed
@@ -227,23 +227,6 @@ class Updating:
         if self.average is not None and self.average.tensors and self._finite:
             self.average.update()
         autocast.forget_casts()  # of weights as they were
-
-    def trained(self) -> list[bool]:
-        """Return which parameters require a gradient now."""
-        return [parameter.requires_grad for parameter in self.parameters.values()]
-
-    def refuse_changes(self, before: list[bool]) -> None:
-        """Refuse a forward behind which other parameters are trained than before: all backwards go by what is then.
-
-        Raises:
-            ConfigError: there are.
-        """
-        if (now := self.trained()) != before:
-            name = next(name for name, is_, was in zip(self.parameters, now, before, strict=True) if is_ != was)
-            raise ConfigError(
-                f"a forward changes requires_grad of parameter {name}, by which backwards of other microbatches go "
-                "too; change it between two steps, or give this forward the parameter's .detach()"
-            )
 
     def refuse_thawed(self) -> None:
         """Refuse parameters whose gradients no optimizer would look at; average those that one has been given.
