@@ -26,8 +26,8 @@ computing = threading.RLock()
 
 #: (unit of the model, number of the operation around the units; 0: the unit) whose random numbers are drawn next
 Seed = Callable[[int, int], None]
-#: forwards that are looked at for draws from the generators of Python and numpy
-MOST_LOOKS = 2
+#: so many calls are looked at for draws from the generators of Python and numpy
+_LOOKS = 2
 #: what of torch's own modules draws random numbers; others that compute are known not to
 _DRAWING = (
     nn.modules.dropout._DropoutNd, nn.RReLU, nn.MultiheadAttention, nn.RNNBase, nn.Transformer,
@@ -74,7 +74,7 @@ class Randomness:
         """Let what is drawn next be for a stage's update."""
         self._seed(_UPDATE, update, layer)
 
-    def seed_loss(self, step: int, microbatch: int) -> None:
+    def seed_loss(self, step: int, microbatch: int, *_: int) -> None:
         """Let what a loss function draws next from Python's and numpy's generators be its own; see `seed_forward`."""
         _seed_others(self._number(_LOSS, step, microbatch))
 
@@ -166,6 +166,38 @@ def may_draw(module: nn.Module) -> bool:
         or bool(part._forward_hooks or part._forward_pre_hooks)
         for part in module.modules()
     )
+
+
+class PythonDraws:
+    """Finds out by the first two calls, with gradients and without, whether something draws by Python or numpy."""
+
+    def __init__(self) -> None:
+        #: whether gradients are wanted -> calls still to be looked at
+        self.looks = {True: _LOOKS, False: _LOOKS}
+        self.found = False
+        self._before: Any = None
+
+    def seeding(self, seed: Seed, whole: Seed) -> Seed:
+        """Return how a call shall seed: by `seed`, or by `whole`, which seeds these generators too, if they matter."""
+        self._before, grad = None, torch.is_grad_enabled()
+        if self.found:
+            return whole
+        if not self.looks[grad]:
+            return seed
+        self.looks[grad] -= 1
+
+        def seeds(unit: int, operation: int) -> None:
+            self.end()
+            whole(unit, operation)
+            self._before = python_state()
+
+        return seeds
+
+    def end(self) -> None:
+        """Note whether anything has been drawn since the call has seeded last."""
+        if self._before is not None:
+            self.found |= python_state() != self._before
+            self._before = None
 
 
 def python_state() -> tuple[Any, ...]:

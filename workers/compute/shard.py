@@ -19,8 +19,7 @@ from . import borders
 from .autocast import Casts
 from .batch_norm import Statistics
 from .borders import Forwarded, InputGradients
-from .loss_draws import LossDraws
-from .randomness import Randomness
+from .randomness import PythonDraws, Randomness, Seed
 from .recomputation import FirstRun, Recomputation
 from .result import Losses, sum_and_weight
 from .slices import Slice, Times, note
@@ -65,7 +64,7 @@ class Shard:
     ) -> None:
         self.stage = stage
         self.slice = slice
-        self.loss_fn = loss_fn
+        self.loss_fn = self._own_loss_fn = loss_fn
         self.num_updates = 0
         self.losses = Losses()
         #: (kind of layer, ns) as in `LayerTime`: an empty list is filled by the next forward; None: do not time layers
@@ -73,7 +72,7 @@ class Shard:
         self._randomness = randomness
         #: while all modules are in evaluation mode: their training modes before that
         self._modes: dict[nn.Module, bool] = {}
-        self._drawn = LossDraws(randomness, loss_fn)
+        self._loss_draws = PythonDraws()
         self.statistics = Statistics(slice.own)
         self._forwarded: dict[int, Forwarded] = {}
         self._owed = InputGradients()
@@ -259,11 +258,24 @@ class Shard:
         if share is None:
             return tree
         try:
-            loss = self._drawn(self.loss_fn, step, microbatch, tree, target)
+            loss = self._loss(step, microbatch, tree, target)
         except Exception as error:
             note(error, "in the loss function")
             raise
         return self._weigh(microbatch, loss, share)
+
+    def _loss(self, step: int, microbatch: int, output: Tree, target: Tree) -> Any:
+        """Return what the loss function gives; what it draws in Python is its own for each microbatch."""
+        draws, loss_fn = self._loss_draws, self.loss_fn
+        assert loss_fn is not None
+        is_metric = loss_fn is not self._own_loss_fn  # another in each call, perhaps
+        if not (is_metric or draws.found or draws.looks[torch.is_grad_enabled()]):
+            return loss_fn(output, target)
+        seed: Seed = partial(self._randomness.seed_loss, step, microbatch)
+        draws.seeding(seed, seed)(0, 0)
+        loss = loss_fn(output, target)
+        draws.end()
+        return loss
 
     def _staying(self) -> Iterable[Tensor]:
         """Return the tensors that outlive a forward: parameters and buffers."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..transport.payload import Tree, tensors_of
-from .randomness import MOST_LOOKS, Seed, may_draw, python_state, python_too
+from .randomness import PythonDraws, Seed, may_draw, python_too
 
 #: (kind of layer, ns) as in `LayerTime`
 Times = list[tuple[int, int]]
@@ -129,9 +129,7 @@ class Layers:
         self.modules = list(dict.fromkeys(part for _, module in self.layers for part in module.modules()))
         self.own = self.modules
         self._kinds: dict[tuple[Any, ...], int] = {}
-        #: whether gradients are wanted -> how many more forwards are looked at for draws from Python's generators
-        self._looks = {True: MOST_LOOKS, False: MOST_LOOKS}
-        self._draws_in_python = False
+        self._draws = PythonDraws()
         #: layers that are seeded: the last one too, from where a loss function draws on
         self._seeded = {index for index, module in self.layers if may_draw(module)} | {self.layers[-1][0]}
 
@@ -158,24 +156,22 @@ class Layers:
         return {f"{index}.{name}".rstrip("."): each for index, found in named for name, each in found.items()}
 
     def forward(self, tree: Tree, fields: Tree, seed: Seed, times: Times | None) -> Tree:
-        looks = 0 if self._draws_in_python else self._looks[torch.is_grad_enabled()]
-        if looks:
-            self._looks[torch.is_grad_enabled()] -= 1
-        if looks or self._draws_in_python:
-            seed = python_too(seed)
+        draws = self._draws
+        looks = draws.looks[torch.is_grad_enabled()]
+        if looks or draws.found:
+            seed = draws.seeding(seed, python_too(seed))
         for index, module in self.layers:
             if index in self._seeded:
                 seed(index, 0)
-            before = python_state() if looks else None
             try:
                 tree = module(tree) if times is None else self._timed(index, module, tree, times)
             except Exception as error:
                 note(error, f"in layer {index} ({type(module).__name__})")
                 raise
-            if looks and python_state() != before:
-                self._draws_in_python = True
-        if looks and self._look is not None:
-            self._look()
+        if looks:
+            draws.end()
+            if self._look is not None:
+                self._look()
         return tree
 
     def _timed(self, index: int, module: nn.Module, tree: Tree, times: Times) -> Tree:

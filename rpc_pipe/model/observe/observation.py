@@ -136,8 +136,6 @@ class Observation:
     calls: list[Event]
     #: the (args, kwargs) that the forward was given
     fields: Any
-    #: whether numbers were drawn from Python's or numpy's generator
-    draws_in_python: bool = False
     fields_written: bool = False
     carried: list[CarriedState] = field(default_factory=list)
     #: storage -> name of the weight or buffer

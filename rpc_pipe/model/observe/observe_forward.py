@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from ...dependency import ConfigError, ModelError
 from ...dependency.errors import first_sentence
 from ...system.garbage import uncollected
-from ...workers.compute.randomness import Randomness, preserved, python_state, python_too
+from ...workers.compute.randomness import Randomness, preserved, python_too
 from ...workers.compute.torch_internals import has_saved_tensor_hooks
 from .carried_state import find_carried_state
 from .frames import is_of_model
@@ -44,11 +44,9 @@ def observe_forward(skeleton: Skeleton, args: Sequence[Any], kwargs: Mapping[str
     try:
         with preserved(skeleton.device), skeleton.with_placeholders() as held, _eager(), quiet(), _saving():
             python_too(partial(Randomness(0, skeleton.device).seed_forward, 0, 0))(0, 0)  # alike on all workers
-            before = python_state()
             # in new dicts and lists, from which the model may remove items
             observer = Observer(skeleton, given)
             observation = observer.run(*mapped(given, lambda tensor: tensor))
-            observation.draws_in_python = python_state() != before
             find_carried_state(observer, observation, skeleton, held, (tuple(args), dict(kwargs)))
             return observation
     except Exception as error:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ...dependency import ConfigError, ModelError
 from ...workers.compute.module_state import Attributes
-from ...workers.compute.randomness import MOST_LOOKS, Seed, python_state
+from ...workers.compute.randomness import PythonDraws, Seed, python_too
 from ...workers.compute.slices import PartialFields, Times, note, versions_of
 from ...workers.transport.payload import Tree
 from ..assign.assignment import Owners
@@ -74,8 +74,7 @@ class ObservedStage:
         inside_others = {module for block in foreign for module in block.modules()}
         self.own = [module for module in self.modules if module not in inside_others]
         self.writes = ForwardWrites(self.own, self.named_parameters)
-        #: forwards still to be looked at for draws from the generators of Python and numpy
-        self._draw_looks = MOST_LOOKS
+        self._draws = PythonDraws()
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return [(name, self._skeleton.parameters[name]) for name in self._names]
@@ -124,13 +123,6 @@ class ObservedStage:
             f"does, or let readers be users"
         )
 
-    def _python_state_before(self, script: Script) -> Any:
-        """Return the states of the generators that are not torch's, if a forward is to be looked at for draws."""
-        if script.draws_in_python or not self._draw_looks:
-            return None
-        self._draw_looks -= 1
-        return python_state()
-
     def run(
         self, payload: Sequence[Tensor], args: Sequence[Any], kwargs: dict[str, Any], seed: Seed | None = None
     ) -> Any:
@@ -149,6 +141,8 @@ class ObservedStage:
             ModelError: the model cannot run in stages on these inputs.
             FieldNeeded: it needs the data of an unread field; nothing has been changed.
         """
+        if seed is not None:
+            seed = self._draws.seeding(seed, python_too(seed))
         modes = self._modes()
         scripts = self._scripts_of((_signature((args, kwargs)), modes))
         divergences: list[Diverged] = []
@@ -169,7 +163,6 @@ class ObservedStage:
                 scripts[:] = [script, *scripts][:_MOST_SCRIPTS]
             before = self.writes.before(modes, self._skeleton.counting)
             first = None if script.is_settled else Attributes(self.modules)
-            drawn = self._python_state_before(script)
             try:
                 output = ScriptedForward(self._skeleton, script, payload, seed).run(args, kwargs)
             except (Diverged, FieldNeeded) as diverged:
@@ -180,15 +173,12 @@ class ObservedStage:
                     raise diverged.__context__ from None
                 divergences.append(diverged)
                 continue
-            if drawn is not None and python_state() != drawn:
-                script.draws_in_python = True  # unlike in the observation: run again with seeded generators
-                before.put_back()
-                continue
             if first is not None and not script.settle(first):
                 first.put_back()
                 before.put_back()
                 continue
             self.writes.note(modes, before)
+            self._draws.end()
             return output
 
     def _diverges_each_time(self, script: Script, diverged: Diverged) -> ModelError:

@@ -86,7 +86,6 @@ class Script:
         role = assignment.role(stage)
         self.is_last = stage == len(cut) - 1
         self.is_alone = len(cut) == 1
-        self.draws_in_python = observation.draws_in_python
         self.fields_written = observation.fields_written
         self._to_the_end = observation.to_the_end
         self._changed = observation.changed

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ...dependency import ModelError
 from ...workers.compute.borders import version_of
-from ...workers.compute.randomness import Seed, python_too
+from ...workers.compute.randomness import Seed
 from ...workers.compute.slices import note
 from ..observe.observation import Output
 from ..observe.observer import name_of
@@ -37,8 +37,7 @@ class ScriptedForward(TorchFunctionMode):
         self._script = script
         self._payload = payload
         self._nodes = [tensor.grad_fn for tensor in payload]
-        seed = seed or _no_seed
-        self._seed = python_too(seed) if script.draws_in_python else seed
+        self._seed = seed or _no_seed
         self._next = 0
         #: whether the forward is being left by an exception
         self._leaving = False
