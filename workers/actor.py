@@ -32,7 +32,7 @@ from .context import Context
 from .handlers import StepInput, Task
 from .mailbox import Mailbox
 from .run import Stream
-from .tasks import refuse_collectives, tasks
+from .tasks import refuse_collectives, refuse_disorder, tasks
 from .transport.call import Call
 from .transport.carrier import Carrier
 from .transport.payload import Tree, map_tensors, pack, unpack
@@ -126,6 +126,7 @@ class WorkerActor(Context):
     def _tasks_of(self, batch: StepInput) -> dict[Action, Task]:
         if batch.part not in self._tasks:
             refuse_collectives(batch.part, batch.order, self.shards.values())
+            refuse_disorder(batch.part, self.shards)
             self._tasks[batch.part] = tasks(batch.part, self.shards)
         return self._tasks[batch.part]
 

@@ -301,7 +301,7 @@ class Stream:
         self._mailbox.end(step.run)
         if step.batch.train:
             for shard, module_state in step.before:
-                shard.recomputation.note_changing(module_state, of_step=True)
+                shard.recomputation.note_step(module_state)
             self._report(step)
             worker.step += 1
         else:

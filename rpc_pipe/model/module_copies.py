@@ -22,7 +22,7 @@ from ..workers.compute.digest import digest, memory_of
 from .observe.given import is_placeholder
 
 if TYPE_CHECKING:
-    from .replay.forward_writes import ForwardWrites
+    from .replay.observed_stage import ObservedStage
 
 
 class _Copy:
@@ -90,30 +90,31 @@ class _BufferMirror:
     """Copies buffers that a stage has written, such as running means, back to the user's module.
 
     Args:
-        buffers: names of the buffers of which this stage has the valid values.
-        writes: the writes of forwards that were observed, which may not raise a tensor's version.
+        stage: it has the valid values of its `buffers`.
     """
 
-    def __init__(self, own: nn.Module, copy: nn.Module, buffers: Collection[str], writes: ForwardWrites) -> None:
+    def __init__(self, own: nn.Module, stage: ObservedStage) -> None:
         self._buffers = [
             (ref(module), ref(made), name)
-            for (prefix, module), made in zip(own.named_modules(), copy.modules(), strict=True)
+            for (prefix, module), made in zip(own.named_modules(), stage.module.modules(), strict=True)
             for name, buffer in module._buffers.items()
-            if made is not module and buffer is not None and (f"{prefix}.{name}" if prefix else name) in buffers
+            if made is not module and buffer is not None and (f"{prefix}.{name}" if prefix else name) in stage.buffers
         ]
         self._seen: list[Any] = [_of_buffer(made()._buffers[name]) for _, made, name in self._buffers]  # type: ignore[union-attr]
-        self._writes = ref(writes)
+        self._stage = ref(stage)
 
     def reflect(self) -> Iterator[nn.Module]:
         """Copy buffers that were written, if they are on the device of the user's; yield the user's modules."""
-        writes = self._writes()
+        if (stage := self._stage()) is None:
+            return
+        written, _ = stage.expected_writes()  # also of numbers that were there, which tensors do not tell
         for i, (own, other, name) in enumerate(self._buffers):
             module, made = own(), other()
-            if writes is None or module is None or made is None:
+            if module is None or made is None:
                 continue
             theirs, held = module._buffers.get(name), made._buffers.get(name)
             now = _of_buffer(held)
-            if theirs is None or held is None or (now == self._seen[i] and (made, name) not in writes.buffers):
+            if theirs is None or held is None or (now == self._seen[i] and (made, name) not in written):
                 continue
             self._seen[i] = now
             if theirs.device == held.device:
@@ -160,9 +161,9 @@ class ModuleCopies:
             elif not isinstance(module, torch.jit.ScriptModule):
                 self.watch(module, runs)
 
-    def mirror(self, own: nn.Module, copy: nn.Module, buffers: Collection[str], writes: ForwardWrites) -> None:
-        """Copy buffers of `copy` back to `own` after every call. Arguments as of `_BufferMirror`."""
-        self._mirrors.append(_BufferMirror(own, copy, buffers, writes))
+    def mirror(self, own: nn.Module, stage: ObservedStage) -> None:
+        """Copy buffers of a stage back to `own` after every call."""
+        self._mirrors.append(_BufferMirror(own, stage))
 
     def watch(self, module: nn.Module, runs: bool = True) -> None:
         """Refuse structural changes of a module; `runs`: except those that it makes itself in a call."""

@@ -149,7 +149,7 @@ class ObservedPartition:
         if isinstance(self._source, nn.Module):
             self.module_copies.add(self._source, made.module, runs=False, used=set(made.own))
             if route == 0:
-                self.module_copies.mirror(self._source, made.module, made.buffers, made.writes)
+                self.module_copies.mirror(self._source, made)
         return made
 
     def only_inputs(self, inputs: Tree) -> tuple[Tree, Tree]:

@@ -8,6 +8,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from torch import Tensor, nn
 OF_TORCH = frozenset(vars(nn.Module()))
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 BOXES = frozenset((list, dict, set, deque))
+#: so many runs show which modules they change
+_LOOKS = 2
 #: larger ones of these are taken for tables, which nobody changes
 MOST_INSIDE = 1024
 
@@ -218,6 +221,46 @@ class ModuleState:
 
     def _copied(self, held: Mapping[str, Any]) -> dict[str, Any]:
         return {k: self._copies.get(v, v) if isinstance(v, Tensor) else v for k, v in held.items()}
+
+
+class ChangingModules:
+    """Finds out, by the first two runs of a kind, such as forwards in the same modes, which modules these change.
+
+    Args:
+        modules: to be looked at.
+        called: as of `ModuleState`.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], called: Sequence[nn.Module]) -> None:
+        self._modules, self._called = modules, called
+        #: kind of a run -> modules that it changes, each time
+        self._seen: dict[Any, list[list[nn.Module]]] = {}
+        #: attributes whose inside can be kept; None: not searched yet
+        self._places: list[Place] | None = None
+
+    def state(self, kind: Any, known: Iterable[nn.Module] = ()) -> ModuleState:
+        """Return the state of the modules that runs of a kind change: of all, until that has been observed.
+
+        Args:
+            known: modules that they may change in any case.
+        """
+        seen = self._seen.get(kind, [])
+        if len(seen) < _LOOKS:
+            return ModuleState(self._modules, self._called, self.places())
+        changing = list(dict.fromkeys(chain(known, *seen)))
+        return ModuleState(changing, changing, self.places())
+
+    def note(self, kind: Any, before: ModuleState) -> None:
+        """Observe what a run has changed."""
+        seen = self._seen.setdefault(kind, [])
+        if len(seen) < _LOOKS:
+            seen.append(before.written())
+
+    def places(self) -> list[Place]:
+        """Return the attributes whose inside can be kept."""
+        if self._places is None:
+            self._places = places_in(self._modules)
+        return self._places
 
 
 def equal(some: Any, other: Any) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from itertools import chain
 from typing import NamedTuple, NoReturn
 
 import torch
@@ -15,12 +14,10 @@ from ...dependency import ConfigError
 from ..transport.payload import Tree, tensors_of
 from .batch_norm import statistics
 from .digest import sample
-from .module_state import ModuleState, Place, places_in
+from .module_state import ChangingModules, ModuleState
 
 #: how much recomputed outputs may differ, relative to the largest element: some devices sum in any order
 _TOLERANCE = 1e-3
-#: so many forwards, and steps, in the same modes show which modules they change
-_LOOKS = 2
 
 
 class FirstRun(NamedTuple):
@@ -40,11 +37,9 @@ class Recomputation:
     """
 
     def __init__(self, modules: Sequence[nn.Module], called: Sequence[nn.Module]) -> None:
-        self._modules, self._called = modules, called
-        #: training modes, and whether a whole training step or one forward of it -> modules that it changes, each time
-        self._changed: dict[tuple[tuple[bool, ...], bool], list[list[nn.Module]]] = {}
-        #: attributes whose inside can be kept; None: not searched yet
-        self._places: list[Place] | None = None
+        self._modules = modules
+        #: by training modes, and whether by a whole training step or by one forward of it
+        self._changing = ChangingModules(modules, called)
         #: whether first runs drop what autograd saves; some forwards need it themselves
         self._drops = True
         #: one flag on the device for each output that was recomputed: whether it differs
@@ -52,40 +47,26 @@ class Recomputation:
 
     def before_step(self) -> ModuleState:
         """Return the state of the modules that training steps change: of all, until that has been observed."""
-        module_state = self._state(of_step=True)
+        module_state = self._changing.state((self._modes(), True))
         module_state.leave(statistics(self._modules))
         return module_state
 
-    def _state(self, *, of_step: bool) -> ModuleState:
-        seen = self._changed.get((self._modes(), of_step), [])
-        if len(seen) < _LOOKS:
-            return ModuleState(self._modules, self._called, self._inner())
-        changing = list(dict.fromkeys(chain.from_iterable(seen)))
-        return ModuleState(changing, changing, self._inner())
-
-    def note_changing(self, before: ModuleState, *, of_step: bool) -> None:
-        """Observe what a training step, or one forward of it, has changed."""
-        seen = self._changed.setdefault((self._modes(), of_step), [])
-        if len(seen) < _LOOKS:
-            seen.append(before.written())
+    def note_step(self, before: ModuleState) -> None:
+        """Observe what a training step has changed."""
+        self._changing.note((self._modes(), True), before)
 
     def now(self, before: ModuleState) -> ModuleState:
         """Return the present state of the modules of `before`."""
-        module_state = ModuleState(before.modules, before.called, self._inner())
+        module_state = ModuleState(before.modules, before.called, self._changing.places())
         module_state.note_weights([weight for weight, _ in before._weights])
         return module_state
-
-    def _inner(self) -> list[Place]:
-        if self._places is None:
-            self._places = places_in(self._modules)
-        return self._places
 
     def _modes(self) -> tuple[bool, ...]:
         return tuple([module.training for module in self._modules])
 
     def first(self, forward: Callable[[], Tree]) -> tuple[Tree, FirstRun]:
         """Run `forward` without keeping its activations; the graph of the output tells only what requires gradients."""
-        module_state = self._state(of_step=False)
+        module_state = self._changing.state((self._modes(), False))
         try:
             with saved_tensors_hooks(lambda tensor: None, _needed) if self._drops else nullcontext():
                 tree = forward()
@@ -95,7 +76,7 @@ class Recomputation:
             self._drops = False
             module_state.put_back()
             tree = forward()
-        self.note_changing(module_state, of_step=False)
+        self._changing.note((self._modes(), False), module_state)
         return tree, FirstRun(module_state, _sample(tree))
 
     def again(self, noted: FirstRun, forward: Callable[[], Tree]) -> None:

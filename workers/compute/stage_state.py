@@ -210,7 +210,7 @@ class StageState:
 
     def _note_written(self, again: bool) -> None:
         # `.data` hides that what is there was written.
-        buffers, weights = map(set, self._slice.expected_writes())
+        buffers, weights = self._slice.expected_writes()
         written = [
             (module, name)
             for module, name, buffer, before, version in self._buffers_before

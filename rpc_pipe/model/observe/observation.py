@@ -140,6 +140,8 @@ class Observation:
     carried: list[CarriedState] = field(default_factory=list)
     #: storage -> name of the weight or buffer
     stored: dict[int, str] = field(default_factory=dict)
+    #: names of the weights and buffers that were given other storage
+    exchanged: set[str] = field(default_factory=set)
     #: (module, name) of the attributes that the forward has changed
     changed: set[tuple[nn.Module, str]] = field(default_factory=set)
     #: whether all stages must run to the end, since the model changes state around the blocks

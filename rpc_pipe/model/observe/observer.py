@@ -65,13 +65,13 @@ class Observer(TorchFunctionMode):
         self._buffers = {id(b): name for name, b in skeleton.module.named_buffers(remove_duplicate=False)}
         self._standing = [(b, name) for name, b in skeleton.module.named_buffers(remove_duplicate=False)]
         self._standing += [(parameter, name) for name, parameter in skeleton.parameters.items()]
+        self._stored = {storage_of(tensor) for tensor, _ in self._standing}
         #: the event that runs now
         self.current: Event | None = None
         #: id of a tensor -> the event whose operator made it; the tensors are kept alive, so that no id is reused
         self._made_by: dict[int, Event | None] = {}
         self._alive: list[Tensor] = []
-        self._born: set[int] = {storage_of(t) for t in skeleton.all_tensors()}
-        self._born |= {storage_of(value.tensor) for value in self._given}
+        self._born = self._stored | {storage_of(value.tensor) for value in self._given}
         #: storage -> the last event that wrote it and depends on more than fields
         self._writer: dict[int, Event] = {}
         self._randoms = 0
@@ -379,6 +379,7 @@ class Observer(TorchFunctionMode):
             self._fields,
             fields_written=any(storage_of(value.tensor) in changed for value in self._given),
             stored={storage_of(tensor): name for tensor, name in self._standing},
+            exchanged={name for tensor, name in self._standing if storage_of(tensor) not in self._stored},
         )
 
 

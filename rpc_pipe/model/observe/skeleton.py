@@ -117,10 +117,6 @@ class Skeleton:
                 if type(value) in (list, dict) and attribute not in OF_TORCH:
                     self._note_container(value, names)
 
-    def all_tensors(self) -> list[Tensor]:
-        """Return the present parameters and buffers."""
-        return [*self.parameters.values(), *self.module.buffers()]
-
     def path_of(self, module: nn.Module) -> str:
         """Return a module's name in the model; "" for the model itself."""
         path: str = self._names[id(module)]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ...dependency import ConfigError, ModelError
-from ...workers.compute.module_state import Attributes
+from ...workers.compute.module_state import Attributes, ChangingModules, Place
 from ...workers.compute.randomness import PythonDraws, Seed, python_too
 from ...workers.compute.slices import PartialFields, Times, note, versions_of
 from ...workers.transport.payload import Tree
@@ -20,7 +20,6 @@ from ..observe.placeholder import Placeholder
 from ..observe.skeleton import Skeleton
 from ..observe.trees import tensors
 from ..observe.unread_fields import FieldNeeded, UnreadField, UnreadFieldFiller, UnreadForms
-from .forward_writes import ForwardWrites
 from .script import Diverged, Script
 from .scripted_forward import ScriptedForward
 
@@ -45,7 +44,6 @@ class ObservedStage:
     Attributes:
         module: the whole model's modules. Parameters of other stages are placeholders.
         own: those that are not inside blocks of other stages only.
-        writes: the buffers and weights that forwards write.
     """
 
     takes_fields = True
@@ -73,14 +71,16 @@ class ObservedStage:
         self.modules = list(self.module.modules())
         inside_others = {module for block in foreign for module in block.modules()}
         self.own = [module for module in self.modules if module not in inside_others]
-        self.writes = ForwardWrites(self.own, self.named_parameters)
+        self._changing = ChangingModules(self.own, self.own)
+        #: buffers and weights that observed forwards have written: a real one may write equal values, unnoticed
+        self._writes: tuple[dict[Place, None], dict[nn.Parameter, None]] = {}, {}
         self._draws = PythonDraws()
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return [(name, self._skeleton.parameters[name]) for name in self._names]
 
     def expected_writes(self) -> tuple[Collection[tuple[nn.Module, str]], Collection[Tensor]]:
-        return self.writes.observed
+        return self._writes
 
     def ranks(self) -> Mapping[str, int]:
         return {name: place for place, name in enumerate(self._skeleton.parameters)}
@@ -161,7 +161,8 @@ class ObservedStage:
                 script.check(payload)
                 observed.append(script)
                 scripts[:] = [script, *scripts][:_MOST_SCRIPTS]
-            before = self.writes.before(modes, self._skeleton.counting)
+            before = self._changing.state(modes, self._skeleton.counting | {module for module, _ in self._writes[0]})
+            before.note_weights(self._writes[1])
             first = None if script.is_settled else Attributes(self.modules)
             try:
                 output = ScriptedForward(self._skeleton, script, payload, seed).run(args, kwargs)
@@ -177,7 +178,7 @@ class ObservedStage:
                 first.put_back()
                 before.put_back()
                 continue
-            self.writes.note(modes, before)
+            self._changing.note(modes, before)
             self._draws.end()
             return output
 
@@ -208,10 +209,12 @@ class ObservedStage:
     def _observed(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Script:
         observation = observe_forward(self._skeleton, args, kwargs)
         script = Script(observation, self._skeleton, self.index, self._cut, self._owners)
-        parameters = self._skeleton.parameters
-        weights = [parameters[name] for name in script.writes & parameters.keys()]
-        buffers = [self._skeleton.place_of(name) for name in script.writes - parameters.keys()]
-        self.writes.expect(buffers, [weight for weight in weights if not isinstance(weight, Placeholder)])
+        parameters, (buffers, weights) = self._skeleton.parameters, self._writes
+        for name in script.writes:
+            if (weight := parameters.get(name)) is None:
+                buffers[self._skeleton.place_of(name)] = None
+            elif not isinstance(weight, Placeholder):
+                weights[weight] = None
         return script
 
     def _modes(self) -> Any:

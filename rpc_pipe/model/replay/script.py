@@ -97,7 +97,7 @@ class Script:
             for event, at in zip(observation.events, assignment.stage_of, strict=True)
             if at in (stage, None)
             for storage in event.writes & observation.stored.keys()
-        }
+        } | observation.exchanged
         #: what arrives: (id of the observed tensor, shape, maker)
         self.receives = [
             (id(value.tensor), value.tensor.shape, observation.events[value.made].where) for value, _ in role.receives
