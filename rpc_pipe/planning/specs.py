@@ -7,6 +7,7 @@ import difflib
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -265,9 +266,12 @@ def _read_stages(said: Any) -> frozenset[int] | None:
     return stages
 
 
+_type_hints: Any = cache(typing.get_type_hints)
+
+
 def parameter_types(cls: type[Spec]) -> dict[str, Any]:
     """Return the schedule's own parameters with their types."""
-    hints = typing.get_type_hints(cls)
+    hints = _type_hints(cls)
     own = (parameter.name for parameter in dataclasses.fields(cls))
     return {name: hints[name] for name in own if name not in ("num_workers", "num_microbatches", "num_steps")}
 

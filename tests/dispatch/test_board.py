@@ -129,13 +129,14 @@ def large(step, num_actions=1000):
     return StepRecord(0, step, 0, 1, [Record(F(0, m), 0, 1) for m in range(num_actions)], loss=1.5)
 
 
-def test_a_long_board_is_replaced_by_one_with_the_latest_steps_and_readers_go_on(writer, tmp_path):
+def test_a_long_board_is_replaced_by_one_with_the_latest_steps_and_readers_go_on(writer, tmp_path, monkeypatch):
+    monkeypatch.setattr(boards, "_MOST_BYTES", 2**16)
     first, seen = Board(tmp_path / "worker-0"), [large(0, 1), large(1), large(2, 1)]
     writer.list_program({"microbatches": 4})
     for step in seen:
         writer.step_finished(step)
     for step in range(3, 40):
-        writer.step_finished(large(step, 20_000))
+        writer.step_finished(large(step, 2_000))
     writer.action_started(40, F(1, 2))
     before = first.records()
     assert before[:3] == seen and first.live().state is State.STARTING  # of what has been replaced

@@ -24,9 +24,12 @@ from rpc_pipe.schedules import SCHEDULES
 from rpc_pipe.tracing import run_folders
 from rpc_pipe.workers.compute.randomness import Randomness
 
+SYNCHRONOUS = [name for name, cls in SCHEDULES.items() if cls.synchronous]
+#: each model with every second schedule, each schedule with every second model
+PAIRS = [(name, schedule) for i, name in enumerate(MODELS) for schedule in SYNCHRONOUS[i % 2 :: 2]]
 
-@pytest.mark.parametrize("schedule", [name for name, cls in SCHEDULES.items() if cls.synchronous])
-@pytest.mark.parametrize("name", MODELS)
+
+@pytest.mark.parametrize("name, schedule", PAIRS)
 def test_identical_to_one_process(name, schedule):
     """Workers, microbatches and order are drawn by the names."""
     draw = random.Random(name + schedule)
