@@ -12,24 +12,16 @@ from typing import Any
 from .action import Action
 from .errors import ConfigError
 from .kinds import R
-from .spec import Spec
-
-#: a class made twice would make equal specs differ
-_made: dict[tuple[type[Spec], frozenset[int] | None], type[Spec]] = {}
+from .spec import Spec, made_once
 
 
+@made_once
 def recomputing(base: type[Spec], stages: frozenset[int] | None) -> type[Spec]:
-    """Return `base` with recomputation on `stages`; None: on all. The same class for the same arguments.
+    """Return `base` with recomputation on `stages`; None: on all.
 
     Raises:
         ConfigError: the schedule recomputes by itself, has updates that steps overtake, or actions of its own.
     """
-    if (base, stages) not in _made:
-        _made[base, stages] = _make(base, stages)
-    return _made[base, stages]
-
-
-def _make(base: type[Spec], stages: frozenset[int] | None) -> type[Spec]:
     if base.recompute:
         raise ConfigError(f"recompute: schedule {base.__name__} recomputes by itself; leave it out")
     if not base.synchronous:

@@ -14,14 +14,11 @@ from typing import Any
 
 from .action import Action
 from .errors import ConfigError
-from .spec import Spec
-
-#: a class made twice would make equal specs differ
-_made: dict[tuple[type[Spec], int, int, float], type[Spec]] = {}
+from .spec import Spec, made_once
 
 
 def replicated(base: type[Spec], replicas: int, zero: int = 0, bucket: float = Spec.bucket) -> type[Spec]:
-    """Return `base` on `replicas` times as many workers. The same class for the same arguments.
+    """Return `base` on `replicas` times as many workers.
 
     Args:
         zero, bucket: as in `Spec`.
@@ -37,13 +34,11 @@ def replicated(base: type[Spec], replicas: int, zero: int = 0, bucket: float = S
             f"replicas {replicas}: schedule {base.__name__} lets steps overlap; only synchronous ones, such as 1f1b, "
             "have replicas"
         )
-    key = base, replicas, zero, bucket
-    if key not in _made:
-        _made[key] = _make(*key)
-    return _made[key]
+    return _replicated(base, replicas, zero, bucket)
 
 
-def _make(base: type[Spec], replicas: int, zero: int, bucket: float) -> type[Spec]:
+@made_once
+def _replicated(base: type[Spec], replicas: int, zero: int, bucket: float) -> type[Spec]:
     said = f", zero {zero}" * (zero > 0) + f", bucket {bucket:g}" * (bucket != Spec.bucket)
     own: dict[str, Any] = {
         "replicas": replicas,
@@ -147,16 +142,15 @@ def _program(spec: Any, worker: int) -> Iterable[Action]:
     return _outer(spec, replica, spec._replicas[replica].program(own))
 
 
-def _activation_limit(spec: Any, worker: int) -> int | None:
-    own, replica = divmod(worker, spec.replicas)
-    limit: int | None = spec._replicas[replica].activation_limit(own)
-    return limit
+def _of_worker(name: str) -> Callable[[Any, int], int | None]:
+    """Return what `spec` says of a worker by the method `name`: what the replica says of its own."""
 
+    def says(spec: Any, worker: int) -> int | None:
+        own, replica = divmod(worker, spec.replicas)
+        said: int | None = getattr(spec._replicas[replica], name)(own)
+        return said
 
-def _peak_activations(spec: Any, worker: int) -> int | None:
-    own, replica = divmod(worker, spec.replicas)
-    peak: int | None = spec._replicas[replica].peak_activations(own)
-    return peak
+    return says
 
 
 _SAID: dict[str, Callable[..., Any]] = {
@@ -166,6 +160,5 @@ _SAID: dict[str, Callable[..., Any]] = {
     "after": _after,
     "slot": _slot,
     "program": _program,
-    "activation_limit": _activation_limit,
-    "peak_activations": _peak_activations,
+    **{name: _of_worker(name) for name in ("activation_limit", "peak_activations")},
 }

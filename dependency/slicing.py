@@ -22,14 +22,12 @@ from typing import Any
 from .action import Action
 from .errors import ConfigError
 from .kinds import F
-from .spec import Spec
-
-#: a class made twice would make equal specs differ
-_made: dict[tuple[type[Spec], tuple[int, ...]], type[Spec]] = {}
+from .spec import Spec, made_once
 
 
+@made_once
 def sliced(base: type[Spec], sizes: tuple[int, ...]) -> type[Spec]:
-    """Return `base` over slices of a sequence. The same class for the same arguments.
+    """Return `base` over slices of a sequence.
 
     Its `num_microbatches` counts slices, so it must be a multiple of their number.
 
@@ -39,12 +37,6 @@ def sliced(base: type[Spec], sizes: tuple[int, ...]) -> type[Spec]:
     Raises:
         ConfigError: the schedule cannot be sliced.
     """
-    if (base, sizes) not in _made:
-        _made[base, sizes] = _make(base, sizes)
-    return _made[base, sizes]
-
-
-def _make(base: type[Spec], sizes: tuple[int, ...]) -> type[Spec]:
     why_not = _why_not(base)
     if why_not:
         raise ConfigError(f"slices: schedule {base.__name__} {why_not}; 1f1b, zb-h1 and zb-v can be sliced")

@@ -14,10 +14,10 @@ version of the weights that it is declared to use (`version`; see `versions.py`)
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from functools import cache, lru_cache
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, ParamSpec
 
 from .action import Action
 from .errors import ConfigError
@@ -34,6 +34,7 @@ else:
 
 
 Order = Literal["ready", "fixed"]
+_Arguments = ParamSpec("_Arguments")
 
 #: what every spec has
 _NO_PARAMETERS = ("num_workers", "num_microbatches", "num_steps")
@@ -282,6 +283,11 @@ class Spec(_Frozen):
         """Return the schedule's own parameters and their values."""
         own = (field.name for field in fields(self))
         return {name: getattr(self, name) for name in own if name not in _NO_PARAMETERS}
+
+
+def made_once(make: Callable[_Arguments, type[Spec]]) -> Callable[_Arguments, type[Spec]]:
+    """Make the same class for the same arguments: specs of two that are alike would differ."""
+    return cache(make)  # type: ignore[return-value]
 
 
 @lru_cache(maxsize=16)

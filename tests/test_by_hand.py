@@ -137,12 +137,12 @@ def _patch(model):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (_prune, "a parameter or a module in a Linear was exchanged"),
-        (_load_anew, "a parameter or a module in a Linear was exchanged"),
+        (_prune, "a parameter of a Linear was exchanged"),
+        (_load_anew, "a parameter of a Linear was exchanged"),
         (_exchange, "a module in a ModuleList was exchanged"),
         (lambda model: model.register_forward_hook(print), "a hook of a Whole was registered"),
         (lambda model: model.register_buffer("more", torch.zeros(1)), "a buffer of a Whole was registered"),
-        (lambda model: weight_norm(model.blocks[0].linear), "a parameter or a module in a Linear"),
+        (lambda model: weight_norm(model.blocks[0].linear), "a parameter of a Linear"),
     ],
 )
 def test_what_copies_cannot_follow_is_refused(change, says):

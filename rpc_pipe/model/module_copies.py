@@ -8,7 +8,7 @@ What cannot be followed is refused: parameters, modules, hooks and forwards that
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from weakref import ref
@@ -23,6 +23,10 @@ from .observe.given import is_placeholder
 
 if TYPE_CHECKING:
     from .replay.observed_stage import ObservedStage
+
+
+#: returns what must stay of a module, by the words that say that it was changed
+_Structure = Callable[[nn.Module], dict[str, Any]]
 
 
 class _Copy:
@@ -130,21 +134,10 @@ class ModuleCopies:
     def __init__(self) -> None:
         self._copies: list[_Copy] = []
         self._mirrors: list[_BufferMirror] = []
-        #: by id: (module that has copies, whether it computes too, its structure)
-        self._structures: dict[int, list[Any]] = {}
-        #: of the user's modules that stages use directly: class, dict of parameters or members, names and ids of all
-        #: that the dict has held; and of all that the dicts hold now
-        self._held: list[tuple[str, dict[str, Any], set[Any], bool]] = []
-        self._parts: list[Any] = []
-
-    def refuse_new_parts(self, module: nn.Module, *, named: bool = False) -> None:
-        """Refuse new parameters and members of a user's module that a stage uses: no stage would have them.
-
-        Args:
-            named: refuse other names for the same ones, too.
-        """
-        held = [module.__dict__[name] for name in ("_parameters", "_modules")]
-        self._held += [(type(module).__name__, each, _parts_in(each, named), named) for each in held]
+        #: by id: a module, whether it computes and so changes by itself, and what must stay of it
+        self._watched: dict[int, tuple[ref[nn.Module], bool, _Structure]] = {}
+        #: by id: what must stay, as it was
+        self._structures: dict[int, dict[str, Any]] = {}
 
     def add(self, own: nn.Module, copy: nn.Module, *, runs: bool, used: Collection[nn.Module] | None = None) -> None:
         """Register `copy`, which has just been made of `own`, or of which some modules are those of `own`.
@@ -157,7 +150,7 @@ class ModuleCopies:
             if used is not None and made not in used:
                 continue
             if made is module:
-                self.refuse_new_parts(module, named=True)
+                self.watch_own(module, _parts)
             elif not isinstance(module, torch.jit.ScriptModule):
                 self.watch(module, runs)
 
@@ -167,43 +160,29 @@ class ModuleCopies:
 
     def watch(self, module: nn.Module, runs: bool = True) -> None:
         """Refuse structural changes of a module; `runs`: except those that it makes itself in a call."""
-        self._structures[id(module)] = [ref(module), runs, _structure(module)]
+        self._watched[id(module)] = ref(module), runs, _structure
+
+    def watch_own(self, module: nn.Module, structure: _Structure) -> None:
+        """Refuse other parameters and members of a user's module that a stage uses: no stage would have them."""
+        self._watched[id(module)] = ref(module), True, structure
 
     def begin(self) -> None:
         """Record the state of all modules, when every copy has been made."""
         for copied in self._copies:
             copied.note(True)
         self._note_structures()
-        self._note_parts()
-
-    def _parts_now(self) -> list[Any]:
-        return [(name, id(part)) for _, held, _, _ in self._held for name, part in held.items()]
-
-    def _note_parts(self) -> None:
-        now = self._parts_now()
-        if now != self._parts:
-            self._parts = now
-            for _, held, had, named in self._held:
-                had.update(_parts_in(held, named))
-
-    def _refuse_parts(self) -> None:
-        if self._parts != self._parts_now():
-            for kind, held, had, named in self._held:
-                if not had.issuperset(_parts_in(held, named)):
-                    raise _changed("a parameter or a module in a {} was exchanged or registered", kind)
 
     def _note_structures(self, runs_only: bool = False) -> None:
-        for watched in self._structures.values():
-            if (watched[1] or not runs_only) and (module := watched[0]()) is not None:
-                watched[2] = _structure(module)
+        for key, (own, runs, structure) in self._watched.items():
+            if (runs or not runs_only) and (module := own()) is not None:
+                self._structures[key] = structure(module)
 
     @contextmanager
     def around(self) -> Iterator[None]:
         """Return a context for a call: copies are updated before it; changes that it makes are recorded after it."""
-        for own, _, structure in self._structures.values():
-            if (module := own()) is not None and (now := _structure(module)) != structure:
-                raise _changed(next(what for what in now if now[what] != structure[what]), type(module).__name__)
-        self._refuse_parts()
+        for key, (own, _, structure) in self._watched.items():
+            if (module := own()) is not None and (now := structure(module)) != (before := self._structures[key]):
+                raise _changed(next(what for what in now if now[what] != before[what]), type(module).__name__)
         for copied in self._copies:
             copied.follow()
         try:
@@ -214,11 +193,6 @@ class ModuleCopies:
                 copied.note()
                 copied.note_buffers(written)
             self._note_structures(runs_only=True)
-            self._note_parts()
-
-
-def _parts_in(held: dict[str, Any], named: bool) -> set[Any]:
-    return {(name if named else "", id(part)) for name, part in held.items() if part is not None}
 
 
 def _fingerprint(module: nn.Module | None) -> dict[str, Any]:
@@ -226,14 +200,32 @@ def _fingerprint(module: nn.Module | None) -> dict[str, Any]:
 
 
 def _structure(module: nn.Module) -> dict[str, Any]:
-    """Return what cannot be followed, by the words that say that it was changed."""
+    """Return what cannot be followed."""
     held = module.__dict__
-    return {
+    return _parts(module) | {
         "the forward of a {} was set": id(held.get("forward")),
         "a hook of a {} was registered or removed": [len(held[name]) for name in HOOKS],
+        "a buffer of a {} was registered or removed": len(held["_buffers"]),
+    }
+
+
+def _parts(module: nn.Module) -> dict[str, Any]:
+    """Return the part of `_structure` that is of parameters and members."""
+    held = module.__dict__
+    return {
         "a parameter of a {} was exchanged for another object, registered or removed": _ids(held["_parameters"]),
         "a module in a {} was exchanged, added or removed": _ids(held["_modules"]),
-        "a buffer of a {} was registered or removed": len(held["_buffers"]),
+    }
+
+
+def unnamed_parts(module: nn.Module) -> dict[str, Any]:
+    """Return parameters and members of a module of a list, which may get other names."""
+    held = module.__dict__
+    return {
+        "a parameter or a module in a {} was exchanged or registered": {
+            *_ids(held["_parameters"]),
+            *_ids(held["_modules"]),
+        }
     }
 
 

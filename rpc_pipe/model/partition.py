@@ -20,7 +20,7 @@ from ..workers.compute.slices import Layers, Slice
 from ..workers.transport.payload import Tree
 from .cut import cut
 from .handed_beside import refuse_handed_on, shared_holders
-from .module_copies import ModuleCopies
+from .module_copies import ModuleCopies, unnamed_parts
 from .observe.given import refuse_lazy
 from .parameter_hooks import copy_attachments
 from .ties import Ties
@@ -123,7 +123,7 @@ class LayerPartition:
                 self.module_copies.add(module, copy_of, runs=True)
         for module in {module for layer, module in pairs if layer is module} - copies.keys():
             for part in module.modules():
-                self.module_copies.refuse_new_parts(part)
+                self.module_copies.watch_own(part, unnamed_parts)
         return [(i, copies.get(module, module)) for i, module in zip(layers, made, strict=True)]
 
     def _was_made(self, module: nn.Module, route: int) -> bool:
