@@ -32,13 +32,13 @@ import torch
 from torch import Tensor, nn
 
 from bench import devices
+from bench.replaying import replay_of
 from rpc_pipe.dependency import B, F, most_open
 from rpc_pipe.model.partition import LayerPartition
 from rpc_pipe.pipeline import Pipeline
 from rpc_pipe.planning.simulator import simulate, uniform
 from rpc_pipe.planning.specs import make_spec
 from rpc_pipe.schedules import SCHEDULES
-from rpc_pipe.verifying.reference import Reference
 from rpc_pipe.workers.compute.randomness import Randomness
 from rpc_pipe.workers.hooks import Listener
 
@@ -220,7 +220,7 @@ def _replayed(pipe: Pipeline, batches: list[tuple[Tensor, Tensor]]) -> tuple[lis
     randomness = Randomness(0)
     layers = [module for _, module in LayerPartition(_mlp(), 1).build(0, randomness)]
     clip = pipe.actors[0].max_grad_norm
-    replay = Reference.of_layers(
+    replay = replay_of(
         pipe.spec, layers, pipe.partition.ranges, nn.functional.mse_loss, _adamw, randomness, max_grad_norm=clip
     )
     return list(replay.train(batches)), replay.state_dict()

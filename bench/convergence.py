@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Muon, NAdam, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from bench.replaying import held_out, replay_of
 from rpc_pipe.demo.corpus import Corpus
 from rpc_pipe.demo.gpt import gpt_layers, next_byte_loss
 from rpc_pipe.demo.settings import GPTConfig
@@ -32,7 +33,6 @@ from rpc_pipe.dependency import B, F
 from rpc_pipe.model.partition import LayerPartition
 from rpc_pipe.planning.simulator import simulate, uniform
 from rpc_pipe.planning.specs import make_spec
-from rpc_pipe.verifying.reference import Reference
 from rpc_pipe.workers.compute.randomness import Randomness
 
 _P, _M = 8, 8
@@ -135,15 +135,15 @@ def _run(case: Case, seed: int, steps: int, rows: int, folder: Path) -> None:
     partition = LayerPartition(list(gpt_layers(_CONFIG)), _P, None, next_byte_loss)
     layers = [module for stage in range(_P) for _, module in partition.build(stage, randomness)]
     updates = steps * (_M if case.schedule == "pipedream" else 1)
-    replay = Reference.of_layers(
+    replay = replay_of(
         spec, layers, partition.ranges, next_byte_loss, partial(case.optimizer, lr=case.lr), randomness,
         lr_scheduler=partial(_warmed_up, updates=updates), max_grad_norm=1.0,
     )  # fmt: skip
     losses = list(replay.train(_batch(corpus, rows, seed, step) for step in range(steps)))
-    held_out = statistics.mean(replay.evaluate(*batch) for batch in corpus.held_out_batches(16, 16))
+    loss = statistics.mean(held_out(replay, *batch) for batch in corpus.held_out_batches(16, 16))
     seconds = time.process_time() - begin
-    _file(case, seed, folder).write_text(json.dumps({"losses": losses, "held_out": held_out, "seconds": seconds}))
-    print(f"{case.name}, seed {seed}: held-out {held_out:.4f}, {seconds:.0f} s", file=sys.stderr, flush=True)
+    _file(case, seed, folder).write_text(json.dumps({"losses": losses, "held_out": loss, "seconds": seconds}))
+    print(f"{case.name}, seed {seed}: held-out {loss:.4f}, {seconds:.0f} s", file=sys.stderr, flush=True)
 
 
 def _batch(corpus: Corpus, rows: int, seed: int, step: int) -> tuple[Tensor, Tensor]:

@@ -7,10 +7,10 @@ import torch
 from small_models import LAYERS
 from torch import nn
 
+from bench.replaying import replay_of as replay_of_layers
 from rpc_pipe.model.partition import LayerPartition
 from rpc_pipe.pipeline import Pipeline
 from rpc_pipe.schedules import SCHEDULES
-from rpc_pipe.verifying.reference import Reference
 from rpc_pipe.workers.compute.randomness import Randomness
 from rpc_pipe.workers.hooks import Listener
 
@@ -35,7 +35,7 @@ def pipeline(schedule, layers=LAYERS, loss_fn=nn.functional.mse_loss, P=2, M=4, 
 def replay_of(pipe, layers=LAYERS, loss_fn=nn.functional.mse_loss, **options):
     randomness = Randomness(0)
     built = [module for _, module in LayerPartition(list(layers), 1).build(0, randomness)]
-    return Reference.of_layers(pipe.spec, built, pipe.partition.ranges, loss_fn, adamw, randomness, **options)
+    return replay_of_layers(pipe.spec, built, pipe.partition.ranges, loss_fn, adamw, randomness, **options)
 
 
 def same(first, second):

@@ -142,7 +142,7 @@ def _patch(model):
         (_exchange, "a module in a ModuleList was exchanged"),
         (lambda model: model.register_forward_hook(print), "a hook of a Whole was registered"),
         (lambda model: model.register_buffer("more", torch.zeros(1)), "a buffer of a Whole was registered"),
-        (lambda model: weight_norm(model.blocks[0].linear), "a parameter of a Linear"),
+        (lambda model: weight_norm(model.blocks[0].linear), "a parameter of a ParametrizedLinear"),
     ],
 )
 def test_what_copies_cannot_follow_is_refused(change, says):

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Sequence
 from torch import nn
 
 from ..dependency import ModelError
-from ..workers.compute.module_state import has_generator
 from .parameter_hooks import refuse_hooks
 
 
@@ -27,8 +26,7 @@ class Ties:
         shared: parameter that several stages hold -> these stages.
 
     Raises:
-        ModelError: a module with buffers or a generator is in several stages, or a hook would see a part of a
-            gradient.
+        ModelError: a module with buffers is in several stages, or a hook would see a part of a gradient.
     """
 
     def __init__(self, layers: Sequence[object], ranges: Sequence[range]) -> None:
@@ -38,7 +36,6 @@ class Ties:
         parameters: dict[str, nn.Parameter] = {}
         held: dict[str, set[int]] = {}
         buffers: dict[int, tuple[int, int]] = {}
-        drawing: dict[int, int] = {}
         for stage, i in ((stage, i) for stage, own in enumerate(ranges) for i in own):
             layer = layers[i]
             if not isinstance(layer, nn.Module):
@@ -55,13 +52,6 @@ class Ties:
                     raise ModelError(
                         f"model: layers {other} and {i} share the buffer {name}, which both write, but are cut apart "
                         f"into stages {other_stage} and {stage}; choose a split that keeps them together"
-                    )
-            for module in layer.modules():
-                other_stage = drawing.setdefault(id(module), stage) if has_generator(module) else stage
-                if other_stage != stage:
-                    raise ModelError(
-                        f"model: a {type(module).__name__} that draws from a generator of its own is in stages "
-                        f"{other_stage} and {stage}, each with a copy; choose a split that keeps it in one"
                     )
         self.shared = {name: sorted(stages) for name, stages in held.items() if len(stages) > 1}
         for name, stages in self.shared.items():

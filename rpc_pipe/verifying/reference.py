@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.optim import Optimizer
 
 from ..dependency import Spec, local_order, microbatches_of, takes_steps, update_of
@@ -136,23 +135,6 @@ class Reference:
         self._given: dict[tuple[int, int], dict[int, Grads]] = {}
         self.num_steps = 0
 
-    @classmethod
-    def of_layers(
-        cls,
-        spec: Spec,
-        layers: Sequence[nn.Module],
-        ranges: Sequence[range],
-        loss_fn: LossFn,
-        *more: Any,
-        **options: Any,
-    ) -> Reference:
-        """Return the reference for built layers, of which every route gets copies; `ranges` are those of the stages."""
-        whole = nn.Sequential(*layers)
-        cut = LayerPartition(list(layers), len(ranges), [len(each) for each in ranges])
-        return cls(
-            spec, [Replica(copy.deepcopy(whole), loss_fn) for _ in range(spec.num_routes)], cut, *more, **options
-        )
-
     def train(self, batches: Iterable[Tree]) -> Iterator[float]:
         """Train on one batch after the other and yield the loss of each; a call is one stream."""
         spec, begin = None, 0
@@ -188,16 +170,6 @@ class Reference:
     def optimizer_state(self) -> dict[str, Tensor]:
         """Return the tensors of the first route's optimizers, by parameter and key."""
         return {name: tensor for stage in self.replicas[0].stages for name, tensor in stage.state().items()}
-
-    @torch.no_grad()
-    def evaluate(self, inputs: Tensor, targets: Tensor) -> float:
-        """Return the loss of one batch of tensors by the newest weights, or the reference."""
-        module, loss_fn = self.replicas[0].module, self.replicas[0].loss_fn
-        modes = [(each, each.training) for each in module.modules()]
-        output = functional_call(module.eval(), self.state_dict(), (inputs,))
-        for each, mode in modes:
-            each.training = mode
-        return float(loss_fn(output, targets))
 
     def _settle(self, pieces: Microbatches) -> None:
         """Run a forward that counts for nothing: some models change themselves for good in their first one."""

@@ -129,24 +129,6 @@ def test_a_weight_that_its_layer_writes_is_in_one_stage():
             pipe.step((torch.ones(4, 8), torch.ones(4, 8)))
 
 
-class Drawing(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.generator = torch.Generator().manual_seed(5)
-
-    def forward(self, x):
-        return x + torch.randn(x.shape, generator=self.generator)
-
-
-def test_a_generator_of_ones_own_is_in_one_stage():
-    """Every stage drew from a copy of it."""
-    noise = Drawing()
-    with pytest.raises(ConfigError, match="a Drawing that draws from a generator of its own is in stages 0 and 1"):
-        Pipeline(
-            [nn.Linear(8, 8), noise, nn.Linear(8, 8), noise], loss, optimizer=SGD, num_workers=2, num_microbatches=2
-        )
-
-
 class Codebook(nn.Module):
     """Moves frozen weights, of which backward reads what they have become."""
 

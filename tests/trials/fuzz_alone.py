@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bench.replaying import replay_of
 from rpc_pipe.dependency import Spec
 from rpc_pipe.model.batches.microbatches import Microbatches, join_rows
 from rpc_pipe.model.partition import LayerPartition
 from rpc_pipe.verifying.keyed import Keyed
-from rpc_pipe.verifying.reference import Reference, add_up, summing_orders
+from rpc_pipe.verifying.reference import add_up, summing_orders
 from rpc_pipe.workers.compute.randomness import Randomness, preserved, python_too
 from rpc_pipe.workers.compute.stash import Holding
 from rpc_pipe.workers.transport.payload import Tree, map_tensors
@@ -167,7 +168,7 @@ class Replayed:
         randomness = self._randomness = Randomness(case.number)
         layers = [layer for _, layer in LayerPartition(case.model(), 1).build(0, randomness, 0)]
         self._case = case
-        self._replay = Reference.of_layers(
+        self._replay = replay_of(
             spec, layers, ranges, case.loss_fn, case.optimizer, randomness,
             lr_scheduler=case.lr_scheduler, max_grad_norm=case.max_grad_norm,
         )  # fmt: skip

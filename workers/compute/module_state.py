@@ -282,11 +282,6 @@ def may_count(module: nn.Module) -> bool:
     return not type(module).__module__.startswith("torch.")
 
 
-def has_generator(module: nn.Module) -> bool:
-    """Tell whether a module draws random numbers from a generator of its own."""
-    return any(isinstance(value, (random.Random, *_generators())) for value in vars(module).values())
-
-
 def places_in(modules: Sequence[nn.Module]) -> list[Place]:
     """Return the attributes that can be looked into."""
     return [

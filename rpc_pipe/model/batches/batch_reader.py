@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -38,39 +38,27 @@ _Field = tuple[int, str | None]
 _NOTHING: frozenset[Path] = frozenset()
 
 
-class Partition(Protocol):
-    """A model's partition, as far as it says what is read.
-
-    Attributes:
-        whole: the model, if it is cut by observation: its stages read fields of batches; None: a list of layers.
-        loss_is_inside: whether it computes its loss itself.
-    """
-
-    @property
-    def whole(self) -> nn.Module | None: ...
-
-    @property
-    def loss_is_inside(self) -> bool: ...
-
-
 class BatchReader:
     """Reads batches for the workers of a process.
 
     Args:
         peers: these workers.
-        partition: of the model.
+        whole: the model, if it is cut by observation: its stages read fields of batches; None: a list of layers.
+        loss_is_inside: whether it computes its loss itself.
     """
 
-    def __init__(self, spec: Spec, peers: Sequence[WorkerActor], partition: Partition) -> None:
+    def __init__(
+        self, spec: Spec, peers: Sequence[WorkerActor], whole: nn.Module | None, *, loss_is_inside: bool
+    ) -> None:
         self._sequences = None
         if len(spec.slice_sizes) > 1:
             from .sequences import Sequences  # few jobs cut them
 
-            self._sequences = Sequences(spec, partition.whole, loss_is_inside=partition.loss_is_inside)
+            self._sequences = Sequences(spec, whole, loss_is_inside=loss_is_inside)
         self._spec, self._peers = spec.unsliced(), peers
         self._has_all = len(peers) == spec.num_workers
         #: whether only the fields in use are read
-        self._by_fields = partition.whole is not None and not self._has_all and self._sequences is None
+        self._by_fields = whole is not None and not self._has_all and self._sequences is None
         self._peer, self._me = peers[0], peers[0].worker
         self._reader, self._all = spec.place(0, 0), range(spec.num_workers)
         self._stages = {worker: {stage for stage, _ in spec.hosted(worker)} for worker in self._all}
