@@ -1,8 +1,7 @@
 """Pure theory of pipeline schedules: actions, relation, checks. Standard library only."""
 
-from .action import RESOURCES, Action, Kind, Resource
+from .action import RESOURCES, Action, Entry, Kind, Pulled, Resource
 from .check import check, check_all, schedule_errors
-from .entry import Entry, Pulled
 from .errors import (
     BatchError,
     ConfigError,

@@ -1,4 +1,4 @@
-"""An action: one kind of work on a stage, written `2F0` as the field does; and what a kind is."""
+"""An action, one kind of work on a stage, written `2F0` as the field does; what a kind is; what workers know of one."""
 
 from __future__ import annotations
 
@@ -138,3 +138,28 @@ class Action(NamedTuple):
         if match is None or match[2] not in Kind._rows:
             raise ValueError(f"not an action: {text!r} (expected stage, kind, microbatch, such as 2F0)")
         return cls(int(match[1]), Kind.of(match[2]), int(match[3]))
+
+
+class Pulled(NamedTuple):
+    """Something another worker finishes first."""
+
+    action: Action
+    worker: int
+    #: True if its payload flows to this worker; False if only its being finished matters (an order edge)
+    carries: bool
+
+
+class Entry(NamedTuple):
+    """One action of a worker with everything the worker needs to know about it."""
+
+    action: Action
+    #: own actions that must be finished first
+    own: tuple[Action, ...]
+    #: other workers' actions that must be finished first
+    pulled: tuple[Pulled, ...]
+    #: other workers that pull the payload of this action
+    consumers: tuple[int, ...]
+    #: the actions whose payloads this one computes from, on this worker or others
+    sources: tuple[Action, ...]
+    #: whether an action of this worker computes from the payload of this one
+    here: bool

@@ -16,8 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import replace
 from functools import cached_property
 
-from .action import Action
-from .entry import Entry
+from .action import Action, Entry
 from .errors import ScheduleError
 from .spec import Spec
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from .action import RESOURCES, Action, Kind, Resource
-from .entry import Entry, Pulled
+from .action import RESOURCES, Action, Entry, Kind, Pulled, Resource
 from .errors import ScheduleError
 from .kinds import A, D, G, S, U, V
 from .order import routes

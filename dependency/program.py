@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
-from .action import Action, Kind
-from .entry import Entry, Pulled
+from .action import Action, Entry, Kind, Pulled
 from .errors import ScheduleError
 from .kinds import C, D, F, U
 from .memory import peaks_in_order

@@ -32,10 +32,8 @@ from .launching import overrides
 from .launching.job import own_part
 from .model.batches.batch_reader import BatchReader
 from .model.batches.lazy_batch import label_of
-from .model.batches.microbatches import Microbatches, Pair, Prefetcher
-from .model.batches.outputs import Outputs
-from .model.batches.step_end import StepEnd
-from .model.batches.step_inputs import StepInputs
+from .model.batches.microbatches import Microbatches, Outputs, Pair, Prefetcher
+from .model.batches.step_inputs import StepEnd, StepInputs
 from .model.shard_maker import Model, ShardMaker, make_partition, with_metric
 from .own_workers import make_actors, parameter_groups, set_rate
 from .planning.apply_plan import PlanLike, apply_plan, warn_if_other_model
