@@ -138,9 +138,7 @@ class Pipeline(Inspected):
         self.order: Order = order or self.spec.order
         self._step_end = StepEnd(self.spec, training)
         self._actors = make_actors(job, workers, device, training.max_grad_norm, stall_s)
-        self._batch_reader = BatchReader(
-            self.spec, self._actors, self.partition.whole, loss_is_inside=self.partition.loss_is_inside
-        )
+        self._batch_reader = BatchReader(self.spec, self._actors, self.partition.whole, self.partition.loss_is_inside)
         self._threads = None if job else WorkerThreads(self._actors)
         self.worker, self._reports = workers[0], StepReports(self)
         self._stopped = self._closed = False

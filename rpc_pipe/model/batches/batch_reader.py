@@ -47,9 +47,7 @@ class BatchReader:
         loss_is_inside: whether it computes its loss itself.
     """
 
-    def __init__(
-        self, spec: Spec, peers: Sequence[WorkerActor], whole: nn.Module | None, *, loss_is_inside: bool
-    ) -> None:
+    def __init__(self, spec: Spec, peers: Sequence[WorkerActor], whole: nn.Module | None, loss_is_inside: bool) -> None:
         self._sequences = None
         if len(spec.slice_sizes) > 1:
             from .sequences import Sequences  # few jobs cut them
