@@ -2,6 +2,7 @@
 
 from .action import RESOURCES, Action, Entry, Kind, Pulled, Resource
 from .check import check, check_all, schedule_errors
+from .declared import Order
 from .errors import (
     BatchError,
     ConfigError,
@@ -24,7 +25,7 @@ from .order import local_order
 from .part import Part
 from .program import entries, order_limit
 from .reductions import NO_REDUCTIONS, Reductions, reduction_tree
-from .spec import Order, Spec
+from .spec import Spec
 from .versions import (
     known_reductions,
     microbatches_of,

@@ -6,9 +6,10 @@ import difflib
 from numbers import Integral
 from typing import get_args
 
+from .declared import Order
 from .errors import ScheduleError
 from .kinds import B, F, I, W
-from .spec import Order, Spec
+from .spec import Spec
 
 #: properties of a schedule that are numbers, and what else it may say
 _NUMBERS = ("num_workers", "num_microbatches", "num_stages", "num_routes")

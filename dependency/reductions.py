@@ -17,9 +17,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from .action import Action, Kind
+from .declared import Declared
 from .kinds import A, C, D, F, G, N, P, S, T, U, V
 
 #: kind that distributes a result -> kind that collects it
@@ -28,25 +29,7 @@ _COLLECTED = {D: C, T: N}
 Replica = tuple[int, int]
 
 
-class Placed(Protocol):
-    """The part of a spec that this module uses."""
-
-    @property
-    def total_microbatches(self) -> int: ...
-    @property
-    def num_routes(self) -> int: ...
-    @property
-    def zero(self) -> int: ...
-    @property
-    def synchronous(self) -> bool: ...
-    @property
-    def last_stage(self) -> int: ...
-    def place(self, stage: int, route: int) -> int: ...
-    def route(self, microbatch: int) -> int: ...
-    def hosted(self, worker: int) -> list[Replica]: ...
-
-
-def on_route(spec: Placed, microbatches: Iterable[int], route: int) -> Iterator[int]:
+def on_route(spec: Declared, microbatches: Iterable[int], route: int) -> Iterator[int]:
     """Return those microbatches that take a route."""
     return iter(microbatches) if spec.num_routes == 1 else (m for m in microbatches if spec.route(m) == route)
 
@@ -91,7 +74,7 @@ class Piece(NamedTuple):
 class ReductionTree:
     """The tree along which the results of a step are collected and distributed."""
 
-    def __init__(self, spec: Placed) -> None:
+    def __init__(self, spec: Declared) -> None:
         self.spec = spec
         last = spec.last_stage
         #: node -> the node nearer to the root; the root, which is first, has none
@@ -231,6 +214,6 @@ class ReductionTree:
 
 
 @lru_cache(maxsize=256)
-def reduction_tree(spec: Placed) -> ReductionTree:
+def reduction_tree(spec: Declared) -> ReductionTree:
     """Return the tree along which a step of `spec` ends."""
     return ReductionTree(spec)

@@ -16,43 +16,23 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate, count, pairwise
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from .action import Action
+from .declared import Declared
 from .kinds import U
-from .reductions import Placed, Reductions, on_route
+from .reductions import Reductions, on_route
 
 #: number of a step so far from the beginning of a stream that the beginning has no effect on it
 STEADY = 1 << 20
 
 
-class Versioned(Placed, Protocol):
-    """The part of a spec that this module uses."""
-
-    @property
-    def num_microbatches(self) -> int: ...
-    @property
-    def num_workers(self) -> int: ...
-    @property
-    def num_stages(self) -> int: ...
-    @property
-    def update_every(self) -> str: ...
-    @property
-    def elasticity(self) -> float: ...
-    @property
-    def synchronous(self) -> bool: ...
-    def version(self, stage: int, microbatch: int) -> int: ...
-    def actions(self, stage: int, microbatch: int) -> tuple[Action, ...]: ...
-    def slot(self, action: Action) -> int: ...
-    def after(self, action: Action) -> Iterable[Action]: ...
-
-
-def updates_a_step(spec: Versioned) -> int:
+def updates_a_step(spec: Declared) -> int:
     """Return the number of updates of a stage in a step, on all routes together."""
     return spec.num_microbatches if spec.update_every == "microbatch" else spec.num_routes
 
 
-def known_reductions(spec: Versioned, reductions: Reductions) -> Reductions:
+def known_reductions(spec: Declared, reductions: Reductions) -> Reductions:
     """Return the part of `reductions` that can be known before updates of `spec`.
 
     An update that does not take a whole step knows its weight, and waits for no other stage: that would empty the pipe.
@@ -60,19 +40,19 @@ def known_reductions(spec: Versioned, reductions: Reductions) -> Reductions:
     return reductions if spec.synchronous or takes_steps(spec) else Reductions()
 
 
-def takes_steps(spec: Versioned) -> bool:
+def takes_steps(spec: Declared) -> bool:
     """Return whether each update takes the gradients of a whole step."""
     return spec.update_every == "step" and spec.num_routes == 1
 
 
-def update_of(spec: Versioned, stage: int, microbatch: int) -> Action:
+def update_of(spec: Declared, stage: int, microbatch: int) -> Action:
     """Return the update that takes the gradients of a microbatch."""
     if spec.update_every == "microbatch":
         return U(stage, microbatch)
     return U(stage, microbatch // spec.num_microbatches * spec.num_routes + spec.route(microbatch))
 
 
-def microbatches_of(spec: Versioned, update: Action) -> list[int]:
+def microbatches_of(spec: Declared, update: Action) -> list[int]:
     """Return the microbatches whose gradients an update takes."""
     if spec.update_every == "microbatch":
         return [update.index]
@@ -81,13 +61,13 @@ def microbatches_of(spec: Versioned, update: Action) -> list[int]:
     return [*on_route(spec, range(first, first + spec.num_microbatches), route)]
 
 
-def microbatches_on(spec: Versioned, route: int) -> Iterator[int]:
+def microbatches_on(spec: Declared, route: int) -> Iterator[int]:
     """Yield the microbatches of a stream that take a route; it never ends, unless there are none."""
     own = [*on_route(spec, range(spec.num_microbatches), route)]
     return (step * spec.num_microbatches + m for step in count() for m in own) if own else iter(())
 
 
-def before_forward(spec: Versioned, forward: Action) -> Iterator[Action]:
+def before_forward(spec: Declared, forward: Action) -> Iterator[Action]:
     """Yield the update that makes the version that a forward uses."""
     stage, _, m = forward
     version = spec.version(stage, m)
@@ -96,7 +76,7 @@ def before_forward(spec: Versioned, forward: Action) -> Iterator[Action]:
         yield U(stage, version - 1 if spec.update_every == "microbatch" else (version - 1) * spec.num_routes + route)
 
 
-def before_update(spec: Versioned, update: Action) -> Iterator[Action]:
+def before_update(spec: Declared, update: Action) -> Iterator[Action]:
     """Yield the actions that add to the gradients of an update, and the update before it."""
     stage, _, index = update
     for m in microbatches_of(spec, update):
@@ -105,7 +85,7 @@ def before_update(spec: Versioned, update: Action) -> Iterator[Action]:
         yield U(stage, index - 1)
 
 
-def staleness(spec: Versioned, stage: int) -> int:
+def staleness(spec: Declared, stage: int) -> int:
     """Return the most updates of a stage between the weights of a gradient and the gradient's own update."""
     if spec.synchronous:
         return 0
@@ -116,7 +96,7 @@ def staleness(spec: Versioned, stage: int) -> int:
     return max(update - spec.version(stage, m) for update, m in zip(before, own, strict=True))
 
 
-def weight_copies(spec: Versioned, stage: int) -> int:
+def weight_copies(spec: Declared, stage: int) -> int:
     """Return how many versions of a stage's weights, of each route, are held at once at most, at any timing.
 
     A version is held while a microbatch whose backward has not run uses it, or while it is the newest. Of each route
@@ -142,12 +122,12 @@ def weight_copies(spec: Versioned, stage: int) -> int:
     return most
 
 
-def worker_staleness(spec: Versioned, worker: int) -> int:
+def worker_staleness(spec: Declared, worker: int) -> int:
     """Return the largest staleness of a worker's stages, in updates."""
     return max((staleness(spec, stage) for stage, _ in spec.hosted(worker)), default=0)
 
 
-def worker_weight_copies(spec: Versioned, worker: int) -> int:
+def worker_weight_copies(spec: Declared, worker: int) -> int:
     """Return the copies of weights on a worker, in shares of 1/P of the model: replicas, versions and a reference."""
     held = sum(
         weight_copies(spec, stage) + (route == 0 and spec.elasticity > 0) for stage, route in spec.hosted(worker)
@@ -164,13 +144,13 @@ class Reach(NamedTuple):
     action: Action
 
 
-def steady(spec: Versioned, action: Action) -> Action:
+def steady(spec: Declared, action: Action) -> Action:
     """Return `action` of a step as an action of a stream, far from its beginning."""
     per_step = spec.num_microbatches if action.kind.per_microbatch else updates_a_step(spec)
     return action._replace(index=action.index + STEADY * per_step)
 
 
-def reaches(spec: Versioned, action: Action, needs: Callable[[Action], Iterable[Action]]) -> list[Reach]:
+def reaches(spec: Declared, action: Action, needs: Callable[[Action], Iterable[Action]]) -> list[Reach]:
     """Return what `action` of a step needs of the steps before it.
 
     Args:
@@ -185,13 +165,13 @@ def reaches(spec: Versioned, action: Action, needs: Callable[[Action], Iterable[
     return found
 
 
-def period(spec: Versioned) -> int:
+def period(spec: Declared) -> int:
     """Return the growth of slots from step to step."""
     first = next(iter(spec.actions(0, 0)))
     return spec.slot(first._replace(index=spec.num_microbatches)) - spec.slot(first)
 
 
-def most_open(spec: Versioned) -> int:
+def most_open(spec: Declared) -> int:
     """Return the most steps of a stream in progress at once, including one that is prefetched."""
     if spec.synchronous:
         return 2
