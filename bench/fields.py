@@ -23,7 +23,7 @@ from bench import model_zoo
 from rpc_pipe.dependency import ConfigError
 from rpc_pipe.model.cut import cut
 from rpc_pipe.model.observe.trees import tensors
-from rpc_pipe.model.observe.unread_fields import FieldNeeded
+from rpc_pipe.model.observe.unread_fields import FieldNeeded, filled
 from rpc_pipe.model.observed_model import ObservedModel, observe
 
 STAGES = 3
@@ -51,7 +51,7 @@ def compared(observed: ObservedModel, batch: dict[str, Any]) -> tuple[list[list[
         left = {name: None if any(path[1][1] == name for path in unread) else field for name, field in batch.items()}
         expected = whole[stage].run(payload, (), batch)
         try:
-            got = less[stage].run(payload, *less[stage].filled(((), left), forms))
+            got = less[stage].run(payload, *filled(less[stage]._skeleton, ((), left), forms))
         except FieldNeeded:
             got, left, found = expected, batch, "reads whole batches"
         pairs = zip(tensors(expected), tensors(got), strict=True)

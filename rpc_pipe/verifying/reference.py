@@ -7,7 +7,6 @@ No worker, no stash and no timing: versions are copies in a dictionary, one micr
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -23,6 +22,7 @@ from ..model.batches.microbatches import Microbatches, update_shares
 from ..model.observe.trees import mapped
 from ..model.observed_partition import ObservedPartition
 from ..model.partition import LayerPartition
+from ..workers.compute.module_state import ModuleState
 from ..workers.compute.randomness import Randomness, preserved
 from ..workers.compute.shard import LossFn
 from ..workers.compute.stash import Holding, places_of
@@ -30,8 +30,6 @@ from ..workers.transport.payload import Tree
 from .keyed import Keyed
 
 Grads = list[Tensor | None]
-#: plain attributes of modules that a forward may change
-_PLAIN = bool, int, float, str, list, dict, set
 
 
 class _Stage:
@@ -174,18 +172,10 @@ class Reference:
     def _settle(self, pieces: Microbatches) -> None:
         """Run a forward that counts for nothing: some models change themselves for good in their first one."""
         for replica in self.replicas:
-            modules = list(replica.module.modules())
-            plain = [
-                (m, {key: copy.copy(v) for key, v in vars(m).items() if isinstance(v, _PLAIN) and key[:1] != "_"})
-                for m in modules
-            ]
-            buffers = [(buffer, buffer.detach().clone()) for buffer in replica.module.buffers()]
+            before = ModuleState(list(replica.module.modules()))
             with preserved(self._randomness.device), torch.no_grad():
                 self._loss(replica, 0, pieces.inputs[0], pieces.targets[0])
-                for module, values in plain:
-                    vars(module).update(values)
-                for buffer, before in buffers:
-                    buffer.copy_(before)
+                before.put_back()
 
     def _loss(self, replica: Replica, m: int, inputs: Any, target: Any) -> Any:
         args, kwargs = inputs if self._cut.pair is not None else ((inputs,), {})

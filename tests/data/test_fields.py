@@ -11,7 +11,7 @@ from torch import nn
 
 from rpc_pipe import Pipeline
 from rpc_pipe.data import Loader, dataset
-from rpc_pipe.model.observe.unread_fields import FieldNeeded
+from rpc_pipe.model.observe.unread_fields import FieldNeeded, filled
 from rpc_pipe.model.observed_model import observe
 
 
@@ -221,7 +221,7 @@ def test_what_is_done_to_a_field_that_is_not_read_must_be_what_was_seen():
     stage = observed.build(1, cut)
     places = {path: (torch.Size([2, 4]), torch.float32) for path in observed.unused(cut)[1]}
     assert [path[1][1] for path in sorted(places)] == ["extra", "x"]
-    args, kwargs = stage.filled(((), {"x": None, "extra": None, "labels": batch["labels"]}), places)
+    args, kwargs = filled(stage._skeleton, ((), {"x": None, "extra": None, "labels": batch["labels"]}), places)
     with torch.no_grad():
         payload = observed.build(0, cut).run((), (), batch)
         assert torch.equal(stage.run(payload, args, kwargs), model(**batch))

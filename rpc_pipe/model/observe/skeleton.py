@@ -131,11 +131,6 @@ class Skeleton:
         module, _, attribute = name.rpartition(".")
         return self.module.get_submodule(module), attribute
 
-    def owned(self, name: str) -> Tensor:
-        """Return the present parameter or buffer of a name."""
-        found: Tensor = getattr(*self.place_of(name))
-        return found
-
     def put(self, parameters: dict[str, nn.Parameter]) -> None:
         """Replace parameters, by name."""
         for name, parameter in parameters.items():

@@ -18,9 +18,6 @@ from .trees import Path, replaced
 #: path of a field that is not read -> its shape and dtype
 UnreadForms = Mapping[Path, tuple[torch.Size, torch.dtype]]
 
-#: most placeholders that are kept
-_MAX_PLACEHOLDERS = 512
-
 
 class FieldNeeded(BaseException):
     """A forward needs the data of a field that is not read here. A BaseException, so that no model catches it."""
@@ -34,26 +31,11 @@ class UnreadField(Placeholder):
         raise FieldNeeded(f"{func} takes a field that is not read here")
 
 
-class UnreadFieldFiller:
-    """Fills the places of fields that are not read with placeholders, the same for each path, shape and dtype."""
-
-    def __init__(self, skeleton: Skeleton) -> None:
-        self._skeleton = skeleton
-        self._known: dict[Any, Tensor] = {}
-
-    def filled(self, tree: Any, unread: UnreadForms) -> Any:
-        """Return `tree`, (args, kwargs), with placeholders for the unread fields."""
-        stand_ins = {}
-        for path, (shape, dtype) in unread.items():
-            found = self._known.get((path, shape, dtype))
-            if found is None:
-                if len(self._known) == _MAX_PLACEHOLDERS:
-                    self._known.clear()
-                form = torch.empty(shape, dtype=dtype, device="meta")
-                found = self._skeleton.placeholders.like(form, self._skeleton.device, UnreadField)
-                self._known[path, shape, dtype] = found
-            stand_ins[path] = found
-        return replaced(tree, stand_ins)
+def filled(skeleton: Skeleton, tree: Any, unread: UnreadForms) -> Any:
+    """Return `tree`, (args, kwargs), with placeholders for the fields that are not read."""
+    forms = {path: torch.empty(shape, dtype=dtype, device="meta") for path, (shape, dtype) in unread.items()}
+    make = skeleton.placeholders.like
+    return replaced(tree, {path: make(form, skeleton.device, UnreadField) for path, form in forms.items()})
 
 
 def copy_of(field: Tensor) -> Tensor:

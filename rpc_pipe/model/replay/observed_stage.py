@@ -19,7 +19,7 @@ from ..observe.observer import name_of
 from ..observe.placeholder import Placeholder
 from ..observe.skeleton import Skeleton
 from ..observe.trees import tensors
-from ..observe.unread_fields import FieldNeeded, UnreadField, UnreadFieldFiller, UnreadForms
+from ..observe.unread_fields import FieldNeeded, UnreadField, UnreadForms, filled
 from .script import Diverged, Script
 from .scripted_forward import ScriptedForward
 
@@ -67,7 +67,6 @@ class ObservedStage:
         self._owners = owners
         #: (form of the inputs, modes) -> scripts; the most recently used is the last
         self._scripts: dict[Any, list[Script]] = {}
-        self.filled = UnreadFieldFiller(skeleton).filled
         self.modules = list(self.module.modules())
         inside_others = {module for block in foreign for module in block.modules()}
         self.own = [module for module in self.modules if module not in inside_others]
@@ -101,7 +100,7 @@ class ObservedStage:
         try:
             if isinstance(fields, PartialFields):
                 try:
-                    args, kwargs = self.filled(fields.tree, fields.unread)
+                    args, kwargs = filled(self._skeleton, fields.tree, fields.unread)
                     return self.run(tree, args, kwargs, seed)
                 except FieldNeeded as needed:
                     if fields.whole is None:
@@ -198,7 +197,7 @@ class ObservedStage:
 
     def goes_without(self, tree: Any, unread: UnreadForms) -> bool:
         """Return whether the stage can run without the unread fields of (args, kwargs), by a forward on shapes."""
-        args, kwargs = self.filled(tree, unread)
+        args, kwargs = filled(self._skeleton, tree, unread)
         try:
             script = self._observed(args, kwargs)
         except (ConfigError, FieldNeeded):
