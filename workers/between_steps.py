@@ -27,7 +27,7 @@ class BetweenSteps:
     def begin(self, step: Step | None) -> None:
         """Show the caller the modules as they were before `step`, whose forwards have begun; None: none has."""
         self._evaluated = self._worker.evaluated.copy()
-        for shard, before in [] if step is None else step.before:
+        for shard, before in () if step is None else step.before.items():
             self._under_way.append(shard.recomputation.now(before))
             before.put_back()
         # All shards, not only those whose forwards have run: whether a change is refused must not depend on timing.
@@ -54,7 +54,7 @@ class BetweenSteps:
                 )
         if step is not None and self.has_evaluated:
             begun, since = forwards(under_way), self._worker.evaluated - self._evaluated
-            for (shard, before), left in zip(step.before, self._under_way, strict=False):
+            for (shard, before), left in zip(step.before.items(), self._under_way, strict=False):
                 if changed := before.counted_in(left, begun[shard], since[shard]):
                     raise ConfigError(
                         f"stage {shard.stage}: an evaluation changed {changed}, which forwards of the next step under "
@@ -66,7 +66,7 @@ class BetweenSteps:
 
     def abandon(self, step: Step) -> None:
         """Restore modules as they were before `step`, which is given up."""
-        for _, module_state in [] if self._under_way else step.before:
+        for module_state in [] if self._under_way else step.before.values():
             module_state.put_back()
         self._under_way, self._notes = [], []
 

@@ -144,7 +144,7 @@ class Step:
     first_update: int = 0
     before_slots: int = 0
     #: state of the modules before the step, where the step may have to be undone
-    before: list[tuple[Shard, ModuleState]] = field(default_factory=list)
+    before: dict[Shard, ModuleState] = field(default_factory=dict)
 
 
 class ActionContext(NamedTuple):

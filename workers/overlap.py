@@ -82,8 +82,8 @@ class OverlappingStream(Stream):
             step.before_slots = self._num_begun * self._period
             self._num_begun += 1
 
-    def _module_states(self, batch: StepInput) -> list[tuple[Shard, ModuleState]]:
-        return [] if self._steps else super()._module_states(batch)
+    def _module_states(self, batch: StepInput) -> dict[Shard, ModuleState]:
+        return {} if self._steps else super()._module_states(batch)
 
     def _begin(self, spec: Spec) -> None:
         """Begin a stream of `spec`: what the parameters hold is version 0."""
@@ -109,8 +109,8 @@ class OverlappingStream(Stream):
         shard = step.tasks[entry.action].shard
         if entry.action.kind.way == 1 and self._forwarded.get(shard) is not step:
             self._forwarded[shard] = step
-            if all(known is not shard for known, _ in step.before):
-                step.before.append((shard, shard.recomputation.before_step()))
+            if shard not in step.before:
+                step.before[shard] = shard.recomputation.before_step()
         super()._execute(step, entry)
 
     def _close(self, step: Step) -> Result:

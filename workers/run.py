@@ -136,11 +136,11 @@ class Stream:
                 # It has been read into memory: no device is waited for.
                 self._mailbox.outbox.offer((step.run, what), pack(scatter.lists[what]), takers)
 
-    def _module_states(self, batch: StepInput) -> list[tuple[Shard, ModuleState]]:
+    def _module_states(self, batch: StepInput) -> dict[Shard, ModuleState]:
         """Return what modules hold before a step that may have to be undone, as all forwards before it have run."""
         if not self._worker.recovers and not (self._steps and batch.train):
-            return []
-        return [(shard, shard.recomputation.before_step()) for shard in self._worker.shards.values()]
+            return {}
+        return {shard: shard.recomputation.before_step() for shard in self._worker.shards.values()}
 
     def flush(self) -> None:
         """Complete what has been begun; of synchronous steps nothing waits for what comes later."""
@@ -238,9 +238,7 @@ class Stream:
             for arrival in self._mailbox.next_arrivals(self._steps, lambda: f"{missing} of step {step.number}"):  # noqa: B023
                 self._take_in(arrival)
         if step.before and action.kind.way == 1:
-            next(module_state for shard, module_state in step.before if shard is task.shard).note_weights(
-                task.shard.written_weights
-            )
+            step.before[task.shard].note_weights(task.shard.state.weights)
         worker.running, worker.running_step, worker.given = task.name, step.number, None
         worker.listeners.action_started(step.number, action)
         begin = worker.backend.timestamp()
@@ -300,7 +298,7 @@ class Stream:
             self._collect_layer_times(step, False)
         self._mailbox.end(step.run)
         if step.batch.train:
-            for shard, module_state in step.before:
+            for shard, module_state in step.before.items():
                 shard.recomputation.note_step(module_state)
             self._report(step)
             worker.step += 1
@@ -325,7 +323,7 @@ class Stream:
             return  # nobody goes on
         for other in list(self._steps.values()):
             if step.taken_back:
-                for _, module_state in other.before:
+                for module_state in other.before.values():
                     module_state.forget_weights()
                 self.abandon()
                 self._collect_layer_times(None, True)

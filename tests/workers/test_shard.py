@@ -326,7 +326,7 @@ def test_weights_that_change_behind_a_forward_that_failed_are_not_written_by_it(
     with torch.no_grad():
         made.parameters()[0].mul_(2)
         made.forward(0, 0, pack(torch.ones(2, 4)))
-    assert made.written_weights == []
+    assert made.state.weights == []
 
 
 class Checkpointed(nn.Module):

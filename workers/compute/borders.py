@@ -129,7 +129,8 @@ def stage_inputs(payload: Payload, *, copied: bool = False) -> StageInputs:
             owing.append(leaf)
             # Not a leaf, so that autograd allows writes as to a layer's output; on the same memory if it is large.
             # A clone would lose the strides of expanded or sliced tensors, and kernels would sum in another order.
-            alike = leaf.layout is not torch.strided or (leaf.nbytes <= _SMALL_BYTES and is_dense(leaf))
+            small = leaf.layout is torch.strided and leaf.nbytes <= _SMALL_BYTES
+            alike = leaf.layout is not torch.strided or (small and (leaf.is_contiguous() or is_dense(leaf)))
             free = leaf.clone() if alike else _other(leaf)
             if len(given) in views and not free.is_nested:  # a view to autograd, as it was in the previous stage
                 free = torch.ops.aten.alias.default(free)

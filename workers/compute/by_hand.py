@@ -39,7 +39,7 @@ class ByHand:
     """Takes note of a shard as it is, and says what has been changed since. It waits for no device."""
 
     def __init__(self, shard: Shard) -> None:
-        written = set(shard.written_weights)
+        written = set(shard.state.weights)
         self._parameters = [
             (name, p, OfWeight.now(p))
             for name, p in shard.updating.parameters.items()

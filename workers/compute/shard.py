@@ -125,11 +125,6 @@ class Shard:
         return self.state_dict()
 
     @property
-    def written_weights(self) -> list[nn.Parameter]:
-        """Parameters that forwards have been seen to write in place."""
-        return self.state.weights
-
-    @property
     def stateful(self) -> bool:
         """Whether a forward may write what later forwards read, such as running means, so that their order matters.
 

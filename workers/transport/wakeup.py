@@ -6,7 +6,6 @@ import os
 import select
 import threading
 import weakref
-from contextlib import suppress
 
 _LONGEST_MS = 2**31 - 1
 
@@ -61,8 +60,10 @@ class ThreadWakeup:
 
     def notify(self) -> None:
         """Wake who waits, or who will."""
-        with suppress(RuntimeError):  # it was notified before
+        try:
             self._lock.release()
+        except RuntimeError:  # it was notified before
+            pass
 
     def wait(self, timeout_s: float) -> bool:
         """Sleep until notified since the last wait; False: nobody did, in time."""
