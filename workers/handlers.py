@@ -143,7 +143,8 @@ class Step:
     first: int = 0
     first_update: int = 0
     before_slots: int = 0
-    #: state of the modules before the step, where the step may have to be undone
+    #: whether it may have to be undone; if so, the state of modules before the first forward of each shard
+    undoable: bool = False
     before: dict[Shard, ModuleState] = field(default_factory=dict)
 
 

@@ -15,9 +15,7 @@ from __future__ import annotations
 from collections import deque
 
 from ..dependency import Entry, Spec, most_open, period, updates_a_step
-from .compute.module_state import ModuleState
 from .compute.result import Result
-from .compute.shard import Shard
 from .compute.stash import StashingShard
 from .handlers import Step, StepInput
 from .run import Stream
@@ -40,8 +38,6 @@ class OverlappingStream(Stream):
         #: whether no more steps are opened until the open ones are complete: at all, and behind the newest
         self._holds = self._drains = False
         self._flushed: deque[Result] = deque()
-        #: shard -> the step whose forward it has run last
-        self._forwarded: dict[Shard, Step] = {}
 
     def next(self) -> Result | None:
         return self._flushed.popleft() if self._flushed else super().next()
@@ -82,14 +78,13 @@ class OverlappingStream(Stream):
             step.before_slots = self._num_begun * self._period
             self._num_begun += 1
 
-    def _module_states(self, batch: StepInput) -> dict[Shard, ModuleState]:
-        return {} if self._steps else super()._module_states(batch)
+    def _undoable(self, batch: StepInput) -> bool:
+        return True
 
     def _begin(self, spec: Spec) -> None:
         """Begin a stream of `spec`: what the parameters hold is version 0."""
         self._spec, self._num_begun = spec, 0
         self._most_open, self._period = most_open(spec), period(spec)
-        self._forwarded.clear()
         for (stage, route), shard in self._worker.shards.items():
             first = self._worker.shards[stage, 0] if spec.elasticity else shard
             assert isinstance(shard, StashingShard) and isinstance(first, StashingShard)
@@ -104,14 +99,6 @@ class OverlappingStream(Stream):
                 first, least = step, slot + step.before_slots
         entry = None if first is None else first.state.take()
         return None if first is None or entry is None else (first, entry)
-
-    def _execute(self, step: Step, entry: Entry) -> None:
-        shard = step.tasks[entry.action].shard
-        if entry.action.kind.way == 1 and self._forwarded.get(shard) is not step:
-            self._forwarded[shard] = step
-            if shard not in step.before:
-                step.before[shard] = shard.recomputation.before_step()
-        super()._execute(step, entry)
 
     def _close(self, step: Step) -> Result:
         self._collect_layer_times(step, True)

@@ -18,9 +18,7 @@ import torch
 from ..dependency import Action, Entry, NotFinite
 from .between_steps import BetweenSteps, forwards
 from .compute.autocast import forget_casts
-from .compute.module_state import ModuleState
 from .compute.result import Result
-from .compute.shard import Shard
 from .context import Context
 from .handlers import ActionContext, Step, StepInput, Task
 from .hooks import Arrived, Blocked, LayerTime, Record, StepRecord
@@ -84,11 +82,7 @@ class Stream:
 
     def _take_up(self) -> None:
         """Let modules hold what forwards of the next step have left."""
-        begun = self._begun()
-        if self._steps and begun is None and self._between_steps.has_evaluated:
-            oldest = next(iter(self._steps.values()))
-            oldest.before = self._module_states(oldest.batch)
-        self._between_steps.end(begun, self._steps.values())
+        self._between_steps.end(self._begun(), self._steps.values())
 
     def _open_next(self) -> None:
         newest = self._newest
@@ -106,7 +100,7 @@ class Stream:
         state = WorkerState(batch.part, batch.order, before)
         # In the middle of a stream, too, numbers drawn in an evaluation are those of the step that would come next.
         number = self._worker.next_step if batch.train else self._worker.step
-        before_it = self._module_states(batch)
+        undoable = self._undoable(batch)
         for shard in self._worker.shards.values() if batch.train else ():
             shard.updating.refuse_thawed()
         run, tasks = self._mailbox.begin(batch.call, most_open - 1), self._tasks_of(batch)
@@ -114,7 +108,7 @@ class Stream:
             self._mailbox.go_on(run)
         self._worker.next_step += batch.train
         step = self._newest = self._steps[run] = Step(batch, state, tasks, run, number, time.perf_counter_ns())
-        step.forwards_left, step.before = batch.part.num_forwards, before_it
+        step.forwards_left, step.undoable = batch.part.num_forwards, undoable
         wanted: dict[int, list[tuple[Action | str, bool]]] = {}
         for need in state.start():
             wanted.setdefault(need.worker, []).append((need.action, need.carries))
@@ -136,11 +130,9 @@ class Stream:
                 # It has been read into memory: no device is waited for.
                 self._mailbox.outbox.offer((step.run, what), pack(scatter.lists[what]), takers)
 
-    def _module_states(self, batch: StepInput) -> dict[Shard, ModuleState]:
-        """Return what modules hold before a step that may have to be undone, as all forwards before it have run."""
-        if not self._worker.recovers and not (self._steps and batch.train):
-            return {}
-        return {shard: shard.recomputation.before_step() for shard in self._worker.shards.values()}
+    def _undoable(self, batch: StepInput) -> bool:
+        """Tell whether a step that begins now may have to be undone, or rests while the caller acts."""
+        return self._worker.recovers or bool(self._steps and batch.train)
 
     def flush(self) -> None:
         """Complete what has been begun; of synchronous steps nothing waits for what comes later."""
@@ -149,10 +141,10 @@ class Stream:
         """Undo what has been done of steps that are not complete; all workers do so after the same step."""
         if not self._steps:
             return
+        self._between_steps.abandon(next(iter(self._steps.values())))
         for shard in self._worker.shards.values():
             shard.train(True)  # back to the modes that their owner gave them
             shard.abandon()
-        self._between_steps.abandon(next(iter(self._steps.values())))
         for run in self._steps:
             self._mailbox.abandon(run)
         self._steps.clear()
@@ -237,8 +229,8 @@ class Stream:
             missing = " and ".join(sorted(step.awaited_inputs))
             for arrival in self._mailbox.next_arrivals(self._steps, lambda: f"{missing} of step {step.number}"):  # noqa: B023
                 self._take_in(arrival)
-        if step.before and action.kind.way == 1:
-            step.before[task.shard].note_weights(task.shard.state.weights)
+        if step.undoable and action.kind.way == 1 and task.shard not in step.before:
+            step.before[task.shard] = task.shard.recomputation.before_step(task.shard.state.weights)
         worker.running, worker.running_step, worker.given = task.name, step.number, None
         worker.listeners.action_started(step.number, action)
         begin = worker.backend.timestamp()
@@ -297,9 +289,9 @@ class Stream:
             self._newest = None
             self._collect_layer_times(step, False)
         self._mailbox.end(step.run)
+        for shard, module_state in step.before.items():
+            shard.recomputation.note_step(module_state)
         if step.batch.train:
-            for shard, module_state in step.before.items():
-                shard.recomputation.note_step(module_state)
             self._report(step)
             worker.step += 1
         else:
@@ -328,7 +320,7 @@ class Stream:
                 self.abandon()
                 self._collect_layer_times(None, True)
                 # What others have not taken of the step before, and of the run that was abandoned, is kept for them.
-                self._open(other.batch, [], _MOST_OPEN + 1).before = other.before
+                self._open(other.batch, [], _MOST_OPEN + 1).undoable = True
             elif other.failure is not None:
                 self._worker.running, self._worker.running_step = other.failed, other.number
                 raise other.failure

@@ -72,13 +72,6 @@ def defer(modules: Iterable[nn.Module]) -> None:
                 module.register_buffer(name, value[0].clone() if name == "count" else value, persistent=False)
 
 
-def statistics(modules: Iterable[nn.Module]) -> list[Tensor]:
-    """Return all that forwards and updates write: the sums, and the running statistics themselves."""
-    names = (*_SUMS, "running_mean", "running_var", "num_batches_tracked")
-    found = [module._buffers.get(name) for module in modules if isinstance(module, DeferredBatchNorm) for name in names]
-    return [tensor for tensor in found if tensor is not None]
-
-
 class Statistics:
     """What the batch normalisations among `modules` have summed up since the last update."""
 

@@ -115,6 +115,7 @@ class ModuleState:
     Args:
         called: modules whose hooks are kept; also stand-ins for modules of other stages are called.
         places: attributes whose inside is kept too; by default all whose type is known.
+        weights: parameters that forwards write.
     """
 
     def __init__(
@@ -122,6 +123,7 @@ class ModuleState:
         modules: Sequence[nn.Module],
         called: Sequence[nn.Module] | None = None,
         places: Sequence[Place] | None = None,
+        weights: Iterable[nn.Parameter] = (),
     ) -> None:
         self.called = modules if called is None else called
         # The attributes of a ScriptModule cannot be replaced, and its forward does not change them.
@@ -136,20 +138,13 @@ class ModuleState:
         ]
         self._copies = {tensor: tensor.clone() for tensor in tensors}
         self._versions = {tensor: tensor._version for tensor in self._copies}
-        #: (weight, copy) of weights that forwards write, from before the first of these forwards
-        self._weights: list[tuple[nn.Parameter, Tensor]] = []
-        #: buffers that updates write too, and copies from behind the update of the previous step
-        self._of_updates: list[Tensor] = []
-        self._updated: list[tuple[Tensor, Tensor]] = []
+        #: (weight, copy) of weights that forwards write
+        self._weights = [(weight, weight.detach().clone()) for weight in weights]
 
-    def leave(self, buffers: Iterable[Tensor]) -> None:
-        """Do not restore these buffers until `note_weights` has copied them."""
-        self._of_updates = list(buffers)
-
-    def note_weights(self, weights: Iterable[nn.Parameter]) -> None:
-        """Copy these weights, and the buffers given to `leave`, once: the update of the previous step is done."""
-        self._weights = self._weights or [(weight, weight.detach().clone()) for weight in weights]
-        self._updated = self._updated or [(buffer, buffer.clone()) for buffer in self._of_updates]
+    @property
+    def weights(self) -> list[nn.Parameter]:
+        """Those that are restored."""
+        return [weight for weight, _ in self._weights]
 
     def forget_weights(self) -> None:
         """Do not restore weights: another update has written them."""
@@ -212,8 +207,7 @@ class ModuleState:
         """Restore this state."""
         for weight, before in self._weights:
             weight.data.copy_(before)  # by `data`: autograd graphs of other microbatches have recorded the version
-        left, updated = dict.fromkeys(self._of_updates), dict(self._updated)
-        for tensor, copy in [(t, copy) for t, copy in self._copies.items() if t not in left] + [*updated.items()]:
+        for tensor, copy in self._copies.items():
             tensor.data = copy.clone()  # not in place: graphs of other microbatches may have saved the old memory
         self._attributes.put_back()
         for module, buffers in zip(self.modules, self._buffers, strict=True):
@@ -238,17 +232,18 @@ class ChangingModules:
         #: attributes whose inside can be kept; None: not searched yet
         self._places: list[Place] | None = None
 
-    def state(self, kind: Any, known: Iterable[nn.Module] = ()) -> ModuleState:
+    def state(self, kind: Any, weights: Iterable[nn.Parameter] = (), known: Iterable[nn.Module] = ()) -> ModuleState:
         """Return the state of the modules that runs of a kind change: of all, until that has been observed.
 
         Args:
+            weights: parameters that they change.
             known: modules that they may change in any case.
         """
         seen = self._seen.get(kind, [])
         if len(seen) < _LOOKS:
-            return ModuleState(self._modules, self._called, self.places())
+            return ModuleState(self._modules, self._called, self.places(), weights)
         changing = list(dict.fromkeys(chain(known, *seen)))
-        return ModuleState(changing, changing, self.places())
+        return ModuleState(changing, changing, self.places(), weights)
 
     def note(self, kind: Any, before: ModuleState) -> None:
         """Observe what a run has changed."""

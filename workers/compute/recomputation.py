@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import NamedTuple, NoReturn
 
@@ -12,7 +12,6 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ...dependency import ConfigError
 from ..transport.payload import Tree, tensors_of
-from .batch_norm import statistics
 from .digest import sample
 from .module_state import ChangingModules, ModuleState
 
@@ -45,21 +44,21 @@ class Recomputation:
         #: one flag on the device for each output that was recomputed: whether it differs
         self._differ: list[Tensor] = []
 
-    def before_step(self) -> ModuleState:
-        """Return the state of the modules that training steps change: of all, until that has been observed."""
-        module_state = self._changing.state((self._modes(), True))
-        module_state.leave(statistics(self._modules))
-        return module_state
+    def before_step(self, weights: Iterable[nn.Parameter] = ()) -> ModuleState:
+        """Return the state of the modules that steps change: of all, until that has been observed.
+
+        Args:
+            weights: parameters that forwards write.
+        """
+        return self._changing.state((self._modes(), True), weights)
 
     def note_step(self, before: ModuleState) -> None:
-        """Observe what a training step has changed."""
+        """Observe what a step has changed."""
         self._changing.note((self._modes(), True), before)
 
     def now(self, before: ModuleState) -> ModuleState:
         """Return the present state of the modules of `before`."""
-        module_state = ModuleState(before.modules, before.called, self._changing.places())
-        module_state.note_weights([weight for weight, _ in before._weights])
-        return module_state
+        return ModuleState(before.modules, before.called, self._changing.places(), before.weights)
 
     def _modes(self) -> tuple[bool, ...]:
         return tuple([module.training for module in self._modules])

@@ -160,8 +160,8 @@ class ObservedStage:
                 script.check(payload)
                 observed.append(script)
                 scripts[:] = [script, *scripts][:_MOST_SCRIPTS]
-            before = self._changing.state(modes, self._skeleton.counting | {module for module, _ in self._writes[0]})
-            before.note_weights(self._writes[1])
+            buffers, weights = self._writes
+            before = self._changing.state(modes, weights, self._skeleton.counting | {module for module, _ in buffers})
             first = None if script.is_settled else Attributes(self.modules)
             try:
                 output = ScriptedForward(self._skeleton, script, payload, seed).run(args, kwargs)
