@@ -140,6 +140,8 @@ def _difference(own: dict[int, Any], job: Job) -> float:
     for stage, gradients in own.items():
         assert len(gradients) == len(wanted[stage]), f"stage {stage} has {len(gradients)} gradients"
         for gradient, right in zip(gradients, wanted[stage], strict=True):
+            if gradient is None:  # another worker's, of a system that divides them
+                continue
             worst = max(worst, float((gradient - right).abs().max() / right.abs().max().clamp_min(1e-30)))
     return worst
 

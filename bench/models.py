@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from rpc_pipe.demo.gpt import gpt_layers
+from rpc_pipe.demo.gpt import VOCABULARY, gpt_layers, next_byte_loss
 from rpc_pipe.demo.settings import GPTConfig
 from rpc_pipe.demo.text import default_text
 from rpc_pipe.dependency import Action, B, F, I, Kind, R, W
@@ -224,6 +224,22 @@ def resnet(microbatches: int) -> Model:
         ]
 
     return Model("resnet", layers, functional.cross_entropy, lambda _: batch(0))
+
+
+# --- GPT
+
+
+def bytewise_gpt(microbatches: int) -> Model:
+    """The demo's GPT over bytes with six blocks of 192, sequences of 128, four rows a microbatch."""
+    config, rows = GPTConfig(width=192, depth=6, heads=4, context=128), 4
+
+    @lru_cache(1)
+    def batch(_: int) -> list[Microbatch]:
+        draw = torch.Generator().manual_seed(0)
+        text = torch.randint(VOCABULARY, (microbatches, rows, config.context + 1), generator=draw)
+        return [(rows[:, :-1].contiguous(), rows[:, 1:].contiguous()) for rows in text]
+
+    return Model("gpt", gpt_layers(config), next_byte_loss, lambda _: batch(0))
 
 
 # --- ragged text

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bench.models import Model, bert, resnet
+from bench.models import Model, bert, bytewise_gpt, resnet
 
 _MICROBATCHES = 8
 
@@ -35,6 +35,11 @@ def make_bert() -> tuple[Any, Any, Any]:
 def make_resnet() -> tuple[Any, Any, Any]:
     """ResNet-50-like: 32 images."""
     return _joined(resnet(_MICROBATCHES))
+
+
+def make_bytewise_gpt() -> tuple[Any, Any, Any]:
+    """A small GPT over bytes: 32 rows of 128."""
+    return _joined(bytewise_gpt(_MICROBATCHES))
 
 
 class _Block(nn.TransformerEncoderLayer):

@@ -16,13 +16,10 @@ import os
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from itertools import pairwise
 from pathlib import Path
-from queue import SimpleQueue
 from statistics import median
-from typing import Any
 
 import torch
 from torch import nn
@@ -31,12 +28,12 @@ if __name__ == "__main__":  # a worker process finds this package where the comm
     sys.path.insert(0, os.getcwd())
 
 from bench import devices
+from bench.uplink import Uplink
 from rpc_pipe import Pipeline, Training
 from rpc_pipe.dependency import NO_REDUCTIONS, Action, B, F, G, P, S
 from rpc_pipe.planning.relation import Relation
 from rpc_pipe.planning.simulator import simulate
 from rpc_pipe.planning.specs import make_spec
-from rpc_pipe.workers.mailbox import Mailbox
 
 _STAGES, _PARTS, _MICROBATCHES, _STEPS = 2, 12, 8, 12
 _FORWARD_MS, _BACKWARD_MS, _LINK_MS = 20, 40, 40
@@ -103,7 +100,7 @@ def _train(out: Path) -> None:
     torch.set_num_threads(1)
     link_ms = float(os.environ["LINK_MS"])
     if link_ms:
-        _slow_uplink(link_ms / 1e3 / (4 * devices.WIDTH * _PARTS))
+        Uplink(4 * devices.WIDTH * _PARTS / link_ms * 1e3).carry_ours()
 
     def stage() -> nn.Module:
         each = [devices.Times(ms / 1e3 / _PARTS, 1) for ms in (_FORWARD_MS, _BACKWARD_MS)]
@@ -115,29 +112,6 @@ def _train(out: Path) -> None:
     ends = [time.perf_counter() for _ in pipe.train((x, x) for _ in range(_STEPS))]
     if pipe.worker == 0:
         out.write_text(json.dumps([1e3 * (b - a) for a, b in pairwise(ends[2:])]))
-
-
-def _slow_uplink(seconds_a_byte: float) -> None:
-    """Let what replicas exchange wait for one another on the way out."""
-    publish, queue = Mailbox.publish, SimpleQueue[Any]()
-
-    def send() -> None:
-        free = 0.0
-        while True:
-            mailbox, key, payload, others, begin = queue.get()
-            free = max(free, begin) + payload.num_bytes * len(others) * seconds_a_byte
-            time.sleep(max(0.0, free - time.perf_counter()))
-            mailbox.outbox.offer(key, payload, others)
-
-    def published(mailbox: Mailbox, run: int, what: str, payload: Any, others: Any) -> None:
-        if Action.parse(what).kind in (G, S, P):
-            mailbox.outbox.promise((run, what), others)
-            queue.put((mailbox, (run, what), payload, others, time.perf_counter()))
-        else:
-            publish(mailbox, run, what, payload, others)
-
-    Mailbox.publish = published  # type: ignore[assignment, method-assign]
-    threading.Thread(target=send, daemon=True).start()
 
 
 if __name__ == "__main__":

@@ -152,7 +152,7 @@ class OursByPlainZmq(OursByZmq):
 
 
 @lru_cache(maxsize=2)
-def _whole(*microbatches: Tensor) -> Tensor:
+def whole(*microbatches: Tensor) -> Tensor:
     """Return a batch as others take it; where all steps have the same, it is put together before they are timed."""
     return torch.cat(microbatches)
 
@@ -164,7 +164,7 @@ class TorchPipelining(System):
         from torch.distributed.pipelining import PipelineStage, schedules
 
         super().__init__(job, rank)
-        dist.init_process_group("gloo", rank=rank, world_size=job.workers, init_method=_meeting(1))
+        dist.init_process_group("gloo", rank=rank, world_size=job.workers, init_method=meeting(1))
         cls = getattr(schedules, f"Schedule{job.schedule}")
         count, workers = job.num_stages, job.workers
         if job.schedule in ("ZBVZeroBubble", "DualPipeV"):
@@ -184,10 +184,10 @@ class TorchPipelining(System):
 
     def step(self) -> None:
         batch = (self.job.workload.padded or self.job.workload.batch)(self.done)
-        inputs = _whole(*(x for x, _ in batch)) if self._first else None
+        inputs = whole(*(x for x, _ in batch)) if self._first else None
         if inputs is not None and batch[0][0].requires_grad:
             inputs = inputs.detach().requires_grad_()
-        target = _whole(*(y for _, y in batch)) if self._last else None
+        target = whole(*(y for _, y in batch)) if self._last else None
         self._schedule.step(*(() if inputs is None else (inputs,)), target=target, return_outputs=False)
         self.done += 1
 
@@ -210,7 +210,7 @@ class BareSockets(System):
         spec = make_spec(job.schedule, job.workers, job.microbatches, job.options)
         self._order = simulate(spec, uniform({F: 1, B: 2})).orders()[rank]
         self._module = job.workload.stage(rank, job.workers)
-        dist.init_process_group("gloo", rank=rank, world_size=job.workers, init_method=_meeting(1))
+        dist.init_process_group("gloo", rank=rank, world_size=job.workers, init_method=meeting(1))
         self._before, self._after = neighbours(rank, job.workers, job.workload.batch(0)[0][0].detach())
 
     def step(self) -> None:
@@ -252,13 +252,13 @@ class Pippy(System):
 
         super().__init__(job, rank)
         # The options of its run_pippy. Fewer threads deadlock it; the uv transport was slower at 8 workers (measured).
-        dist.init_process_group("gloo", rank=rank, world_size=job.workers, init_method=_meeting(1))
+        dist.init_process_group("gloo", rank=rank, world_size=job.workers, init_method=meeting(1))
         rpc.init_rpc(
             f"worker{rank}",
             rank=rank,
             world_size=job.workers,
             rpc_backend_options=rpc.TensorPipeRpcBackendOptions(
-                num_worker_threads=512, rpc_timeout=600, init_method=_meeting(2)
+                num_worker_threads=512, rpc_timeout=600, init_method=meeting(2)
             ),
         )
         if rank > 0:
@@ -280,8 +280,8 @@ class Pippy(System):
     def step(self) -> None:
         if self.rank == 0:
             batch = (self.job.workload.padded or self.job.workload.batch)(self.done)
-            inputs = _whole(*(x for x, _ in batch)).detach().requires_grad_(batch[0][0].requires_grad)
-            self._driver(inputs, _whole(*(y for _, y in batch)))
+            inputs = whole(*(x for x, _ in batch)).detach().requires_grad_(batch[0][0].requires_grad)
+            self._driver(inputs, whole(*(y for _, y in batch)))
         self.done += 1
 
     def gradients(self) -> dict[int, list[Tensor]]:
@@ -324,7 +324,7 @@ def _only_sum(loss: Callable[[Any, Any], tuple[Tensor, Any]]) -> Callable[[Any, 
     return summed
 
 
-def _meeting(number: int) -> str:
+def meeting(number: int) -> str:
     """Where the workers meet: a file, or a port of the first host."""
     meeting = os.environ["BENCH_MEETING"]
     return f"{meeting}-{number}" if meeting.startswith("file:") else f"tcp://{meeting}{number}"

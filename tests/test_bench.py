@@ -45,7 +45,7 @@ def test_steps_are_timed_without_drawing_their_batch():
     workload = emulated(2, 2, {"F": 0, "B": 0}, 2, [("rpc-pipe", "1f1b")], scenario="").jobs[0].workload
     assert workload.batch(1) is workload.batch(0)
     inputs = [x for x, _ in workload.batch(0)]
-    assert systems._whole(*inputs) is systems._whole(*inputs)
+    assert systems.whole(*inputs) is systems.whole(*inputs)
 
 
 def test_a_system_with_other_gradients_is_not_compared():
@@ -147,3 +147,26 @@ def test_the_way_of_a_hop_is_measured():
     command = [sys.executable, str(Path(__file__).parents[1] / "bench" / "hops.py"), "--workers", "2", "--ms", "1"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0 and "rpc-pipe: packed, outbox" in ended.stdout, ended.stderr
+
+
+def test_replicas_are_compared_with_peers_that_train_the_same():
+    script = """
+import json
+from bench.data_parallel import emulated, rows_of
+print(json.dumps(rows_of(emulated(steps=2, speed=40), 1)))
+"""
+    done = python("-c", script)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)
+    assert [row["system"].split()[-1] for row in rows] == ["loop", "DDP", "loop", "FSDP2", "loop"]
+    assert all("failure" not in row and row["gradient_error"] < 1e-6 for row in rows), rows
+    assert list(rows[0]["ratios"]) == [
+        f"rpc-pipe 2 x 2{against}"
+        for against in (
+            " against torch + DDP 2 x 2",
+            " against torch + FSDP2 2 x 2",
+            ", zero 1 against torch + FSDP2 2 x 2",
+            " against rpc-pipe in a loop one pipeline",
+        )
+    ]
+    assert ["plan_ms" in row for row in rows] == [True, False, False, False, True]
