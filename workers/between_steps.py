@@ -19,7 +19,7 @@ class BetweenSteps:
     def __init__(self, worker: Context) -> None:
         self._worker = worker
         #: the state in which forwards of the step under way have left modules
-        self._under_way: list[ModuleState] = []
+        self._under_way: dict[Shard, ModuleState] = {}
         self._notes: list[tuple[Shard, ByHand]] = []
         #: forwards in evaluations before the pause between the steps
         self._evaluated: Counter[Shard] = Counter()
@@ -28,7 +28,7 @@ class BetweenSteps:
         """Show the caller the modules as they were before `step`, whose forwards have begun; None: none has."""
         self._evaluated = self._worker.evaluated.copy()
         for shard, before in () if step is None else step.before.items():
-            self._under_way.append(shard.recomputation.now(before))
+            self._under_way[shard] = before.now()
             before.put_back()
         # All shards, not only those whose forwards have run: whether a change is refused must not depend on timing.
         self._notes = [] if step is None else [(s, ByHand(s)) for s in self._worker.shards.values()]
@@ -54,21 +54,21 @@ class BetweenSteps:
                 )
         if step is not None and self.has_evaluated:
             begun, since = forwards(under_way), self._worker.evaluated - self._evaluated
-            for (shard, before), left in zip(step.before.items(), self._under_way, strict=False):
-                if changed := before.counted_in(left, begun[shard], since[shard]):
+            for shard, left in self._under_way.items():
+                if changed := step.before[shard].counted_in(left, begun[shard], since[shard]):
                     raise ConfigError(
                         f"stage {shard.stage}: an evaluation changed {changed}, which forwards of the next step under "
                         "way have read: call `step` for each batch instead of `train`, or evaluate behind it"
                     )
-        for module_state in self._under_way:
+        for module_state in self._under_way.values():
             module_state.put_back()
-        self._under_way = []
+        self._under_way = {}
 
     def abandon(self, step: Step) -> None:
         """Restore modules as they were before `step`, which is given up."""
-        for module_state in [] if self._under_way else step.before.values():
+        for module_state in () if self._under_way else step.before.values():
             module_state.put_back()
-        self._under_way, self._notes = [], []
+        self._under_way, self._notes = {}, []
 
 
 def forwards(steps: Iterable[Step]) -> Counter[Shard]:

@@ -6,7 +6,7 @@ import operator
 import random
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -56,14 +56,14 @@ class Attributes:
             for name, hooks in vars(module).items()
             if "_hooks" in name and isinstance(hooks, dict)
         ]
-        self._places = places_in(of_modules) if places is None else places
-        inside = [(module, vars(module).get(name)) for module, name in self._places]
+        self.places = places_in(of_modules) if places is None else places
+        inside = [(module, vars(module).get(name)) for module, name in self.places]
         self._inside = [(module, value, state) for module, value in inside if (state := _inside(value)) is not None]
 
     def now(self) -> Attributes:
         """Return what the same modules have now."""
         modules = [module for module, _ in self.held]
-        return Attributes(modules, self._called, self._places, own=bool(self._leaves_out))
+        return Attributes(modules, self._called, self.places, own=bool(self._leaves_out))
 
     def _of(self, module: nn.Module) -> dict[str, Any]:
         return {name: value for name, value in vars(module).items() if name not in self._leaves_out}
@@ -125,10 +125,10 @@ class ModuleState:
         places: Sequence[Place] | None = None,
         weights: Iterable[nn.Parameter] = (),
     ) -> None:
-        self.called = modules if called is None else called
+        self._called = modules if called is None else called
         # The attributes of a ScriptModule cannot be replaced, and its forward does not change them.
         self.modules = modules = [module for module in modules if not isinstance(module, torch.jit.ScriptModule)]
-        self._attributes = Attributes(modules, self.called, places)
+        self._attributes = Attributes(modules, self._called, places)
         self._buffers = [dict(module._buffers) for module in modules]
         tensors = [
             tensor
@@ -141,31 +141,29 @@ class ModuleState:
         #: (weight, copy) of weights that forwards write
         self._weights = [(weight, weight.detach().clone()) for weight in weights]
 
-    @property
-    def weights(self) -> list[nn.Parameter]:
-        """Those that are restored."""
-        return [weight for weight, _ in self._weights]
+    def now(self) -> ModuleState:
+        """Return the present state of the same modules and weights."""
+        weights = [weight for weight, _ in self._weights]
+        return ModuleState(self.modules, self._called, self._attributes.places, weights)
 
     def forget_weights(self) -> None:
         """Do not restore weights: another update has written them."""
         self._weights = []
 
-    def changed(self) -> list[nn.Module]:
-        """Return the modules that hold something else now."""
-        found, changed = [], self._attributes.changed()
-        for (module, attributes), buffers in zip(self._attributes.held, self._buffers, strict=True):
-            same = module not in changed and len(module._buffers) == len(buffers)
-            same = same and all(module._buffers.get(name) is buffer for name, buffer in buffers.items())
-            held = [v for v in (*attributes.values(), *buffers.values()) if isinstance(v, Tensor) and v in self._copies]
-            if not same or not all(v.layout is torch.strided and torch.equal(v, self._copies[v]) for v in held):
-                found.append(module)
-        return found
-
     def written(self) -> list[nn.Module]:
-        """Return the modules that have changed, and those whose buffers were written, even with equal values."""
-        changed = dict.fromkeys(self.changed())
-        raised = {tensor for tensor, version in self._versions.items() if tensor._version != version}
-        return [m for m in self.modules if m in changed or not raised.isdisjoint(m._buffers.values())]
+        """Return the modules that hold something else now, or of which a tensor was written, even with equal values."""
+        changed, written = self._attributes.changed(), set(filter(self._was_written, self._copies))
+        return [
+            module
+            for (module, attributes), buffers in zip(self._attributes.held, self._buffers, strict=True)
+            if module in changed
+            or not _same_objects(module._buffers, buffers)
+            or any(isinstance(v, Tensor) and v in written for v in (*attributes.values(), *buffers.values()))
+        ]
+
+    def _was_written(self, tensor: Tensor) -> bool:
+        same = tensor._version == self._versions[tensor] and tensor.layout is torch.strided
+        return not (same and torch.equal(tensor, self._copies[tensor]))
 
     def counted_in(self, under_way: ModuleState, num_under_way: int, num_since: int) -> str:
         """Name what has changed since then although forwards under way have read it; "" if nothing has.
@@ -227,12 +225,13 @@ class ChangingModules:
 
     def __init__(self, modules: Sequence[nn.Module], called: Sequence[nn.Module]) -> None:
         self._modules, self._called = modules, called
+        self._nothing = ModuleState([])
         #: kind of a run -> modules that it changes, each time
         self._seen: dict[Any, list[list[nn.Module]]] = {}
         #: attributes whose inside can be kept; None: not searched yet
         self._places: list[Place] | None = None
 
-    def state(self, kind: Any, weights: Iterable[nn.Parameter] = (), known: Iterable[nn.Module] = ()) -> ModuleState:
+    def state(self, kind: Any, weights: Collection[nn.Parameter] = (), known: Iterable[nn.Module] = ()) -> ModuleState:
         """Return the state of the modules that runs of a kind change: of all, until that has been observed.
 
         Args:
@@ -240,10 +239,15 @@ class ChangingModules:
             known: modules that they may change in any case.
         """
         seen = self._seen.get(kind, [])
+        if self._places is None:
+            self._places = places_in(self._modules)
         if len(seen) < _LOOKS:
-            return ModuleState(self._modules, self._called, self.places(), weights)
-        changing = list(dict.fromkeys(chain(known, *seen)))
-        return ModuleState(changing, changing, self.places(), weights)
+            return ModuleState(self._modules, self._called, self._places, weights)
+        changing = dict.fromkeys(chain(known, *seen))
+        if not (changing or weights):
+            return self._nothing
+        places = [place for place in self._places if place[0] in changing]
+        return ModuleState(list(changing), list(changing), places, weights)
 
     def note(self, kind: Any, before: ModuleState) -> None:
         """Observe what a run has changed."""
@@ -251,11 +255,9 @@ class ChangingModules:
         if len(seen) < _LOOKS:
             seen.append(before.written())
 
-    def places(self) -> list[Place]:
-        """Return the attributes whose inside can be kept."""
-        if self._places is None:
-            self._places = places_in(self._modules)
-        return self._places
+
+def _same_objects(some: Mapping[str, Any], others: Mapping[str, Any]) -> bool:
+    return some.keys() == others.keys() and all(value is others[name] for name, value in some.items())
 
 
 def equal(some: Any, other: Any) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from typing import NamedTuple, NoReturn
 
@@ -44,7 +44,7 @@ class Recomputation:
         #: one flag on the device for each output that was recomputed: whether it differs
         self._differ: list[Tensor] = []
 
-    def before_step(self, weights: Iterable[nn.Parameter] = ()) -> ModuleState:
+    def before_step(self, weights: Collection[nn.Parameter] = ()) -> ModuleState:
         """Return the state of the modules that steps change: of all, until that has been observed.
 
         Args:
@@ -55,10 +55,6 @@ class Recomputation:
     def note_step(self, before: ModuleState) -> None:
         """Observe what a step has changed."""
         self._changing.note((self._modes(), True), before)
-
-    def now(self, before: ModuleState) -> ModuleState:
-        """Return the present state of the modules of `before`."""
-        return ModuleState(before.modules, before.called, self._changing.places(), before.weights)
 
     def _modes(self) -> tuple[bool, ...]:
         return tuple([module.training for module in self._modules])

@@ -9,7 +9,6 @@ import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import wraps
 from typing import Any, Protocol
 
 import torch
@@ -215,14 +214,14 @@ class Skeleton:
     def _wrap(self, block: nn.Module) -> tuple[dict[str, Any], str, Any]:
         """Make a block report; return what undoes it: its attributes, the name of one, and its value (None: none)."""
         # Hooks belong to the block: they may need numbers, and a stage may end with the call.
-        name = "_compiled_call_impl" if has_hooks(block) else "forward"
-        forward: Callable[..., Any] = block._call_impl if has_hooks(block) else block.forward
+        name = "_compiled_call_impl" if (hooked := has_hooks(block)) else "forward"
+        forward: Callable[..., Any] = block._call_impl if hooked else block.forward
 
-        @wraps(forward)
         def reported(*args: Any, **kwargs: Any) -> Any:
             # Without a running forward the block is called inside another block.
             return forward(*args, **kwargs) if self.run is None else self.run.block(block, forward, args, kwargs)
 
+        reported.__wrapped__ = forward  # type: ignore[attr-defined]  # whose signature models ask for
         held = vars(block)  # setattr on a compiled module would set the attribute of the module inside
         before = held.get(name)
         held[name] = reported
