@@ -124,8 +124,8 @@ class ReductionTree:
         if kind is G:
             return [node], []
         if kind is S:
-            (piece,) = (each for each in self.pieces(stage, reductions) if each.number == index // routes)
-            return [node], [G(s, piece.number * routes + r) for s, r in piece.holders(routes) if (s, r) != node]
+            holders = self._holders(stage, index // routes, reductions)
+            return [node], [G(s, index // routes * routes + r) for s, r in holders if (s, r) != node]
         if kind is U:
             awaited = self.awaited(self.spec.place(*node), reductions)
             sums = self.sums(*node, reductions)
@@ -176,6 +176,11 @@ class ReductionTree:
             found += [Piece(begin + n, (stage,), (stage, n % routes)) for n in range(count)]
         return found
 
+    def _holders(self, stage: int, number: int, reductions: Reductions) -> list[Replica]:
+        """Return who holds a piece; none of one that `reductions` do not know, as of a trace, which has none."""
+        pieces = (piece for piece in self.pieces(stage, reductions) if piece.number == number)
+        return [holder for piece in pieces for holder in piece.holders(self.spec.num_routes)]
+
     def sums(self, stage: int, route: int, reductions: Reductions) -> list[Action]:
         """Return the sums of gradients that an update takes; none if nobody else holds its parameters."""
         owners = ((piece.number, piece.owner) for piece in self.pieces(stage, reductions))
@@ -196,10 +201,10 @@ class ReductionTree:
         stage, kind, route = action
         if kind in (G, S, P):
             number, node = divmod(route, self.spec.num_routes)[0], (stage, route % self.spec.num_routes)
-            (piece,) = (each for each in self.pieces(stage, reductions) if each.number == number)
             if kind is G:
-                return [S(piece.owner[0], number * self.spec.num_routes + piece.owner[1])]
-            holders = piece.holders(self.spec.num_routes)
+                owners = (piece.owner for piece in self.pieces(stage, reductions) if piece.number == number)
+                return [S(owner[0], number * self.spec.num_routes + owner[1]) for owner in owners]
+            holders = self._holders(stage, number, reductions)
             if kind is P:
                 return [A(*holder) for holder in holders if holder != node]
             # Norms are of route 0, on whose worker the sums are needed anyway.

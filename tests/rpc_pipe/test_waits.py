@@ -1,5 +1,7 @@
-from rpc_pipe.dependency import B, F, U
-from rpc_pipe.planning.simulator import simulate, uniform
+from rpc_pipe.dependency import NO_REDUCTIONS, B, F, U
+from rpc_pipe.drawing.chrome import write_chrome
+from rpc_pipe.planning.relation import Relation
+from rpc_pipe.planning.simulator import Link, simulate, uniform
 from rpc_pipe.planning.span import Span
 from rpc_pipe.planning.waits import Wait, waits
 from rpc_pipe.schedules import SCHEDULES
@@ -42,3 +44,16 @@ def test_a_need_that_is_missing_is_no_cause():
 def test_what_overlaps_leaves_no_gap():
     spans = [Span(0, F(0, 0), 0, 5), Span(0, F(0, 1), 1, 2), Span(0, B(0, 0), 5, 6)]
     assert waits(SPEC, spans) == {}
+
+
+def test_a_trace_of_gradients_that_stages_share_is_drawn(tmp_path):
+    """A recorded step has exchanges of tied parameters and of buckets, and a schedule alone knows of neither."""
+    divided = NO_REDUCTIONS._replace(tied=(((0, 1), 0),))
+    links = {(1, 0): Link(bandwidth=1)}
+    spans = simulate(
+        Relation(SPEC, reductions=divided), uniform({F: 1, B: 2, U: 1}), links=links, payload=lambda _: 3
+    ).spans
+    assert {"1G0", "0S0"} <= {str(span.action) for span in spans}
+    found = waits(SPEC, spans)
+    write_chrome(tmp_path / "trace", SPEC, {0: spans})
+    assert any(span.action.kind is U for span in found) and (tmp_path / "trace").stat().st_size
