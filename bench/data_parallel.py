@@ -207,8 +207,9 @@ def emulated(steps: int = _STEPS, speed: float = 1) -> tuple[Contest, list[float
 
     batch = [(x.detach(), y) for x, y in devices.batch(_MICROBATCHES)]
     workload = Connected(stage, nn.functional.mse_loss, lambda _: batch, uplink=uplink, bucket=one / 2**20)
-    layers = [LayerCost({**times, U: _UPDATE_MS}, Size(weights=one, gradients=one))] * _PARTS
-    machines = Machines(_WORKERS, uplinks=dict.fromkeys(range(_WORKERS), uplink / 1e3))
+    bucket = _BUCKET * 2**20  # `plan` has buckets of this size, so for it everything is so much larger
+    layers = [LayerCost({**times, U: _UPDATE_MS}, Size(weights=bucket, gradients=bucket))] * _PARTS
+    machines = Machines(_WORKERS, uplinks=dict.fromkeys(range(_WORKERS), uplink / 1e3 * bucket / one))
     request = PlanRequest(Profile({1: layers}), machines, _MICROBATCHES, (_MICROBATCHES,), False, ("1f1b",))
 
     def cost(job: Job) -> Any:

@@ -48,11 +48,11 @@ class Spec(Declared):
         stage, kind, microbatch = action
         return self._going(kind.way, stage - kind.way, microbatch) if kind.way else None
 
-    def successors(self, action: Action) -> list[Action]:
+    def successors(self, action: Action, reductions: Reductions = NO_REDUCTIONS) -> list[Action]:
         """Return the actions that take the payload of `action`; none if it has no payload."""
         stage, kind, microbatch = action
         if not kind.per_microbatch:
-            return reduction_tree(self).successors(action)
+            return reduction_tree(self).successors(action, reductions)
         follower = self._going(kind.way, stage + kind.way, microbatch) if kind.way else None
         return [] if follower is None else [follower]
 

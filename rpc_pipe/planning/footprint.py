@@ -99,9 +99,9 @@ def peak_bytes(simulation: Simulation, sizes: Sequence[Size]) -> tuple[float, ..
             add(worker, span.end, -(size.activations if action.kind is B else size.after_inputs))
         if slices > 1 and action.kind.per_microbatch:
             _add_state(add, span, sizes[action.stage].state, slices, spec.share(action))
-        amount = payload_bytes(action, size, spec.num_routes)
+        amount = payload_bytes(action, size, spec.num_routes * simulation.buckets(action.stage))
         kept = 0 if action.kind is not F or spec.recomputes(action.stage) else min(amount, size.kept_outputs)
-        for user in spec.successors(action):
+        for user in simulation.successors(action):
             at = spec.worker(user)
             there = arrival.get((action, at), span.end)
             if at != worker:
@@ -166,12 +166,17 @@ def weight_bytes(spec: Spec, sizes: Sequence[Size]) -> list[float]:
     ]
 
 
-def payload_bytes(action: Action, size: Size, num_routes: int = 1) -> float:
-    """Return the bytes of an action's payload for other stages or routes; `size` is that of its stage."""
+def payload_bytes(action: Action, size: Size, num_parts: int = 1) -> float:
+    """Return the bytes of an action's payload for other stages or routes.
+
+    Args:
+        size: of its stage.
+        num_parts: in how many parts gradients are exchanged: a bucket or several for each route.
+    """
     if action.kind is F:
         return size.outputs
     if action.kind in (G, S, P):
-        return size.gradients / num_routes
+        return size.gradients / num_parts
     return size.inputs if action.kind in (B, I) else 0
 
 
@@ -179,7 +184,7 @@ def num_messages(simulation: Simulation) -> int:
     """Return how many payloads travel between workers in a step."""
     spec = simulation.spec
     return sum(
-        len({spec.worker(user) for user in spec.successors(action)} - {worker})
+        len({spec.worker(user) for user in simulation.successors(action)} - {worker})
         for worker, action, _, _ in simulation.spans
         if action.kind not in (R, W, U)
     )

@@ -5,11 +5,12 @@ Loads without torch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from ..dependency import Action, G, Kind, S, Spec, W
+from ..dependency import NO_REDUCTIONS, Action, G, Kind, S, Spec, W
 from .bottleneck import Ends
 from .footprint import Size, num_messages, payload_bytes, peak_bytes
 from .plan import Plan
@@ -17,15 +18,24 @@ from .profile import TIMED, Chain, Machines
 from .relation import Relation
 from .simulator import Link, Simulation, simulate
 
+#: more buckets of a stage would hide no more than an eighth of one replica's part of its gradients
+_MOST_BUCKETS = 8
+
 
 class PricedSchedule:
-    """A spec on given machines, to be simulated with many cuts of a chain of blocks."""
+    """A spec on given machines, to be simulated with many cuts of a chain of blocks.
 
-    def __init__(self, spec: Spec, chain: Chain, machines: Machines) -> None:
+    Args:
+        buckets: by stage, into how many each replica's part of the gradients is divided; found for each cut.
+    """
+
+    def __init__(self, spec: Spec, chain: Chain, machines: Machines, buckets: tuple[int, ...] = ()) -> None:
         self.spec = spec
         self.chain = chain
         self.machines = machines
-        self.relation = Relation(spec)
+        self._buckets = buckets or (1,) * spec.num_stages
+        self.relation = Relation(spec, reductions=NO_REDUCTIONS._replace(buckets=self._buckets))
+        self._with_buckets = {self._buckets: self}
         # Actions of one (stage, kind, worker, slice) cost the same, so costs are computed once for each of these.
         known: dict[tuple[int, Kind, int, int], int] = {}
         sizes, pairs = spec.slice_sizes, zip(self.relation.actions, self.relation.worker, strict=True)
@@ -49,7 +59,7 @@ class PricedSchedule:
         #: of the replicas' gradients each owner sums its part
         summed = 1 - 1 / spec.num_routes
         self._distinct = [
-            (stage, G, machines.slow(worker) * summed)
+            (stage, G, machines.slow(worker) * summed / self._buckets[stage])
             if kind is S
             else (stage, kind, machines.slow(worker) * (kind is not G))
             for stage, kind, worker, _ in known
@@ -80,15 +90,21 @@ class PricedSchedule:
 
     def simulate(self, ends: Ends) -> Simulation:
         """Simulate a step of the model with this cut."""
-        costs = self.costs(ends)
         if self._links is None:
-            return simulate(self.relation, costs, comm=self.machines.link.latency)
-        sizes = self.sizes(ends)
+            return simulate(self.relation, self.costs(ends), comm=self.machines.link.latency)
+        sizes, spec = self.sizes(ends), self.spec
+        of_part = [size.gradients / spec.num_routes / (spec.bucket * 2**20) for size in sizes]
+        buckets = tuple(min(_MOST_BUCKETS, max(1, math.ceil(count))) if spec.num_routes > 1 else 1 for count in of_part)
+        if buckets not in self._with_buckets:
+            self._with_buckets[buckets] = PricedSchedule(spec, self.chain, self.machines, buckets)
+        priced = self._with_buckets[buckets]
 
         def payload(action: Action) -> float:
-            return payload_bytes(action, sizes[action.stage], self.spec.num_routes) * self.spec.share(action)
+            parts = spec.num_routes * buckets[action.stage]
+            return payload_bytes(action, sizes[action.stage], parts) * spec.share(action)
 
-        return simulate(self.relation, costs, links=self._links, payload=payload, uplinks=self.machines.uplinks)
+        costs = priced.costs(ends)
+        return simulate(priced.relation, costs, links=self._links, payload=payload, uplinks=self.machines.uplinks)
 
     def step_time(self, simulation: Simulation, ends: Ends) -> float:
         """Return the time of a step among others, in milliseconds."""

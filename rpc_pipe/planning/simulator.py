@@ -134,6 +134,14 @@ class Simulation:
         """The same share of `span`."""
         return 1 - sum(self.busy) / (self.spec.num_workers * self.span) if self.span else 0.0
 
+    def successors(self, action: Action) -> list[Action]:
+        """Return the actions that take the payload of `action`."""
+        return self.spec.successors(action, self._relation.reductions)
+
+    def buckets(self, stage: int) -> int:
+        """Return into how many buckets each replica's part of the gradients of a stage is divided."""
+        return (self._relation.reductions.buckets or [1] * self.spec.num_stages)[stage]
+
     def orders(self) -> list[list[Action]]:
         """Return the order of each worker's actions of microbatches."""
         orders: list[list[Action]] = [[] for _ in range(self.spec.num_workers)]

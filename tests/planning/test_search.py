@@ -20,6 +20,7 @@ from rpc_pipe.planning.profile import Chain, LayerCost, Machines, Profile, Tie, 
 from rpc_pipe.planning.search import PlanRequest, schedule_free_bound, search
 from rpc_pipe.planning.simulator import Link
 from rpc_pipe.planning.slice_costs import SliceCosts
+from rpc_pipe.planning.specs import make_spec
 
 
 def edited(request):
@@ -325,3 +326,18 @@ def test_the_first_stage_holds_all_gradients_of_weights_while_its_w_runs():
     assert peak_bytes(run, [Size(gradients=12, activations=10), Size()])[0] == 12 + 10 + 12, (
         "the first W, and a forward"
     )
+
+
+def test_gradients_are_priced_bucket_by_bucket():
+    """As one bucket they left behind the last backward, and one pipeline of 4 stages seemed faster than two of 2."""
+    layer = LayerCost({F: 5, B: 10, U: 0.01}, Size(gradients=100 * 2**20))
+    chain, machines = Chain([layer] * 8), Machines(4, uplinks=dict.fromkeys(range(4), 10 * 2**20))
+
+    def step(replicas, **bucket):
+        asked = {} if replicas == 1 else {"replicas": replicas, **bucket}
+        spec = make_spec("1f1b", 4, 8, asked)
+        return PricedSchedule(spec, chain, machines).simulate(chain.ends([8 // spec.num_stages] * spec.num_stages)).span
+
+    # 8 buckets take 2.5 each: the last leaves when the backward ends, and then the sums of all come back.
+    assert step(2) < step(1) < step(2, bucket=1000)
+    assert step(2, bucket=1000) - step(2) == pytest.approx(40 - 22.5)
