@@ -62,6 +62,8 @@ class Declared(_Frozen):
     zero: ClassVar[int] = 0
     #: of replicas: largest bucket of gradients in MiB
     bucket: ClassVar[float] = 25.0
+    #: of replicas: what has numbers far apart: the workers of each pipeline, or those of each stage
+    spread: ClassVar[Literal["pipelines", "stages"]] = "pipelines"
 
     def __post_init__(self) -> None:
         for name in ("num_workers", "num_microbatches", "num_steps"):

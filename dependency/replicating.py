@@ -2,8 +2,8 @@
 
 Microbatch m belongs to replica m % replicas, which runs the schedule on its own microbatches. A worker is worker
 `rank // replicas` of replica `rank % replicas`: the replicas of a stage are neighbours, and the stages of a replica are
-`replicas` apart. Gradients are summed in each replica in the order of its microbatches, and then in the order of the
-replicas, as for every schedule with routes.
+`replicas` apart; if stages are spread, it is the other way round. Gradients are summed in each replica in the order of
+its microbatches, and then in the order of the replicas, as for every schedule with routes.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ from .errors import ConfigError
 from .spec import Spec, made_once
 
 
-def replicated(base: type[Spec], replicas: int, zero: int = 0, bucket: float = Spec.bucket) -> type[Spec]:
+def replicated(
+    base: type[Spec], replicas: int, zero: int = 0, bucket: float = Spec.bucket, spread: str = Spec.spread
+) -> type[Spec]:
     """Return `base` on `replicas` times as many workers.
 
     Args:
-        zero, bucket: as in `Spec`.
+        zero, bucket, spread: as in `Spec`.
 
     Raises:
         ConfigError: the schedule has updates that steps overlap with; or, from the class that is returned, the workers
@@ -34,16 +36,18 @@ def replicated(base: type[Spec], replicas: int, zero: int = 0, bucket: float = S
             f"replicas {replicas}: schedule {base.__name__} lets steps overlap; only synchronous ones, such as 1f1b, "
             "have replicas"
         )
-    return _replicated(base, replicas, zero, bucket)
+    return _replicated(base, replicas, zero, bucket, spread)
 
 
 @made_once
-def _replicated(base: type[Spec], replicas: int, zero: int, bucket: float) -> type[Spec]:
+def _replicated(base: type[Spec], replicas: int, zero: int, bucket: float, spread: str) -> type[Spec]:
     said = f", zero {zero}" * (zero > 0) + f", bucket {bucket:g}" * (bucket != Spec.bucket)
+    said += f", {spread} spread" * (spread != Spec.spread)
     own: dict[str, Any] = {
         "replicas": replicas,
         "zero": zero,
         "bucket": bucket,
+        "spread": spread,
         "_replicas": cached_property(_specs_of(base, replicas)),
         "__post_init__": _refuse_indivisible,
         "num_stages": property(lambda self: self._replicas[0].num_stages),
@@ -87,8 +91,17 @@ def _refuse_indivisible(spec: Any) -> None:
 
 def _place(spec: Any, stage: int, route: int) -> int:
     replica, inner = divmod(route, spec._replicas[0].num_routes)
-    worker: int = spec._replicas[replica].place(stage, inner) * spec.replicas + replica
-    return worker
+    own: int = spec._replicas[replica].place(stage, inner)
+    workers, replicas = spec.num_workers, spec.replicas
+    rank: int = replica * (workers // replicas) + own if spec.spread == "stages" else own * replicas + replica
+    return rank
+
+
+def _own_place(spec: Any, worker: int) -> tuple[int, int]:
+    """Return which worker of its replica `worker` is, and the replica."""
+    workers, replicas = spec.num_workers, spec.replicas
+    replica, own = divmod(worker, workers // replicas) if spec.spread == "stages" else divmod(worker, replicas)[::-1]
+    return own, replica
 
 
 def _route(spec: Any, microbatch: int) -> int:
@@ -136,7 +149,7 @@ def _slot(spec: Any, action: Action) -> int:
 
 
 def _program(spec: Any, worker: int) -> Iterable[Action]:
-    own, replica = divmod(worker, spec.replicas)
+    own, replica = _own_place(spec, worker)
     if replica >= spec.num_microbatches:
         return []
     return _outer(spec, replica, spec._replicas[replica].program(own))
@@ -146,7 +159,7 @@ def _of_worker(name: str) -> Callable[[Any, int], int | None]:
     """Return what `spec` says of a worker by the method `name`: what the replica says of its own."""
 
     def says(spec: Any, worker: int) -> int | None:
-        own, replica = divmod(worker, spec.replicas)
+        own, replica = _own_place(spec, worker)
         said: int | None = getattr(spec._replicas[replica], name)(own)
         return said
 

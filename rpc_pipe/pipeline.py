@@ -71,6 +71,7 @@ class Pipeline(Inspected):
         slices: into how many each sequence is cut, or their sizes, such as "8,6,5,4"; see docs/schedules.md.
         zero: 1: each replica keeps the optimizer states of its part of the parameters alone (ZeRO stage 1).
         bucket: the most gradients, in MiB, that replicas exchange at once.
+        spread: "stages" puts the replicas of a stage far apart instead of the stages of a pipeline (docs/replicas.md).
         split: number of layers, or of calls of blocks, for each stage; even by default.
         blocks: names of the model's lists of blocks, or of single blocks; found automatically by default.
         example: a batch with which the model is cut at once; by default the first batch cuts it.
@@ -109,6 +110,7 @@ class Pipeline(Inspected):
         slices: int | str | None = None,
         zero: int = 0,
         bucket: float = 25.0,
+        spread: str = "pipelines",
         split: Sequence[int] | None = None,
         blocks: str | Sequence[str] | None = None,
         example: Tree | None = None,
@@ -120,7 +122,7 @@ class Pipeline(Inspected):
         **old: Any,
     ) -> None:
         self._forgot_optimizer = training is None and "optimizer" not in old
-        schedule_options = with_replicas(schedule_options, replicas, zero, bucket, slices)
+        schedule_options = with_replicas(schedule_options, replicas, zero, bucket, slices, spread)
         said = schedule, schedule_options, num_microbatches, num_workers, split, order, device, seed, transport, plan
         schedule, schedule_options, num_microbatches, num_workers, split, order, device, seed, transport, self._plan = (
             overrides.settle(apply_plan(plan, overrides.Settings(*said)))

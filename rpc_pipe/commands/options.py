@@ -74,6 +74,7 @@ def add_schedule(parser: Parser) -> None:
     parser.add_argument("--replicas", type=whole(1), help="replicas of the pipeline, which share the workers (1)")
     parser.add_argument("--zero", type=whole(0), help="1: divide optimizer states among the replicas (0)")
     parser.add_argument("--bucket", metavar="MIB", help="largest part of gradients that replicas exchange at once (25)")
+    parser.add_argument("--spread", help="stages: put the replicas of a stage far apart, not each pipeline (pipelines)")
     parser.add_argument("--microbatches", type=whole(1), help="microbatches of a step, of all replicas together (8)")
 
 
@@ -173,9 +174,9 @@ def typed_spec(typed: Mapping[str, Any]) -> Spec:
 
 
 def schedule_options(typed: Mapping[str, Any]) -> dict[str, str]:
-    """Read a schedule's parameters from `--set`, `--window`, `--replicas`, `--slices`, `--zero` and `--bucket`."""
+    """Read a schedule's parameters from `--set`, `--window`, `--replicas` and the like."""
     options = parse_assignments("--set", typed.get("set", []))
-    for name in ("window", "replicas", "slices", "zero", "bucket"):
+    for name in ("window", "replicas", "slices", "zero", "bucket", "spread"):
         if name in typed:
             if name in options:
                 raise ConfigError(f"--{name} {typed[name]}: --set {name}={options[name]} says it too")

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..dependency import ConfigError
+from ..dependency import ConfigError, Spec
 from ..drawing.plans import front_svg, front_text, left_out_text, plans_table, why
 from ..launching.report import Reporter
 from ..planning.advice import Advice, binding_limits, changes_that_fit
@@ -60,6 +60,9 @@ def add(commands: Any) -> None:
         "so that all take equally long (1)",
     )  # fmt: skip
     parser.add_argument("--zero", type=whole(0, 1), help="1: divide optimizer states among the replicas (0)")
+    parser.add_argument(
+        "--spread", choices=("pipelines", "stages"), help="what lies far apart: each pipeline, or a stage's replicas"
+    )
     parser.add_argument("--topology", metavar="FILE", help="JSON: memory and speed of each worker, links between them")
     parser.add_argument(
         "--link", metavar="MS[/BANDWIDTH]", help="link between any two workers, in ms and bytes a second (measured)"
@@ -203,8 +206,9 @@ def _request(typed: dict[str, Any], seconds: float, reporter: Reporter) -> tuple
         if workers % number:
             nearest = max(n for n in range(1, number) if workers % n == 0)
             raise ConfigError(f"--replicas {number}: must divide the {workers} workers; take {nearest}")
-    if typed.get("zero") and max(replicas) == 1:
-        raise ConfigError("--zero 1: is of replicas, and there is one; add --replicas 1,2")
+    for name in ("zero", "spread"):
+        if typed.get(name) and max(replicas) == 1:
+            raise ConfigError(f"--{name} {typed[name]}: is of replicas, and there is one; add --replicas 1,2")
     least, slices = workers // max(replicas), typed.get("slices", [1])
     profile, path = find_profile(typed, wanted, reporter, at_least=least, together=_together(typed, workers))
     profile = with_slices(typed, profile, path, max(slices))
@@ -220,6 +224,7 @@ def _request(typed: dict[str, Any], seconds: float, reporter: Reporter) -> tuple
         schedules=tuple(typed["schedule"]) if "schedule" in typed else None,
         replicas=tuple(replicas),
         zero=typed.get("zero", 0),
+        spread=typed.get("spread", Spec.spread),
         slices=tuple(slices),
         seconds=seconds,
     )

@@ -56,9 +56,8 @@ class Overrides:
         for name, value in self._typed.items():
             self._replaced(_option(name), _shown(value), name, getattr(said, name), value)
         if self._typed.get("schedule", said.schedule) != said.schedule:
-            kept = {
-                name: value for name, value in options.items() if name in ("replicas", "slices", "zero", "bucket")
-            }  # of most schedules
+            of_most = "replicas", "slices", "zero", "bucket", "spread"
+            kept = {name: value for name, value in options.items() if name in of_most}
             if options != kept:
                 gone = {name: value for name, value in options.items() if name not in kept}
                 self._say(f"--schedule {self._typed['schedule']} leaves out the script's {_pairs(gone)}")

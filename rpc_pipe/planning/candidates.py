@@ -71,6 +71,7 @@ def candidates(
     schedules: Sequence[str] | None = None,
     replicas: Sequence[int] = (1,),
     zero: int = 0,
+    spread: str = Spec.spread,
     slices: Sequence[tuple[int, ...]] = ((1,),),
 ) -> Iterator[Candidate]:
     """Yield the candidates for this number of workers: without recomputation, with it on the first stages, and on all.
@@ -81,7 +82,7 @@ def candidates(
         most_stages: the most stages that the model can be cut into.
         schedules: names; None: all synchronous ones, as asynchronous ones train other parameters.
         replicas: how many replicas of the pipeline may share the workers.
-        zero: 1: where there are several, they divide optimizer states.
+        zero, spread: of these, where there are several, as in `Spec`.
         slices: into what each sequence may be cut: sizes of slices, in parts of it.
     """
     seen = set()
@@ -89,7 +90,8 @@ def candidates(
         if schedules is not None and name not in schedules:
             continue
         sliced = None if len(sizes) == 1 else ",".join(map(str, sizes)) if len(set(sizes)) > 1 else len(sizes)
-        parameters = with_replicas(own, number, zero if number > 1 else 0, slices=sliced) or {}
+        far = spread if number > 1 else Spec.spread
+        parameters = with_replicas(own, number, zero if number > 1 else 0, slices=sliced, spread=far) or {}
         for count in microbatches:
             plain = Candidate(name, parameters, count)
             try:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ..dependency import F, U
+from ..dependency import F, Spec, U
 from .candidates import Candidate, candidates
 from .cut_search import CutFound, CutSearch
 from .plan import Plan, schedule_label
@@ -39,6 +39,8 @@ class PlanRequest:
     replicas: tuple[int, ...] = (1,)
     #: 1: replicas divide optimizer states among them
     zero: int = 0
+    #: what of these lies far apart: `pipelines` or `stages`
+    spread: str = Spec.spread
     #: into how many slices sequences may be cut; each number but 1 needs a profile that has measured slices
     slices: tuple[int, ...] = (1,)
     #: how long to search; then the plan is returned with the gap that is left
@@ -118,6 +120,7 @@ class _Search:
             schedules=q.schedules,
             replicas=q.replicas,
             zero=q.zero,
+            spread=q.spread,
             slices=[q.slicing.balanced(count) for count in q.slices],
         )
         searches = []

@@ -100,8 +100,8 @@ def make_spec(
     """Make the spec of a schedule; parameters may be text, as typed after `--set`.
 
     Every schedule that does not recompute by itself takes `recompute`: `all`, `none`, or stages such as `0+1`. Every
-    synchronous one takes `replicas`: how many replicas of the pipeline share the workers; and with them `zero` and
-    `bucket`, as `Spec` says; most take `slices`, as below.
+    synchronous one takes `replicas`: how many replicas of the pipeline share the workers; and with them `zero`,
+    `bucket` and `spread`, as `Spec` says; most take `slices`, as below.
 
     Args:
         slices: into how many slices each sequence is cut, such as `4`, or their sizes in parts, such as `8,6,5,4`.
@@ -214,9 +214,11 @@ def with_replicas(
     zero: int = 0,
     bucket: float = Spec.bucket,
     slices: int | str | None = None,
+    spread: str = Spec.spread,
 ) -> Mapping[str, Any] | None:
     """Return a schedule's parameters with those of replicas and slices that differ from what is usual."""
-    asked = {"replicas": (replicas, 1), "zero": (zero, 0), "bucket": (bucket, Spec.bucket), "slices": (slices, None)}
+    asked: dict[str, tuple[Any, Any]] = {"replicas": (replicas, 1), "zero": (zero, 0), "bucket": (bucket, Spec.bucket)}
+    asked |= {"slices": (slices, None), "spread": (spread, Spec.spread)}
     found = {name: value for name, (value, usual) in asked.items() if value != usual}
     return {**(parameters or {}), **found} if found else parameters
 
@@ -226,7 +228,7 @@ def _read_replicas(
 ) -> tuple[int, dict[str, Any]]:
     """Take out of a schedule's parameters how many replicas there are, and how they exchange gradients."""
 
-    def read(name: str, usual: float, kind: type, allows: Callable[[Any], bool], rule: str) -> Any:
+    def read(name: str, usual: Any, kind: type, allows: Callable[[Any], bool], rule: str) -> Any:
         said = parameters.pop(name, usual)
         try:
             found = kind(said)
@@ -250,7 +252,9 @@ def _read_replicas(
     size = f"must be a size in MiB above 0; take {Spec.bucket:g}"
     zero = read("zero", 0, int, lambda said: said in (0, 1), one)
     bucket = read("bucket", Spec.bucket, float, lambda said: 0 < said < float("inf"), size)
-    return replicas, {"zero": zero, "bucket": bucket}
+    far = "must be pipelines, each over all hosts, or stages, each pipeline on as few hosts as can be; take stages"
+    spread = read("spread", Spec.spread, str, lambda said: said in ("pipelines", "stages"), far)
+    return replicas, {"zero": zero, "bucket": bucket, "spread": spread}
 
 
 def _read_stages(said: Any) -> frozenset[int] | None:

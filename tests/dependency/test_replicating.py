@@ -31,6 +31,15 @@ def test_the_replicas_of_a_stage_are_neighbours_and_a_pipeline_strides_over_them
     assert [spec.route(m) for m in range(6)] == [0, 1, 2, 3, 0, 1]
 
 
+def test_with_stages_spread_a_pipeline_has_neighbours_and_the_replicas_of_a_stage_are_far_apart():
+    spec = make_spec("1f1b", 16, 8, {"replicas": 4, "spread": "stages"})
+    assert [spec.place(stage, 0) for stage in range(4)] == [0, 1, 2, 3]
+    assert [spec.place(2, route) for route in range(4)] == [2, 6, 10, 14]
+    check_all(spec)
+    check_all(make_spec("zb-v", 6, 7, {"replicas": 3, "spread": "stages"}))
+    assert spec != make_spec("1f1b", 16, 8, {"replicas": 4})
+
+
 def test_routes_of_a_schedule_stay_within_their_replica():
     spec = make_spec("chimera", 4, 8, {"replicas": 2})
     assert spec.num_routes == 4
@@ -124,6 +133,8 @@ def test_what_cannot_be_is_refused_with_what_can(name, workers, microbatches, re
         ({"zero": 1}, "zero 1: is of replicas, and there is one; take replicas 2, or leave it out"),
         ({"replicas": 2, "bucket": 0}, "bucket 0: must be a size in MiB above 0; take 25"),
         ({"bucket": "x"}, "bucket x: must be a size in MiB above 0; take 25"),
+        ({"replicas": 2, "spread": "hosts"}, "spread hosts: must be pipelines, each over all hosts, or stages"),
+        ({"spread": "stages"}, "spread stages: is of replicas, and there is one; take replicas 2, or leave it out"),
         ({"bucket": 5}, "bucket 5: is of replicas, and there is one; take replicas 2, or leave it out"),
     ],
 )

@@ -125,13 +125,13 @@ def test_a_plan_is_run_as_it_says(model, capsys, tmp_path):
 def test_a_plan_says_how_many_replicas_there_are(model, capsys, tmp_path):
     out = tmp_path / "plan.json"
     asked = ["--workers", "8", "--replicas", "4,8", "--batch", "8", "--microbatches", "8", "--schedule", "gpipe"]
-    assert (
-        main(["plan", f"{model}:make", "--alone", "--zero", "1", *asked, "--seconds", "2", "--output", str(out)]) == 0
-    )
+    asked += ["--zero", "1", "--spread", "stages"]
+    assert main(["plan", f"{model}:make", "--alone", *asked, "--seconds", "2", "--output", str(out)]) == 0
     assert "gpipe replicas=" in capsys.readouterr().out
     made, plan = load_user_model(f"{model}:make"), read_plan(out)
     with Pipeline(made.model, made.loss_fn, plan=out) as pipe:
         assert pipe.num_workers == 8 and pipe.spec.num_routes == plan.parameters["replicas"] and pipe.spec.zero
+        assert pipe.spec.spread == "stages"
         assert pipe.spec.num_stages * pipe.spec.num_routes == 8
         pipe.step(resize_batch(made.batch, 8))
 

@@ -44,12 +44,13 @@ def model(tmp_path):
 )
 def test_replicas_train_the_bits_of_one_process(model, schedule, workers, replicas, capsys):
     typed = ["--schedule", schedule, "--workers", workers, "--replicas", replicas, "--microbatches", 7]
-    for zero in ([], ["--zero", 1, "--bucket", "0.0002", "--max-grad-norm", 0.1]):
-        assert main(["verify", model, *map(str, typed + zero), "--transport", "local", "--json"]) == 0
+    zero = ["--zero", 1, "--bucket", "0.0002", "--max-grad-norm", 0.1]
+    for more in ([], zero, [*zero, "--spread", "stages"]):
+        assert main(["verify", model, *map(str, typed + more), "--transport", "local", "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["identical"]
 
 
-@pytest.mark.parametrize(("transport", "zero"), [("rpc", "0"), ("zmq", "0"), ("zmq", "1")])
+@pytest.mark.parametrize(("transport", "zero"), [("rpc", "0"), ("zmq", "0"), ("zmq", "1 --spread stages")])
 def test_processes_too(model, transport, zero):
     typed = f"--schedule zb-h1 --workers 4 --replicas 2 --zero {zero} --microbatches 7 --json --transport".split()
     ran = rpc_pipe("verify", model, *typed, transport)
