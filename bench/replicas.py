@@ -58,7 +58,7 @@ def main() -> None:
                   f"{measured / simulated - 1:+.1%}")  # fmt: skip
         exposed = steps[_LINK_MS][0] - steps[0][0]
         whole = _STAGES * _LINK_MS * 2 * (replicas - 1) / replicas
-        back = _LINK_MS * (replicas - 1) / replicas  # to the first stage, after its update
+        back = _LINK_MS * (replicas - 1) / replicas * zero  # to the first stage, after its update
         hidden, but_back = 1 - exposed / whole, 1 - (exposed - back) / (whole - back)
         print(
             f"zero {zero}: {exposed:.1f} of {whole:.1f} ms exposed, {hidden:.0%} hidden; without what comes back to "

@@ -110,6 +110,8 @@ class Step:
     state: WorkerState
     #: its actions on this worker
     tasks: dict[Action, Task]
+    #: takes in what has arrived, in the middle of an action
+    take_in: Callable[[], None]
     #: number under which workers exchange its payloads
     run: int
     #: index of the training step

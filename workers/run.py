@@ -107,7 +107,9 @@ class Stream:
         if not self._steps:
             self._mailbox.go_on(run)
         self._worker.next_step += batch.train
-        step = self._newest = self._steps[run] = Step(batch, state, tasks, run, number, time.perf_counter_ns())
+        step = self._newest = self._steps[run] = Step(
+            batch, state, tasks, self._take_arrivals, run, number, time.perf_counter_ns()
+        )  # fmt: skip
         step.forwards_left, step.undoable = batch.part.num_forwards, undoable
         wanted: dict[int, list[tuple[Action | str, bool]]] = {}
         for need in state.start():
@@ -161,8 +163,7 @@ class Stream:
 
     def _advance(self) -> None:
         """Do what can be done next, or wait until there is something."""
-        for arrival in self._mailbox.arrivals(self._steps):
-            self._take_in(arrival)
+        self._take_arrivals()
         if not self._act():
             self._wait()
             self._act()
@@ -194,6 +195,10 @@ class Stream:
             if not step.state.may_be_overtaken:
                 break
         return None
+
+    def _take_arrivals(self) -> None:
+        for arrival in self._mailbox.arrivals(self._steps):
+            self._take_in(arrival)
 
     def _take_in(self, arrival: Arrival) -> None:
         step, what = self._steps[arrival.run], arrival.what

@@ -30,18 +30,18 @@ def tasks(part: Part, shards: dict[tuple[int, int], Shard]) -> dict[Action, Task
         handler, is_last = handler_of(kind), stage == spec.last_stage
         found[entry.action] = Task(entry, str(entry.action), shards[place], handler, saves, recomputes, is_last)
     if exchanges:
-        for action, given in _given_by(part).items():
-            found[action] = exchanging.giving(found[action], [found[each] for each in given])
+        for action, within in _exchanged_by(part).items():
+            found[action] = exchanging.exchanging(found[action], [found[each] for each in within])
     return found
 
 
-def _given_by(part: Part) -> dict[Action, list[Action]]:
-    """Return, by last backward of a shard, which gradients other workers take of it."""
+def _exchanged_by(part: Part) -> dict[Action, list[Action]]:
+    """Return, by last backward of a shard, which gradients it gives to other workers, and which it sums."""
     found: dict[Action, list[Action]] = {}
     for entry in part.entries:
-        if entry.action.kind is G and not entry.here:
-            for need in entry.own:
-                if need.kind is B:
+        if entry.action.kind is S or (entry.action.kind is G and not entry.here):
+            for need in entry.own:  # a later backward of another shard may stand for the last of this one
+                if need.kind is B and part.shard(need) == part.shard(entry.action):
                     found.setdefault(need, []).append(entry.action)
     return found
 

@@ -19,6 +19,7 @@ from ..dependency import (
     Part,
     PipeError,
     Reductions,
+    S,
     ScheduleError,
     Spec,
     entries,
@@ -71,7 +72,7 @@ class Relation:
         self.others: list[list[int]] = [[] for _ in self.actions]
         #: (number, worker): that worker waits for the action, but does not take its output
         self.signals: set[tuple[int, int]] = set()
-        #: last backward of a replica -> gradients that leave within it: (at which part of its time, number of `G`)
+        #: last backward of a replica -> gradients that leave, or are summed, in it: (at which part of its time, number)
         self.within: dict[int, list[tuple[float, int]]] = {}
         for step in range(steps):
             self._connect(parts, step)
@@ -88,8 +89,6 @@ class Relation:
             waiting = part.waiting
             met = 0
             for number, entry in enumerate(part.entries, start):
-                if entry.action.kind is G and not entry.here:
-                    self._give_within(start, number, entry, part)
                 numbers = waiting.get(entry.action)
                 if numbers:
                     own[number] = [start + waits for waits in numbers] if start else numbers.copy()
@@ -101,6 +100,9 @@ class Relation:
                     met += 1
                     if not need.carries:
                         self.signals.add((starts[need.worker] + at, part.worker))
+            for number, entry in enumerate(part.entries, start):
+                if entry.action.kind is S or (entry.action.kind is G and not entry.here):
+                    self._exchange_within(start, number, entry, part)
             if met < len(waiting):
                 self._refuse(parts, part)
             if step:
@@ -112,14 +114,17 @@ class Relation:
                     for waits in numbers:
                         self.num_needs[start + waits] += 1
 
-    def _give_within(self, start: int, number: int, entry: Entry, part: Part) -> None:
-        """Note where a bucket of gradients leaves: those of a stage's last layers are there first."""
+    def _exchange_within(self, start: int, number: int, entry: Entry, part: Part) -> None:
+        """Note where a bucket of gradients leaves, or can be summed: those of a stage's last layers are there first."""
         stage, _, index = entry.action
         bucket = (index // self.spec.num_routes - len(self.reductions.tied)) // self.spec.num_routes
         share = (bucket + 1) / (self.reductions.buckets[stage] if self.reductions.buckets else 1)
         for need in entry.own:
-            if need.kind is B and 0 < share < 1:
-                self.within.setdefault(start + part.number[need], []).append((share, number))
+            if need.kind is B and 0 < share < 1 and part.shard(need) == part.shard(entry.action):
+                backward = start + part.number[need]
+                self.within.setdefault(backward, []).append((share, number))
+                if entry.action.kind is S:
+                    self.own[backward].remove(number)
 
     def _refuse(self, parts: list[Part], part: Part) -> None:
         for entry in part.entries:

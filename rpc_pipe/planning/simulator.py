@@ -16,7 +16,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
-from ..dependency import RESOURCES, Action, Kind, Order, Spec, U
+from ..dependency import RESOURCES, Action, Kind, Order, S, Spec, U
 from ..system.garbage import uncollected
 from .relation import Relation
 from .span import Span
@@ -298,7 +298,8 @@ def _run(relation: Relation, costs: Sequence[float], fixed: bool, comm: float, l
                 ran.append((number, now, now + costs[number]))
                 push(events, (now + costs[number], number, None))
                 for share, given in within.get(number, ()):
-                    push(events, (now + share * costs[number], -1 - given, None))
+                    summed = relation.actions[given].kind is S  # then it is one need less
+                    push(events, (now + share * costs[number], -1 - given, [given] if summed else None))
         if not events:
             break
         now = events[0][0]

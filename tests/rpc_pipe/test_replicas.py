@@ -168,14 +168,30 @@ def test_owners_update_as_everybody_does(more):
     assert all(torch.equal(state[name], state_of_owners[name]) for name in state)
 
 
-def pieces_given(monkeypatch, layers, **options):
-    """Train three steps; return, by step, what the worker ran while gradients of its stage left."""
+@pytest.mark.parametrize("zero", [0, 1])
+def test_a_replica_may_have_no_microbatch_in_a_step(zero):
+    """It took gradients for given that it had given in the step before, and the others waited for them."""
+    x, y = a_batch()
+    parts = [(x[:7], y[:7]), (x[7:], y[7:])]
+
+    def trained_by(**options):
+        training = Training(partial(torch.optim.Adam, lr=0.1))
+        with Pipeline(LAYERS, nn.functional.mse_loss, training=training, num_microbatches=2, **options) as pipe:
+            losses = [pipe.step(microbatches=parts[:count]) for count in (2, 2, 2, 1, 2)]
+            return losses, [weight.tolist() for weight in pipe.weights.state_dict().values()]
+
+    replicas = {"num_workers": 4, "replicas": 2, "zero": zero, "bucket": 5e-5, "stall_s": 20}
+    assert trained_by(**replicas) == trained_by(num_workers=2)
+
+
+def pieces_given(monkeypatch, layers, kind=G, **options):
+    """Train three steps; return, by step, what the worker ran while gradients of its stage, or sums of them, left."""
     given = []
     publish = Mailbox.publish
 
     def noted(mailbox, run, what, payload, others):
         running = next(actor.running for actor in pipe.actors if actor.mailbox is mailbox)
-        if Action.parse(str(what)).kind is G:
+        if Action.parse(str(what)).kind is kind:
             given.append(Action.parse(running).kind)
         publish(mailbox, run, what, payload, others)
 
@@ -195,6 +211,15 @@ def test_gradients_leave_while_the_last_backward_still_runs(monkeypatch):
     """Two layers of weight and bias: each replica gives half of them. The first backward only counts."""
     training = Training(partial(torch.optim.SGD, lr=0.1))
     assert pieces_given(monkeypatch, LAYERS, training=training) == [{G: 4}, {B: 4}, {B: 4}]
+
+
+def test_sums_leave_while_the_last_backward_still_runs(monkeypatch):
+    """They waited for its end, so that what came back to the first stage was never hidden.
+
+    Threads take turns: when the second replica has its last backward, the gradients of the first have come.
+    """
+    training = Training(partial(torch.optim.SGD, lr=0.1))
+    assert pieces_given(monkeypatch, LAYERS, S, training=training) == [{S: 4}, {B: 2, S: 2}, {B: 2, S: 2}]
 
 
 def test_what_is_computed_again_in_backward_leaves_behind_it(monkeypatch):

@@ -41,7 +41,7 @@ class Pieces:
         owned: names of the parameters of which this replica is the owner.
         told: names of those whose gradients the optimizer of another holder keeps.
         num_buckets: into how many the part of each replica is divided.
-        given: pieces that were given within this step's last backward.
+        done: pieces that were given, or summed, within this step's last backward.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Pieces:
         first = {name: (min(shared.get(name, (stage,))), 0) for name in owners}
         told = {name for name, holder in first.items() if holder != (stage, route)}
         self.told = parameters.keys() - self.owned if self.zero else told
-        self.given: set[int] = set()
+        self.done: set[int] = set()
         #: parameters whose gradients a backward adds once; None: none has been watched
         self._once: set[str] | None = None
 
@@ -92,26 +92,29 @@ class Pieces:
         return parameter.nbytes * parameter.requires_grad
 
     @contextmanager
-    def given_within(self, numbers: Iterable[int], publish: Callable[[int], None]) -> Iterator[None]:
-        """Call `publish(number)` within a backward for each piece, when the last of its gradients has been added.
+    def exchanged_within(self, numbers: Iterable[int], exchanged: Callable[[int], bool]) -> Iterator[None]:
+        """Call `exchanged(number)` within a backward for each piece, when the last of its gradients has been added.
+
+        It returns whether it could, and else is called again when more gradients have been added.
 
         The first such backward only counts: of parts that are computed again in backward (reentrant checkpoints), a
         gradient may be added several times, and its piece comes behind the backward.
         """
-        self.given.clear()
+        self.done.clear()
+        whole = dict[int, None]()
         once, counts = self._once, Counter[str]()
         missing = {n: {name for name in self._names[n] if self._parameters[name].requires_grad} for n in numbers}
 
         def added(name: str, number: int) -> None:
             counts[name] += 1
-            if number in self.given:
+            if number in self.done:
                 raise ConfigError(
                     f"{name}: its gradient is added {counts[name]} times in a backward, and once in the first; with "
                     "replicas a forward must use its parameters alike in every step"
                 )
             if once is not None and missing[number] <= once and missing[number] <= counts.keys():
-                publish(number)
-                self.given.add(number)
+                whole[number] = None
+                self.done |= {each for each in whole if each not in self.done and exchanged(each)}
 
         def hook(name: str, number: int) -> Callable[[Tensor], None]:
             return lambda parameter: added(name, number)
@@ -128,6 +131,12 @@ class Pieces:
                 handle.remove()
         if once is None:
             self._once = {name for name, count in counts.items() if count == 1}
+
+    def was_done(self, number: int) -> bool:
+        """Tell once whether a piece was given or summed within the last backward; a replica may have none in a step."""
+        done = number in self.done
+        self.done.discard(number)
+        return done
 
     def give(self, number: int) -> Payload:
         """Return this replica's gradients of a piece by name (None: no gradient); with ZeRO it has them no more."""
