@@ -251,7 +251,8 @@ def rows_of(made: tuple[Contest, list[float]], rounds: int) -> list[dict[str, An
 def ratios(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, float]]:
     """Yield (who against whom, how many times as fast the first is)."""
     ms: dict[Any, float] = {(row["system"], row["schedule"]): row["median_ms"] for row in rows if "failure" not in row}
-    pairs = [(_TWO, (_DDP, _TWO)), (_TWO, (_FSDP2, _TWO)), (_ZERO, (_FSDP2, _TWO)), (_TWO, (_OURS, _ONE))]
+    peers = (_DDP, _TWO), (_FSDP2, _TWO)
+    pairs = [(ours, peer) for ours in (_TWO, _ZERO) for peer in peers] + [(_TWO, (_OURS, _ONE))]
     for ours, other in pairs:
         if (_OURS, ours) in ms and other in ms:
             yield f"rpc-pipe {ours} against {' '.join(other)}", ms[other] / ms[_OURS, ours]

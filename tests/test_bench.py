@@ -165,6 +165,7 @@ print(json.dumps(rows_of(emulated(steps=2, speed=40), 1)))
         for against in (
             " against torch + DDP 2 x 2",
             " against torch + FSDP2 2 x 2",
+            ", zero 1 against torch + DDP 2 x 2",
             ", zero 1 against torch + FSDP2 2 x 2",
             " against rpc-pipe in a loop one pipeline",
         )
