@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sysconfig
 from pathlib import Path
 
@@ -13,10 +14,12 @@ HELD_OUT_EVERY = 10
 
 def default_text() -> list[Path]:
     """Return the sources of Python's standard library, which lie on every machine."""
-    root = Path(sysconfig.get_paths()["stdlib"])
     skipped = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}
-    paths = root.rglob("*.py")
-    return sorted(path for path in paths if not skipped & set(path.relative_to(root).parts))
+    found: list[Path] = []
+    for folder, folders, files in os.walk(sysconfig.get_paths()["stdlib"]):
+        folders[:] = set(folders) - skipped
+        found += [Path(folder, file) for file in files if file.endswith(".py")]
+    return sorted(found)
 
 
 def read_text(data: str | None, context: int) -> bytes:
@@ -25,10 +28,12 @@ def read_text(data: str | None, context: int) -> bytes:
     Raises:
         ConfigError: there is nothing readable, or too little for samples of `context` bytes.
     """
-    files = default_text()
-    if data is not None:
-        path = Path(data)
-        files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+    if data is None:
+        files = default_text()
+    elif (path := Path(data)).is_dir():
+        files = sorted(p for p in path.rglob("*") if p.is_file())
+    else:
+        files = [path]
     try:
         text = b"".join(file.read_bytes() for file in files)
     except OSError as error:
