@@ -7,8 +7,10 @@ import pytest
 import torch
 from processes import ROOT, rpc_pipe
 from rpc_training import CASES, train
+from torch.distributed import rpc
+from torch.futures import Future
 
-from rpc_pipe.workers.transport.rpc import _silence_leaving
+from rpc_pipe.workers.transport.rpc import RpcLink, _silence_leaving
 
 
 @pytest.fixture(scope="module")
@@ -46,3 +48,13 @@ def test_leaving_is_not_warned_of_where_torch_was_imported_first(monkeypatch, ch
     _silence_leaving()
     assert found.value == level
     found.value = before
+
+
+def test_calls_that_lie_here_when_a_worker_leaves_break(monkeypatch):
+    """They were answered, so that nobody noticed that it had gone. Where the answer to a goodbye was still on its way,
+    and lost, the other waited 5 s for it: 10 of 80 jobs of 4 workers ended 5 s later than they had to."""
+    monkeypatch.setattr(rpc, "shutdown", lambda graceful: None)
+    link, call = RpcLink(0, 2, ""), Future()
+    link._held[1].append(call)
+    link.close()
+    assert not call.done()
