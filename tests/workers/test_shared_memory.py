@@ -11,9 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rpc_pipe.workers.transport import peer_memory
+from rpc_pipe.workers.transport import peer_memory, ways
 from rpc_pipe.workers.transport import shared_memory as module
 from rpc_pipe.workers.transport.payload import pack, unpack
+from rpc_pipe.workers.transport.peer_memory import PeerMemory
 from rpc_pipe.workers.transport.shared_memory import Channels
 from rpc_pipe.workers.transport.values import Malformed, decode_value, encode_value
 from rpc_pipe.workers.transport.wakeup import Wakeup
@@ -353,14 +354,50 @@ def test_where_the_system_refuses_memory_is_copied(monkeypatch, caplog):
 
 def test_another_process_with_the_writers_number_is_not_read(caplog):
     ends = Channels(0, Wakeup())
-    ((process, address, proof),) = ends.accept(0, offered(ends, 0))
-    assert "copied by both" in met(ends, ((process, address + 1, proof),), caplog)
+    ((name, (process, address, proof)),) = ends.accept(0, offered(ends, 0)).items()
+    assert "copied by both" in met(ends, {name: (process, address + 1, proof)}, caplog)
 
 
 @pytest.mark.parametrize("page", [None, (1, 2), (1, 2, "proof"), 7])
 def test_a_page_that_is_none_is_malformed(ends, page):
     with pytest.raises(Malformed):
+        ends.decided(0, told({PeerMemory.name: page}))
+    with pytest.raises(Malformed):
         ends.decided(0, told((page,)))
+
+
+class Mailed:
+    """A way of which only the name matters: payloads are not in memory at all."""
+
+    name = "mailed"
+
+    def page(self):
+        return None
+
+    def lay(self, tensors):
+        raise AssertionError("the reader does not have this way")
+
+
+def test_two_workers_may_have_different_ways(lending, caplog):
+    """Pages were matched by their place: a way that one of the two did not have shifted all that followed."""
+    pages = lending.accept(1, offered(lending, 1))
+    assert met(lending, {"mailed": None, **pages}, caplog, peer=1).endswith("from its memory, from 2048 KiB on")
+    lender = Channels(1, Wakeup())
+    lender._ways = {"mailed": Mailed(), **lender._ways}
+    pages = lender.accept(2, offered(lending, 2))
+    assert list(pages) == ["mailed", PeerMemory.name] and "from its memory" in met(lending, pages, caplog, peer=2)
+    payload = pack(torch.randn(10**6))
+    assert lender.write(2, (1, "0F0"), payload) is module.Written.LENT
+    ((_, _, answer, _),) = lending.read()
+    assert same(answer, payload)
+
+
+def test_a_way_that_the_system_does_not_have_takes_no_other_with_it(monkeypatch):
+    def absent():
+        raise OSError("this system has none")
+
+    monkeypatch.setattr(ways, "WAYS", (absent, PeerMemory))
+    assert list(ways.ways_here()) == [PeerMemory.name]
 
 
 def test_a_payload_whose_lender_died_is_an_error_at_once(ends, caplog):

@@ -28,7 +28,7 @@ import threading
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
@@ -44,7 +44,7 @@ from .outbox import Answer, Key
 from .ring_buffer import ASLEEP, LINE, OVERHEAD_BYTES, TOKEN_BYTES, WAY, WRITTEN, RingBuffer
 from .values import Malformed
 from .wakeup import Notifier, Wakeup
-from .ways import WAYS, Fetch, Way
+from .ways import Fetch, Way, ways_here
 
 logger = logging.getLogger(__name__)
 
@@ -105,13 +105,13 @@ class Channels:
 
     def __init__(self, worker: int, wakeup: Wakeup) -> None:
         self._worker, self.wakeup = worker, wakeup
-        self._ways: list[Way] = []
+        self._ways: dict[str, Way] = {}
         #: who is on this host; None: no channels
         self._host: tuple[str, ...] | None = None
         if POSSIBLE:
             with suppress(OSError):  # a sandbox that does not say
                 self._host = _host()
-                self._ways = [way() for way in WAYS]
+                self._ways = ways_here()
         self._gone: set[int] = set()
         self._lock = threading.Lock()
         #: payloads that came another way, by peer
@@ -155,13 +155,13 @@ class Channels:
         how = reader.choose(self._ways, pages.result())
         logger.info("worker %d: large payloads of worker %d are %s", self._worker, peer, how)
 
-    def accept(self, peer: int, offered: Any) -> tuple[Any, ...] | None:
-        """Write to `peer` through the channel that it offers, and return what it can try this worker's ways with.
+    def accept(self, peer: int, offered: Any) -> dict[str, Any] | None:
+        """Write to `peer` through the channel that it offers; return the pages of this worker's ways, for it to try.
 
         None: it is on another host.
         """
         offer = Offer.read(offered)
-        if offer.host != self._host or (writer := _accepted(offer, self._ways)) is None:
+        if offer.host != self._host or (writer := _accepted(offer, [*self._ways.values()])) is None:
             return None
         with self._lock:
             if peer in self._gone:
@@ -169,7 +169,7 @@ class Channels:
             before = self._writers.get(peer)
             if before is None or before.size < writer.size:  # offers may overtake each other
                 self._writers[peer] = writer
-        return tuple([way.page() for way in self._ways])
+        return {name: way.page() for name, way in self._ways.items()}
 
     def write(self, peer: int, key: Key, answer: Answer) -> Written:
         """Say `answer` to the question of `peer` for `key`, if this is the way. Thread-safe."""
@@ -309,17 +309,19 @@ class _Reader:
         self.ring = ring
         self._fetching: Callable[[bytes], Fetch] | None = None
 
-    def choose(self, ways: Sequence[Way], pages: Sequence[Any]) -> str:
-        """Have large payloads lent by the first of `ways` that works. Return how they come."""
+    def choose(self, ways: Mapping[str, Way], pages: Any) -> str:
+        """Have large payloads lent by the first of the writer's ways that works. Return how they come."""
+        if type(pages) is not dict:
+            raise Malformed("malformed message: not the pages of ways")
         why = ""
-        for number, (way, page) in enumerate(zip(ways, pages, strict=False), 1):
+        for number, (name, page) in enumerate(pages.items(), 1):
             try:
-                self._fetching = way.reach(page)
+                if name in ways:
+                    self._fetching = ways[name].reach(page)
+                    self.ring.counters[WAY] = number
+                    return f"{name}, from {LENT_FROM // 1024} KiB on"
             except OSError as error:
-                why += f", since they cannot be {way.name}: {error}"
-            else:
-                self.ring.counters[WAY] = number
-                return f"{way.name}, from {LENT_FROM // 1024} KiB on"
+                why += f", since they cannot be {name}: {error}"
         return f"copied by both{why}"
 
     def read(self) -> tuple[Key, Answer | OSError, int] | None:

@@ -1,13 +1,14 @@
 """Ways for large payloads: the producer says where its tensors lie, and the consumer fetches what is in them.
 
 Nobody sends: a payload stays where it was made until its consumer has taken it, into memory of its own. When two
-workers meet, the consumer tries the ways in order on what the producer tells of itself, and takes the first that works.
-Which one that is changes no bit and no order.
+workers meet, the producer tells a page of each way that it has, by name; the consumer tries those that it has too, in
+order, and takes the first that works. Which one that is changes no bit and no order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -20,9 +21,9 @@ Fetch = Callable[[Dense], Tensor]
 
 
 class Way(Protocol):
-    """One end of a way, which is made by every worker for itself."""
+    """One end of a way, which every worker makes for itself: OSError says that its system does not have it."""
 
-    #: how payloads come by it, in a sentence about them
+    #: how payloads come by it, in a sentence about them; a consumer tries what a producer has under the same name
     name: str
 
     def page(self) -> Any:
@@ -39,5 +40,15 @@ class Way(Protocol):
         """
 
 
-#: the best first; each is made by every worker for itself, and raises OSError where the system does not have it
+#: the best first
 WAYS: tuple[Callable[[], Way], ...] = (PeerMemory,)
+
+
+def ways_here() -> dict[str, Way]:
+    """Return what there is of `WAYS` on this system, by name."""
+    found: dict[str, Way] = {}
+    for make in WAYS:
+        with suppress(OSError):
+            way = make()
+            found[way.name] = way
+    return found
