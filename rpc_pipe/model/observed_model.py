@@ -20,7 +20,7 @@ from ..dependency import ModelError
 from ..system.garbage import uncollected
 from .assign.assignment import Assignment, Owners
 from .deferred import DeferredModel
-from .observe.blocks import find_blocks, named_blocks, num_bytes
+from .observe.blocks import find_blocks, named_blocks, num_bytes, stateful_beside
 from .observe.observation import Observation
 from .observe.observe_forward import observe_forward
 from .observe.placeholder import Placeholder
@@ -90,6 +90,9 @@ def observe(
         observation = observe_forward(skeleton, args, kwargs)
     else:
         observation = find_blocks(skeleton, args, kwargs, at_least)
+    if beside := stateful_beside(skeleton.module, skeleton.blocks):
+        skeleton.blocks += beside
+        observation = observe_forward(skeleton, args, kwargs)
     if not observation.calls:
         raise ModelError(
             f"model {type(skeleton.module).__name__}: calls none of its blocks; name their list with blocks="

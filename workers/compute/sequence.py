@@ -14,7 +14,6 @@ them without knowing.
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,6 +27,7 @@ from ..transport.payload import Payload, Tree, distinct_tensors, map_tensors, te
 from .shard import Shard
 from .sharing import without_aliases
 from .slice_check import Noted, compare
+from .slices import place_of_state
 from .torch_internals import no_view, without_torch_function
 
 
@@ -233,6 +233,8 @@ class Carrier:
             args = args[:place] + args[place + 1 :]
             if args[place:]:  # what follows a state that was passed by its place
                 args, kwargs = (*args[:place], kwargs.pop(name), *args[place:]), kwargs
+        elif len(args) <= place:
+            kwargs.setdefault(name, None)  # which a forward may have without a default
         output, state = forward(*args, **kwargs)
         on_shapes = any(type(tensor) is not Tensor for tensor in tensors_of(output))
         if piece is not None and not piece.is_last and not on_shapes:
@@ -243,24 +245,15 @@ class Carrier:
 
 def state_dropped(layer: nn.Module) -> nn.Module:
     """Let a layer with a state return its output alone, as in a list of layers that is trained by slices; return it."""
-    if place_of_state(layer) is not None:
+    if (place := place_of_state(layer)) is not None:
         forward = layer.forward
 
         def first(*args: Any) -> Any:
-            found = forward(*args)
+            found = forward(*args, **{place[0]: None})
             return found[0] if isinstance(found, tuple) else found
 
         layer.forward = first
     return layer
-
-
-def place_of_state(module: nn.Module) -> tuple[str, int] | None:
-    """Return name and place of a forward's parameter for a state; None: it has none."""
-    if isinstance(module, nn.RNNBase):
-        return "hx", 1
-    names = list(inspect.signature(module.forward).parameters)
-    of_torch = type(module).__module__.startswith("torch.")
-    return ("state", names.index("state")) if "state" in names and not of_torch else None
 
 
 class SlicedShard(Shard):

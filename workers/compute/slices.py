@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -184,6 +185,15 @@ class Layers:
         output = module(tree)
         times.append((kind, time.perf_counter_ns() - begin))
         return output
+
+
+def place_of_state(module: nn.Module) -> tuple[str, int] | None:
+    """Return name and place of a forward's parameter for a state; None: it has none."""
+    if isinstance(module, nn.RNNBase):
+        return "hx", 1
+    names = list(inspect.signature(module.forward).parameters)
+    of_torch = type(module).__module__.startswith("torch.")
+    return ("state", names.index("state")) if "state" in names and not of_torch else None
 
 
 def note(error: Exception, where: str) -> None:

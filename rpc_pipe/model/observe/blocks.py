@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from ...dependency import ConfigError, ModelError
+from ...workers.compute.slices import place_of_state
 from .observation import Observation
 from .observe_forward import observe_forward
 from .skeleton import Skeleton
@@ -35,6 +36,16 @@ def named_blocks(module: nn.Module, names: Sequence[str]) -> list[nn.Module]:
             near = "".join(f"; the nearest is {each}" for each in get_close_matches(name, known, 1, 0.0))
             raise ModelError(f"blocks {name!r}: the model has no module of this name{near}") from None
         found += _members(part) if isinstance(part, _LISTS) else [part]
+    return found
+
+
+def stateful_beside(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return the modules beside the blocks that have a state, such as an LSTM: on shapes they go another way."""
+    found: list[nn.Module] = []
+    for part in model.modules():
+        inside = {inner for block in (*blocks, *found) for inner in block.modules()}
+        if part not in inside and inside.isdisjoint(part.modules()) and place_of_state(part) is not None:
+            found.append(part)
     return found
 
 
