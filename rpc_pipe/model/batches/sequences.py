@@ -42,9 +42,14 @@ class Sequences:
         #: whether labels are shifted inside of the model, as Hugging Face's causal ones do
         self._shifts = self._takes_cache and loss_is_inside and takes_more and "labels" in parameters
         self._names = list(parameters)
-        self._masks = (
-            _masks(getattr(whole, "config", None), max(self._sizes) / sum(self._sizes)) if self._takes_cache else None
-        )
+        # A model without positions, as one with ALiBi, takes these from the mask of tokens, and makes its own of pairs.
+        gives_masks = self._takes_cache and "position_ids" in parameters
+        self._masks = _masks(whole, max(self._sizes) / sum(self._sizes)) if gives_masks else None
+        if self._takes_cache and getattr(getattr(whole, "config", None), "output_router_logits", False):
+            raise ConfigError(
+                "slices: output_router_logits of the model's configuration adds a loss that balances experts over "
+                "whole sequences; set it to False"
+            )
         for name, module in whole.named_modules() if self._takes_cache and whole is not None else ():
             if getattr(module, "gradient_checkpointing", False):
                 raise ConfigError(
@@ -117,6 +122,8 @@ class Sequences:
         piece = {name: _cut(tree, first.get(name, begin), end, length) for name, tree in named.items()}
         if self._masks is not None and begin and named.get("attention_mask") is None:
             piece["attention_mask"] = self._masks(begin, end, length)
+            if piece.get("position_ids") is None:  # some models would count them by the mask
+                piece["position_ids"] = torch.arange(begin, end)[None]
         return (), {**piece, "past_key_values": SliceCache(begin, end, length, whole)}
 
 
@@ -163,7 +170,7 @@ class SliceCache:
         return left.join((layer_idx, 0), keys, begin), left.join((layer_idx, 1), values, begin)
 
 
-def _masks(config: Any, largest: float) -> Callable[[int, int, int], Tensor] | None:
+def _masks(whole: Any, largest: float) -> Callable[[int, int, int], Tensor] | None:
     """Return what makes the mask of a slice from `begin` to `end` of so many tokens; None: the model makes its own.
 
     All layers save it for backward as one, and those of all slices are parts of one. Of its own each layer saves
@@ -172,12 +179,12 @@ def _masks(config: Any, largest: float) -> Callable[[int, int, int], Tensor] | N
     Args:
         largest: the part of a sequence that is in its largest slice.
     """
+    config, dtype = getattr(whole, "config", None), next(p.dtype for p in whole.parameters() if p.is_floating_point())
     windows = getattr(config, "sliding_window", None) or set(getattr(config, "layer_types", None) or ()) - {
         "full_attention"
     }
     if windows or getattr(config, "_attn_implementation", "") not in ("sdpa", "eager"):
         return None
-    dtype = getattr(config, "dtype", None) or torch.float32
 
     @lru_cache(maxsize=8)
     def triangle(length: int) -> Tensor:
