@@ -39,7 +39,7 @@ def block(time, name="", **bytes):
     return LayerCost(times, Size(**bytes), name)
 
 
-@pytest.mark.parametrize("seed", range(1000, 1014))
+@pytest.mark.parametrize("seed", range(1000, 1008))
 def test_the_plan_is_the_best_of_all_cuts_of_all_schedules(seed):
     request = instance(seed) if seed % 4 else edited(instance(seed))
     result = search(request)
@@ -49,14 +49,14 @@ def test_the_plan_is_the_best_of_all_cuts_of_all_schedules(seed):
     assert best is None or result.lower_bound <= best
 
 
-@pytest.mark.parametrize("seed", range(2000, 2008))
+@pytest.mark.parametrize("seed", range(2000, 2005))
 def test_the_plan_is_the_best_of_all_numbers_of_replicas(seed):
     request = replace(instance(seed), replicas=(1, 2, 3, 4), schedules=("1f1b", "zb-h1", "interleaved"))
     result, best = search(request), brute_force(request)
     assert (result.plans[0].predicted_ms if result.plans else None) == best and result.gap == 0
 
 
-@pytest.mark.parametrize("seed", range(3000, 3010))
+@pytest.mark.parametrize("seed", range(3000, 3006))
 def test_the_plan_is_the_best_of_all_numbers_of_slices(seed):
     request = replace(instance(seed), slices=(1, 2, 3), schedules=("1f1b", "zb-h1", "interleaved"))
     costs = SliceCosts(*[(0.0, 0.0, 0.0), (0.0, 0.4, 0.1), (0.1, 0.2, 0.0)][seed % 3])

@@ -25,8 +25,8 @@ from rpc_pipe.tracing import run_folders
 from rpc_pipe.workers.compute.randomness import Randomness
 
 SYNCHRONOUS = [name for name, cls in SCHEDULES.items() if cls.synchronous]
-#: each model with every second schedule, each schedule with every second model
-PAIRS = [(name, schedule) for i, name in enumerate(MODELS) for schedule in SYNCHRONOUS[i % 2 :: 2]]
+#: each model with every third schedule, each schedule with every third model
+PAIRS = [(name, schedule) for i, name in enumerate(MODELS) for schedule in SYNCHRONOUS[i % 3 :: 3]]
 
 
 @pytest.mark.parametrize("name, schedule", PAIRS)
