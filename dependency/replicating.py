@@ -3,14 +3,15 @@
 Microbatch m belongs to replica m % replicas, which runs the schedule on its own microbatches. A worker is worker
 `rank // replicas` of replica `rank % replicas`: the replicas of a stage are neighbours, and the stages of a replica are
 `replicas` apart; if stages are spread, it is the other way round. Gradients are summed in each replica in the order of
-its microbatches, and then in the order of the replicas, as for every schedule with routes.
+its microbatches, and then in the order of the replicas, as for every schedule with routes. Slices of a sequence
+(`slicing`) stay together: a replica has all of its microbatches' slices.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 from .action import Action
 from .errors import ConfigError
@@ -50,6 +51,7 @@ def _replicated(base: type[Spec], replicas: int, zero: int, bucket: float, sprea
         "spread": spread,
         "_replicas": cached_property(_specs_of(base, replicas)),
         "__post_init__": _refuse_indivisible,
+        "unsliced": _unsliced,
         "num_stages": property(lambda self: self._replicas[0].num_stages),
         "num_routes": property(lambda self: replicas * self._replicas[0].num_routes),
         "order": property(lambda self: self._replicas[0].order),
@@ -68,8 +70,9 @@ def _specs_of(base: type[Spec], replicas: int) -> Callable[[Any], list[Spec]]:
     """Return a function from a spec to the spec of each replica, which counts its own workers and microbatches."""
 
     def specs(spec: Any) -> list[Spec]:
-        workers, every = spec.num_workers // replicas, range(spec.num_microbatches)
-        counts = [max(1, len(every[replica::replicas])) for replica in range(replicas)]
+        workers, slices = spec.num_workers // replicas, len(spec.slice_sizes)
+        every = range(spec.num_microbatches // slices)
+        counts = [max(1, len(every[replica::replicas])) * slices for replica in range(replicas)]
         made = {n: base(num_workers=workers, num_microbatches=n, **spec.parameters()) for n in set(counts)}
         return [made[count] for count in counts]
 
@@ -104,8 +107,30 @@ def _own_place(spec: Any, worker: int) -> tuple[int, int]:
     return own, replica
 
 
+def _inner_index(spec: Any, index: int) -> tuple[int, int]:
+    """Return the index of a microbatch, or of a slice, as its replica counts, and the replica."""
+    microbatch, number = divmod(index, slices := len(spec.slice_sizes))
+    own, replica = divmod(microbatch, spec.replicas)
+    return own * slices + number, replica
+
+
+def _outer(spec: Any, replica: int, actions: Iterable[Action]) -> Iterator[Action]:
+    slices, replicas = len(spec.slice_sizes), spec.replicas
+    for action in actions:
+        microbatch, number = divmod(action.index, slices)
+        yield action._replace(index=(microbatch * replicas + replica) * slices + number)
+
+
+def _unsliced(spec: Any) -> Spec:
+    if len(spec.slice_sizes) == 1:
+        return cast("Spec", spec)
+    cls = _replicated(type(spec._replicas[0].unsliced()), spec.replicas, spec.zero, spec.bucket, spec.spread)
+    count = max(1, spec.num_microbatches // len(spec.slice_sizes))
+    return cls(num_workers=spec.num_workers, num_microbatches=count, **spec.parameters())
+
+
 def _route(spec: Any, microbatch: int) -> int:
-    index, replica = divmod(microbatch, spec.replicas)
+    index, replica = _inner_index(spec, microbatch)
     own: Spec = spec._replicas[replica]
     route: int = replica * own.num_routes + own.route(index)
     return route
@@ -113,16 +138,12 @@ def _route(spec: Any, microbatch: int) -> int:
 
 def _inner(spec: Any, action: Action) -> tuple[Spec, int, Action]:
     """Return the replica that runs `action`, its number, and the action as that replica counts microbatches."""
-    index, replica = divmod(action.index, spec.replicas)
+    index, replica = _inner_index(spec, action.index)
     return spec._replicas[replica], replica, action._replace(index=index)
 
 
-def _outer(spec: Any, replica: int, actions: Iterable[Action]) -> Iterator[Action]:
-    return (action._replace(index=action.index * spec.replicas + replica) for action in actions)
-
-
 def _splits(spec: Any, stage: int, microbatch: int) -> bool:
-    index, replica = divmod(microbatch, spec.replicas)
+    index, replica = _inner_index(spec, microbatch)
     splits: bool = spec._replicas[replica].splits(stage, index)
     return splits
 
@@ -133,7 +154,7 @@ def _recomputes(spec: Any, stage: int) -> bool:
 
 
 def _actions(spec: Any, stage: int, microbatch: int) -> tuple[Action, ...]:
-    index, replica = divmod(microbatch, spec.replicas)
+    index, replica = _inner_index(spec, microbatch)
     return tuple(_outer(spec, replica, spec._replicas[replica].actions(stage, index)))
 
 
@@ -150,7 +171,7 @@ def _slot(spec: Any, action: Action) -> int:
 
 def _program(spec: Any, worker: int) -> Iterable[Action]:
     own, replica = _own_place(spec, worker)
-    if replica >= spec.num_microbatches:
+    if replica >= spec.num_microbatches // len(spec.slice_sizes):
         return []
     return _outer(spec, replica, spec._replicas[replica].program(own))
 

@@ -124,7 +124,7 @@ def make_spec(
     slices = parameters.pop("slices", slices)
     sizes = read_slices(slices) if slices is not None else (1,)
     recomputed = frozenset() if "recompute" in known else _read_stages(parameters.pop("recompute", "none"))
-    replicas, exchange = (1, {}) if "replicas" in known else _read_replicas(parameters, num_microbatches, slices)
+    replicas, exchange = (1, {}) if "replicas" in known else _read_replicas(parameters, num_microbatches)
     num_microbatches *= len(sizes)
     cls = _transformed(cls, sizes, recomputed, replicas, exchange)
     values = _read_parameters(cls, name, parameters)
@@ -223,9 +223,7 @@ def with_replicas(
     return {**(parameters or {}), **found} if found else parameters
 
 
-def _read_replicas(
-    parameters: dict[str, Any], num_microbatches: int, slices: int | str | None
-) -> tuple[int, dict[str, Any]]:
+def _read_replicas(parameters: dict[str, Any], num_microbatches: int) -> tuple[int, dict[str, Any]]:
     """Take out of a schedule's parameters how many replicas there are, and how they exchange gradients."""
 
     def read(name: str, usual: Any, kind: type, allows: Callable[[Any], bool], rule: str) -> Any:
@@ -241,8 +239,6 @@ def _read_replicas(
         return found
 
     replicas: int = read("replicas", 1, int, lambda count: count > 0, "must be a whole number of at least 1")
-    if replicas > 1 and slices is not None:
-        raise ConfigError(f"replicas {replicas}: slices {slices} need one replica; leave one of the two out")
     if replicas > max(1, num_microbatches):
         raise ConfigError(
             f"replicas {replicas}: a step has {num_microbatches} microbatches, fewer than replicas; take at least "

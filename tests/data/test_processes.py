@@ -1,9 +1,15 @@
 """A loader in processes: each reads what it uses, or all from the first."""
 
+import itertools
+
 import numpy as np
 import pytest
 from processes import rpc_pipe
 
+from rpc_pipe.data import Loader, tokens
+from rpc_pipe.model.batches.lazy_batch import OwnRows
+from rpc_pipe.model.batches.microbatches import Microbatches
+from rpc_pipe.model.batches.sequences import Sequences
 from rpc_pipe.planning.specs import make_spec
 from rpc_pipe.workers.transport.scatter import run_by
 
@@ -85,6 +91,17 @@ def test_replicas_train_alike_on_what_they_read_and_pull(run):
     assert users.returncode == first.returncode == 0, users.stdout + first.stdout
     figure = users.stdout.split("| ")[1].split(",")[0]
     assert users.stdout.count(figure) == first.stdout.count(figure) == 6, users.stdout + first.stdout
+
+
+def test_of_other_replicas_rows_only_the_form_is_cut_into_slices(tmp_path):
+    """Targets that another replica reads have no numbers here, by which tokens are counted."""
+    np.arange(80, dtype=np.uint16).tofile(tmp_path / "0.u16")
+    spec = make_spec("1f1b", 4, 2, {"replicas": 2}, "2")
+    (batch,) = itertools.islice(Loader(tokens(tmp_path, 6), rows=4), 1)
+    read = Microbatches.of(batch, None, 2, 1, (True, True), None, OwnRows(spec.unsliced(), 3))
+    cut = Sequences(spec, None, loss_is_inside=False).cut(read)
+    assert [target.is_meta for target in cut.targets] == [True, True, False, False]
+    assert [tuple(target.shape) for target in cut.targets] == [(2, 3)] * 4 and cut.shares == [0.25] * 4
 
 
 def test_loaders_that_differ_are_told_by_what_they_read(run):

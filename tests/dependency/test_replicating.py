@@ -155,8 +155,3 @@ def test_a_mistake_in_a_schedule_of_ones_own_names_the_method():
 
 def test_what_a_schedule_does_not_say_stays_unsaid():
     assert replicated(OneFOneB, 2).splits is Spec.splits
-
-
-def test_slices_of_sequences_have_one_replica():
-    with pytest.raises(ConfigError, match="replicas 2: slices 4 need one replica; leave one of the two out"):
-        make_spec("1f1b", 4, 8, {"replicas": 2}, "4")

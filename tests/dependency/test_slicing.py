@@ -64,6 +64,28 @@ def test_slices_run_forward_in_order_and_backward_in_reverse(name):
                     assert first in spec.needs(second)
 
 
+@pytest.mark.parametrize("name", SLICED)
+def test_replicas_have_whole_microbatches_and_run_their_slices_as_alone(name):
+    rng = random.Random(name)
+    for _ in range(4):
+        workers, replicas, k = rng.randint(1, 3), rng.randint(2, 3), rng.randint(2, 4)
+        count = rng.randint(replicas, 7)
+        spec = make_spec(name, workers * replicas, count, {"replicas": replicas}, str(k))
+        check_all(spec)
+        assert [spec.route(i) for i in range(count * k)] == [i // k % replicas for i in range(count * k)]
+        assert [spec.unsliced().route(m) for m in range(count)] == [m % replicas for m in range(count)]
+        order = {worker: [*local_order(spec, worker)] for worker in range(workers * replicas)}
+        for replica in range(replicas):
+            alone = make_spec(name, workers, len(range(replica, count, replicas)), {}, str(k))
+            for worker in range(workers):
+                expected = [
+                    action._replace(index=(action.index // k * replicas + replica) * k + action.index % k)
+                    for action in local_order(alone, worker)
+                    if action.kind.per_microbatch
+                ]
+                assert [a for a in order[worker * replicas + replica] if a.kind.per_microbatch] == expected
+
+
 def test_a_schedule_of_a_users_own_is_sliced():
     spec = make_spec(Patient, 3, 5, {"extra": 2}, "4")
     check_all(spec)

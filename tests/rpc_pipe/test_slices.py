@@ -230,6 +230,20 @@ def test_states_of_layers_give_the_gradients_of_whole_sequences(kind, schedule, 
         torch.testing.assert_close(state[name], weight.detach(), rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize(("kind", "zero"), [(Attention, 0), (nn.LSTM, 1)])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+def test_replicas_train_on_slices(kind, zero, schedule):
+    """They were refused together, as slices of one microbatch would have gone to several replicas."""
+    losses, weights = on_whole_sequences(kind, 2)
+    with pipeline(layers(kind), schedule=schedule, replicas=2, zero=zero, num_workers=4) as pipe:
+        found = [pipe.step((IDS, TARGETS)) for _ in range(2)]
+        assert pipe.predict(IDS).shape == (7, 13, 20)
+        state = pipe.weights.state_dict()
+    assert found == pytest.approx(losses, rel=1e-12)
+    for name, weight in weights.items():
+        torch.testing.assert_close(state[name], weight.detach(), rtol=1e-10, atol=1e-12)
+
+
 def test_evaluation_and_prediction_are_of_whole_sequences():
     whole = nn.Sequential(*map(state_dropped, layers()))
     with pipeline() as pipe:
@@ -307,7 +321,6 @@ def test_a_loss_that_shifts_inside_of_slices_is_refused():
         ({"slices": "8,0"}, "slices 8,0: must be a number of slices from 1"),
         ({"schedule": "chimera"}, "slices: schedule Chimera has 2 replicas of every stage; only"),
         ({"schedule": "pipedream"}, "slices: schedule PipeDream lets steps overlap; 1f1b, zb-h1 and zb-v"),
-        ({"replicas": 2}, "replicas 2: slices 4 need one replica"),
     ],
 )
 def test_what_cannot_be_cut(options, message):

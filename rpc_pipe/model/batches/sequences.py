@@ -102,7 +102,7 @@ class Sequences:
         """Return what a model with a cache is called with, by names."""
         named = {**dict(zip(self._names, args, strict=False)), **kwargs}
         places = named.get("position_ids")
-        if isinstance(places, Tensor) and (places.diff(dim=-1) != 1).any():
+        if isinstance(places, Tensor) and not places.is_meta and (places.diff(dim=-1) != 1).any():
             raise ConfigError(
                 "slices: position_ids begin anew within a row, so that it has several sequences; leave one in each"
             )
@@ -219,8 +219,8 @@ def _cut(tree: Tree, begin: int, end: int, length: int) -> Tree:
 
 
 def _num_counted(target: Tree) -> int | None:
-    """Return how many tokens of a slice a mean loss counts; None: unknown, so all do."""
+    """Return how many tokens of a slice a mean loss counts; None: unknown, so all do, as where a replica has it."""
     tensors = list(tensors_of(target))
-    if len(tensors) != 1 or tensors[0].is_floating_point() or tensors[0].dim() < 2:
+    if len(tensors) != 1 or tensors[0].is_meta or tensors[0].is_floating_point() or tensors[0].dim() < 2:
         return None
     return int(torch.count_nonzero(tensors[0] != _IGNORED))
