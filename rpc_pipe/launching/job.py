@@ -54,6 +54,8 @@ class Job:
     place: int = 0
     #: how many workers of the job this host has
     workers_here: int = 1
+    #: by which large payloads come from workers of the same host, the best first; of `workers/transport/ways.py`
+    ways: tuple[str, ...] = ("memory",)
 
 
 def current_job(environ: Mapping[str, str] | None = None) -> Job | None:
@@ -69,6 +71,7 @@ def current_job(environ: Mapping[str, str] | None = None) -> Job | None:
     settings = dict(
         join_timeout_s=_seconds(environ, "RPC_PIPE_JOIN_TIMEOUT", Job.join_timeout_s),
         shared_memory=_on(environ, "RPC_PIPE_SHARED_MEMORY", "on"),
+        ways=tuple(environ["RPC_PIPE_WAYS"].split(",")) if "RPC_PIPE_WAYS" in environ else Job.ways,
         transport=refuse_transport(environ.get(TRANSPORT, Job.transport), TRANSPORT),
         trust_network=_on(environ, TRUST, "off"),
         port=_number(environ, PORT) if PORT in environ else 0,

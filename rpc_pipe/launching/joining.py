@@ -113,7 +113,7 @@ def _carrier(job: Job, link_to_others: RpcLink | ZmqLink) -> Carrier:
     from ..workers.transport.messages import Messages
     from ..workers.transport.shared_memory import Channels
 
-    channels = Channels(job.worker, link_to_others.wakeup) if job.shared_memory else None
+    channels = Channels(job.worker, link_to_others.wakeup, job.ways) if job.shared_memory else None
     return Carrier(job.worker, job.num_workers, Messages(link_to_others, channels))
 
 

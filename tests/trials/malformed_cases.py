@@ -317,6 +317,7 @@ def inputs(draw: random.Random, made: Path) -> Case:
 _VARIABLES = {
     "RPC_PIPE_JOIN_TIMEOUT": ("abc", "-1", "0", "nan", "inf", "²", ""),
     "RPC_PIPE_SHARED_MEMORY": ("yes", "²", "", "1"),
+    "RPC_PIPE_WAYS": ("no", "", "memory,", "²"),
     "RPC_PIPE_TRANSPORT": ("no", "²", "", "RPC"),
     "RPC_PIPE_TRUST_NETWORK": ("yes", "", "²"),
     "RPC_PIPE_LOST_AFTER": ("abc", "-1", "0", "nan", ""),

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from rpc_pipe.workers.transport import peer_memory, ways
 from rpc_pipe.workers.transport import shared_memory as module
 from rpc_pipe.workers.transport.payload import pack, unpack
-from rpc_pipe.workers.transport.peer_memory import PeerMemory
 from rpc_pipe.workers.transport.shared_memory import Channels
 from rpc_pipe.workers.transport.values import Malformed, decode_value, encode_value
 from rpc_pipe.workers.transport.wakeup import Wakeup
@@ -361,7 +360,7 @@ def test_another_process_with_the_writers_number_is_not_read(caplog):
 @pytest.mark.parametrize("page", [None, (1, 2), (1, 2, "proof"), 7])
 def test_a_page_that_is_none_is_malformed(ends, page):
     with pytest.raises(Malformed):
-        ends.decided(0, told({PeerMemory.name: page}))
+        ends.decided(0, told({"memory": page}))
     with pytest.raises(Malformed):
         ends.decided(0, told((page,)))
 
@@ -385,7 +384,7 @@ def test_two_workers_may_have_different_ways(lending, caplog):
     lender = Channels(1, Wakeup())
     lender._ways = {"mailed": Mailed(), **lender._ways}
     pages = lender.accept(2, offered(lending, 2))
-    assert list(pages) == ["mailed", PeerMemory.name] and "from its memory" in met(lending, pages, caplog, peer=2)
+    assert list(pages) == ["mailed", "memory"] and "from its memory" in met(lending, pages, caplog, peer=2)
     payload = pack(torch.randn(10**6))
     assert lender.write(2, (1, "0F0"), payload) is module.Written.LENT
     ((_, _, answer, _),) = lending.read()
@@ -396,8 +395,8 @@ def test_a_way_that_the_system_does_not_have_takes_no_other_with_it(monkeypatch)
     def absent():
         raise OSError("this system has none")
 
-    monkeypatch.setattr(ways, "WAYS", (absent, PeerMemory))
-    assert list(ways.ways_here()) == [PeerMemory.name]
+    monkeypatch.setitem(ways.WAYS, "absent", absent)
+    assert list(ways.ways_here(["absent", "memory"])) == ["memory"]
 
 
 def test_a_payload_whose_lender_died_is_an_error_at_once(ends, caplog):

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .form import Dense
@@ -63,26 +64,32 @@ class PeerMemory:
         return os.getpid(), ctypes.addressof(self._proof), self._proof.raw
 
     def lay(self, tensors: Sequence[Tensor]) -> bytes:
-        return struct.pack(f"<{len(tensors)}Q", *[tensor.data_ptr() for tensor in tensors])
+        return addresses_of(tensors)
 
     def reach(self, page: Any) -> Callable[[bytes], Callable[[Dense], Tensor]]:
         if type(page) is not tuple or [type(part) for part in page] != [int, int, bytes]:
             raise Malformed("malformed message: not a page of a process")
         number, address, proof = page
         process = Process(number)
-        seen = ctypes.create_string_buffer(len(proof))
-        process.read(address, ctypes.addressof(seen), len(proof))
-        if seen.raw != proof:
+        seen = torch.empty(len(proof), dtype=torch.uint8, device="cpu")
+        process.read(address, seen)
+        if bytes(seen.tolist()) != proof:
             raise OSError("another process has its number")
-        return partial(_fetching, process)
+        return partial(fetching, process.read)
 
 
-def _fetching(process: Process, where: bytes) -> Callable[[Dense], Tensor]:
+def addresses_of(tensors: Sequence[Tensor]) -> bytes:
+    """Return where tensors lie in this process."""
+    return struct.pack(f"<{len(tensors)}Q", *[tensor.data_ptr() for tensor in tensors])
+
+
+def fetching(read: Callable[[int, Tensor], None], where: bytes) -> Callable[[Dense], Tensor]:
+    """Return what fetches tensors by their `addresses_of` another process: `read` fills a tensor from an address."""
     addresses = iter(struct.unpack(f"<{len(where) // 8}Q", where))
 
     def fetch(look: Dense) -> Tensor:
         tensor = look.empty()
-        process.read(next(addresses), tensor.data_ptr(), look.num_bytes)
+        read(next(addresses), tensor)
         return tensor
 
     return fetch
@@ -108,15 +115,15 @@ class Process:
         self._ended = select.poll()
         self._ended.register(life, select.POLLIN)
 
-    def read(self, address: int, to: int, size: int) -> None:
-        """Copy `size` bytes that lie at `address` there `to` an address here.
+    def read(self, address: int, to: Tensor) -> None:
+        """Fill a tensor with what lies at an address there.
 
         Raises:
             OSError: they cannot be read; ProcessLookupError: the process has ended.
         """
-        done = 0
+        done, size, here = 0, to.nbytes, to.data_ptr()
         while done < size:  # more than 2 GiB take more than one call
-            into, source = _Piece(to + done, size - done), _Piece(address + done, size - done)
+            into, source = _Piece(here + done, size - done), _Piece(address + done, size - done)
             count = self._copy(self._process, ctypes.byref(into), 1, ctypes.byref(source), 1, 0)
             if count <= 0:
                 number = ctypes.get_errno()

@@ -28,7 +28,7 @@ import threading
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
@@ -101,9 +101,13 @@ class Channels:
 
     Args:
         wakeup: notified when there is something to read.
+        ways: of large payloads, the best first; see `ways.py`.
+
+    Raises:
+        ConfigError: there is no such way.
     """
 
-    def __init__(self, worker: int, wakeup: Wakeup) -> None:
+    def __init__(self, worker: int, wakeup: Wakeup, ways: Iterable[str] = ("memory",)) -> None:
         self._worker, self.wakeup = worker, wakeup
         self._ways: dict[str, Way] = {}
         #: who is on this host; None: no channels
@@ -111,7 +115,7 @@ class Channels:
         if POSSIBLE:
             with suppress(OSError):  # a sandbox that does not say
                 self._host = _host()
-                self._ways = ways_here()
+                self._ways = ways_here(ways)
         self._gone: set[int] = set()
         self._lock = threading.Lock()
         #: payloads that came another way, by peer
@@ -319,9 +323,9 @@ class _Reader:
                 if name in ways:
                     self._fetching = ways[name].reach(page)
                     self.ring.counters[WAY] = number
-                    return f"{name}, from {LENT_FROM // 1024} KiB on"
+                    return f"{ways[name].name}, from {LENT_FROM // 1024} KiB on"
             except OSError as error:
-                why += f", since they cannot be {name}: {error}"
+                why += f", since they cannot be {ways[name].name}: {error}"
         return f"copied by both{why}"
 
     def read(self) -> tuple[Key, Answer | OSError, int] | None:

@@ -7,12 +7,13 @@ order, and takes the first that works. Which one that is changes no bit and no o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
 from torch import Tensor
 
+from ...dependency import ConfigError
 from .form import Dense
 from .peer_memory import PeerMemory
 
@@ -23,7 +24,7 @@ Fetch = Callable[[Dense], Tensor]
 class Way(Protocol):
     """One end of a way, which every worker makes for itself: OSError says that its system does not have it."""
 
-    #: how payloads come by it, in a sentence about them; a consumer tries what a producer has under the same name
+    #: how payloads come by it, in a sentence about them
     name: str
 
     def page(self) -> Any:
@@ -40,15 +41,26 @@ class Way(Protocol):
         """
 
 
-#: the best first
-WAYS: tuple[Callable[[], Way], ...] = (PeerMemory,)
+def _nixl() -> Way:
+    from .nixl_memory import NixlMemory  # here, as few runs want it
+
+    return NixlMemory()
 
 
-def ways_here() -> dict[str, Way]:
-    """Return what there is of `WAYS` on this system, by name."""
+#: by the names that users type
+WAYS: dict[str, Callable[[], Way]] = {"memory": PeerMemory, "nixl": _nixl}
+
+
+def ways_here(wanted: Iterable[str]) -> dict[str, Way]:
+    """Return those of the `wanted` ways that this system has, the best first.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
     found: dict[str, Way] = {}
-    for make in WAYS:
+    for name in wanted:
+        if name not in WAYS:
+            raise ConfigError(f"RPC_PIPE_WAYS {name!r}: must be {' or '.join(WAYS)}, or both with a comma between")
         with suppress(OSError):
-            way = make()
-            found[way.name] = way
+            found[name] = WAYS[name]()
     return found
