@@ -34,7 +34,6 @@ from .versions import (
     period,
     reaches,
     staleness,
-    takes_steps,
     update_of,
     updates_a_step,
     weight_copies,
@@ -49,5 +48,5 @@ __all__ = [
     "StorageError", "T", "U", "V", "W", "WorkerFailure", "known_reductions", "schedule_errors", "check",
     "check_all", "worker_weight_copies", "reduction_tree", "entries", "local_order", "microbatches_of",
     "microbatches_on", "most_open", "order_limit", "period", "reaches", "refuse_below", "worker_staleness",
-    "staleness", "takes_steps", "update_of", "updates_a_step", "weight_copies",
+    "staleness", "update_of", "updates_a_step", "weight_copies",
 ]  # fmt: skip

@@ -58,6 +58,8 @@ class Declared(_Frozen):
     #: sizes of the slices of a sequence, in parts of it. With several a microbatch of the step is as many indices, one
     #: for each of its slices; see `slicing.py`
     slice_sizes: ClassVar[tuple[int, ...]] = (1,)
+    #: how many replicas of the pipeline there are, whose gradients are summed; see `replicating.py`
+    replicas: ClassVar[int] = 1
     #: of replicas: 1 if only the owner of a parameter keeps its optimizer state and updates it (ZeRO stage 1)
     zero: ClassVar[int] = 0
     #: of replicas: largest bucket of gradients in MiB
@@ -160,6 +162,11 @@ class Declared(_Frozen):
     @property
     def last_stage(self) -> int:
         return self.num_stages - 1
+
+    @property
+    def takes_steps(self) -> bool:
+        """Whether each update takes the gradients of a whole step, on all routes."""
+        return self.synchronous or (self.update_every == "step" and self.num_routes == self.replicas)
 
     @property
     def total_microbatches(self) -> int:

@@ -13,7 +13,7 @@ from operator import itemgetter
 
 from .action import Action, Kind
 from .errors import ScheduleError
-from .kinds import A, G, P
+from .kinds import A, G, P, S, U
 from .reductions import NO_REDUCTIONS, Reductions, reduction_tree
 from .spec import Spec
 
@@ -136,6 +136,7 @@ def _with_end(spec: Spec, worker: int, order: Iterable[Action], reductions: Redu
                     ended.append(shard)
                 else:
                     yield from spec.updates(*shard)
+    yield from (each for shard in spec.hosted(worker) for each in tree.given(S, *shard, reductions))
     yield from tree.actions(worker, reductions)
     yield from (update for shard in ended for update in spec.updates(*shard))
     if spec.zero:
@@ -144,6 +145,16 @@ def _with_end(spec: Spec, worker: int, order: Iterable[Action], reductions: Redu
 
 
 def _with_reductions(spec: Spec, worker: int, order: Iterable[Action], reductions: Reductions) -> Iterator[Action]:
-    """Append the actions that end the steps of a stream, which occupy no device; updates stay in their slots."""
-    yield from order
-    yield from reduction_tree(spec).actions(worker, reductions)
+    """Insert the exchange of gradients before the updates of a stream, and that of parameters behind, and append the
+    other actions that end its steps, which occupy no device. Updates stay in their slots."""
+    tree, routes = reduction_tree(spec), spec.num_routes
+    for action in order:
+        stage, kind, index = action
+        if kind is not U:
+            yield action
+            continue
+        replica = stage, index % routes, reductions, index // routes
+        yield from (*tree.given(G, *replica), *tree.given(S, *replica), action)
+        if spec.zero:
+            yield from (*tree.given(P, *replica), A(stage, index))
+    yield from tree.actions(worker, reductions)

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 
 from .action import RESOURCES, Action, Entry, Kind, Pulled, Resource
 from .errors import ScheduleError
-from .kinds import A, D, G, S, U, V
+from .kinds import A, D, F, G, P, S, U, V
 from .order import routes
 from .reductions import reduction_tree
 from .spec import Spec
@@ -69,7 +69,7 @@ class Part:
         spec = self.spec
         if self.forward_only:
             return
-        told = [action for action in self.number if action.kind is D]
+        told = [action for action in self.number if action.kind in (D, P, A)]
         begun: set[tuple[tuple[int, int], Kind]] = set()
         last_forward = {(self.shard(a), a.kind): a for a in self.number if a.kind.way == 1}
         for number, entry in enumerate(self.entries):
@@ -83,6 +83,8 @@ class Part:
             elif place not in begun and action.kind.way == 1 and action.stage in chained:
                 needs.append(Reach(1, last_forward[place]))
             begun.add(place)
+            if spec.zero and action.kind is F:
+                needs += [Reach(steps, A(need.stage, need.index)) for steps, need in needs if need.kind is U]
             for steps, need in needs:
                 if need not in self.number:
                     raise ScheduleError(

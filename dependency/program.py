@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from .action import Action, Entry, Kind, Pulled
 from .errors import ScheduleError
-from .kinds import C, D, F, U
+from .kinds import A, C, D, F, G, S, U
 from .memory import peaks_in_order
 from .order import has_program, has_slot, is_uniform, local_order, routes
 from .reductions import NO_REDUCTIONS, Reductions, Replica, reduction_tree
@@ -60,7 +60,8 @@ def entries(
                         carries = worker in map(spec.worker, spec.successors(need))
                         pulled.append(Pulled(need, at, carries))
         if versioned and action.kind is F:
-            own += before_forward(spec, action)
+            for update in before_forward(spec, action):
+                own += (update, A(action.stage, update.index)) if spec.zero else (update,)
         own += edges.of(action)
         yield flow.entry(action, own, pulled)
 
@@ -145,15 +146,13 @@ class _Flow:
     def _end(self, action: Action, own: Sequence[Action], pulled: Sequence[Pulled]) -> Entry:
         spec, worker = self._spec, self._worker
         tree = reduction_tree(spec)
-        if action.kind is U and not spec.synchronous:
-            return Entry(action, (*own, *tree.awaited(worker, self._reductions)), tuple(pulled), (), (), False)
         _, others = tree.needs(action, self._reductions)
         placed = [(need, spec.worker(need)) for need in others]
         consumers = {spec.worker(follower) for follower in tree.successors(action, self._reductions)}
         return Entry(
             action,
             (*own, *(need for need, at in placed if at == worker)),
-            tuple(Pulled(need, at, True) for need, at in placed if at != worker),
+            (*(Pulled(need, at, True) for need, at in placed if at != worker), *pulled),
             tuple(sorted(consumers - {worker})),
             tuple(need for need in others if not need.kind.per_microbatch),
             worker in consumers,
@@ -199,8 +198,8 @@ class _OrderEdges:
         """Return the edges of `action`, which is the next in the order."""
         stage, kind, index = action
         if not kind.per_microbatch:
-            if kind is U and not self._spec.synchronous:
-                return self._before_update(action)
+            if self._takes and kind in (U, G, S):
+                return self._last_gradient(action)
             return self._gradients_before(action)
         before: Action | None = None
         releases = self._limit is not None and kind.holds < 0
@@ -223,10 +222,15 @@ class _OrderEdges:
             edges += self._released_before(action, self._limit)
         return edges
 
-    def _before_update(self, update: Action) -> list[Action]:
-        """Return the last action that adds to the gradients of an update of a stream, and the update before it."""
-        last = self._last_of.pop(update, None)
-        before = [update._replace(index=update.index - 1)] if self._takes and update.index else []
+    def _last_gradient(self, action: Action) -> list[Action]:
+        """Return the last action that adds to the gradients of an update of a stream, and the update before it.
+
+        Of gradients that are exchanged for an update, the last action alone.
+        """
+        replicas = self._spec.replicas
+        update = reduction_tree(self._spec).update_of(action, self._reductions)
+        last = (self._last_of.pop if action.kind is U else self._last_of.get)(update, None)
+        before = [U(update.stage, update.index - replicas)] if action.kind is U and update.index >= replicas else []
         return before if last is None else [last, *before]
 
     def _gradients_before(self, action: Action) -> list[Action]:

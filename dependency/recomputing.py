@@ -20,16 +20,15 @@ def recomputing(base: type[Spec], stages: frozenset[int] | None) -> type[Spec]:
     """Return `base` with recomputation on `stages`; None: on all.
 
     Raises:
-        ConfigError: the schedule recomputes by itself, has updates that steps overtake, or actions of its own.
+        ConfigError: the schedule recomputes by itself, has updates that steps overtake, or actions of its own; in words
+            that follow its name.
     """
     if base.recompute:
-        raise ConfigError(f"recompute: schedule {base.__name__} recomputes by itself; leave it out")
+        raise ConfigError("recomputes by itself; leave it out")
     if not base.synchronous:
-        raise ConfigError(f"recompute: schedule {base.__name__} lets steps overlap; only synchronous ones recompute")
+        raise ConfigError("lets steps overlap; only synchronous ones recompute")
     if base.actions is not Spec.actions:
-        raise ConfigError(
-            f"recompute: schedule {base.__name__} says by `actions` what is done with a microbatch; leave it out"
-        )
+        raise ConfigError("says by `actions` what is done with a microbatch; leave it out")
 
     def recomputes(self: Spec, stage: int) -> bool:
         return stages is None or stage in stages

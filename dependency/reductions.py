@@ -65,6 +65,8 @@ class Piece(NamedTuple):
     #: they hold these parameters, on all routes
     stages: tuple[int, ...]
     owner: Replica
+    #: of a stream: pieces are counted through it
+    step: int = 0
 
     def holders(self, num_routes: int) -> list[Replica]:
         """Return who holds it, in the order in which gradients are summed."""
@@ -108,8 +110,6 @@ class ReductionTree:
         """Return what `worker` collects and distributes, in the order of the tree: to the root, and back."""
         nodes = self._nodes.get(worker, [])
         found = [C(*node) for node in reversed(nodes) if node in self._of_loss] + [D(*node) for node in nodes]
-        found += [S(s, piece.number * self.spec.num_routes + r) for s, r in self.spec.hosted(worker)
-                  for piece in self.pieces(s, reductions) if piece.owner == (s, r)]  # fmt: skip
         if reductions.norms:
             found += [N(*node) for node in reversed(nodes)] + [T(*node) for node in nodes]
         if reductions.validated:
@@ -128,13 +128,13 @@ class ReductionTree:
             return [node], [G(s, index // routes * routes + r) for s, r in holders if (s, r) != node]
         if kind is U:
             awaited = self.awaited(self.spec.place(*node), reductions)
-            sums = self.sums(*node, reductions)
+            sums = self.sums(*node, reductions, index // routes)
             return ([], sums + awaited) if sums else ([node], awaited)
         if kind is P:
-            return [], [U(*node)]
+            return [], [self.update_of(action, reductions)]
         if kind is A:
-            others = (piece for piece in self.pieces(stage, reductions) if piece.owner != node)
-            return [], [U(*node)] + [P(piece.owner[0], piece.number * routes + piece.owner[1]) for piece in others]
+            others = (piece for piece in self.pieces(stage, reductions, index // routes) if piece.owner != node)
+            return [], [U(stage, index)] + [P(p.owner[0], p.number * routes + p.owner[1]) for p in others]
         if kind is V:
             return [], [U(*node), T(*self.own[self.spec.place(*node)])]
         if kind in _COLLECTED:
@@ -159,21 +159,32 @@ class ReductionTree:
         own = self.own[worker]
         return [T(*own)] if reductions.norms and not reductions.validated else [D(*own)] if reductions.weight else []
 
-    def pieces(self, stage: int, reductions: Reductions) -> list[Piece]:
-        """Return the pieces of a stage's parameters that others hold too; of tied stages they have equal numbers."""
+    def pieces(self, stage: int, reductions: Reductions, step: int | None = None) -> list[Piece]:
+        """Return the pieces of a stage's parameters that others hold too; of tied stages they have equal numbers.
+
+        Args:
+            step: of a stream; None: all.
+        """
         if (stage, reductions) not in self._pieces:
             self._pieces[stage, reductions] = self._found_pieces(stage, reductions)
-        return self._pieces[stage, reductions]
+        return [p for p in self._pieces[stage, reductions] if step in (None, p.step)]
+
+    def update_of(self, action: Action, reductions: Reductions) -> Action:
+        """Return the update for which gradients are given or summed, or which makes the parameters that are given."""
+        number, route = divmod(action.index, self.spec.num_routes)
+        step = next((p.step for p in self.pieces(action.stage, reductions) if p.number == number), 0)
+        return action if action.kind is U else U(action.stage, step * self.spec.num_routes + route)
 
     def _found_pieces(self, stage: int, reductions: Reductions) -> list[Piece]:
-        if not (self.spec.synchronous and reductions.updates):
+        if not (self.spec.takes_steps and reductions.updates):
             return []
         held = enumerate(reductions.tied)
         found = [Piece(number, stages, (stages[0], route)) for number, (stages, route) in held if stage in stages]
         routes, begin = self.spec.num_routes, len(reductions.tied)
         if routes > 1:
             count = routes * (reductions.buckets[stage] if reductions.buckets else 1)
-            found += [Piece(begin + n, (stage,), (stage, n % routes)) for n in range(count)]
+            every = range(count * self.spec.num_steps)
+            found += [Piece(begin + n, (stage,), (stage, n % routes), n // count) for n in every]
         return found
 
     def _holders(self, stage: int, number: int, reductions: Reductions) -> list[Replica]:
@@ -181,17 +192,17 @@ class ReductionTree:
         pieces = (piece for piece in self.pieces(stage, reductions) if piece.number == number)
         return [holder for piece in pieces for holder in piece.holders(self.spec.num_routes)]
 
-    def sums(self, stage: int, route: int, reductions: Reductions) -> list[Action]:
+    def sums(self, stage: int, route: int, reductions: Reductions, step: int = 0) -> list[Action]:
         """Return the sums of gradients that an update takes; none if nobody else holds its parameters."""
-        owners = ((piece.number, piece.owner) for piece in self.pieces(stage, reductions))
+        owners = ((piece.number, piece.owner) for piece in self.pieces(stage, reductions, step))
         return [S(owner[0], number * self.spec.num_routes + owner[1]) for number, owner in owners
                 if not self.spec.zero or owner == (stage, route)]  # fmt: skip
 
-    def given(self, kind: Kind, stage: int, route: int, reductions: Reductions) -> list[Action]:
-        """Return what a replica gives: gradients to the owners of pieces (`G`), or updated parameters as one (`P`)."""
+    def given(self, kind: Kind, stage: int, route: int, reductions: Reductions, step: int = 0) -> list[Action]:
+        """Return what a replica gives: gradients to the owners of pieces (`G`), or as one sums (`S`) or parameters."""
         node, routes = (stage, route), self.spec.num_routes
-        return [kind(stage, piece.number * routes + route) for piece in self.pieces(stage, reductions)
-                if (piece.owner == node) is (kind is P)]  # fmt: skip
+        return [kind(stage, piece.number * routes + route) for piece in self.pieces(stage, reductions, step)
+                if (piece.owner == node) is (kind is not G)]  # fmt: skip
 
     def _forwards(self, stage: int, route: int) -> list[Action]:
         return [F(stage, m) for m in on_route(self.spec, range(self.spec.total_microbatches), route)]
@@ -204,9 +215,10 @@ class ReductionTree:
             if kind is G:
                 owners = (piece.owner for piece in self.pieces(stage, reductions) if piece.number == number)
                 return [S(owner[0], number * self.spec.num_routes + owner[1]) for owner in owners]
-            holders = self._holders(stage, number, reductions)
+            first = self.update_of(action, reductions).index - node[1]
+            holders = [(s, first + r) for s, r in self._holders(stage, number, reductions)]
             if kind is P:
-                return [A(*holder) for holder in holders if holder != node]
+                return [A(s, at) for s, at in holders if (s, at - first) != node]
             # Norms are of route 0, on whose worker the sums are needed anyway.
             return [] if self.spec.zero else [U(*holder) for holder in holders]
         if kind in _COLLECTED:

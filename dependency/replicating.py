@@ -1,10 +1,13 @@
-"""Any synchronous schedule on several replicas of the pipeline: data parallelism as routes over disjoint workers.
+"""A schedule with one update a step on several replicas of the pipeline: data parallelism as routes over other workers.
 
 Microbatch m belongs to replica m % replicas, which runs the schedule on its own microbatches. A worker is worker
 `rank // replicas` of replica `rank % replicas`: the replicas of a stage are neighbours, and the stages of a replica are
 `replicas` apart; if stages are spread, it is the other way round. Gradients are summed in each replica in the order of
 its microbatches, and then in the order of the replicas, as for every schedule with routes. Slices of a sequence
 (`slicing`) stay together: a replica has all of its microbatches' slices.
+
+Where steps overlap, all replicas count as many microbatches a step, of which the last may be missing: so a step is as
+long by the slots of all.
 """
 
 from __future__ import annotations
@@ -27,16 +30,15 @@ def replicated(
         zero, bucket, spread: as in `Spec`.
 
     Raises:
-        ConfigError: the schedule has updates that steps overlap with; or, from the class that is returned, the workers
-            cannot be divided among the replicas.
+        ConfigError: the schedule updates several times a step, and why, in words that follow its name; or, from the
+            class that is returned, the workers cannot be divided among the replicas.
     """
     if replicas == 1:
         return base
-    if not base.synchronous:
-        raise ConfigError(
-            f"replicas {replicas}: schedule {base.__name__} lets steps overlap; only synchronous ones, such as 1f1b, "
-            "have replicas"
-        )
+    own_routes = base.num_routes is not Spec.num_routes or base.elasticity is not Spec.elasticity
+    if not base.synchronous and (base.update_every == "microbatch" or own_routes):
+        why = "after every microbatch" if base.update_every == "microbatch" else "its pipelines one after the other"
+        raise ConfigError(f"updates {why}, not all at once; take pipedream-2bw, or a synchronous one such as 1f1b")
     return _replicated(base, replicas, zero, bucket, spread)
 
 
@@ -72,7 +74,7 @@ def _specs_of(base: type[Spec], replicas: int) -> Callable[[Any], list[Spec]]:
     def specs(spec: Any) -> list[Spec]:
         workers, slices = spec.num_workers // replicas, len(spec.slice_sizes)
         every = range(spec.num_microbatches // slices)
-        counts = [max(1, len(every[replica::replicas])) * slices for replica in range(replicas)]
+        counts = [max(1, len(every[q if base.synchronous else 0 :: replicas])) * slices for q in range(replicas)]
         made = {n: base(num_workers=workers, num_microbatches=n, **spec.parameters()) for n in set(counts)}
         return [made[count] for count in counts]
 
@@ -107,18 +109,39 @@ def _own_place(spec: Any, worker: int) -> tuple[int, int]:
     return own, replica
 
 
-def _inner_index(spec: Any, index: int) -> tuple[int, int]:
-    """Return the index of a microbatch, or of a slice, as its replica counts, and the replica."""
-    microbatch, number = divmod(index, slices := len(spec.slice_sizes))
-    own, replica = divmod(microbatch, spec.replicas)
-    return own * slices + number, replica
+def _inner(spec: Any, index: int) -> tuple[Spec, int, int]:
+    """Return the replica that runs a microbatch, or a slice of one, its number, and which index this has there."""
+    (step, index), slices = divmod(index, spec.num_microbatches), len(spec.slice_sizes)
+    microbatch, number = divmod(index, slices)
+    microbatch, replica = divmod(microbatch, spec.replicas)
+    own: Spec = spec._replicas[replica]
+    return own, replica, step * own.num_microbatches + microbatch * slices + number
+
+
+def _inner_action(spec: Any, action: Action) -> tuple[Spec, int, Action]:
+    if action.kind.per_microbatch:
+        own, replica, index = _inner(spec, action.index)
+    else:
+        index, replica = divmod(action.index, spec.replicas)
+        own = spec._replicas[replica]
+    return own, replica, action._replace(index=index)
 
 
 def _outer(spec: Any, replica: int, actions: Iterable[Action]) -> Iterator[Action]:
-    slices, replicas = len(spec.slice_sizes), spec.replicas
+    """Yield the actions of a replica as the whole counts them: for one of a missing microbatch, that of the one before.
+
+    What names the missing one, such as a window, then holds as many as it says.
+    """
+    count, own = spec.num_microbatches, spec._replicas[replica].num_microbatches
+    replicas, slices = spec.replicas, len(spec.slice_sizes)
     for action in actions:
-        microbatch, number = divmod(action.index, slices)
-        yield action._replace(index=(microbatch * replicas + replica) * slices + number)
+        if action.kind.per_microbatch:
+            step, index = divmod(action.index, own)
+            microbatch, number = divmod(index, slices)
+            index = (microbatch * replicas + replica) * slices + number
+            yield action._replace(index=step * count + index - replicas * slices * (index >= count))
+        else:
+            yield action._replace(index=action.index * replicas + replica)
 
 
 def _unsliced(spec: Any) -> Spec:
@@ -130,41 +153,23 @@ def _unsliced(spec: Any) -> Spec:
 
 
 def _route(spec: Any, microbatch: int) -> int:
-    index, replica = _inner_index(spec, microbatch)
-    own: Spec = spec._replicas[replica]
+    own, replica, index = _inner(spec, microbatch)
     route: int = replica * own.num_routes + own.route(index)
     return route
 
 
-def _inner(spec: Any, action: Action) -> tuple[Spec, int, Action]:
-    """Return the replica that runs `action`, its number, and the action as that replica counts microbatches."""
-    index, replica = _inner_index(spec, action.index)
-    return spec._replicas[replica], replica, action._replace(index=index)
-
-
-def _splits(spec: Any, stage: int, microbatch: int) -> bool:
-    index, replica = _inner_index(spec, microbatch)
-    splits: bool = spec._replicas[replica].splits(stage, index)
-    return splits
-
-
-def _recomputes(spec: Any, stage: int) -> bool:
-    recomputes: bool = spec._replicas[0].recomputes(stage)
-    return recomputes
-
-
 def _actions(spec: Any, stage: int, microbatch: int) -> tuple[Action, ...]:
-    index, replica = _inner_index(spec, microbatch)
-    return tuple(_outer(spec, replica, spec._replicas[replica].actions(stage, index)))
+    own, replica, index = _inner(spec, microbatch)
+    return tuple(_outer(spec, replica, own.actions(stage, index)))
 
 
 def _after(spec: Any, action: Action) -> list[Action]:
-    own, replica, inner = _inner(spec, action)
+    own, replica, inner = _inner_action(spec, action)
     return list(_outer(spec, replica, own.after(inner)))
 
 
 def _slot(spec: Any, action: Action) -> int:
-    own, replica, inner = _inner(spec, action)
+    own, replica, inner = _inner_action(spec, action)
     replicas: int = spec.replicas
     return own.slot(inner) * replicas + replica
 
@@ -174,6 +179,17 @@ def _program(spec: Any, worker: int) -> Iterable[Action]:
     if replica >= spec.num_microbatches // len(spec.slice_sizes):
         return []
     return _outer(spec, replica, spec._replicas[replica].program(own))
+
+
+def _of_microbatch(name: str) -> Callable[[Any, int, int], int]:
+    """Return what `spec` says of a stage and a microbatch by the method `name`: what the replica says of its own."""
+
+    def says(spec: Any, stage: int, microbatch: int) -> int:
+        own, _, index = _inner(spec, microbatch)
+        said: int = getattr(own, name)(stage, index)
+        return said
+
+    return says
 
 
 def _of_worker(name: str) -> Callable[[Any, int], int | None]:
@@ -188,11 +204,11 @@ def _of_worker(name: str) -> Callable[[Any, int], int | None]:
 
 
 _SAID: dict[str, Callable[..., Any]] = {
-    "splits": _splits,
-    "recomputes": _recomputes,
+    "recomputes": lambda spec, stage: spec._replicas[0].recomputes(stage),
     "actions": _actions,
     "after": _after,
     "slot": _slot,
     "program": _program,
+    **{name: _of_microbatch(name) for name in ("splits", "version")},
     **{name: _of_worker(name) for name in ("activation_limit", "peak_activations")},
 }

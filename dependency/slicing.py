@@ -35,22 +35,17 @@ def sliced(base: type[Spec], sizes: tuple[int, ...]) -> type[Spec]:
         sizes: of each slice, in parts of a sequence, first to last; (1, 1, 1, 1) are four equal slices.
 
     Raises:
-        ConfigError: the schedule cannot be sliced.
+        ConfigError: the schedule cannot be sliced, and why, in words that follow its name.
     """
     why_not = _why_not(base)
     if why_not:
-        raise ConfigError(f"slices: schedule {base.__name__} {why_not}; 1f1b, zb-h1 and zb-v can be sliced")
+        raise ConfigError(f"{why_not}; 1f1b, zb-h1 and zb-v can be sliced")
     k = len(sizes)
 
     def check_number(self: Spec) -> None:
         base.__post_init__(self)
         if self.num_microbatches % k:
             raise ConfigError(f"num_microbatches {self.num_microbatches}: must be a multiple of the {k} slices")
-        if self.num_routes > 1:
-            raise ConfigError(
-                f"slices: schedule {base.__name__} has {self.num_routes} replicas of every stage; only schedules with "
-                "one can be sliced, such as 1f1b"
-            )
 
     def unsliced(self: Spec) -> Spec:
         return base(
@@ -118,6 +113,8 @@ def _why_not(base: type[Spec]) -> str:
     """Return why a schedule cannot be sliced; "": it can."""
     if not base.synchronous:
         return "lets steps overlap"
+    if base.num_routes is not Spec.num_routes:
+        return "has several replicas of every stage"
     if base.recompute:
         return "recomputes by itself"
     if base.actions is not Spec.actions:

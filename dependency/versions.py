@@ -5,7 +5,7 @@ version(s,m), and uses that version even if later ones exist; so does its backwa
 timing.
 
     F(s,m) <- the update of s that makes version(s,m)
-    U(s,j) <- every B(s,.) or W(s,.) whose gradients it takes, U(s,j-1)
+    U(s,j) <- every B(s,.) or W(s,.) whose gradients it takes, U(s,j-1); of replicas, the sums of all
 
 Microbatches and updates are counted through the stream. A stage has one update a step for each route, or one after
 every microbatch (`Spec.update_every`).
@@ -37,12 +37,7 @@ def known_reductions(spec: Declared, reductions: Reductions) -> Reductions:
 
     An update that does not take a whole step knows its weight, and waits for no other stage: that would empty the pipe.
     """
-    return reductions if spec.synchronous or takes_steps(spec) else Reductions()
-
-
-def takes_steps(spec: Declared) -> bool:
-    """Return whether each update takes the gradients of a whole step."""
-    return spec.update_every == "step" and spec.num_routes == 1
+    return reductions if spec.takes_steps else Reductions()
 
 
 def update_of(spec: Declared, stage: int, microbatch: int) -> Action:
@@ -81,8 +76,8 @@ def before_update(spec: Declared, update: Action) -> Iterator[Action]:
     stage, _, index = update
     for m in microbatches_of(spec, update):
         yield from (action for action in spec.actions(stage, m) if action.kind.accumulates)
-    if index > 0:
-        yield U(stage, index - 1)
+    if index >= spec.replicas:
+        yield U(stage, index - spec.replicas)
 
 
 def staleness(spec: Declared, stage: int) -> int:

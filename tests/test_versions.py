@@ -25,6 +25,7 @@ from rpc_pipe.planning.compare import verdict as told
 from rpc_pipe.planning.footprint import Size
 from rpc_pipe.planning.relation import Relation
 from rpc_pipe.planning.simulator import simulate, uniform
+from rpc_pipe.planning.specs import make_spec
 from rpc_pipe.schedules import SCHEDULES, AvgPipe, OneFOneB, PipeDream, PipeDream2BW
 
 
@@ -83,8 +84,10 @@ def test_a_stream_has_no_bubble_once_it_is_full(schedule):
 @pytest.mark.parametrize("schedule", ASYNCHRONOUS)
 def test_a_workers_steps_are_the_stream_that_is_checked_and_simulated(schedule):
     """The part of one step, with what it needs of steps before, is any step of the stream compiled as a whole."""
-    for P, M in ((1, 3), (3, 1), (4, 2), (4, 6), (2, 5)):
-        spec = SCHEDULES[schedule](num_workers=P, num_microbatches=M)
+    sizes = [(1, 3, {}), (3, 1, {}), (4, 2, {}), (4, 6, {}), (2, 5, {})]
+    of_replicas = [(4, 5, {"replicas": 2}), (6, 4, {"replicas": 3, "zero": 1})] * (schedule == "pipedream-2bw")
+    for P, M, options in sizes + of_replicas:
+        spec = make_spec(schedule, P, M, options)
         check_all(spec)
         steps = most_open(spec) + 3
         for worker in range(P):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 from ..dependency import A, G, P, S, reduction_tree
 from .compute.pieces import Pieces
@@ -20,7 +21,14 @@ def _pieces(ctx: ActionContext) -> tuple[Pieces, int]:
 @carries_out(G)
 def _give(ctx: ActionContext) -> Payload | None:
     pieces, number = _pieces(ctx)
-    return None if pieces.was_done(number) else pieces.give(number)
+    with _showing(ctx):
+        return None if pieces.was_done(number) else pieces.give(number)
+
+
+def _showing(ctx: ActionContext) -> AbstractContextManager[None]:
+    """Return a context in which the parameters have the gradients that the update of the action takes."""
+    _, _, index = ctx.task.entry.action
+    return ctx.task.shard.showing(ctx.step.first_update + index % ctx.step.batch.spec.num_routes)
 
 
 def exchanging(backward: Task, tasks: Sequence[Task]) -> Task:
@@ -65,7 +73,8 @@ def _sum(ctx: ActionContext) -> Payload | None:
         return None
     (piece,) = (p for p in reduction_tree(spec).pieces(stage, ctx.step.batch.reductions) if p.number == number)
     parts = [ctx.worker.backend.ready(ctx.step.payloads.pop(source)) for source in ctx.task.entry.sources]
-    return pieces.sum(number, parts, piece.holders(spec.num_routes).index((stage, index % spec.num_routes)))
+    with _showing(ctx):
+        return pieces.sum(number, parts, piece.holders(spec.num_routes).index((stage, index % spec.num_routes)))
 
 
 @carries_out(P)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, cast
@@ -33,7 +32,6 @@ from ..dependency import (
     V,
     W,
     reduction_tree,
-    takes_steps,
 )
 from .compute.device import Timestamp
 from .compute.module_state import ModuleState
@@ -260,8 +258,7 @@ def _tell_loss(ctx: ActionContext) -> Payload:
     (payload,) = _taken(ctx, D, C)
     step = ctx.step
     step.result = Result(unpack(payload), step.outputs)
-    must_know = step.batch.spec.synchronous or takes_steps(step.batch.spec)
-    if step.result.summed and step.batch.train and must_know and not step.batch.reductions.weight:
+    if step.result.summed and step.batch.train and step.batch.spec.takes_steps and not step.batch.reductions.weight:
         raise ConfigError("loss_fn: gave a mean before and gives (sum, weight) now; it must always give the same")
     return payload
 
@@ -281,7 +278,7 @@ def _collect_norms(ctx: ActionContext) -> Payload:
         for (_, route), shard in ctx.worker.shards.items():
             if route == 0 or ctx.step.batch.spec.zero:
                 update = ctx.step.first_update + route
-                with _as_stashing(shard).showing(update) if shard.has_versions else nullcontext():
+                with shard.showing(update):
                     _complete_gradients(ctx, shard, route)
                     if ctx.worker.max_grad_norm is not None:
                         norms |= shard.updating.gradient_norms()
@@ -345,8 +342,7 @@ def _update_version(ctx: ActionContext, shard: StashingShard) -> None:
     """Update a shard to its next weight version, with only the gradients that this update takes."""
     worker, step, index = ctx.worker, ctx.step, ctx.task.entry.action.index
     shard.take_gradients(step.first_update + index)
-    if step.batch.reductions.weight and shard not in step.completed and step.result is not None:
-        shard.updating.divide(step.result.divisor)
+    _complete_gradients(ctx, shard, index)
     shard.updating.tell_gradients()
     if worker.max_grad_norm is not None:
         if step.result is not None and step.result.norm_tensor is not None:

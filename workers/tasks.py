@@ -36,9 +36,12 @@ def tasks(part: Part, shards: dict[tuple[int, int], Shard]) -> dict[Action, Task
 
 
 def _exchanged_by(part: Part) -> dict[Action, list[Action]]:
-    """Return, by last backward of a shard, which gradients it gives to other workers, and which it sums."""
+    """Return, by last backward of a shard, which gradients it gives to other workers, and which it sums.
+
+    None where steps overlap: there the exchange has the time of a whole step.
+    """
     found: dict[Action, list[Action]] = {}
-    for entry in part.entries:
+    for entry in part.entries if part.spec.synchronous else ():
         if entry.action.kind is S or (entry.action.kind is G and not entry.here):
             for need in entry.own:  # a later backward of another shard may stand for the last of this one
                 if need.kind is B and part.shard(need) == part.shard(entry.action):

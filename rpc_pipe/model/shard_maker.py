@@ -118,7 +118,7 @@ class ShardMaker:
         for stage, route in chain.from_iterable(map(spec.hosted, here)):
             first[stage] = min(route, first.get(stage, route))
         made = {(s, r): self._make(spec, s, r, randomness, r - first[s]) for s, r in spec.hosted(worker)}
-        if spec.synchronous and (spec.num_routes > 1 or self._model.shared):
+        if spec.takes_steps and (spec.num_routes > 1 or self._model.shared):
             from ..workers.compute.pieces import divided
 
             self.divided = divided(spec, self._model.shared, self._buckets)
@@ -159,7 +159,7 @@ class ShardMaker:
 
     def _pieces(self, spec: Spec, stage: int, route: int, slice: Slice) -> Pieces | None:
         """Return who owns which parameters of a stage; None: nobody else holds any."""
-        if not spec.synchronous or (spec.num_routes == 1 and not slice.shared):
+        if not spec.takes_steps or (spec.num_routes == 1 and not slice.shared):
             return None
         from ..workers.compute.pieces import Pieces
 

@@ -100,7 +100,7 @@ class Relation:
                     met += 1
                     if not need.carries:
                         self.signals.add((starts[need.worker] + at, part.worker))
-            for number, entry in enumerate(part.entries, start):
+            for number, entry in enumerate(part.entries if self.spec.synchronous else (), start):
                 if entry.action.kind is S or (entry.action.kind is G and not entry.here):
                     self._exchange_within(start, number, entry, part)
             if met < len(waiting):

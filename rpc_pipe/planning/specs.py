@@ -100,8 +100,8 @@ def make_spec(
     """Make the spec of a schedule; parameters may be text, as typed after `--set`.
 
     Every schedule that does not recompute by itself takes `recompute`: `all`, `none`, or stages such as `0+1`. Every
-    synchronous one takes `replicas`: how many replicas of the pipeline share the workers; and with them `zero`,
-    `bucket` and `spread`, as `Spec` says; most take `slices`, as below.
+    one with an update a step takes `replicas`: how many replicas of the pipeline share the workers; and with them
+    `zero`, `bucket` and `spread`, as `Spec` says; most take `slices`, as below.
 
     Args:
         slices: into how many slices each sequence is cut, such as `4`, or their sizes in parts, such as `8,6,5,4`.
@@ -126,7 +126,7 @@ def make_spec(
     recomputed = frozenset() if "recompute" in known else _read_stages(parameters.pop("recompute", "none"))
     replicas, exchange = (1, {}) if "replicas" in known else _read_replicas(parameters, num_microbatches)
     num_microbatches *= len(sizes)
-    cls = _transformed(cls, sizes, recomputed, replicas, exchange)
+    cls = _transformed(cls, name, sizes, recomputed, replicas, exchange)
     values = _read_parameters(cls, name, parameters)
     try:
         with schedule_errors():
@@ -151,21 +151,32 @@ def make_spec(
 
 
 def _transformed(
-    cls: type[Spec], sizes: tuple[int, ...], recomputed: frozenset[int] | None, replicas: int, exchange: dict[str, Any]
+    cls: type[Spec],
+    name: str,
+    sizes: tuple[int, ...],
+    recomputed: frozenset[int] | None,
+    replicas: int,
+    exchange: dict[str, Any],
 ) -> type[Spec]:
     """Return a schedule over slices of sequences, with recomputation, on replicas."""
-    if len(sizes) > 1:
-        from ..dependency.slicing import sliced
+    option = "slices"
+    try:
+        if len(sizes) > 1:
+            from ..dependency.slicing import sliced
 
-        cls = sliced(cls, sizes)
-    if recomputed != frozenset():
-        from ..dependency.recomputing import recomputing
+            cls = sliced(cls, sizes)
+        option = "recompute"
+        if recomputed != frozenset():
+            from ..dependency.recomputing import recomputing
 
-        cls = recomputing(cls, recomputed)
-    if replicas > 1:
-        from ..dependency.replicating import replicated
+            cls = recomputing(cls, recomputed)
+        option = f"replicas {replicas}"
+        if replicas > 1:
+            from ..dependency.replicating import replicated
 
-        cls = replicated(cls, replicas, **exchange)
+            cls = replicated(cls, replicas, **exchange)
+    except ConfigError as error:
+        raise ConfigError(f"{option}: schedule {name} {error}") from None
     return cls
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..dependency import Spec, local_order, microbatches_of, takes_steps, update_of
+from ..dependency import Spec, local_order, microbatches_of, update_of
 from ..model.batches.microbatches import Microbatches, update_shares
 from ..model.observe.trees import mapped
 from ..model.observed_partition import ObservedPartition
@@ -146,9 +146,7 @@ class Reference:
                 for stage in (stage for replica in self.replicas for stage in replica.stages):
                     stage.newest, stage.versions = 0, {}
                     stage.note()
-            scales = pieces.shares if spec.synchronous else update_shares(spec, pieces.shares)
-            is_one = spec.synchronous or takes_steps(spec)
-            step = _Step(0 if spec.synchronous else begin, pieces, scales, is_one)
+            step = _Step(0 if spec.synchronous else begin, pieces, update_shares(spec, pieces.shares), spec.takes_steps)
             with preserved(self._randomness.device):
                 self._step(spec, step)
             begin, self.num_steps = begin + count, self.num_steps + 1
@@ -201,7 +199,7 @@ class Reference:
             step.parts.append(((total if step.summed else total * step.pieces.shares[at]).item(), float(weight)))
             if not step.summed:
                 total = total * step.scales[at]
-            elif not spec.synchronous and not takes_steps(spec):  # such an update knows its rows, not its weight
+            elif not step.is_one:  # such an update knows its rows, not its weight
                 total = total * step.scales[at] / (weight or 1)
             total.backward()
         grads: list[Grads] = [[tensor.grad for tensor in of_stage] for of_stage in used]
@@ -212,14 +210,15 @@ class Reference:
     def _step(self, spec: Spec, step: _Step) -> None:
         """Train on a batch; an update comes as soon as its microbatches have been there and back.
 
-        That of a synchronous step is one for all routes, whatever these have given.
+        One that takes a whole step is one for all routes, whatever these have given.
         """
-        for m in range(step.begin, step.begin + spec.num_microbatches):
-            routes = range(spec.num_routes) if spec.synchronous else [spec.route(m)]
+        whole = range(step.begin, step.begin + spec.num_microbatches)
+        for m in whole:
+            routes = range(spec.num_routes) if step.is_one else [spec.route(m)]
             ready = []
             for number, grads in enumerate(self._forth_and_back(spec, step, m)):
                 update = update_of(spec, number, m)
-                takes = range(spec.num_microbatches) if spec.synchronous else microbatches_of(spec, update)
+                takes = whole if step.is_one else microbatches_of(spec, update)
                 of_update = self._given.setdefault((number, takes[0]), {})
                 of_update[m] = grads
                 if len(of_update) == len(takes):
@@ -231,7 +230,7 @@ class Reference:
                     self._clip(some, note=step.is_one and route == routes[0])
                 for number in ready:
                     self._update(number, route)
-        if not spec.synchronous:
+        if not step.is_one:
             for route in range(min(spec.num_microbatches, spec.num_routes), spec.num_routes):  # without microbatches
                 for number in range(spec.num_stages):
                     self._update(number, route)

@@ -1,4 +1,4 @@
-"""Any synchronous schedule on several replicas of the pipeline: who is where, and each replica runs as if alone."""
+"""Schedules on several replicas of the pipeline: who is where, and each replica runs as if alone."""
 
 import random
 from dataclasses import replace
@@ -8,7 +8,7 @@ from random_specs import random_spec
 
 from rpc_pipe.dependency import B, ConfigError, F, PipeError, ScheduleError, Spec, check_all
 from rpc_pipe.dependency.replicating import replicated
-from rpc_pipe.planning.simulator import simulate
+from rpc_pipe.planning.simulator import simulate, uniform
 from rpc_pipe.planning.specs import make_spec
 from rpc_pipe.schedules import SCHEDULES, OneFOneB
 
@@ -22,6 +22,19 @@ def test_every_synchronous_schedule_passes_the_checker(name, workers, replicas):
         pytest.skip("dualpipe needs an even number of stages")
     check_all(make_spec(name, workers, 7, {"replicas": replicas}))
     simulate(make_spec(name, workers, 7, {"replicas": replicas, "zero": 1}), lambda action: 1, order="fixed", steps=2)
+
+
+@pytest.mark.parametrize("order", ["ready", "fixed"])
+@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize(("workers", "replicas"), [(4, 2), (6, 3), (8, 2)])
+def test_a_stream_of_overlapping_steps_has_no_bubble_and_holds_no_more(workers, replicas, zero, order):
+    """With 7 microbatches a replica has one less than others: no window named it, and one more forward ran ahead."""
+    spec = make_spec("pipedream-2bw", workers, 7, {"replicas": replicas, "zero": zero})
+    check_all(spec)
+    stream = simulate(spec, uniform({F: 1, B: 2}), order=order, steps=12)
+    most = 7 // replicas + 1
+    assert 3 * (most - 0.1) < stream.step_time <= 3 * most
+    assert all(peak <= spec.peak_activations(w) for w, peak in enumerate(stream.peak_activations))
 
 
 def test_the_replicas_of_a_stage_are_neighbours_and_a_pipeline_strides_over_them():
@@ -117,7 +130,8 @@ def test_each_replica_runs_as_the_schedule_does_alone():
         ("1f1b", 8, 3, 4, "replicas 4: a step has 3 microbatches, fewer than replicas; take at least 4 microbatches"),
         ("1f1b", 4, 8, 0, "replicas 0: must be a whole number of at least 1"),
         ("1f1b", 4, 8, 1.5, "replicas 1.5: must be a whole number of at least 1"),
-        ("pipedream", 4, 8, 2, "replicas 2: schedule PipeDream lets steps overlap; only synchronous ones"),
+        ("pipedream", 4, 8, 2, "replicas 2: schedule pipedream updates after every microbatch, not all at once; take "),
+        ("avgpipe", 4, 8, 2, "schedule avgpipe updates its pipelines one after the other, not all at once; take "),
     ],
 )
 def test_what_cannot_be_is_refused_with_what_can(name, workers, microbatches, replicas, said):

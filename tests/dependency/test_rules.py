@@ -66,8 +66,8 @@ def test_a_row_that_cannot_be_is_refused_where_it_is_made(row, says):
 @pytest.mark.parametrize(
     "schedule, says",
     [
-        ("gpipe-recompute", "recompute: schedule GPipeRecompute recomputes by itself; leave it out"),
-        ("pipedream", "recompute: schedule PipeDream lets steps overlap; only synchronous ones recompute"),
+        ("gpipe-recompute", "recompute: schedule gpipe-recompute recomputes by itself; leave it out"),
+        ("pipedream", "recompute: schedule pipedream lets steps overlap; only synchronous ones recompute"),
     ],
 )
 def test_what_cannot_recompute_says_so(schedule, says):

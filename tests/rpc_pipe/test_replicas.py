@@ -40,7 +40,10 @@ def model(tmp_path):
 
 @pytest.mark.parametrize(
     ("schedule", "workers", "replicas"),
-    [("1f1b", 4, 2), ("zb-h1", 6, 3), ("interleaved", 4, 2), ("zb-v", 4, 2), ("chimera", 4, 2), ("gpipe", 4, 4)],
+    [
+        *[("1f1b", 4, 2), ("zb-h1", 6, 3), ("interleaved", 4, 2), ("zb-v", 4, 2), ("chimera", 4, 2), ("gpipe", 4, 4)],
+        *[("pipedream-2bw", 4, 2), ("pipedream-2bw", 6, 3)],
+    ],
 )
 def test_replicas_train_the_bits_of_one_process(model, schedule, workers, replicas, capsys):
     typed = ["--schedule", schedule, "--workers", workers, "--replicas", replicas, "--microbatches", 7]
@@ -184,6 +187,37 @@ def test_a_replica_may_have_no_microbatch_in_a_step(zero):
     assert trained_by(**replicas) == trained_by(num_workers=2)
 
 
+@pytest.mark.parametrize("zero", [0, 1])
+def test_nor_in_a_stream_whose_steps_overlap(zero):
+    """Batches of one row are a stream of their own, of which the second replica has nothing but the sums."""
+    x, y = a_batch()
+
+    def trained_by(**options):
+        training = Training(partial(torch.optim.Adam, lr=0.1))
+        options |= {"schedule": "pipedream-2bw", "num_microbatches": 2}
+        with Pipeline(LAYERS, nn.functional.mse_loss, training=training, **options) as pipe:
+            losses = list(pipe.train((x[:n].clone(), y[:n].clone()) for n in (2, 2, 2, 1, 1, 1, 2, 2)))
+            return losses, [weight.tolist() for weight in pipe.weights.state_dict().values()]
+
+    replicas = {"num_workers": 4, "replicas": 2, "zero": zero, "bucket": 5e-5, "stall_s": 20}
+    assert trained_by(**replicas) == trained_by(num_workers=2)
+
+
+def test_owners_give_no_frozen_parameters():
+    """Each was written by its own numbers, while microbatches of the next step still had to go back through it."""
+    layers = [nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(4)]
+    for layer in layers:
+        layer[0].requires_grad_(False)
+    weights = []
+    for options in ({"num_workers": 2}, {"num_workers": 4, "replicas": 2, "zero": 1}):
+        training = Training(partial(torch.optim.Adam, lr=0.1))
+        options |= {"schedule": "pipedream-2bw", "num_microbatches": 2, "training": training}
+        with Pipeline(copy.deepcopy(layers), nn.functional.mse_loss, **options) as pipe:
+            assert len(list(pipe.train([a_batch()] * 4))) == 4
+            weights.append([weight.tolist() for weight in pipe.weights.state_dict().values()])
+    assert weights[0] == weights[1]
+
+
 def pieces_given(monkeypatch, layers, kind=G, **options):
     """Train three steps; return, by step, what the worker ran while gradients of its stage, or sums of them, left."""
     given = []
@@ -255,7 +289,7 @@ def ends_late(seed, **options):
 
 
 @pytest.mark.parametrize("order", ["ready", "fixed"])
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-v", "chimera"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v", "chimera", "pipedream-2bw"])
 def test_random_delays_change_nothing(schedule, order):
     expected = ends_late(0, schedule=schedule)
     for seed in range(1, 5):

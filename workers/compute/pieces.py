@@ -169,8 +169,12 @@ class Pieces:
             self._parameters[name].grad = None if total is None else total.clone()
 
     def updated(self, number: int) -> Payload:
-        """Return a copy of the parameters of a piece: they may be written when the step is over."""
-        return pack({name: self._parameters[name].detach().clone() for name in self._names[number]})
+        """Return a copy of the parameters of a piece that may have changed; they may be written when the step is over.
+
+        Frozen ones must not be written with their own numbers: where steps overlap, backwards still need them.
+        """
+        trained = (name for name in self._names[number] if self._parameters[name].requires_grad)
+        return pack({name: self._parameters[name].detach().clone() for name in trained})
 
     @torch.no_grad()
     def adopt(self, updated: Payload) -> None:

@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ...dependency import ConfigError, Spec, microbatches_on, takes_steps, update_of
+from ...dependency import ConfigError, Spec, microbatches_on, update_of
 from ..transport.payload import Payload
 from .randomness import computing
 from .shard import Shard
@@ -162,7 +162,7 @@ class StashingShard(Shard):
         root, scale = super()._weigh(microbatch, loss, share), self._scales.get(microbatch, share)
         if not self.losses.summed:
             return root if scale == share else loss.reshape(()) * scale
-        if takes_steps(self._spec):
+        if self._spec.takes_steps:
             return root  # divided by the weight of the step
         weight = loss[1]
         return root * scale / (torch.where(weight == 0, 1, weight) if isinstance(weight, Tensor) else weight or 1)
@@ -191,15 +191,11 @@ class StashingShard(Shard):
 
     @contextmanager
     def showing(self, update: int) -> Iterator[None]:
-        """Return a context in which the parameters have the gradients that an update will take: later ones may be made
-        before it takes them."""
-        kept = self._gradients.get(update)
         self.take_gradients(update)
         try:
             yield
         finally:
-            if kept is not None:
-                self._gradients[update] = kept
+            self._gradients[update] = [parameter.grad for parameter in self._trained]
             for parameter in self._trained:
                 parameter.grad = None
 

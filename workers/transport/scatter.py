@@ -37,7 +37,7 @@ def scatter_whole(spec: Spec, inputs: list[Any], targets: list[Any] | None, *, r
 
 def run_by(spec: Spec, worker: int, parts: list[Any]) -> list[Any]:
     """Return trees by microbatch, with None in place of those that only other replicas run."""
-    if not spec.synchronous or spec.num_routes == 1:
+    if spec.num_routes == 1:
         return parts
     spec = replace(spec, num_microbatches=len(parts))
     routes = {route for _, route in spec.hosted(worker)}

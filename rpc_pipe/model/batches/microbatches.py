@@ -9,7 +9,7 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from ...dependency import Action, BatchError, Spec, takes_steps, update_of
+from ...dependency import Action, BatchError, Spec, update_of
 from ...workers.compute.digest import MOST_TENSORS, describe, shapes_of
 from ...workers.transport.call import pack_description
 from ...workers.transport.payload import Tree, map_tensors, num_rows, num_tokens, shapes_in, split_rows, tensors_of
@@ -229,7 +229,7 @@ def _first_rows(tree: Tree) -> int:
 
 def update_shares(spec: Spec, shares: Sequence[float]) -> list[float]:
     """Return each microbatch's share of the rows of its update."""
-    if takes_steps(spec):
+    if spec.takes_steps:
         return list(shares)
     taken = [update_of(spec, 0, m) for m in range(len(shares))]
     parts: dict[Action, list[float]] = {}
