@@ -32,8 +32,8 @@ _RAN = "ran-"
 WORTHWHILE = 0.02
 #: options that a kept plan must share
 _ASKED = (
-    "workers", "memory", "batch", "microbatches", "replicas", "slices", "zero", "spread", "topology", "link",
-    "schedule", "no_recompute", "seconds",
+    "workers", "memory", "batch", "microbatches", "replicas", "slices", "zero", "bucket", "spread", "topology",
+    "link", "schedule", "no_recompute", "seconds",
 )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..dependency import ConfigError, Spec
+from ..dependency import ConfigError
 from ..drawing.plans import front_svg, front_text, left_out_text, plans_table, why
 from ..launching.report import Reporter
 from ..planning.advice import Advice, binding_limits, changes_that_fit
@@ -20,9 +20,10 @@ from ..planning.json_fields import to_json_value
 from ..planning.profile import Machines, Profile, as_json
 from ..planning.program_search import faster_program
 from ..planning.search import PlanRequest, PlanResult, default_microbatches, search
+from ..planning.specs import make_spec, with_replicas
 from .auto import Auto
 from .files import try_files, write
-from .options import Parser, add_json, whole
+from .options import Parser, add_json, number, whole
 from .profile import add_measuring, find_profile, progress, with_slices
 from .topology import HERE, machines_of, parse_link, parse_memory, read_topology
 
@@ -59,10 +60,9 @@ def add(commands: Any) -> None:
         help="numbers of slices of a sequence to try, such as 1,4,8, or auto for 1,2,4,8; they are measured, and cut "
         "so that all take equally long (1)",
     )  # fmt: skip
-    parser.add_argument("--zero", type=whole(0, 1), help="1: divide optimizer states among the replicas (0)")
-    parser.add_argument(
-        "--spread", choices=("pipelines", "stages"), help="what lies far apart: each pipeline, or a stage's replicas"
-    )
+    parser.add_argument("--zero", type=whole(0), help="1: divide optimizer states among the replicas (0)")
+    parser.add_argument("--bucket", type=number, metavar="MIB", help="most gradients that they exchange at once (25)")
+    parser.add_argument("--spread", help="what lies far apart: pipelines, or the stages' replicas (pipelines)")
     parser.add_argument("--topology", metavar="FILE", help="JSON: memory and speed of each worker, links between them")
     parser.add_argument(
         "--link", metavar="MS[/BANDWIDTH]", help="link between any two workers, in ms and bytes a second (measured)"
@@ -202,13 +202,9 @@ def _request(typed: dict[str, Any], seconds: float, reporter: Reporter) -> tuple
     wanted = sorted({rows[0], rows[len(rows) // 2], rows[-1]})
     workers = machines.num_workers
     replicas: list[int] = typed.get("replicas", [1])
-    for number in replicas:
-        if workers % number:
-            nearest = max(n for n in range(1, number) if workers % n == 0)
-            raise ConfigError(f"--replicas {number}: must divide the {workers} workers; take {nearest}")
-    for name in ("zero", "spread"):
-        if typed.get(name) and max(replicas) == 1:
-            raise ConfigError(f"--{name} {typed[name]}: is of replicas, and there is one; add --replicas 1,2")
+    exchange: dict[str, Any] = {name: typed[name] for name in ("zero", "bucket", "spread") if name in typed}
+    for each in replicas:  # otherwise all their candidates would be left out
+        make_spec("gpipe", workers, max(counts), with_replicas(exchange if each == max(replicas) else None, each))
     least, slices = workers // max(replicas), typed.get("slices", [1])
     profile, path = find_profile(typed, wanted, reporter, at_least=least, together=_together(typed, workers))
     profile = with_slices(typed, profile, path, max(slices))
@@ -223,8 +219,7 @@ def _request(typed: dict[str, Any], seconds: float, reporter: Reporter) -> tuple
         recompute="no_recompute" not in typed,
         schedules=tuple(typed["schedule"]) if "schedule" in typed else None,
         replicas=tuple(replicas),
-        zero=typed.get("zero", 0),
-        spread=typed.get("spread", Spec.spread),
+        exchange=exchange,
         slices=tuple(slices),
         seconds=seconds,
     )

@@ -70,8 +70,7 @@ def candidates(
     most_stages: int,
     schedules: Sequence[str] | None = None,
     replicas: Sequence[int] = (1,),
-    zero: int = 0,
-    spread: str = Spec.spread,
+    exchange: Mapping[str, Any] | None = None,
     slices: Sequence[tuple[int, ...]] = ((1,),),
 ) -> Iterator[Candidate]:
     """Yield the candidates for this number of workers: without recomputation, with it on the first stages, and on all.
@@ -82,7 +81,7 @@ def candidates(
         most_stages: the most stages that the model can be cut into.
         schedules: names; None: all synchronous ones, as asynchronous ones train other parameters.
         replicas: how many replicas of the pipeline may share the workers.
-        zero, spread: of these, where there are several, as in `Spec`.
+        exchange: `zero`, `bucket` and `spread` of these, where there are several, as in `Spec`.
         slices: into what each sequence may be cut: sizes of slices, in parts of it.
     """
     seen = set()
@@ -90,8 +89,7 @@ def candidates(
         if schedules is not None and name not in schedules:
             continue
         sliced = None if len(sizes) == 1 else ",".join(map(str, sizes)) if len(set(sizes)) > 1 else len(sizes)
-        far = spread if number > 1 else Spec.spread
-        parameters = with_replicas(own, number, zero if number > 1 else 0, slices=sliced, spread=far) or {}
+        parameters = with_replicas(own, number, slices=sliced, **((exchange or {}) if number > 1 else {})) or {}
         for count in microbatches:
             plain = Candidate(name, parameters, count)
             try:

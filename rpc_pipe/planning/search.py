@@ -6,10 +6,11 @@ Loads without torch.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from ..dependency import F, Spec, U
+from ..dependency import F, U
 from .candidates import Candidate, candidates
 from .cut_search import CutFound, CutSearch
 from .plan import Plan, schedule_label
@@ -37,10 +38,8 @@ class PlanRequest:
     schedules: tuple[str, ...] | None = None
     #: into how many replicas of the pipeline the workers may be divided
     replicas: tuple[int, ...] = (1,)
-    #: 1: replicas divide optimizer states among them
-    zero: int = 0
-    #: what of these lies far apart: `pipelines` or `stages`
-    spread: str = Spec.spread
+    #: `zero`, `bucket` and `spread` of these, as in `Spec`
+    exchange: Mapping[str, Any] = field(default_factory=dict)
     #: into how many slices sequences may be cut; each number but 1 needs a profile that has measured slices
     slices: tuple[int, ...] = (1,)
     #: how long to search; then the plan is returned with the gap that is left
@@ -119,8 +118,7 @@ class _Search:
             most_stages=most_stages,
             schedules=q.schedules,
             replicas=q.replicas,
-            zero=q.zero,
-            spread=q.spread,
+            exchange=q.exchange,
             slices=[q.slicing.balanced(count) for count in q.slices],
         )
         searches = []

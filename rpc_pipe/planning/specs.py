@@ -124,7 +124,8 @@ def make_spec(
     slices = parameters.pop("slices", slices)
     sizes = read_slices(slices) if slices is not None else (1,)
     recomputed = frozenset() if "recompute" in known else _read_stages(parameters.pop("recompute", "none"))
-    replicas, exchange = (1, {}) if "replicas" in known else _read_replicas(parameters, num_microbatches)
+    numbers = num_workers, num_microbatches
+    replicas, exchange = (1, {}) if "replicas" in known else _read_replicas(parameters, *numbers)
     num_microbatches *= len(sizes)
     cls = _transformed(cls, name, sizes, recomputed, replicas, exchange)
     values = _read_parameters(cls, name, parameters)
@@ -234,7 +235,7 @@ def with_replicas(
     return {**(parameters or {}), **found} if found else parameters
 
 
-def _read_replicas(parameters: dict[str, Any], num_microbatches: int) -> tuple[int, dict[str, Any]]:
+def _read_replicas(parameters: dict[str, Any], num_workers: int, num_microbatches: int) -> tuple[int, dict[str, Any]]:
     """Take out of a schedule's parameters how many replicas there are, and how they exchange gradients."""
 
     def read(name: str, usual: Any, kind: type, allows: Callable[[Any], bool], rule: str) -> Any:
@@ -251,9 +252,10 @@ def _read_replicas(parameters: dict[str, Any], num_microbatches: int) -> tuple[i
 
     replicas: int = read("replicas", 1, int, lambda count: count > 0, "must be a whole number of at least 1")
     if replicas > max(1, num_microbatches):
+        fewer = max(n for n in range(1, max(2, num_microbatches + 1)) if num_workers % n == 0)
         raise ConfigError(
-            f"replicas {replicas}: a step has {num_microbatches} microbatches, fewer than replicas; take at least "
-            f"{replicas} microbatches, or {num_microbatches} replicas"
+            f"replicas {replicas}: a step has {num_microbatches} microbatch{'es' * (num_microbatches > 1)}, fewer than "
+            f"replicas; take at least {replicas} microbatches, or replicas {fewer}"
         )
     one = "must be 0, or 1 to divide optimizer states among replicas; take 1"
     size = f"must be a size in MiB above 0; take {Spec.bucket:g}"

@@ -125,13 +125,13 @@ def test_a_plan_is_run_as_it_says(model, capsys, tmp_path):
 def test_a_plan_says_how_many_replicas_there_are(model, capsys, tmp_path):
     out = tmp_path / "plan.json"
     asked = ["--workers", "8", "--replicas", "4,8", "--batch", "8", "--microbatches", "8", "--schedule", "gpipe"]
-    asked += ["--zero", "1", "--spread", "stages"]
+    asked += ["--zero", "1", "--bucket", "5", "--spread", "stages"]
     assert main(["plan", f"{model}:make", "--alone", *asked, "--seconds", "2", "--output", str(out)]) == 0
     assert "gpipe replicas=" in capsys.readouterr().out
     made, plan = load_user_model(f"{model}:make"), read_plan(out)
     with Pipeline(made.model, made.loss_fn, plan=out) as pipe:
         assert pipe.num_workers == 8 and pipe.spec.num_routes == plan.parameters["replicas"] and pipe.spec.zero
-        assert pipe.spec.spread == "stages"
+        assert (pipe.spec.spread, pipe.spec.bucket) == ("stages", 5)
         assert pipe.spec.num_stages * pipe.spec.num_routes == 8
         pipe.step(resize_batch(made.batch, 8))
 
@@ -210,8 +210,10 @@ def test_nothing_fits_and_what_would(model, capsys):
         (["{model}:make", "--microbatches", "9"], "at most 4"),
         (["{model}:make", "--schedule", "1f1c"], "did you mean '1f1b'"),
         (["{model}:make", "--memory", "8 apples"], "must be a number"),
-        (["{model}:make", "--replicas", "1,3", "--workers", "4"], "--replicas 3: must divide the 4 workers; take 2"),
-        (["{model}:make", "--zero", "1"], "--zero 1: is of replicas, and there is one; add --replicas 1,2"),
+        (["{model}:make", "--replicas", "1,3", "--workers", "4"], "replicas 3: 4 workers cannot be divided among them"),
+        (["{model}:make", "--zero", "1"], "zero 1: is of replicas, and there is one; take replicas 2"),
+        (["{model}:make", "--replicas", "2", "--bucket", "0"], "bucket 0: must be a size in MiB above 0; take 25"),
+        (["{model}:make", "--replicas", "2", "--microbatches", "1"], "replicas 2: a step has 1 microbatch, fewer"),
         (["{model}:make", "--memory", "0"], "--memory 0: must be above 0"),
         (["{model}:make", "--schedule", "pipedream"], "trains other numbers"),
         (["--profile", "{model}", "--batch", "4"], "cannot be read"),
