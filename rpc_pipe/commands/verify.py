@@ -33,6 +33,9 @@ def add(commands: Any) -> None:
     parser.add_argument("--rows", type=whole(1), help="rows of a batch (2 M + 1, so that the last is ragged)")
     parser.add_argument("--dropout", type=fraction, help=f"dropout ({VerifyOptions.dropout})")
     parser.add_argument("--max-grad-norm", type=number, help="clip gradients to this norm, and compare the norms")
+    parser.add_argument(
+        "--deferred-batch-norm", action="store_true", help="take running statistics from whole batches, of all replicas"
+    )
     parser.set_defaults(command=verify)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..dependency import NO_REDUCTIONS, ModelError, Spec
-from ..workers.compute.batch_norm import defer
+from ..workers.compute.batch_norm import Statistics, defer
 from ..workers.compute.digest import digest
 from ..workers.compute.randomness import Randomness
 from ..workers.compute.shard import LossFn, Shard
@@ -163,7 +163,7 @@ class ShardMaker:
             return None
         from ..workers.compute.pieces import Pieces
 
-        pieces = Pieces(spec, stage, route, slice.named_parameters(), self._model.shared)
+        pieces = Pieces(spec, stage, route, slice.named_parameters(), self._model.shared, Statistics(slice.own))
         self._buckets[stage] = pieces.num_buckets
         return pieces
 

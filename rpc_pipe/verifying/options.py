@@ -20,6 +20,7 @@ class VerifyOptions(PipeOptions):
     rows: int | None = None
     dropout: float = 0.1
     max_grad_norm: float | None = None
+    deferred_batch_norm: bool = False
     #: names of the user's lists of blocks
     blocks: list[str] | None = None
 

@@ -37,8 +37,9 @@ def prove(options: VerifyOptions) -> None:
     mine = [mapped(batch, torch.clone) for batch in batches]
     optimizer = _built_in_optimizer if ours else _optimizer
     begin, begin_cpu = time.perf_counter(), time.process_time()
+    asked: dict[str, Any] = {"max_grad_norm": options.max_grad_norm, "deferred_batch_norm": options.deferred_batch_norm}
     pipe = Pipeline(
-        made.model, made.loss_fn, training=Training(optimizer, max_grad_norm=options.max_grad_norm),
+        made.model, made.loss_fn, training=Training(optimizer, **asked),
         example=made.batch, blocks=options.blocks, **options.for_pipeline()
     )  # fmt: skip
     cut = {"cut_s": time.perf_counter() - begin, "cut_cpu_s": time.process_time() - begin_cpu}
@@ -53,7 +54,7 @@ def prove(options: VerifyOptions) -> None:
         pipe.gather("routes", _routes),
     )
     if initial is not None and state is not None and kept is not None and copies is not None:
-        reference = _reference(options, pipe, optimizer, initial)
+        reference = _reference(options, pipe, optimizer, initial, asked)
         with nullcontext() if options.slices is None else Floats() as floats:
             expected_losses = list(reference.train(mine))
         compared = Compared(0.0 if floats is None else floats.precision)
@@ -92,7 +93,9 @@ def _load(options: VerifyOptions) -> tuple[UserModel, list[Tree]]:
     return UserModel(list(model.layers), batches[0], model.loss_fn), batches
 
 
-def _reference(options: VerifyOptions, pipe: Pipeline, optimizer: Any, initial: Mapping[str, Tensor]) -> Reference:
+def _reference(
+    options: VerifyOptions, pipe: Pipeline, optimizer: Any, initial: Mapping[str, Tensor], asked: Mapping[str, Any]
+) -> Reference:
     """Return the reference: the user's own module and loss function, made once more for each route.
 
     Nothing of it has been cut, copied or wrapped, so that a loss function reads what the blocks have set.
@@ -103,9 +106,7 @@ def _reference(options: VerifyOptions, pipe: Pipeline, optimizer: Any, initial: 
         module = _whole(made, options)
         give(module, initial)
         replicas.append(Replica(module, made.loss_fn or pipe.partition.loss_fn))  # type: ignore[arg-type]
-    return Reference(
-        pipe.spec.unsliced(), replicas, pipe.partition, optimizer, randomness, max_grad_norm=options.max_grad_norm
-    )
+    return Reference(pipe.spec.unsliced(), replicas, pipe.partition, optimizer, randomness, **asked)
 
 
 def _whole(made: UserModel, options: VerifyOptions) -> nn.Module:

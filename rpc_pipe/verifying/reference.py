@@ -22,6 +22,7 @@ from ..model.batches.microbatches import Microbatches, update_shares
 from ..model.observe.trees import mapped
 from ..model.observed_partition import ObservedPartition
 from ..model.partition import LayerPartition
+from ..workers.compute.batch_norm import Statistics, defer
 from ..workers.compute.module_state import ModuleState
 from ..workers.compute.randomness import Randomness, preserved
 from ..workers.compute.shard import LossFn
@@ -102,7 +103,7 @@ class Reference:
     Args:
         replicas: one for each route, with equal weights.
         cut: which parameters each stage has, and which modules are blocks.
-        optimizer, lr_scheduler, max_grad_norm: as for `Pipeline`.
+        optimizer, lr_scheduler, max_grad_norm, deferred_batch_norm: as for `Pipeline`.
     """
 
     def __init__(
@@ -115,14 +116,19 @@ class Reference:
         *,
         lr_scheduler: Any = None,
         max_grad_norm: float | None = None,
+        deferred_batch_norm: bool = False,
     ) -> None:
         self._spec, self._cut, self._randomness, self._max_norm = spec, cut, randomness, max_grad_norm
         self.replicas = list(replicas)
         names: list[list[str]] = [[] for _ in range(spec.num_stages)]
         for name, _ in self.replicas[0].module.named_parameters():
             names[cut.first_stage_of(name)].append(name)
+        self._statistics = []
         for replica in self.replicas:
             replica.module.to(randomness.device)
+            modules = list(replica.module.modules())
+            defer(modules if deferred_batch_norm else ())
+            self._statistics.append(Statistics(modules))
             replica.stages = [_Stage(replica.module, own, optimizer, lr_scheduler) for own in names]
         #: of each stage, what routes are pulled to
         self.pulled_to = [{name: p.detach().clone() for name, p in stage.named} for stage in self.replicas[0].stages]
@@ -149,6 +155,7 @@ class Reference:
             step = _Step(0 if spec.synchronous else begin, pieces, update_shares(spec, pieces.shares), spec.takes_steps)
             with preserved(self._randomness.device):
                 self._step(spec, step)
+            self._take_over_statistics()
             begin, self.num_steps = begin + count, self.num_steps + 1
             total = sum(loss for loss, _ in step.parts)
             yield total / sum(weight for _, weight in step.parts) if step.summed else total
@@ -234,6 +241,16 @@ class Reference:
             for route in range(min(spec.num_microbatches, spec.num_routes), spec.num_routes):  # without microbatches
                 for number in range(spec.num_stages):
                     self._update(number, route)
+
+    @torch.no_grad()
+    def _take_over_statistics(self) -> None:
+        """Give all replicas what their deferred batch normalisations have summed up, in the order of replicas."""
+        for summed in zip(*(each.named(summed=True).values() for each in self._statistics), strict=True):
+            total = add_up(tensor.clone() for tensor in summed)
+            for tensor in summed:
+                tensor.copy_(total)
+        for each in self._statistics:
+            each.commit()
 
     def _take(
         self, step: _Step, summing: Sequence[Sequence[int]], number: int, routes: Sequence[int], grads: dict[int, Grads]

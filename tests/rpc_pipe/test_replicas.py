@@ -53,6 +53,18 @@ def test_replicas_train_the_bits_of_one_process(model, schedule, workers, replic
         assert json.loads(capsys.readouterr().out)["identical"]
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "chimera"])
+def test_deferred_batch_norm_has_the_statistics_of_all_replicas(tmp_path, schedule, capsys):
+    """Each replica took those of its own microbatches, so that they evaluated by different ones."""
+    text = MODEL.replace("nn.Tanh()", "nn.BatchNorm1d(8), nn.Tanh()")
+    (tmp_path / "normed.py").write_text(text)
+    typed = f"--schedule {schedule} --workers 4 --replicas 2 --microbatches 7 --deferred-batch-norm".split()
+    for more in ([], ["--zero", "1", "--bucket", "0.0002"]):
+        asked = ["verify", f"{tmp_path / 'normed.py'}:make", *typed, *more, "--transport", "local", "--json"]
+        assert main(asked) == 0
+        assert json.loads(capsys.readouterr().out)["identical"]
+
+
 @pytest.mark.parametrize(("transport", "zero"), [("rpc", "0"), ("zmq", "0"), ("zmq", "1 --spread stages")])
 def test_processes_too(model, transport, zero):
     typed = f"--schedule zb-h1 --workers 4 --replicas 2 --zero {zero} --microbatches 7 --json --transport".split()

@@ -1,7 +1,8 @@
 """Batch normalisation whose running statistics are those of the whole batch, not of one microbatch after the other.
 
 Deferred batch normalisation (Kim et al. 2020, torchgpipe, section 3.3): a microbatch is normalised by its own
-statistics; what it adds to the running ones is summed up, and taken over once, at the update.
+statistics; what it adds to the running ones is summed up, and taken over once, at the update. The sums of replicas are
+added up before, with their gradients.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from .torch_internals import BatchNorm
 
 _SUMS = ("sums", "squares", "count")
+_RUNNING = ("running_mean", "running_var", "num_batches_tracked")
 
 
 class DeferredBatchNorm(BatchNorm):
@@ -99,6 +101,11 @@ class Statistics:
             module.forget()
         for tensor, held in self._held:
             tensor.copy_(held)
+
+    def named(self, *, summed: bool) -> dict[str, Tensor]:
+        """Return by name what has been summed up, or the statistics that it has been taken over into."""
+        norms = enumerate(self._deferred())
+        return {f"{n} {name}": getattr(m, name) for n, m in norms for name in (_SUMS if summed else _RUNNING)}
 
     def sums(self) -> list[tuple[Tensor, dict[str, Tensor]]]:
         """Return the sums by name, with the running mean that they will change."""

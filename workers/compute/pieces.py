@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ...dependency import NO_REDUCTIONS, ConfigError, Reductions, Spec
 from ..transport.payload import Payload, pack, unpack
+from .batch_norm import Statistics
 
 
 def tied_parts(shared: Mapping[str, Sequence[int]], num_routes: int) -> dict[tuple[tuple[int, ...], int], list[str]]:
@@ -36,6 +37,8 @@ class Pieces:
     Args:
         named: the stage's parameters.
         shared: of the whole model, parameter that several stages hold -> these stages.
+        statistics: of the stage's batch normalisations, which are summed over replicas too, with the last piece of the
+            first: it is exchanged behind the backward, which may run forwards again (checkpoints).
 
     Attributes:
         owned: names of the parameters of which this replica is the owner.
@@ -51,6 +54,7 @@ class Pieces:
         route: int,
         named: Sequence[tuple[str, nn.Parameter]],
         shared: Mapping[str, Sequence[int]],
+        statistics: Statistics,
     ) -> None:
         routes = spec.num_routes
         parameters, tied = dict(named), tied_parts(shared, routes)
@@ -79,6 +83,10 @@ class Pieces:
             for number in range(self.num_buckets):
                 names = buckets[number] if number < len(buckets) else []
                 self._names[len(tied) + number * routes + owner] = names
+        self._statistics = statistics
+        last = len(tied) + (self.num_buckets - 1) * routes
+        #: the piece with which they go; -1: there are none
+        self._last = last if routes > 1 and statistics.named(summed=True) else -1
         self.owned = {name for name in parameters if owners.get(name, (stage, route)) == (stage, route)}
         first = {name: (min(shared.get(name, (stage,))), 0) for name in owners}
         told = {name for name, holder in first.items() if holder != (stage, route)}
@@ -103,7 +111,8 @@ class Pieces:
         self.done.clear()
         whole = dict[int, None]()
         once, counts = self._once, Counter[str]()
-        missing = {n: {name for name in self._names[n] if self._parameters[name].requires_grad} for n in numbers}
+        within = [number for number in numbers if number != self._last]
+        missing = {n: {name for name in self._names[n] if self._parameters[name].requires_grad} for n in within}
 
         def added(name: str, number: int) -> None:
             counts[name] += 1
@@ -140,10 +149,18 @@ class Pieces:
 
     def give(self, number: int) -> Payload:
         """Return this replica's gradients of a piece by name (None: no gradient); with ZeRO it has them no more."""
-        payload = pack({name: self._parameters[name].grad for name in self._names[number]})
+        payload = pack(self._given(number, copied=True))
         for name in self._names[number] if self.zero else ():
             self._parameters[name].grad = None
         return payload
+
+    def _given(self, number: int, *, copied: bool = False) -> dict[str, Tensor | None]:
+        """Return what is summed of a piece; `copied`: statistics may be taken over before they have been read."""
+        summed = self._statistics.named(summed=True) if number == self._last else {}
+        return {
+            **{name: self._parameters[name].grad for name in self._names[number]},
+            **{name: tensor.clone() if copied else tensor for name, tensor in summed.items()},
+        }
 
     def sum(self, number: int, parts: Sequence[Payload], own: int) -> Payload | None:
         """Add up the gradients of a piece: those of `parts`, with one's own at place `own`.
@@ -151,36 +168,46 @@ class Pieces:
         With ZeRO they are set; else returned, for all holders to `take`.
         """
         given = [unpack(part) for part in parts]
-        given.insert(own, {name: self._parameters[name].grad for name in self._names[number]})
-        sums: dict[str, Tensor | None] = dict.fromkeys(self._names[number])
+        given.insert(own, self._given(number))
+        sums: dict[str, Tensor | None] = dict.fromkeys(given[own])
         for name in sums:
             for grad in (each[name] for each in given if each[name] is not None):
                 total = sums[name]
                 sums[name] = grad.clone() if total is None else _added(total, grad)  # others read the parts
         if not self.zero:
             return pack(sums)
-        for name, total in sums.items():
-            self._parameters[name].grad = total
+        self._set(sums)
         return None
 
     def take(self, sums: Payload) -> None:
         """Replace gradients by sums, which others read too."""
-        for name, total in unpack(sums).items():
-            self._parameters[name].grad = None if total is None else total.clone()
+        self._set({name: None if total is None else total.clone() for name, total in unpack(sums).items()})
+
+    def _set(self, sums: Mapping[str, Tensor | None]) -> None:
+        statistics = self._statistics.named(summed=True)
+        for name, total in sums.items():
+            if name in self._parameters:
+                self._parameters[name].grad = total
+            elif total is not None:
+                statistics[name].copy_(total)
 
     def updated(self, number: int) -> Payload:
         """Return a copy of the parameters of a piece that may have changed; they may be written when the step is over.
 
         Frozen ones must not be written with their own numbers: where steps overlap, backwards still need them.
         """
-        trained = (name for name in self._names[number] if self._parameters[name].requires_grad)
-        return pack({name: self._parameters[name].detach().clone() for name in trained})
+        updated: dict[str, Tensor] = {
+            name: p for name in self._names[number] if (p := self._parameters[name]).requires_grad
+        }
+        updated |= self._statistics.named(summed=False) if number == self._last else {}
+        return pack({name: tensor.detach().clone() for name, tensor in updated.items()})
 
     @torch.no_grad()
     def adopt(self, updated: Payload) -> None:
-        """Set parameters to those that their owner has updated."""
+        """Set parameters and statistics to those that their owner has updated."""
+        held = self._parameters | self._statistics.named(summed=False)
         for name, value in unpack(updated).items():
-            self._parameters[name].copy_(value)
+            held[name].copy_(value)
 
 
 def divided(spec: Spec, shared: Mapping[str, Sequence[int]], buckets: Mapping[int, int]) -> Reductions:

@@ -43,7 +43,7 @@ class Training:
             gradient overflows, neither weights nor learning rates change. See `Pipeline.loss_scale`.
         ema_decay: decay of a moving average of the weights, from 0 to below 1; see `Pipeline.weights.averaged`.
         accumulate: update the weights after this many steps, by the mean of the gradients of their losses.
-        deferred_batch_norm: take running statistics from whole batches instead of from each microbatch in turn.
+        deferred_batch_norm: take running statistics from whole batches, of all replicas, not from each microbatch.
         max_grad_norm: clip the gradients of the whole model to this norm before an update, with the bits of
             `torch.nn.utils.clip_grad_norm_`; see `Pipeline.grad_norm`.
         post_validation: whether steps of `train` update before that norm is known, and repeat the update if gradients
