@@ -368,7 +368,6 @@ class Pipeline(Inspected):
             with torch.inference_mode(False):  # what is made now is trained later
                 self.partition.observe(found.inputs[0], trained=pair is None)
                 self._make(self._maker)
-            found = self._batch_reader.learn(self.partition.unused, self._actors[0].shards.values(), found)
         return found
 
     def _run(self, batch: Microbatches, *, train: bool = False, what: str = "") -> Result:

@@ -37,7 +37,6 @@ from .compute.device import Timestamp
 from .compute.module_state import ModuleState
 from .compute.result import Losses, Result, clips, total_norm
 from .compute.shard import Shard
-from .compute.slices import loaded
 from .context import Context
 from .hooks import Arrived, LayerTime
 from .state import WorkerState
@@ -200,7 +199,7 @@ def _forward(ctx: ActionContext) -> Payload | None:
     m = step.first + at  # `ctx.microbatch`
     payload, fields = ctx.source(), None
     if shard.slice.takes_fields:
-        fields = loaded(batch.inputs[at], worker.backend.load)
+        fields = worker.backend.load(batch.inputs[at])
         payload = _NO_PAYLOAD if payload is None else payload
     elif payload is None:
         payload = worker.given = pack(worker.backend.load(batch.inputs[at]))

@@ -64,8 +64,6 @@ def _scaled(image: Any, size: int) -> Tensor:
 class Images(Mapped):
     """Files of images, decoded when they are read."""
 
-    uniform = True
-
     def __init__(self, files: Sequence[ShardFile], transform: Transform, storage: Storage) -> None:
         self._transform, self._storage = transform, storage
         folders = [Path(file.name).parts[0] if "/" in file.name else "" for file in files]

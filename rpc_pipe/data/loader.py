@@ -3,8 +3,8 @@
     loader = Loader(tokens("shards/", context=1024), rows=64)
     for loss in pipe.train(loader): ...
 
-In a pipeline the worker of the first stage reads the inputs, that of the last the targets, the others nothing; of a
-model that is cut as it is each reads the fields that its part uses.
+In a pipeline the worker of the first stage reads the inputs, that of the last the targets, the others nothing; where a
+model is cut as it is, all read both.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from functools import cached_property
 from typing import Any, Literal
 
 from ..dependency import ConfigError, refuse_below
-from ..model.batches.lazy_batch import FieldSelection, LazyBatch, OwnRows
+from ..model.batches.lazy_batch import LazyBatch, OwnRows
 from ..workers.transport.payload import Tree
 from .bijection import Numbers
 from .order import Order
-from .reading import Reader, Share, Shares, look
+from .reading import Reader, Share, Shares
 from .residency import chunk_memory, widest_window
 from .sizes import num_bytes, told
 from .source import Source, Wanted
@@ -90,8 +90,6 @@ class Loader:
         self._told: str | None = None
         self._reader: Reader | None = None
         self._order: Order | None = None
-        #: what batches look like, of tensors without numbers, and whether rows of all do; None: not known
-        self.form: tuple[tuple[Tree, Tree] | None, bool | None] = None, None
         if readers == "users":
             _ = self.order
 
@@ -228,10 +226,6 @@ class Loader:
             self.close()  # what is under way for batches that nobody will take
             raise
 
-    def look(self, share: Share) -> tuple[Tree, Tree]:
-        """Return a whole batch, of chunks that are let go of at once and do not count."""
-        return look(self.source, self.order, self._shares, share.start, 2 * self.timeout_s)
-
     @property
     def loads(self) -> int:
         """How many chunks this process has loaded since it began to read."""
@@ -265,27 +259,12 @@ class Batch(LazyBatch):
         """The samples, numbered as they are stored."""
         return self._loader.samples(self._share.begin, self._share.end)
 
-    @property
-    def form(self) -> tuple[Tree, Tree] | None:
-        return self._loader.form[0]
-
-    @property
-    def uniform(self) -> bool:
-        known = self._loader.form[1]
-        return self._loader.source.uniform if known is None else known
-
-    def note(self, form: tuple[Tree, Tree], *, uniform: bool) -> None:
-        self._loader.form = form, uniform
-
-    def read(self, inputs: FieldSelection, targets: FieldSelection, own: OwnRows | None = None) -> tuple[Tree, Tree]:
+    def read(self, inputs: bool, targets: bool, own: OwnRows | None = None) -> tuple[Tree, Tree]:
         if not inputs and not targets:
             self._loader.close()  # of what has been read before nothing is read ahead
             return None, None
         found, self.waited_ns, self.waited_for = self._loader.read(self._share, Wanted(inputs, targets), own)
         return found
-
-    def look(self) -> tuple[Tree, Tree]:
-        return self._loader.look(self._share)
 
     def follow(self) -> None:
         self._loader.follow(self._share)

@@ -11,11 +11,10 @@ import numpy as np
 from torch.utils.data import default_collate
 
 from ..dependency import ConfigError
-from ..model.batches.lazy_batch import FieldSelection
 from ..workers.transport.payload import Tree, tensors_of
 from .bijection import Numbers
 from .drawing import drawn, draws
-from .source import ALL, Busy, Chunk, Source, Wanted, among
+from .source import ALL, Busy, Chunk, Source, Wanted
 
 _CHUNKS = 4096
 
@@ -95,23 +94,20 @@ class Mapped(Source):
                     f"dataset {self.name}: its samples have {', '.join(map(repr, sample))}; "
                     "name two of them with inputs= and targets="
                 )
-            parts = [(sample, said) for said in self._keys]
+            parts = [
+                sample[said] if isinstance(said, str) else {key: sample[key] for key in named}
+                for said, named in zip(self._keys, keys, strict=True)
+            ]
         elif isinstance(sample, (tuple, list)) and len(sample) == 2:
-            parts = [(part, None) for part in sample]
+            parts = list(sample)
         else:
             raise ConfigError(f"dataset {self.name}: a sample is a {type(sample).__name__}; must be (inputs, target)")
-        inputs, target = (_wanted(*part, some) for part, some in zip(parts, wanted, strict=True))
+        inputs, target = (part if some else None for part, some in zip(parts, wanted, strict=True))
         return inputs, target
 
     @cached_property
     def draws(self) -> bool:
         return draws(lambda: self.make(0))
-
-    @cached_property
-    def uniform(self) -> bool:
-        places = {0, len(self.samples) // 2, len(self.samples) - 1}
-        forms = [_form(sample) for sample in drawn(self.make, sorted(places), 0)]
-        return all(form == forms[0] for form in forms)
 
     def load(self, chunk: int, wanted: Wanted = ALL) -> Chunk:
         return MappedChunk(self, chunk * self.each)
@@ -133,17 +129,3 @@ class MappedChunk(Chunk):
             default_collate(list(part)) if some else None
             for part, some in zip(zip(*pairs, strict=True), wanted, strict=True)
         )
-
-
-def _wanted(tree: Any, said: Keys | None, some: FieldSelection) -> Any:
-    """Return what is wanted of a sample: of its fields those that are said, if any are."""
-    if not some:
-        return None
-    if isinstance(said, str):
-        return tree[said]
-    return tree if said is None and some is True else {key: tree[key] for key in among(said or tree, some)}
-
-
-def _form(pair: Any) -> list[tuple[Any, ...]]:
-    """Return types and shapes of a sample's tensors."""
-    return [(tensor.dtype, *tensor.shape) for tensor in tensors_of(default_collate([pair]))]

@@ -6,7 +6,6 @@ import queue
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
@@ -19,7 +18,7 @@ from ..workers.transport.payload import Tree, map_tensors, tensors_of
 from .bijection import Numbers
 from .order import Order, Segment
 from .residency import Residency
-from .source import ALL, Cause, Source, Wanted
+from .source import Cause, Source, Wanted
 
 #: so many samples are located together, which takes hardly longer than for one batch
 _LOCATED = 4096
@@ -137,8 +136,9 @@ class Reader:
                 f"data {self._source.name}: has waited with a batch that nobody takes for {self._timeout_s:g} s; raise "
                 "timeout_s"
             )
-        if self._source.loads_fields and not wanted.is_in(self.residency.wanted):
-            self.residency.drop()  # chunks that were loaded without fields that are wanted
+        had = self.residency.wanted
+        if self._source.loads_parts and (wanted.inputs > had.inputs or wanted.targets > had.targets):
+            self.residency.drop()  # chunks that were loaded without what is wanted now
         self._wanted, self._own, self.residency.wanted = wanted, own, wanted
         batches = map(self._made, _located(self._order, self._shares, start, own))
         # A shard that does not come is told by its name before.
@@ -246,30 +246,3 @@ def _joined(pieces: tuple[Tensor, ...]) -> Tensor:
                 f"{piece.dtype} {list(piece.shape[1:])}; rows of a batch must be alike"
             )
     return torch.cat(pieces)
-
-
-def look(source: Source, order: Order, shares: Shares, start: int, timeout_s: float) -> tuple[Tree, Tree]:
-    """Return the whole batch that begins at `start`, and keep nothing: its chunks are loaded one by one and let go of.
-
-    Raises:
-        DataError: a shard cannot be read.
-        Stalled: it takes too long.
-    """
-    located, draws = next(_located(order, shares, start)), source.draws
-
-    def made() -> tuple[Tree, Tree]:
-        joined = _Joined()
-        for segment, pieces in located:
-            for chunk, numbers, places in pieces:
-                held = source.load(chunk)
-                held.keyed = order.epoch(segment.epoch).drawn if draws else None
-                joined.put(held.rows(numbers, ALL), places)
-        return source.batch(joined.rows(), ALL)
-
-    pool = ThreadPoolExecutor(1, "first batch")
-    try:
-        return pool.submit(made).result(timeout_s)
-    except TimeoutError as error:
-        raise Stalled(f"data {source.name}: no batch for {timeout_s:g} s; raise timeout_s") from error
-    finally:
-        pool.shutdown(wait=False)

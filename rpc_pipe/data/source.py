@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from typing import Any, Literal, NamedTuple
 
 from ..dependency import ConfigError
-from ..model.batches.lazy_batch import FieldSelection
 from ..workers.transport.payload import Tree
 from .bijection import Numbers
 
@@ -19,25 +18,14 @@ Cause = Literal["disk", "network", "decode"]
 
 
 class Wanted(NamedTuple):
-    """What of a batch somebody uses; of dicts it may be some fields."""
+    """What of a batch somebody uses."""
 
-    inputs: FieldSelection = True
-    targets: FieldSelection = True
-
-    def is_in(self, other: Wanted) -> bool:
-        """Tell whether `other` wants all of this."""
-        return all(
-            a is False or b is True or (b and a is not True and a <= b) for a, b in zip(self, other, strict=True)
-        )
+    inputs: bool = True
+    targets: bool = True
 
 
 #: everything
 ALL = Wanted()
-
-
-def among(fields: Iterable[str], some: FieldSelection) -> list[str]:
-    """Return the fields that are wanted."""
-    return [field for field in fields if some is True or (some and field in some)]
 
 
 class Busy:
@@ -119,7 +107,7 @@ class Source:
     #: what reading it takes time for
     busy: Busy
     #: whether `load` leaves out what is not wanted
-    loads_fields = False
+    loads_parts = False
     #: whether chunks let go of samples that are behind, so that more of them fit into memory
     lets_go = False
 
@@ -127,11 +115,6 @@ class Source:
     def draws(self) -> bool:
         """Whether to make a sample random numbers are drawn from generators that the process has for everybody."""
         return False
-
-    @property
-    def uniform(self) -> bool:
-        """Whether all samples have the same form, so that who has seen one knows it of those that it does not read."""
-        return True
 
     def load(self, chunk: int, wanted: Wanted = ALL) -> Chunk:
         """Bring what is wanted of a chunk into memory, or more where that is cheaper. Several threads may ask.

@@ -17,14 +17,12 @@ from ..dependency import ConfigError, DataError
 from ..workers.transport.payload import Tree
 from .bijection import Numbers
 from .shards import Roots, ShardFile, find_shards, fingerprint, roots_of
-from .source import ALL, Chunk, Source, Wanted, among, need
+from .source import ALL, Chunk, Source, Wanted, need
 from .storage import Storage
 
 ENDINGS = (".parquet", ".arrow", ".feather")
 
 Columns = str | Sequence[str]
-#: of each column, its type and how many numbers a row has on average
-Form = tuple[tuple[str, float], ...]
 
 #: bytes of a row's number
 _ROW = 8
@@ -37,8 +35,6 @@ class Group(NamedTuple):
     number: int
     rows: int
     num_bytes: int
-    #: rows of one group are equally long
-    form: Form
 
 
 def table(source: Roots, inputs: Columns, targets: Columns, *, storage: Storage | None = None) -> Source:
@@ -72,16 +68,13 @@ class _ParquetFile:
         self._file = need("pyarrow.parquet", "a table").ParquetFile(place)
         self.schema = self._file.schema_arrow
 
-    def groups(self, columns: Sequence[str]) -> Iterator[tuple[int, int, Form]]:
-        """Yield rows, bytes in memory, which may be more than are stored, and the form of each."""
+    def groups(self, columns: Sequence[str]) -> Iterator[tuple[int, int]]:
+        """Yield rows, and bytes in memory, which may be more than are stored."""
         for number in range(self._file.num_row_groups):
             group = self._file.metadata.row_group(number)
             every = [group.column(i) for i in range(group.num_columns)]
-            chosen = [(self.schema.field(name), each) for each in every for name in columns
-                      if each.path_in_schema.split(".")[0] == name]  # fmt: skip
-            form = tuple((str(field.type), each.num_values / max(1, group.num_rows)) for field, each in chosen)
-            size = sum(max(each.total_uncompressed_size, 8 * each.num_values) for _, each in chosen)
-            yield group.num_rows, size, form
+            chosen = [each for each in every if each.path_in_schema.split(".")[0] in columns]
+            yield group.num_rows, sum(max(each.total_uncompressed_size, 8 * each.num_values) for each in chosen)
 
     def read(self, number: int, columns: Sequence[str]) -> Any:
         return self._file.read_row_group(number, columns=columns, use_threads=False)
@@ -104,13 +97,10 @@ class _ArrowFile:
     def _batches(self) -> Iterable[Any]:
         return map(self._file.get_batch, range(self._file.num_record_batches)) if self._has_index else self._file
 
-    def groups(self, columns: Sequence[str]) -> Iterator[tuple[int, int, Form]]:
-        """Yield rows, bytes in memory and the form of each."""
+    def groups(self, columns: Sequence[str]) -> Iterator[tuple[int, int]]:
+        """Yield rows and bytes in memory."""
         for batch in self._batches():
-            chosen, rows = batch.select(columns), max(1, batch.num_rows)
-            values = [each.flatten() if is_list(each.type) else each for each in chosen.columns]
-            form = tuple((str(each.type), len(flat) / rows) for each, flat in zip(chosen.columns, values, strict=True))
-            yield batch.num_rows, chosen.nbytes, form
+            yield batch.num_rows, batch.select(columns).nbytes
 
     def read(self, number: int, columns: Sequence[str]) -> Any:
         batch = self._file.get_batch(number) if self._has_index else next(islice(self._batches(), number, None))
@@ -164,8 +154,8 @@ def _groups(shard: ShardFile, storage: Storage, columns: Sequence[str]) -> list[
                         f"shard {shard.name}: has no column {column!r}; it has {', '.join(map(repr, names))}"
                     )
             return [
-                Group(shard, number, rows, size + _ROW * rows + 1, form)
-                for number, (rows, size, form) in enumerate(file.groups(columns))
+                Group(shard, number, rows, size + _ROW * rows + 1)
+                for number, (rows, size) in enumerate(file.groups(columns))
             ]
 
     return storage.look(shard, look)
@@ -174,7 +164,7 @@ def _groups(shard: ShardFile, storage: Storage, columns: Sequence[str]) -> list[
 class Table(Source):
     """Row groups."""
 
-    lets_go = loads_fields = True
+    lets_go = loads_parts = True
 
     def __init__(self, name: str, groups: Sequence[Group], inputs: Columns, targets: Columns, storage: Storage) -> None:
         self.name, self.busy = name, storage.busy
@@ -191,10 +181,6 @@ class Table(Source):
 
     def shard_of(self, chunk: int) -> str:
         return self._groups[chunk].shard.name
-
-    @property
-    def uniform(self) -> bool:
-        return len({group.form for group in self._groups if group.rows}) == 1
 
     def load(self, chunk: int, wanted: Wanted = ALL) -> Chunk:
         group, columns = self._groups[chunk], list(dict.fromkeys(chain(*self.names(wanted))))
@@ -214,7 +200,7 @@ class Table(Source):
 
     def names(self, wanted: Wanted) -> list[list[str]]:
         """Return which columns of the inputs, and which of the targets, are wanted."""
-        return [among(_listed(self._inputs), wanted.inputs), among(_listed(self._targets), wanted.targets)]
+        return [_listed(said) if some else [] for said, some in zip((self._inputs, self._targets), wanted, strict=True)]
 
     def batch(self, rows: Tree, wanted: Wanted) -> tuple[Tree, Tree]:
         """Return inputs and targets, as far as wanted: a tensor, or a dict where there are several."""

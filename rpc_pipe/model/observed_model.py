@@ -25,7 +25,7 @@ from .observe.observation import Observation
 from .observe.observe_forward import observe_forward
 from .observe.placeholder import Placeholder
 from .observe.skeleton import MARK, Skeleton
-from .observe.trees import Path, mapped, tensors
+from .observe.trees import mapped, tensors
 from .parameter_hooks import copy_attachments, needs_rebinding, rebinding, refuse_hooks
 from .replay.observed_stage import ObservedStage
 from .separate import separate
@@ -158,10 +158,6 @@ class ObservedModel:
     def shared(self, cut: Sequence[range]) -> dict[str, list[int]]:
         """Return the parameters that several stages hold, with these stages. Their gradients must be summed."""
         return {name: stages for name, stages in self.holders(cut).items() if len(stages) > 1}
-
-    def unused(self, cut: Sequence[range]) -> list[frozenset[Path]]:
-        """Return, by stage, the paths in (args, kwargs) of the fields whose data it did not use."""
-        return [self._assigned(cut).unused_fields(stage) for stage in range(len(cut))]
 
     def build(
         self,

@@ -21,7 +21,6 @@ from .cut import cut
 from .deferred import DeferredModel
 from .module_copies import ModuleCopies
 from .observe.given import refuse_lazy
-from .observe.trees import Path
 from .observed_model import ObservedModel, observe
 from .separate import mentioned, modules_in
 
@@ -78,8 +77,6 @@ class ObservedPartition:
         #: path of each call's block; "" for the model itself
         self.block_names: list[str] = []
         self._stage_of: dict[str, int] = {}
-        #: by stage, the paths in (args, kwargs) of the fields whose data it does not use
-        self.unused: list[frozenset[Path]] = []
 
     def observe(self, inputs: tuple[Sequence[Any], Mapping[str, Any]], *, trained: bool) -> None:
         """Find the blocks and cut between them.
@@ -103,7 +100,6 @@ class ObservedPartition:
             loss_of_output(observed.output)
         self._refuse_loss_of_attributes(observed)
         self.shared = observed.shared(self.ranges)
-        self.unused = observed.unused(self.ranges)
         self.block_names = [block.path for block in observed.blocks]
         self._stage_of = {name: stages[0] for name, stages in observed.holders(self.ranges).items()}
 

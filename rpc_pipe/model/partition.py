@@ -164,8 +164,6 @@ class LayerPartition:
         self._made.clear()
 
     pair_for_metric: Callable[[Tree], tuple[Tree, Tree]] | None = None
-    #: fields that stages do not use; the first stage of a list uses inputs, the last targets
-    unused: Sequence[frozenset[Any]] = ()
 
     def observe(self, inputs: Tree, *, trained: bool) -> None:
         """Do nothing: layers are cut without a batch."""

@@ -80,10 +80,14 @@ def test_a_step_that_fails_does_not_count(loader):
         assert batches.position == 8
 
 
+def cut_of(batch, used):
+    return Microbatches.read(batch, batch.read(*used), 3)
+
+
 @pytest.mark.parametrize("used", [(True, False), (False, True), (False, False)])
 def test_what_a_worker_does_not_use_is_not_read(loader, used):
     batches = loader()
-    cut = Microbatches.of(next(iter(batches)), None, 3, 0, used)
+    cut = cut_of(next(iter(batches)), used)
     assert [part is not None for part in (cut.inputs[0], cut.targets[0])] == list(used)
     assert len(cut.inputs) == len(cut.targets) == 3 and cut.rows == 8
     assert cut.shares == [3 / 8, 3 / 8, 2 / 8]
@@ -117,15 +121,13 @@ def test_waiting_for_samples_is_told_with_its_cause(how):
 
 def test_workers_compare_where_their_loaders_are(loader):
     told = {
-        Microbatches.of(batch, None, 3, 0, used).described
-        for used in ((True, False), (False, False))
-        for batch in [next(iter(loader()))]
+        cut_of(batch, used).described for used in ((True, False), (False, False)) for batch in [next(iter(loader()))]
     }
     assert len(told) == 1
     batches = iter(loader())
     next(batches)
-    told |= {Microbatches.of(next(batches), None, 3, 0, (False, False)).described}
-    told |= {Microbatches.of(next(iter(loader(seed=1))), None, 3, 0, (False, False)).described}
+    told |= {cut_of(next(batches), (False, False)).described}
+    told |= {cut_of(next(iter(loader(seed=1))), (False, False)).described}
     assert len(told) == 3
 
 

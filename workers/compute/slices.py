@@ -58,45 +58,10 @@ class Slice(Protocol):
 
         Args:
             tree: what comes from the stage before.
-            fields: the microbatch's own, if they are wanted; some of them, if they are `PartialFields`.
+            fields: the microbatch's own, if they are wanted.
             seed: called before random numbers are drawn.
             times: what layers take is appended, if that is wanted.
         """
-
-
-class PartialFields:
-    """A microbatch's fields, of which this worker reads some.
-
-    Args:
-        lists: trees by microbatch, in which None stands where nothing is read; they may still have to arrive.
-        number: of the microbatch.
-        unread: where something is not read -> its shape and type.
-        whole: reads all; None: this worker cannot.
-    """
-
-    def __init__(
-        self,
-        lists: list[Tree],
-        number: int,
-        unread: Mapping[Any, tuple[torch.Size, torch.dtype]],
-        whole: Callable[[], Tree] | None,
-    ) -> None:
-        self._lists, self._number, self.unread, self.whole = lists, number, unread, whole
-
-    @property
-    def tree(self) -> Tree:
-        """The fields that are read, with None in the places of others."""
-        return self._lists[self._number]
-
-    def moved(self, load: Callable[[Tree], Tree]) -> PartialFields:
-        """Return the same on a device."""
-        whole = self.whole
-        return PartialFields([load(self.tree)], 0, self.unread, None if whole is None else lambda: load(whole()))
-
-
-def loaded(fields: Tree, load: Callable[[Tree], Tree]) -> Tree:
-    """Return the fields of a microbatch on the device."""
-    return fields.moved(load) if isinstance(fields, PartialFields) else load(fields)
 
 
 def versions_of(module: nn.Module) -> dict[str, dict[str, Any]]:

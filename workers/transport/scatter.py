@@ -18,18 +18,24 @@ class Scatter(NamedTuple):
     lists: dict[str, list[Any]]
 
 
-def scatter_whole(spec: Spec, inputs: list[Any], targets: list[Any] | None, *, reads: bool) -> Scatter:
+def scatter_whole(
+    spec: Spec, inputs: list[Any], targets: list[Any] | None, *, reads: bool, to_all: bool = False
+) -> Scatter:
     """Return who has what of a batch that only the worker of the first stage can read.
 
     Args:
         reads: whether that is this worker; at the others the lists are filled.
+        to_all: whether all workers use inputs, and not those of the first stage alone.
     """
     reader = spec.place(0, 0)
     scatter = Scatter(reader, {}, {})
     for worker in (each for each in range(spec.num_workers) if each != reader):
         held = {stage for stage, _ in spec.hosted(worker)}
-        for what, stage, parts in (("inputs", 0, inputs), ("targets", spec.last_stage, targets)):
-            if parts is not None and stage in held:
+        for what, parts, takes in (
+            ("inputs", inputs, to_all or 0 in held),
+            ("targets", targets, spec.last_stage in held),
+        ):
+            if parts is not None and takes:
                 scatter.takers[f"{what} for worker {worker}"] = [worker]
                 scatter.lists[f"{what} for worker {worker}"] = run_by(spec, worker, parts) if reads else parts
     return scatter

@@ -15,7 +15,6 @@ from functools import cached_property
 from ...dependency import ConfigError, ModelError
 from ..observe.observation import Depends, Event, Observation, Value, Version
 from ..observe.placeholder import storage_of
-from ..observe.trees import Path, leaves
 
 _IN_PLACE = "leave out the change in place"
 _FUNCTION = "call it inside a block"
@@ -334,29 +333,6 @@ class Assignment:
         decisions = [e.index for e in self._observation.events if e.decides and e.depends is Depends.FIELDS]
         role.last = max([*role.own, *made_here, *decisions], default=-1)
         return role
-
-    def unused_fields(self, stage: int) -> frozenset[Path]:
-        """Return the paths in (args, kwargs) of the fields whose data a stage does not use.
-
-        A stage uses a field if one of its own operations reads the field or results of it, and if the model makes a
-        decision by its data (`if mask.all()`), since every stage must take the same path. Reading a shape or device is
-        no use. The result is a guess: the stage's own forward is then observed with placeholders for these fields.
-        """
-        role, to_the_end = self.role(stage), self._observation.to_the_end or stage == self.num_stages - 1
-        wanted: set[Value] = set()
-        #: storages of wanted values, whose writers are wanted too
-        storages: set[int] = set()
-        for event in reversed(self._observation.events[: None if to_the_end else role.last + 1]):
-            if self.stage_of[event.index] is None:
-                needed = bool(event.asked or event.writes & storages) or not wanted.isdisjoint(event.made)
-            else:
-                needed = event.index in role.own
-            if needed:
-                taken = {value for value, _ in event.reads | event.asked}
-                wanted |= taken
-                storages |= {storage_of(value.tensor) for value in taken}
-        used = {id(value.tensor) for value in wanted}
-        return frozenset(path for path, tensor in leaves(self._observation.fields) if id(tensor) not in used)
 
     def _find_used(self, stage: int, role: Role) -> None:
         writes = [event for event in self._observation.events if event.index in role.own and event.writes]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...dependency import Action, BatchError, Spec, update_of
-from ...workers.compute.digest import MOST_TENSORS, describe, shapes_of
+from ...workers.compute.digest import MOST_TENSORS, describe
 from ...workers.transport.call import pack_description
 from ...workers.transport.payload import Tree, map_tensors, num_rows, num_tokens, shapes_in, split_rows, tensors_of
 from ...workers.transport.scatter import Scatter
@@ -45,23 +45,17 @@ class Microbatches:
         microbatches: Sequence[Tree] | None,
         num_microbatches: int,
         number: int,
-        used: tuple[bool, bool] = (True, True),
         pair: Pair | None = None,
-        own: OwnRows | None = None,
     ) -> Microbatches:
         """Split `batch`, (inputs, targets), into at most `num_microbatches`, or take those that the user has split.
 
         Args:
-            used: whether the workers of this process use inputs and targets; the rest of a lazy batch is not read.
             number: number of calls so far, by which the tensors are chosen that are compared between workers.
             pair: makes (inputs, targets) of a batch of another form.
-            own: the rows of a lazy batch that are read, if not all.
 
         Raises:
             BatchError: neither was given, or it is no pair, or has no rows.
         """
-        if isinstance(batch, LazyBatch) and microbatches is None:
-            return cls._lazily(batch, num_microbatches, used, pair, own)
         refuse_batch(batch, microbatches, pairs=pair is None)
         count, count_piece = (num_rows, num_rows) if pair is None else (_num_rows, _first_rows)
         if microbatches is not None:
@@ -106,29 +100,16 @@ class Microbatches:
             self.lazy.finished()
 
     @classmethod
-    def _lazily(
-        cls, batch: LazyBatch, most: int, used: tuple[bool, bool], pair: Pair | None, own: OwnRows | None
-    ) -> Microbatches:
-        """Read a lazy batch as far as it is used."""
-        batch.follow()
-        parts = min(most, batch.rows)
-        if pair is not None:
-            return cls.read(batch, pair(batch.read(True, True)), parts)
-        return cls.read(batch, batch.read(*used, own), parts, own=own)
-
-    @classmethod
     def read(
         cls,
         batch: LazyBatch,
         pair: tuple[Tree, Tree],
         parts: int,
-        form: Tree = None,
         own: OwnRows | None = None,
     ) -> Microbatches:
         """Split what has been read of a lazy batch.
 
         Args:
-            form: what has been read, of which only shapes and dtypes matter, to be compared between workers.
             own: the rows that have been read, if not all; microbatches of others are meta tensors.
         """
         rows = [batch.rows // parts + (number < batch.rows % parts) for number in range(parts)]  # as split_rows does
@@ -136,23 +117,15 @@ class Microbatches:
             split_rows(side, parts) if own is None else _split(side, rows, own.microbatches(batch.rows))
             for side in pair
         )
-        told = pack_description(batch.label, [])
-        if form is not None:
-            shape, code = shapes_of([_meta(tensor, batch.rows) for tensor in tensors_of(form)])
-            told = pack_description(f"{batch.label}: {shape}", [code])
         return cls(
             inputs,
             targets,
             [count / batch.rows for count in rows],
             batch.rows,
             sum(map(num_tokens, inputs)),
-            (told, ""),
+            (pack_description(batch.label, []), ""),
             batch,
         )
-
-
-def _meta(tensor: Tensor, rows: int) -> Tensor:
-    return tensor.new_empty((rows, *tensor.shape[1:]), device="meta")
 
 
 def _split(tree: Tree, rows: Sequence[int], own: Sequence[int]) -> list[Tree]:
@@ -160,8 +133,9 @@ def _split(tree: Tree, rows: Sequence[int], own: Sequence[int]) -> list[Tree]:
     read = {id(t): dict(zip(own, t.split([rows[n] for n in own]), strict=True)) for t in tensors_of(tree)}
 
     def piece(number: int) -> Tree:
-        known = number in own
-        return map_tensors(tree, lambda t: read[id(t)][number] if known else _meta(t, rows[number]))
+        if number in own:
+            return map_tensors(tree, lambda t: read[id(t)][number])
+        return map_tensors(tree, lambda t: t.new_empty((rows[number], *t.shape[1:]), device="meta"))
 
     return [piece(number) for number in range(len(rows))]
 

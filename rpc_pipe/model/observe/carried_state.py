@@ -18,7 +18,6 @@ from .observation import CarriedState, Depends, Event, Observation
 from .observer import Observer
 from .skeleton import Skeleton
 from .trees import mapped, tensors
-from .unread_fields import FieldNeeded, observable
 
 
 def find_carried_state(
@@ -42,7 +41,7 @@ def find_carried_state(
     left = _tensors_left(observer, skeleton, changed)
     if not left:
         return
-    given = mapped(given, observable)
+    given = mapped(given, Tensor.clone)
     again = _SecondForward(skeleton, given, left)
     with suppress(Exception):  # what it has read before the error counts
         again.run(*mapped(given, lambda tensor: tensor))
@@ -70,8 +69,6 @@ def _tensors_left(observer: Observer, skeleton: Skeleton, changed: Iterable[nn.M
     found = {}
     for module, name, value in held:
         for tensor in tensors(value) if name not in OF_TORCH else ():
-            if observer.is_unread(tensor):
-                raise FieldNeeded(f"attribute {name} of {skeleton.name_of(module)} is made of a field")
             made = observer.made_by(tensor)
             if made is not None and made.depends is not Depends.FIELDS:
                 found[id(tensor)] = f"attribute {name} of {skeleton.name_of(module)}", made

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
 from torch import Tensor, nn
-
-from .placeholder import Placeholder
 
 
 class Depends(IntEnum):
@@ -86,10 +83,6 @@ class Event:
     in_function: bool = False
     #: number of the call of `checkpoint` that recomputes it; 0: none
     checkpoint: int = 0
-    #: whether it depends on fields alone, some of them unread, so that it cannot be computed
-    unread: bool = False
-    #: of an unread event, the arguments besides tensors: with the tensors' shapes they determine the result's shape
-    static_arguments: Any = None
     #: if it returns data of tensors, such as `item`: these tensors
     asked: set[Version] = field(default_factory=set)
     #: of a test for finite numbers: what it says if they are, which stages without them go by
@@ -151,8 +144,3 @@ class Observation:
     def end(self) -> Event:
         """The event that reads what the model returns."""
         return self.events[-1]
-
-
-def is_unread(value: Value, events: Sequence[Event]) -> bool:
-    """Return whether a value has no data because a field that it depends on is not read here."""
-    return events[value.made].unread if value.made >= 0 else not value.depends and isinstance(value.tensor, Placeholder)

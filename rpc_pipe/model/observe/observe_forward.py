@@ -25,8 +25,7 @@ from .observation import Observation
 from .observer import Observer
 from .placeholder import quiet
 from .skeleton import Skeleton
-from .trees import mapped, tensors
-from .unread_fields import FieldNeeded, UnreadField, observable
+from .trees import mapped
 
 
 @uncollected()
@@ -35,10 +34,9 @@ def observe_forward(skeleton: Skeleton, args: Sequence[Any], kwargs: Mapping[str
 
     Raises:
         ModelError: the model does something that stages could not do alike; the text names it.
-        FieldNeeded: it needs the data of a field that is not read here.
     """
     skeleton.refuse_hooks()
-    given = mapped((tuple(args), dict(kwargs)), observable)
+    given = mapped((tuple(args), dict(kwargs)), torch.clone)
     cache = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)  # so that every operation casts its weights itself
     try:
@@ -49,11 +47,9 @@ def observe_forward(skeleton: Skeleton, args: Sequence[Any], kwargs: Mapping[str
             observation = observer.run(*mapped(given, lambda tensor: tensor))
             find_carried_state(observer, observation, skeleton, held, (tuple(args), dict(kwargs)))
             return observation
+    except ConfigError:
+        raise
     except Exception as error:
-        if any(isinstance(tensor, UnreadField) for tensor in tensors((args, kwargs))):
-            raise FieldNeeded(str(error)) from error
-        if isinstance(error, ConfigError):
-            raise
         raise ModelError(_raised(skeleton.module, error)) from error
     finally:
         torch.set_autocast_cache_enabled(cache)

@@ -8,7 +8,7 @@ decisions by it. The record is a list of events in program order: calls of block
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from ...dependency import ConfigError, ModelError
 from ...dependency.errors import first_sentence
 from .frames import caller, checkpoint_frame, in_function
-from .observation import Depends, Event, Observation, Output, Value, is_unread
+from .observation import Depends, Event, Observation, Output, Value
 from .operator_observer import OperatorObserver
 from .output_contract import alias_given, form_of
 from .placeholder import (
@@ -33,7 +33,6 @@ from .placeholder import (
 )
 from .skeleton import Skeleton, is_mark
 from .trees import leaves, mapped, replaced, tensors
-from .unread_fields import FieldNeeded
 
 #: functions that read the data of a tensor without an operator
 _DATA_ACCESS = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.data_ptr}
@@ -59,8 +58,6 @@ class Observer(TorchFunctionMode):
         self.values: dict[int, Value] = {id(t): Value(t, Depends.FIELDS) for t in tensors(given)}
         self._fields = given
         self._given = list(self.values.values())
-        #: ids of the tensors without data because they depend on an unread field
-        self._unread = {key for key, value in self.values.items() if is_unread(value, self.events)}
         self._params = {id(p): name for name, p in skeleton.parameters.items()}
         self._buffers = {id(b): name for name, b in skeleton.module.named_buffers(remove_duplicate=False)}
         self._standing = [(b, name) for name, b in skeleton.module.named_buffers(remove_duplicate=False)]
@@ -105,7 +102,6 @@ class Observer(TorchFunctionMode):
         try:
             result = func(*args, **kwargs)
         except Exception as error:
-            self.refuse_unread(event)
             if not isinstance(error, NEEDS_NUMBERS):
                 raise
             if func is Tensor.__bool__ and id(args[0]) in self._healthy:
@@ -122,7 +118,6 @@ class Observer(TorchFunctionMode):
             self._healthy[id(result)] = _TESTS[func]
         elif func in _COMBINING and id(args[0]) in self._healthy:
             self._healthy[id(result)] = self._healthy[id(args[0])]
-        event.static_arguments = form_of((args, kwargs)) if event.unread else None
         return result
 
     def _presumed(self, event: Event, answer: bool) -> bool:
@@ -156,10 +151,8 @@ class Observer(TorchFunctionMode):
             event.depends = Depends.WEIGHTS
         event.depends = max([event.depends, *self._depends(event)])
         if event.depends is Depends.FIELDS:
-            event.unread = any(is_unread(value, self.events) for value, _ in event.reads)
-            self._refuse_unread_writes(event)
-        if event.depends is Depends.FIELDS and isinstance(result, Tensor):
-            event.answer = result.shape
+            if isinstance(result, Tensor):
+                event.answer = result.shape
         self._note_made(event)
         if event.random:
             event.random = self._randoms = self._randoms + 1
@@ -212,15 +205,12 @@ class Observer(TorchFunctionMode):
             except ConfigError:
                 raise
             except Exception as error:
-                self.refuse_unread(event)
                 # A block may decide by data of its own tensors; with random data it shows the shapes of its outputs.
                 logger.debug("block %s runs on random numbers, as it raised on shapes: %r", event.where, error)
                 outputs.clear()
                 result = self._on_numbers(event, forward, args, kwargs)
             left = {id(tensor) for tensor in tensors((args, kwargs))} - given
-            result = alias_given(
-                result, lambda tensor: id(tensor) in self.values, lambda tensor: id(tensor) in left, self.is_unread
-            )
+            result = alias_given(result, lambda tensor: id(tensor) in self.values, lambda tensor: id(tensor) in left)
         finally:
             self.current = None
             for handle in handles:
@@ -261,10 +251,6 @@ class Observer(TorchFunctionMode):
 
     def _owned(self, tensor: Tensor) -> str | None:
         return self._params.get(id(tensor)) or self._buffers.get(id(tensor))
-
-    def is_unread(self, tensor: Tensor) -> bool:
-        """Return whether a tensor has no data because of an unread field."""
-        return id(tensor) in self._unread
 
     def made_by(self, tensor: Tensor) -> Event | None:
         return self._made_by.get(id(tensor))
@@ -308,19 +294,6 @@ class Observer(TorchFunctionMode):
             writer = self._writer.get(storage_of(tensor))
             event.reads.add((value, max(value.made, writer.index if writer else -1)))
 
-    def refuse_unread(self, event: Event | None, given: Sequence[Tensor] = ()) -> None:
-        """Raise FieldNeeded if an event needs the data of an unread field."""
-        taken = event is not None and any(is_unread(value, self.events) for value, _ in event.reads)
-        if taken or not self._unread.isdisjoint(map(id, given)):
-            raise FieldNeeded("an operation whose outcome depends on the numbers of a field")
-
-    def _refuse_unread_writes(self, event: Event) -> None:
-        """Raise FieldNeeded if an event writes results of an unread field to a tensor with data."""
-        if event.unread and event.writes:
-            unread = [value for value in self.values.values() if is_unread(value, self.events)]
-            if event.writes - {storage_of(value.tensor) for value in unread}:
-                raise FieldNeeded("a tensor is written by the numbers of a field")
-
     def _lost(self, tensor: Tensor, maker: Event | None) -> ModelError:
         if self.current is not None and (called := _BACKWARD.get(self.current.func)):
             return ModelError(
@@ -347,10 +320,6 @@ class Observer(TorchFunctionMode):
             event.random |= draws_at_random(operator, kwargs)
             event.decides |= torch.Tag.dynamic_output_shape in getattr(operator, "tags", ())
             event.writes |= self._born & {storage_of(tensor) for tensor in written(operator, args, kwargs)}
-        if self._unread:
-            placeholders = [id(tensor) for tensor in tensors((args, kwargs)) if isinstance(tensor, Placeholder)]
-            if placeholders and self._unread.issuperset(placeholders):
-                self._unread.update(map(id, tensors(result)))
         for tensor in tensors(result):
             if id(tensor) not in self.values and self._owned(tensor) is None:  # not the result of an operation in place
                 self._made_by.setdefault(id(tensor), event)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -23,8 +22,6 @@ class ForwardRecord(Protocol):
     current: Event | None
 
     def read(self, event: Event | None, tensor: Tensor) -> None: ...
-
-    def refuse_unread(self, event: Event | None, given: Sequence[Tensor] = ()) -> None: ...
 
     def ran(self, operator: Any, args: Any, kwargs: Any, result: Any) -> None: ...
 
@@ -51,7 +48,6 @@ class OperatorObserver(OperatorMode):
             has_placeholder = any(isinstance(tensor, Placeholder) for tensor in given)
             if not has_placeholder or (isinstance(error, NEEDS_NUMBERS) and not self._in_block()):
                 raise
-            observer.refuse_unread(None, given)
             # Inside a block data may decide, and not every operator can run on shapes: ones show the output's shape.
             result = on_ones(func, args, kwargs, self._placeholders)
         observer.ran(func, args, kwargs, result)

@@ -34,7 +34,7 @@ def check_form(where: str, tree: Any, observed: Any, attribute: str = "") -> Non
         )
 
 
-def alias_given(result: Any, known: _Predicate, left: _Predicate, unread: _Predicate) -> Any:
+def alias_given(result: Any, known: _Predicate, left: _Predicate) -> Any:
     """Return the result of a block with aliases for inputs that it returns, as other calls may return new tensors.
 
     Inputs with data stay the same objects, so that the model may decide by them, except the first tensor of the result,
@@ -44,14 +44,13 @@ def alias_given(result: Any, known: _Predicate, left: _Predicate, unread: _Predi
         known: whether a tensor existed before the block.
         left: whether the block has put it into a container that it was given, which other stages do not see; a clone
             is returned then.
-        unread: whether it has no data only because a field is not read here.
     """
     others: dict[int, Tensor] = {}
     places: dict[Path, Tensor] = {}
     for number, (path, tensor) in enumerate(leaves(result)):
         if left(tensor):
             places[path] = others.setdefault(id(tensor), tensor.clone())
-        elif known(tensor) and ((isinstance(tensor, Placeholder) and not unread(tensor)) or not number):
+        elif known(tensor) and (isinstance(tensor, Placeholder) or not number):
             places[path] = others.setdefault(id(tensor), tensor.view_as(tensor))
     return replaced(result, places)
 

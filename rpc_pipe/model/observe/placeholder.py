@@ -200,18 +200,16 @@ class PlaceholderFactory:
         """The mode of fake tensors, made on first use, since it imports the compiler."""
         return FakeTensorMode(allow_non_fake_inputs=True)
 
-    def like(
-        self, tensor: Tensor, device: torch.device | None = None, kind: type[Placeholder] = Placeholder
-    ) -> Placeholder:
+    def like(self, tensor: Tensor, device: torch.device | None = None) -> Placeholder:
         """Return a placeholder of the shape, strides and dtype of `tensor`."""
         device = device or tensor.device
         with _unobserved(), torch.no_grad():
             if device.type == "cpu":
                 meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-                return kind(meta, device, self)
+                return Placeholder(meta, device, self)
             with self.fake_mode:  # which resolves a device without index
                 made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-        return kind(made, made.device, self)
+        return Placeholder(made, made.device, self)
 
     def parameter_like(self, parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
         """Return a placeholder for `parameter`, with its attributes."""

@@ -11,15 +11,13 @@ from torch import Tensor, nn
 from ...dependency import ConfigError, ModelError
 from ...workers.compute.module_state import Attributes, ChangingModules, Place
 from ...workers.compute.randomness import PythonDraws, Seed, python_too
-from ...workers.compute.slices import PartialFields, Times, note, versions_of
+from ...workers.compute.slices import Times, note, versions_of
 from ...workers.transport.payload import Tree
 from ..assign.assignment import Owners
 from ..observe.observe_forward import observe_forward
 from ..observe.observer import name_of
 from ..observe.placeholder import Placeholder
 from ..observe.skeleton import Skeleton
-from ..observe.trees import tensors
-from ..observe.unread_fields import FieldNeeded, UnreadField, UnreadForms, filled
 from .script import Diverged, Script
 from .scripted_forward import ScriptedForward
 
@@ -98,14 +96,6 @@ class ObservedStage:
 
     def forward(self, tree: Tree, fields: Tree, seed: Seed, times: Times | None) -> Tree:
         try:
-            if isinstance(fields, PartialFields):
-                try:
-                    args, kwargs = filled(self._skeleton, fields.tree, fields.unread)
-                    return self.run(tree, args, kwargs, seed)
-                except FieldNeeded as needed:
-                    if fields.whole is None:
-                        raise self._refused(fields, needed) from None
-                    fields = fields.whole()
             args, kwargs = fields
             return self.run(tree, args, kwargs, seed)
         except ConfigError:
@@ -113,14 +103,6 @@ class ObservedStage:
         except Exception as error:
             note(error, f"in stage {self.index} of {type(self.module).__name__}")
             raise
-
-    def _refused(self, fields: PartialFields, needed: FieldNeeded) -> ModelError:
-        names = ", ".join("".join(f"[{key!r}]" for _, key in path[1:]) for path in fields.unread)
-        return ModelError(
-            f"model: stage {self.index} uses one of {names} of this batch ({needed}), and was not seen to when "
-            f"the model was cut; with readers='first' it cannot read more: cut the model with an example= in which it "
-            f"does, or let readers be users"
-        )
 
     def run(
         self, payload: Sequence[Tensor], args: Sequence[Any], kwargs: dict[str, Any], seed: Seed | None = None
@@ -138,7 +120,6 @@ class ObservedStage:
 
         Raises:
             ModelError: the model cannot run in stages on these inputs.
-            FieldNeeded: it needs the data of an unread field; nothing has been changed.
         """
         if seed is not None:
             seed = self._draws.seeding(seed, python_too(seed))
@@ -151,8 +132,6 @@ class ObservedStage:
             script = next((each for each in accepting if all(map(each.allows, divergences))), None)
             if script is None:
                 if len(observed) == _MOST_TRIES:
-                    if any(isinstance(tensor, UnreadField) for tensor in tensors((args, kwargs))):
-                        raise FieldNeeded("the forward goes another way each time")
                     raise self._diverges_each_time(observed[-1], divergences[-1])
                 if observed:
                     divergences.clear()  # the first forward may have changed the model permanently
@@ -165,12 +144,8 @@ class ObservedStage:
             first = None if script.is_settled else Attributes(self.modules)
             try:
                 output = ScriptedForward(self._skeleton, script, payload, seed).run(args, kwargs)
-            except (Diverged, FieldNeeded) as diverged:
+            except Diverged as diverged:
                 before.put_back()
-                if isinstance(diverged, FieldNeeded):
-                    raise
-                if isinstance(diverged.__context__, FieldNeeded):  # contexts of the model raised on the way out
-                    raise diverged.__context__ from None
                 divergences.append(diverged)
                 continue
             if first is not None and not script.settle(first):
@@ -194,16 +169,6 @@ class ObservedStage:
     def _called(self, func: Any, answer: Any) -> str:
         name = self._skeleton.name_of(func) if isinstance(func, nn.Module) else name_of(func)
         return name if answer is None else f"{name} {answer}"
-
-    def goes_without(self, tree: Any, unread: UnreadForms) -> bool:
-        """Return whether the stage can run without the unread fields of (args, kwargs), by a forward on shapes."""
-        args, kwargs = filled(self._skeleton, tree, unread)
-        try:
-            script = self._observed(args, kwargs)
-        except (ConfigError, FieldNeeded):
-            return False
-        self._scripts_of((_signature((args, kwargs)), self._modes())).insert(0, script)
-        return True
 
     def _observed(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Script:
         observation = observe_forward(self._skeleton, args, kwargs)
@@ -233,7 +198,7 @@ class ObservedStage:
 def _signature(tree: Any) -> Any:
     """Return the form of inputs, as a key: shapes, dtypes, devices and plain values."""
     if isinstance(tree, Tensor):
-        return tree.shape, tree.dtype, tree.device, type(tree) is UnreadField
+        return tree.shape, tree.dtype, tree.device
     if isinstance(tree, dict):
         return tuple((key, _signature(child)) for key, child in tree.items())
     if isinstance(tree, (tuple, list)):

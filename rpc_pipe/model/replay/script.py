@@ -14,12 +14,11 @@ from torch import Tensor
 from ...dependency import ModelError
 from ...workers.compute.module_state import Attributes
 from ..assign.assignment import Assignment, Owners, Role
-from ..observe.observation import Event, Observation, Output, is_unread
+from ..observe.observation import Event, Observation, Output
 from ..observe.output_contract import form_of
 from ..observe.placeholder import Placeholder
 from ..observe.skeleton import Skeleton
 from ..observe.trees import Path, leaves, replaced
-from ..observe.unread_fields import FieldNeeded, UnreadField
 
 #: number of an output, path in it, id of the observed tensor
 _Place = tuple[int, Path, int]
@@ -68,9 +67,6 @@ class Script:
     Args:
         observation: the observed forward. Its tensors are not kept: they hold a graph, and that copies of fields. They
             live until the script is made, so the ids by which it knows them are all different.
-
-    Raises:
-        FieldNeeded: the stage needs the result of an unread field.
     """
 
     def __init__(
@@ -109,14 +105,13 @@ class Script:
         self.sends = [(arrives.get(version), id(version[0].tensor)) for version in role.sends]
         self.fields = [(path, id(tensor)) for path, tensor in leaves(observation.fields)]
         self._stand_ins: dict[int, Tensor] = {}
-        self._unread = _unread(observation, role)
         self._prepare(observation, assignment, role)
 
     def _prepare(self, observation: Observation, assignment: Assignment, role: Role) -> None:
         given = {id(value.tensor) for value in role.used}
         wanted = {key for place, key in self.sends if place is None}
         events = zip(observation.events, assignment.stage_of, strict=True)
-        runs = [not event.unread if at is None else event.index in role.own for event, at in events]
+        runs = [at is None or event.index in role.own for event, at in events]
         for event in observation.events:
             if not runs[event.index]:
                 wanted |= {id(tensor) for output in event.outputs for _, tensor in leaves(output.tree)}
@@ -156,10 +151,8 @@ class Script:
 
     def _plain(self, tensor: Tensor) -> Tensor:
         if id(tensor) not in self._stand_ins:
-            if id(tensor) in self._unread:
-                fake: Tensor = self._skeleton.placeholders.like(tensor, kind=UnreadField)
-            else:
-                fake = tensor.detach() if isinstance(tensor, Placeholder) else self._skeleton.placeholders.like(tensor)
+            is_fake = isinstance(tensor, Placeholder)
+            fake = tensor.detach() if is_fake else self._skeleton.placeholders.like(tensor)
             self._stand_ins[id(tensor)] = fake.requires_grad_(tensor.requires_grad)
         return self._stand_ins[id(tensor)]
 
@@ -216,19 +209,3 @@ def agrees(expected: Any, found: Any) -> bool:
     if isinstance(found, Tensor):
         found = found.shape
     return bool(type(expected) is type(found) and expected == found)
-
-
-def _unread(observation: Observation, role: Role) -> set[int]:
-    """Return the ids of the tensors that have no data here because of unread fields.
-
-    Raises:
-        FieldNeeded: the stage reads one of them.
-    """
-    events = observation.events
-    for event in events:
-        taken = (event.unread and event.checkpoint) or event.index in role.own
-        if taken and any(is_unread(value, events) for value, _ in event.reads):
-            raise FieldNeeded(f"{event.where} takes a field")
-    return {id(value.tensor) for value in observation.values if is_unread(value, events)} | {
-        id(tensor) for _, tensor in leaves(observation.fields) if isinstance(tensor, Placeholder)
-    }

@@ -19,12 +19,10 @@ from ...workers.compute.borders import version_of
 from ...workers.compute.randomness import Seed
 from ...workers.compute.slices import note
 from ..observe.observation import Output
-from ..observe.observer import name_of
-from ..observe.output_contract import check_form, form_of
+from ..observe.output_contract import check_form
 from ..observe.placeholder import LOOKS_AT_MASK, NEEDS_NUMBERS, Placeholder
 from ..observe.skeleton import Skeleton, is_mark
 from ..observe.trees import Path, at, leaves, mapped, replaced, tensors
-from ..observe.unread_fields import FieldNeeded, UnreadField, copy_of
 from .script import Diverged, Script, ScriptLine, agrees
 
 
@@ -54,7 +52,7 @@ class ScriptedForward(TorchFunctionMode):
         """Run the model's forward as far as this stage takes part in it."""
         script = self._script
         # New dicts and lists: a model may remove items from its batch, which other stages and the backward need.
-        change = copy_of if script.fields_written else lambda tensor: tensor
+        change = torch.clone if script.fields_written else lambda tensor: tensor
         args, kwargs = fields = mapped((tuple(args), kwargs), change)
         self._tensors |= (given := {key: at(fields, path) for path, key in script.fields})
         versions = list(map(version_of, given.values()))
@@ -85,8 +83,6 @@ class ScriptedForward(TorchFunctionMode):
                 ]
             )
         if any(isinstance(tensor, Placeholder) for tensor in tensors(output)):
-            if any(isinstance(tensor, UnreadField) for tensor in tensors(output)):
-                raise FieldNeeded("the stage would hand on a field")
             raise ModelError(
                 f"model: stage {script.stage} would hand on a tensor that it does not have: a block computes by a "
                 f"weight that it holds neither as an attribute nor in a list or dict, but in a tuple, or a function"
@@ -109,9 +105,6 @@ class ScriptedForward(TorchFunctionMode):
         if is_block:
             self._seed(event.position + 1, 0)
         elif not line.runs:
-            if event.static_arguments is not None and form_of((args, kwargs or {})) != event.static_arguments:
-                self._leaving = True
-                raise FieldNeeded(f"{name_of(func)} is called with other numbers, and takes a field")
             if event.is_hook and not isinstance(args[0], Placeholder) and args[0].requires_grad:
                 self._hooks.append(args[0].register_hook(*args[1:], **(kwargs or {})))
             return self._stand_in(line)[0].tree
