@@ -87,7 +87,7 @@ def _count(number: int, what: str) -> str:
 
 def _pack(typed: dict[str, Any], named: list[str]) -> int:
     from ..data.packing import pack
-    from ..data.sizes import num_bytes
+    from ..system.sizes import num_bytes
 
     if len(named) < 2:
         raise ConfigError("rpc-pipe data pack: name the text, and then the folder for the shards")

@@ -259,7 +259,7 @@ def parse_bytes(option: str, text: str) -> float:
     >>> parse_bytes("--memory limit=", "1.5GB")
     1500000000.0
     """
-    from ..data.sizes import read_bytes
+    from ..system.sizes import read_bytes
 
     found = read_bytes(text)
     if found is None:

@@ -17,18 +17,18 @@ from typing import Any, Literal
 
 from ..dependency import ConfigError, refuse_below
 from ..model.batches.lazy_batch import LazyBatch, OwnRows
+from ..system.sizes import num_bytes, told
 from ..workers.transport.payload import Tree
 from .bijection import Numbers
 from .order import Order
 from .reading import Reader, Share, Shares
 from .residency import chunk_memory, widest_window
-from .sizes import num_bytes, told
 from .source import Source, Wanted
 
 #: of the memory, batches that are made ahead take this share at most
 _AHEAD = 16
-#: what an identity says of the window, and whether chunks let go
-_WINDOW = re.compile(r", window (\d+)(, letting go)?$")
+#: what an identity says of the window
+_WINDOW = re.compile(r", window (\d+)$")
 
 
 class Loader:
@@ -38,8 +38,7 @@ class Loader:
         source: what is read, such as `tokens(...)`.
         rows: rows of a batch, of all pipelines together.
         seed: seed of the order; every epoch has an order of its own.
-        window: how many chunks are in memory at a time, from which samples are mixed; by default as many as fit. Of
-            chunks that release used samples, nearly twice as many are mixed in the same memory.
+        window: how many chunks are in memory at a time, from which samples are mixed; by default as many as fit.
         memory: limit for chunks, chunks that come next, and batches made ahead; in bytes, or a text such as `2GB`.
         epochs: the iteration ends after so many, with a smaller last batch if necessary; None: it never ends.
         shuffle: if False, samples come in the order in which they are stored.
@@ -109,19 +108,19 @@ class Loader:
     def order(self) -> Order:
         """Which sample stands where."""
         if self._order is None:
-            self._order = self._ordered(self._asked, self.source.lets_go)
+            self._order = self._ordered(self._asked)
             if self._told is not None:
                 self._follow_told(self._told)
         return self._order
 
-    def _ordered(self, window: int | None, lets_go: bool) -> Order:
+    def _ordered(self, window: int | None) -> Order:
         widest = widest_window(self.source.num_bytes, self.room, self._memory)
         if window is not None and not 1 <= window <= max(widest, 1):
             raise ConfigError(
                 f"window {window}: must be 1 to {widest} chunks, which is what {told(self._memory)} hold; "
                 "raise memory for more"
             )
-        return Order(self.source.sizes, self.seed, window or widest, self._shuffle, lets_go)
+        return Order(self.source.sizes, self.seed, window or widest, self._shuffle)
 
     @property
     def room(self) -> int:
@@ -142,7 +141,7 @@ class Loader:
 
     @property
     def window(self) -> int:
-        """How many chunks, or chunks' worth of samples, are in memory at a time."""
+        """How many chunks are in memory at a time."""
         return self.order.window
 
     @property
@@ -154,7 +153,7 @@ class Loader:
     def identity(self) -> str:
         """Names the data and their order: equal where the same position means the same sample."""
         order = f"seed {self.seed}" if self._shuffle else "in order"
-        return f"{self.source.identity}; {order}, window {self.window}{', letting go' * self.order.lets_go}"
+        return f"{self.source.identity}; {order}, window {self.window}"
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the loader is: `position`, and the `identity` that it counts in."""
@@ -178,7 +177,7 @@ class Loader:
         if told != self.identity and found is not None and self._asked in (None, int(found[1])):
             if _WINDOW.sub("", told) == _WINDOW.sub("", self.identity):  # the limit of memory may be another
                 self.close()
-                self._order = self._ordered(int(found[1]), found[2] is not None)
+                self._order = self._ordered(int(found[1]))
         if told != self.identity:
             raise ConfigError(
                 f"data {self.source.name}: were {told} when the position was noted, and are {self.identity}: "

@@ -1,20 +1,29 @@
-"""Any map-style dataset, that of another library included: it keeps its own samples, and is only told which to give."""
+"""Any map-style dataset, that of another library included: it keeps its own samples, and is only told which to give.
+
+Samples may draw random numbers, as crops and flips do: what is drawn depends on the epoch and the sample alone, as
+several workers may read a sample, such as an image and its mask, each its part. Such samples are made on the thread
+that asks for them: the generators that they draw from are the process's, and layers and the user's loop draw from them,
+too.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
+import torch
 from torch.utils.data import default_collate
 
 from ..dependency import ConfigError
+from ..workers.compute.randomness import preserved, python_state, seed_process
 from ..workers.transport.payload import Tree, tensors_of
-from .bijection import Numbers
-from .drawing import drawn, draws
+from .bijection import Numbers, key
 from .source import ALL, Busy, Chunk, Source, Wanted
+
+T = TypeVar("T")
 
 _CHUNKS = 4096
 
@@ -58,7 +67,6 @@ def dataset(
 class Mapped(Source):
     """A dataset that holds itself."""
 
-    lets_go = True
     #: makes samples that draw nothing; None: the thread that reads does
     pool: ThreadPoolExecutor | None = None
 
@@ -107,7 +115,10 @@ class Mapped(Source):
 
     @cached_property
     def draws(self) -> bool:
-        return draws(lambda: self.make(0))
+        with preserved():
+            before, others = torch.get_rng_state(), python_state()
+            self.make(0)
+            return not torch.equal(before, torch.get_rng_state()) or python_state() != others
 
     def load(self, chunk: int, wanted: Wanted = ALL) -> Chunk:
         return MappedChunk(self, chunk * self.each)
@@ -129,3 +140,19 @@ class MappedChunk(Chunk):
             default_collate(list(part)) if some else None
             for part, some in zip(zip(*pairs, strict=True), wanted, strict=True)
         )
+
+
+def drawn(make: Callable[[int], T], numbers: Iterable[int], keyed: int | None) -> list[T]:
+    """Return what `make` makes of each number, with random numbers of the key and that number.
+
+    Args:
+        keyed: None: nothing is drawn.
+    """
+    if keyed is None:
+        return [make(number) for number in numbers]
+    made = []
+    with preserved():
+        for number in numbers:
+            seed_process(key(keyed, number) >> 1)  # generators take 63 bits
+            made.append(make(number))
+    return made

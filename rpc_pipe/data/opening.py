@@ -6,10 +6,10 @@ from collections import Counter
 
 from ..dependency import ConfigError
 from . import documents, image_files, tables, token_files
+from .packing import text
 from .shards import Roots, find_shards, roots_of
 from .source import Source
 from .storage import Storage
-from .text_files import text
 
 _SIZE = 224
 _ENDINGS = {

@@ -9,10 +9,6 @@ Block t mixes the chunks t … t+W-1. The samples of a chunk are dealt in equal 
 chunk is in, and those of a block are permuted. So a chunk comes once an epoch and stays for W blocks, memory changes by
 one chunk at a time, and every block has samples of W chunks.
 
-Where chunks let go of samples that are behind, they stay for 2 W - 1 blocks: on average half of a chunk is left, so all
-of them are W chunks' worth of samples, and every block mixes 2 W - 1 chunks. An epoch begins with W whole ones, which
-deal less and less as others come; its last W blocks deal what is left in equal shares.
-
 Chunks are not only permuted but spread: those that are resident together lie in different parts of the data, so that
 data that are sorted, by label or by time, are mixed better than by chance.
 """
@@ -61,16 +57,10 @@ class Order:
         sizes: samples of each chunk.
         window: how many chunks are resident at once, at most all; None: all, which is a full shuffle.
         shuffle: otherwise samples come as they are stored.
-        lets_go: whether chunks can let go of samples that are behind; then `window` counts chunks' worth of samples.
     """
 
     def __init__(
-        self,
-        sizes: Sequence[int] | Numbers,
-        seed: int,
-        window: int | None = None,
-        shuffle: bool = True,
-        lets_go: bool = False,
+        self, sizes: Sequence[int] | Numbers, seed: int, window: int | None = None, shuffle: bool = True
     ) -> None:
         self.sizes = np.asarray(sizes, np.int64)
         self.num_samples = int(self.sizes.sum())
@@ -81,10 +71,8 @@ class Order:
         if self.window < 1:
             raise ConfigError(f"window {window}: must be at least 1 chunk")
         self.seed, self.shuffle = seed, shuffle
-        # If half of all are resident, it is better that some stay for the next epoch.
-        self.lets_go = lets_go and shuffle and 2 * self.window <= self.num_chunks
         #: how many chunks a block mixes
-        self.mixed = 2 * self.window - 1 if self.lets_go else self.window if shuffle else 1
+        self.mixed = self.window if shuffle else 1
         self._starts = np.concatenate(([0], np.cumsum(self.sizes)))
         self._epochs: dict[int, Epoch] = {}
 
@@ -131,23 +119,20 @@ class Epoch:
         #: the chunks in the order in which they come
         self.chunks = self._spread() if order.shuffle else np.arange(order.num_chunks)
         # Without shuffling chunk after chunk is a block of its own.
-        self.window = order.window if order.shuffle else 1
-        #: from this block on no chunk comes: those that let go deal what is left of them in W equal shares
-        self._coda = order.num_chunks - self.window
-        self.num_blocks = order.num_chunks if order.lets_go else self._coda + 1
+        self.window = order.mixed
+        self.num_blocks = order.num_chunks - self.window + 1
         self._sizes = order.sizes[self.chunks]
         self._ends = np.concatenate(([0], np.cumsum(self._sizes)))
         self._last: ShuffleBlock | None = None
 
     def _spread(self) -> Numbers:
-        """Permute the chunks so that every W in a row, or 2 W if chunks let go, come one from each of so many parts.
+        """Permute the chunks so that every W in a row come one from each of W parts.
 
         The parts take turns. Within a part chunks come as evenly as they can: neighbours in the order lie in different
         halves, of four in a row each lies in another quarter, and so on (a van der Corput sequence, scrambled as by
         Owen 1995).
         """
-        count = self._order.num_chunks
-        parts = 2 * self._order.window if self._order.lets_go else self._order.window
+        count, parts = self._order.num_chunks, self._order.window
         borders = np.arange(parts + 1) * count // parts
         part = np.repeat(np.arange(parts), np.diff(borders))
         inside, sizes = np.arange(count) - borders[part], np.diff(borders)[part]
@@ -165,55 +150,25 @@ class Epoch:
 
     def resident(self, block: int) -> Numbers:
         """Return the chunks that `block` is made of."""
-        return self.chunks[self._oldest(block) : block + self.window]
-
-    def left(self, block: int) -> Numbers:
-        """Return how many samples of its chunks come in `block` or behind it."""
-        return self._sizes[self._oldest(block) : block + self.window] - self._dealt(block)[0]
-
-    def shares(self, chunk: int, block: int) -> Iterator[tuple[int, Numbers]]:
-        """Yield the blocks from `block` on that a chunk is in, each with its samples, which ascend."""
-        place = np.flatnonzero(self.chunks == chunk)
-        size, block = int(self._sizes[place[0]]), max(block, int(place[0]) - self.window + 1)
-        begin = first = int(self._behind(place, block)[0])
-        numbers = permute(np.arange(first, size), size, key(key(self._key, _SAMPLES), chunk))
-        while begin < size:
-            end = int(self._behind(place, block + 1)[0])
-            yield block, np.sort(numbers[begin - first : end - first])
-            begin, block = end, block + 1
-
-    def _oldest(self, block: int) -> int:
-        """Return the place of the first chunk that `block` is made of."""
-        if not self._order.lets_go:
-            return block
-        block = min(block, self._coda)
-        return 0 if block < self._order.mixed else block - self.window + 1
+        return self.chunks[block : block + self.window]
 
     def _behind(self, places: Numbers, block: int) -> Numbers:
         """Return how many samples of the chunks at `places`, which have come and not gone, come before `block`."""
-        sizes, first = self._sizes[places], np.maximum(0, places - self.window + 1)
-        if not self._order.lets_go:
-            behind: Numbers = (block - first) * sizes // (np.minimum(places, self._coda) - first + 1)
-            return behind
-        stay = self._order.mixed
-        came = min(block, self._coda) - first
-        # The first ones leave to others what these take, so that every block has a chunk's worth of samples.
-        is_first = places < self.window
-        share = np.where(is_first, came * (2 * stay + 1 - came), came)
-        before_coda = share * sizes // np.where(is_first, stay * (stay + 1), stay)
-        behind = before_coda + (sizes - before_coda) * max(0, block - self._coda) // self.window
+        first = np.maximum(0, places - self.window + 1)
+        last = np.minimum(places, self.num_blocks - 1)
+        behind: Numbers = (block - first) * self._sizes[places] // (last - first + 1)
         return behind
 
     def _dealt(self, block: int) -> tuple[Numbers, Numbers]:
         """Return how many samples of its chunks came in blocks before `block`, and have come with it."""
-        places = np.arange(self._oldest(block), min(block + self.window, len(self.chunks)))
+        places = np.arange(block, block + self.window)
         return self._behind(places, block), self._behind(places, block + 1)
 
     def begin(self, block: int) -> int:
         """Return the position in the epoch at which a block begins."""
         if block == self.num_blocks:
             return self._order.num_samples
-        return int(self._ends[self._oldest(block)] + self._dealt(block)[0].sum())
+        return int(self._ends[block] + self._dealt(block)[0].sum())
 
     def block_at(self, position: int) -> ShuffleBlock:
         """Return the block with a position of the epoch."""
@@ -230,7 +185,7 @@ class Epoch:
         # Blocks of tiny chunks may be empty: the last one that begins here has the position.
         before, after = self._dealt(low)
         starts = np.concatenate(([0], np.cumsum(after - before)))
-        begin = int(self._ends[self._oldest(low)] + before.sum())
+        begin = int(self._ends[low] + before.sum())
         found = self._last = ShuffleBlock(low, begin, begin + int(starts[-1]), self.resident(low), before, starts)
         return found
 

@@ -1,4 +1,4 @@
-"""Shards made of text: tokens in a row, in files of equal size with an index.
+"""Shards made of text: tokens in a row, by the `tokenizers` library, in files of equal size with an index.
 
 A shard appears when it is complete, and a note beside it says where the next one begins; so packing may be killed
 at any moment and goes on there. The index is written last: a folder with one is complete.
@@ -10,7 +10,7 @@ import hashlib
 import io
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -22,12 +22,15 @@ from numpy.typing import NDArray
 from ..dependency import ConfigError, DataError
 from .documents import ENDINGS, Document, documents
 from .shards import INDEX, Roots, find_shards, fingerprint
+from .source import Source, need
 from .storage import Storage, checksum
-from .tokenizing import Tokenizer
+from .token_files import tokens as token_source
 
 _NOTE = ".packing.json"
 #: texts that are made into tokens together
 _TOGETHER = 64
+#: what ends a text, by the names that tokenizers have for it
+_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 
 #: told bytes that are behind, of how many, and how many shards there are
 Progress = Callable[[int, int, int], None]
@@ -93,6 +96,39 @@ def pack(
         raise ConfigError(f"data {', '.join(f.name for f in files[:3])}: there is no text in it")
     _write_index(folder, packed)
     return packed
+
+
+def text(
+    source: Roots,
+    context: int,
+    *,
+    tokenizer: str | os.PathLike[str] = "bytes",
+    text_field: str = "text",
+    storage: Storage | None = None,
+) -> Source:
+    """Return text, packed to samples of `context` tokens; texts follow each other without padding.
+
+    The first call makes the tokens, on one worker while the others wait, which for much text `rpc-pipe data pack` does
+    with a progress bar.
+
+    Args:
+        source: `.jsonl`, `.parquet` or text files, folders or patterns, here or as URLs.
+        tokenizer: `bytes`; a `tokenizer.json` or a folder with one; or a model's name.
+        text_field: key or column that has the text.
+
+    Raises:
+        ConfigError, DataError: there is no text or no such tokenizer.
+    """
+    storage = storage or Storage()
+    files, _ = find_shards(source, ENDINGS, storage.options)
+    # Here a file that was written to is another, whatever it looks like: to pack it again costs little.
+    name = fingerprint(files, tokenizer_digest(os.fspath(tokenizer)), text_field, [file.modified_ns for file in files])
+    folder = storage.folder.parent / "packed" / name
+    with storage.alone(name):
+        pack(source, folder, tokenizer=tokenizer, text_field=text_field, storage=storage)
+    made = token_source(Path(folder), context, storage=storage)
+    made.shards, made.stored_bytes = [file.name for file in files], sum(file.num_bytes for file in files)
+    return made
 
 
 def tokenizer_digest(tokenizer: str) -> str:
@@ -186,3 +222,52 @@ def _write_file(path: Path, content: bytes | memoryview) -> None:
         raise DataError(f"{path}: cannot be written: {error.strerror}") from error
     finally:
         partial.unlink(missing_ok=True)
+
+
+class Tokenizer:
+    """Makes tokens of texts.
+
+    Args:
+        name: `bytes`; a `tokenizer.json` or a folder with one; or a model's name, for `transformers`.
+
+    Raises:
+        ConfigError: there is no such tokenizer.
+    """
+
+    def __init__(self, name: str | os.PathLike[str] = "bytes") -> None:
+        self.name = os.fspath(name)
+        self._tokenizer = None if self.name == "bytes" else _loaded(self.name)
+        size = 256 if self._tokenizer is None else max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        #: the smallest type that all tokens fit into
+        self.dtype = np.dtype(np.uint8 if size <= 2**8 else np.uint16 if size <= 2**16 else np.uint32)
+        ends = [] if self._tokenizer is None else [self._tokenizer.token_to_id(name) for name in _ENDS]
+        #: the token behind a text, if it has one
+        self.end = next((end for end in ends if end is not None), None)
+
+    def __call__(self, texts: Sequence[bytes]) -> list[NDArray[Any]]:
+        """Return the tokens of each text."""
+        if self._tokenizer is None:
+            return [np.frombuffer(text, np.uint8) for text in texts]
+        decoded = [text.decode(errors="replace") for text in texts]
+        found = self._tokenizer.encode_batch(decoded, add_special_tokens=False)
+        return [np.array(each.ids, self.dtype) for each in found]
+
+
+def _loaded(name: str) -> Any:
+    tokenizers = need("tokenizers", f"tokenizer {name}")
+    path = Path(name) / "tokenizer.json" if Path(name).is_dir() else Path(name)
+    if path.is_file():
+        try:
+            return tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare ones
+            raise ConfigError(f"tokenizer {name}: {path} cannot be read: {error}") from error
+    if Path(name).exists() or name.endswith(".json"):
+        raise ConfigError(f"tokenizer {name}: must be bytes, a tokenizer.json, a folder with one, or a model's name")
+    transformers = need("transformers", f"tokenizer {name}")
+    try:
+        return transformers.AutoTokenizer.from_pretrained(name).backend_tokenizer
+    except (OSError, ValueError, AttributeError) as error:
+        first = str(error).strip().split("\n")[0]
+        raise ConfigError(
+            f"tokenizer {name}: is no file or folder, and cannot be loaded as a model's: {first}"
+        ) from error

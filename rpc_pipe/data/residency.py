@@ -12,9 +12,9 @@ from itertools import islice
 import numpy as np
 
 from ..dependency import ConfigError, Stalled
+from ..system.sizes import told
 from .bijection import Numbers
-from .order import Epoch, Order
-from .sizes import told
+from .order import Order
 from .source import ALL, Chunk, Source, Wanted
 
 #: chunks that are loaded at once
@@ -67,10 +67,7 @@ class Residency:
         #: what will be read of chunks that are loaded from here on
         self.wanted: Wanted = ALL
         self._pool = ThreadPoolExecutor(_LOADERS, "chunks")
-        #: by number; by epoch and number if chunks let go, as what is left of one is of no use to the next epoch
         self._held: dict[int, Future[Chunk]] = {}
-        #: bytes of each one that is held
-        self._sizes: dict[int, int] = {}
         self._bytes, self._smallest = 0, int(source.num_bytes.min())
         self._at: tuple[int, int] | None = None
         self._places: dict[int, Numbers] = {}
@@ -86,46 +83,21 @@ class Residency:
         """
         if self._at == (epoch, block):
             return
-        goes_back = self._at is not None and (epoch, block) < self._at
         self._at = epoch, block
-        sizes = self._left(epoch, block)
-        window, needed = list(sizes), set(sizes)
-        ahead = list(islice(self._next(epoch, block), self._most_ahead()))
-        if self._order.lets_go:
-            self._let_go(sizes, set() if goes_back else needed.union(ahead))
+        window: list[int] = self._order.epoch(epoch).resident(block).tolist()
+        needed = set(window)
         if soon is not None and not needed <= self._held.keys():
-            window = list(dict.fromkeys([*self._keys(epoch, soon), *window]))
+            window = list(dict.fromkeys([*soon.tolist(), *window]))
         for chunk in window:
             if chunk not in self._held:
-                self._free(sizes[chunk], needed)
-                self._load(chunk, sizes[chunk])
-        for chunk in ahead:
+                self._free(chunk, needed)
+                self._load(chunk)
+        for chunk in islice(self._next(epoch, block), self._most_ahead()):
             needed.add(chunk)
             if chunk not in self._held:
-                size = int(self._source.num_bytes[chunk % self._order.num_chunks])
-                if not self._free(size, needed):
+                if not self._free(chunk, needed):
                     break
-                self._load(chunk, size)
-
-    def _keys(self, epoch: int, chunks: Numbers) -> list[int]:
-        keys: list[int] = (chunks + epoch * self._order.num_chunks * self._order.lets_go).tolist()
-        return keys
-
-    def _left(self, epoch: int, block: int) -> dict[int, int]:
-        """Return the chunks of the block, each with the bytes that it has from there on."""
-        known = self._order.epoch(epoch)
-        chunks = known.resident(block)
-        sizes = self._source.num_bytes[chunks]
-        if self._order.lets_go:
-            sizes = -(-sizes * known.left(block) // np.maximum(1, self._order.sizes[chunks]))
-        return dict(zip(self._keys(epoch, chunks), sizes.tolist(), strict=True))
-
-    def _let_go(self, sizes: dict[int, int], kept: set[int]) -> None:
-        """Drop all but what is kept; count of that what is left. Who reads a chunk makes it let go of the rest."""
-        for chunk in [chunk for chunk in self._held if chunk not in kept]:
-            self._drop(chunk)
-        self._sizes |= {chunk: size for chunk, size in sizes.items() if chunk in self._held}
-        self._bytes = sum(self._sizes.values())
+                self._load(chunk)
 
     def chunk(self, number: int) -> Chunk:
         """Wait for a chunk of the block.
@@ -135,13 +107,11 @@ class Residency:
             Stalled: it takes too long.
         """
         assert self._at is not None
-        epoch, block = self._at
-        loading = self._held[epoch * self._order.num_chunks * self._order.lets_go + number]
+        loading = self._held[number]
         try:
             loaded = loading.result(self._timeout_s)
-            loaded.go_to(block)
             if self._source.draws:
-                loaded.keyed = self._order.epoch(epoch).drawn
+                loaded.keyed = self._order.epoch(self._at[0]).drawn
             return loaded
         except TimeoutError as error:
             if loading.done():  # a timeout of the storage's own
@@ -159,34 +129,20 @@ class Residency:
         while self._epochs is None or epoch < self._epochs:
             chunks = self._order.epoch(epoch).chunks
             for begin in range(place, len(chunks), _FEW):  # there may be very many, of which few are asked for
-                yield from self._keys(epoch, chunks[begin : begin + _FEW])
+                yield from chunks[begin : begin + _FEW].tolist()
             epoch, place = epoch + 1, 0
 
-    def _load(self, chunk: int, size: int) -> None:
-        assert self._at is not None
+    def _load(self, chunk: int) -> None:
         self.loads += 1
-        self._sizes[chunk] = size
-        self._bytes += size
+        self._bytes += int(self._source.num_bytes[chunk])
         self.peak_bytes = max(self.peak_bytes, self._bytes)
-        number, chunk_number = divmod(chunk, self._order.num_chunks)
-        if self._order.lets_go:
-            epoch, block = self._order.epoch(number), self._at[1] if number == self._at[0] else 0
-            loaded = self._pool.submit(self._dealt, chunk_number, epoch, block, self.wanted)
-        else:
-            loaded = self._pool.submit(self._source.load, chunk_number, self.wanted)
-        self._held[chunk] = loaded
+        self._held[chunk] = self._pool.submit(self._source.load, chunk, self.wanted)
 
-    def _dealt(self, chunk: int, epoch: Epoch, block: int, wanted: Wanted) -> Chunk:
-        loaded = self._source.load(chunk, wanted)
-        with self._source.busy.on("decode"):
-            loaded.deal(epoch.shares(chunk, block))
-        return loaded
-
-    def _free(self, size: int, needed: set[int]) -> bool:
-        """Drop what is needed last until there is room for `size` bytes; tell whether there is."""
+    def _free(self, wanted: int, needed: set[int]) -> bool:
+        """Drop what is needed last until there is room for the chunk `wanted`; tell whether there is."""
+        size = int(self._source.num_bytes[wanted])
         if self._bytes + size <= self._room:
             return True
-        assert self._at is not None
         others = [chunk for chunk in self._held if chunk not in needed]
         for chunk in sorted(others, key=lambda chunk: -self._next_use(chunk)):
             self._drop(chunk)
@@ -198,7 +154,6 @@ class Residency:
         """Return how many chunks come before this one does, from the block that is read on."""
         assert self._at is not None
         epoch, block = self._at
-        known, chunk = divmod(chunk, self._order.num_chunks)
         for number in (epoch, epoch + 1):
             if number not in self._places:
                 self._places = {n: p for n, p in self._places.items() if n in (epoch, epoch + 1)}
@@ -206,12 +161,11 @@ class Residency:
                 inverse[self._order.epoch(number).chunks] = np.arange(self._order.num_chunks)
                 self._places[number] = inverse
         here = int(self._places[epoch][chunk])
-        comes = known == epoch if self._order.lets_go else here >= block
-        return here if comes else self._order.num_chunks + int(self._places[epoch + 1][chunk])
+        return here if here >= block else self._order.num_chunks + int(self._places[epoch + 1][chunk])
 
     def _drop(self, chunk: int) -> None:
         self._held.pop(chunk).cancel()
-        self._bytes -= self._sizes.pop(chunk)
+        self._bytes -= int(self._source.num_bytes[chunk])
 
     def drop(self) -> None:
         """Let go of all chunks."""

@@ -77,15 +77,6 @@ class Chunk:
         """Return what is wanted of these samples of the chunk: tensors with a row for each, for `Source.batch`."""
         raise NotImplementedError
 
-    def deal(self, shares: Iterator[tuple[int, Numbers]]) -> None:
-        """Hear, before anything is read, which samples will be read in which block, if the source lets go.
-
-        Blocks and the samples of each ascend. Samples that are in no share will not be read.
-        """
-
-    def go_to(self, block: int) -> None:
-        """Let go of the samples of blocks before `block`."""
-
 
 class Source:
     """Samples in chunks; what a chunk is depends on the format."""
@@ -108,8 +99,6 @@ class Source:
     busy: Busy
     #: whether `load` leaves out what is not wanted
     loads_parts = False
-    #: whether chunks let go of samples that are behind, so that more of them fit into memory
-    lets_go = False
 
     @property
     def draws(self) -> bool:

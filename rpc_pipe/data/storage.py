@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 from ..dependency import DataError
-from .elsewhere import file_system, patiently
-from .shards import ShardFile
+from .shards import ShardFile, file_system, patiently
 from .source import Busy
 
 T = TypeVar("T")

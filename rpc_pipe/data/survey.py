@@ -28,7 +28,7 @@ class Survey:
     #: as they are stored
     bytes: int
     chunks: int
-    #: chunks, or chunks' worth of samples, that are in memory at a time
+    #: chunks that are in memory at a time
     window: int
     #: chunks that samples are mixed from at a time
     mixed: int

@@ -164,7 +164,7 @@ def _groups(shard: ShardFile, storage: Storage, columns: Sequence[str]) -> list[
 class Table(Source):
     """Row groups."""
 
-    lets_go = loads_parts = True
+    loads_parts = True
 
     def __init__(self, name: str, groups: Sequence[Group], inputs: Columns, targets: Columns, storage: Storage) -> None:
         self.name, self.busy = name, storage.busy
@@ -235,28 +235,11 @@ def _numbers(column: Any, name: str, shard: ShardFile) -> NDArray[Any]:
 
 
 class TableChunk(Chunk):
-    """Columns of a row group, cut by the blocks in which their rows are read, if these are known."""
+    """Columns of a row group."""
 
     def __init__(self, columns: dict[str, NDArray[Any]], source: Table) -> None:
         self._columns, self._source = columns, source
-        #: of each block, its rows and their columns; None: all stay
-        self._shares: dict[int, tuple[Numbers, dict[str, NDArray[Any]]]] | None = None
-        self._block = 0
-
-    def deal(self, shares: Iterator[tuple[int, Numbers]]) -> None:
-        columns, self._columns = self._columns, {}
-        self._shares = {
-            block: (rows, {name: column[rows] for name, column in columns.items()}) for block, rows in shares
-        }
-
-    def go_to(self, block: int) -> None:
-        self._block = block
-        if self._shares is not None:
-            self._shares = {number: share for number, share in self._shares.items() if number >= block}
 
     def rows(self, numbers: Numbers, wanted: Wanted) -> Tree:
-        columns = self._columns
-        if self._shares is not None:
-            rows, columns = self._shares[self._block]
-            numbers = np.searchsorted(rows, numbers)
-        return {name: torch.from_numpy(columns[name][numbers]) for name in {*chain(*self._source.names(wanted))}}
+        names = {*chain(*self._source.names(wanted))}
+        return {name: torch.from_numpy(self._columns[name][numbers]) for name in names}

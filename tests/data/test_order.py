@@ -33,13 +33,13 @@ def test_many_sizes_and_keys_at_once():
 def test_every_epoch_has_every_sample_once_wherever_it_is_entered(case):
     draw = random.Random(case)
     sizes = [draw.choice([0, 1, 3, 17]) for _ in range(draw.randrange(1, 15))] + [2]
-    order = Order(sizes, case, draw.randrange(1, len(sizes) + 1), lets_go=case % 2 == 1)
+    order = Order(sizes, case, draw.randrange(1, len(sizes) + 1))
     total = order.num_samples
     epochs = [order.samples(e * total, (e + 1) * total).tolist() for e in range(3)]
     assert all(sorted(epoch) == list(range(total)) for epoch in epochs)
     begin = draw.randrange(2 * total)
     end = draw.randrange(begin, 3 * total)
-    fresh = Order(sizes, case, order.window, lets_go=order.lets_go)
+    fresh = Order(sizes, case, order.window)
     assert fresh.samples(begin, end).tolist() == [n for epoch in epochs for n in epoch][begin:end]
 
 
@@ -51,32 +51,10 @@ def test_a_block_needs_its_window_and_moves_on_by_one_chunk():
     assert epoch.num_blocks == 17
 
 
-@pytest.mark.parametrize("window", [1, 2, 5, 10])
-def test_chunks_that_let_go_are_more_in_the_same_memory(window):
-    """As many whole chunks as the window has samples; an arrival never finds more than its place."""
-    order = Order([24] * 20, 0, window, lets_go=True)
-    epoch = order.epoch(0)
-    assert epoch.num_blocks == 20
-    for block in range(epoch.num_blocks):
-        left, chunks = epoch.left(block), epoch.resident(block).tolist()
-        assert left.sum() <= 24 * window + len(chunks), "each share is rounded to samples"
-        if 2 * window <= block <= 20 - window:
-            assert len(chunks) == order.mixed == 2 * window - 1
-        ready = order.samples(epoch.begin(block), epoch.begin(block + 1))
-        for chunk, count in zip(chunks, left.tolist(), strict=True):
-            shares = dict(epoch.shares(chunk, block))
-            mine = np.sort(ready[ready // 24 == chunk] % 24)
-            assert mine.tolist() == shares.get(block, np.zeros(0)).tolist()
-            assert sum(map(len, shares.values())) == count
-
-
 def test_resident_chunks_lie_in_different_parts():
     order = Order([1] * 100, 0, 10)
     for block in range(91):
         assert sorted(order.epoch(0).resident(block) // 10) == list(range(10))
-    order = Order([12] * 100, 0, 5, lets_go=True)
-    for block in range(10, 90):
-        assert len(set(order.epoch(0).resident(block) // 10)) == 9, "nine of ten parts"
 
 
 def test_no_index_is_kept_for_a_terabyte():
