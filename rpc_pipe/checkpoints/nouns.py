@@ -18,7 +18,7 @@ from .together import agreed, failure, raise_first
 if TYPE_CHECKING:  # what a run without checkpoints does not load
     from ..workers.actor import WorkerActor
     from .pretrained import Loaded
-    from .restoring import Prepared, Restored
+    from .reading import Prepared, Restored
     from .writing import Snapshot, Writing
 
 logger = logging.getLogger(__name__)
@@ -99,8 +99,8 @@ class Checkpoints:
             Damaged: it is; nothing has changed.
             ConfigError: it is of another model or optimizer; nothing has changed.
         """
-        from .random_state import set_random_state
-        from .restoring import Restored, understood
+        from .reading import Restored, understood
+        from .values import set_random_state
 
         where = path_of(folder)
         self.refuse_averaged("checkpoints.load")
@@ -130,14 +130,14 @@ class Checkpoints:
         Raises:
             ConfigError: another job writes there, or it cannot be written.
         """
-        from . import ownership
+        from .folder import claim, starter
 
         where = path_of(folder)
 
         def claimed(actor: WorkerActor) -> list[Path]:
-            starters = set(actor.exchange("starters", ownership.starter()))
+            starters = set(actor.exchange("starters", starter()))
             names = agreed(
-                actor, "own checkpoints", lambda: " ".join(path.name for path in ownership.claim(where, starters)), of=0
+                actor, "own checkpoints", lambda: " ".join(path.name for path in claim(where, starters)), of=0
             )
             self._claimed = where.absolute(), starters
             return [where / name for name in names.split()]
@@ -215,7 +215,7 @@ class Checkpoints:
     # --- inside
 
     def _save(self, where: Path, keep: int | None, extra: Any, wait: bool, asked: bool) -> Path | None:
-        from .json_values import encoded
+        from .values import encoded
         from .writing import Snapshot, Writing
 
         self.settle()
@@ -239,12 +239,12 @@ class Checkpoints:
         return self.settle() if wait else None
 
     def _begin(self, where: Path, step: int) -> str:
-        from . import folder, ownership
+        from . import folder
 
         if self._claimed is not None and self._claimed[0] == where and not where.exists():
             logger.warning("checkpoint folder %s: has been removed with all that was in it; it is made again", where)
-            ownership.claim(*self._claimed)
-        ownership.hold(where)
+            folder.claim(*self._claimed)
+        folder.hold(where)
         return str(folder.begin(where, step))
 
     def _go_without(self, error: ConfigError) -> None:
@@ -254,7 +254,7 @@ class Checkpoints:
         self._goes_without = True
 
     def _put(self, where: Path) -> Prepared:
-        from .restoring import put_all
+        from .reading import put_all
 
         return self._each(lambda actor: put_all(actor, where, self._elastic, self._num_routes))[0]  # type: ignore[no-any-return]
 
@@ -333,8 +333,8 @@ class Weights:
         """
         if self._checkpoints.results.behind:
             return
-        from .adapters import save_adapters
         from .pretrained import save
+        from .whole import save_adapters
 
         where = path_of(folder)
         self._checkpoints.settle()

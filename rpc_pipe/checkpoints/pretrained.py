@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..dependency import ConfigError
@@ -17,6 +15,7 @@ from ..workers.compute.shard import Shard
 from . import folder
 from .shard_state import model_tensors
 from .together import agreed, together
+from .values import by_file, opened
 from .writing import Snapshot, export
 
 _SINGLE = "model.safetensors"
@@ -49,16 +48,13 @@ class Pretrained:
                 if Path(file).name != file or not (self.path / file).is_file():
                     raise ConfigError(f"{self.path / file}: is missing, and the index names it")
         elif (self.path / _SINGLE).is_file():
-            self._files = dict.fromkeys(self._names(_SINGLE), _SINGLE)
+            with opened(self.path / _SINGLE, ConfigError) as tensors:
+                self._files = dict.fromkeys(tensors.keys(), _SINGLE)
         else:
             raise ConfigError(
                 f"{path}: has neither {folder.INDEX} nor {_SINGLE}; pickles (.bin) can run code and are not read: "
                 "save the model again as safetensors"
             )
-
-    def _names(self, file: str) -> list[str]:
-        with self._opened(file) as opened:
-            return list(opened.keys())
 
     def prefix(self, names: set[str]) -> tuple[str, str]:
         """Return what to take from the front of a model's name, and what to put there, to have the folder's name.
@@ -87,38 +83,27 @@ class Pretrained:
         take, put = change
         found = {name: put + name.removeprefix(take) for name in own}
         found = {name: other for name, other in found.items() if other in self._files}
-        for file, names in self._by_file(found).items():
-            with self._opened(file) as opened:
-                for name in names:
-                    shape = tuple(opened.get_slice(found[name]).get_shape())
-                    if shape != own[name].shape:
-                        raise ConfigError(
-                            f"{self.path / file}: tensor {found[name]} has shape {shape}, "
-                            f"and {tuple(own[name].shape)} in this model"
-                        )
+        for file, name, tensors in self._each(found):
+            shape = tuple(tensors.get_slice(found[name]).get_shape())
+            if shape != own[name].shape:
+                raise ConfigError(
+                    f"{self.path / file}: tensor {found[name]} has shape {shape}, "
+                    f"and {tuple(own[name].shape)} in this model"
+                )
         filled = {_place(own[name]) for name in found}
         return found, {name for name, tensor in own.items() if _place(tensor) not in filled}
 
     def fill(self, own: Mapping[str, Tensor], found: Mapping[str, str]) -> None:
         """Copy the numbers of a shard's tensors into them."""
-        for file, names in self._by_file(found).items():
-            with self._opened(file) as opened, torch.no_grad():
-                for name in names:
-                    own[name].copy_(opened.get_tensor(found[name]))
+        with torch.no_grad():
+            for _, name, tensors in self._each(found):
+                own[name].copy_(tensors.get_tensor(found[name]))
 
-    def _by_file(self, found: Mapping[str, str]) -> dict[str, list[str]]:
-        by_file: dict[str, list[str]] = {}
-        for name, other in found.items():
-            by_file.setdefault(self._files[other], []).append(name)
-        return by_file
-
-    @contextmanager
-    def _opened(self, file: str) -> Iterator[Any]:
-        try:
-            with safe_open(self.path / file, framework="pt", device="cpu") as opened:
-                yield opened
-        except (OSError, SafetensorError) as error:
-            raise ConfigError(f"{self.path / file}: cannot be read: {error}") from error
+    def _each(self, found: Mapping[str, str]) -> Iterator[tuple[str, str, Any]]:
+        """Yield the file, the name of each tensor, and what the open file has."""
+        for file, names in by_file({name: self._files[other] for name, other in found.items()}).items():
+            with opened(self.path / file, ConfigError) as tensors:
+                yield from ((file, name, tensors) for name in names)
 
     @property
     def names(self) -> set[str]:

@@ -1,22 +1,29 @@
-"""A checkpoint is read: looked through first, so that what does not fit is told before anything has changed."""
+"""A checkpoint is read: looked through first, so that what does not fit is told before anything has changed.
+
+All workers go on from it together, or none does.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from safetensors import SafetensorError, safe_open
+import torch
 from torch import Tensor
 
-from ..dependency import ConfigError, Damaged
+from ..dependency import ConfigError, Damaged, PipeError
 from ..system.files import DAMAGED
+from ..workers.actor import WorkerActor
+from ..workers.compute.stash import StashingShard
 from . import folder
-from .json_values import decoded
-from .shard_state import Stages, of_route
-from .tensor_file import checksum
-from .writing import FORMAT
+from .resumption import Resumption
+from .shard_state import Stages, model_tensors, of_route, put
+from .together import together
+from .values import NAMES, by_file, checksum, decoded, opened
+from .writing import FORMAT, own_routes
 
 
 class Checkpoint:
@@ -115,34 +122,96 @@ class Checkpoint:
 
     def tensors(self, what: str, names: Iterable[str]) -> dict[str, Tensor]:
         """Read these of the `model`'s or the `optimizer`s' tensors."""
-        by_file: dict[str, list[str]] = {}
+        files = {}
         for name in names:
             if name not in self._tensors[what]:
                 raise Damaged(f"checkpoint {self.path}: is damaged: it has no tensor {name}")
-            by_file.setdefault(self._tensors[what][name][0], []).append(name)
+            files[name], _ = self._tensors[what][name]
         found: dict[str, Tensor] = {}
-        for file, keys in by_file.items():
-            found |= read(self.path / file, keys)
-            sums = self._sums[file]
+        for file, keys in by_file(files).items():
+            with opened(self.path / file, Damaged) as tensors:
+                found |= {name: tensors.get_tensor(name) for name in keys}
             for name in keys:
-                if name in sums and checksum(found[name]) != sums[name]:
+                if checksum(found[name]) != self._sums[file].get(name, checksum(found[name])):
                     raise Damaged(f"checkpoint {self.path / file}: tensor {name} is not what was written")
         return found
 
 
-def read(path: Path, names: Iterable[str]) -> dict[str, Tensor]:
-    """Read these tensors of a safetensors file, and no others.
+class Restored(NamedTuple):
+    """What a pipeline went on from."""
+
+    path: Path
+    #: training steps done
+    step: int
+    #: what was given to `save_checkpoint` to be kept
+    extra: Any
+
+
+class Prepared(NamedTuple):
+    """What has been read of a checkpoint beside what each worker puts in its place."""
+
+    checkpoint: Checkpoint
+    results: Resumption
+    #: as `random_state`
+    random: dict[str, torch.Tensor]
+
+
+def put_all(actor: WorkerActor, where: str | Path, elastic: bool, num_routes: int) -> Prepared:
+    """Put all of a checkpoint in its place on this worker, if it fits on all.
 
     Raises:
-        Damaged: the file is.
+        ConfigError: it does not fit, or is damaged; on every worker, and nothing has changed on any.
     """
-    name = ""
+    own = {shard: model_tensors(shard) for shard in actor.shards.values()}
+    steps: list[Callable[[], None]] = []
+    references: list[Callable[[], None]] = []
+
+    @understood(where)
+    def prepare() -> Prepared:
+        checkpoint = Checkpoint(where)
+        results = Resumption(checkpoint.about)
+        # Another number of routes goes on from their reference, with the state of the first one's optimizer.
+        apart = elastic and len(checkpoint.routes) == len(own_routes(actor))
+        for (_, route), shard in actor.shards.items():
+            weights, stages = checkpoint.model(own[shard]), checkpoint.stages
+            if apart:
+                assert isinstance(shard, StashingShard)
+                references.append(partial(shard.refer_to, weights))
+                stages = checkpoint.routes[route]
+                weights = stages.read(own[shard])
+            steps.extend([partial(put, shard, weights), stages.prepare(shard, route, num_routes)])
+        return Prepared(checkpoint, results, checkpoint.rest(NAMES))
+
+    def tell(read: Prepared) -> list[Any]:
+        return [read.checkpoint.path.name, sorted({name for tensors in own.values() for name in tensors})]
+
+    prepared, told = together(actor, "checkpoint read", prepare, tell)
+    if len({path for path, _ in told}) > 1:
+        raise ConfigError(f"checkpoint {where}: workers see different ones, {', '.join(path for path, _ in told)}")
+    checkpoint = prepared.checkpoint
+    left = checkpoint.names - {name for _, names in told for name in names}
+    if left:
+        raise ConfigError(f"checkpoint {checkpoint.path}: has {min(left)}, which this model does not have")
+    with understood(checkpoint.path):
+        for step in steps:
+            step()
+        actor.go_on_at(checkpoint.step, checkpoint.stages.updates)
+        for refer in references:
+            refer()
+    return prepared
+
+
+@contextmanager
+def understood(checkpoint: str | Path) -> Iterator[None]:
+    """Turn what is raised where a manifest says something else than it should into a sentence.
+
+    Raises:
+        Damaged: instead of that.
+    """
     try:
-        with safe_open(path, framework="pt", device="cpu") as opened:
-            found = {}
-            for name in names:
-                found[name] = opened.get_tensor(name)
-            return found
-    except (OSError, SafetensorError) as error:
-        where = f"tensor {name}: " if name else ""
-        raise Damaged(f"{path}: {where}cannot be read: {error}") from error
+        yield
+    except PipeError:
+        raise
+    except DAMAGED as error:
+        what = f"{type(error).__name__}: {error}"
+        raise Damaged(f"checkpoint {checkpoint}: is damaged, or of another version: {what}") from error

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from ..dependency import ConfigError
 from ..workers.compute.shard import Shard
-from .json_values import decoded, encoded
+from .values import decoded, encoded
 
 #: options of a group that say how torch computes, not what
 _AVERAGE, _HELD, _PART, _SUMS = "average.", "gradient.", "gradient/", "statistics."

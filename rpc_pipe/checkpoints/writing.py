@@ -23,7 +23,6 @@ from ..system.at_exit import at_exit
 from ..workers.actor import WorkerActor
 from ..workers.compute.shard import Shard
 from . import folder
-from .random_state import random_state
 from .shard_state import (
     described,
     evaluated_tensors,
@@ -33,7 +32,7 @@ from .shard_state import (
     optimizer_tensors,
     state_tensors,
 )
-from .tensor_file import checksum, write
+from .values import checksum, random_state, write
 
 logger = logging.getLogger(__name__)
 

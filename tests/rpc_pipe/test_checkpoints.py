@@ -19,7 +19,7 @@ from saved_training import BATCHES, DONE, LAYERS, bits, pipeline
 from torch import nn
 
 from rpc_pipe.checkpoints import folder as folders
-from rpc_pipe.checkpoints import ownership, writing
+from rpc_pipe.checkpoints import writing
 from rpc_pipe.checkpoints.reading import Checkpoint
 from rpc_pipe.dependency import ConfigError, StorageError
 
@@ -286,7 +286,7 @@ def test_an_error_that_nobody_foresaw_is_told_to_all(tmp_path, monkeypatch):
     def fails(*_):
         raise RuntimeError("no such thing")
 
-    monkeypatch.setattr(ownership, "claim", fails)
+    monkeypatch.setattr(folders, "claim", fails)
     pipe = pipeline(2)
     with pytest.raises(RuntimeError, match="no such thing"):
         pipe.checkpoints.claim(tmp_path)

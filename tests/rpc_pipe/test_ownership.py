@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from rpc_pipe.checkpoints import ownership
+from rpc_pipe.checkpoints import folder as folders
 from rpc_pipe.checkpoints.folder import MANIFEST
 from rpc_pipe.dependency import ConfigError
 
@@ -23,13 +23,13 @@ def written(folder, step):
 def test_a_job_that_is_started_again_knows_its_own_checkpoints(tmp_path):
     # In a used folder an older run's checkpoint, which had come further, was taken by a restart under torchrun.
     further = written(tmp_path, 99)
-    assert ownership.claim(tmp_path, ["agent a", "agent b"]) == []
+    assert folders.claim(tmp_path, ["agent a", "agent b"]) == []
     own = written(tmp_path, 2)
-    assert ownership.claim(tmp_path, ["agent b", "agent c"]) == [own]  # one host of two has been replaced
-    assert ownership.claim(tmp_path, ["agent c"]) == [own]
+    assert folders.claim(tmp_path, ["agent b", "agent c"]) == [own]  # one host of two has been replaced
+    assert folders.claim(tmp_path, ["agent c"]) == [own]
     os.utime(further / MANIFEST, ns=(1, 1))  # it was removed, and the job has written another one of this name
-    assert ownership.claim(tmp_path, ["agent c"]) == [further, own]
-    assert ownership.claim(tmp_path, ["agent d"]) == []  # another job
+    assert folders.claim(tmp_path, ["agent c"]) == [further, own]
+    assert folders.claim(tmp_path, ["agent d"]) == []  # another job
 
 
 def test_a_job_that_is_started_again_needs_no_room(tmp_path, monkeypatch):
@@ -38,24 +38,24 @@ def test_a_job_that_is_started_again_needs_no_room(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    ownership.claim(tmp_path, ["a"])
+    folders.claim(tmp_path, ["a"])
     own = written(tmp_path, 2)
-    monkeypatch.setattr(ownership, "write_json", full)
-    assert ownership.claim(tmp_path, ["a"]) == [own]
+    monkeypatch.setattr(folders, "write_json", full)
+    assert folders.claim(tmp_path, ["a"]) == [own]
     with pytest.raises(ConfigError, match="No space left"):
-        ownership.claim(tmp_path, ["b"])
+        folders.claim(tmp_path, ["b"])
 
 
 @pytest.mark.parametrize("noted", ["", "{}", "[]", '{"starters": 3}', '{"starters": ["a"], "before": 3}', "[" * 9999])
 def test_a_damaged_note_is_as_good_as_none(tmp_path, noted):
     written(tmp_path, 1)
     (tmp_path / ".job.json").write_text(noted)
-    assert ownership.claim(tmp_path, ["a"]) == []
+    assert folders.claim(tmp_path, ["a"]) == []
     assert json.loads((tmp_path / ".job.json").read_text())["starters"] == ["a"]
 
 
 def test_a_shell_between_agent_and_worker_is_not_who_starts_it():
-    code = "from rpc_pipe.checkpoints.ownership import starter; print(starter())"
+    code = "from rpc_pipe.checkpoints.folder import starter; print(starter())"
     shell = ["sh", "-c", f"{sys.executable} -c '{code}'; true"]
     worker = {**os.environ, "RANK": "0"}
     found = {
@@ -67,17 +67,17 @@ def test_a_shell_between_agent_and_worker_is_not_who_starts_it():
 
 def test_two_jobs_do_not_write_in_one_folder(tmp_path, monkeypatch):
     # The second removed what the first was writing, and the first ended by that.
-    monkeypatch.setattr(ownership, "_ENDING_S", 0.1)
+    monkeypatch.setattr(folders, "_ENDING_S", 0.1)
     code = (
-        f"import sys; from rpc_pipe.checkpoints import ownership as o; from pathlib import Path\n"
+        f"import sys; from rpc_pipe.checkpoints import folder as o; from pathlib import Path\n"
         f"o.hold(Path({str(tmp_path)!r})); o.hold(Path({str(tmp_path)!r})); print('held', flush=True); sys.stdin.read()"
     )
     other = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         assert other.stdout.readline() == "held\n"
         with pytest.raises(ConfigError, match=f"another job writes there, process {other.pid} of .*; end it, or name"):
-            ownership.claim(tmp_path, ["a"])
+            folders.claim(tmp_path, ["a"])
     finally:
         other.kill()
         other.communicate()
-    ownership.hold(tmp_path)
+    folders.hold(tmp_path)

@@ -1,0 +1,143 @@
+"""How values are written: plain ones as JSON and back, exactly; generators and tensors in files of safetensors.
+
+Nothing that is read back can run code.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ..dependency import ConfigError
+from ..workers.compute.digest import memory_of
+from .folder import sync, umask
+
+_TUPLE, _PAIRS, _TENSOR = "$tuple", "$pairs", "$tensor"
+_PREFIX = "random."
+NAMES = [f"{_PREFIX}{name}" for name in ("torch", "python", "numpy")]
+
+
+def encoded(value: Any, what: str) -> Any:
+    """Return what `json` can write of `value`.
+
+    Args:
+        what: named in the error.
+
+    Raises:
+        ConfigError: something in it is no plain value.
+
+    >>> decoded(encoded({1: (0.9, None), "a": [True]}, "x"))
+    {1: (0.9, None), 'a': [True]}
+    """
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, list):
+        return [encoded(each, what) for each in value]
+    if isinstance(value, tuple):
+        return {_TUPLE: [encoded(each, what) for each in value]}
+    if isinstance(value, dict):
+        if all(isinstance(key, str) and not key.startswith("$") for key in value):
+            return {key: encoded(each, what) for key, each in value.items()}
+        return {_PAIRS: [[encoded(key, what), encoded(each, what)] for key, each in value.items()]}
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return {_TENSOR: [value.item(), str(value.dtype).removeprefix("torch.")]}
+    raise ConfigError(
+        f"{what} holds a {type(value).__name__}: a checkpoint takes numbers, texts, lists and dicts of them"
+    )
+
+
+def decoded(value: Any) -> Any:
+    """Return what `encoded` was given."""
+    if isinstance(value, list):
+        return [decoded(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    if _TUPLE in value:
+        return tuple(decoded(each) for each in value[_TUPLE])
+    if _PAIRS in value:
+        return {decoded(key): decoded(each) for key, each in value[_PAIRS]}
+    if _TENSOR in value:
+        number, dtype = value[_TENSOR]
+        return torch.tensor(number, dtype=getattr(torch, dtype))
+    return {key: decoded(each) for key, each in value.items()}
+
+
+def random_state() -> dict[str, Tensor]:
+    """Return the states of the process's own generators, of torch's CPU, of Python and of numpy, as tensors by name."""
+    version, numbers, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = numpy.random.get_state()
+    texts = {
+        "python": json.dumps([version, numbers, gauss]),
+        "numpy": json.dumps([name, numpy.asarray(keys).tolist(), position, has_gauss, cached]),
+    }
+    found = {name: torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8) for name, text in texts.items()}
+    return {_PREFIX + name: state for name, state in ({"torch": torch.get_rng_state()} | found).items()}
+
+
+def set_random_state(states: Mapping[str, Tensor]) -> None:
+    """Put the generators where `random_state` found them."""
+    torch.set_rng_state(states[_PREFIX + "torch"])
+    version, numbers, gauss = json.loads(bytes(states[_PREFIX + "python"].tolist()))
+    random.setstate((version, tuple(numbers), gauss))
+    numpy.random.set_state(tuple(json.loads(bytes(states[_PREFIX + "numpy"].tolist()))))
+
+
+def write(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, str] = {}) -> int:
+    """Write contiguous tensors of the CPU to a file, wait until they are on the disk, and return its size.
+
+    Args:
+        about: texts for its header.
+
+    Raises:
+        OSError: it cannot be written, or safetensors has no name for a type.
+    """
+    try:
+        save_file(dict(tensors), path, {"format": "pt", **about})
+    except KeyError as error:
+        raise OSError(f"safetensors has no {error}") from error
+    except SafetensorError as error:  # which has the number in its text alone
+        number = re.search(r"os error (\d+)", str(error))
+        raise OSError(int(number[1]), os.strerror(int(number[1]))) if number else OSError(str(error)) from error
+    path.chmod(0o666 & ~umask())
+    sync(path)
+    return path.stat().st_size
+
+
+def checksum(tensor: Tensor) -> int:
+    """Return a number that tells a contiguous tensor of the CPU from one of which a bit has changed."""
+    return zlib.crc32(memory_of(tensor), zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode()))
+
+
+def by_file(files: Mapping[str, str]) -> dict[str, list[str]]:
+    """Return the names of the tensors in each file, of the file of each tensor."""
+    found: dict[str, list[str]] = {}
+    for name, file in files.items():
+        found.setdefault(file, []).append(name)
+    return found
+
+
+@contextmanager
+def opened(path: Path, error: type[ConfigError]) -> Iterator[Any]:
+    """Open a file of safetensors, of which tensors are read when they are asked for.
+
+    Raises:
+        ConfigError: as the type `error`: it cannot be read.
+    """
+    try:
+        with safe_open(path, framework="pt", device="cpu") as tensors:
+            yield tensors
+    except (OSError, SafetensorError) as raised:
+        raise error(f"{path}: cannot be read: {raised}") from raised
