@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from ..dependency import ConfigError
-from . import documents, image_files, tables, token_files
-from .packing import text
+from . import image_files, packing, tables, token_files
 from .shards import Roots, find_shards, roots_of
 from .source import Source
 from .storage import Storage
@@ -16,7 +15,7 @@ _ENDINGS = {
     "tokens": token_files.ENDINGS,
     "tables": tables.ENDINGS,
     "images": image_files.ENDINGS,
-    "text": documents.ENDINGS,
+    "text": packing.ENDINGS,
 }
 
 
@@ -45,7 +44,7 @@ def open_source(
         return image_files.images(root, size=_SIZE, storage=storage)
     if kind == "tables" and (found := _columns(source, storage, inputs, targets)) is not None:
         return tables.table(source, *found, storage=storage)
-    return text(source, context, tokenizer=tokenizer, storage=storage)
+    return packing.text(source, context, tokenizer=tokenizer, storage=storage)
 
 
 def _kind(source: Roots, storage: Storage) -> str:

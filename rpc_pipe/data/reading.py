@@ -151,15 +151,17 @@ class Reader:
 
     def _made(self, located: list[tuple[Segment, list[Piece]]]) -> tuple[Tree, Tree]:
         """Put the rows of a batch together, block by block, as chunks come and go."""
-        joined = _Joined()
+        parts: list[Tree] = []
+        places: list[Numbers] = []
         for segment, pieces in located:
             self.residency.enter(segment.epoch, segment.block, np.array([chunk for chunk, *_ in pieces]))
-            for chunk, numbers, places in pieces:
+            for chunk, numbers, at in pieces:
                 held = self.residency.chunk(chunk)
                 with self._source.busy.on("decode"):
-                    joined.put(held.rows(numbers, self._wanted), places)
+                    parts.append(held.rows(numbers, self._wanted))
+                places.append(at)
         with self._source.busy.on("decode"):
-            return self._source.batch(joined.rows(), self._wanted)
+            return self._source.batch(_joined(parts, places), self._wanted)
 
     def close(self) -> None:
         """End the thread and let go of all chunks."""
@@ -214,30 +216,19 @@ class _Ahead(threading.Thread):
         return not self.is_alive()
 
 
-class _Joined:
-    """Rows that several chunks have, put to their places in a batch."""
+def _joined(parts: list[Tree], places: list[Numbers]) -> Tree:
+    """Return rows that several chunks have, put to their places in a batch.
 
-    def __init__(self) -> None:
-        self._parts: list[Tree] = []
-        self._places: list[Numbers] = []
-
-    def put(self, rows: Tree, places: Numbers) -> None:
-        self._parts.append(rows)
-        self._places.append(places)
-
-    def rows(self) -> Tree:
-        """Return the batch, of which all places have been filled.
-
-        Raises:
-            ConfigError: rows of different chunks have different forms.
-        """
-        order = torch.from_numpy(np.argsort(np.concatenate(self._places)))
-        columns = zip(*map(tensors_of, self._parts), strict=True)
-        joined = {id(column[0]): _joined(column).index_select(0, order) for column in columns}
-        return map_tensors(self._parts[0], lambda tensor: joined[id(tensor)])
+    Raises:
+        ConfigError: rows of different chunks have different forms.
+    """
+    order = torch.from_numpy(np.argsort(np.concatenate(places)))
+    columns = zip(*map(tensors_of, parts), strict=True)
+    joined = {id(column[0]): _concatenated(column).index_select(0, order) for column in columns}
+    return map_tensors(parts[0], lambda tensor: joined[id(tensor)])
 
 
-def _joined(pieces: tuple[Tensor, ...]) -> Tensor:
+def _concatenated(pieces: tuple[Tensor, ...]) -> Tensor:
     first = pieces[0]
     for piece in pieces:
         if piece.shape[1:] != first.shape[1:] or piece.dtype != first.dtype:

@@ -19,11 +19,10 @@ from ..workers.compute.shard import LossFn
 from ..workers.compute.slices import Layers, Slice
 from ..workers.transport.payload import Tree
 from .cut import cut
-from .handed_beside import refuse_handed_on, shared_holders
 from .module_copies import ModuleCopies, unnamed_parts
 from .observe.given import refuse_lazy
 from .parameter_hooks import copy_attachments
-from .ties import Ties
+from .sharing import Ties, refuse_handed_on, shared_holders
 
 if TYPE_CHECKING:
     from .adapters import Adapter

@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rpc_pipe.model.observe.placeholder import Placeholder, PlaceholderFactory, on_shapes, storage_of
-from rpc_pipe.model.observe.shape_operators import OPERATORS
+from rpc_pipe.model.observe.placeholder import OPERATORS, Placeholder, PlaceholderFactory, on_shapes, storage_of
 from rpc_pipe.model.observe.trees import mapped, tensors
 
 aten = torch.ops.aten
