@@ -363,7 +363,8 @@ class Pipeline(Inspected):
         pair: Pair | None = None,
         whole: bool = False,
     ) -> Microbatches:
-        found = self._batch_reader.cut(batch, microbatches, pair or self.partition.pair, whole=whole)
+        how, cuts = pair or self.partition.pair, self._maker is not None
+        found = self._batch_reader.cut(batch, microbatches, how, whole=whole, cuts_model=cuts)
         if self._maker is not None:
             with torch.inference_mode(False):  # what is made now is trained later
                 self.partition.observe(found.inputs[0], trained=pair is None)

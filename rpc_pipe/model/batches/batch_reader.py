@@ -43,8 +43,6 @@ class BatchReader:
         #: the rows that this worker reads, where other replicas read theirs
         reads_all = self._has_all or spec.num_routes == 1 or self._sequences is not None
         self._own = None if reads_all else OwnRows(self._spec, self._peer.worker)
-        #: whether the model has been cut, if it is cut with the first batch
-        self._is_cut = not self._is_whole
         #: whether it has been said that a batch has fewer rows than microbatches are wanted
         self._said_fewer = False
         self._num_cut = 0
@@ -56,38 +54,39 @@ class BatchReader:
         pair: Pair | None,
         *,
         whole: bool = False,
+        cuts_model: bool = False,
     ) -> Microbatches:
         """Split a batch. A lazy one is read as far as this process uses it, or all do if only this one can read.
 
         Args:
             batch, microbatches, pair: as of `Microbatches.of`.
             whole: leave sequences whole where they are cut in training.
+            cuts_model: whether the model will be cut with it, so that all workers need all of it.
         """
         self._num_cut += 1
         if isinstance(batch, LazyBatch) and microbatches is None:
-            found = self._read(batch, pair)
+            found = self._read(batch, pair, cuts_model)
         else:
             found = Microbatches.of(batch, microbatches, self._spec.num_microbatches, self._num_cut, pair)
-        self._is_cut = True
         if microbatches is None:
             self._say_if_fewer(found)
         return found if whole or self._sequences is None else self._sequences.cut(found)
 
-    def _read(self, batch: LazyBatch, pair: Pair | None) -> Microbatches:
+    def _read(self, batch: LazyBatch, pair: Pair | None, cuts_model: bool) -> Microbatches:
         batch.follow()
         parts = min(self._spec.num_microbatches, batch.rows)
         if not batch.scattered:
-            own = self._own if self._is_cut else None  # the model is cut with the first microbatch
+            own = None if cuts_model else self._own
             read = batch.read(*self._used, own) if pair is None else pair(batch.read(True, True, own))
             return Microbatches.read(batch, read, parts, own)
         read = batch.read(self._reads, self._reads)
-        if not self._is_cut and not self._has_all:
+        if cuts_model and not self._has_all:
             handed = self._peer.hand(f"first batch, {batch.label}", read, [self._reader], range(self._spec.num_workers))
             assert handed is not None
             (read,) = handed
-        knows = self._reads or not self._is_cut
-        found = Microbatches.read(batch, pair(read) if pair is not None and knows else read, parts)
-        if self._has_all or not self._is_cut:
+        has_read = self._reads or cuts_model
+        found = Microbatches.read(batch, pair(read) if pair is not None and has_read else read, parts)
+        if self._has_all or cuts_model:
             return found
         targets = None if pair is not None and not self._is_whole else found.targets
         scatter = scatter_whole(self._spec, found.inputs, targets, reads=self._reads, to_all=self._is_whole)
