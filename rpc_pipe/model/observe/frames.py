@@ -9,9 +9,11 @@ from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from types import CodeType, FrameType
+from typing import Any
 
 import torch
 import torch.utils.checkpoint
+from torch import nn
 
 # with the separator: torchvision is no part of torch
 _NOT_OF_MODEL = tuple(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, __file__))
@@ -57,3 +59,10 @@ def checkpoint_frame() -> FrameType | None:
     """Return the frame of the outermost running call of `torch.utils.checkpoint.checkpoint`; None: there is none."""
     calls = [frame for frame in _frames() if frame.f_code is _CHECKPOINT]
     return calls[-1] if calls else None
+
+
+def name_of(func: Any) -> str:
+    """Return the name of a torch function, or of a block, for messages."""
+    if isinstance(func, nn.Module):
+        return type(func).__name__
+    return getattr(func, "__qualname__", None) or getattr(func, "__name__", None) or str(func)

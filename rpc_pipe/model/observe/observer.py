@@ -18,17 +18,21 @@ from torch.overrides import TorchFunctionMode
 
 from ...dependency import ConfigError, ModelError
 from ...dependency.errors import first_sentence
-from .frames import caller, checkpoint_frame, in_function
+from ...workers.compute.torch_internals import OperatorMode
+from .frames import caller, checkpoint_frame, in_function, name_of
 from .observation import Depends, Event, Observation, Output, Value
-from .operator_observer import OperatorObserver
 from .output_contract import alias_given, form_of
 from .placeholder import (
     LOOKS_AT_MASK,
     NEEDS_NUMBERS,
     Placeholder,
+    PlaceholderFactory,
     draws_at_random,
+    on_ones,
+    on_shapes,
     random_like,
     storage_of,
+    without_masks,
     written,
 )
 from .skeleton import Skeleton, is_mark
@@ -40,6 +44,8 @@ _DATA_ACCESS = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.data_ptr}
 _TESTS: dict[Any, bool] = {torch.isfinite: True, torch.isnan: False, torch.isinf: False}
 _TESTS |= {Tensor.isfinite: True, Tensor.isnan: False, Tensor.isinf: False}
 _COMBINING = {torch.all, torch.any, Tensor.all, Tensor.any}
+#: larger tensors made from nothing in a block are placeholders
+_LARGE_NUMEL = 2**20
 #: functions that run backward inside a forward
 _BACKWARD = {torch.autograd.grad: "torch.autograd.grad", Tensor.backward: "backward"}
 
@@ -76,7 +82,7 @@ class Observer(TorchFunctionMode):
         self._healthy: dict[int, bool] = {}
         #: id of a frame of `checkpoint` -> number of the call, and the frame, kept so that no id is reused
         self._checkpoints: dict[int, tuple[int, FrameType]] = {}
-        self._ops = OperatorObserver(self, skeleton.placeholders)
+        self._ops = _OperatorObserver(self, skeleton.placeholders)
 
     # --- around the blocks
 
@@ -352,8 +358,42 @@ class Observer(TorchFunctionMode):
         )
 
 
-def name_of(func: Any) -> str:
-    """Return the name of a torch function, or of a block, for messages."""
-    if isinstance(func, nn.Module):
-        return type(func).__name__
-    return getattr(func, "__qualname__", None) or getattr(func, "__name__", None) or str(func)
+class _OperatorObserver(OperatorMode):
+    """A dispatch mode that sees every operator, also those inside blocks."""
+
+    def __init__(self, observer: Observer, factory: PlaceholderFactory) -> None:
+        super().__init__()
+        self._observer, self._placeholders = observer, factory
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "prim":
+            return func(*args, **kwargs)
+        observer, given = self._observer, tensors((args, kwargs))
+        # The argument of lift_fresh is what `torch.tensor` has just made of Python's numbers: no input of an event.
+        is_new = func is torch.ops.aten.lift_fresh.default and observer.current is not None
+        for tensor in given if not is_new else ():
+            observer.read(observer.current, tensor)
+        try:
+            result = self._run(func, args, kwargs, from_nothing=not given)
+        except Exception as error:
+            has_placeholder = any(isinstance(tensor, Placeholder) for tensor in given)
+            if not has_placeholder or (isinstance(error, NEEDS_NUMBERS) and not self._in_block()):
+                raise
+            # Inside a block data may decide, and not every operator can run on shapes: ones show the output's shape.
+            result = on_ones(func, args, kwargs, self._placeholders)
+        observer.ran(func, args, kwargs, result)
+        return result
+
+    def _run(self, func: Any, args: Any, kwargs: Any, *, from_nothing: bool) -> Any:
+        if func is torch.ops.aten.index.Tensor and isinstance(args[0], Placeholder):
+            args = (args[0], without_masks(args[1]))
+        if from_nothing and self._in_block():
+            result = self._placeholders.construct(func, args, kwargs)
+            if sum(tensor.numel() for tensor in tensors(result)) > _LARGE_NUMEL:
+                return result
+        return on_shapes(func, args, kwargs)
+
+    def _in_block(self) -> bool:
+        current = self._observer.current
+        return current is not None and current.is_block

@@ -14,8 +14,8 @@ from ...workers.compute.randomness import PythonDraws, Seed, python_too
 from ...workers.compute.slices import Times, note, versions_of
 from ...workers.transport.payload import Tree
 from ..assign.assignment import Owners
+from ..observe.frames import name_of
 from ..observe.observe_forward import observe_forward
-from ..observe.observer import name_of
 from ..observe.placeholder import Placeholder
 from ..observe.skeleton import Skeleton
 from .script import Diverged, Script
