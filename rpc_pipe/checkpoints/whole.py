@@ -12,7 +12,6 @@ from typing import Any
 from torch import Tensor
 
 from ..dependency import ConfigError, StorageError
-from ..model.adapters import Adapter
 from ..workers.actor import WorkerActor
 from .together import together
 from .values import write
@@ -68,32 +67,27 @@ def save_whole(state: Mapping[str, Tensor], path: str | Path) -> None:
         ) from error
 
 
-_FILE, _DEFAULT = "adapter_model.safetensors", "default"
+def save_adapters(actor: WorkerActor, folder: Path, names: frozenset[str]) -> None:
+    """Let the model on worker 0, which has room for so few tensors, write its adapters.
 
-
-def save_adapters(actor: WorkerActor, folder: Path, adapters: Mapping[str, Adapter]) -> None:
-    """Write a folder that `PeftModel.from_pretrained` reads; adapters with names of their own get folders in it.
+    Args:
+        names: of the adapters' tensors.
 
     Raises:
         StorageError: it cannot be written; on every worker.
     """
-    wanted = {name for adapter in adapters.values() for name in adapter.names.values()}
-    own = {name: tensor for name, tensor in own_state(actor)["tensors"].items() if name in wanted}
+    own = {name: tensor for name, tensor in own_state(actor)["tensors"].items() if name in names}
     parts = actor.gather("adapters (save_pretrained)", own)
 
     def write() -> None:
-        if parts is not None:
-            tensors = {name: tensor.cpu() for part in parts for name, tensor in part.items()}
-            for name, adapter in adapters.items():
-                _write(folder if name == _DEFAULT else folder / name, adapter, tensors)
+        if parts is None:
+            return
+        tensors = {name: tensor.cpu() for part in parts for name, tensor in part.items()}
+        model: Any = next(iter(actor.shards.values())).slice.modules[0]
+        how = {"save_embedding_layers": False} if hasattr(model, "get_base_model") else {}  # of peft, or adapted by it
+        try:
+            model.save_pretrained(str(folder), state_dict=tensors, **how)
+        except OSError as error:
+            raise StorageError(f"{folder}: cannot be written: {error.strerror or error}") from error
 
     together(actor, "adapters written", write)
-
-
-def _write(place: Path, adapter: Adapter, tensors: Mapping[str, Tensor]) -> None:
-    try:
-        place.mkdir(parents=True, exist_ok=True)
-        save_whole({told: tensors[name] for told, name in adapter.names.items()}, place / _FILE)
-        adapter.config.save_pretrained(str(place), auto_mapping_dict=adapter.mapping)
-    except OSError as error:
-        raise StorageError(f"{place}: cannot be written: {error.strerror or error}") from error

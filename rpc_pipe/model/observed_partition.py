@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import is_dataclass
 from typing import Any
@@ -14,7 +15,6 @@ from ..workers.compute.randomness import Randomness
 from ..workers.compute.shard import LossFn
 from ..workers.compute.slices import Slice
 from ..workers.transport.payload import Tree
-from .adapters import adapters_of
 from .assign.assignment import BlocksNeeded
 from .call_form import CallForm, loss_of_output
 from .cut import cut
@@ -68,7 +68,7 @@ class ObservedPartition:
         self._names = {name: place for place, name in enumerate(whole.state_dict())}
         #: the model's configuration, if it can be saved
         self.config = config if hasattr(config := getattr(whole, "config", None), "save_pretrained") else None
-        self.adapters = adapters_of(whole)
+        self.adapters = _adapter_tensors(whole)
         self._output_type: type = dict
         #: calls of blocks of each stage; empty until the model has been cut
         self.ranges: list[range] = []
@@ -179,3 +179,27 @@ class ObservedPartition:
             except TypeError:  # its constructor takes something else
                 return tree
         return tree
+
+
+def _adapter_tensors(whole: nn.Module) -> frozenset[str]:
+    """Return the names of the tensors that peft writes of a model's adapters; none of one that it has not adapted.
+
+    Raises:
+        ModelError: it writes others, which it makes of them.
+    """
+    configs = getattr(whole, "peft_config", None)
+    peft: Any = sys.modules.get("peft")  # who has adapted a model has loaded it
+    if not isinstance(configs, dict) or peft is None:
+        return frozenset()
+    how = {"save_embedding_layers": False} if isinstance(whole, peft.PeftModel) else {}
+    state, found = whole.state_dict(), set()
+    name_of = {id(tensor): name for name, tensor in state.items()}
+    for adapter, config in configs.items():
+        for tensor in peft.get_peft_model_state_dict(whole, state_dict=state, adapter_name=adapter, **how).values():
+            if id(tensor) not in name_of:
+                raise ModelError(
+                    f"adapter {adapter}: peft writes {type(config).__name__} as other tensors than the model holds; on "
+                    "worker 0 call model.save_pretrained(folder, state_dict=pipe.weights.state_dict())"
+                )
+            found.add(name_of[id(tensor)])
+    return frozenset(found)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 import traceback
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +23,6 @@ from .module_copies import ModuleCopies, unnamed_parts
 from .observe.given import refuse_lazy
 from .parameter_hooks import copy_attachments
 from .sharing import Ties, refuse_handed_on, shared_holders
-
-if TYPE_CHECKING:
-    from .adapters import Adapter
 
 #: one layer: a module, or a callable that builds it
 LayerLike = nn.Module | Callable[[], nn.Module]
@@ -66,7 +63,7 @@ class LayerPartition:
     config = whole = None
     loss_is_inside = False
     #: none: peft adapts whole models
-    adapters: ClassVar[Mapping[str, Adapter]] = {}
+    adapters: frozenset[str] = frozenset()
     #: batches are pairs (inputs, targets) already
     pair: Callable[[Tree], tuple[Tree, Tree]] | None = None
 

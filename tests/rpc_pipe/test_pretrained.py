@@ -158,10 +158,9 @@ def test_an_adapter_is_taken_back_by_peft(tmp_path, made_by):
         pipe = pipeline(model)
         pipe.step(BATCH)
         pipe.weights.save_pretrained(out)
-        assert {path.name for path in out.iterdir() if path.is_file()} == {
-            "adapter_config.json",
-            "adapter_model.safetensors",
-        }
+        written = {path.name for path in out.iterdir() if path.is_file()}
+        assert written >= {"adapter_config.json", "adapter_model.safetensors"}
+        assert not any(name.startswith("model") for name in written)
         torch.manual_seed(0)
         taken = peft.PeftModel.from_pretrained(gpt2(), out)
         with torch.no_grad():
