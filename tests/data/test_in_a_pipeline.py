@@ -167,7 +167,7 @@ class Small(nn.Module):
 
 
 @pytest.mark.parametrize("readers", ["users", "first"])
-def test_with_a_loss_function_the_last_worker_reads_targets(monkeypatch, loader, readers):
+def test_of_a_whole_model_all_workers_read_unless_one_reads_for_all(monkeypatch, loader, readers):
     torch.manual_seed(0)
     model = Small()
 
@@ -183,7 +183,7 @@ def test_with_a_loss_function_the_last_worker_reads_targets(monkeypatch, loader,
     expected, _ = train(3, num_workers=3)
     found = each_worker(monkeypatch, train)
     assert [losses for losses, _ in found] == [expected] * 3
-    assert [reads for _, reads in found] == ([True, False, True] if readers == "users" else [True, False, False])
+    assert [reads for _, reads in found] == ([True] * 3 if readers == "users" else [True, False, False])
 
 
 class Marked:
@@ -225,7 +225,8 @@ def test_each_replica_reads_its_rows(monkeypatch, whole):
     expected, _ = train(4, num_workers=4)
     found = each_worker(monkeypatch, train, 4)
     assert [losses for losses, _ in found] == [expected] * 4
-    looked_at = {*range(12), 14, 27} if whole else {0}  # the first batch, and samples whose forms are compared
     first = {*range(3), 6, 7, 10, 11, *range(12, 15), 18, 19, 22, 23, 24, 26}
     second = {*range(3, 6), 8, 9, *range(15, 18), 20, 21, 25, 27}
-    assert [read - looked_at for _, read in found] == [first - looked_at, second - looked_at] * 2
+    for (_, read), own in zip(found, [first, second] * 2, strict=True):
+        # The first batch of a whole model, which is cut with it, is read whole, and so is what is read ahead of it.
+        assert read >= own if whole else read - {0} == own - {0}

@@ -99,8 +99,6 @@ def test_a_sample_draws_the_same_for_everybody_who_reads_it():
     assert torch.allclose(images - masks, torch.from_numpy(numbers).float(), atol=1e-5), "they belong together"
     assert not set(masks[:12].tolist()) & set(masks[12:].tolist()), "another epoch draws others"
     assert torch.equal(flipped(False, True, steps=3, start=12, rows=3), masks[12:21]), "as in a run that is resumed"
-    first = next(iter(Loader(dataset(Flipped()), rows=4)))
-    assert torch.equal(first.look()[1], masks[:4])
 
 
 def test_pipelines_share_a_batch(shards):
@@ -227,14 +225,6 @@ def test_a_shard_that_changes_while_it_is_in_use(shards):
     with pytest.raises(DataError, match=r"shard \d\.npy: .* (was written to after it was listed|has become truncated)"):
         for batch in batches:
             batch[0]
-
-
-def test_a_batch_that_is_looked_at_holds_nothing(shards):
-    batches = loader(shards, rows=6)
-    batch = next(iter(batches))
-    seen = batch.look()
-    assert batches.loads == 0
-    assert torch.equal(seen[0], batch[0]) and torch.equal(seen[1], batch[1])
 
 
 def test_readers_that_are_closed_are_let_go_of(shards):

@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from rpc_pipe.data import Loader, elsewhere, pack, tokens
+from rpc_pipe.data import Loader, pack, shards, tokens
 from rpc_pipe.data.shards import find_shards
 from rpc_pipe.data.storage import Storage
 from rpc_pipe.dependency import ConfigError, DataError
@@ -48,7 +48,7 @@ def served(tmp_path, monkeypatch):
     """Return the URL of a packed text of eight shards, and the server's handler."""
     (tmp_path / "text.txt").write_text("".join(f"{n:07} " for n in range(1000)))
     pack(tmp_path / "text.txt", tmp_path / "served", shard_bytes=1000)
-    monkeypatch.setattr(elsewhere, "_FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(shards, "_FIRST_WAIT_S", 0.01)
     handler = type("Handler", (Server,), {"asked": []})
     made = http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(handler, directory=str(tmp_path / "served")))
     threading.Thread(target=made.serve_forever, daemon=True).start()

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from rpc_pipe.commands.main import main
-from rpc_pipe.data import Loader, elsewhere, images, text, tokens
+from rpc_pipe.data import Loader, images, text, tokens
+from rpc_pipe.data import shards as shard_files
 from rpc_pipe.data.storage import Storage
 from rpc_pipe.dependency import ConfigError, DataError
 
@@ -112,7 +113,7 @@ def refuses(handler):
 def served(shards, monkeypatch):
     pytest.importorskip("fsspec")
     pytest.importorskip("aiohttp")
-    monkeypatch.setattr(elsewhere, "_FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(shard_files, "_FIRST_WAIT_S", 0.01)
     handler = type("Handler", (Plain,), {"does": {}})
     made = http.server.ThreadingHTTPServer(
         ("127.0.0.1", 0), lambda *arguments: handler(*arguments, directory=str(shards))
@@ -157,7 +158,7 @@ def test_servers_that_do_not_give_what_they_list(served, shards, tmp_path, monke
 
 def test_a_server_that_is_silent(served, tmp_path, monkeypatch):
     url, does = served
-    monkeypatch.setattr(elsewhere, "_SILENT_S", 0.3)
+    monkeypatch.setattr(shard_files, "_SILENT_S", 0.3)
     source = tokens(url, 4, storage=Storage(tmp_path / "cache"))
     does["1.npy"] = is_silent, 10**6
     begin = time.monotonic()
