@@ -12,7 +12,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import islice
+from itertools import accumulate, islice, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from ..dependency import ConfigError, DataError
 from .shards import INDEX, Roots, ShardFile, find_shards, fingerprint
 from .source import Source, need
 from .storage import Storage, checksum
+from .tables import opened
 from .token_files import tokens as token_source
 
 ENDINGS = (".jsonl", ".txt", ".md", ".py", ".json", ".parquet")
@@ -336,26 +337,14 @@ def _pieces(path: Path, number: int, at: int) -> Iterator[Document]:
 
 
 def _rows(path: Path, shard: ShardFile, field: str, number: int, at: int) -> Iterator[Document]:
-    arrow = need("pyarrow", f"shard {shard.name}")
-    try:
-        table = need("pyarrow.parquet", f"shard {shard.name}").ParquetFile(path)
-        yield from _texts(table, shard, field, number, at)
-    except arrow.ArrowException as error:
-        told = str(error).split("\n")[0]
-        raise DataError(f"shard {shard.name}: cannot be read, it may be truncated: {told}") from error
-
-
-def _texts(table: Any, shard: ShardFile, field: str, number: int, at: int) -> Iterator[Document]:
-    if field not in table.schema_arrow.names:
-        raise ConfigError(f"shard {shard.name}: has no column {field!r}; it has {', '.join(table.schema_arrow.names)}")
-    row = 0
-    for group in range(table.metadata.num_row_groups):
-        rows = table.metadata.row_group(group).num_rows
-        if row + rows > at:
-            for inside, text in enumerate(table.read_row_group(group, columns=[field])[field].to_pylist()):
+    with opened(path, shard) as table:
+        if field not in table.schema.names:
+            raise ConfigError(f"shard {shard.name}: has no column {field!r}; it has {', '.join(table.schema.names)}")
+        ends = [*accumulate((rows for rows, _ in table.groups([field])), initial=0)]
+        for group, (begin, end) in enumerate(pairwise(ends)):
+            texts = table.read(group, [field])[field].to_pylist() if end > at else []
+            for row, text in enumerate(texts, begin):
                 if text is not None and not isinstance(text, str):
                     raise ConfigError(f"shard {shard.name}: column {field!r} has a {type(text).__name__}; must be text")
-                if row + inside >= at and text is not None:
-                    behind = shard.num_bytes * (row + inside + 1) // max(1, table.metadata.num_rows)
-                    yield Document(number, row + inside, text.encode(), True, behind)
-        row += rows
+                if row >= at and text is not None:
+                    yield Document(number, row, text.encode(), True, shard.num_bytes * (row + 1) // max(1, ends[-1]))

@@ -68,7 +68,7 @@ class Residency:
         self.wanted: Wanted = ALL
         self._pool = ThreadPoolExecutor(_LOADERS, "chunks")
         self._held: dict[int, Future[Chunk]] = {}
-        self._bytes, self._smallest = 0, int(source.num_bytes.min())
+        self._bytes, self._smallest = 0, max(1, int(source.num_bytes.min()))
         self._at: tuple[int, int] | None = None
         self._places: dict[int, Numbers] = {}
         #: chunks that were loaded so far, and the most bytes ever held
@@ -92,7 +92,8 @@ class Residency:
             if chunk not in self._held:
                 self._free(chunk, needed)
                 self._load(chunk)
-        for chunk in islice(self._next(epoch, block), self._most_ahead()):
+        most = min(len(self._source.num_bytes), max(1, self._room // self._smallest))
+        for chunk in islice(self._next(epoch, block), most):
             needed.add(chunk)
             if chunk not in self._held:
                 if not self._free(chunk, needed):
@@ -118,10 +119,6 @@ class Residency:
                 raise
             shard = self._source.shard_of(number)
             raise Stalled(f"shard {shard}: has not been loaded for {self._timeout_s:g} s; raise timeout_s") from error
-
-    def _most_ahead(self) -> int:
-        smallest = max(1, self._smallest)
-        return min(len(self._source.num_bytes), max(1, self._room // smallest))
 
     def _next(self, epoch: int, block: int) -> Iterator[int]:
         """Yield the chunks that come after the block."""

@@ -108,7 +108,7 @@ class _ArrowFile:
 
 
 @contextmanager
-def _opened(place: Path | BinaryIO, shard: ShardFile) -> Iterator[_ParquetFile | _ArrowFile]:
+def opened(place: Path | BinaryIO, shard: ShardFile) -> Iterator[_ParquetFile | _ArrowFile]:
     """Give a file, and turn what pyarrow raises into a sentence."""
     arrow = need("pyarrow", "a table")
     if isinstance(place, io.BufferedReader):  # of this machine, which can be mapped
@@ -136,7 +136,7 @@ def schema_of(shard: ShardFile, storage: Storage) -> Any:
     """Return the Arrow schema of a file."""
 
     def look(place: BinaryIO) -> Any:
-        with _opened(place, shard) as file:
+        with opened(place, shard) as file:
             return file.schema
 
     return storage.look(shard, look)
@@ -146,7 +146,7 @@ def _groups(shard: ShardFile, storage: Storage, columns: Sequence[str]) -> list[
     """Return the groups of a shard; only its metadata are read."""
 
     def look(place: BinaryIO) -> list[Group]:
-        with _opened(place, shard) as file:
+        with opened(place, shard) as file:
             names = file.schema.names
             for column in columns:
                 if column not in names:
@@ -186,7 +186,7 @@ class Table(Source):
         group, columns = self._groups[chunk], list(dict.fromkeys(chain(*self.names(wanted))))
 
         def read(path: Path) -> Any:
-            with _opened(path, group.shard) as file:
+            with opened(path, group.shard) as file:
                 return file.read(group.number, columns)
 
         rows = self._storage.use(group.shard, read)
