@@ -98,7 +98,8 @@ def test_of_other_replicas_rows_only_the_form_is_cut_into_slices(tmp_path):
     np.arange(80, dtype=np.uint16).tofile(tmp_path / "0.u16")
     spec = make_spec("1f1b", 4, 2, {"replicas": 2}, "2")
     (batch,) = itertools.islice(Loader(tokens(tmp_path, 6), rows=4), 1)
-    read = Microbatches.of(batch, None, 2, 1, (True, True), None, OwnRows(spec.unsliced(), 3))
+    own = OwnRows(spec.unsliced(), 3)
+    read = Microbatches.read(batch, batch.read(True, True, own), 2, own)
     cut = Sequences(spec, None, loss_is_inside=False).cut(read)
     assert [target.is_meta for target in cut.targets] == [True, True, False, False]
     assert [tuple(target.shape) for target in cut.targets] == [(2, 3)] * 4 and cut.shares == [0.25] * 4

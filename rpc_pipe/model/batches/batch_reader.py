@@ -41,8 +41,7 @@ class BatchReader:
         #: whether the workers of this process use inputs and targets
         self._used = 0 in stages, spec.last_stage in stages
         #: the rows that this worker reads, where other replicas read theirs
-        reads_all = self._has_all or spec.num_routes == 1 or self._sequences is not None
-        self._own = None if reads_all else OwnRows(self._spec, self._peer.worker)
+        self._own = None if self._has_all or spec.num_routes == 1 else OwnRows(self._spec, self._peer.worker)
         #: whether it has been said that a batch has fewer rows than microbatches are wanted
         self._said_fewer = False
         self._num_cut = 0
