@@ -22,6 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from .dependency import ConfigError, Disagreement, PipeError, ScheduleError, Spec, WorkerFailure, refuse_below
 from .model.shard_maker import refuse_sums
+from .schedules import name_of
 from .workers.compute.updating import Training
 
 logger = logging.getLogger(__name__)
@@ -216,7 +217,7 @@ def refuse_untrainable(spec: Spec, training: Training) -> None:
     for name in ("accumulate", "grad_scaler", "deferred_batch_norm"):
         if not spec.synchronous and getattr(training, name) != getattr(Training, name):
             raise ConfigError(
-                f"{name}: schedule {type(spec).__name__} updates within a step, stage by stage; use a synchronous one"
+                f"{name}: schedule {name_of(spec)} updates within a step, stage by stage; use a synchronous one"
             )
 
 
@@ -225,7 +226,7 @@ def refuse_shared(spec: Spec, shared: Mapping[str, Sequence[int]]) -> None:
     if shared and not spec.synchronous:
         stages = next(iter(shared.values()))
         raise ConfigError(
-            f"schedule {type(spec).__name__}: stages {', '.join(map(str, stages))} share weights, but each updates its "
+            f"schedule {name_of(spec)}: stages {', '.join(map(str, stages))} share weights, but each updates its "
             "own at another time; use a synchronous schedule, such as 1f1b, or do not tie the weights"
         )
 

@@ -81,7 +81,7 @@ def test_rates_and_what_is_changed_behind_a_flush_count():
 
 def test_statistics_of_whole_batches_need_steps_that_end():
     """Those of the next step were taken over with them."""
-    with pytest.raises(ConfigError, match="deferred_batch_norm: schedule PipeDream2BW updates within a step"):
+    with pytest.raises(ConfigError, match="deferred_batch_norm: schedule pipedream-2bw updates within a step"):
         Pipeline(
             [nn.Linear(8, 8), nn.BatchNorm1d(8)], nn.functional.mse_loss, optimizer=partial(torch.optim.SGD, lr=0.1),
             schedule="pipedream-2bw", num_workers=2, num_microbatches=4, deferred_batch_norm=True,

@@ -303,7 +303,7 @@ def test_everything_of_a_loop_is_in_its_checkpoint(tmp_path):
         ({"accumulate": 0}, "accumulate 0: must be a whole number, at least 1"),
         ({"ema_decay": 1.0}, "ema_decay 1.0: must be a number from 0 to below 1"),
         ({"grad_scaler": 1024}, "grad_scaler 1024: must be a torch.amp.GradScaler"),
-        ({"accumulate": 2, "schedule": "pipedream"}, "accumulate: schedule PipeDream updates within a step"),
+        ({"accumulate": 2, "schedule": "pipedream"}, "accumulate: schedule pipedream updates within a step"),
     ],
 )
 def test_what_cannot_be_is_refused(options, says):
