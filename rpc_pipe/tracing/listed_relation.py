@@ -28,6 +28,7 @@ def spec_of_listings(listings: Sequence[Mapping[str, Any]], num_microbatches: in
         raise ConfigError(f"listing: cannot be read: {error}") from error
     every = listings[0].get("update_every", Spec.update_every)
     own = {"relation": relation, "synchronous": relation.period is None, "update_every": every}
+    own["replicas"] = listings[0].get("replicas", 1)
     cls: type[ListedRelation] = type(listings[0]["schedule"], (ListedRelation,), own)
     return cls(num_workers=len(listings), num_microbatches=relation.num_microbatches)
 

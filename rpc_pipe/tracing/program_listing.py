@@ -16,6 +16,7 @@ def list_program(spec: Spec, worker: int, order: Order, program: Iterable[Entry]
     stream = {
         "period": period(spec),
         "update_every": spec.update_every,
+        "replicas": spec.replicas,
         "slots": [spec.slot(entry.action) for entry in entries],
         "earlier": [
             [[back, str(need)] for back, need in reaches(spec, entry.action, spec.needs)] for entry in entries

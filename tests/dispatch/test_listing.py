@@ -30,6 +30,16 @@ def test_every_schedule_runs_alike_from_what_its_workers_wrote(name):
     assert type(read).__name__ == name
 
 
+@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("microbatches", [7, 8])
+def test_a_stream_of_replicas_too(microbatches, zero):
+    """A run with --html ended in a deadlock of its picture: an update waited for that of the replica before."""
+    spec = make_spec("pipedream-2bw", 4, microbatches, {"replicas": 2, "zero": zero})
+    ours, theirs = (simulate(each, COST, steps=3) for each in (spec, spec_of_listings(written(spec))))
+    assert theirs.step_ends == ours.step_ends
+    assert theirs.orders() == ours.orders()
+
+
 def test_what_does_not_fit_together_is_refused():
     programs = written(make_spec("1f1b", 2, 2, {}))
     programs[1]["program"][0][0] = "nonsense"
