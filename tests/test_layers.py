@@ -35,7 +35,7 @@ MAY_IMPORT = {
     "launching": "system dispatch tracing workers/transport dependency",
     "checkpoints": "system model workers workers/compute workers/transport dependency",
     "pipeline": "checkpoints launching model model/batches planning workers workers/compute workers/transport "
-    "dependency",
+    "schedules dependency",
     # batches of data larger than memory; training does not need it, who makes batches may
     "data": "system model/batches workers/compute workers/transport dependency",
     # times of this model on this machine, for the planner
