@@ -57,11 +57,11 @@ def optimizer_tensors(shard: Shard) -> dict[str, Tensor]:
     """Return the tensors of the optimizer's state, the weights' average and gradients kept for later themselves."""
     averages = {} if shard.updating.average is None else shard.updating.average.tensors
     found = {f"{_AVERAGE}{name}": tensor for name, tensor in averages.items()}
-    return state_tensors(shard) | found | held_tensors(shard) | _sums(shard)
+    return state_tensors(shard) | found | held_tensors(shard)
 
 
 def held_tensors(shard: Shard, route: int = 0) -> dict[str, Tensor]:
-    """Return the gradients kept for later themselves.
+    """Return the gradients, and the sums of batch normalisations, kept for later themselves.
 
     Of a parameter that several stages or routes hold each has a part: that of the first is called by the name alone.
     """
@@ -69,7 +69,7 @@ def held_tensors(shard: Shard, route: int = 0) -> dict[str, Tensor]:
     for name, tensor in shard.updating.held.items():
         is_first = route == 0 and stage == min(shard.slice.shared.get(name, (stage,)))
         found[f"{_HELD}{name}" if is_first else f"{_PART}{stage}/{route}.{name}"] = tensor
-    return found
+    return found | {f"{name}/{route}" if route else name: tensor for name, tensor in _sums(shard).items()}
 
 
 def _sums(shard: Shard) -> dict[str, Tensor]:
@@ -160,13 +160,23 @@ class Stages:
         is_trained = shard.optimizer is not None or owned is not None
         on_this = [name for name, _ in shard.named_parameters() if is_trained]
         state = [key for name in on_this if owned is None or name in owned for key in self._state.get(name, [])]
-        beside = [*_sums(shard), *(_AVERAGE + name for name in on_this)]
+        beside = [*self._of_sums(shard, route, num_routes), *(_AVERAGE + name for name in on_this)]
         held = [key for key, name in self._held.items() if name in on_this]
         return [
             *(key for key in state if key not in self._plain),
             *(key for key in beside if key in self._beside),
             *(key for key in held if self._takes(key, shard, num_routes) == (shard.stage, route)),
         ]
+
+    def _of_sums(self, shard: Shard, route: int, num_routes: int) -> dict[str, Tensor]:
+        """Return by key the sums that a route goes on from; the first also takes those of routes that are no more."""
+        parts = [(key, *key.partition("/")[::2]) for key in self._beside if key.startswith(_SUMS)]
+        return {
+            key: sums
+            for name, sums in _sums(shard).items()
+            for key, of, number in parts
+            if of == name and route == (int(number or 0) if int(number or 0) < num_routes else 0)
+        }
 
     def _takes(self, key: str, shard: Shard, num_routes: int) -> tuple[int, int]:
         """Return the stage and route that take up a gradient kept for later: its own, so that sums have the same order
@@ -187,7 +197,8 @@ class Stages:
         if not self._groups:  # there is nothing more
             return lambda: None
         tensors = self.read(self._wanted(shard, route, num_routes))
-        beside = partial(self._apply_beside, shard, {key: each for key, each in tensors.items() if key in self._beside})
+        own = {key: each for key, each in tensors.items() if key in self._beside}
+        beside = partial(self._apply_beside, shard, own, self._of_sums(shard, route, num_routes))
         optimizer, owned = shard.optimizer, shard.updating.owned
         if optimizer is None:  # nothing is trained here; the loss may be computed here, though
             return beside
@@ -268,12 +279,13 @@ class Stages:
             ]
         )
 
-    def _apply_beside(self, shard: Shard, tensors: Mapping[str, Tensor]) -> None:
+    def _apply_beside(self, shard: Shard, tensors: Mapping[str, Tensor], of_sums: Mapping[str, Tensor]) -> None:
         """Set what is not the optimizer's: the average of the weights, sums of batch normalisations, gradients of steps
         since the last update, and the scale of the loss."""
-        for name, sums in _sums(shard).items():
-            if name in tensors:
-                sums.copy_(tensors[name])
+        for sums in of_sums.values():
+            sums.zero_()
+        for key, sums in of_sums.items():
+            sums.add_(tensors[key].to(sums.device))
         shard.statistics.hold()
         updating, scale = shard.updating, self._told.get("scale")
         if updating.scale.enabled and scale is not None:

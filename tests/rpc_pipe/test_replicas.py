@@ -65,6 +65,31 @@ def test_deferred_batch_norm_has_the_statistics_of_all_replicas(tmp_path, schedu
         assert json.loads(capsys.readouterr().out)["identical"]
 
 
+@pytest.mark.parametrize("then", [2, 1])
+def test_sums_that_wait_for_an_update_go_on_from_a_checkpoint(tmp_path, then):
+    """All replicas went on from the first's. Three steps in, half of what is summed up waits for the next update."""
+    layers = [nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(2)]
+    batches = torch.randn(4, 14, 4)
+    options = {"deferred_batch_norm": True, "accumulate": 2, "optimizer": partial(torch.optim.SGD, lr=0.0)}
+
+    def ends(steps, folder, replicas=2):
+        numbers = {"num_workers": 2 * replicas, "replicas": replicas, "num_microbatches": 6}
+        made = copy.deepcopy(layers)
+        with Pipeline(made, nn.functional.mse_loss, training=Training(**options), **numbers) as pipe:
+            if folder.exists():
+                pipe.checkpoints.load(folder)
+            for x in batches[pipe.steps_done :][:steps]:
+                pipe.step((x, x))
+            pipe.checkpoints.save(folder)
+            return {name: t for name, t in pipe.weights.state_dict().items() if "running" in name}
+
+    whole = ends(4, tmp_path / "whole")
+    ends(3, tmp_path / "parts")
+    again = ends(1, tmp_path / "parts", then)
+    tolerance = {} if then == 1 else {"rtol": 0, "atol": 0}
+    torch.testing.assert_close(again, whole, **tolerance)
+
+
 @pytest.mark.parametrize(("transport", "zero"), [("rpc", "0"), ("zmq", "0"), ("zmq", "1 --spread stages")])
 def test_processes_too(model, transport, zero):
     typed = f"--schedule zb-h1 --workers 4 --replicas 2 --zero {zero} --microbatches 7 --json --transport".split()

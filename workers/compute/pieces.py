@@ -149,18 +149,16 @@ class Pieces:
 
     def give(self, number: int) -> Payload:
         """Return this replica's gradients of a piece by name (None: no gradient); with ZeRO it has them no more."""
-        payload = pack(self._given(number, copied=True))
+        payload = pack(self._given(number))
         for name in self._names[number] if self.zero else ():
             self._parameters[name].grad = None
         return payload
 
-    def _given(self, number: int, *, copied: bool = False) -> dict[str, Tensor | None]:
-        """Return what is summed of a piece; `copied`: statistics may be taken over before they have been read."""
+    def _given(self, number: int) -> dict[str, Tensor | None]:
+        """Return what is summed of a piece; statistics as copies, as they may be taken over before they are read."""
         summed = self._statistics.named(summed=True) if number == self._last else {}
-        return {
-            **{name: self._parameters[name].grad for name in self._names[number]},
-            **{name: tensor.clone() if copied else tensor for name, tensor in summed.items()},
-        }
+        found: dict[str, Tensor | None] = {name: tensor.clone() for name, tensor in summed.items()}
+        return found | {name: self._parameters[name].grad for name in self._names[number]}
 
     def sum(self, number: int, parts: Sequence[Payload], own: int) -> Payload | None:
         """Add up the gradients of a piece: those of `parts`, with one's own at place `own`.
