@@ -38,6 +38,8 @@ class BatchReader:
         workers = [peer.worker for peer in peers]
         self._has_all, self._reads = len(peers) == spec.num_workers, self._reader in workers
         stages = {stage for worker in workers for stage, _ in spec.hosted(worker)}
+        if self._sequences is not None:  # all must know how long sequences are
+            stages = {0, spec.last_stage}
         #: whether the workers of this process use inputs and targets
         self._used = 0 in stages, spec.last_stage in stages
         #: the rows that this worker reads, where other replicas read theirs
