@@ -73,6 +73,8 @@ class StepInput:
     waited: tuple[int, str] = (0, "")
     #: if steps overlap: each microbatch's fraction of the rows of the update that takes its gradients
     scales: list[float] | None = None
+    #: if microbatches are slices of sequences: where each begins and ends, and the sequence's length
+    places: list[tuple[int, int, int]] | None = None
     #: which worker reads the batch for others; None: every worker reads what it uses
     scatter: Scatter | None = None
     #: whether the step ends with an update; False while gradients accumulate over several steps
@@ -204,6 +206,8 @@ def _forward(ctx: ActionContext) -> Payload | None:
     elif payload is None:
         payload = worker.given = pack(worker.backend.load(batch.inputs[at]))
     run = partial(shard.forward, step.number, m, payload, fields=fields)
+    if batch.places is not None:
+        run = partial(run, place=batch.places[at])
     if not task.is_last:
         return run(split=task.saves, recompute=task.recomputes)
     if batch.targets is None:

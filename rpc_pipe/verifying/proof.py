@@ -19,7 +19,7 @@ from ..workers.actor import WorkerActor
 from ..workers.compute.randomness import Randomness, seed_process
 from ..workers.transport.payload import Tree
 from .built_in import built_in
-from .by_slices import Floats, without_dropout
+from .by_slices import Floats
 from .options import BUILT_IN, VerifyOptions
 from .reference import Reference, Replica, give
 from .verdict import Compared, summed_by_slices, summed_by_stages, tell
@@ -83,11 +83,10 @@ def _load(options: VerifyOptions) -> tuple[UserModel, list[Tree]]:
     """Return the model, made anew, and the batches of all steps."""
     if options.model not in BUILT_IN:
         made = seeded(options.model, options.seed)
-        made = made if options.slices is None else without_dropout(made)
         return made, [made.batch] * options.steps
     # The number of stages is needed for the size of the model, before there is a pipeline.
     spec = options.spec(num_layers=10**9) if options.split is None else options.spec(sum(options.split))
-    model = built_in(options.model, options.dropout if options.slices is None else 0.0, spec.num_stages)
+    model = built_in(options.model, options.dropout, spec.num_stages)
     generator = torch.Generator().manual_seed(options.seed)
     batches: list[Tree] = [model.batch(generator, options.batch_rows) for _ in range(options.steps)]
     return UserModel(list(model.layers), batches[0], model.loss_fn), batches

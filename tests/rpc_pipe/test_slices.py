@@ -7,7 +7,7 @@ import pytest
 import torch
 from processes import rpc_pipe
 from torch import nn
-from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from torch.nn.functional import cross_entropy, dropout, scaled_dot_product_attention
 
 from rpc_pipe.commands.main import main
 from rpc_pipe.dependency import ConfigError, WorkerFailure
@@ -162,6 +162,30 @@ def test_processes_too(model, name, transport):
     assert json.loads(ran.stdout)["max_rel_error"] < 1e-5
 
 
+LOADING = """
+from functools import partial
+import torch
+from torch import nn
+from rpc_pipe import Pipeline, Training
+from rpc_pipe.data import Loader, tokens
+
+layers = [nn.Embedding(31, 8), nn.LSTM(8, 8, batch_first=True), nn.Linear(8, 8), nn.Linear(8, 31)]
+pipe = Pipeline(layers, lambda x, y: nn.functional.cross_entropy(x.mT, y), num_microbatches=2, slices=3,
+                training=Training(partial(torch.optim.SGD, lr=0.1)))
+for loss in pipe.train(Loader(tokens("tokens.u8", context=12), rows=4, epochs=1)):
+    pass
+"""
+
+
+def test_a_worker_in_the_middle_reads_how_long_sequences_are(tmp_path):
+    # It has neither the first layer nor the last, so of a loader's batch it read nothing, and could not cut it.
+    (tmp_path / "tokens.u8").write_bytes(bytes(range(31)) * 5)
+    (tmp_path / "train.py").write_text(LOADING)
+    ran = rpc_pipe("run", "train.py", *"--workers 3 --transport zmq".split(), cwd=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    assert "3 steps on 3 workers" in ran.stdout
+
+
 class Attention(nn.Module):
     """Causal attention by the protocol: (x, state) -> (y, state)."""
 
@@ -209,6 +233,42 @@ def on_whole_sequences(kind, steps):
         optimizer.step()
         optimizer.zero_grad()
     return losses, dict(module.named_parameters())
+
+
+class Dropping(Attention):
+    """Drops out scores, rows and tokens as one dimension, and outputs, and adds noise, in evaluation too."""
+
+    def forward(self, x, state=None):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        if state is not None:
+            k, v = torch.cat([state[0], k], 1), torch.cat([state[1], v], 1)
+        mask = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).tril(k.shape[1] - q.shape[1])
+        found = scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=0.3)
+        found = dropout(found.flatten(0, 1), 0.4).view_as(x) + 0.1 * torch.randn_like(x)
+        return x + dropout(found, 0.2), (k, v)
+
+
+@pytest.mark.parametrize("schedule_options", [{}, {"recompute": "all"}])
+def test_what_is_drawn_at_random_is_that_of_the_whole_sequence(schedule_options):
+    def trained(slices):
+        body = [
+            layer for _ in range(3) for layer in (Dropping(), nn.LSTM(WIDTH, WIDTH, 2, batch_first=True, dropout=0.3))
+        ]
+        built = [nn.Embedding(20, WIDTH), nn.Dropout1d(0.2), *body, nn.Linear(WIDTH, 20)]
+        model = [layer.double() for layer in built]
+        model = model if slices else [*map(state_dropped, model)]
+        with pipeline(model, slices=slices or 1, schedule="zb-h1", schedule_options=schedule_options) as pipe:
+            losses = [pipe.step((IDS, TARGETS)) for _ in range(2)]
+            return losses, pipe.weights.state_dict()
+
+    torch.manual_seed(3)
+    losses, weights = trained(0)
+    for slices in (2, "5,4,4"):
+        torch.manual_seed(3)
+        found, state = trained(slices)
+        assert found == pytest.approx(losses, rel=1e-12)
+        for name, weight in weights.items():
+            torch.testing.assert_close(state[name], weight, rtol=1e-9, atol=1e-12)
 
 
 def pipeline(model=None, loss=loss, **options):

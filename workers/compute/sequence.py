@@ -24,9 +24,11 @@ import torch
 from torch import Tensor, nn
 
 from ..transport.payload import Payload, Tree, distinct_tensors, map_tensors, tensors_of, unpack
+from .randomness import Seed
 from .shard import Shard
 from .sharing import without_aliases
 from .slice_check import Noted, compare
+from .slice_draws import SliceDraws
 from .slices import place_of_state
 from .torch_internals import no_view, without_torch_function
 
@@ -60,6 +62,10 @@ class Left:
         #: (who, number of the slice) -> its state
         self._states: dict[tuple[Hashable, int], _State] = {}
         self._histories: dict[Hashable, _History] = {}
+        #: number of a slice -> where it begins and ends in its sequence, and the sequence's length
+        self.places: dict[int, tuple[int, int, int]] = {}
+        #: whether the first slice has drawn random numbers
+        self.draws = False
 
     def enter(self, who: Hashable, number: int, near: Tree) -> Tree:
         """Return the state that slice `number` - 1 has left, for this one.
@@ -278,7 +284,11 @@ class SlicedShard(Shard):
         """Bytes of what the slices of all microbatches have left here."""
         return sum(left.num_bytes for left in self._left.values())
 
-    def forward(self, step: int, microbatch: int, inputs: Payload, **settings: Any) -> Payload | None:
+    def forward(
+        self, step: int, microbatch: int, inputs: Payload, *, place: tuple[int, int, int] | None = None, **settings: Any
+    ) -> Payload | None:
+        if place is not None:
+            self._left.setdefault(microbatch // self._count, Left()).places[microbatch % self._count] = place
         if self._looked is not None and torch.is_grad_enabled() and microbatch == len(self._looked):
             given = map_tensors(without_aliases(unpack(inputs)), lambda tensor: tensor.detach().clone())
             self._looked.append(Noted(given, *map(settings.get, ("fields", "target", "share"))))
@@ -290,13 +300,16 @@ class SlicedShard(Shard):
 
     def _compare(self, noted: Sequence[Noted], step: int) -> None:
         """Refuse layers that do not go with slices, by a look at the first microbatch."""
-        left, seed = Left(), partial(self._randomness.seed_forward, step, 0)
+        left, seed, places = Left(), partial(self._randomness.seed_forward, step, 0), self._left[0].places
 
         def run(number: int | None, inputs: Tree, fields: Tree) -> Tree:
             if isinstance(inputs, tuple) and inputs and isinstance(inputs[-1], str):  # where it was made, once
                 inputs = inputs[:-1]
             given = map_tensors(inputs, torch.clone)
-            with self._carrier.carrying(None if number is None else Piece(left, number, self._count)):
+            if number is None:
+                with self._carrier.carrying(None):
+                    return self.slice.forward(given, fields, seed, None)
+            with self._carrier.carrying(Piece(left, number, self._count)), SliceDraws(number, places[number]):
                 return self.slice.forward(given, fields, seed, None)
 
         units = [(str(index), layer) for index, layer in getattr(self.slice, "layers", [])]
@@ -311,12 +324,22 @@ class SlicedShard(Shard):
     def _compute(
         self, step: int, microbatch: int, inputs: Tree, fields: Tree, target: Tree, share: float | None
     ) -> Tree:
-        piece = None
-        if torch.is_grad_enabled():
-            m, number = divmod(microbatch, self._count)
-            piece = Piece(self._left.setdefault(m, Left()), number, self._count)
-        with self._carrier.carrying(piece):
-            return super()._compute(step, microbatch, inputs, fields, target, share)
+        compute = partial(super()._compute, step, microbatch, inputs, fields, target, share)
+        if not torch.is_grad_enabled():
+            with self._carrier.carrying(None):
+                return compute()
+        m, number = divmod(microbatch, self._count)
+        left = self._left.setdefault(m, Left())
+        with self._carrier.carrying(Piece(left, number, self._count)):
+            if number and not left.draws:
+                return compute()
+            with SliceDraws(number, left.places[number]) as draws:
+                tree = compute()
+            left.draws |= draws.found
+            return tree
+
+    def _seeding(self, step: int, microbatch: int) -> Seed:
+        return super()._seeding(step, microbatch // self._count if torch.is_grad_enabled() else microbatch)
 
     def _weigh(self, microbatch: int, loss: Any, share: float) -> Tensor:
         root = super()._weigh(microbatch, loss, share)

@@ -249,8 +249,7 @@ class Shard:
         self, step: int, microbatch: int, inputs: Tree, fields: Tree, target: Tree, share: float | None
     ) -> Tree:
         times = None if self.layer_times else self.layer_times
-        seed = partial(self._randomness.seed_forward, step, microbatch)
-        tree = self.slice.forward(inputs, fields, seed, times)
+        tree = self.slice.forward(inputs, fields, self._seeding(step, microbatch), times)
         if share is None:
             return tree
         try:
@@ -259,6 +258,10 @@ class Shard:
             note(error, "in the loss function")
             raise
         return self._weigh(microbatch, loss, share)
+
+    def _seeding(self, step: int, microbatch: int) -> Seed:
+        """Return what seeds for each layer in the forward of a microbatch."""
+        return partial(self._randomness.seed_forward, step, microbatch)
 
     def _loss(self, step: int, microbatch: int, output: Tree, target: Tree) -> Any:
         """Return what the loss function gives; what it draws in Python is its own for each microbatch."""

@@ -37,6 +37,8 @@ class Microbatches:
     lazy: LazyBatch | None = None
     #: the worker that reads it for others, if these do not read for themselves
     scatter: Scatter | None = None
+    #: if they are slices of sequences: where each begins and ends, and the sequence's length
+    places: list[tuple[int, int, int]] | None = None
 
     @classmethod
     def of(

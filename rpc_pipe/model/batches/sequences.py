@@ -67,11 +67,11 @@ class Sequences:
             raise ConfigError("slices: batches that one worker reads for all cannot be cut; let readers be 'users'")
         pairs = zip(found.inputs, found.targets, found.shares, strict=True)
         cut = [self._slices(*each) for each in pairs]
-        inputs, targets, shares = [list(chain.from_iterable(side)) for side in zip(*cut, strict=True)]
-        return replace(found, inputs=inputs, targets=targets, shares=shares)
+        inputs, targets, shares, places = [list(chain.from_iterable(side)) for side in zip(*cut, strict=True)]
+        return replace(found, inputs=inputs, targets=targets, shares=shares, places=places)
 
-    def _slices(self, inputs: Tree, target: Tree, share: float) -> tuple[list[Tree], list[Tree], list[float]]:
-        """Return inputs, targets and shares of the slices of a microbatch."""
+    def _slices(self, inputs: Tree, target: Tree, share: float) -> tuple[list[Any], ...]:
+        """Return inputs, targets, shares and places of the slices of a microbatch."""
         length = length_of([inputs, target])
         count, parts = len(self._sizes), sum(self._sizes)
         ends = [(at * length + parts // 2) // parts for at in accumulate(self._sizes)]
@@ -90,13 +90,14 @@ class Sequences:
         else:
             pieces = [_cut(inputs, *place, length) for place in ranges]
         targets = [_cut(target, *place, length) for place in ranges]
+        places = [(*place, length) for place in ranges]
         if self._shifts and "shift_labels" in inputs[1]:  # of which the model adds up losses
-            return pieces, targets, [share] * count
+            return pieces, targets, [share] * count, places
         counted = [_num_counted(each) for each in targets]
         weights = [each for each in counted if each is not None]
         if len(weights) < count or not sum(weights):
             weights = [end - begin for begin, end in ranges]
-        return pieces, targets, [share * weight / sum(weights) for weight in weights]
+        return pieces, targets, [share * weight / sum(weights) for weight in weights], places
 
     def _named(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return what a model with a cache is called with, by names."""

@@ -135,5 +135,6 @@ class StepInputs:
         return StepInput(
             part, self._order, call, batch.inputs, None if what == "predict" else batch.targets, batch.shares,
             train=train, reductions=reductions, rows=batch.rows, tokens=batch.tokens, waited=batch.waited,
-            scales=scales, scatter=batch.scatter, updates=self._step_end.updates(number), last=self._due(number + 1),
+            scales=scales, places=batch.places, scatter=batch.scatter,
+            updates=self._step_end.updates(number), last=self._due(number + 1),
         )  # fmt: skip
