@@ -394,6 +394,13 @@ def test_a_batch_without_sequences_is_refused():
             pipe.step((IDS[:, 0], TARGETS[:, 0]))
 
 
+def test_a_batch_of_features_says_what_was_cut():
+    x, y = torch.randn(7, 4), torch.randint(4, (7,))
+    said = "shapes cannot be multiplied.*on a slice, one of 4: what is cut is dimension 1 of the batch's tensors"
+    with pipeline([nn.Linear(4, 4)] * 2, cross_entropy) as pipe, pytest.raises(WorkerFailure, match=said):
+        pipe.step((x, y))
+
+
 def summed(output, target):
     return cross_entropy(output.mT, target, reduction="sum"), (target != -100).sum()
 

@@ -29,7 +29,7 @@ from .shard import Shard
 from .sharing import without_aliases
 from .slice_check import Noted, compare
 from .slice_draws import SliceDraws
-from .slices import place_of_state
+from .slices import note, place_of_state
 from .torch_internals import no_view, without_torch_function
 
 
@@ -292,7 +292,12 @@ class SlicedShard(Shard):
         if self._looked is not None and torch.is_grad_enabled() and microbatch == len(self._looked):
             given = map_tensors(without_aliases(unpack(inputs)), lambda tensor: tensor.detach().clone())
             self._looked.append(Noted(given, *map(settings.get, ("fields", "target", "share"))))
-        output = super().forward(step, microbatch, inputs, **settings)
+        try:
+            output = super().forward(step, microbatch, inputs, **settings)
+        except Exception as error:
+            if torch.is_grad_enabled():
+                note(error, f"on a slice, one of {self._count}: what is cut is dimension 1 of the batch's tensors")
+            raise
         if self._looked is not None and len(self._looked) == self._count:
             self._compare(self._looked, step)
             self._looked = None
