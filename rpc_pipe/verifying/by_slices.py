@@ -5,12 +5,17 @@ The reference trains on whole sequences, so sums over tokens are made in another
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..dependency import Action
+from ..workers.compute.sequence import SlicedShard
+from ..workers.compute.shard import Shard
 from ..workers.compute.torch_internals import OperatorMode
+from ..workers.hooks import Listener
 from ..workers.transport.payload import tensors_of
 
 
@@ -31,3 +36,20 @@ class Floats(OperatorMode):
         given = result if isinstance(result, (Tensor, tuple, list)) else ()
         self._seen |= {tensor.dtype for tensor in tensors_of(given) if tensor.is_floating_point() and tensor.dim()}
         return result
+
+
+class Held(Listener):
+    """Notes what a worker really holds: at most so many slices at once, and so many bytes that they leave for others.
+
+    Attributes:
+        most: (slices, bytes).
+    """
+
+    def __init__(self, shards: Iterable[Shard]) -> None:
+        self._shards = [shard for shard in shards if isinstance(shard, SlicedShard)]
+        self.most = (0, 0)
+
+    def action_started(self, step: int, action: Action) -> None:
+        slices, kept = self.most
+        now = sum(shard.num_held for shard in self._shards), sum(shard.num_bytes_left for shard in self._shards)
+        self.most = max(slices, now[0]), max(kept, now[1])

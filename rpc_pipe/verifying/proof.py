@@ -19,7 +19,7 @@ from ..workers.actor import WorkerActor
 from ..workers.compute.randomness import Randomness, seed_process
 from ..workers.transport.payload import Tree
 from .built_in import built_in
-from .by_slices import Floats
+from .by_slices import Floats, Held
 from .options import BUILT_IN, VerifyOptions
 from .reference import Reference, Replica, give
 from .verdict import Compared, summed_by_slices, summed_by_stages, tell
@@ -45,6 +45,9 @@ def prove(options: VerifyOptions) -> None:
     cut = {"cut_s": time.perf_counter() - begin, "cut_cpu_s": time.process_time() - begin_cpu}
     initial = pipe.weights.state_dict()
     losses, norms = [], []
+    held = {actor.worker: Held(actor.shards.values()) for actor in pipe.actors}
+    if options.slices is not None:
+        pipe.listen(held.__getitem__)
     for loss in map(pipe.step, batches) if pipe.spec.synchronous else pipe.train(batches):
         losses.append(loss)
         norms += [] if pipe.grad_norm is None else [pipe.grad_norm]
@@ -53,6 +56,7 @@ def prove(options: VerifyOptions) -> None:
         pipe.gather("optimizer", _optimizer_state),
         pipe.gather("routes", _routes),
     )
+    most = pipe.gather("held", lambda actor: held[actor.worker].most)
     if initial is not None and state is not None and kept is not None and copies is not None:
         reference = _reference(options, pipe, optimizer, initial, asked)
         with nullcontext() if options.slices is None else Floats() as floats:
@@ -67,6 +71,12 @@ def prove(options: VerifyOptions) -> None:
             compared.tensors(tensors, {name: expected[name] for name in tensors}, f" on route {route}")
         about = {**cut, "blocks": len(pipe.partition.block_names), "split": [len(r) for r in pipe.partition.ranges]}
         slices = options.slices
+        if slices and most is not None:
+            slices_held, kept_bytes = map(list, zip(*most, strict=True))
+            bounds = [pipe.spec.peak_activations(worker) or None for worker in range(pipe.spec.num_workers)]
+            about |= {"held_slices": slices_held, "bound": bounds, "kept_bytes": kept_bytes}
+            beyond = [max(0, n - (bound or n)) for n, bound in zip(slices_held, bounds, strict=True)]
+            compared.numbers("slices held beyond the bound", beyond, [0.0] * len(beyond))
         because = summed_by_stages(list(pipe.partition.shared)) if slices is None else summed_by_slices(slices)
         tell(compared, options, rows_of(mine[0]), losses, exactly=ours and not slices, because=because, more=about)
     pipe.barrier()

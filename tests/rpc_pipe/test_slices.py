@@ -147,6 +147,8 @@ def test_models_train_as_on_whole_sequences(model, name, schedule, most, capsys)
     told = json.loads(capsys.readouterr().out)
     assert told["verdict"] == "rounding" and "slices (4)" in told["because"]
     assert told["max_rel_error"] < most
+    assert all(held <= bound for held, bound in zip(told["held_slices"], told["bound"], strict=True))
+    assert all(told["kept_bytes"])
 
 
 def test_a_loss_that_balances_experts_is_refused(model, capsys):

@@ -280,6 +280,11 @@ class SlicedShard(Shard):
         self._looked: list[Noted] | None = []
 
     @property
+    def num_held(self) -> int:
+        """How many slices have activations here."""
+        return len(self._forwarded) + len(self._deferred)
+
+    @property
     def num_bytes_left(self) -> int:
         """Bytes of what the slices of all microbatches have left here."""
         return sum(left.num_bytes for left in self._left.values())
