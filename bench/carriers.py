@@ -23,9 +23,9 @@ if __package__ is None or __package__ == "":
 
 import torch
 
+from rpc_pipe.launching.interfaces import make_key
 from rpc_pipe.launching.job import Job
 from rpc_pipe.launching.joining import join
-from rpc_pipe.launching.key_file import make_key
 from rpc_pipe.workers.transport.call import Call
 from rpc_pipe.workers.transport.carrier import Carrier
 from rpc_pipe.workers.transport.payload import pack

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from rpc_pipe.demo.corpus import default_text
 from rpc_pipe.demo.gpt import VOCABULARY, gpt_layers, next_byte_loss
 from rpc_pipe.demo.settings import GPTConfig
-from rpc_pipe.demo.text import default_text
 from rpc_pipe.dependency import Action, B, F, I, Kind, R, W
-from rpc_pipe.planning.measuring.block_timing import measure_layers
 
+from .measured_layers import measure_layers
 from .systems import Microbatch, Workload
 
 #: ms by kind, of each layer

@@ -14,10 +14,10 @@ import time
 from collections.abc import Iterator
 
 from rpc_pipe.dependency import B, F, I, R, U, W
-from rpc_pipe.planning.candidates import Candidate
 from rpc_pipe.planning.cut_search import CutSearch
 from rpc_pipe.planning.footprint import Size
 from rpc_pipe.planning.profile import Chain, LayerCost, Machines, Tie
+from rpc_pipe.planning.search import Candidate
 from rpc_pipe.planning.simulator import Link
 
 _BLOCKS, _STAGES, _MICROBATCHES, _MOST_S = 1000, 64, 128, 2.0

@@ -18,11 +18,10 @@ from dataclasses import replace
 from itertools import combinations, pairwise
 
 from rpc_pipe.dependency import Action, B, F, G, I, R, S, U, W
-from rpc_pipe.planning.candidates import Candidate, candidates
 from rpc_pipe.planning.footprint import Size, payload_bytes, peak_bytes
 from rpc_pipe.planning.profile import LayerCost, Machines, Profile
 from rpc_pipe.planning.relation import Relation
-from rpc_pipe.planning.search import PlanRequest, search
+from rpc_pipe.planning.search import Candidate, PlanRequest, candidates, search
 from rpc_pipe.planning.simulator import Link, simulate
 
 

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor, nn
 
 from rpc_pipe.pipeline import Pipeline
-from rpc_pipe.planning.measuring.block_timing import measure_layers
 from rpc_pipe.planning.measuring.profiling import load_user_model, profile_model, rows_of
 from rpc_pipe.planning.plan import Plan
 from rpc_pipe.planning.profile import LayerCost, Machines, Profile
@@ -31,6 +30,7 @@ from rpc_pipe.planning.search import PlanRequest, search
 from rpc_pipe.tracing import run_folders
 
 from . import group
+from .measured_layers import measure_layers
 from .models import Model, bert, ragged, resnet
 from .plan_models import make_t5
 from .systems import SYSTEMS, Job, Ours, Workload

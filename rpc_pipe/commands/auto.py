@@ -52,6 +52,7 @@ class Auto:
         Raises:
             ConfigError: nothing fits.
         """
+        asked = {name: asked[name] for name in _ASKED if name in asked}
         kept = self._kept(request, asked)
         if kept is None:
             plan = _best(request)
@@ -68,7 +69,9 @@ class Auto:
         before = predicted_ms(request, kept)
         plan = _best(request)
         gain = 1 - plan.predicted_ms / before if before else 0.0
-        seen = f"in the last run {_differences(off)} (its lost time: {ran.sentence})"
+        differ = ", ".join(f"stage {stage} took {ratio:.2g} x what was predicted" for stage, ratio in off)
+        differ = differ or "all stages took what was predicted"
+        seen = f"in the last run {differ} (its lost time: {ran.sentence})"
         if gain < WORTHWHILE:
             return request, f"plan kept, none is {WORTHWHILE:.0%} faster: {_tell(kept)}; {seen}"
         self._keep(request, plan, asked)
@@ -83,7 +86,7 @@ class Auto:
             plan = read_plan(told)
         except DAMAGED:  # or missing
             return None
-        same = told.get("asked") == _as_asked(asked) and plan.num_workers == request.machines.num_workers
+        same = told.get("asked") == asked and plan.num_workers == request.machines.num_workers
         return plan if same and sum(plan.cut) == request.profile.num_blocks else None
 
     def _noted(self, plan: Plan) -> MeasuredRun | None:
@@ -96,13 +99,9 @@ class Auto:
         return ran if ran.plan.cut == plan.cut and len(ran.stages) == len(plan.cut) else None
 
     def _keep(self, request: PlanRequest, plan: Plan, asked: Mapping[str, Any]) -> None:
-        told = {"plans": [plan.as_json()], "asked": _as_asked(asked), "note": str(self.note_path)}
+        told = {"plans": [plan.as_json()], "asked": asked, "note": str(self.note_path)}
         write(str(self.plan_path), json.dumps(told, indent=1))
         self.note_path.unlink(missing_ok=True)  # the times are of another plan
-
-
-def _as_asked(typed: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: typed[name] for name in _ASKED if name in typed}
 
 
 def _best(request: PlanRequest) -> Plan:
@@ -118,12 +117,6 @@ def _tell(plan: Plan) -> str:
 
 def _cut(plan: Plan) -> str:
     return ",".join(map(str, plan.cut))
-
-
-def _differences(off: list[tuple[int, float]]) -> str:
-    if not off:
-        return "all stages took what was predicted"
-    return ", ".join(f"stage {stage} took {ratio:.2g} x what was predicted" for stage, ratio in off)
 
 
 def let_note(path: str) -> None:

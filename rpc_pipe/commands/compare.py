@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rich.table import Table
+
 from ..dependency import ConfigError, check_all
-from ..drawing.comparison import table
 from ..launching.report import Reporter
-from ..planning.compare import ModelCosts, Row, compare, verdict
+from ..planning.compare import ModelCosts, Row, compare, format_bytes, verdict
 from ..planning.footprint import Size
 from ..planning.specs import PipeOptions, make_spec, with_replicas
 from .options import (
+    MAKE,
     Parser,
     add_attention,
     add_costs,
@@ -25,20 +27,19 @@ from .options import (
     parse_bytes,
     parse_costs,
     parse_number,
+    refuse_typed,
     schedule_options,
     typed_attention,
     typed_spec,
     whole,
 )
-from .profile import progress
+from .profile import load, progress
 
 
 def add(commands: Any) -> None:
     """Add `compare` to the command line."""
     parser: Parser = commands.add_parser("compare", help="all schedules side by side: time, memory, messages")
-    parser.add_argument(
-        "--schedule", help="add one of your own, path/to/file.py:ClassName, or a built-in one with other parameters"
-    )
+    parser.add_argument("--schedule", help="add path/to/file.py:ClassName, or a built-in one with other parameters")
     parser.add_argument("--set", action="append", metavar="KEY=VALUE", help="set a parameter of --schedule")
     parser.add_argument("--workers", type=whole(1), help="number of workers (2)")
     parser.add_argument("--microbatches", type=whole(1), help="microbatches of a step (8)")
@@ -50,20 +51,16 @@ def add(commands: Any) -> None:
     add_costs(parser, "of a worker's share of the model: stages of 1/v share cost 1/v")
     parser.add_argument(
         "--memory", metavar="KEY=BYTES,...", action="append",
-        help="bytes of a worker's share: weights, gradients, optimizer, activations (a microbatch's), after_inputs "
-        "(kept from I to W), inputs (between stages), working (while an action runs); limit=BYTES leaves out what does "
-        "not fit",
+        help="bytes of a worker's share: weights, gradients, optimizer, activations, after_inputs (kept from I to W), "
+        "inputs (between stages), working (while an action runs); limit=BYTES leaves out what does not fit",
     )  # fmt: skip
-    parser.add_argument(
-        "--model", metavar="FILE.py:make",
-        help="measure the blocks of your model on this machine: a function that returns model, batch (and loss_fn)",
-    )  # fmt: skip
+    parser.add_argument("--model", metavar="FILE.py:make", help=f"measure the blocks of your model here: {MAKE}")
     parser.set_defaults(command=_compare)
 
 
 def _compare(typed: dict[str, Any], argv: list[str]) -> int:
-    if "schedule" not in typed and "set" in typed:
-        raise ConfigError(f"--set {typed['set'][0]}: is of the schedule that --schedule adds; name it")
+    if "schedule" not in typed:
+        refuse_typed(typed, ["set"], "is of the schedule that --schedule adds; name it")
     if "model" in typed:
         return _compare_own(typed)
     options = filled(PipeOptions, typed)
@@ -74,17 +71,13 @@ def _compare(typed: dict[str, Any], argv: list[str]) -> int:
 
 
 def _compare_own(typed: dict[str, Any]) -> int:
-    if "cost" in typed:
-        raise ConfigError(f"--cost: --model {typed['model']} is measured; leave one of the two out")
+    refuse_typed(typed, ["cost"], f"--model {typed['model']} is measured; leave one of the two out")
     limit, _ = _memory(typed)
     options = filled(PipeOptions, typed)
-    import torch
+    from ..planning.measuring.profiling import profile_model
 
-    from ..planning.measuring.profiling import load_user_model, profile_model, rows_of
-
-    torch.set_num_threads(options.threads)
-    user_model = load_user_model(typed["model"])
-    rows = max(1, rows_of(user_model.batch) // options.microbatches)
+    user_model, of_batch = load(typed)
+    rows = max(1, of_batch // options.microbatches)
     blocks = profile_model(user_model, [rows]).at(rows)
     model = ModelCosts(options.workers, [b.times for b in blocks], [b.size for b in blocks], by_layer=True)
     return _show(typed, model, options, parse_number("--comm", typed.get("comm", "0")), limit)
@@ -95,19 +88,16 @@ def _show(typed: Mapping[str, Any], model: ModelCosts, options: PipeOptions, com
     replicas, slices = typed.get("replicas", 1), typed.get("slices")
     # Otherwise every row would be refused for it.
     make_spec("gpipe", options.workers, options.microbatches, with_replicas(None, replicas), slices)
-    with progress(reporter) as bar:
-        task = bar.add_task("simulating", total=1.0)
+    with progress(reporter, "simulating") as tell:
         rows = compare(
             model, options.microbatches, comm=comm, limit=limit, order=options.order, also=also,
-            slices=slices, attention=typed_attention(typed), replicas=replicas,
-            tell=lambda share: bar.update(task, completed=share),
+            slices=slices, attention=typed_attention(typed), replicas=replicas, tell=tell,
         )  # fmt: skip
     if "json" in typed:
         print(json.dumps([_as_json(row) for row in rows]))
         return 0
-    console = reporter.console
-    console.print(table(rows, options.workers, options.microbatches))
-    console.print(verdict(rows, limit), markup=False)
+    reporter.console.print(table(rows, options.workers, options.microbatches))
+    reporter.text(verdict(rows, limit))
     return 0
 
 
@@ -138,7 +128,37 @@ def _memory(typed: Mapping[str, Any]) -> tuple[float | None, list[Size]]:
         if "model" in typed:
             raise ConfigError(f"--memory {key}={texts[key]}: --model measures it; leave one out")
     if limit is not None and not sizes and "model" not in typed:
-        raise ConfigError(
-            f"--memory limit={texts['limit']}: add sizes to compare with, such as activations=64MB; or --model"
-        )
+        raise ConfigError(f"--memory limit={texts['limit']}: needs sizes, such as activations=64MB, or --model")
     return limit, [Size(**sizes, outputs=sizes.get("inputs", 0))] if sizes else []
+
+
+def table(rows: Sequence[Row], num_workers: int, num_microbatches: int) -> Table:
+    """Return a table of at most 80 columns.
+
+    `acts` are activations in worker's shares; `copies` those of the weights on the worker with most. Asynchronous
+    schedules are marked with the staleness of their gradients, in updates; synchronous ones that hold more than one
+    copy of the weights by a star.
+    """
+    drawn = Table(title=f"{num_workers} workers, {num_microbatches} microbatches", box=None, pad_edge=False)
+    drawn.add_column("schedule", no_wrap=True)
+    headings = ["makespan", "step", "bubble", "acts"]
+    with_memory = any(row.peak_memory is not None for row in rows)
+    for heading in [*headings, *(["memory"] if with_memory else []), "msgs", "copies"]:
+        drawn.add_column(heading, justify="right", no_wrap=True)
+    for row in rows:
+        if row.refused and not row.makespan:
+            continue
+        memory = [format_bytes(row.peak_memory or 0)] if with_memory else []
+        late = f" ({max(row.staleness)} late)" if max(row.staleness) else " (asynchronous)"
+        drawn.add_row(
+            row.name + late * (not row.synchronous),
+            f"{row.makespan:.5g}",
+            f"{row.step_time:.5g}",
+            f"{row.bubble:.1%}",
+            f"{row.peak_activations:.3g}",
+            *memory,
+            str(row.messages),
+            f"{max(row.weight_copies)}{'*' * row.replicates}",
+            style="dim" if row.refused else None,
+        )
+    return drawn

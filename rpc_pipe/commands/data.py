@@ -9,7 +9,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ..dependency import ConfigError
 from ..launching.report import Reporter
-from .options import Parser, add_json, whole
+from .options import Parser, add_json, refuse_typed, whole
 
 if TYPE_CHECKING:
     from ..data.survey import Survey
@@ -48,9 +48,7 @@ def data(typed: dict[str, Any], argv: list[str]) -> int:
     """Describe or pack data; return the exit code."""
     named = typed["source"]
     packs = named[0] == "pack"
-    for option in _READING if packs else _PACKING:
-        if option in typed:
-            raise ConfigError(f"--{option} {typed[option]}: {'is not for' if packs else 'is for'} rpc-pipe data pack")
+    refuse_typed(typed, _READING if packs else _PACKING, f"is {'not ' * packs}for rpc-pipe data pack")
     return _pack(typed, named[1:]) if packs else _look(typed, named)
 
 
@@ -66,7 +64,7 @@ def _look(typed: dict[str, Any], named: list[str]) -> int:
     if "json" in typed:
         print(json.dumps(found.as_json()))
     for line in _lines(found):
-        Reporter("json" in typed).console.print(line, markup=False)
+        Reporter("json" in typed).text(line)
     return 0
 
 
@@ -111,5 +109,5 @@ def _pack(typed: dict[str, Any], named: list[str]) -> int:
     if "json" in typed:
         print(json.dumps({"shards": len(packed.shards), "tokens": packed.tokens, "bytes": size, "dtype": packed.dtype}))
     made = f"{_count(len(packed.shards), 'shard')}, {packed.tokens:,} tokens ({packed.dtype}), {size / 1e6:,.3f} MB"
-    reporter.console.print(f"{made} in {named[-1]}", markup=False)
+    reporter.text(f"{made} in {named[-1]}")
     return 0

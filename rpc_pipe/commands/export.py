@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..dependency import check_all
-from ..planning.torch_csv import export_csv
+from ..planning.listed_schedule import export_csv
 from .files import try_files, write
 from .options import add_schedule, typed_spec
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from ..launching.interfaces import make_key
 from ..launching.job import KEY
-from ..launching.key_file import make_key
 from .options import Parser
 
 

@@ -93,9 +93,8 @@ def all_commands() -> dict[str, Parser]:
 
 def _parser(typed: Sequence[str]) -> Parser:
     """Return a parser of the typed command, or of all: a worker, which runs one, loads no other."""
-    parser = Parser(
-        prog="rpc-pipe", description="Train models that do not fit on one device, as a pipeline of workers."
-    )
+    about = "Train models that do not fit on one device, as a pipeline of workers."
+    parser = Parser(prog="rpc-pipe", description=about)
     version = sys.modules[__name__.partition(".")[0]].__version__
     parser.add_argument("--version", action="version", version=f"rpc-pipe {version}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=Parser)

@@ -7,11 +7,11 @@ import dataclasses
 import difflib
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from ..dependency import B, ConfigError, F, I, Kind, Spec, W
-from ..launching.job import TRANSPORT, TRANSPORTS, TRUST
+from ..launching.job import TRANSPORT, TRANSPORTS, TRUST, Job
 from ..launching.launcher_link import NAN, NANS
 from ..planning.specs import PipeOptions, make_spec
 
@@ -22,6 +22,8 @@ T = TypeVar("T")
 
 #: environment variable of workers: file of a plan whose runs are recorded
 NOTED_PLAN = "RPC_PIPE_PLAN"
+#: what `path/to/file.py:make` must be
+MAKE = "a function that returns model, batch or model, batch, loss_fn"
 
 
 class Parser(argparse.ArgumentParser):
@@ -30,13 +32,6 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **settings: Any) -> None:
         super().__init__(argument_default=argparse.SUPPRESS, allow_abbrev=False, **settings)
         self.set_defaults(parser=self)
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        self.prepare(list(args or ()))
-        return super().parse_known_args(args, namespace)
-
-    def prepare(self, words: list[str]) -> None:
-        """Adapt the help to what was typed, before it is parsed."""
 
     def error(self, message: str) -> NoReturn:
         if wrong := re.match(r"argument COMMAND: invalid choice: '(.*)' \(choose from (.*)\)$", message):
@@ -80,30 +75,44 @@ def add_schedule(parser: Parser) -> None:
 
 def add_order(parser: Parser) -> None:
     """Add in what order workers run what is ready."""
-    parser.add_argument(
-        "--order", choices=("ready", "fixed"), help="run whatever is ready, or in a fixed order (as the schedule says)"
-    )
+    orders = "ready", "fixed"
+    parser.add_argument("--order", choices=orders, help="run what is ready, or in a fixed order (as the schedule says)")
 
 
 def add_slices(parser: Parser) -> None:
     """Add into what sequences are cut."""
-    parser.add_argument(
-        "--slices", metavar="K", help="cut each sequence into K slices, or into sizes in parts, such as 8,6,5,4 (1)"
-    )
+    parser.add_argument("--slices", metavar="K", help="cut sequences into K slices, or sizes such as 8,6,5,4 (1)")
 
 
 def add_attention(parser: Parser) -> None:
     """Add how much dearer later slices are."""
-    parser.add_argument(
-        "--attention", type=fraction, metavar="SHARE",
-        help="share of a whole sequence's time that is causal attention, dearer for later slices (0)",
-    )  # fmt: skip
+    share = "share of a sequence's time that is causal attention, dearer for later slices (0)"
+    parser.add_argument("--attention", type=fraction, metavar="SHARE", help=share)
+
+
+def refuse_typed(typed: Mapping[str, Any], names: Iterable[str], why: str) -> None:
+    """Refuse the options `names`, for the reason `why`.
+
+    Raises:
+        ConfigError: one was typed.
+    """
+    for name in names:
+        if name in typed:
+            value = typed[name][0] if isinstance(typed[name], list) else typed[name]
+            said = "" if isinstance(value, bool) else f" {value:g}" if isinstance(value, float) else f" {value}"
+            raise ConfigError(f"--{name.replace('_', '-')}{said}: {why}")
+
+
+def refuse_workers(typed: Mapping[str, Any], job: Job) -> None:
+    """Refuse another number of workers than this job has."""
+    if typed.get("workers", job.num_workers) != job.num_workers:
+        refuse_typed(typed, ["workers"], f"this job has {job.num_workers} workers; leave it out")
 
 
 def typed_attention(typed: Mapping[str, Any]) -> float:
     """Return the share of attention, which has a meaning for slices only."""
-    if "attention" in typed and "slices" not in typed:
-        raise ConfigError(f"--attention {typed['attention']}: is of slices; add --slices, such as --slices 4")
+    if "slices" not in typed:
+        refuse_typed(typed, ["attention"], "is of slices; add --slices, such as --slices 4")
     return float(typed.get("attention", 0))
 
 
@@ -118,20 +127,14 @@ def add_pipeline(parser: Parser) -> None:
     add_slices(parser)
     add_order(parser)
     add_json(parser)
-    parser.add_argument("--split", type=_layers, help="layers of each stage, such as 3,2,2,3 (even)")
-    parser.add_argument(
-        "--device", type=device, help="cpu, cuda (each worker of a host uses the GPU with its number) or cuda:N (cpu)"
-    )
+    parser.add_argument("--split", type=wholes, help="layers of each stage, such as 3,2,2,3 (even)")
+    parser.add_argument("--device", type=device, help="cpu, cuda (each worker of a host its own GPU) or cuda:N (cpu)")
     parser.add_argument("--seed", type=whole(0, 2**63 - 1), help="seed of everything random (0)")
     parser.add_argument("--threads", type=whole(1, 4096), help="torch threads of a worker (1)")
-    parser.add_argument(
-        "--transport", choices=TRANSPORTS,
-        help="between workers: torch RPC, ZeroMQ, or one process with all of them (rpc)",
-    )  # fmt: skip
+    parser.add_argument("--transport", choices=TRANSPORTS, help="torch RPC, ZeroMQ, or all in one process (rpc)")
     parser.add_argument("--nan", choices=NANS, help="what to do if the loss is not finite (stop)")
-    parser.add_argument(
-        "--trust-network", action="store_true", help="let workers listen where anybody who reaches them can run code"
-    )
+    trust = "let workers listen where anybody who reaches them can run code"
+    parser.add_argument("--trust-network", action="store_true", help=trust)
     parser.add_argument("--port", type=whole(1, 65535), help="meet at this TCP port instead of in a file")
 
 
@@ -177,9 +180,9 @@ def schedule_options(typed: Mapping[str, Any]) -> dict[str, str]:
     """Read a schedule's parameters from `--set`, `--window`, `--replicas` and the like."""
     options = parse_assignments("--set", typed.get("set", []))
     for name in ("window", "replicas", "slices", "zero", "bucket", "spread"):
+        if name in options:
+            refuse_typed(typed, [name], f"--set {name}={options[name]} says it too")
         if name in typed:
-            if name in options:
-                raise ConfigError(f"--{name} {typed[name]}: --set {name}={options[name]} says it too")
             options[name] = str(typed[name])
     return options
 
@@ -194,7 +197,7 @@ def device(text: str) -> str:
 # --- numbers
 
 
-def whole(least: int | None = None, most: int | None = None) -> Callable[[str], int]:
+def whole(least: int = 0, most: int | None = None) -> Callable[[str], int]:
     """Return a parser of whole numbers, for `add_argument`."""
 
     def read(text: str) -> int:
@@ -202,7 +205,7 @@ def whole(least: int | None = None, most: int | None = None) -> Callable[[str], 
             number = int(text)
         except ValueError:
             raise argparse.ArgumentTypeError(f"{text}: must be a whole number") from None
-        if least is not None and number < least:
+        if number < least:
             raise argparse.ArgumentTypeError(f"{text}: must be at least {least}")
         if most is not None and number > most:
             raise argparse.ArgumentTypeError(f"{text}: must be at most {most}")
@@ -229,32 +232,28 @@ def fraction(text: str) -> float:
 
 def parse_number(option: str, text: str) -> float:
     """Read a number of at least 0; whole numbers stay whole, so that sums of them are exact."""
-    said = f"{option}{text}" if option.endswith(("=", "/")) else f"{option} {text}"
     try:
-        found: float = int(text)
+        found = int(text) if text.isdecimal() else float(text)
     except ValueError:
-        try:
-            found = float(text)
-        except ValueError:
-            raise ConfigError(f"{said}: must be a number") from None
+        found = -1
     if not 0 <= found < float("inf"):
-        raise ConfigError(f"{said}: must be a number of at least 0")
+        raise ConfigError(f"{_said(option, text)}: must be a number of at least 0")
     return found
+
+
+def _said(option: str, text: str) -> str:
+    return f"{option}{text}" if option.endswith(("=", "/")) else f"{option} {text}"
 
 
 def parse_worker(option: str, text: str, num_workers: int) -> int:
     """Read a worker's number."""
-    try:
-        worker = int(text)
-    except ValueError:
-        worker = -1
-    if not 0 <= worker < num_workers:
+    if not text.isdecimal() or int(text) >= num_workers:
         raise ConfigError(f"{option}: worker {text}: workers are 0 to {num_workers - 1}")
-    return worker
+    return int(text)
 
 
-def parse_bytes(option: str, text: str) -> float:
-    """Read an amount of memory.
+def parse_bytes(option: str, text: str, *, some: bool = False) -> float:
+    """Read an amount of memory; `some`: that must not be 0.
 
     >>> parse_bytes("--memory limit=", "1.5GB")
     1500000000.0
@@ -262,9 +261,10 @@ def parse_bytes(option: str, text: str) -> float:
     from ..system.sizes import read_bytes
 
     found = read_bytes(text)
+    if some and found == 0:
+        raise ConfigError(f"{_said(option, text)}: must be above 0")
     if found is None:
-        said = f"{option}{text}" if option.endswith(("=", "/")) else f"{option} {text}"
-        raise ConfigError(f"{said}: must be a number of bytes, such as 500MB or 1.5GB")
+        raise ConfigError(f"{_said(option, text)}: must be a number of bytes, such as 500MB or 1.5GB")
     return found
 
 
@@ -321,9 +321,7 @@ def parse_links(option: str, texts: Sequence[str], num_workers: int) -> dict[tup
             raise ConfigError(f"{name}: must be FROM-TO=TIME with workers 0 to {num_workers - 1}")
         source, target = (parse_worker(name, end, num_workers) for end in ends)
         latency, slash, bandwidth = value.partition("/")
-        width = parse_bytes(f"{option} {key}={latency}/", bandwidth) if slash else float("inf")
-        if width == 0:
-            raise ConfigError(f"{name}: a bandwidth must be above 0")
+        width = parse_bytes(f"{option} {key}={latency}/", bandwidth, some=True) if slash else float("inf")
         links[source, target] = Link(parse_number(f"{option} {key}=", latency), width)
     return links
 
@@ -351,12 +349,8 @@ def parse_costs(text: str = "") -> dict[Kind, float]:
     return full
 
 
-def _layers(text: str) -> list[int]:
-    """Read the number of layers of each stage."""
-    try:
-        counts = [int(part) for part in text.split(",")]
-    except ValueError:
-        counts = [0]
-    if min(counts) < 1:
+def wholes(text: str) -> list[int]:
+    """Read whole numbers of at least 1 with commas, for `add_argument`."""
+    if not re.fullmatch("0*[1-9][0-9]*(,0*[1-9][0-9]*)*", text):
         raise argparse.ArgumentTypeError(f"{text}: must be whole numbers of at least 1 with commas, such as 3,2,2,3")
-    return counts
+    return [int(part) for part in text.split(",")]

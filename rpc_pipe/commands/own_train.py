@@ -20,9 +20,8 @@ def main() -> None:
     options = parser.parse_args()
     made = seeded(options.model, options.seed)  # all workers must draw the same batch
     training = Training(partial(torch.optim.AdamW, lr=options.lr))
-    pipe = Pipeline(
-        made.model, made.loss_fn, training=training, num_microbatches=8, example=made.batch, seed=options.seed
-    )
+    example, seed = made.batch, options.seed
+    pipe = Pipeline(made.model, made.loss_fn, training=training, num_microbatches=8, example=example, seed=seed)
     for step in range(options.steps):
         loss = pipe.step(made.batch)
         if pipe.worker == 0:

@@ -10,22 +10,20 @@ from pathlib import Path
 from typing import Any
 
 from ..dependency import ConfigError
-from ..drawing.plans import front_svg, front_text, left_out_text, plans_table, why
+from ..drawing.plans import front_svg, front_text, left_out_text, plans_table
 from ..launching.report import Reporter
 from ..planning.advice import Advice, binding_limits, changes_that_fit
-from ..planning.candidates import refuse_unknown
 from ..planning.compare import format_bytes
-from ..planning.correcting import weight_copies_of
 from ..planning.json_fields import to_json_value
 from ..planning.profile import Machines, Profile, as_json
 from ..planning.program_search import faster_program
-from ..planning.search import PlanRequest, PlanResult, default_microbatches, search
+from ..planning.search import PlanRequest, PlanResult, default_microbatches, refuse_unknown, search
 from ..planning.specs import make_spec, with_replicas
 from .auto import Auto
 from .files import try_files, write
-from .options import Parser, add_json, number, whole
-from .profile import add_measuring, find_profile, progress, with_slices
-from .topology import HERE, machines_of, parse_link, parse_memory, read_topology
+from .options import MAKE, Parser, add_json, number, parse_bytes, refuse_typed, whole, wholes
+from .profile import add_measuring, find_profile, load, progress, with_slices
+from .topology import HERE, machines_of, parse_link, read_topology
 
 #: default of --seconds, and its upper bound
 _SECONDS = 20.0
@@ -47,40 +45,20 @@ def add(commands: Any) -> None:
     parser.add_argument("--workers", type=whole(1), help="number of workers (2)")
     parser.add_argument("--memory", metavar="BYTES", help="memory of each worker, such as 8GB (no limit)")
     parser.add_argument("--batch", type=whole(1), help="rows of a step's batch (those of the batch that make returns)")
-    parser.add_argument(
-        "--microbatches", type=_counts, help="numbers of microbatches to try, such as 8,16 (workers x 1, 2, 4, 8)"
-    )
-    parser.add_argument(
-        "--replicas",
-        type=_counts,
-        help="numbers of replicas of the pipeline to try, such as 1,2; they share workers (1)",
-    )
-    parser.add_argument(
-        "--slices", type=_slices,
-        help="numbers of slices of a sequence to try, such as 1,4,8, or auto for 1,2,4,8; they are measured, and cut "
-        "so that all take equally long (1)",
-    )  # fmt: skip
+    parser.add_argument("--microbatches", type=_counts, help="numbers of microbatches to try (workers x 1, 2, 4, 8)")
+    parser.add_argument("--replicas", type=_counts, help="numbers of replicas of the pipeline to try, such as 1,2 (1)")
+    parser.add_argument("--slices", type=_slices, help="numbers of slices to try, such as 1,4; auto: 1,2,4,8 (1)")
     parser.add_argument("--zero", type=whole(0), help="1: divide optimizer states among the replicas (0)")
     parser.add_argument("--bucket", type=number, metavar="MIB", help="most gradients that they exchange at once (25)")
     parser.add_argument("--spread", help="what lies far apart: pipelines, or the stages' replicas (pipelines)")
     parser.add_argument("--topology", metavar="FILE", help="JSON: memory and speed of each worker, links between them")
-    parser.add_argument(
-        "--link", metavar="MS[/BANDWIDTH]", help="link between any two workers, in ms and bytes a second (measured)"
-    )
+    parser.add_argument("--link", metavar="MS[/BANDWIDTH]", help="any link, in ms and bytes a second (measured)")
     parser.add_argument("--alone", action="store_true", help="measure in a single process instead of one per worker")
-    parser.add_argument(
-        "--schedule", action="append", metavar="NAME", help="consider only this schedule; may be repeated"
-    )
+    parser.add_argument("--schedule", action="append", metavar="NAME", help="consider only this; may be repeated")
     parser.add_argument("--no-recompute", action="store_true", help="keep all activations")
     parser.add_argument("--seconds", type=float, help=f"how long to search ({_SECONDS:g})")
-    parser.add_argument(
-        "--auto",
-        action="store_true",
-        help="keep the plan beside the model, and plan again when a run shows a better one",
-    )
-    parser.add_argument(
-        "--no-searched", action="store_true", help="consider only named schedules, and search no program"
-    )
+    parser.add_argument("--auto", action="store_true", help="keep the plan, and plan again when a run shows a better")
+    parser.add_argument("--no-searched", action="store_true", help="consider only named schedules, search no program")
     parser.add_argument("--output", metavar="FILE", help="write the plans, for run --plan and Pipeline(plan=...)")
     parser.add_argument("--svg", metavar="FILE", help="write time against memory as a picture")
     add_json(parser)
@@ -88,8 +66,7 @@ def add(commands: Any) -> None:
 
 
 def _counts(text: str) -> list[int]:
-    read = whole(1)
-    return sorted({read(part) for part in text.split(",")})
+    return sorted(set(wholes(text)))
 
 
 def _slices(text: str) -> list[int]:
@@ -102,14 +79,13 @@ def _plan(typed: dict[str, Any], argv: list[str]) -> int:
     refuse_unknown(typed.get("schedule", ()))
     seconds = typed.get("seconds", _SECONDS)
     if not 0 < seconds <= _MOST_SECONDS:
-        raise ConfigError(f"--seconds {seconds:g}: must be above 0, and at most {_MOST_SECONDS:g}")
+        refuse_typed(typed, ["seconds"], f"must be above 0, and at most {_MOST_SECONDS:g}")
     if "auto" in typed:
         return _keep_up(typed, seconds, reporter)
     request, _ = _request(typed, seconds, reporter)
     machines = request.machines
-    with progress(reporter) as bar:
-        task = bar.add_task("searching", total=1.0)
-        result = search(request, lambda share, best: bar.update(task, completed=share), with_front=True)
+    with progress(reporter, "searching") as tell:
+        result = search(request, tell, with_front=True)
     if result.plans and "no_searched" not in typed:
         _add_searched(request, result, reporter)
     advice = binding_limits(request, result) if result.plans else changes_that_fit(request, result)
@@ -124,7 +100,7 @@ def _plan(typed: dict[str, Any], argv: list[str]) -> int:
     else:
         _show(request, result, advice, typed, reporter)
     if not result.plans and "json" in typed:
-        reporter.console.print(_nothing_fits(result), markup=False)
+        reporter.text(_nothing_fits(result))
     return 0 if result.plans else 1
 
 
@@ -138,13 +114,11 @@ def _machines(typed: dict[str, Any]) -> Machines:
     if "topology" in typed:
         machines = read_topology(typed["topology"])
         if typed.get("workers", machines.num_workers) != machines.num_workers:
-            raise ConfigError(
-                f"--workers {typed['workers']}: {typed['topology']} has {machines.num_workers} workers; leave it out"
-            )
+            refuse_typed(typed, ["workers"], f"{typed['topology']} has {machines.num_workers} workers; leave it out")
     if "link" in typed:
         machines = replace(machines, link=parse_link(typed["link"]))
     if "memory" in typed:
-        limit = parse_memory("--memory", typed["memory"])
+        limit = parse_bytes("--memory", typed["memory"], some=True)
         own = machines.memory or (None,) * machines.num_workers
         machines = replace(machines, memory=tuple(limit if m is None else min(m, limit) for m in own))
     return machines
@@ -175,7 +149,7 @@ def _keep_up(typed: dict[str, Any], seconds: float, reporter: Reporter) -> int:
         write(typed["output"], told)
     if "json" in typed:
         print(json.dumps(json.loads(told)))
-    reporter.console.print(line, markup=False)
+    reporter.text(line)
     return 0
 
 
@@ -191,9 +165,11 @@ def keep_up(typed: dict[str, Any], seconds: float, reporter: Reporter) -> tuple[
 def _request(typed: dict[str, Any], seconds: float, reporter: Reporter) -> tuple[PlanRequest, Path]:
     """Return the request, with a profile for the microbatches to try, and the profile's file."""
     if "model" not in typed and "profile" not in typed:
-        raise ConfigError("plan: needs path/to/file.py:make, a function that returns model, batch; or --profile FILE")
+        raise ConfigError(f"plan: needs path/to/file.py:make, {MAKE}; or --profile FILE")
     machines = _machines(typed)
-    batch = typed["batch"] if "batch" in typed else _rows_of_batch(typed)
+    if "batch" not in typed and "model" not in typed:
+        raise ConfigError("--batch: needed with --profile; give the rows of a step's batch")
+    batch = typed["batch"] if "batch" in typed else load(typed)[1]
     counts: Sequence[int] = typed.get("microbatches", default_microbatches(machines.num_workers, batch))
     if max(counts) > batch:
         raise ConfigError(f"--microbatches {max(counts)}: a batch has {batch} rows; at most {batch}")
@@ -210,7 +186,7 @@ def _request(typed: dict[str, Any], seconds: float, reporter: Reporter) -> tuple
     profile = with_slices(typed, profile, path, max(slices))
     refuse_too_few(profile, least)
     if profile.workers not in (0, workers):
-        reporter.console.print(_measured_by_others(profile, machines, path, typed), markup=False)
+        reporter.text(_measured_by_others(profile, machines, path, typed))
     request = PlanRequest(
         profile,
         _as_measured(machines, profile, typed),
@@ -231,36 +207,21 @@ def _measured_by_others(profile: Profile, machines: Machines, path: Path, typed:
     count = machines.num_workers
     speeds = ["speeds"] * ("topology" not in typed) + ["links"] * ("topology" not in typed and "link" not in typed)
     unknown = f", and their {' and '.join(speeds)} are not known" if speeds else ""
-    return (
-        f"--profile {path}: measured by {profile.workers} workers at once; for {count} a block is taken to take what "
-        f"it took while {profile.workers} were busy{unknown}: profile --workers {count} --again measures that"
-    )
+    advice = f"profile --workers {count} --again measures for {count}"
+    return f"--profile {path}: measured while {profile.workers} workers were busy{unknown}: {advice}"
 
 
 def refuse_too_few(profile: Profile, num_workers: int) -> None:
     """Refuse more workers than blocks."""
     if profile.num_blocks < num_workers:
-        raise ConfigError(
-            f"--workers {num_workers}: the model has {profile.num_blocks} blocks to cut between; "
-            f"use at most {profile.num_blocks} workers"
-        )
-
-
-def _rows_of_batch(typed: dict[str, Any]) -> int:
-    """Return the rows of the batch of the user's function."""
-    if "model" not in typed:
-        raise ConfigError("--batch: needed with --profile; give the rows of a step's batch")
-    from ..planning.measuring.profiling import load_user_model, rows_of
-
-    return rows_of(load_user_model(typed["model"]).batch)
+        blocks = profile.num_blocks
+        raise ConfigError(f"--workers {num_workers}: the model has {blocks} blocks; use at most {blocks} workers")
 
 
 def _add_searched(request: PlanRequest, result: PlanResult, reporter: Reporter) -> None:
     """Search a program, and put it before the plans if it is faster than all."""
-    with progress(reporter) as bar:
-        task = bar.add_task("listing", total=1.0)
-        seconds = min(_PROGRAM_SECONDS, request.seconds / 4)
-        plan = faster_program(request, result, lambda share: bar.update(task, completed=share), seconds)
+    with progress(reporter, "listing") as tell:
+        plan = faster_program(request, result, tell, min(_PROGRAM_SECONDS, request.seconds / 4))
     if plan is not None:
         result.plans.insert(0, plan)
         result.front = [plan, *(other for other in result.front if other.predicted_memory < plan.predicted_memory)]
@@ -290,53 +251,34 @@ def _as_json(request: PlanRequest, result: PlanResult, advice: Sequence[Advice])
 def _show(
     request: PlanRequest, result: PlanResult, advice: Sequence[Advice], typed: dict[str, Any], reporter: Reporter
 ) -> None:
-    console, machines = reporter.console, request.machines
-    name = request.profile.model or "model"
-    console.print(
-        f"{name}: {request.profile.num_blocks} blocks, {machines.num_workers} workers, batch of {request.batch}",
-        markup=False,
-    )
+    machines, profile = request.machines, request.profile
+    sizes = f"{profile.num_blocks} blocks, {machines.num_workers} workers, batch of {request.batch}"
+    reporter.text(f"{profile.model or 'model'}: {sizes}")
     if not result.plans:
-        console.print(_nothing_fits(result), markup=False)
+        reporter.text(_nothing_fits(result))
         for each in advice:
-            console.print(f"  would fit: {each.sentence}", markup=False)
+            reporter.text(f"  would fit: {each.sentence}")
         return
-    limits = [machines.limit(worker) for worker in range(machines.num_workers)]
-    console.print(plans_table(result.plans))
-    if len(result.plans) > 1:
-        console.print("vs best: how much longer it takes, and how much more or less memory it needs", markup=False)
-    console.print(f"best: {why(result.plans[0], limits)}", markup=False)
-    if copied := {plan.name: n for plan in result.plans if (n := weight_copies_of(plan, machines.num_workers)) > 1}:
-        held = ", ".join(f"{name} ({count})" for name, count in copied.items())
-        console.print(f"hold more than one copy of the weights, which counts as memory: {held}", markup=False)
+    reporter.console.print(plans_table(result.plans))
     if result.left_out:
-        console.print(f"not priced: {left_out_text(result.left_out)}", markup=False)
+        reporter.text(f"not priced: {left_out_text(result.left_out)}")
     if result.unfit:
-        console.print(f"no cut that fits was found of: {', '.join(result.unfit)}", markup=False)
-    best = result.plans[0].predicted_ms
+        reporter.text(f"no cut that fits was found of: {', '.join(result.unfit)}")
     sure = f"not proven within {request.seconds:g} s: there may be a plan that is up to {result.gap:.1%} faster"
     if result.gap <= 1e-9:
         sure = "proven for these times: no cut of any schedule here is faster"
-    more = best / result.lower_bound - 1 if result.lower_bound else 0
     counts = " or ".join(map(str, sorted(request.microbatches)))
-    console.print(
-        f"{sure}; with {counts} microbatches none at all can take less than {result.lower_bound:.4g} ms "
-        f"(the best here takes {more:.0%} more)",
-        markup=False,
-    )
-    console.print("time against memory:")
-    console.print(front_text(result.front), markup=False)
+    reporter.text(f"{sure}; with {counts} microbatches none at all can take less than {result.lower_bound:.4g} ms")
+    reporter.text(f"time against memory:\n{front_text(result.front)}")
     for each in advice:
-        console.print(f"would be faster: {each.sentence}", markup=False)
+        reporter.text(f"would be faster: {each.sentence}")
     if "output" in typed:
-        console.print(f"written to {typed['output']}: rpc-pipe run SCRIPT --plan {typed['output']}", markup=False)
+        reporter.text(f"written to {typed['output']}: rpc-pipe run SCRIPT --plan {typed['output']}")
 
 
 def _nothing_fits(result: PlanResult) -> str:
     nearest = result.nearest
     if nearest is None:
         return "nothing fits: no schedule has as few stages as the model has blocks"
-    return (
-        f"nothing fits: the least is {format_bytes(result.excess)} too much, "
-        f"by {nearest.name} with {nearest.num_microbatches} microbatches"
-    )
+    least = f"{nearest.name} with {nearest.num_microbatches} microbatches"
+    return f"nothing fits: the least is {format_bytes(result.excess)} too much, by {least}"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -24,9 +24,8 @@ from ..launching.report import Reporter
 from ..launching.worker_main import as_worker
 from ..planning.profile import Profile, as_json, from_json
 from ..system.files import read_json
-from ..tracing import run_folders
 from .files import try_files, write
-from .options import Parser, add_json, device, whole
+from .options import MAKE, Parser, add_json, device, refuse_workers, whole, wholes
 from .topology import machines_of
 
 if TYPE_CHECKING:
@@ -41,22 +40,16 @@ def add(commands: Any) -> None:
     """Add `profile` to the command line."""
     parser: Parser = commands.add_parser("profile", help="measure a model block by block, and workers and links")
     add_measuring(parser)
-    parser.add_argument(
-        "--workers", type=whole(1), help="measure with so many workers at once, and the links between them"
-    )
-    parser.add_argument("--rows", type=_rows, help="rows of a microbatch, such as 4 or 2,4,8 (those of the batch)")
+    parser.add_argument("--workers", type=whole(1), help="so many measure at once, and the links between them")
+    parser.add_argument("--rows", type=wholes, help="rows of a microbatch, such as 4 or 2,4,8 (those of the batch)")
     add_json(parser)
     parser.set_defaults(command=_profile)
 
 
 def add_measuring(parser: Parser) -> None:
     """Add the options of measuring."""
-    parser.add_argument(
-        "model", nargs="?", help="path/to/file.py:make, a function that returns model, batch or model, batch, loss_fn"
-    )
-    parser.add_argument(
-        "--profile", metavar="FILE", help="file to keep measurements in and to read them from (in .rpc_pipe/, by model)"
-    )
+    parser.add_argument("model", nargs="?", help=f"path/to/file.py:make, {MAKE}")
+    parser.add_argument("--profile", metavar="FILE", help="file of measurements, kept or read (in .rpc_pipe/)")
     parser.add_argument("--again", action="store_true", help="measure again even if there are measurements")
     parser.add_argument("--estimate", action="store_true", help="count operations instead of running the model")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, help="optimizer to measure (adamw)")
@@ -74,41 +67,35 @@ def _profile(typed: dict[str, Any], argv: list[str]) -> int:
     profile, path = find_profile(typed, typed.get("rows"), reporter, at_least=max(1, workers), together=workers)
     if "json" in typed:
         print(json.dumps(as_json(profile)))
-        return 0
-    _show(profile, path, reporter)
+    else:
+        _show(profile, path, reporter)
     return 0
 
 
 def _show(profile: Profile, path: Path, reporter: Reporter) -> None:
-    console = reporter.console
-    console.print(profile_table(profile, max(profile.measured)))
+    reporter.console.print(profile_table(profile, max(profile.measured)))
     if profile.topology:
         usual = profile.topology.get("link")
         speeds = ", ".join(f"{worker.get('speed', 1):g}" for worker in profile.topology["workers"])
-        console.print(f"{profile.workers} workers at once, of speed {speeds}", markup=False)
+        reporter.text(f"{profile.workers} workers at once, of speed {speeds}")
         for name, way in {"any two": usual, **profile.topology.get("links", {})}.items():
             if way:
                 where = f"{way.get('latency_ms', 0):g} ms and {way.get('bandwidth', 'any number of bytes')}/s"
-                console.print(f"between {name.replace('-', ' and ')}: {where}", markup=False)
-        console.print(f"a step takes {profile.per_step:.2g} ms besides its actions", markup=False)
-        console.print(f"to send or receive a MiB takes {profile.per_mib:.2g} ms of computing", markup=False)
-    console.print(f"kept in {path}, which may be edited", markup=False)
+                reporter.text(f"between {name.replace('-', ' and ')}: {where}")
+        reporter.text(f"a step takes {profile.per_step:.2g} ms besides its actions")
+        reporter.text(f"to send or receive a MiB takes {profile.per_mib:.2g} ms of computing")
+    reporter.text(f"kept in {path}, which may be edited")
 
 
 def _as_part_of(job: Job, typed: Mapping[str, Any], reporter: Reporter) -> None:
     """Measure as one worker of a job; worker 0 writes the merged profile."""
     if "model" not in typed:
-        raise ConfigError("profile: needs path/to/file.py:make, a function that returns model, batch")
-    if typed.get("workers", job.num_workers) != job.num_workers:
-        raise ConfigError(f"--workers {typed['workers']}: this job has {job.num_workers} workers; leave it out")
-    import torch
-
+        raise ConfigError(f"profile: needs path/to/file.py:make, {MAKE}")
+    refuse_workers(typed, job)
     from ..planning.measuring.joint_profile import profile_together
-    from ..planning.measuring.profiling import load_user_model, rows_of
 
-    torch.set_num_threads(typed.get("threads", 1))
-    user_model = load_user_model(typed["model"])
-    rows = typed.get("rows") or [rows_of(user_model.batch)]
+    user_model, of_batch = load(typed)
+    rows = typed.get("rows") or [of_batch]
     settings = {**_settings(typed), "repeats": typed.get("repeats", 5)}
     profile, worker = profile_together(user_model, rows, job.num_workers, settings)
     if worker == 0:
@@ -118,6 +105,17 @@ def _as_part_of(job: Job, typed: Mapping[str, Any], reporter: Reporter) -> None:
             print(json.dumps(as_json(profile)))
         elif not link.present():  # otherwise the launcher's process shows it
             _show(profile, path, reporter)
+
+
+def load(typed: Mapping[str, Any]) -> tuple[UserModel, int]:
+    """Load the user's model, to be measured in this process; return it and the rows of its batch."""
+    import torch
+
+    from ..planning.measuring.profiling import load_user_model, rows_of
+
+    torch.set_num_threads(typed.get("threads", 1))
+    user_model = load_user_model(typed["model"])
+    return user_model, rows_of(user_model.batch)
 
 
 def find_profile(
@@ -135,22 +133,17 @@ def find_profile(
     """
     if "model" not in typed:
         if "profile" not in typed:
-            raise ConfigError("profile: needs path/to/file.py:make, a function that returns model, batch")
+            raise ConfigError(f"profile: needs path/to/file.py:make, {MAKE}")
         given = Path(typed["profile"])
         return read_profile(given), given
     if "profile" in typed:
         try_files(typed, ["profile"])
-    import torch
-
-    from ..planning.measuring.profiling import load_user_model, rows_of
-
-    torch.set_num_threads(typed.get("threads", 1))
-    user_model = load_user_model(typed["model"])
+    user_model, of_batch = load(typed)
     if together and not _fits(user_model, together):
-        reporter.console.print(f"{together} copies of the model do not fit here: one process measures", markup=False)
+        reporter.text(f"{together} copies of the model do not fit here: one process measures")
         together = 0
     name, path = _place(user_model, typed, together)
-    wanted = sorted({min(count, 10**6) for count in rows or [rows_of(user_model.batch)]})
+    wanted = sorted({min(count, 10**6) for count in rows or [of_batch]})
     if path.exists() and path.stat().st_size and "again" not in typed:
         known = read_profile(path)
         if known.signature == name and set(wanted) <= set(known.measured) and known.num_blocks >= at_least:
@@ -176,12 +169,11 @@ def with_slices(typed: Mapping[str, Any], profile: Profile, path: Path, most: in
     if most > 1 and not profile.slicing and "estimate" not in typed:
         if "model" not in typed:
             raise ConfigError(f"--slices {most}: {path} has no times of slices; name the model as well, FILE.py:make")
-        from ..planning.measuring.profiling import load_user_model
         from ..planning.measuring.slice_times import measure_slices
 
         rows = min(profile.measured)
         activations = sum(cost.size.activations for cost in profile.at(rows))
-        found = measure_slices(load_user_model(typed["model"]), rows, activations, typed.get("device", "cpu"))
+        found = measure_slices(load(typed)[0], rows, activations, typed.get("device", "cpu"))
         profile = replace(profile, slicing=(found,))
         _keep(profile, path)
     length = min((each.length for each in profile.slicing), default=most)
@@ -224,13 +216,8 @@ def _measure(
 ) -> Profile:
     from ..planning.measuring.profiling import profile_model
 
-    with progress(reporter) as bar:
-        task = bar.add_task("measuring", total=1.0)
-
-        def tell(done: int, total: int) -> None:
-            bar.update(task, completed=done / total)
-
-        repeats = typed.get("repeats", 5)
+    repeats = typed.get("repeats", 5)
+    with progress(reporter, "measuring") as tell:
         return profile_model(user_model, rows, repeats=repeats, at_least=at_least, tell=tell, **_settings(typed))
 
 
@@ -248,41 +235,20 @@ def _measure_together(
         if name in typed:
             arguments += [f"--{name}", str(typed[name])]
     path.parent.mkdir(parents=True, exist_ok=True)
-    reporter.console.print(f"measuring with {workers} workers at once", markup=False)
+    reporter.text(f"measuring with {workers} workers at once")
     _tell_shared_cores(workers, typed.get("threads", 1), reporter)
     before = path.stat().st_mtime_ns if path.exists() else 0
-    with _unwatched():
-        code = launch(arguments, workers, Reporter("json" in typed), How(typed.get("threads")))
+    code = launch(arguments, workers, Reporter("json" in typed), How(typed.get("threads"), watched=False))
     if code or not path.exists() or path.stat().st_mtime_ns == before:
-        raise ConfigError(
-            f"--workers {workers}: that many processes could not measure the model here, as told above; "
-            "--alone measures in one"
-        )
+        raise ConfigError(f"--workers {workers}: could not measure, as told above; --alone measures in one process")
 
 
 def _tell_shared_cores(workers: int, threads: int, reporter: Reporter) -> None:
     cores = len(os.sched_getaffinity(0))
     if workers * threads > cores:
         each = f" of {threads} threads" if threads > 1 else ""
-        reporter.console.print(
-            f"{workers} workers{each} share {cores} core{'s' * (cores > 1)}: a block's time is what it takes while "
-            "all compute; where some wait, steps are shorter than predicted",
-            markup=False,
-        )
-
-
-@contextmanager
-def _unwatched() -> Iterator[None]:
-    """Run a job without boards and without a summary at its end."""
-    before = os.environ.get(run_folders.FOLDER)
-    os.environ[run_folders.FOLDER] = run_folders.OFF
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[run_folders.FOLDER]
-        else:
-            os.environ[run_folders.FOLDER] = before
+        shared = f"{workers} workers{each} share {cores} core{'s' * (cores > 1)}"
+        reporter.text(f"{shared}: times are those while all compute; where some wait, steps are shorter")
 
 
 def _keep(profile: Profile, path: Path) -> None:
@@ -306,12 +272,14 @@ def read_profile(path: Path) -> Profile:
     return profile
 
 
-def progress(reporter: Reporter) -> Progress:
-    """Return a progress bar that is erased at its end; without a terminal it is not drawn."""
-    columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %")
-    return Progress(*columns, console=reporter.console, transient=True, disable=not reporter.console.is_terminal)
+@contextmanager
+def progress(reporter: Reporter, what: str) -> Iterator[Callable[[float], None]]:
+    """Draw a progress bar that is erased at its end; yield what tells it how much is done, of 1.
 
-
-def _rows(text: str) -> list[int]:
-    read = whole(1)
-    return [read(part) for part in text.split(",")]
+    Without a terminal it is not drawn.
+    """
+    columns = TextColumn(what), BarColumn(), TextColumn("{task.percentage:>3.0f} %")
+    console = reporter.console
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(what, total=1.0)
+        yield lambda done: bar.update(task, completed=done)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
-import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,10 +23,13 @@ from ..planning.specs import PipeOptions, make_spec
 from ..tracing.run_summary import FILES
 from .files import try_files
 from .options import (
+    MAKE,
     Parser,
     add_pipeline,
     fraction,
     number,
+    refuse_typed,
+    refuse_workers,
     schedule_options,
     set_transport,
     typed_checkpoints,
@@ -50,101 +52,40 @@ _GPT: dict[str, tuple[Callable[[str], Any], str]] = {
     "data": (str, "text to train on: a file or folder; by default Python's standard library"),
 }
 
-#: options whose default a script overrides
-_OF_SCRIPT = ("schedule", "replicas", "slices", "microbatches", "order", "split", "device", "seed", "threads", "nan")
-
 
 def add(commands: Any) -> None:
     """Add `run` to the command line."""
     parser: Parser = commands.add_parser("run", help="train: the built-in GPT on text, or your own script")
-    parser.add_argument(
-        "script",
-        nargs="?",
-        help="your training script, with its own arguments after --; without one a built-in GPT is trained",
-    )
+    parser.add_argument("script", nargs="?", help="your script, its own arguments after -- (a built-in GPT is trained)")
     add_pipeline(parser)
-    parser.add_argument(
-        "--model", metavar="FILE.py:make",
-        help="train a model of yours on a batch: a function that returns model, batch or model, batch, loss_fn",
-    )  # fmt: skip
-    parser.add_argument(
-        "--plan", metavar="FILE|auto",
-        help="what rpc-pipe plan wrote: schedule, workers, cut and so on; auto: plan for --model, again if a run shows "
-        "a better one",
-    )  # fmt: skip
-    parser.add_argument(
-        "--memory", metavar="BYTES", help="memory of each worker, for --plan auto, such as 8GB (no limit)"
-    )
+    parser.add_argument("--model", metavar="FILE.py:make", help=f"train a model of yours on its batch: {MAKE}")
+    parser.add_argument("--plan", metavar="FILE|auto", help="what rpc-pipe plan wrote; auto: plan for --model")
+    parser.add_argument("--memory", metavar="BYTES", help="of each worker, for --plan auto, such as 8GB (no limit)")
     parser.add_argument("--save", metavar="FILE", help="write the weights to this safetensors file")
-    parser.add_argument(
-        "--trace", metavar="FILE", help="write the last steps to this file for Chrome's tracing or Perfetto"
-    )
-    parser.add_argument(
-        "--html", metavar="FILE", help="write the last step, planned and actual, as a page to zoom and hover in"
-    )
-    parser.add_argument(
-        "--max-restarts", type=whole(0), metavar="N",
-        help="after a failure restart up to N times, from the newest sound checkpoint that this run has written (0)",
-    )  # fmt: skip
-    _add_checkpoints(parser)
-    built_in = _add_built_in(parser)
-    parser.set_defaults(command=run)
-
-    def prepare(words: list[str]) -> None:
-        if any(word == "--model" or word.endswith(".py") for word in words):
-            _leave_to_script(parser, built_in)
-
-    parser.prepare = prepare  # type: ignore[method-assign]
-
-
-def _add_checkpoints(parser: Parser) -> None:
+    parser.add_argument("--trace", metavar="FILE", help="write the last steps for Chrome's tracing or Perfetto")
+    parser.add_argument("--html", metavar="FILE", help="write the last step, planned and actual, as a page to zoom in")
+    parser.add_argument("--max-restarts", type=whole(0), metavar="N", help="restart up to N times after failures (0)")
     kept = parser.add_argument_group("checkpoints")
-    kept.add_argument(
-        "--checkpoint-every",
-        type=whole(1),
-        metavar="STEPS",
-        help="write a checkpoint every so many steps, and when stopped",
-    )
-    kept.add_argument(
-        "--checkpoint-folder", metavar="FOLDER", help="folder for them, which all workers must see (checkpoints)"
-    )
+    kept.add_argument("--checkpoint-every", type=whole(1), metavar="STEPS", help="write one every so many steps")
+    kept.add_argument("--checkpoint-folder", metavar="FOLDER", help="their folder, for all workers (checkpoints)")
     kept.add_argument("--checkpoint-keep", type=whole(1), metavar="N", help="keep only the N newest (all)")
-    kept.add_argument(
-        "--resume",
-        metavar="auto|FOLDER",
-        help="continue from the newest sound one in --checkpoint-folder, if there is one, or the newest in FOLDER",
-    )
-
-
-def _add_built_in(parser: Parser) -> Sequence[argparse.Action]:
+    kept.add_argument("--resume", metavar="auto|FOLDER", help="from the newest; auto: if --checkpoint-folder has one")
     gpt = parser.add_argument_group("the built-in GPT")
     for name, (kind, text) in _GPT.items():
         default = {**vars(GPTConfig), **vars(Training)}[name]
         gpt.add_argument(f"--{name}", type=kind, help=text + ("" if default is None else f" ({default})"))
-    gpt.add_argument(
-        "--beat-bigram", action=argparse.BooleanOptionalAction,
-        help="fail unless the held-out loss is below a byte bigram model's",
-    )  # fmt: skip
-    return gpt._group_actions
-
-
-def _leave_to_script(parser: Parser, built_in: Sequence[argparse.Action]) -> None:
-    """Take from the help what a script decides: the options of the built-in GPT, and defaults of its pipeline."""
-    for action in built_in:
-        action.help = argparse.SUPPRESS
-    for action in parser._actions:
-        if action.dest in _OF_SCRIPT and action.help:
-            action.help = re.sub(r" \([^()]*\)$", "", action.help)
-    parser.epilog = "What is not typed is as the script says."
+    beaten = "fail unless the held-out loss is below a byte bigram model's"
+    gpt.add_argument("--beat-bigram", action=argparse.BooleanOptionalAction, help=beaten)
+    parser.epilog = "With a script of yours, what is not typed is as the script says."
+    parser.set_defaults(command=run)
 
 
 def refuse_unknown(script: str, unknown: Sequence[str], near: str) -> None:
     """Return the error about unknown options: a script's own follow `--`; ours that is most similar is `near`."""
     if unknown:
-        raise ConfigError(
-            f"{' '.join(unknown)}: not an option of rpc-pipe run; {near}put the script's own options after --: "
-            f"rpc-pipe run {script} -- {' '.join(unknown)}"
-        )
+        said = " ".join(unknown)
+        rule = f"put the script's own options after --: rpc-pipe run {script} -- {said}"
+        raise ConfigError(f"{said}: not an option of rpc-pipe run; {near}{rule}")
 
 
 def run(typed: dict[str, Any], argv: list[str]) -> int:
@@ -167,18 +108,13 @@ def _planned(typed: dict[str, Any], argv: list[str], job: Job | None) -> tuple[d
         ConfigError: there is nothing to plan for, or others have started this job.
     """
     if typed.get("plan") != "auto":
-        if "memory" in typed:
-            raise ConfigError(f"--memory {typed['memory']}: is for --plan auto; leave it out")
+        refuse_typed(typed, ["memory"], "is for --plan auto; leave it out")
         return typed, argv
+    before = "rpc-pipe plan FILE.py:make --auto --output plan.json, and --plan plan.json"
     if "model" not in typed:
-        raise ConfigError(
-            "--plan auto: needs --model FILE.py:make, which is measured; for a script: rpc-pipe plan FILE.py:make "
-            "--auto --output plan.json, and --plan plan.json"
-        )
+        refuse_typed(typed, ["plan"], f"needs --model FILE.py:make, which is measured; for a script: {before}")
     if job is not None:
-        raise ConfigError(
-            "--plan auto: this job has been started already; before it: rpc-pipe plan --auto --output plan.json"
-        )
+        refuse_typed(typed, ["plan"], f"this job has been started already; before it: {before}")
     from .plan import AUTO_SECONDS, keep_up
 
     names = ("model", "workers", "memory", "threads", "device")
@@ -206,16 +142,13 @@ def _with_model(typed: dict[str, Any]) -> dict[str, Any]:
     if "model" in typed:
         model = typed["model"]
         if "script" in typed:
-            raise ConfigError(f"--model {model}: {typed['script']} says what is trained; leave one of the two out")
+            refuse_typed(typed, ["model"], f"{typed['script']} says what is trained; leave one of the two out")
         if ".py:" not in model:
-            raise ConfigError(f"--model {model}: must be path/to/file.py:make, a function that returns model, batch")
+            refuse_typed(typed, ["model"], f"must be path/to/file.py:make, {MAKE}")
         script, first, names = folder / "own_train.py", [model], ["steps", "lr"]
     elif "script" not in typed:
-        script, first, names = (
-            folder.parent / "demo" / "train.py",
-            ["--beat-bigram"] * typed.pop("beat_bigram", 0),
-            [*_GPT],
-        )
+        script, first = folder.parent / "demo" / "train.py", ["--beat-bigram"] * typed.pop("beat_bigram", 0)
+        names = [*_GPT]
     else:
         return typed
     arguments = [*first, *(f"--{name}={typed[name]}" for name in (*names, "seed") if name in typed)]
@@ -232,12 +165,6 @@ def how(typed: Mapping[str, Any]) -> How:
 
     transport = os.environ.get(TRANSPORT, TRANSPORTS[0])
     return How(typed.get("threads"), typed.get("port"), transport, typed.get("max_restarts", 0))
-
-
-def _start(argv: list[str], workers: int, reporter: Reporter, typed: Mapping[str, Any]) -> int:
-    from ..launching.launcher import launch
-
-    return launch(argv, workers, reporter, how(typed))
 
 
 def follow_plan(typed: dict[str, Any]) -> dict[str, Any]:
@@ -262,28 +189,23 @@ def follow_plan(typed: dict[str, Any]) -> dict[str, Any]:
         "microbatches": plan.num_microbatches,
         "split": list(plan.cut),
     }
-    for name in (*said, "window"):
-        if name in typed:
-            raise ConfigError(f"--{name}: --plan {path} says it; leave one of the two out")
-    if plan.num_workers and typed.get("workers", plan.num_workers) != plan.num_workers:
-        raise ConfigError(f"--workers {typed['workers']}: the plan in {path} is for {plan.num_workers} workers")
+    refuse_typed(typed, (*said, "window"), f"--plan {path} says it; leave one of the two out")
     if plan.num_workers:
+        if typed.get("workers", plan.num_workers) != plan.num_workers:
+            refuse_typed(typed, ["workers"], f"the plan in {path} is for {plan.num_workers} workers")
         said["workers"] = plan.num_workers
     return {**typed, **said, "plan": str(Path(path).resolve())}  # the pipeline reads it again
 
 
 def refuse_idle(typed: dict[str, Any], job: Job | None) -> None:
     """Refuse options that have no effect in a job that another launcher has started."""
-    if "port" in typed and os.environ.get(TRANSPORT) == "local":
-        raise ConfigError(f"--port {typed['port']}: has no effect with --transport local; leave it out")
+    if os.environ.get(TRANSPORT) == "local":
+        refuse_typed(typed, ["port"], "has no effect with --transport local; leave it out")
     if job is None or link.present():
         return
-    if "port" in typed:
-        raise ConfigError(f"--port {typed['port']}: this job meets where torchrun says; leave it out")
-    if "max_restarts" in typed:
-        raise ConfigError(f"--max-restarts {typed['max_restarts']}: type it before the script, as torchrun's own")
-    if typed.get("workers", job.num_workers) != job.num_workers:
-        raise ConfigError(f"--workers {typed['workers']}: this job has {job.num_workers} workers; leave it out")
+    refuse_typed(typed, ["port"], "this job meets where torchrun says; leave it out")
+    refuse_typed(typed, ["max_restarts"], "type it before the script, as torchrun's own")
+    refuse_workers(typed, job)
 
 
 def _refuse_device(device: str) -> None:
@@ -304,12 +226,8 @@ def _run_script(typed: dict[str, Any], argv: list[str], job: Job | None) -> int:
         beside = [str(path) for path in sorted(Path(script).parent.glob("*.py"))]
         near = difflib.get_close_matches(script, beside, n=1)
         raise ConfigError(f"{script}: there is no such file{f'; did you mean {near[0]}?' if near else ''}")
-    for name in (*_GPT, "beat_bigram"):
-        if name in typed:
-            raise ConfigError(
-                f"--{name.replace('_', '-')}: is an option of the built-in GPT, but {script} runs; "
-                "put the script's own options after --"
-            )
+    of_gpt = f"is an option of the built-in GPT, but {script} runs; put the script's own options after --"
+    refuse_typed(typed, (*_GPT, "beat_bigram"), of_gpt)
     options = schedule_options(typed)
     reporter = Reporter("json" in typed)
     if job is None:
@@ -319,7 +237,9 @@ def _run_script(typed: dict[str, Any], argv: list[str], job: Job | None) -> int:
         known: Any = options if "schedule" in typed else of_most  # others are the script's
         microbatches = typed.get("microbatches", typed.get("replicas", 1))
         make_spec(typed.get("schedule", "1f1b"), workers, microbatches, known)
-        return _start(argv, workers, reporter, typed)
+        from ..launching.launcher import launch
+
+        return launch(argv, workers, reporter, how(typed))
 
     def work() -> None:
         from .script import run_script

@@ -31,17 +31,14 @@ def schedules(typed: dict[str, Any], argv: list[str]) -> int:
     if "json" in typed:
         print(json.dumps(rows))
         return 0
-    console = Reporter().console
+    reporter = Reporter()
     for row in rows:
-        console.print(f"[bold]{row['name']}[/]  {row['summary']}")
+        reporter.console.print(f"[bold]{row['name']}[/]  {row['summary']}")
         types = parameter_types(SCHEDULES[row["name"]])
         settings = ", ".join(f"{key}={_values(value, types[key])}" for key, value in row["parameters"].items())
-        console.print(f"    {row['source']}" + (f"; --set {settings}" if settings else ""), markup=False)
-    console.print(
-        "--set shows the default, and behind | what else there is; every synchronous schedule that does not recompute "
-        "by itself also takes recompute=all, or stages such as recompute=0+1",
-        markup=False,
-    )
+        reporter.text(f"    {row['source']}" + (f"; --set {settings}" if settings else ""))
+    reporter.text("--set shows the default, and behind | what else there is; all that are synchronous also take")
+    reporter.text("recompute=all, or stages such as recompute=0+1, unless they recompute by themselves")
     return 0
 
 

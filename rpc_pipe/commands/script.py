@@ -21,7 +21,7 @@ from ..launching.job import Job
 from ..pipeline import Pipeline
 from ..tracing.own_boards import collect, record
 from ..tracing.run_summary import FILES, figures, last_steps, sentence, write_timelines
-from .options import NOTED_PLAN, typed_checkpoints
+from .options import NOTED_PLAN, refuse_typed, typed_checkpoints
 
 #: below which the scripts are that `run` has itself: of `run --model`, and the built-in GPT
 _PACKAGE = Path(__file__).parents[1]
@@ -30,18 +30,9 @@ _OF_STEPS = ("trace", "html", "json")
 _PATHS = (*FILES, "checkpoint_folder", "resume")
 #: options that have no effect without a pipeline
 _OF_PIPELINE = (
-    "schedule",
-    "set",
-    "window",
-    "microbatches",
-    "split",
-    "order",
-    "device",
-    "save",
-    "checkpoint_every",
-    "resume",
+    "schedule", "set", "window", "microbatches", "split", "order", "device", "save", "checkpoint_every", "resume",
     *_OF_STEPS,
-)
+)  # fmt: skip
 
 
 def run_script(
@@ -104,10 +95,8 @@ class _Ending:
 
     def made(self, pipe: Pipeline) -> None:
         if self._pipe is not None and ("resume" in self._typed or "checkpoint_every" in self._typed):
-            raise ConfigError(
-                f"--checkpoint-every, --resume: {self._typed['script']} makes several pipelines; use "
-                "checkpoints.save and checkpoints.load in it"
-            )
+            said = f"{self._typed['script']} makes several pipelines; use checkpoints.save and checkpoints.load in it"
+            raise ConfigError(f"--checkpoint-every, --resume: {said}")
         self._pipe = pipe
         told = follow(pipe, *typed_checkpoints(self._typed))
         if told and pipe.worker == 0:
@@ -119,9 +108,7 @@ class _Ending:
         """Save and report; every worker must call it."""
         pipe, typed = self._pipe, self._typed
         if pipe is None:
-            for name in _OF_PIPELINE:
-                if name in typed:
-                    raise ConfigError(f"--{name.replace('_', '-')}: {typed['script']} made no Pipeline")
+            refuse_typed(typed, _OF_PIPELINE, f"{typed['script']} made no Pipeline")
             if self._job.worker == 0 and self._job.num_workers > 1:
                 said = f"made no Pipeline: {self._job.num_workers} workers ran all of it, each by itself"
                 link.tell(kind="text", text=f"{typed['script']} {said}")

@@ -10,24 +10,20 @@ from typing import Any
 from ..dependency import (
     Action,
     ConfigError,
-    PipeError,
-    ScheduleError,
     Spec,
     check_all,
     worker_staleness,
     worker_weight_copies,
 )
-from ..drawing.chrome import write_chrome
-from ..drawing.page import Picture, draw_page
+from ..drawing.page import Picture, draw_page, write_chrome
 from ..drawing.svg import draw_svg
 from ..drawing.timeline import draw
 from ..launching.report import Reporter
 from ..planning.compare import describe_staleness
 from ..planning.simulator import Cost, Link, Simulation, simulate
 from ..planning.slice_costs import SliceCosts
-from ..planning.span import Span
+from ..planning.span import Span, waits
 from ..planning.specs import MAX_FORWARDS
-from ..planning.waits import waits
 from .files import try_files, write
 from .options import (
     Parser,
@@ -44,6 +40,7 @@ from .options import (
     parse_links,
     parse_number,
     parse_worker,
+    refuse_typed,
     typed_attention,
     typed_spec,
     whole,
@@ -68,14 +65,10 @@ def add(commands: Any) -> None:
     add_costs(parser)
     parser.add_argument("--stage-cost", metavar="FACTORS", help="factor of the cost for each stage, such as 1,1,2,1")
     parser.add_argument("--slow", action="append", metavar="WORKER=FACTOR", help="make a worker slower by a factor")
-    parser.add_argument(
-        "--link", action="append", metavar="FROM-TO=TIME[/BANDWIDTH]",
-        help="travel time of one link, and its bytes a unit of time, such as 0-1=2.5/1MB",
-    )  # fmt: skip
+    way = "travel time of one link, and its bytes a unit of time, such as 0-1=2.5/1MB"
+    parser.add_argument("--link", action="append", metavar="FROM-TO=TIME[/BANDWIDTH]", help=way)
     parser.add_argument("--uplink", metavar="BYTES", help="what a worker sends to all others, bytes a unit of time")
-    parser.add_argument(
-        "--payload", metavar="BYTES", help="size of a payload, for --uplink and bandwidths of --link (0)"
-    )
+    parser.add_argument("--payload", metavar="BYTES", help="size of a payload, for --uplink and bandwidths of --link")
     parser.add_argument("--steps", type=whole(1), help="number of consecutive steps (1)")
     parser.add_argument("--svg", metavar="FILE", help="write the timeline as a picture")
     parser.add_argument("--html", metavar="FILE", help="write the timeline as a page to zoom and hover in")
@@ -93,40 +86,22 @@ def _simulate(typed: dict[str, Any], argv: list[str]) -> int:
     try_files(typed, ("svg", "html", "chrome"))
     check_all(spec)
     reporter = Reporter("json" in typed)
-    try:
-        result = simulate(
-            spec,
-            cost,
-            comm=comm,
-            order=typed.get("order"),
-            steps=steps,
-            links=links,
-            payload=lambda action: size * spec.share(action),
-            uplinks=uplinks,
-        )
-    except ScheduleError:
-        raise
-    except PipeError as error:
-        reporter.error(str(error))
-        return 1
+    settings = {"comm": comm, "order": typed.get("order"), "steps": steps, "links": links, "uplinks": uplinks}
+    result = simulate(spec, cost, payload=lambda action: size * spec.share(action), **settings)
     _refuse_idle(links, result)
     _write_pictures(typed, name, result)
     if "json" in typed:
         print(json.dumps(_report(name, result)))
         return 0
     if len(result.spans) <= _MOST_DRAWN:
-        width = reporter.console.width
-        reporter.console.print(
-            draw(result.spans, spec.num_workers, width=width, most_lines=_MOST_LINES, slices=len(spec.slice_sizes))
-        )
+        width, slices = reporter.console.width, len(spec.slice_sizes)
+        drawn = draw(result.spans, spec.num_workers, width=width, most_lines=_MOST_LINES, slices=slices)
+        reporter.console.print(drawn)
     a_step = f", step {result.step_time:g}" if steps > 1 else ""
-    reporter.console.print(
-        f"{name}: makespan {result.makespan:g}{a_step}, span {result.span:g}, bubble {result.bubble:.1%}, "
-        f"peak activations {_tell_peaks(result.peak_activations)}",
-        markup=False,
-    )
+    took = f"makespan {result.makespan:g}{a_step}, span {result.span:g}, bubble {result.bubble:.1%}"
+    reporter.text(f"{name}: {took}, peak activations {_tell_peaks(result.peak_activations)}")
     for line in [*_tell_unit(spec, typed), *describe_staleness(spec)]:
-        reporter.console.print(line, markup=False)
+        reporter.text(line)
     return 0
 
 
@@ -172,16 +147,13 @@ def _cost(spec: Spec, typed: Mapping[str, Any]) -> Cost:
 def _links(typed: Mapping[str, Any], num_workers: int) -> tuple[dict[tuple[int, int], Link], dict[int, float], float]:
     """Return the links that differ, the workers' uplinks, and the bytes of a payload."""
     links = parse_links("--link", typed.get("link", []), num_workers)
-    width = parse_bytes("--uplink", typed["uplink"]) if "uplink" in typed else float("inf")
-    if width == 0:
-        raise ConfigError(f"--uplink {typed['uplink']}: must be above 0")
-    uplinks = dict.fromkeys(range(num_workers), width) if "uplink" in typed else {}
+    uplinks = {}
+    if "uplink" in typed:
+        uplinks = dict.fromkeys(range(num_workers), parse_bytes("--uplink", typed["uplink"], some=True))
     narrow = uplinks or any(link.bandwidth < float("inf") for link in links.values())
-    if "payload" in typed and not narrow:
-        raise ConfigError(
-            f"--payload {typed['payload']}: needs a bandwidth: --link FROM-TO=TIME/BANDWIDTH or --uplink BYTES"
-        )
-    if narrow and "payload" not in typed:
+    if not narrow:
+        refuse_typed(typed, ["payload"], "needs a bandwidth: --link FROM-TO=TIME/BANDWIDTH or --uplink BYTES")
+    elif "payload" not in typed:
         raise ConfigError("--link, --uplink: a bandwidth needs the size of what is sent: --payload BYTES")
     return links, uplinks, parse_bytes("--payload", typed.get("payload", "0"))
 
@@ -220,18 +192,14 @@ def _write_pictures(typed: Mapping[str, Any], name: str, result: Simulation) -> 
     spec, slices = result.spec, len(result.spec.slice_sizes)
     title = f"{name}, {spec.num_workers} workers, {_count(spec)}"
     if "svg" in typed:
-        write(
-            typed["svg"],
-            draw_svg(result.spans, spec.num_workers, title=title, num_stages=spec.num_stages, slices=slices),
-        )
+        stages = spec.num_stages
+        drawn = draw_svg(result.spans, spec.num_workers, title=title, num_stages=stages, slices=slices)
+        write(typed["svg"], drawn)
     if "html" in typed:
-        unit = (
-            "time in units of --cost and --comm"
-            if "cost" in typed
-            else "time in units in which a stage's forward takes 1"
-        )
+        unit = "of --cost and --comm" if "cost" in typed else "in which a stage's forward takes 1"
+        notes = [f"time in units {unit}"]
         causes = waits(spec, result.spans)
-        picture = Picture(title, result.spans, spec.num_workers, waits=causes, slices=slices, notes=[unit])
+        picture = Picture(title, result.spans, spec.num_workers, waits=causes, slices=slices, notes=notes)
         write(typed["html"], draw_page([picture]))
     if "chrome" in typed:
         write_chrome(typed["chrome"], spec, _by_step(result.spans))

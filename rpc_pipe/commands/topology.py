@@ -24,6 +24,7 @@ from .options import parse_bytes, parse_number, parse_worker
 
 #: measured link between processes of one machine, through shared memory
 HERE = Link(0.3, 1e6)
+_EXAMPLE = '{"workers": [{"memory": "8GB", "speed": 1.0}], "links": {"0-1": {"latency_ms": 5, "bandwidth": "1GB"}}}'
 
 
 @dataclass(frozen=True)
@@ -53,22 +54,8 @@ def parse_link(text: str) -> Link:
     Link(latency=0.5, bandwidth=1000000.0)
     """
     latency, slash, bandwidth = text.partition("/")
-    width = parse_bytes(f"--link {latency}/", bandwidth) / 1e3 if slash else float("inf")
-    if width == 0:
-        raise ConfigError(f"--link {text}: a bandwidth must be above 0")
+    width = parse_bytes(f"--link {latency}/", bandwidth, some=True) / 1e3 if slash else float("inf")
     return Link(parse_number("--link", latency), width)
-
-
-def parse_memory(option: str, text: str) -> float:
-    """Read the bytes that a worker may use.
-
-    Raises:
-        ConfigError: it is no number, or 0, in which nothing fits.
-    """
-    limit = parse_bytes(option, text)
-    if not limit:
-        raise ConfigError(f"{option} {text}: must be above 0")
-    return limit
 
 
 def read_topology(path: str) -> Machines:
@@ -90,17 +77,14 @@ def machines_of(where: str, told: Any) -> Machines:
     try:
         found: _Topology = from_json_value(_Topology, told, "the topology")
     except DAMAGED as error:
-        raise ConfigError(
-            f"{where}: is no topology: {error}; it must be such as "
-            '{"workers": [{"memory": "8GB", "speed": 1.0}], "links": {"0-1": {"latency_ms": 5, "bandwidth": "1GB"}}}'
-        ) from None
+        raise ConfigError(f"{where}: is no topology, such as {_EXAMPLE}: {error}") from None
     count = len(found.workers)
     if not count:
         raise ConfigError(f"{where}: workers: must list at least one")
     for worker in found.workers:
         if worker.speed <= 0:
             raise ConfigError(f"{where}: speed {worker.speed:g}: must be above 0")
-    limits = [parse_memory(f"{where}: memory", worker.memory) if worker.memory else None for worker in found.workers]
+    limits = [_read(where, "memory", worker.memory) if worker.memory else None for worker in found.workers]
     links = {}
     for ends, way in found.links.items():
         source, dash, target = ends.partition("-")
@@ -116,17 +100,13 @@ def machines_of(where: str, told: Any) -> Machines:
         tuple(limits) if any(limit is not None for limit in limits) else (),
         _link(where, found.link),
         links,
-        {at: _width(where, "uplink", worker.uplink) for at, worker in enumerate(found.workers) if worker.uplink},
+        {at: _read(where, "uplink", worker.uplink) / 1e3 for at, worker in enumerate(found.workers) if worker.uplink},
     )
 
 
 def _link(where: str, way: _Way) -> Link:
-    return Link(way.latency_ms, _width(where, "bandwidth", way.bandwidth) if way.bandwidth else float("inf"))
+    return Link(way.latency_ms, _read(where, "bandwidth", way.bandwidth) / 1e3 if way.bandwidth else float("inf"))
 
 
-def _width(where: str, name: str, said: str) -> float:
-    """Read bytes a second; return bytes a millisecond."""
-    width = parse_bytes(f"{where}: {name}", said) / 1e3
-    if width <= 0:
-        raise ConfigError(f"{where}: {name} {said}: must be above 0")
-    return width
+def _read(where: str, name: str, said: str) -> float:
+    return parse_bytes(f"{where}: {name}", said, some=True)

@@ -10,26 +10,20 @@ from ..launching.launcher import launch
 from ..launching.report import Reporter
 from ..launching.worker_main import as_worker
 from ..verifying.options import BUILT_IN, VerifyOptions
-from .options import Parser, add_pipeline, filled, fraction, number, set_transport, whole
+from .options import MAKE, Parser, add_pipeline, filled, fraction, number, refuse_typed, set_transport, whole
 from .run import how, refuse_idle
-
-_MODEL = (
-    "gpt, conv, mlp, or a function that returns model, batch (the model computes the loss) or model, batch, loss_fn"
-)
 
 
 def add(commands: Any) -> None:
     """Add `verify` to the command line."""
     parser: Parser = commands.add_parser("verify", help="compare with one process, bit for bit")
-    parser.add_argument("model", nargs="?", metavar="FILE.py:make", help=f"{_MODEL} ({VerifyOptions.model})")
+    parser.add_argument(
+        "model", nargs="?", metavar="FILE.py:make", help=f"gpt, conv, mlp, or {MAKE} ({VerifyOptions.model})"
+    )
     add_pipeline(parser)
     parser.add_argument("--steps", type=whole(1), help=f"training steps ({VerifyOptions.steps})")
-    parser.add_argument(
-        "--blocks", action="append", help="names of the model's lists of blocks, or of single blocks, with commas"
-    )
-    parser.add_argument(
-        "--list-blocks", action="store_true", help="only print blocks, parameters and payload of every possible cut"
-    )
+    parser.add_argument("--blocks", action="append", help="names of lists of blocks, or of blocks, with commas")
+    parser.add_argument("--list-blocks", action="store_true", help="only print the blocks, and what each cut passes")
     parser.add_argument("--rows", type=whole(1), help="rows of a batch (2 M + 1, so that the last is ragged)")
     parser.add_argument("--dropout", type=fraction, help=f"dropout ({VerifyOptions.dropout})")
     parser.add_argument("--max-grad-norm", type=number, help="clip gradients to this norm, and compare the norms")
@@ -48,7 +42,7 @@ def verify(typed: dict[str, Any], argv: list[str]) -> int:
     job = current_job()
     refuse_idle(typed, job)
     if job is not None and options.transport == "local":
-        raise ConfigError("--transport local: runs in one process, but this is one of several; leave it out")
+        refuse_typed({"transport": "local"}, ["transport"], "runs in one process, and this is one of several")
     options.spec(sum(options.split) if options.split else 10**9)
     reporter = Reporter("json" in typed)
     if "list_blocks" in typed:
@@ -74,17 +68,10 @@ def _checked(typed: dict[str, Any]) -> dict[str, Any]:
     """
     model = typed.get("model", VerifyOptions.model)
     if model in BUILT_IN:
-        for name in ("blocks", "list_blocks"):
-            if name in typed:
-                raise ConfigError(f"--{name.replace('_', '-')}: is of a model of yours; name it, FILE.py:make")
+        refuse_typed(typed, ["blocks", "list_blocks"], "is of a model of yours; name it, FILE.py:make")
+    elif ".py:" not in model:
+        raise ConfigError(f"{model}: must be {', '.join(BUILT_IN)}, or path/to/file.py:make")
     else:
-        if ".py:" not in model:
-            raise ConfigError(f"{model}: must be {', '.join(BUILT_IN)}, or path/to/file.py:make")
-        for name in ("rows", "dropout"):
-            if name in typed:
-                raise ConfigError(f"--{name}: is of the built-in models; {model} says it itself")
-    return (
-        {**typed, "blocks": [name for each in typed["blocks"] for name in each.split(",")]}
-        if "blocks" in typed
-        else typed
-    )
+        refuse_typed(typed, ["rows", "dropout"], f"is of the built-in models; {model} says it itself")
+    blocks = {"blocks": ",".join(typed["blocks"]).split(",")} if "blocks" in typed else {}
+    return {**typed, **blocks}

@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from ..dependency import ConfigError
-from ..dispatch.recording import Replay
+from ..dispatch.recording import Replay, Source
 from ..dispatch.watcher import Watcher, Wishes
-from ..tracing import runs
-from ..tracing.boards import RunBoards, UpdateSource
+from ..tracing.boards import RunBoards, find
 from .files import try_files
-from .options import Parser, filled, number
+from .options import Parser, filled, number, refuse_typed
 
 #: option that replaces the display -> options that have no effect with it
 _ALONE = {
@@ -28,15 +27,9 @@ _AT = "PORT or HOST:PORT"
 
 def add(commands: Any) -> None:
     """Add `watch` to the command line."""
-    parser: Parser = commands.add_parser(
-        "watch", help="watch a running job without disturbing it, or replay a recording"
-    )
-    parser.add_argument(
-        "address", nargs="?", help="script, name or folder of the run, if there are several, or a recording: run.jsonl"
-    )
-    parser.add_argument(
-        "--web", nargs="?", const="8800", metavar="PORT", help="show it in a browser: PORT or HOST:PORT"
-    )
+    parser: Parser = commands.add_parser("watch", help="watch a running job undisturbed, or replay a recording")
+    parser.add_argument("address", nargs="?", help="script, name or folder of one of several runs, or a recording")
+    parser.add_argument("--web", nargs="?", const="8800", metavar="PORT", help=f"show it in a browser: {_AT}")
     parser.add_argument("--metrics", metavar="PORT", help=f"serve OpenMetrics for Prometheus: {_AT}")
     parser.add_argument("--record", metavar="FILE", help="write every step to this file of JSON lines")
     parser.add_argument("--tensorboard", metavar="FOLDER", help="write scalars for TensorBoard")
@@ -56,8 +49,8 @@ def _watch(typed: dict[str, Any], argv: list[str]) -> int:
     with contextlib.suppress(OSError):
         os.nice(19)  # the workers have priority
     source = _open_source(typed.get("address"))
-    if "speed" in typed and not isinstance(source, Replay):
-        raise ConfigError(f"--speed {typed['speed']:g}: is of a recording, but {source.name} runs now")
+    if not isinstance(source, Replay):
+        refuse_typed(typed, ["speed"], f"is of a recording, but {source.name} runs now")
     watcher = Watcher(source, filled(Wishes, typed))
     try:
         asyncio.run(watcher.run())
@@ -66,7 +59,7 @@ def _watch(typed: dict[str, Any], argv: list[str]) -> int:
     return 0
 
 
-def _open_source(address: str | None) -> UpdateSource:
+def _open_source(address: str | None) -> Source:
     """Return the recording, or the run on this machine, named `address`.
 
     Raises:
@@ -76,25 +69,20 @@ def _open_source(address: str | None) -> UpdateSource:
         return Replay(Path(address))
     if address is not None and address.endswith(".jsonl"):
         raise ConfigError(f"watch {address}: there is no such file")
-    return RunBoards(runs.find(address))
+    return RunBoards(find(address))
 
 
 def _refuse_idle(typed: dict[str, Any]) -> None:
-    if "json" in typed and "once" not in typed:
-        raise ConfigError("--json: needs --once; --record writes every step as JSON")
-    if "steps" in typed and "trace" not in typed:
-        raise ConfigError(f"--steps {typed['steps']}: needs --trace FILE")
-    for alone, others in _ALONE.items():
-        for other in others:
-            if alone in typed and other in typed:
-                raise ConfigError(
-                    f"--{other}: has no effect with --{alone}, which ends as soon as it can; leave one out"
-                )
+    if "once" not in typed:
+        refuse_typed(typed, ["json"], "needs --once; --record writes every step as JSON")
+    if "trace" not in typed:
+        refuse_typed(typed, ["steps"], "needs --trace FILE")
+    for alone in (alone for alone in _ALONE if alone in typed):
+        refuse_typed(typed, _ALONE[alone], f"has no effect with --{alone}, which ends as soon as it can; leave one out")
     if typed.get("speed", 1) <= 0:
-        raise ConfigError(f"--speed {typed['speed']:g}: must be more than 0")
-    for hurried in ("once", "trace", "record"):
-        if "speed" in typed and hurried in typed:
-            raise ConfigError(f"--speed {typed['speed']:g}: with --{hurried} a recording is read as fast as it can be")
+        refuse_typed(typed, ["speed"], "must be more than 0")
+    for hurried in (hurried for hurried in ("once", "trace", "record") if hurried in typed):
+        refuse_typed(typed, ["speed"], f"with --{hurried} a recording is read as fast as it can be")
 
 
 def _parse_steps(text: str) -> tuple[int, int]:

@@ -1,21 +1,26 @@
-"""Text as bytes, with a held-out split, and the bigram model that a real model must beat."""
+"""Text as bytes, from files or Python's standard library, and the bigram model that a real model must beat."""
 
 from __future__ import annotations
 
+import os
+import sysconfig
 import zlib
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from ..data.maps import dataset
 from ..data.source import Source
-from .text import HELD_OUT_EVERY, read_text
+from ..dependency import ConfigError
 
 #: the text is cut into chunks of about so many bytes, so that both splits are spread over all of it
 _CHUNK = 16384
 
 Batch = tuple[Tensor, Tensor]
+#: every so many-th chunk of the text is held out
+HELD_OUT_EVERY = 10
 
 
 class Corpus:
@@ -87,3 +92,37 @@ class _Rows:
     def __getitem__(self, number: int) -> Batch:
         inputs, targets = self._corpus.rows([self._starts[number]])
         return inputs[0], targets[0]
+
+
+def default_text() -> list[Path]:
+    """Return the sources of Python's standard library, which lie on every machine."""
+    skipped = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}
+    found: list[Path] = []
+    for folder, folders, files in os.walk(sysconfig.get_paths()["stdlib"]):
+        folders[:] = set(folders) - skipped
+        found += [Path(folder, file) for file in files if file.endswith(".py")]
+    return sorted(found)
+
+
+def read_text(data: str | None, context: int) -> bytes:
+    """Return the bytes of the files that `--data` names, one behind the other.
+
+    Raises:
+        ConfigError: there is nothing readable, or too little for samples of `context` bytes.
+    """
+    if data is None:
+        files = default_text()
+    elif (path := Path(data)).is_dir():
+        files = sorted(p for p in path.rglob("*") if p.is_file())
+    else:
+        files = [path]
+    try:
+        text = b"".join(file.read_bytes() for file in files)
+    except OSError as error:
+        raise ConfigError(f"--data {error.filename}: cannot be read: {error.strerror}") from error
+    if len(text) < (least := HELD_OUT_EVERY * (context + 1)):
+        raise ConfigError(
+            f"--data {data}: has {len(text)} bytes; samples of {context} bytes and a held-out tenth need at least "
+            f"{least}"
+        )
+    return text

@@ -43,9 +43,8 @@ def main() -> None:
     config = GPTConfig(**{field.name: typed[field.name] for field in fields(GPTConfig)})
     steps, rows = typed["steps"], typed["batch"]
     corpus = Corpus(typed["data"], config.context)
-    training = PipelineTraining(
-        partial(AdamW, lr=typed["lr"], betas=(0.9, 0.99), weight_decay=0.01), partial(_warmup_and_cosine, steps=steps)
-    )
+    optimizer = partial(AdamW, lr=typed["lr"], betas=(0.9, 0.99), weight_decay=0.01)
+    training = PipelineTraining(optimizer, partial(_warmup_and_cosine, steps=steps))
     pipe = Pipeline(gpt_layers(config), next_byte_loss, training=training, num_microbatches=8, seed=typed["seed"])
 
     def tell(text: str, **more: int) -> None:

@@ -1,4 +1,4 @@
-"""A run as a file: JSON lines, one for each step, to look at again and for other programs.
+"""A run as files: scalars for TensorBoard, and JSON lines, one for each step, to look at again and for other programs.
 
     {"kind": "run", "workers": [...], "listings": [...]}          first, and again with another pipeline or program
     {"kind": "step", "step": 7, "loss": 2.3, "step_ms": 140.1, "tokens_per_s": ..., "bubble": 0.31, "lost": {...},
@@ -15,17 +15,20 @@ import json
 import math
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, Union
 
 from ..dependency import ConfigError, Kind
 from ..system.files import DAMAGED, read_file
 from ..tracing.board import Live, State, encode_record, number_or_word
 from ..tracing.board_reader import decode_record
-from ..tracing.boards import RunUpdate
-from ..tracing.run_ending import Ending
+from ..tracing.boards import RunBoards, RunUpdate
+from ..tracing.run_folders import Ending
 from .view import View
 
+#: a run as a watcher sees it
+Source = Union[RunBoards, "Replay"]
 #: most steps of an update, fewer than a view keeps
 _MOST_STEPS = 32
 
@@ -124,10 +127,7 @@ class Replay:
 
     def look(self) -> RunUpdate:
         now = self._first_ns + 1e9 * (time.monotonic() - self._began) * (self.speed or math.inf)
-        update = RunUpdate(
-            self._update.headers, self._update.listings, self._update.lives, clock_error_ms=self._update.clock_error_ms
-        )
-        update.ending = self._update.ending
+        update = replace(self._update, records=[], events=[])
         while self._at < len(self._lines) and len(update.records) < _MOST_STEPS * len(update.headers or "1"):
             line = self._lines[self._at]
             if line["kind"] == "run":
@@ -172,6 +172,52 @@ def _read(path: Path) -> Iterator[dict[str, Any]]:
         except DAMAGED as error:
             if number == len(lines):
                 return  # the last line of a recording that was cut off
-            raise ConfigError(
-                f"watch {path}: line {number} is not of a recording: {type(error).__name__}: {error}"
-            ) from None
+            kind = type(error).__name__
+            raise ConfigError(f"watch {path}: line {number} is not of a recording: {kind}: {error}") from None
+
+
+class Scalars:
+    """Writes loss, times and bubbles of every step.
+
+    Raises:
+        ConfigError: TensorBoard is not installed.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ConfigError(f"--tensorboard: needs {error.name}; pip install 'rpc-pipe[tensorboard]'") from error
+        self._writer = SummaryWriter(str(folder))
+        self._last_step = -1
+        self._run: dict[int, int] = {}
+        self._last_lost: object = None
+
+    def write(self, view: View) -> None:
+        """Write the steps that are new since the last call."""
+        run = view.pipelines
+        if run.keys() == self._run.keys() and run != self._run:
+            self._last_step = -1
+        self._run = run
+        for step in view.complete_steps(0):
+            if step <= self._last_step:
+                continue
+            self._last_step = step
+            records = view.records(step)
+            length_ms = view.length_ms(step)
+            scalars = {"loss": records[0].loss, "step/ms": length_ms}
+            for record in records:
+                scalars[f"bubble/worker {record.worker}"] = 1 - record.busy_ns / 1e6 / length_ms
+                scalars[f"peak MB/worker {record.worker}"] = record.peak_bytes / 1e6
+            for name, value in scalars.items():
+                if not math.isnan(value):
+                    self._writer.add_scalar(name, value, step)
+        lost = view.lost()
+        if lost is not None and lost is not self._last_lost:
+            self._last_lost = lost
+            for cause, ms in lost.parts().items():
+                self._writer.add_scalar(f"lost ms/{cause}", ms, self._last_step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()

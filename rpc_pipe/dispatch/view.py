@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import median
+from typing import Any
 
+from ..drawing.page import Picture
+from ..planning.span import waits
 from ..tracing.board import Live, State
 from ..tracing.boards import RunUpdate
 from ..tracing.history import KEPT_STEPS, RECENT, History
-from ..tracing.run_ending import Ending
+from ..tracing.run_folders import Ending
 from ..tracing.stall_report import duration, roll_call, waiting_chain
 from ..tracing.trace import spans_of, transfers
 
@@ -23,6 +26,12 @@ _MORE_BETWEEN = 6
 _TELL_DROPPED_S = 10.0
 #: a step is reported as slow above this multiple of the usual time, and this many ms more
 _SLOW_STEP, _SLOWER_MS = 2.0, 50.0
+#: most spans that are shown (fewer steps are shown then), and most for which causes of waits are computed
+_MOST_SPANS, _MOST_EXPLAINED = 100_000, 6_000
+
+
+#: the words for states of workers, in their order; `gone` is one that has ended without leaving
+STATES = "starts", "runs", "waits", "between", "left", "stopped", "gone"
 
 
 @dataclass(frozen=True)
@@ -156,7 +165,7 @@ class View(History):
             waits_for = "the result" if live.missing is None else f"{live.missing} of {live.peer}"
         return WorkerRow(
             worker=worker,
-            state=self._state(worker, live),
+            state="gone" if worker in self.gone and live.state is not State.LEFT else STATES[live.state],
             action=str(live.action) if live.state is State.RUNNING else "",
             stages=",".join(str(stage) for stage in sorted({stage for stage, _, _ in header["shards"]})),
             step=live.step,
@@ -167,18 +176,6 @@ class View(History):
             peak_mb=records[-1].peak_bytes / 1e6 if records else math.nan,
             outbox=records[-1].outbox if records else 0,
         )
-
-    def _state(self, worker: int, live: Live) -> str:
-        if worker in self.gone:
-            return "left" if live.state is State.LEFT else "gone"
-        words = {
-            State.RUNNING: "runs",
-            State.WAITING: "waits",
-            State.BETWEEN: "between",
-            State.STARTING: "starts",
-            State.STOPPED: "stopped",
-        }
-        return words.get(live.state, "left")
 
     def links(self) -> list[LinkRow]:
         """Return the statistics of transfers by link."""
@@ -207,3 +204,47 @@ class View(History):
     def _last_host(self) -> int:
         """Return a worker of the last stage, which has the result."""
         return max(self.headers, key=lambda w: max(stage for stage, _, _ in self.headers[w]["shards"]), default=0)
+
+
+def draw_steps(view: View, count: int) -> list[Picture]:
+    """Return the last `count` steps, planned and actual; fewer if they are very large."""
+    trace = view.trace(count)
+    if trace is None:
+        return [Picture("planned", [], view.num_workers), Picture("actual", [], view.num_workers)]
+    largest = max(sum(len(record.actions) for record in records) for records in trace.steps.values())
+    trace = view.trace(max(1, min(count, _MOST_SPANS // max(1, largest)))) or trace
+    workers, spec, found = view.num_workers, trace.spec, []
+    planned = trace.simulated(len(trace.steps)).spans
+    for name, spans in (("planned", planned), ("actual", trace.spans())):
+        causes = waits(spec, spans, slack=trace.clock_error_ms) if len(spans) <= _MOST_EXPLAINED else {}
+        found.append(Picture(name, spans, workers, "ms", "idle", causes))
+    return found
+
+
+def describe(view: View) -> dict[str, Any]:
+    """Return the present state of the run, for JSON; unknown numbers are null."""
+    lost, steps, rate = view.lost(), view.complete_steps(1), view.throughput()
+    header = next(iter(view.headers.values()), {})
+    return {
+        "schedule": header.get("schedule"),
+        "num_workers": view.num_workers,
+        "step": steps[0] if steps else None,
+        "loss": finite(view.losses[-1][1]) if view.losses else None,
+        "step_ms": view.step_ms(),
+        "rate": rate[0] if rate else None,
+        "unit": rate[1] if rate else None,
+        "bubble": view.bubble(),
+        "stalled": view.stalled,
+        "ending": view.ending._asdict() if view.ending is not None else None,
+        "clock_error_ms": view.clock_error_ms,
+        "dropped": view.dropped,
+        "workers": [{key: finite(value) for key, value in asdict(row).items()} for row in view.rows()],
+        "links": list(map(asdict, view.links())),
+        "events": list(view.events)[-100:],
+        "lost": lost.as_json() if lost else None,
+    }
+
+
+def finite(value: Any) -> Any:
+    """Return a number, or None if it is not finite, which JSON cannot express."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -15,10 +15,10 @@ from rich.text import Text
 
 from ..dependency import ConfigError
 from ..tracing.board import MOST_STEPS
-from ..tracing.boards import RunBoards, UpdateSource
+from ..tracing.boards import RunBoards
 from ..tracing.stall_report import newest_frames
 from ..tracing.trace import Trace
-from .recording import Recording, Replay
+from .recording import Recording, Replay, Source
 from .terminal import Screen
 from .view import View
 
@@ -49,7 +49,7 @@ class Wishes:
 class Watcher:
     """Polls `source` and passes what is new to the view and the outputs."""
 
-    def __init__(self, source: UpdateSource, wishes: Wishes) -> None:
+    def __init__(self, source: Source, wishes: Wishes) -> None:
         self._source = source
         self._wishes = wishes
         # Outputs of all steps, or of certain ones, may get many at once.
@@ -76,7 +76,7 @@ class Watcher:
         if self._wishes.record:
             sinks.append(Recording(self._wishes.record))
         if self._wishes.tensorboard:
-            from .tensorboard import Scalars
+            from .recording import Scalars
 
             sinks.append(Scalars(self._wishes.tensorboard))
         for sink in sinks:
@@ -114,9 +114,8 @@ class Watcher:
         screen = Screen(self._view, self._source.name)
         display = None
         if self.console.is_terminal and not self._wishes.web:
-            display = stack.enter_context(
-                Display(screen, console=self.console, screen=True, auto_refresh=False, vertical_overflow="crop")
-            )
+            whole: dict[str, Any] = {"screen": True, "auto_refresh": False, "vertical_overflow": "crop"}
+            display = stack.enter_context(Display(screen, console=self.console, **whole))
         said, over_before, ended_before = 0.0, self._hurry, False
         while True:
             over = self._source.over
@@ -156,7 +155,7 @@ class Watcher:
             await asyncio.sleep(0 if self._hurry else _LOOK_EVERY_S / 5)
             self._look(sinks)
         if self._wishes.json:
-            from .summary import describe
+            from .view import describe
 
             print(json.dumps({"name": self._source.name, **describe(self._view)}))
         else:

@@ -12,21 +12,24 @@ import hmac
 import ipaddress
 import json
 import logging
+import math
 import re
 import secrets
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from importlib.resources import files
+from typing import Any
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
+from prometheus_client import CollectorRegistry, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.openmetrics.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from ..dependency import ConfigError
 from ..drawing.page import encode, with_parts
-from ..tracing.boards import UpdateSource
-from .metrics import render
-from .summary import describe, draw_steps, finite
-from .view import View
+from .recording import Source
+from .view import STATES, View, WorkerRow, describe, draw_steps, finite
 
 #: for one more the eldest is closed, so who connects and stays keeps nobody out; as many again may come at once
 _MOST_CONNECTIONS = 64
@@ -60,7 +63,7 @@ class Server:
         page: whether the page is served, besides the metrics.
     """
 
-    def __init__(self, view: View, source: UpdateSource, option: str, host: str, port: int, *, page: bool) -> None:
+    def __init__(self, view: View, source: Source, option: str, host: str, port: int, *, page: bool) -> None:
         self._view = view
         self._source = source
         self._option = option
@@ -92,9 +95,8 @@ class Server:
                 self._admit, self._host, self._port, backlog=_MOST_CONNECTIONS
             )
         except OSError as error:
-            raise ConfigError(
-                f"{self._option} {self._host}:{self._port}: {error.strerror or error}; port 0 takes any that is free"
-            ) from error
+            at = f"{self._option} {self._host}:{self._port}"
+            raise ConfigError(f"{at}: {error.strerror or error}; port 0 takes any that is free") from error
         self._port = self._listener.sockets[0].getsockname()[1]
         self._cookie = f"rpc-pipe-token-{self._port}"  # cookies do not know ports
         shown = f"[{self._host}]" if ":" in self._host else self._host
@@ -165,8 +167,9 @@ class Server:
         return web.Response(text=text, content_type="text/html", headers={"Content-Security-Policy": policy})
 
     async def _metrics(self, request: web.Request) -> web.Response:
-        body, content_type = render(self._view)
-        return web.Response(body=body, headers={"Content-Type": content_type})
+        registry = CollectorRegistry()
+        registry.register(_Collector(self._view))
+        return web.Response(body=generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def _state(self, request: web.Request) -> web.Response:
         try:
@@ -203,3 +206,52 @@ def _is_address(host: str) -> bool:
 
 def _is_loopback(host: str) -> bool:
     return host == "localhost" or (_is_address(host) and ipaddress.ip_address(host).is_loopback)
+
+
+class _Collector:
+    def __init__(self, view: View) -> None:
+        self._view = view
+
+    def collect(self) -> Iterator[Metric]:
+        view, steps, step_ms = self._view, self._view.complete_steps(1), self._view.step_ms()
+        if steps:
+            yield CounterMetricFamily("rpc_pipe_steps", "Steps that all workers have finished.", steps[0] + 1)
+        figures: list[tuple[str, str, str, float | None]] = [
+            ("workers", "Workers that can be seen.", "", len(view.headers)),
+            ("loss", "Loss of the last step.", "", view.losses[-1][1] if view.losses else None),
+            ("step_seconds", "Median time of the recent steps.", "seconds", step_ms and step_ms / 1e3),
+            ("bubble_ratio", "Share of the workers' time without computing, for any cause.", "ratio", view.bubble()),
+            ("stalled", "1 if nothing finishes.", "", int(view.stalled)),
+        ]
+        if rate := view.throughput():
+            figures.append((f"{rate[1]}_per_second", "Throughput of the recent steps.", "", rate[0]))
+        for name, text, unit, value in figures:
+            yield _gauges(name, text, [], {} if value is None else {(): value}, unit)
+        if lost := view.lost():
+            causes = {(cause,): ms / 1e3 for cause, ms in {"work": lost.limit_ms, **lost.parts()}.items()}
+            yield _gauges("lost_seconds", "Time of a step by cause.", ["cause"], causes, "seconds")
+        rows, links = view.rows(), view.links()
+        of_workers: tuple[tuple[str, str, str, Callable[[WorkerRow], float]], ...] = (
+            ("bubble_ratio", "Share of time without computing.", "ratio", lambda row: row.bubble),
+            ("action_seconds", "Mean time of an action.", "seconds", lambda row: row.action_ms / 1e3),
+            ("memory_peak_bytes", "Most memory held.", "bytes", lambda row: row.peak_mb * 1e6),
+            ("outbox_payloads", "Payloads not taken yet.", "", lambda row: row.outbox),
+        )
+        for name, text, unit, of in of_workers:
+            yield _gauges(f"worker_{name}", text, ["worker"], {(row.worker,): of(row) for row in rows}, unit)
+        states = {(row.worker, state): int(row.state == state) for row in rows for state in STATES}
+        yield _gauges("worker_state", "1 for the state it is in.", ["worker", "state"], states)
+        latency = {(link.source, link.target): link.ms / 1e3 for link in links}
+        way = {(link.source, link.target): link.mb_per_s * 1e6 for link in links}
+        ends = ["source", "target"]
+        yield _gauges("link_latency_seconds", "Median way of a payload.", ends, latency, "seconds")
+        yield _gauges("link_bytes_per_second", "Payload bytes a second.", ends, way)
+
+
+def _gauges(name: str, text: str, labels: list[str], values: Mapping[Any, float], unit: str = "") -> Metric:
+    """Return a value for each tuple of labels; what is not known of a worker is left out."""
+    family = GaugeMetricFamily(f"rpc_pipe_{name}", text, labels=labels, unit=unit)
+    for said, value in values.items():
+        if not labels or not math.isnan(value):
+            family.add_metric(list(map(str, said)), value)
+    return family

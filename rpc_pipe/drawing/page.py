@@ -1,4 +1,4 @@
-"""Timelines as one self-contained HTML page, in which a browser can zoom.
+"""Timelines for browsers: a self-contained page in which to zoom, and Chrome's trace event format for Perfetto.
 
 The page is `page.html` with the script, the style and the data (as JSON) put in; what is drawn follows from the data
 alone. Loads without torch.
@@ -10,10 +10,11 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
+from pathlib import Path
+from typing import Any
 
-from ..dependency import Kind
-from ..planning.span import Span
-from ..planning.waits import Wait, critical_path
+from ..dependency import Kind, Spec
+from ..planning.span import Span, Wait, critical_path
 from .timeline import held_stages, idle, name_index, summarize
 
 #: placeholder of the data in the template
@@ -33,7 +34,7 @@ class Picture:
     unit: str = ""
     #: what the time is called in which nothing ran: a schedule's `bubble`, or `idle` where times were measured
     gaps: str = "bubble"
-    #: the result of `waits.waits`
+    #: the result of `span.waits`
     waits: Mapping[Span, Wait] = field(default_factory=dict)
     #: number of slices of a microbatch's sequence
     slices: int = 1
@@ -145,3 +146,46 @@ def _table(picture: Picture, held: Sequence[Sequence[tuple[float, float]]]) -> l
 def _short(value: float) -> float:
     """Drop digits that no screen shows: they are half of the page's size."""
     return float(f"{value:.9g}")
+
+
+def write_chrome(
+    path: str | Path,
+    spec: Spec,
+    steps: Mapping[int, Sequence[Span]],
+    *,
+    device: str = "cpu",
+    clock_error_ms: float = 0.0,
+) -> None:
+    """Write what ran in `steps` to a file.
+
+    Args:
+        steps: step -> its spans, in milliseconds.
+        clock_error_ms: largest difference of two workers' clocks, written to the file's `otherData`.
+    """
+    events = _events(spec, steps, device)
+    whole = {"traceEvents": events, "otherData": {"clock_error_ms": clock_error_ms}}
+    Path(path).write_text(json.dumps(whole), encoding="utf-8")
+
+
+def _events(spec: Spec, steps: Mapping[int, Sequence[Span]], device: str) -> list[dict[str, Any]]:
+    origin = min(span.start for spans in steps.values() for span in spans)
+    events: list[dict[str, Any]] = []
+    for worker in range(spec.num_workers):
+        stages = ",".join(str(stage) for stage, _ in spec.hosted(worker))
+        name = f"worker {worker} · stage {stages} · {device}"
+        events.append({"ph": "M", "name": "thread_name", "pid": 0, "tid": worker, "args": {"name": name}})
+    for step, spans in sorted(steps.items()):
+        at = {span.action: span for span in spans}
+        for span in spans:
+            start, end = 1e3 * (span.start - origin), 1e3 * (span.end - origin)
+            base = {"pid": 0, "tid": span.worker, "cat": span.action.kind.letter}
+            args = {"step": step, "stage": span.action.stage, "microbatch": span.action.microbatch}
+            events.append(base | {"ph": "X", "name": str(span.action), "ts": start, "dur": end - start, "args": args})
+            for follower in spec.successors(span.action):
+                if follower not in at or at[follower].worker == span.worker:
+                    continue
+                arrow = {"name": "payload", "cat": "payload", "id": f"{step}.{span.action}.{follower}", "pid": 0}
+                events.append(arrow | {"ph": "s", "tid": span.worker, "ts": end})
+                begin = 1e3 * (at[follower].start - origin)
+                events.append(arrow | {"ph": "f", "bp": "e", "tid": at[follower].worker, "ts": begin})
+    return events

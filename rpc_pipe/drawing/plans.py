@@ -40,7 +40,6 @@ def plans_table(plans: Sequence[Plan]) -> Table:
     drawn.add_column("cut", no_wrap=True, max_width=12)
     for heading in ("M", "ms", "memory", "bubble", "msgs"):
         drawn.add_column(heading, justify="right", no_wrap=True)
-    drawn.add_column("vs best", no_wrap=True)
     shown: dict[str, Plan] = {}
     for plan in plans:
         shown.setdefault(f"{plan.schedule} {sorted(plan.parameters.items())}", plan)
@@ -53,7 +52,6 @@ def plans_table(plans: Sequence[Plan]) -> Table:
             format_bytes(plan.predicted_memory),
             f"{plan.bubble:.0%}",
             str(plan.messages),
-            beside(plan, plans[0]),
         )
     return drawn
 
@@ -99,26 +97,6 @@ def cut_text(cut: Sequence[int]) -> str:
     runs = [(len(list(same)), size) for size, same in groupby(cut)]
     text = ",".join(str(size) if count == 1 else f"{count} x {size}" for count, size in runs)
     return text if len(text) < 24 else f"{len(cut)} stages of {min(cut)} to {max(cut)}"
-
-
-def beside(plan: Plan, best: Plan) -> str:
-    """Return a plan's time and memory relative to the best."""
-    if plan is best:
-        return "best"
-    time = plan.predicted_ms / best.predicted_ms - 1 if best.predicted_ms else 0
-    memory = plan.predicted_memory / best.predicted_memory - 1 if best.predicted_memory else 0
-    return f"{time:+.0%}, {memory:+.0%}"
-
-
-def why(plan: Plan, limits: Sequence[float | None]) -> str:
-    """Return the parts of a plan's time, and the workers whose memory it fills, as text."""
-    share, worker = max((busy, w) for w, busy in enumerate(plan.busy_by_worker)) if plan.busy_by_worker else (0, 0)
-    said = [f"worker {worker} computes {share / plan.predicted_ms:.0%} of the time"] if plan.predicted_ms else []
-    for at, (used, limit) in enumerate(zip(plan.memory_by_worker, limits, strict=False)):
-        if limit and used > 0.9 * limit:
-            said.append(f"worker {at} fills {used / limit:.0%} of its memory")
-            break
-    return "; ".join(said)
 
 
 def front_text(front: Sequence[Plan]) -> str:

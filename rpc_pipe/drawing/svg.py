@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from xml.sax.saxutils import escape, quoteattr
 
 from ..dependency import Kind
@@ -35,23 +34,17 @@ _DARK = {"paper": "#0d1117", "ink": "#e6edf3", "dim": "#9198a1", "bubble": "#262
 
 
 def draw_svg(
-    spans: Sequence[Span],
-    num_workers: int,
-    *,
-    title: str = "",
-    num_stages: int | None = None,
-    unit: str = "",
-    slices: int = 1,
+    spans: Sequence[Span], num_workers: int, *, title: str = "", num_stages: int | None = None, slices: int = 1
 ) -> str:
     """Return an SVG document of `spans`, which are of workers 0 to `num_workers` - 1.
 
     Times count from the first start. The same spans give the same text. `num_stages` is told in the line under the
-    title; by default it is the highest stage that ran, plus one. `unit` is the name of the unit of time,
-    `slices` the number of slices of a microbatch's sequence.
+    title; by default it is the highest stage that ran, plus one. `slices` is the number of slices of a
+    microbatch's sequence.
     """
-    title, unit = _printable(title), _printable(unit)
-    about = summarize(spans, num_workers, unit=unit, num_stages=num_stages)
-    layout = _Layout.of(spans, num_workers, slices)
+    title = _printable(title)
+    about = summarize(spans, num_workers, num_stages=num_stages)
+    layout = _Layout(spans, num_workers, slices)
     held = held_stages(spans, num_workers)
     foot, legend = _legend(layout, spans, max(map(len, held), default=0)) if spans else (layout.bottom, [])
     width, height = _number(layout.width), _number(foot + _MARGIN)
@@ -63,58 +56,31 @@ def draw_svg(
         *_heading(layout, title, about),
     ]
     if spans:
-        parts += [*_axis(layout, unit), *_rows(layout, spans, held), *legend]
+        parts += [*_axis(layout), *_rows(layout, spans, held), *legend]
     return "\n".join([*parts, "</svg>", ""])
 
 
-@dataclass(frozen=True)
 class _Layout:
     """The layout, in pixels."""
 
-    num_workers: int
-    #: of a microbatch's sequence
-    slices: int
-    #: first start, and time from there to the last end
-    first: float
-    length: float
-    #: height of a cell, and from row to row
-    cell: float
-    pitch: float
-    #: largest size of text in cells, and characters of the longest
-    font: float
-    longest: int
-    #: left edge and width of the plot
-    left: float
-    plot: float
-    #: upper edge of the first row
-    top: float
-    #: width of the line that parts neighbouring cells
-    seam: float
-
-    @classmethod
-    def of(cls, spans: Sequence[Span], num_workers: int, slices: int) -> _Layout:
-        first = min((span.start for span in spans), default=0.0)
-        length = max((span.end for span in spans), default=1.0) - first
-        pitch = min(_HIGHEST, max(_LOWEST, _ROWS // max(1, num_workers)))
-        cell = pitch - 2 if pitch > 12 else pitch - 1
-        font = min(12.0, max(_SMALLEST_TEXT, math.floor(cell * 1.5) / 2))
+    def __init__(self, spans: Sequence[Span], num_workers: int, slices: int) -> None:
+        self.num_workers, self.slices = num_workers, slices
+        #: first start, and time from there to the last end
+        self.first = min((span.start for span in spans), default=0.0)
+        self.length = max((span.end for span in spans), default=1.0) - self.first
+        #: height of a cell, and from row to row
+        self.pitch = min(_HIGHEST, max(_LOWEST, _ROWS // max(1, num_workers)))
+        self.cell = self.pitch - 2 if self.pitch > 12 else self.pitch - 1
+        #: largest size of text in cells, and characters of the longest
+        self.font = min(12.0, max(_SMALLEST_TEXT, math.floor(self.cell * 1.5) / 2))
+        self.longest = max((len(_label(span, slices)) for span in spans), default=1)
+        #: left edge and width of the plot, and upper edge of the first row
+        self.left = _MARGIN + _width(f"worker {num_workers - 1}", min(12.0, self.pitch)) + 6
         shortest = min((span.end - span.start for span in spans if span.end > span.start), default=1.0)
-        longest = max((len(_label(span, slices)) for span in spans), default=1)
-        plot = min(_WIDEST, max(_NARROWEST, (longest * font * _CHARACTER + 4) * length / shortest))
-        return cls(
-            num_workers=num_workers,
-            slices=slices,
-            first=first,
-            length=length,
-            cell=cell,
-            pitch=pitch,
-            font=font,
-            longest=longest,
-            left=_MARGIN + _width(f"worker {num_workers - 1}", min(12.0, pitch)) + 6,
-            plot=plot,
-            top=56,
-            seam=min(1.0, 0.15 * shortest * plot / length) if length > 0 else 0,
-        )
+        labels = (self.longest * self.font * _CHARACTER + 4) * self.length / shortest
+        self.plot, self.top = min(_WIDEST, max(_NARROWEST, labels)), 56
+        #: width of the line that parts neighbouring cells
+        self.seam = min(1.0, 0.15 * shortest * self.plot / self.length) if self.length > 0 else 0
 
     @property
     def width(self) -> float:
@@ -155,7 +121,7 @@ def _heading(layout: _Layout, title: str, about: str) -> Iterator[str]:
     yield _text(_MARGIN, 43 if title else 32, about, "dim", 12)
 
 
-def _axis(layout: _Layout, unit: str) -> Iterator[str]:
+def _axis(layout: _Layout) -> Iterator[str]:
     """Yield the tracks, whose visible part is the bubble, and a line and a number at round times."""
     yield "<g>"
     for worker in range(layout.num_workers):
@@ -171,8 +137,7 @@ def _axis(layout: _Layout, unit: str) -> Iterator[str]:
     for i in range(count + 1):
         x = layout.left + i * step / layout.length * layout.plot if step else layout.left
         yield f'<path class="grid" d="M{_number(x)} {_number(layout.bottom)}v5"/>'
-        name = f"{i * step:.{decimals}f}" + (f" {unit}" if unit and i == 0 else "")
-        yield _text(x, layout.bottom + 17, name, "dim", 11, " text-anchor='middle'")
+        yield _text(x, layout.bottom + 17, f"{i * step:.{decimals}f}", "dim", 11, " text-anchor='middle'")
 
 
 def _rows(layout: _Layout, spans: Sequence[Span], held: Sequence[Sequence[int]]) -> Iterator[str]:

@@ -10,24 +10,25 @@ The first cause of a failure wins; what other workers report after it are conseq
 from __future__ import annotations
 
 import queue
+import re
+import signal
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from ..dependency import ConfigError
 from ..dispatch.view import View
 from ..tracing.board import Live, State
 from ..tracing.boards import RunBoards
 from ..tracing.run_summary import figures
-from ..tracing.stall_report import told_stacks
-from .cause import LAST_LINES, Cause, killed, memory_kills, of_death, of_stall
+from ..tracing.stall_report import told_stacks, waits_for_unseen
 from .job import FAILED, INTERRUPTED, WRONG_INPUT
-from .logs import Logs
 from .report import Reporter
-from .worker_process import MOST_UNREAD, Events, WorkerEvent, WorkerProcess
+from .worker_process import MOST_UNREAD, Events, Logs, WorkerEvent, WorkerProcess
 
 #: seconds to wait for a cause after a consequence was reported
 _GRACE_S = 3.0
@@ -37,6 +38,11 @@ _DISAGREED_S = 1.0
 _JOIN_TOLD_S = 8.0
 #: seconds between polls of the boards
 _LOOK_EVERY_S = 1.0
+_NO_CAUSE = "no worker named a cause"
+#: what a worker prints when TensorPipe has read garbage as a length
+_GARBAGE = re.compile(r"std::bad_alloc|std::length_error|tensorpipe", re.IGNORECASE)
+#: number of last lines shown of a worker that has died without a message
+LAST_LINES = 5
 
 
 class Attempt:
@@ -96,10 +102,8 @@ class Attempt:
             try:
                 self.workers.append(self._process(rank))
             except (OSError, RuntimeError) as error:
-                raise ConfigError(
-                    f"--workers {self._num_processes}: worker {rank} cannot be started: {error}; start fewer, or raise "
-                    "the limit of open files or of processes (ulimit -a shows them)"
-                ) from error
+                which = f"--workers {self._num_processes}: worker {rank}"
+                raise ConfigError(f"{which} cannot be started: {error}; start fewer, or see ulimit -a") from error
 
     def watch(self, tick: Callable[[], None]) -> Cause | None:
         """Return the cause of the failure; None: all workers have completed their work, or were stopped.
@@ -177,7 +181,7 @@ class Attempt:
         elif kind == "wrong input":
             self._cause = self._cause or Cause("", message["text"] + self._who_is_missing(rank), WRONG_INPUT)
         else:
-            self._reporter.handle(message, self._view.bubble() if kind == "progress" else None)
+            self._reporter.handle(message)
 
     def _who_is_missing(self, rank: int = -1) -> str:
         """Say who has not begun to meet the others, if `rank`, or anybody, waits for them."""
@@ -228,9 +232,8 @@ class Attempt:
             return None
         quiet = [rank for rank, code in self._ended.items() if code in (0, INTERRUPTED) and rank not in self._done]
         if quiet and self._vague == _NO_CAUSE:
-            return of_death(
-                quiet[0], self._ended[quiet[0]], self._live(quiet[0]), [], rpc=self._rpc, out_of_memory=False
-            )
+            code, live = self._ended[quiet[0]], self._live(quiet[0])
+            return of_death(quiet[0], code, live, [], rpc=self._rpc, out_of_memory=False)
         if self._disagreement is not None:
             return self._disagreement
         return Cause(self._vague, "\n".join(self._consequences.values()), FAILED)
@@ -258,4 +261,82 @@ class Attempt:
         self._told_stall = self._view.stalled
 
 
-_NO_CAUSE = "no worker named a cause"
+class Cause(NamedTuple):
+    """The cause of a failure, with its exit code."""
+
+    title: str
+    text: str
+    code: int = FAILED
+
+
+def of_death(
+    worker: int, code: int, live: Live | None, lines: Sequence[str], *, rpc: bool, out_of_memory: bool
+) -> Cause:
+    """Return the cause when a worker's process has ended with `code`, as in `Popen.returncode`.
+
+    Args:
+        live: its last state; None: unknown.
+        lines: its last printed lines.
+        rpc: whether torch RPC carried its messages.
+        out_of_memory: whether the system has killed processes for lack of memory since the run began.
+    """
+    doing = "; what it was doing is not known: it has no board" if live is None else f" while {live}"
+    text = f"{killed(worker, code) if code < 0 else f'worker {worker} ended with exit code {code}'}{doing}"
+    if code == 0:
+        text += "; it may call os._exit or sys.exit"
+    if code == -signal.SIGKILL and out_of_memory:
+        text += "; the system has killed processes meanwhile, as it was out of memory"
+    if code == -signal.SIGABRT and rpc and any(map(_GARBAGE.search, lines)):
+        text += (
+            "; TensorPipe aborts when what comes to a worker's port is not its protocol, such as an HTTP request: see "
+            "SECURITY.md; --transport zmq refuses strangers"
+        )
+    if lines and code:
+        text += "\nit printed last:\n" + "\n".join(f"  {line}" for line in lines)
+    return Cause(f"worker {worker} died", text)
+
+
+def killed(worker: int, code: int) -> str:
+    """Return the signal that has killed a worker's process, as text; its `code` is below 0."""
+    name = next((f" ({known.name})" for known in signal.Signals if known == -code), "")
+    return f"worker {worker} was killed by signal {-code}{name}"
+
+
+def of_stall(
+    told: str, culprit: int | None, lives: Mapping[int, Live], roll_call: Sequence[str], stacks: str, now_ns: int
+) -> Cause:
+    """Return the cause when a worker has reported (`told`) that it waited for too long.
+
+    Args:
+        culprit: the worker at the end of the chain of waits.
+        stacks: of the culprit's threads.
+    """
+    live = lives.get(culprit) if culprit is not None else None
+    if live is None:
+        return Cause("a worker waits in vain", told)
+    for_s = max(0.0, (now_ns - live.since_ns) / 1e9)
+    if culprit is not None and (unseen := waits_for_unseen(lives, culprit)) is not None:
+        title = f"worker {unseen} has not begun"
+        text = f"worker {unseen} has made no pipeline yet, and the others wait for it"
+    elif live.state in (State.WAITING, State.LEFT):  # a worker that leaves now has waited as well
+        title = "no worker goes on"
+        text = (
+            "each waits for another: they were called differently, as above, or the machine is overloaded, for which a "
+            "higher stall_s waits"
+        )
+    elif live.state is State.STOPPED:
+        title = f"worker {culprit} is stopped"
+        text = f"worker {culprit} was stopped by a signal, as Ctrl-Z sends it, in step {live.step}"
+    else:
+        title, text = f"worker {culprit} hangs", f"worker {culprit} hangs: {live} for {for_s:.0f} s"
+    lines = [text, told, "what the workers do:", *(f"  {line}" for line in roll_call), *told_stacks(culprit, stacks)]
+    return Cause(title, "\n".join(lines))
+
+
+def memory_kills() -> int:
+    """Return the number of processes that the system has killed for lack of memory."""
+    with suppress(OSError, ValueError):
+        for line in Path("/proc/vmstat").read_text().splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return 0

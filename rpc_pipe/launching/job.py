@@ -69,23 +69,20 @@ def current_job(environ: Mapping[str, str] | None = None) -> Job | None:
     wanted = ("RANK", "WORLD_SIZE") if local else _TORCHRUN
     present = [name for name in wanted if name in environ]
     settings = dict(
-        join_timeout_s=_seconds(environ, "RPC_PIPE_JOIN_TIMEOUT", Job.join_timeout_s),
+        join_timeout_s=seconds(environ, "RPC_PIPE_JOIN_TIMEOUT", Job.join_timeout_s),
         shared_memory=_on(environ, "RPC_PIPE_SHARED_MEMORY", "on"),
         ways=tuple(environ["RPC_PIPE_WAYS"].split(",")) if "RPC_PIPE_WAYS" in environ else Job.ways,
         transport=refuse_transport(environ.get(TRANSPORT, Job.transport), TRANSPORT),
         trust_network=_on(environ, TRUST, "off"),
         port=_number(environ, PORT) if PORT in environ else 0,
         key_file=Path(environ[KEY]) if KEY in environ else None,
-        lost_after_s=_seconds(environ, "RPC_PIPE_LOST_AFTER", Job.lost_after_s),
+        lost_after_s=seconds(environ, "RPC_PIPE_LOST_AFTER", Job.lost_after_s),
     )
     if not present:
         return None
-    missing = [name for name in wanted if name not in environ]
-    if missing:
-        raise ConfigError(
-            f"{', '.join(missing)}: not set, but {', '.join(present)} is; torchrun sets all of "
-            f"{', '.join(wanted)}. Unset {', '.join(present)} to start local workers instead"
-        )
+    if missing := [name for name in wanted if name not in environ]:
+        there = ", ".join(present)
+        raise ConfigError(f"{', '.join(missing)}: not set, but {there} is, as by torchrun; set all, or unset {there}")
     worker, num_workers = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
     if not 0 <= worker < num_workers:
         raise ConfigError(f"RANK {worker}: must be 0 to WORLD_SIZE - 1 = {num_workers - 1}")
@@ -156,7 +153,12 @@ def _on(environ: Mapping[str, str], name: str, usual: str) -> bool:
     return value == "on"
 
 
-def _seconds(environ: Mapping[str, str], name: str, usual: float) -> float:
+def seconds(environ: Mapping[str, str], name: str, usual: float) -> float:
+    """Return a number of seconds from the environment.
+
+    Raises:
+        ConfigError: it is none above 0.
+    """
     try:
         found = float(environ.get(name, usual))
     except ValueError:

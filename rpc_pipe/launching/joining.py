@@ -8,7 +8,6 @@ import secrets
 import sys
 from dataclasses import replace
 from functools import cache
-from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlparse
@@ -16,17 +15,18 @@ from urllib.parse import urlparse
 from ..dependency import ConfigError, NotMet
 from ..system.at_exit import at_exit
 from ..tracing import run_folders
+from ..workers.transport.carrier import Carrier
 from ..workers.transport.forks import keep_from_forks, letting_go
+from ..workers.transport.meeting import FolderMeeting, Meeting, StoreMeeting, store_at, store_in, torchrun_store
+from ..workers.transport.messages import Messages
+from ..workers.transport.shared_memory import Channels
 from . import LOOPBACK
 from . import launcher_link as link
-from .interfaces import address_of, interface_towards
+from .interfaces import address_of, interface_towards, read_key
 from .job import INIT, KEY, TRUST, Job
-from .key_file import read_key
 
 if TYPE_CHECKING:
-    from ..workers.transport.carrier import Carrier
     from ..workers.transport.keys import Keys
-    from ..workers.transport.meeting import Meeting
     from ..workers.transport.rpc import RpcLink
     from ..workers.transport.zeromq import Network, ZmqLink
 
@@ -53,10 +53,8 @@ def join(job: Job) -> Carrier:
         with letting_go():
             carrier = _by_zmq(job) if job.transport == "zmq" else _by_rpc(job)
     except (TimeoutError, RuntimeError, OSError) as error:
-        raise NotMet(
-            f"worker {job.worker} could not meet the other {job.num_workers - 1} workers within "
-            f"{job.join_timeout_s:g} s: {error}"
-        ) from error
+        others = f"the other {job.num_workers - 1} workers within {job.join_timeout_s:g} s"
+        raise NotMet(f"worker {job.worker} could not meet {others}: {error}") from error
     keep_from_forks(carrier)
     link.tell(kind="joined")
     return carrier
@@ -65,10 +63,8 @@ def join(job: Job) -> Carrier:
 def _by_rpc(job: Job) -> Carrier:
     if job.interface != LOOPBACK:
         if not job.trust_network:
-            raise ConfigError(
-                f"transport rpc beyond this host: {_RPC_MEANS}; pass --trust-network ({TRUST}=on) if nobody else is "
-                "in this network, or use --transport zmq"
-            )
+            trust = f"--trust-network ({TRUST}=on) if nobody else is in this network, or use --transport zmq"
+            raise ConfigError(f"transport rpc beyond this host: {_RPC_MEANS}; pass {trust}")
         _warn(job, f"--trust-network: {_RPC_MEANS}")
     store: Any = None
     if job.init_method == "env://":  # torch's own would meet where workers were before a restart
@@ -76,17 +72,13 @@ def _by_rpc(job: Job) -> Carrier:
         if not job.one_host:
             job, _ = _reached(job, meeting)
     elif job.init_method.startswith("file://"):
-        from ..workers.transport.meeting import store_in
-
         store = store_in(_at(job), job.num_workers)
     elif (at := urlparse(job.init_method)).scheme == "tcp":
-        from ..workers.transport.meeting import store_at
-
         assert at.hostname is not None and at.port is not None
         store = store_at(at.hostname, at.port, job.worker, job.num_workers, job.join_timeout_s)
     # Both, because init_rpc builds a gloo group besides TensorPipe's own connections (pytorch#42879).
     os.environ["TP_SOCKET_IFNAME"] = os.environ["GLOO_SOCKET_IFNAME"] = job.interface
-    from ..workers.transport.rpc import RpcLink  # here, so that planning loads without torch
+    from ..workers.transport.rpc import RpcLink  # here, so that others do without
 
     carrier = _carrier(job, RpcLink(job.worker, job.num_workers, job.init_method, job.join_timeout_s, store=store))
     at_exit(carrier.close)
@@ -109,10 +101,6 @@ def _by_zmq(job: Job) -> Carrier:
 
 def _carrier(job: Job, link_to_others: RpcLink | ZmqLink) -> Carrier:
     """Meet the others over this link, and join it with the shorter ways within a host."""
-    from ..workers.transport.carrier import Carrier
-    from ..workers.transport.messages import Messages
-    from ..workers.transport.shared_memory import Channels
-
     channels = Channels(job.worker, link_to_others.wakeup, job.ways) if job.shared_memory else None
     return Carrier(job.worker, job.num_workers, Messages(link_to_others, channels))
 
@@ -148,7 +136,6 @@ def _folder(job: Job) -> Path:
 
 def _network(job: Job) -> Network:
     """Return the addresses of workers over TCP."""
-    from ..workers.transport.meeting import FolderMeeting
     from ..workers.transport.zeromq import Network
 
     meeting: Meeting
@@ -181,10 +168,8 @@ def _secret(job: Job) -> bytes | None:
         return read_key(job.key_file)
     if job.trust_network:
         return None
-    raise ConfigError(
-        f"transport zmq beyond this host: needs a key that every worker has; `rpc-pipe key FILE` makes one, copy "
-        f"it to all hosts and set {KEY}=FILE; or pass --trust-network ({TRUST}=on): {_KEY_MEANS}"
-    )
+    key = f"needs a key: `rpc-pipe key FILE` makes one, copy it to all hosts and set {KEY}=FILE"
+    raise ConfigError(f"transport zmq beyond this host: {key}; or pass --trust-network ({TRUST}=on): {_KEY_MEANS}")
 
 
 def _keys(job: Job, meeting: Meeting) -> Keys:
@@ -210,8 +195,6 @@ def _agreed(job: Job, meeting: Meeting, name: str) -> str:
 
 
 def _at_torchruns_store(job: Job) -> tuple[Meeting, Any]:
-    from ..workers.transport.meeting import StoreMeeting, torchrun_store
-
     store = torchrun_store(job.worker, job.num_workers, job.join_timeout_s)
     return StoreMeeting(store), store
 
@@ -228,14 +211,9 @@ def _reached(job: Job, meeting: Meeting) -> tuple[Job, str]:
     try:
         elsewhere = meeting.take("elsewhere", job.join_timeout_s)
     except TimeoutError as error:
-        raise TimeoutError(
-            f"no worker is on another host than MASTER_ADDR {os.environ['MASTER_ADDR']}: use an address of one host, "
-            "or set RPC_PIPE_INTERFACE on all hosts (lo, if all workers are on one machine)"
-        ) from error
-    try:
-        ip_address(elsewhere)
-    except ValueError as error:
-        raise ConfigError(f"torchrun's store says {elsewhere[:40]!r} for the address of another host") from error
+        address = f"MASTER_ADDR {os.environ['MASTER_ADDR']}"
+        advice = "take an address of one host, or set RPC_PIPE_INTERFACE on all hosts (lo, if all are one machine)"
+        raise TimeoutError(f"no worker is on another host than {address}: {advice}") from error
     interface = interface_towards(elsewhere)
     return replace(job, interface=interface), address_of(interface, elsewhere)
 

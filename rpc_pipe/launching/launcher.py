@@ -17,16 +17,14 @@ from typing import NamedTuple
 from ..dependency import ConfigError
 from ..tracing import run_folders
 from ..tracing.boards import RunBoards
-from ..tracing.run_ending import RUN_FAILED, RUN_STOPPED, Ending, tell_end
+from ..tracing.run_folders import RUN_FAILED, RUN_STOPPED, Ending, tell_end
 from ..tracing.run_summary import sentence
 from . import launcher_link as link
-from .attempt import Attempt
-from .cause import Cause
-from .job import FAILED, INIT, INTERRUPTED, KEY, PORT, TRANSPORT, TRANSPORTS, WRONG_INPUT
-from .key_file import make_key
-from .logs import Logs
+from .attempt import Attempt, Cause
+from .interfaces import make_key
+from .job import FAILED, INIT, INTERRUPTED, KEY, PORT, TRANSPORT, TRANSPORTS, WRONG_INPUT, seconds
 from .report import Reporter
-from .worker_process import WorkerProcess
+from .worker_process import Logs, WorkerProcess
 
 #: signals that stop a run after its step: Ctrl-C, a cluster's request, a closed terminal
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -55,6 +53,8 @@ class How(NamedTuple):
     transport: str = TRANSPORTS[0]
     #: number of restarts after failures
     max_restarts: int = 0
+    #: whether workers show boards, and there is a summary at the end
+    watched: bool = True
 
 
 _USUAL = How()
@@ -69,13 +69,10 @@ class Launcher:
         self._reporter = reporter
         self._how = how
         if how.transport != "local" and num_workers > _MOST_PROCESSES:
-            raise ConfigError(
-                f"--workers {num_workers}: at most {_MOST_PROCESSES} processes are started on one machine; "
-                "torchrun starts them on several"
-            )
+            raise ConfigError(f"--workers {num_workers}: one machine starts at most {_MOST_PROCESSES}; see torchrun")
         if how.port:
             _check_port(how.port)
-        self._stop_s = _stop_timeout()
+        self._stop_s = seconds(os.environ, STOP_TIMEOUT, _STOP_S)
         self._workers: list[WorkerProcess] = []
         #: stop signals in order, and the time of the first
         self._signals: list[int] = []
@@ -93,27 +90,23 @@ class Launcher:
             code = 128 + int(signalled.args[0])
         finally:
             self._ending = True
-            self._reporter.close()
             logs.close(keep=code == FAILED)
             for name, handler in handlers.items():
                 signal.signal(name, handler)
         return code
 
     def _attempts(self, logs: Logs) -> int:
-        causes: set[Cause] = set()
-        for restarts in range(self._how.max_restarts + 1):
+        most = self._how.max_restarts
+        for restarts in range(most + 1):
             cause, code = self._attempt(restarts, logs)
             if cause is None:
                 return code
-            causes.add(cause)
             if self._signals or cause.code != FAILED:
                 break
-            if restarts == self._how.max_restarts:
-                if restarts:
-                    alike = ", all for this cause" if len(causes) == 1 else ""
-                    self._reporter.text(f"not starting again: {restarts + 1} attempts have failed{alike}")
-                break
-            self._reporter.text(f"starting again ({restarts + 1} of {self._how.max_restarts})")
+            if restarts < most:
+                self._reporter.text(f"starting again ({restarts + 1} of {most})")
+            elif most:
+                self._reporter.text(f"not starting again: {most + 1} attempts have failed")
         if logs.folder is not None and code == FAILED:
             self._reporter.text(f"what each worker printed is in {logs.folder}")
         return code
@@ -172,7 +165,7 @@ class Launcher:
 
     def _make_boards(self) -> RunBoards | None:
         """Make the folder for the workers' boards. If that fails, the run goes on, but cannot be watched."""
-        if os.environ.get(run_folders.FOLDER) == run_folders.OFF:
+        if os.environ.get(run_folders.FOLDER) == run_folders.OFF or not self._how.watched:
             return None
         try:
             return RunBoards(run_folders.new_launchers_folder())
@@ -230,17 +223,6 @@ class Launcher:
 
 def _stopped_by(number: int) -> Ending:
     return Ending(RUN_STOPPED, f"by {signal.Signals(number).name}")
-
-
-def _stop_timeout() -> float:
-    text = os.environ.get(STOP_TIMEOUT, str(_STOP_S))
-    try:
-        found = float(text)
-    except ValueError:
-        found = -1.0
-    if not 0 <= found < float("inf"):
-        raise ConfigError(f"{STOP_TIMEOUT} {text!r}: must be a number of seconds of at least 0")
-    return found
 
 
 def _check_port(port: int) -> None:

@@ -24,6 +24,7 @@ from ..dependency import ConfigError
 from ..system.at_exit import at_exit
 from ..tracing import run_folders
 from ..tracing.own_boards import (
+    Watchable,
     collect,
     end_calls,
     keep_boards,
@@ -33,8 +34,7 @@ from ..tracing.own_boards import (
     stay,
     tell_failure,
 )
-from ..tracing.run_ending import RUN_FAILED, Ending, tell_end
-from ..tracing.watchable import Watchable
+from ..tracing.run_folders import RUN_FAILED, Ending, tell_end
 
 logger = logging.getLogger(__name__)
 

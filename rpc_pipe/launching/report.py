@@ -1,4 +1,4 @@
-"""The user's view of a run: a progress line, the first cause of a failure, the summary."""
+"""The user's view of a run: its progress, the first cause of a failure, the summary."""
 
 from __future__ import annotations
 
@@ -13,12 +13,10 @@ from contextlib import suppress
 from typing import IO, Any, cast
 
 from rich.console import Console
-from rich.live import Live
-from rich.text import Text
 
 from ..tracing.run_summary import lost_lines
 
-#: seconds between progress lines where a line cannot be overwritten
+#: seconds between progress lines
 _LINE_EVERY_S = 5.0
 _ENDLESS = re.compile(r"\S{400,}")
 
@@ -68,22 +66,23 @@ class Reporter:
         #: whether a summary or a result has been shown
         self.concluded = False
         self._json = as_json
-        self._live: Live | None = None
         self._last_line = 0.0
 
-    def handle(self, message: dict[str, Any], bubble: float | None = None) -> None:
-        """Show one message of worker 0; `bubble` is the share of the last step that all workers waited."""
+    def handle(self, message: dict[str, Any]) -> None:
+        """Show one message of worker 0."""
         kind = message["kind"]
         self.concluded |= kind in ("summary", "result")
         self.exit_code = max(self.exit_code, message.get("exit_code", 0))
         if kind == "progress":
-            self._progress(message, bubble)
+            self._progress(message)
         elif kind == "text":
-            self.console.print(message["text"], markup=False)
+            self.text(message["text"])
         elif kind == "summary":
-            self._summary(message)
+            self.text("\n".join([message["title"], *message["lines"], *lost_lines(message["json"])]))
+            self._print_json(message["json"])
         elif kind == "result":
-            self._result(message)
+            self._print_json(message["json"])
+            self.text(message["text"])
         elif kind == "failure":
             title = "lost another worker" if message["consequence"] else "failed"
             self.failure(title, message["text"], [])
@@ -91,8 +90,7 @@ class Reporter:
             self.error(message["text"])
 
     def text(self, text: str) -> None:
-        """Show a line of the launcher's own."""
-        self.close()
+        """Show text, such as a line of the launcher's own."""
         self.console.print(text, markup=False)
 
     def line(self, worker: int, text: str) -> None:
@@ -101,7 +99,6 @@ class Reporter:
 
     def failure(self, title: str, text: str, consequences: list[str]) -> None:
         """Show the first cause, then what followed from it in one line."""
-        self.close()
         width = min(self.console.width, 100)
         self.console.print(f"── {title} ".ljust(width, "─"), style="bold red", markup=False)
         self.console.print(_printable(text.rstrip()), markup=False)
@@ -111,52 +108,19 @@ class Reporter:
 
     def error(self, text: str) -> None:
         """Show wrong input."""
-        self.close()
         _console("stderr").print(f"error: {_readable(text)}", markup=False)
 
     def roll_call(self, lines: Sequence[str], stacks: Sequence[str]) -> None:
         """Show the report on a stall."""
-        self.close()
         for line in ["nothing has finished for a while:", *(f"  {line}" for line in lines), *stacks]:
             self.console.print(_printable(line), markup=False)
 
-    def close(self) -> None:
-        """End the progress line."""
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
-
-    def _progress(self, message: dict[str, Any], bubble: float | None) -> None:
+    def _progress(self, message: dict[str, Any]) -> None:
         step, steps = message["step"], message["steps"]
-        text = (
-            f"step {step}/{steps}  loss {message['loss']:.4f}  {message['tokens_per_s']:,.0f} tokens/s  "
-            f"{message['step_ms']:.0f} ms/step"
-        )
-        if bubble is not None:
-            text += f"  idle {100 * bubble:.0f} %"
-        if self.console.is_terminal:
-            if self._live is None:
-                self._live = Live(console=self.console, auto_refresh=False)
-                self._live.start()
-            self._live.update(Text(text), refresh=True)
-        elif step in (1, steps) or time.monotonic() > self._last_line + _LINE_EVERY_S:
+        if step in (1, steps) or time.monotonic() > self._last_line + _LINE_EVERY_S:
             self._last_line = time.monotonic()
-            self.console.print(text, markup=False)
-
-    def _summary(self, message: dict[str, Any]) -> None:
-        self.close()
-        self.console.print(message["title"], markup=False)
-        for line in message["lines"]:
-            self.console.print(line, markup=False)
-        for line in lost_lines(message["json"]):
-            self.console.print(line, markup=False)
-        self._print_json(message["json"])
-
-    def _result(self, message: dict[str, Any]) -> None:
-        self.close()
-        self._print_json(message["json"])
-        self.console.print(message["text"], markup=False)
-        self._out.flush()
+            speed = f"{message['tokens_per_s']:,.0f} tokens/s  {message['step_ms']:.0f} ms/step"
+            self.text(f"step {step}/{steps}  loss {message['loss']:.4f}  {speed}")
 
     def _print_json(self, found: Any) -> None:
         if not self._json:

@@ -1,19 +1,20 @@
-"""Worker processes, as the launcher holds them, and the queue of their events. Loads without torch."""
+"""Worker processes, as the launcher holds them, their events, and logs of what they print. Loads without torch."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import queue
+import shutil
 import signal
 import subprocess
 import threading
 import time
-from typing import Any, NamedTuple
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
 
 from . import launcher_link as link
-from .logs import Logs
 
 #: most events that wait to be handled; workers that print more wait
 MOST_UNREAD = 256
@@ -21,6 +22,12 @@ MOST_UNREAD = 256
 _LONGEST_LINE = 8192
 #: seconds to read a worker's pipes after its end, as a child process may keep them open
 _LAST_WORDS_S = 1.0
+#: environment variable: folder of all logs; `off`: no logs
+LOGS = "RPC_PIPE_LOGS"
+#: most bytes of a log; the rest is only shown
+_MOST_BYTES = 2**26
+#: number of failed runs whose logs are kept
+_KEPT = 10
 
 
 class WorkerEvent(NamedTuple):
@@ -78,12 +85,12 @@ class WorkerProcess:
 
     def order_stop(self) -> None:
         """Ask it to finish the step and stop."""
-        with contextlib.suppress(OSError, ValueError):  # it has ended
+        with suppress(OSError, ValueError):  # it has ended
             self._leash.write(link.STOP)
 
     def kill(self) -> None:
         """Kill the process and all processes that it has started."""
-        with contextlib.suppress(ProcessLookupError):
+        with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
     def _put(self, what: str, detail: Any) -> None:
@@ -92,7 +99,7 @@ class WorkerProcess:
     def _read_told(self, descriptor: int) -> None:
         with open(descriptor) as lines:
             for text in lines:
-                with contextlib.suppress(ValueError):  # it was killed in the middle of a message
+                with suppress(ValueError):  # it was killed in the middle of a message
                     self._put("told", json.loads(text))
         self._put("no more", None)
 
@@ -123,3 +130,59 @@ class WorkerProcess:
 def _shown(line: bytes) -> str:
     """Return a printed line as a terminal would finally show it."""
     return line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace").rstrip()
+
+
+def log_root() -> Path | None:
+    """Return the folder of this user's logs, in the user's state folder (XDG Base Directory Specification)."""
+    given = os.environ.get(LOGS)
+    if given == "off":
+        return None
+    if given:
+        return Path(given)
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(state) / "rpc-pipe" / "logs"
+
+
+class Logs:
+    """The logs of a run. If they cannot be written, they are omitted."""
+
+    def __init__(self, num_workers: int) -> None:
+        self.folder: Path | None = None
+        self._files: list[BinaryIO] = []
+        with suppress(OSError, RuntimeError):  # RuntimeError: the user has no home folder
+            root = log_root()
+            if root is None:
+                return
+            root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _prune(root)
+            folder = root / f"run-{os.getpid()}"
+            shutil.rmtree(folder, ignore_errors=True)  # of an earlier process with this id
+            folder.mkdir(mode=0o700)
+            self._files = [(folder / f"worker-{worker}.log").open("wb", buffering=0) for worker in range(num_workers)]
+            self.folder = folder
+
+    def write(self, worker: int, data: bytes) -> None:
+        """Append what a worker has printed."""
+        with suppress(OSError, IndexError, ValueError):  # a full disk does not end training; it may be closed
+            file = self._files[worker]
+            if (left := _MOST_BYTES - file.tell()) > 0:
+                file.write(data[:left])
+                if len(data) >= left:
+                    file.write(b"\n[no more is kept]\n")
+
+    def close(self, keep: bool) -> None:
+        """Close the logs, and keep or remove them."""
+        for file in self._files:
+            file.close()
+        self._files = []
+        if self.folder is not None and not keep:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            with suppress(OSError):
+                self.folder.parent.rmdir()
+
+
+def _prune(root: Path) -> None:
+    runs = sorted(root.glob("run-*"), key=lambda path: path.stat().st_mtime)
+    for path in runs[: -_KEPT + 1]:
+        if not Path("/proc", path.name.removeprefix("run-")).exists():
+            shutil.rmtree(path, ignore_errors=True)

@@ -112,13 +112,9 @@ def changes_that_fit(request: PlanRequest, result: PlanResult) -> list[Advice]:
         if attempt(lambda plan: f"{plan.num_workers} workers", asked):
             break
     if result.nearest is not None:
-        needs = [used for used in result.nearest.memory_by_worker]
-        limits = [request.machines.limit(worker) for worker in range(num_workers)]
-        over = [
-            f"worker {worker} {format_bytes(used)}"
-            for worker, (used, limit) in enumerate(zip(needs, limits, strict=True))
-            if limit is not None and used > limit
-        ]
+        needs = enumerate(result.nearest.memory_by_worker)
+        limits = {worker: request.machines.limit(worker) for worker in range(num_workers)}
+        over = [f"worker {at} {format_bytes(used)}" for at, used in needs if used > (limits[at] or float("inf"))]
         change = f"memory for {', '.join(over)}"
         found.append(Advice(change, result.nearest.predicted_ms, 0, result.nearest))
     return found

@@ -41,9 +41,7 @@ def apply_plan(plan: PlanLike | None, settings: Any) -> Any:
         or settings.schedule != "1f1b"
         or settings.schedule_options
     ):
-        raise ConfigError(
-            "plan: says schedule, schedule_options, num_microbatches and split; leave them out, or the plan"
-        )
+        raise ConfigError("plan: says schedule, schedule_options, num_microbatches and split; leave one of both out")
     found = read_plan(plan)
     if settings.num_workers is not None and found.num_workers and settings.num_workers != found.num_workers:
         raise ConfigError(f"num_workers {settings.num_workers}: the plan is for {found.num_workers} workers")

@@ -14,15 +14,19 @@ The work of stages that are not known yet counts as if their workers could share
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 
 from ..dependency import B, F, I, Kind, R, Spec, U, W, order_limit
-from .bottleneck import costliest, least_bottleneck
 from .profile import Chain, Machines
 
 #: one microbatch's path: by known stage, the time before its F and after its backward; all forwards; the whole path
 _Path = tuple[list[float], list[float], float, float]
+#: boundaries of the stages: 0, the first block of stage 1, ..., the number of blocks
+Ends = tuple[int, ...]
+#: of (stage, first block, the block after its last)
+StageCost = Callable[[int, int, int], float]
+StageFits = Callable[[int, int, int], bool]
 
 
 class Bounds:
@@ -40,20 +44,15 @@ class Bounds:
         self._hosted: list[list[tuple[int, int]]] = [
             [shard for shard in spec.hosted(w) if self._num_microbatches[shard[1]]] for w in range(spec.num_workers)
         ]
-        self._num_split = [self._splits(s) for s in stages]
+        #: by stage and route, how many backwards are split into I and W
+        split = [Counter(spec.route(m) for m in range(spec.num_microbatches) if spec.splits(s, m)) for s in stages]
+        self._num_split = [[found[r] for r in range(spec.num_routes)] for found in split]
         self.any_split = any(any(row) for row in self._num_split)
         self._recomputes = [spec.recomputes(s) for s in stages]
         #: whether recomputation (R) waits for the gradient
         self._recompute_waits = not type(spec).recompute
         self._max_held = [self._max_held_on(w) for w in range(spec.num_workers)]
         self._only_route = spec.num_routes == 1
-
-    def _splits(self, stage: int) -> list[int]:
-        """Return, by route, how many backwards of a stage are split into I and W."""
-        spec, found = self.spec, [0] * self.spec.num_routes
-        for m in range(spec.num_microbatches):
-            found[spec.route(m)] += spec.splits(stage, m)
-        return found
 
     def _max_held_on(self, worker: int) -> int:
         all_of_them = sum(self._num_microbatches[r] for _, r in self._hosted[worker])
@@ -206,9 +205,8 @@ class _PartialCut:
         fastest = min((b._slow[s][route] for s in range(known, b._num_stages)), default=0)
         hops = range(known, b._num_stages - 1)
         forwards = head + self._unknown_forward() * fastest + sum(self._transfer(s, route, False) for s in hops)
-        back = b.unknown_backward(self._ends[-1], self._rest)[0] * fastest + sum(
-            self._transfer(s, route, True) for s in hops
-        )
+        back = b.unknown_backward(self._ends[-1], self._rest)[0] * fastest
+        back += sum(self._transfer(s, route, True) for s in hops)
         return [*heads, head], [*tails, tail], forwards, forwards + back + tail
 
     def path(self) -> float:
@@ -295,3 +293,59 @@ class _PartialCut:
         hosted = [min(s, known) for w in speeds for s, _ in b._hosted[w]]
         around = min(path[0][s] for s in hosted) + min(path[1][s] for s in hosted)
         return max(needed, around + (count * (forward + back) + firm) / sum(speeds.values()))
+
+
+def least_bottleneck(
+    num_blocks: int,
+    num_stages: int,
+    cost: StageCost,
+    fits: StageFits = lambda stage, start, stop: True,
+    *,
+    may_be_empty: bool = False,
+) -> Ends | None:
+    """Return the boundaries of a cut with a cheap costliest stage; None: no cut that fits was found.
+
+    For a given threshold it is optimal to give each stage in turn as many blocks as stay below it; bisection finds the
+    least threshold. So if stages may be empty, the cut is optimal and a lower bound of all others; if each must have a
+    block, it is optimal provided that every stage can take every single block.
+
+    Args:
+        cost: of (stage, first block, block behind the last); must grow with the blocks.
+        fits: whether a stage may have these blocks; if so, it may have fewer of them too.
+    """
+
+    def fill(most: float) -> Ends | None:
+        ends = [0]
+        for stage in range(num_stages):
+            start = ends[-1]
+            low, high = start, num_blocks
+            if not may_be_empty:
+                low, high = start + 1, num_blocks - (num_stages - stage - 1)  # a block each for the stages behind
+            if cost(stage, start, low) > most or not fits(stage, start, low):
+                return None
+            while low < high:
+                middle = (low + high + 1) // 2
+                if cost(stage, start, middle) <= most and fits(stage, start, middle):
+                    low = middle
+                else:
+                    high = middle - 1
+            ends.append(low)
+        return tuple(ends) if ends[-1] == num_blocks else None
+
+    best = fill(float("inf"))
+    if best is None:
+        return None
+    low, high = 0.0, costliest(best, cost)
+    while high - low > 1e-12 * high:
+        middle = (low + high) / 2
+        found = fill(middle)
+        if found is None:
+            low = middle
+        else:
+            best, high = found, min(middle, costliest(found, cost))
+    return best
+
+
+def costliest(ends: Sequence[int], cost: StageCost) -> float:
+    """Return the cost of the costliest stage of a cut."""
+    return max(cost(stage, a, b) for stage, (a, b) in enumerate(pairwise(ends)))

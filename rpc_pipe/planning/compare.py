@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..dependency import (
-    Action,
     B,
     F,
     I,
@@ -22,11 +21,11 @@ from ..dependency import (
     worker_weight_copies,
 )
 from ..model.cut import cut
-from .candidates import VARIANTS
 from .footprint import Size, num_messages, peak_bytes, weight_bytes
 from .plan import schedule_label
 from .profile import SUMMED, TIMED, Chain, LayerCost
-from .simulator import simulate
+from .search import VARIANTS
+from .simulator import Cost, simulate
 from .slice_costs import SliceCosts
 from .specs import make_spec, with_replicas
 
@@ -119,14 +118,13 @@ def compare(
     model: ModelCosts,
     num_microbatches: int,
     *,
-    comm: float = 0,
     limit: float | None = None,
-    order: Order | None = None,
     also: tuple[str, Mapping[str, Any]] | None = None,
     slices: str | None = None,
     attention: float = 0,
     replicas: int = 1,
     tell: Callable[[float], None] = lambda share: None,
+    **run: Any,
 ) -> list[Row]:
     """Return a row for every schedule, the fastest first.
 
@@ -139,40 +137,37 @@ def compare(
         attention: share of a whole sequence's time that is causal attention, 0 to 1.
         replicas: how many replicas of the pipeline share the workers.
         tell: called after each schedule with how much is done, of 1.
+        run: `comm` and `order`, as of `simulate`.
     """
     variants = [*VARIANTS, also] if also and also not in VARIANTS else VARIANTS
     rows = []
-    for name, parameters in variants:
-        asked = {**parameters, **(with_replicas(None, replicas) or {})}
-        rows.append(_row(name, asked, model, num_microbatches, limit, slices, attention, comm=comm, order=order))
+    for name, own in variants:
+        parameters = {**own, **(with_replicas(None, replicas) or {})}
+        try:
+            spec = make_spec(name, model.num_workers, num_microbatches, parameters, slices)
+            stages = model.stages(spec.num_stages)
+            check_all(spec)
+        except PipeError as error:
+            rows.append(Row(name, parameters, refused=str(error)))
+        else:
+            row = _row(name, parameters, spec, stages if model.sizes else None, _cost(spec, stages, attention), run)
+            needs = row.peak_memory
+            refused = f"needs {format_bytes(needs)}" if limit is not None and needs and needs > limit else ""
+            rows.append(replace(row, refused=refused))
         tell(len(rows) / len(variants))
     return sorted(rows, key=lambda row: (bool(row.refused), not row.synchronous, row.makespan, row.peak_activations))
 
 
-def _row(
-    name: str,
-    parameters: Mapping[str, Any],
-    model: ModelCosts,
-    num_microbatches: int,
-    limit: float | None,
-    slices: str | None,
-    attention: float,
-    **run: Any,
-) -> Row:
-    try:
-        spec = make_spec(name, model.num_workers, num_microbatches, parameters, slices)
-        stages = model.stages(spec.num_stages)
-        check_all(spec)
-    except PipeError as error:
-        return Row(name, parameters, refused=str(error))
+def _cost(spec: Spec, stages: Sequence[LayerCost], attention: float) -> Cost:
     share = SliceCosts(attention=attention).time_share(spec)
+    return lambda action: stages[action.stage].times.get(action.kind, 0) * share(action)
 
-    def cost(action: Action) -> float:
-        return stages[action.stage].times.get(action.kind, 0) * share(action)
 
-    result = simulate(spec, cost, **run)
-    sizes, workers = [stage.size for stage in stages] if model.sizes else [], range(spec.num_workers)
-    memory = max(peak_bytes(result, sizes)) if sizes else None
+def _row(
+    name: str, parameters: Mapping[str, Any], spec: Spec, stages: Sequence[LayerCost] | None, cost: Cost, run: Any
+) -> Row:
+    result, workers = simulate(spec, cost, **run), range(spec.num_workers)
+    sizes = None if stages is None else [stage.size for stage in stages]
     return Row(
         name,
         parameters,
@@ -181,13 +176,12 @@ def _row(
         simulate(spec, cost, steps=_STEPS, **run).step_time,
         result.bubble,
         max(result.peak_activations) * spec.num_workers / spec.num_stages,
-        memory,
+        None if sizes is None else max(peak_bytes(result, sizes)),
         num_messages(result),
         spec.synchronous,
         [worker_staleness(spec, worker) for worker in workers],
         [worker_weight_copies(spec, worker) for worker in workers],
-        weight_bytes(spec, sizes) if sizes else None,
-        f"needs {format_bytes(memory)}" if limit is not None and memory is not None and memory > limit else "",
+        None if sizes is None else weight_bytes(spec, sizes),
     )
 
 
@@ -211,9 +205,7 @@ def verdict(rows: Sequence[Row], limit: float | None) -> str:
         lines.append(f"none fits into {format_bytes(limit)}")
     if whole:
         named = ", ".join(f"{row.name} ({max(row.weight_copies)} copies, {row.step_time:.6g} a step)" for row in whole)
-        lines.append(
-            f"* not compared, as they hold more than one copy of the weights, whose memory is not given: {named}"
-        )
+        lines.append(f"* not compared, as the memory of their several copies of the weights is not given: {named}")
     if overtaken:
         named = ", ".join(
             f"{row.name} ({row.step_time:.6g} a step, "
@@ -231,9 +223,8 @@ def describe_staleness(spec: Spec) -> list[str]:
     if spec.synchronous:
         return []
     workers = range(spec.num_workers)
-    late, copies = (
-        ", ".join(str(of(spec, worker)) for worker in workers) for of in (worker_staleness, worker_weight_copies)
-    )
+    late = ", ".join(str(worker_staleness(spec, worker)) for worker in workers)
+    copies = ", ".join(str(worker_weight_copies(spec, worker)) for worker in workers)
     return [f"asynchronous: gradients are up to {late} updates late by worker; copies of the weights {copies}"]
 
 

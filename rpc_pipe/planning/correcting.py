@@ -8,14 +8,13 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from statistics import median
 
-from ..dependency import B, F, I, Kind, R, Spec, U, W, worker_weight_copies
-from .candidates import Candidate
+from ..dependency import B, F, I, Kind, R, Spec, U, W
 from .json_fields import json_field
 from .listed_schedule import program_of
 from .plan import Plan
 from .pricing import PricedSchedule
 from .profile import Chain, Machines, Profile
-from .search import PlanRequest
+from .search import Candidate, PlanRequest
 from .simulator import Cost
 
 #: relative difference between predicted and measured time up to which a stage is not corrected
@@ -55,12 +54,6 @@ def spec_of(plan: Plan, num_workers: int) -> Spec:
     if plan.program:
         return program_of(plan)(num_workers=num_workers, num_microbatches=plan.num_microbatches)
     return Candidate(plan.schedule, plan.parameters, plan.num_microbatches, plan.recompute).spec(num_workers)
-
-
-def weight_copies_of(plan: Plan, num_workers: int) -> int:
-    """Return the copies of the weights, in a worker's shares, on the worker with most; 1 if steps overlap."""
-    spec = spec_of(plan, num_workers)
-    return max(worker_weight_copies(spec, w) for w in range(num_workers)) if spec.synchronous else 1
 
 
 def predicted_ms(request: PlanRequest, plan: Plan) -> float:

@@ -14,8 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..dependency import B, F, I, R, Spec, U, W
-from .bottleneck import Ends, least_bottleneck
-from .bounds import Bounds
+from .bounds import Bounds, Ends, least_bottleneck
 from .pricing import PricedSchedule
 from .profile import Chain, Machines
 

@@ -1,4 +1,4 @@
-"""A pipeline step as a job-shop problem: each worker's order of actions by list scheduling, then by local search.
+"""A pipeline step as a job-shop problem: each worker's order of actions, made shorter by local search.
 
 It generalises the zero-bubble auto-scheduler (Qi et al. 2023, arXiv:2401.10241, section 3) from two placements to any:
 forwards, backwards for inputs and backwards for weights are actions of their own, and the activations of a worker are
@@ -56,17 +56,12 @@ class JobShop:
         #: the need on a neighbouring stage (-1: none), and the transfer time of its payload
         self.need: list[int] = []
         self.delay: list[float] = []
-        #: the actions that need each
-        self.users: list[list[int]] = [[] for _ in self.actions]
         for n, action in enumerate(self.actions):
             origin = spec.origin(action)
             need = -1 if origin is None else self.number[origin]
             self.need.append(need)
             far = origin is not None and self.worker[need] != self.worker[n]
             self.delay.append(self.transfer_time(self.actions[need], self.worker[need], self.worker[n]) if far else 0)
-            for each in (self.before[n], need):
-                if each >= 0:
-                    self.users[each].append(n)
 
     def _frees(self, action: Action) -> float:
         stage = action.stage
@@ -139,111 +134,12 @@ class JobShop:
                 if n in waiting:
                     todo.append(waiting.pop(n))
             at[worker], free[worker] = i, now
-        return (
-            None if left else (max([ends[row[-1]] - self.start_of(row, ends) for row in order if row], default=0), ends)
-        )
+        took = [ends[row[-1]] - self.start_of(row, ends) for row in order if row]
+        return None if left else (max(took, default=0), ends)
 
     def start_of(self, row: Sequence[int], ends: Sequence[float]) -> float:
         """Return when a worker with this order starts."""
         return ends[row[0]] - self.duration[row[0]]
-
-
-@dataclass(frozen=True)
-class PriorityRule:
-    """A priority rule of list scheduling: which of the ready actions a worker starts first."""
-
-    #: prefer F to I until this many microbatches more than the stages behind are held
-    eager: int = 0
-    #: prefer the later stages of a worker
-    deep_first: bool = True
-    #: run W only when nothing else is ready
-    lazy: bool = True
-
-
-PRIORITY_RULES = tuple(
-    PriorityRule(eager, deep, lazy) for eager in (0, 1, 2, 4) for deep in (True, False) for lazy in (True, False)
-)
-
-
-def list_schedule(shop: JobShop, rule: PriorityRule) -> Order | None:
-    """Return the order of list scheduling: a free worker starts what the rule prefers of what is ready and fits.
-
-    A forward leaves room for one microbatch on each later stage of its worker; otherwise it could never come back.
-
-    Returns:
-        None if nothing that is left fits.
-    """
-    state = _ListScheduler(shop, rule)
-    chosen = [state.choose(worker) for worker in range(len(state.order))]
-    for _ in shop.actions:
-        first = min(((found, worker) for worker, found in enumerate(chosen) if found is not None), default=None)
-        if first is None:
-            return None
-        (start, _, n), worker = first
-        for changed in {worker, *state.start(worker, n, start)}:
-            chosen[changed] = state.choose(changed)
-    return state.order
-
-
-class _ListScheduler:
-    """The state of list scheduling: what has been started, what is ready, and the bytes that workers hold."""
-
-    def __init__(self, shop: JobShop, rule: PriorityRule) -> None:
-        self._shop, self._rule = shop, rule
-        spec, count = shop.spec, shop.spec.num_workers
-        self._later = {
-            (stage, route): sum(
-                shop.activations[s] for s in range(stage + 1, spec.num_stages) if spec.place(s, route) == worker
-            )
-            for stage in range(spec.num_stages)
-            for route in range(spec.num_routes)
-            for worker in [spec.place(stage, route)]
-        }
-        self._arrive = [0.0] * len(shop.actions)
-        self._missing = [(need >= 0) + (own >= 0) for need, own in zip(shop.need, shop.before, strict=True)]
-        self._ready: list[set[int]] = [set() for _ in range(count)]
-        for n, missing in enumerate(self._missing):
-            if not missing:
-                self._ready[shop.worker[n]].add(n)
-        self._free, self._held = [0.0] * count, [0.0] * count
-        self._inside = [0] * count
-        self.order: Order = [[] for _ in range(count)]
-
-    def choose(self, worker: int) -> tuple[float, tuple[float, ...], int] | None:
-        """Return (start, rank, action) of what a worker starts next; None: nothing that fits is ready."""
-        shop, rule, spec = self._shop, self._rule, self._shop.spec
-        room = shop.budget[worker] * (1 + 1e-9) - self._held[worker]
-        best: tuple[float, tuple[float, ...], int] | None = None
-        for n in self._ready[worker]:
-            stage, kind, m = shop.actions[n]
-            if kind is F and shop.allocates[n] + self._later[stage, spec.route(m)] > room:
-                continue
-            ahead = self._inside[worker] < rule.eager + spec.num_stages - stage
-            rank = 2.0 if kind is W and rule.lazy else 1.0 if (kind is F) != ahead else 0.0
-            depth = -stage if rule.deep_first else stage
-            beside = depth if kind is F and rule.deep_first else m
-            found = max(self._free[worker], self._arrive[n]), (rank, beside, m, depth), n
-            if best is None or found < best:
-                best = found
-        return best
-
-    def start(self, worker: int, n: int, at: float) -> list[int]:
-        """Start an action; return the workers on which its end makes another action ready."""
-        shop, changed = self._shop, []
-        end = at + shop.duration[n]
-        self._ready[worker].discard(n)
-        self.order[worker].append(n)
-        self._free[worker] = end
-        self._held[worker] += shop.allocates[n] - shop.frees[n]
-        self._inside[worker] += shop.actions[n].kind.holds
-        for user in shop.users[n]:
-            travel = shop.delay[user] if shop.need[user] == n else 0
-            self._arrive[user] = max(self._arrive[user], end + travel)
-            self._missing[user] -= 1
-            if not self._missing[user]:
-                self._ready[shop.worker[user]].add(user)
-                changed.append(shop.worker[user])
-        return changed
 
 
 def improve(shop: JobShop, order: Order, keep_on: Callable[[], bool]) -> tuple[float, Order]:

@@ -16,20 +16,15 @@ _MOST = 2**31
 _MOST_FLOAT = 1e100
 
 
-def json_field(name: str, unit: float = 1, *, omitted: bool = False) -> dict[str, Any]:
-    """Return the metadata of a field with another name in JSON, or another unit, such as 1e6 for megabytes.
-
-    Args:
-        omitted: whether JSON has it only where it is not empty.
-    """
-    return {"name": name, "unit": unit, "omitted": omitted}
+def json_field(name: str, unit: float = 1) -> dict[str, Any]:
+    """Return the metadata of a field with another name in JSON, or another unit, such as 1e6 for megabytes."""
+    return {"name": name, "unit": unit}
 
 
 def to_json_value(value: Any, unit: float = 1) -> Any:
     """Return a dataclass and its contents as JSON values. Keys that are kinds become letters."""
     if is_dataclass(value):
-        there = [each for each in fields(value) if getattr(value, each.name) or not each.metadata.get("omitted")]
-        return {_name(each): to_json_value(getattr(value, each.name), _unit(each)) for each in there}
+        return {_name(each): to_json_value(getattr(value, each.name), _unit(each)) for each in fields(value)}
     if isinstance(value, Mapping):  # values by kind are milliseconds
         return {
             key.letter if isinstance(key, Kind) else str(key): round(part, 6)

@@ -38,9 +38,9 @@ class Plan:
     model: str = ""
     weights_by_stage: tuple[float, ...] = field(default=(), metadata=json_field("weights_by_stage_mb", 1e6))
     #: of a searched program: workers by route and stage; routes by microbatch; by worker its actions in order, as text
-    placement: tuple[tuple[int, ...], ...] = field(default=(), metadata=json_field("placement", omitted=True))
-    routes: tuple[int, ...] = field(default=(), metadata=json_field("routes", omitted=True))
-    program: tuple[str, ...] = field(default=(), repr=False, metadata=json_field("program", omitted=True))
+    placement: tuple[tuple[int, ...], ...] = ()
+    routes: tuple[int, ...] = ()
+    program: tuple[str, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
         if min(self.cut, default=0) < 1:
@@ -89,9 +89,7 @@ def read_plan(source: str | Path | Mapping[str, Any] | Plan) -> Plan:
     where = "plan"
     content: Any = source
     if not isinstance(source, (str, Path, Mapping)):
-        raise ConfigError(
-            f"plan {source!r}: must be a plan, its file, or the file's contents, as rpc-pipe plan writes it"
-        )
+        raise ConfigError(f"plan {source!r}: must be a plan of rpc-pipe plan, its file, or the file's contents")
     if not isinstance(source, Mapping):
         where = f"plan {source}"
         content = read_json(Path(source), where)
@@ -101,6 +99,5 @@ def read_plan(source: str | Path | Mapping[str, Any] | Plan) -> Plan:
         found: Plan = from_json_value(Plan, content["plans"][0] if "plans" in content else content)
         return found
     except DAMAGED as error:
-        raise ConfigError(
-            f"{where}: is no plan ({type(error).__name__}: {error}); it must have schedule, cut and num_microbatches"
-        ) from None
+        needs = "it must have schedule, cut and num_microbatches"
+        raise ConfigError(f"{where}: is no plan ({type(error).__name__}: {error}); {needs}") from None

@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 from ..dependency import NO_REDUCTIONS, Action, G, Kind, S, Spec, W
-from .bottleneck import Ends
+from .bounds import Ends
 from .footprint import Size, num_messages, payload_bytes, peak_bytes
 from .plan import Plan
 from .profile import TIMED, Chain, Machines

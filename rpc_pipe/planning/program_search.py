@@ -7,15 +7,14 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ..dependency import Action, B, I, PipeError, Spec, W, check_all
-from .bottleneck import Ends
-from .candidates import Candidate
+from .bounds import Ends
 from .footprint import Size
-from .job_shop import PRIORITY_RULES, JobShop, Order, improve, list_schedule
+from .job_shop import JobShop, Order, improve
 from .listed_schedule import ListedSchedule, listed_schedule
 from .plan import Plan
 from .pricing import PricedSchedule
 from .profile import Chain, Machines
-from .search import PlanRequest, PlanResult
+from .search import Candidate, PlanRequest, PlanResult
 
 #: a plan's name of its schedule if that is a searched program
 SEARCHED = "searched"
@@ -26,29 +25,9 @@ _TRIES = 3
 
 
 def best_order(shop: JobShop, seeds: Sequence[Order], until: float) -> tuple[float, Order] | None:
-    """Return the best order found from `seeds` and list scheduling within the budget; None: none fits."""
-    # At least half of the time is left for local search. Without any time left, the seeds are enough.
-    begun = time.monotonic()
-    orders = [order for order in seeds if shop.fits(order)]
-    known = bool(orders)
-    for rule in PRIORITY_RULES:
-        if known and time.monotonic() - begun > (until - begun) / 2:
-            break
-        listed = list_schedule(shop, rule)
-        known = True
-        if listed is not None and shop.fits(listed):
-            orders.append(listed)
-    ran = [(run[0], number) for number, order in enumerate(orders) if (run := shop.evaluate(order)) is not None]
-    ran.sort()
-    best: tuple[float, Order] | None = None
-    starts = ran[:3]
-    for number, (_, at) in enumerate(starts):
-        left = until - time.monotonic()
-        end = time.monotonic() + max(0.0, left / (len(starts) - number))
-        found = improve(shop, orders[at], lambda end=end: time.monotonic() < end)  # type: ignore[misc]
-        if best is None or found[0] < best[0]:
-            best = found
-    return best
+    """Return the best order that local search finds from the best of `seeds` within the budget; None: none is."""
+    ran = [(run[0], at) for at, order in enumerate(seeds) if shop.fits(order) and (run := shop.evaluate(order))]
+    return improve(shop, seeds[min(ran)[1]], lambda: time.monotonic() < until) if ran else None
 
 
 def faster_program(

@@ -17,7 +17,6 @@ from ..dependency import (
     Entry,
     G,
     Part,
-    PipeError,
     Reductions,
     S,
     ScheduleError,
@@ -131,14 +130,6 @@ class Relation:
             for need in (*entry.own, *(pulled.action for pulled in entry.pulled)):
                 if not any(need in other.number for other in parts):
                     raise ScheduleError(f"{entry.action} needs {need}, which no worker runs")
-
-    def raise_deadlock(self, done: set[int]) -> None:
-        """Raise the error that nothing but `done` can run."""
-        stuck = next(n for n in range(len(self.actions)) if n not in done)
-        waits = [n for n in range(len(self.actions)) if n not in done and stuck in (*self.own[n], *self.others[n])]
-        names = ", ".join(str(self.actions[n]) for n in waits)
-        worker = self.worker[stuck]
-        raise PipeError(f"deadlock: worker {worker}: cannot run {self.actions[stuck]}, which waits for {names}")
 
     def targets(self, number: int) -> Iterator[tuple[int, list[int]]]:
         """Yield (worker, its actions that need `number`) of the other workers."""

@@ -1,4 +1,4 @@
-"""The search of `plan` over all schedules, numbers of microbatches and cuts: the optimum, or a plan with a known gap.
+"""The search of `plan` over schedules with parameters, microbatches and cuts: the optimum, or a plan with a known gap.
 
 Loads without torch.
 """
@@ -6,19 +6,22 @@ Loads without torch.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
-from ..dependency import F, U
-from .candidates import Candidate, candidates
+from ..dependency import ConfigError, F, PipeError, Spec, U
+from ..schedules import SCHEDULES
 from .cut_search import CutFound, CutSearch
-from .plan import Plan, schedule_label
+from .plan import Plan, schedule_label, with_recompute
 from .profile import Chain, Machines, Profile
 from .slice_costs import SliceCosts
+from .specs import find_schedule, make_spec, with_replicas
 
-#: called with (share of the search that is done, 0 to 1; the best time so far, in milliseconds)
-Progress = Callable[[float, float], None]
+#: called with the share of the search that is done, 0 to 1
+Progress = Callable[[float], None]
 
 #: share of the time for the first cut of every candidate
 _FIRST_CUTS = 0.4
@@ -93,7 +96,7 @@ def default_microbatches(num_workers: int, batch: int) -> tuple[int, ...]:
     return tuple(sorted({count for count in wanted if count <= batch} or {batch}))
 
 
-def search(request: PlanRequest, tell: Progress = lambda share, best: None, *, with_front: bool = False) -> PlanResult:
+def search(request: PlanRequest, tell: Progress = lambda share: None, *, with_front: bool = False) -> PlanResult:
     """Return the best plans, fastest first, with bounds."""
     return _Search(request, tell, with_front).result()
 
@@ -111,18 +114,12 @@ class _Search:
     def _list(self) -> list[tuple[Candidate, CutSearch]]:
         q = self._request
         most_stages = next(iter(self._chains.values())).num_blocks if self._chains else 0
-        listed = candidates(
-            q.machines.num_workers,
-            q.microbatches,
-            recompute=q.recompute,
-            most_stages=most_stages,
-            schedules=q.schedules,
-            replicas=q.replicas,
-            exchange=q.exchange,
-            slices=[q.slicing.balanced(count) for count in q.slices],
-        )
+        slices = [q.slicing.balanced(count) for count in q.slices]
         searches = []
-        for candidate in listed:
+        for candidate in candidates(
+            q.machines.num_workers, q.microbatches, recompute=q.recompute, most_stages=most_stages,
+            schedules=q.schedules, replicas=q.replicas, exchange=q.exchange, slices=slices,
+        ):  # fmt: skip
             chain = self._chains[candidate.num_microbatches]
             spec = candidate.spec(q.machines.num_workers)
             searches.append((candidate, CutSearch(spec, chain, q.machines)))
@@ -130,13 +127,13 @@ class _Search:
 
     def _in_rounds(self) -> list[int]:
         """Return the indices of the searches in rounds: the most promising of each schedule, then the next of each."""
-        groups: dict[str, int] = {}
-        turns = []
+        turns: Counter[str] = Counter()
+        found = []
         for at, (candidate, _) in enumerate(self._searches):
             name = schedule_label(candidate.schedule, candidate.parameters)
-            groups[name] = turn = groups.get(name, 0) + 1
-            turns.append((turn, at))
-        return [at for _, at in sorted(turns)]
+            turns[name] += 1
+            found.append((turns[name], at))
+        return [at for _, at in sorted(found)]
 
     def result(self) -> PlanResult:
         result = PlanResult()
@@ -164,7 +161,7 @@ class _Search:
         total = len(self._searches)
 
         def report(done: float) -> None:
-            self._tell(begin + (end - begin) * done / total, best[1].time if best else float("inf"))
+            self._tell(begin + (end - begin) * done / total)
 
         def is_late(until: float) -> bool:
             # That nothing fits may be reported only when everything has been first_cuts at.
@@ -275,3 +272,95 @@ def schedule_free_bound(chain: Chain, machines: Machines, num_microbatches: int,
     whole = once + chain.least_backward(0, blocks)
     work = num_microbatches * whole + chain.blocks_time(U, 0, blocks)
     return max((once + back) * share * fastest, work / sum(1 / slow for slow in slows)) + chain.per_step
+
+
+#: every schedule with its defaults, and with other parameters worth trying
+VARIANTS: tuple[tuple[str, Mapping[str, Any]], ...] = (
+    *((name, {}) for name in SCHEDULES),
+    ("interleaved", {"chunks": 4}),
+    ("hanayo", {"waves": 2}),
+    ("chimera", {"scale": "forward-doubling"}),
+    ("chimera", {"pairs": 2}),
+)
+
+
+def refuse_unknown(names: Iterable[str]) -> None:
+    """Refuse names of which plans cannot be made.
+
+    Raises:
+        ConfigError: a name is unknown (the nearest is offered), or that of an asynchronous schedule.
+    """
+    for name in names:
+        find_schedule(name)
+        if name not in SCHEDULES:
+            raise ConfigError(f"--schedule {name}: plans are made of {', '.join(SCHEDULES)}")
+        if not SCHEDULES[name].synchronous:
+            raise ConfigError(f"--schedule {name}: is asynchronous, so it trains other numbers; plans leave it out")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A schedule with everything but the cut."""
+
+    schedule: str
+    parameters: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    num_microbatches: int = 1
+    #: stages that recompute their activations
+    recompute: tuple[int, ...] = ()
+
+    def spec(self, num_workers: int) -> Spec:
+        """Make its spec.
+
+        Raises:
+            PipeError: there is none for so many workers.
+        """
+        return make_spec(self.schedule, num_workers, self.num_microbatches, self.options)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The schedule's parameters for `make_spec`, recomputation included."""
+        return with_recompute(self.parameters, self.recompute)
+
+
+def candidates(
+    num_workers: int,
+    microbatches: Iterable[int],
+    *,
+    recompute: bool,
+    most_stages: int,
+    schedules: Sequence[str] | None = None,
+    replicas: Sequence[int] = (1,),
+    exchange: Mapping[str, Any] | None = None,
+    slices: Sequence[tuple[int, ...]] = ((1,),),
+) -> Iterator[Candidate]:
+    """Yield the candidates for this number of workers: without recomputation, with it on the first stages, and on all.
+
+    The first stages hold activations for longest, so these recompute first.
+
+    Args:
+        most_stages: the most stages that the model can be cut into.
+        schedules: names; None: all synchronous ones, as asynchronous ones train other parameters.
+        replicas: how many replicas of the pipeline may share the workers.
+        exchange: `zero`, `bucket` and `spread` of these, where there are several, as in `Spec`.
+        slices: into what each sequence may be cut: sizes of slices, in parts of it.
+    """
+    seen = set()
+    for (name, own), number, sizes in product(VARIANTS, replicas, slices):
+        if schedules is not None and name not in schedules:
+            continue
+        sliced = None if len(sizes) == 1 else ",".join(map(str, sizes)) if len(set(sizes)) > 1 else len(sizes)
+        parameters = with_replicas(own, number, slices=sliced, **((exchange or {}) if number > 1 else {})) or {}
+        for count in microbatches:
+            plain = Candidate(name, parameters, count)
+            try:
+                spec = plain.spec(num_workers)
+            except PipeError:
+                continue
+            if not spec.synchronous or spec.num_stages > most_stages or spec in seen:
+                continue
+            seen.add(spec)
+            yield plain
+            if recompute and not type(spec).recompute:
+                depth = spec.num_stages
+                for first in sorted({1, depth // 2, depth - 1, depth} - {0}):
+                    yield Candidate(name, parameters, count, tuple(range(first)))

@@ -16,7 +16,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
-from ..dependency import RESOURCES, Action, Kind, Order, S, Spec, U
+from ..dependency import RESOURCES, Action, Kind, Order, S, ScheduleError, Spec, U
 from ..system.garbage import uncollected
 from .relation import Relation
 from .span import Span
@@ -68,17 +68,14 @@ class Simulation:
     @cached_property
     def transfers(self) -> tuple[tuple[Action, int, int, float], ...]:
         """(action, source, target, arrival) of every transfer; empty if transfers take no time."""
-        if self._transfers is not None:
-            return tuple(transfer for transfer in self._transfers if transfer[0].kind.resource != "control")
-        if not self._comm:
-            return ()
-        relation, ended = self._relation, sorted(self._ran, key=lambda ran: ran[2])
-        return tuple(
-            (relation.actions[n], relation.worker[n], target, end + self._comm)
-            for n, _, end in ended
-            if relation.actions[n].kind.resource != "control"
-            for target, _ in relation.targets(n)
-        )
+        relation, found = self._relation, self._transfers
+        if found is None:
+            found = [
+                (relation.actions[n], relation.worker[n], target, end + self._comm)
+                for n, _, end in self._ran
+                for target, _ in (relation.targets(n) if self._comm else ())
+            ]
+        return tuple(transfer for transfer in found if transfer[0].kind.resource != "control")
 
     @cached_property
     def peak_activations(self) -> tuple[float, ...]:
@@ -178,7 +175,7 @@ def simulate(
         uplinks: bytes a unit of time that a worker sends to all others together, by worker.
 
     Raises:
-        PipeError: the run cannot finish; `dependency.check_all` says why.
+        ScheduleError: the run cannot finish; `dependency.check_all` says why.
     """
     relation = Relation(what, steps) if isinstance(what, Spec) else what
     order = order or relation.spec.order
@@ -187,7 +184,7 @@ def simulate(
         costs = [cost(action) for action in relation.actions] if callable(cost) else cost
         ran = _run(relation, costs, order == "fixed", comm, link_queues)
     if len(ran) != len(costs):
-        relation.raise_deadlock({number for number, _, _ in ran})
+        raise ScheduleError(f"deadlock: {len(costs) - len(ran)} actions cannot run; `dependency.check_all` says why")
     busy: list[float] = [0] * relation.spec.num_workers
     compute = RESOURCES.index("compute")
     for number, _, _ in ran:

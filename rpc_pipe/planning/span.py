@@ -1,10 +1,13 @@
-"""An action in time: the common form of simulations, traces and drawings."""
+"""Actions in time, the common form of simulations, traces and drawings; and what each waited for."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from ..dependency import Action
+from ..dependency import Action, Spec
 
 
 class Span(NamedTuple):
@@ -14,3 +17,61 @@ class Span(NamedTuple):
     action: Action
     start: float
     end: float
+
+
+class Wait(NamedTuple):
+    """The idle time of a worker before an action, in the unit of the spans, and what it waited for."""
+
+    time: float
+    #: the dependency of the action that ended last; None: unknown
+    cause: Span | None
+
+
+def waits(spec: Spec, spans: Sequence[Span], *, slack: float = 0.0) -> dict[Span, Wait]:
+    """Return the wait before every span that a gap precedes; other spans are not in the result.
+
+    The gap runs from the end of what the same worker ran before, for a worker's first span from the first start
+    of all. `spans` may hold several steps: a span is paired with the latest run of a need that ended at its start
+    or earlier, or at most `slack` later: the error of the alignment of clocks, in the unit of the spans.
+    """
+    runs: defaultdict[Action, list[Span]] = defaultdict(list)
+    for span in sorted(spans, key=lambda s: s.end):
+        runs[span.action].append(span)
+    ends = {action: [span.end for span in found] for action, found in runs.items()}
+
+    def latest(action: Action, until: float) -> Span | None:
+        at = bisect_right(ends.get(action, []), until)
+        return runs[action][at - 1] if at else None
+
+    found: dict[Span, Wait] = {}
+    first = min((span.start for span in spans), default=0.0)
+    free: defaultdict[int, float] = defaultdict(lambda: first)
+    for span in sorted(spans, key=lambda s: (s.start, s.end)):
+        gap = span.start - free[span.worker]
+        if gap > 0:
+            needs: Iterable[Action] = spec.needs(span.action)
+            ended = [run for need in needs if (run := latest(need, span.start + slack)) is not None]
+            found[span] = Wait(gap, max(ended, key=lambda s: s.end, default=None))
+        free[span.worker] = max(free[span.worker], span.end)
+    return found
+
+
+def critical_path(spans: Sequence[Span], found: Mapping[Span, Wait]) -> list[Span]:
+    """Return the actions that the last end hangs on, from first to last: each began when the one before had come.
+
+    Before an action that waited stands what it waited for, before any other what its worker ran just before.
+    `found` is the result of `waits`.
+    """
+    before: dict[Span, Span] = {}
+    latest: dict[int, Span] = {}
+    for span in sorted(spans, key=lambda s: (s.start, s.end)):
+        wait, own = found.get(span), latest.get(span.worker)
+        source = own if wait is None else wait.cause
+        if source is not None:
+            before[span] = source
+        if own is None or span.end >= own.end:
+            latest[span.worker] = span
+    path = [max(spans, key=lambda s: s.end)] if spans else []
+    while path and path[-1] in before:
+        path.append(before[path[-1]])
+    return path[::-1]

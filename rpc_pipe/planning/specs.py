@@ -6,10 +6,10 @@ import dataclasses
 import difflib
 import typing
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from ..dependency import ConfigError, Order, Spec, check_all, schedule_errors
@@ -43,51 +43,29 @@ def find_schedule(schedule: ScheduleLike) -> type[Spec]:
         raise ConfigError(f"schedule {schedule!r}: must be the name of one, or a subclass of Spec")
     if schedule in SCHEDULES:
         return SCHEDULES[schedule]
-    if schedule.endswith(".csv"):
-        from .torch_csv import import_csv
+    if schedule.endswith((".csv", ".json")):
+        from .listed_schedule import import_csv, read_program
 
-        return import_csv(schedule)
-    if schedule.endswith(".json"):
-        from .listed_schedule import read_program
-
-        return read_program(schedule)
-    path, colon, name = schedule.rpartition(":")
-    if colon and path.endswith(".py"):
-        return _load_class(schedule, Path(path), name)
-    if schedule.endswith(".py"):
-        here = ", ".join(_own_classes(_load(schedule, Path(schedule)))) or "none"
-        raise ConfigError(f"schedule {schedule!r}: name a class, {schedule}:ClassName; subclasses of Spec: {here}")
+        return import_csv(schedule) if schedule.endswith(".csv") else read_program(schedule)
+    path, _, name = schedule.rpartition(":")
+    if path.endswith(".py") or schedule.endswith(".py"):
+        return _load_class(schedule, path or schedule, name)
     typed = schedule.lower().removeprefix("schedule")
     near = [_OF_TORCH[typed]] if typed in _OF_TORCH else difflib.get_close_matches(typed, SCHEDULES, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
-    raise ConfigError(
-        f"schedule {schedule!r}: {hint}known are {', '.join(SCHEDULES)}; "
-        "your own is path/to/file.py:ClassName, or torch's path/to/file.csv"
-    )
+    known = f"known are {', '.join(SCHEDULES)}; or path/to/file.py:ClassName, or torch's path/to/file.csv"
+    raise ConfigError(f"schedule {schedule!r}: {hint}{known}")
 
 
-def _load_class(schedule: str, path: Path, name: str) -> type[Spec]:
-    module = _load(schedule, path)
-    found = getattr(module, name, None)
-    if not (isinstance(found, type) and issubclass(found, Spec)):
-        here = ", ".join(_own_classes(module)) or "none"
-        raise ConfigError(f"schedule {schedule!r}: {path} has no subclass of Spec named {name!r}; it has {here}")
-    return found
-
-
-def _load(schedule: str, path: Path) -> ModuleType:
+def _load_class(schedule: str, path: str, name: str) -> type[Spec]:
     from ..system.files import load_module
 
-    return load_module(path, f"rpc_pipe_schedule_{path.stem}", f"schedule {schedule!r}")
-
-
-def _own_classes(module: ModuleType) -> list[str]:
-    """Return the names of the schedules that a module defines itself."""
-    return [
-        name
-        for name, value in vars(module).items()
-        if isinstance(value, type) and issubclass(value, Spec) and value.__module__ == module.__name__
-    ]
+    module = load_module(Path(path), f"rpc_pipe_schedule_{Path(path).stem}", f"schedule {schedule!r}")
+    classes = {n: value for n, value in vars(module).items() if isinstance(value, type) and issubclass(value, Spec)}
+    if name not in classes:
+        here = ", ".join(n for n, cls in classes.items() if cls.__module__ == module.__name__) or "none"
+        raise ConfigError(f"schedule {schedule!r}: must name a subclass of Spec, {path}:ClassName; it has {here}")
+    return classes[name]
 
 
 def make_spec(
@@ -113,10 +91,8 @@ def make_spec(
     cls = find_schedule(schedule)
     name = schedule if isinstance(schedule, str) else cls.__name__
     if not cls.__init__.__code__.co_filename.startswith("<"):  # a generated __init__ has a name like <string>
-        raise ConfigError(
-            f"schedule {name}: {cls.__name__} must not define __init__; a parameter is an attribute with a type, such "
-            "as extra: int = 1, and what follows from it a method or a property"
-        )
+        rule = f"{cls.__name__} must not define __init__; a parameter is an attribute with a type, as extra: int = 1"
+        raise ConfigError(f"schedule {name}: {rule}")
     known = parameter_types(cls)
     if not isinstance(parameters, Mapping | None):
         raise ConfigError(f"schedule_options {parameters!r}: must be a dict, such as {{'recompute': 'all'}}")
@@ -144,10 +120,8 @@ def make_spec(
         raise ConfigError(f"schedule {name}{asked}: has {num_stages} stages; must be at least 1")
     if num_stages * num_microbatches > MAX_FORWARDS:
         counted = "slices of microbatches" if len(sizes) > 1 else "microbatches"
-        raise ConfigError(
-            f"schedule {name}{asked}: {num_stages} stages times {num_microbatches} {counted} are more than "
-            f"{MAX_FORWARDS} forwards, the most that can be listed"
-        )
+        forwards = f"{num_stages} stages times {num_microbatches} {counted}"
+        raise ConfigError(f"schedule {name}{asked}: {forwards} are more than {MAX_FORWARDS} forwards, the most")
     return spec
 
 
@@ -204,19 +178,13 @@ def read_slices(said: int | str) -> tuple[int, ...]:
         ConfigError: it is neither a number of slices nor sizes.
     """
     if said == "auto":
-        raise ConfigError(
-            "slices auto: slices are measured by a plan: rpc-pipe plan FILE.py:make --slices auto --output plan.json, "
-            "and then plan='plan.json', or --plan plan.json"
-        )
+        raise ConfigError("slices auto: is of rpc-pipe plan, which measures them; take a number, or --plan plan.json")
     try:
         sizes = [int(part) for part in str(said).split(",")]
     except ValueError:
         sizes = [0]
     if min(sizes) < 1 or max(sizes) > _MOST_SLICES or len(sizes) > _MOST_SLICES:
-        raise ConfigError(
-            f"slices {said}: must be a number of slices from 1 to {_MOST_SLICES}, such as 4, or the size of each in "
-            "parts of the sequence, such as 8,6,5,4"
-        )
+        raise ConfigError(f"slices {said}: must be a number from 1 to {_MOST_SLICES}, or sizes, such as 8,6,5,4")
     return (1,) * sizes[0] if len(sizes) == 1 else tuple(sizes)
 
 
@@ -253,10 +221,9 @@ def _read_replicas(parameters: dict[str, Any], num_workers: int, num_microbatche
     replicas: int = read("replicas", 1, int, lambda count: count > 0, "must be a whole number of at least 1")
     if replicas > max(1, num_microbatches):
         fewer = max(n for n in range(1, max(2, num_microbatches + 1)) if num_workers % n == 0)
-        raise ConfigError(
-            f"replicas {replicas}: a step has {num_microbatches} microbatch{'es' * (num_microbatches > 1)}, fewer than "
-            f"replicas; take at least {replicas} microbatches, or replicas {fewer}"
-        )
+        has = f"a step has {num_microbatches} microbatch{'es' * (num_microbatches > 1)}, fewer than replicas"
+        advice = f"take at least {replicas} microbatches, or replicas {fewer}"
+        raise ConfigError(f"replicas {replicas}: {has}; {advice}")
     one = "must be 0, or 1 to divide optimizer states among replicas; take 1"
     size = f"must be a size in MiB above 0; take {Spec.bucket:g}"
     zero = read("zero", 0, int, lambda said: said in (0, 1), one)
@@ -300,14 +267,11 @@ def _convert(schedule: str, key: str, value: Any, wanted: Any) -> Any:
         raise ConfigError(f"{key}={value}: schedule {schedule} takes {', '.join(map(str, choices))}")
     types = [kind for kind in choices or (wanted,) if kind is not type(None)]
     for kind in types:
-        if kind is bool:
-            if value.lower() in ("true", "false"):
-                return value.lower() == "true"
-            continue
-        try:
-            return kind(value)
-        except ValueError:
-            continue
+        if kind is not bool:
+            with suppress(ValueError):
+                return kind(value)
+        elif value.lower() in ("true", "false"):
+            return value.lower() == "true"
     names = " or ".join(kind.__name__ for kind in types)
     raise ConfigError(f"{key}={value}: schedule {schedule} takes {names}")
 

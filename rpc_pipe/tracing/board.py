@@ -46,6 +46,12 @@ LINES_AT = HEAD.size
 #: a file with more steps, or more bytes of them, is replaced by one with the latest half
 MOST_STEPS, _MOST_BYTES = 512, 2**20
 
+#: in place of the number of the event seen last: everything is wanted; nothing will be asked any more
+EVERYTHING, NO_MORE = 0, -2
+#: most steps in a message; the latest are sent
+MOST_SENT = 16
+#: seconds that worker 0 waits for the end of the last step everywhere, and for answers
+COLLECT_S = 2.0
 NONE = -1
 
 

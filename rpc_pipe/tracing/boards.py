@@ -1,30 +1,25 @@
-"""The boards of all workers of a run on this machine, polled for what is new."""
+"""The runs on this machine, found by script, folder or process, and their boards, polled for what is new."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from ..dependency import ConfigError
 from ..workers.hooks import StepRecord
-from . import run_folders, runs
+from . import run_folders
 from .board import File, Live, State
 from .board_reader import Board
-from .run_ending import END, RUN_FAILED, Ending
-from .run_folders import WATCHED
+from .run_folders import END, RUN_FAILED, WATCHED, Ending
 
 #: how long a stuck worker has to write its stacks
 _STACKS_S = 2.0
-#: newest frame of this package's helper threads, whose stacks say nothing
-_HELPERS = ("in _send_all", "in _follow")
-#: a frame in the stacks of ZeroMQ's helper threads
-_ZMQ = re.compile(r'transport/((zeromq|hearing)\.py", line \d+ in (_watch|_run)|keys\.py)|zmq/.*garbage\.py')
 
 
 @dataclass
@@ -49,20 +44,6 @@ class RunUpdate:
     events: list[tuple[float, str, bool]] = field(default_factory=list)
     #: how the run ended; None: it goes on, or nobody has said
     ending: Ending | None = None
-
-
-class UpdateSource(Protocol):
-    """A run as a watcher sees it, live or recorded."""
-
-    #: its name for users
-    name: str
-
-    def look(self) -> RunUpdate:
-        """Return what is new, without waiting."""
-
-    @property
-    def over(self) -> bool:
-        """Whether nothing new will come."""
 
 
 class EndReader:
@@ -97,6 +78,7 @@ class RunBoards:
         self._end = EndReader(folder)
 
     def look(self) -> RunUpdate:
+        """Return what is new, without waiting."""
         with suppress(OSError):  # the run has ended
             (self.folder / WATCHED).touch()
         records = self._open_new()
@@ -133,13 +115,14 @@ class RunBoards:
 
     @property
     def over(self) -> bool:
+        """Whether nothing new will come."""
         if not self._boards:
-            return self.folder not in runs.running()
+            return self.folder not in running()
         # While the launcher lives, it may report the cause or restart the workers.
         return self._gone.issuperset(self._boards) and not run_folders.has_launcher(self.folder)
 
     def stacks(self, worker: int) -> str:
-        """Return the Python stacks of a worker, which its process writes on a signal; "" if it cannot.
+        """Return the stack of a worker's computing thread, which its process writes on a signal; "" if it cannot.
 
         The signal's handler does nothing else, and what it interrupts goes on.
         """
@@ -158,7 +141,8 @@ class RunBoards:
             blocks = file.read_bytes()[before:].decode(errors="replace").split("\n\n")
         except (OSError, KeyError):  # gone, or on another machine
             return ""
-        return "\n\n".join(block.strip() for block in blocks if _tells(block))
+        computing = f"{self._boards[worker][1].live().thread:#018x}"
+        return "\n\n".join(block.strip() for block in blocks if computing in block)
 
     def _open_new(self) -> list[StepRecord]:
         """Open boards that are new or replaced, by longer ones or those of a process's next pipeline.
@@ -166,7 +150,7 @@ class RunBoards:
         Return what was still to be read of the others.
         """
         rest: list[StepRecord] = []
-        for worker, file in runs.board_files(self.folder).items():
+        for worker, file in board_files(self.folder).items():
             try:
                 inode, before = file.stat().st_ino, self._boards.get(worker)
                 if before is not None and before[0] == inode:
@@ -183,9 +167,62 @@ class RunBoards:
         return rest
 
 
-def _tells(stack: str) -> bool:
-    """Return whether a thread's stack shows what a worker does: neither a helper thread's nor one without Python."""
-    lines = stack.strip().splitlines()[1:2]
-    if _ZMQ.search(stack):
-        return False
-    return bool(lines) and "File" in lines[0] and not any(name in lines[0] for name in _HELPERS)
+def board_files(path: Path) -> dict[int, Path]:
+    """Return the files of boards in a run's folder, by worker."""
+    return {int(file.name[7:]): file for file in sorted(path.glob("worker-*")) if file.name[7:].isdecimal()}
+
+
+def read_boards(path: Path) -> dict[int, Board]:
+    """Return the boards in a run's folder, by worker."""
+    found = {}
+    for worker, file in sorted(board_files(path).items()):
+        with suppress(OSError, ValueError):  # just removed, or of another version
+            found[worker] = Board(file)
+    return found
+
+
+def running() -> Iterator[Path]:
+    """Yield the folders of the runs on this machine, the newest first."""
+    for path in sorted(run_folders.root().iterdir(), key=lambda path: -path.stat().st_mtime):
+        if not path.name.startswith(run_folders.SOCKETS) and any(map(run_folders.alive, run_folders.processes(path))):
+            yield path
+
+
+def find(address: str | None) -> Path:
+    """Return the folder of the run that `address` names: its script, folder or a process id; None: the only run.
+
+    Raises:
+        ConfigError: no run, or several, have this name.
+    """
+    there = list(running())
+    if address is None:
+        if not there:
+            raise ConfigError("watch: no run found on this machine; start one, or name a recording, such as run.jsonl")
+        if len(there) > 1:
+            raise ConfigError(f"watch: {len(there)} runs are going on; name one of {', '.join(map(_shown, there))}")
+        return there[0]
+    for path in there:
+        numbers = {process.partition("/")[0] for process in run_folders.processes(path)}
+        if address in numbers or address == path.name or Path(address) == path:
+            return path
+    named = [
+        path
+        for path in there
+        if Path(address).name in {board.header.get("script") for board in read_boards(path).values()}
+    ]
+    if len(named) == 1:
+        return named[0]
+    if named:
+        many = f"{len(named)} runs of it are going on"
+        raise ConfigError(f"watch {address}: {many}; name one of {', '.join(map(_shown, named))}")
+    known = f"running are {', '.join(map(_shown, there))}" if there else "none is running on this machine"
+    raise ConfigError(f"watch {address}: there is no such run; {known}")
+
+
+def _shown(path: Path) -> str:
+    headers = [board.header for board in read_boards(path).values()]
+    if not headers:
+        return f"{path.name} (starting)"
+    first = headers[0]
+    since = time.strftime("%H:%M:%S", time.localtime(first["started"]))
+    return f"{path.name} ({first.get('script', '')} since {since}, {first['schedule']} on {len(headers)} workers)"

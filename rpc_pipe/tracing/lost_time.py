@@ -23,7 +23,7 @@ from itertools import accumulate, pairwise
 from statistics import median, median_low
 
 from ..dependency import Action, B, F, Kind
-from ..planning.bottleneck import least_bottleneck
+from ..planning.bounds import least_bottleneck
 from ..planning.simulator import Cost, Link, simulate
 from ..schedules import name_of
 from ..workers.hooks import StepRecord
@@ -140,9 +140,8 @@ class _Case:
         scale = min(1.0, room / sum(parts)) if sum(parts) else 1.0
         bubble, imbalance, slow_worker, link, data = (part * scale for part in parts)
         overhead = max(0.0, room - scale * sum(parts))
-        lost = LostTime(
-            step, min(limit, step), bubble, imbalance, slow_worker, link, data, overhead, self._data_cause()
-        )
+        cause, limit = self._data_cause(), min(limit, step)
+        lost = LostTime(step, limit, bubble, imbalance, slow_worker, link, data, overhead, cause)
         return replace(lost, sentence=self._sentence(lost, slow))
 
     # --- costs of actions
@@ -218,72 +217,59 @@ class _Case:
         return sentence
 
     def _blame(self, worst: str, costs: str, lost: LostTime, slow_ms: float) -> str:
-        if worst in ("imbalance", "slow worker"):
-            return self._heavy_worker(worst == "slow worker", costs, lost.step_ms, slow_ms)
-        if worst == "link":
-            return self._slow_link(costs)
         if worst == "data":
-            waits = self._data_waits()
-            worker = max(range(len(waits)), key=lambda w: waits[w])
-            everybody = min(self._pauses()) > 0.7 * waits[worker]
-            who = "workers wait" if everybody else f"worker {worker} waits"
-            what, advice = _DATA[lost.data_cause]
-            return f"{who} {waits[worker]:.1f} ms for data between steps ({what}), which {costs}; {advice}"
-        typical = median(self._actual(action) for action in self._actions if action.kind in (F, B))
-        if self._one_process:
+            return self._late_data(costs, lost.data_cause)
+        if worst == "overhead" and self._one_process:
             return (
                 f"the workers are threads of one process and take turns, which {costs}: that is for looking and "
                 "debugging; rpc-pipe run gives each a process"
             )
-        if self._cores is not None and self._cores < self._spec.num_workers:
-            shared = f"{self._spec.num_workers} workers share {self._cores} cores of one machine"
+        busy = [0.0] * self._spec.num_workers
+        for action in self._actions:
+            busy[self._spec.worker(action)] += self._actual(action)
+        usual = max(median_low(busy), 1e-9)
+        uneven = worst == "imbalance" and max(busy) >= _BUSIER * usual
+        if self._cores is not None and self._cores < len(busy) and not uneven:
+            # Who waits for a core looks slow, and so does a link to it; which one it is changes from run to run.
+            shared = f"{len(busy)} workers share {self._cores} cores of one machine"
             return f"the workers wait for a core, which {costs}: {shared}"
+        if worst == "slow worker" or uneven:
+            by = self._slowness if worst == "slow worker" else busy
+            worker = max(range(len(busy)), key=by.__getitem__)
+            times = busy[worker] / usual
+            busier = f"is {times:.1f} x the median" if times >= _BUSIER else "is slow"  # it may have less to do
+            advice = self._better_cut(lost.step_ms, slow_ms)
+            return f"worker {worker} {busier} ({self._reason(worker, uneven)}), which {costs}{advice}"
+        if worst == "imbalance":
+            return f"the workers compute equally long, but an action takes longer on one than on others, which {costs}"
+        if worst == "link":
+            return self._slow_link(costs)
         if self._preempted * _TURN_MS > _KNOWN * lost.overhead_ms:
             return (
                 f"the workers wait for a core, which {costs}: {self._preempted:.0f} times a step the system gives "
                 "theirs to others; fewer threads, or fewer other programs, leave them theirs"
             )
+        typical = median(self._actual(action) for action in self._actions if action.kind in (F, B))
         return (
             f"the runtime itself {costs}: forwards and backwards of {typical:.1f} ms are short or vary; "
             "larger or fewer microbatches make them longer"
         )
 
-    def _heavy_worker(self, slow: bool, costs: str, step_ms: float, now_ms: float) -> str:
-        busy = [0.0] * self._spec.num_workers
-        for action in self._actions:
-            busy[self._spec.worker(action)] += self._actual(action)
-        if slow:
-            worker = max(range(len(busy)), key=lambda w: self._slowness[w])
-        else:
-            worker = max(range(len(busy)), key=lambda w: busy[w])
-        times = busy[worker] / max(median_low(busy), 1e-9)
-        crowded = self._cores is not None and self._cores < self._spec.num_workers
-        if not slow and times < _BUSIER:
-            shared = f"; {self._spec.num_workers} workers share {self._cores} cores of one machine" if crowded else ""
-            return (
-                "the workers compute equally long, but a forward or a backward takes longer on one than on others, "
-                f"which {costs}{shared}"
-            )
-        reason = (
-            f"layers of the same kind take {self._slowness[worker]:.1f} x as long there as elsewhere: a slow worker, "
-            "unless they are heavier"
-            if slow
-            else self._more(worker)
-            if self._compared
-            else "it has more to compute or is slower; its layers cannot be compared with others"
-        )
-        if slow and crowded:
-            # Whoever has to wait for a core looks slow; which one it is changes from run to run.
-            return (
-                f"worker {worker} shares a core, as {self._spec.num_workers} workers have {self._cores}, and takes "
-                f"{self._slowness[worker]:.1f} x as long for the same layers, which {costs}"
-            )
-        advice = self._better_cut(step_ms, now_ms)
-        busier = f"is {times:.1f} x the median" if times >= _BUSIER else "is slow"  # it may have less to do
-        return f"worker {worker} {busier} ({reason}), which {costs}{advice}"
+    def _late_data(self, costs: str, cause: str) -> str:
+        waits = self._data_waits()
+        worker = max(range(len(waits)), key=waits.__getitem__)
+        everybody = min(self._pauses()) > 0.7 * waits[worker]
+        who = "workers wait" if everybody else f"worker {worker} waits"
+        what, advice = _DATA[cause]
+        return f"{who} {waits[worker]:.1f} ms for data between steps ({what}), which {costs}; {advice}"
 
-    def _more(self, worker: int) -> str:
-        """Say why a worker has more to compute, which is not always that it has more layers."""
+    def _reason(self, worker: int, uneven: bool) -> str:
+        """Say why a worker takes longer, which is not always that it has more layers."""
+        if not uneven:
+            times = f"{self._slowness[worker]:.1f} x as long there as elsewhere"
+            return f"layers of the same kind take {times}: a slow worker, unless they are heavier"
+        if not self._compared:
+            return "it has more to compute or is slower; its layers cannot be compared with others"
         counts = [sum(count for _, route, count in shards if route == 0) for shards in self._layers]
         if not counts:
             return "it has more to compute, so the cut is uneven"
@@ -296,13 +282,8 @@ class _Case:
         source, target = max(self._delays, key=lambda pair: self._delays[pair])
         slowest, typical = self._delays[source, target], median_low(self._delays.values())
         compared = f", {slowest / typical:.0f} x the median of all links" if slowest > 2 * typical > 0 else ""
-        way = f"payloads take {slowest:.1f} ms from worker {source} to worker {target}"
-        if self._cores is not None and self._cores < self._spec.num_workers:
-            # Inside a machine a payload waits for a reader that has no core; which one it is changes from run to run.
-            return f"{way}, as {self._spec.num_workers} workers share {self._cores} cores of one machine, which {costs}"
-        return (
-            f"{way}{compared}: a slow link, which {costs}; eager-1f1b or a wider window hides it for more activations"
-        )
+        way = f"payloads take {slowest:.1f} ms from worker {source} to worker {target}{compared}"
+        return f"{way}: a slow link, which {costs}; eager-1f1b or a wider window hides it for more activations"
 
     def _better_cut(self, step_ms: float, now_ms: float) -> str:
         """Propose the cut that is best for the layers' times and the workers' speeds, if it is worth it."""

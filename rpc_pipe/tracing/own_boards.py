@@ -17,24 +17,24 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol
 from weakref import ref
 
-from ..dependency import Kind, PeerLost, PipeError
+from ..dependency import Entry, Kind, Order, PeerLost, PipeError, Spec, period, reaches
 from ..dependency.kinds import BUILT_IN
 from ..schedules import name_of
-from ..workers.hooks import StepRecord
+from ..workers.hooks import Listener, StepRecord
 from . import run_folders
-from .board import BoardWriter
-from .program_listing import list_program
-from .remote_boards import COLLECT_S, MOST_SENT, NO_MORE, RemoteBoards
-from .run_ending import END, RUN_FAILED, RUN_STOPPED, Ending, tell_end
-from .watchable import Watchable
+from .board import COLLECT_S, MOST_SENT, NO_MORE, BoardWriter
+from .run_folders import END, RUN_FAILED, RUN_STOPPED, Ending, tell_end
 
 if TYPE_CHECKING:
+    from ..workers.actor import WorkerActor
+    from ..workers.transport.carrier import Carrier
     from .history import History
 
 #: signal on which a worker writes the stacks of its threads to `stacks-<process>`
@@ -50,9 +50,32 @@ _boards: dict[int, OwnBoard] = {}
 #: the process that owns them; its forks do not touch them
 _owner = 0
 #: carrier to the workers in other processes
-_carrier: RemoteBoards | None = None
+_carrier: Carrier | None = None
 #: set when worker 0 has sent its last request
 _released = threading.Event()
+
+
+class Watchable(Protocol):
+    """A training with workers to which listeners can be added."""
+
+    spec: Spec
+
+    @property
+    def actors(self) -> list[WorkerActor]:
+        """The workers of this process."""
+
+    @property
+    def order(self) -> Order:
+        """The order in which workers run ready actions."""
+
+    def program(self, worker: int, num_microbatches: int) -> list[Entry]:
+        """Return the entries of `worker` in a training step of `num_microbatches` microbatches."""
+
+    def shards(self, worker: int) -> Sequence[tuple[int, int, int]]:
+        """Return (stage, route, number of layers) of every shard that `worker` holds."""
+
+    def listen(self, listener: Callable[[int], Listener]) -> None:
+        """Add `listener(worker)` to every worker of this process."""
 
 
 class OwnBoard(BoardWriter):
@@ -179,15 +202,15 @@ def _keep(training: Watchable, folder: Path | None) -> None:
     training.listen(board)
     for actor in training.actors:
         if not actor.carrier.post.within_process:  # to workers in other processes
-            _carrier = cast(Any, actor.carrier)
+            _carrier = actor.carrier
             _carrier.serve_board = _boards[actor.worker].answer
             if folder is not None:
-                _keep_mirror(cast(Any, _carrier), folder)
+                _keep_mirror(_carrier, folder)
 
 
 def collect() -> History:
     """Return the last steps of all workers. Called by worker 0 at the end of a run."""
-    from .collecting import collected
+    from .remote import collected
 
     folder = _folder() if run_folders.FOLDER in os.environ else None
     return collected({worker: own.file for worker, own in _boards.items()}, folder, _carrier)
@@ -214,17 +237,17 @@ def stay() -> None:
 def release() -> None:
     """Let the workers in `stay` end: nothing more is collected."""
     if _carrier is not None and run_folders.FOLDER not in os.environ:
-        from .collecting import tell_no_more
+        from .remote import tell_no_more
 
         tell_no_more(_carrier, range(1, _carrier.num_workers))
 
 
 @cache
-def _keep_mirror(carrier: Any, folder: Path) -> None:
+def _keep_mirror(carrier: Carrier, folder: Path) -> None:
     """Start mirrors in the first worker of a machine. torchrun numbers ranks machine by machine."""
     size, local = (os.environ.get(name, "") for name in ("LOCAL_WORLD_SIZE", "LOCAL_RANK"))
     if local == "0" and size.isdecimal() and int(size) < carrier.num_workers:
-        from .mirror import Mirror
+        from .remote import Mirror
 
         own = range(carrier.worker, carrier.worker + int(size))
         remote = [worker for worker in range(carrier.num_workers) if worker not in own]
@@ -266,3 +289,31 @@ def leave() -> None:
     if run_folders.FOLDER not in os.environ:
         for folder in {board.path.parent for board in _boards.values() if board.path is not None}:
             run_folders.leave(folder)
+
+
+def list_program(spec: Spec, worker: int, order: Order, program: Iterable[Entry]) -> dict[str, Any]:
+    """Return, for JSON, the actions of `worker` in a step, in order, with their needs."""
+    entries = [entry for entry in program if spec.orders(entry.action)]
+    overlaps = not spec.synchronous
+    stream = {
+        "period": period(spec),
+        "update_every": spec.update_every,
+        "replicas": spec.replicas,
+        "slots": [spec.slot(entry.action) for entry in entries],
+        "earlier": [
+            [[back, str(need)] for back, need in reaches(spec, entry.action, spec.needs)] for entry in entries
+        ],
+    } if overlaps else {}  # fmt: skip
+    return {
+        **stream,
+        "schedule": name_of(spec),
+        "worker": worker,
+        "microbatches": spec.num_microbatches,
+        "order": order,
+        "shards": spec.hosted(worker),
+        "routes": [spec.route(m) for m in range(spec.num_microbatches)] if spec.num_routes > 1 else [],
+        "program": [
+            [str(entry.action), *map(str, entry.own), *(str(need.action) for need in entry.pulled)]
+            for entry in entries
+        ],
+    }  # fmt: skip

@@ -1,7 +1,12 @@
-"""The folders of the runs on this machine, in shared memory: boards, and the launcher's identity."""
+"""The folders of the runs on this machine, in shared memory: boards, the launcher's identity, how a run ended.
+
+The process that ends a run writes the cause and then removes the folder. A watcher opens that file at its first poll,
+so it can read the last lines even after the removal.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import secrets
@@ -12,6 +17,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from ..dependency import ConfigError
 
@@ -29,6 +35,11 @@ _MEMORY = Path("/dev/shm")
 WATCHED = "watched"
 #: an empty folder younger than this may belong to a run that is starting
 _YOUNG_S = 600
+#: the file's name in a run's folder
+END = "end"
+#: longer causes are cut off
+_MOST_TEXT = 8_000
+RUN_FAILED, RUN_STOPPED = "failed", "was stopped"
 
 
 def root() -> Path:
@@ -179,3 +190,24 @@ def state_of(process: str) -> str:
 def _stat(process: int) -> list[str]:
     """Return the fields of /proc/PID/stat from the third, the state, on."""
     return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+
+
+class Ending(NamedTuple):
+    """How a run, or a worker of it, ended."""
+
+    #: RUN_FAILED or RUN_STOPPED
+    what: str
+    #: why
+    text: str
+    #: whether the end of another worker has caused it
+    consequence: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.text}"
+
+
+def tell_end(folder: Path, ending: Ending) -> None:
+    """Tell watchers, if possible."""
+    line = json.dumps(ending._replace(text=ending.text[:_MOST_TEXT]))
+    with suppress(OSError), (folder / END).open("a") as file:
+        file.write(line + "\n")  # in one piece, as other workers may write too

@@ -97,10 +97,8 @@ def describe_stall(folder: Path) -> str:
     if not update.lives:
         return ""
     last = max(update.headers, key=lambda w: max((stage for stage, *_ in update.headers[w]["shards"]), default=0))
-    lines = [
-        "what the workers of this host do:",
-        *(f"  {line}" for line in roll_call(update.lives, last, update.now_ns)),
-    ]
+    calls = roll_call(update.lives, last, update.now_ns)
+    lines = ["what the workers of this host do:", *(f"  {line}" for line in calls)]
     culprit = waiting_chain(update.lives, last)[-1]
     if waits_for_unseen(update.lives, culprit) is None:
         lines += told_stacks(culprit, boards.stacks(culprit))

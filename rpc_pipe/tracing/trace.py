@@ -11,11 +11,9 @@ from statistics import median
 from typing import NamedTuple
 
 from ..dependency import Kind, Spec
-from ..drawing.chrome import write_chrome
-from ..drawing.page import Picture, draw_page
+from ..drawing.page import Picture, draw_page, write_chrome
 from ..planning.simulator import Cost, Simulation, simulate
-from ..planning.span import Span
-from ..planning.waits import waits
+from ..planning.span import Span, waits
 from ..schedules import name_of
 from ..workers.hooks import StepRecord
 

@@ -12,6 +12,7 @@ from ..launching import launcher_link as link
 from ..model.observed_model import BlockCall, Crossing, ObservedModel, observe
 from ..model.partition import LayerPartition
 from ..model.user_model import UserModel
+from ..planning.compare import format_bytes
 from ..workers.compute.randomness import Randomness
 from ..workers.transport.payload import distinct_tensors
 from .options import VerifyOptions
@@ -44,9 +45,8 @@ def _list_layers(made: UserModel, options: VerifyOptions) -> None:
         except Exception as error:
             raise ConfigError(f"{name} raised {type(error).__name__}: {str(error).partition(chr(10))[0]}") from error
         parameters = list(layer.parameters())
-        blocks.append(
-            BlockCall(name, str(index), sum(p.numel() for p in parameters), sum(p.nbytes for p in parameters))
-        )
+        count, size = sum(p.numel() for p in parameters), sum(p.nbytes for p in parameters)
+        blocks.append(BlockCall(name, str(index), count, size))
         cuts.append([Crossing(name, tuple(t.shape), t.dtype, t.nbytes) for t in distinct_tensors(tree)])
     title = f"{len(layers)} layers; behind each, what a cut there passes"
     _tell(options, title, blocks, [*cuts[:-1], None], [])
@@ -59,13 +59,30 @@ def _tell(
     cuts: Sequence[list[Crossing] | str | None],
     notes: Sequence[str],
 ) -> None:
-    rows = [_as_json(block, payload) for block, payload in zip(blocks, cuts, strict=True)]
-    lines = [
-        f"{i:3} {row['name']}: {row['parameters']:,} parameters, {_bytes(row['bytes'])}{_behind(row)}"
-        for i, row in enumerate(rows)
-    ]
-    text = "\n".join([title, *lines, *notes])
+    rows, lines = [], [title]
+    for i, (block, payload) in enumerate(zip(blocks, cuts, strict=True)):
+        more, said = _behind(payload)
+        rows.append({"name": block.name, "parameters": block.num_parameters, "bytes": block.num_bytes, **more})
+        held = format_bytes(block.num_bytes)
+        lines.append(f"{i:3} {block.name}: {block.num_parameters:,} parameters, {held}{said}")
+    text = "\n".join([*lines, *notes])
     link.tell(kind="result", text=text, json={"model": options.model, "blocks": rows}, exit_code=0)
+
+
+def _behind(payload: list[Crossing] | str | None) -> tuple[dict[str, Any], str]:
+    """Return what passes the cut behind a block, or why there can be none, for JSON and as text."""
+    if payload is None:
+        return {}, ""
+    if isinstance(payload, str):
+        return {"refused": payload}, f"; no cut: {payload}"
+    tensors = [
+        {"made_by": t.made_by, "shape": list(t.shape), "dtype": str(t.dtype).removeprefix("torch."),
+         "bytes": t.num_bytes}
+        for t in payload
+    ]  # fmt: skip
+    size = sum(tensor.num_bytes for tensor in payload)
+    named = ", ".join(f"{t['dtype']}{t['shape']} of {t['made_by']}" for t in tensors) or "nothing"
+    return {"payload_bytes": size, "payload": tensors}, f" -> {format_bytes(size)}: {named}"
 
 
 def _payload(observed: ObservedModel, after: int) -> list[Crossing] | str:
@@ -78,39 +95,8 @@ def _payload(observed: ObservedModel, after: int) -> list[Crossing] | str:
     return observed.crossing(cut)[0]
 
 
-def _as_json(block: BlockCall, payload: list[Crossing] | str | None) -> dict[str, Any]:
-    found: dict[str, Any] = {"name": block.name, "parameters": block.num_parameters, "bytes": block.num_bytes}
-    if isinstance(payload, str):
-        found["refused"] = payload
-    elif payload is not None:
-        found["payload_bytes"] = sum(tensor.num_bytes for tensor in payload)
-        found["payload"] = [
-            {"made_by": t.made_by, "shape": list(t.shape), "dtype": str(t.dtype).removeprefix("torch."),
-             "bytes": t.num_bytes}
-            for t in payload
-        ]  # fmt: skip
-    return found
-
-
-def _behind(row: dict[str, Any]) -> str:
-    if "refused" in row:
-        return f"; no cut: {row['refused']}"
-    if "payload" not in row:
-        return ""
-    tensors = ", ".join(f"{t['dtype']}{t['shape']} of {t['made_by']}" for t in row["payload"]) or "nothing"
-    return f" -> {_bytes(row['payload_bytes'])}: {tensors}"
-
-
 def _always_shared(observed: ObservedModel) -> list[str]:
     """Return the parameters that every cut in two leaves on both sides."""
     count = observed.num_blocks
     found = [set(observed.shared([range(after), range(after, count)])) for after in range(1, count)]
     return sorted(set.intersection(*found)) if found else []
-
-
-def _bytes(count: float) -> str:
-    for unit in ("B", "KB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TB"

@@ -51,11 +51,8 @@ def prove(options: VerifyOptions) -> None:
     for loss in map(pipe.step, batches) if pipe.spec.synchronous else pipe.train(batches):
         losses.append(loss)
         norms += [] if pipe.grad_norm is None else [pipe.grad_norm]
-    state, kept, copies = (
-        pipe.weights.state_dict(),
-        pipe.gather("optimizer", _optimizer_state),
-        pipe.gather("routes", _routes),
-    )
+    state = pipe.weights.state_dict()
+    kept, copies = pipe.gather("optimizer", _optimizer_state), pipe.gather("routes", _routes)
     most = pipe.gather("held", lambda actor: held[actor.worker].most)
     if initial is not None and state is not None and kept is not None and copies is not None:
         reference = _reference(options, pipe, optimizer, initial, asked)

@@ -16,6 +16,8 @@ from .options import VerifyOptions
 _ROUNDINGS = 256
 #: tensors whose numbers are all smaller than this part of the model's largest are compared with that
 _SMALL = 1e-2
+#: options that the report in JSON repeats
+_TOLD = "steps", "workers", "microbatches", "schedule", "order", "transport", "model"
 
 
 class Compared:
@@ -77,9 +79,8 @@ class Compared:
     def rounding(self) -> bool:
         """Whether nothing differs by more than other orders of sums explain."""
         relative = self.relative()
-        return all(
-            relative[name] <= _ROUNDINGS * max(_precision(dtype), self._coarsest) for name, *_, dtype in self._errors
-        )
+        least = {name: max(_precision(dtype), self._coarsest) for name, *_, dtype in self._errors}
+        return all(relative[name] <= _ROUNDINGS * precision for name, precision in least.items())
 
     @property
     def max_abs_error(self) -> float:
@@ -114,16 +115,10 @@ def tell(
         "max_abs_error": compared.max_abs_error,
         "worst": worst,
         "parameters": compared.num_tensors,
-        "steps": options.steps,
-        "workers": options.workers,
-        "microbatches": options.microbatches,
         "rows": rows,
-        "schedule": options.schedule,
-        "order": options.order,
-        "transport": options.transport,
         "slices": options.slices or "1",
-        "model": options.model,
         "loss": losses[-1],
+        **{name: getattr(options, name) for name in _TOLD},
         **more,
     }
     said = {
@@ -131,9 +126,8 @@ def tell(
         "rounding": f"within the rounding of floats of one process, because the order of sums differs: {because}",
         "different": "DIFFERENT from one process",
     }
-    largest = f"; worst {worst}: relative {relative[worst]:.1e}, absolute {compared.max_abs_error:.1e}"
-    if compared.identical:
-        largest = ""
+    apart = f"; worst {worst}: relative {relative[worst]:.1e}, absolute {compared.max_abs_error:.1e}"
+    largest = "" if compared.identical else apart
     text = (
         f"{options.schedule} on {options.workers} workers, {options.microbatches} microbatches of "
         f"{rows} rows, {options.steps} steps: {said[verdict]} "
@@ -156,9 +150,8 @@ def summed_by_stages(names: Sequence[str]) -> str:
 
 
 def _same(found: Tensor, expected: Tensor) -> bool:
-    return torch.equal(found, expected) or bool(
-        torch.equal(found.isnan(), expected.isnan()) and _difference(found, expected)[0] == 0
-    )
+    same_nans = torch.equal(found.isnan(), expected.isnan())
+    return torch.equal(found, expected) or (same_nans and _difference(found, expected)[0] == 0)
 
 
 def _difference(found: Tensor, expected: Tensor) -> tuple[float, float]:

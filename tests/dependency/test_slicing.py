@@ -158,9 +158,7 @@ def test_slices_that_do_not_divide_are_refused():
 @pytest.mark.parametrize("command", ["simulate", "compare"])
 def test_wrong_slices_are_told_with_the_rule(capsys, command, said):
     assert main([command, f"--slices={said}"]) == 2
-    assert f"slices {said}: must be a number of slices from 1 to 65536, such as 4, or the size" in " ".join(
-        capsys.readouterr().err.split()
-    )
+    assert f"slices {said}: must be a number from 1 to 65536, or sizes" in " ".join(capsys.readouterr().err.split())
 
 
 def test_the_command_says_microbatches_not_slices(capsys):

@@ -13,7 +13,7 @@ from rpc_pipe.planning.span import Span
 from rpc_pipe.planning.specs import make_spec
 from rpc_pipe.tracing.board import Live, State
 from rpc_pipe.tracing.boards import RunUpdate
-from rpc_pipe.tracing.program_listing import list_program
+from rpc_pipe.tracing.own_boards import list_program
 from rpc_pipe.tracing.trace import Trace
 from rpc_pipe.workers.hooks import Arrived, LayerTime, Record, StepRecord
 

@@ -10,8 +10,8 @@ from processes import start
 
 from rpc_pipe.tracing import run_folders
 from rpc_pipe.tracing.boards import EndReader
-from rpc_pipe.tracing.run_ending import RUN_FAILED, Ending, tell_end
-from rpc_pipe.tracing.runs import boards as worker_boards
+from rpc_pipe.tracing.boards import read_boards as worker_boards
+from rpc_pipe.tracing.run_folders import RUN_FAILED, Ending, tell_end
 
 SCRIPT = """
 import os, sys, time

@@ -10,10 +10,10 @@ from torch import nn
 
 from rpc_pipe.dispatch.view import View
 from rpc_pipe.pipeline import Pipeline
-from rpc_pipe.tracing import own_boards, run_folders, runs
+from rpc_pipe.tracing import own_boards, run_folders
 from rpc_pipe.tracing.board_reader import Board
-from rpc_pipe.tracing.boards import RunBoards
-from rpc_pipe.tracing.mirror import _Image
+from rpc_pipe.tracing.boards import RunBoards, read_boards
+from rpc_pipe.tracing.remote import _Image
 from rpc_pipe.tracing.run_summary import figures, sentence
 from rpc_pipe.workers.transport.call import Call
 from rpc_pipe.workers.transport.local import local_carriers
@@ -103,9 +103,9 @@ def test_a_fork_leaves_the_boards_of_its_parent(folder, monkeypatch):
     with monkeypatch.context() as fork:
         fork.setattr(own_boards, "_owner", 0)
         own_boards.leave()
-    assert runs.boards(folder).keys() == {0, 1}
+    assert read_boards(folder).keys() == {0, 1}
     own_boards.leave()
-    assert not runs.boards(folder) and pipe.num_workers == 2
+    assert not read_boards(folder) and pipe.num_workers == 2
 
 
 def test_a_run_that_is_not_watched_can_still_be_told_of(monkeypatch):

@@ -8,8 +8,9 @@ import pytest
 from rpc_pipe.dependency import ConfigError
 from rpc_pipe.launching.launcher import Launcher
 from rpc_pipe.launching.report import Reporter
-from rpc_pipe.tracing import run_folders, runs
+from rpc_pipe.tracing import run_folders
 from rpc_pipe.tracing.board import BoardWriter
+from rpc_pipe.tracing.boards import find, running
 
 
 @pytest.fixture
@@ -36,10 +37,10 @@ def test_what_others_left_is_cleared_and_what_cannot_be_judged_is_kept(root):
     (root / "just-begun").mkdir()
     run_folders.sweep()
     assert {path.name for path in root.iterdir()} == {"mine", "other", "just-begun"}
-    assert {path.name for path in runs.running()} == {"mine", "other"}
+    assert {path.name for path in running()} == {"mine", "other"}
     with pytest.raises(ConfigError, match=r"2 runs are going on; name one of other \(starting\), mine \(starting\)"):
-        runs.find(None)
-    assert runs.find(number).name == "mine" and runs.find("other").name == "other"
+        find(None)
+    assert find(number).name == "mine" and find("other").name == "other"
 
 
 def test_a_folder_that_processes_need_is_kept_until_the_last_has_gone(root):
@@ -51,7 +52,7 @@ def test_a_folder_that_processes_need_is_kept_until_the_last_has_gone(root):
     (used / "member-other").write_text(f"{number}/1/{namespace}")  # it was killed
     os.utime(used, (0, 0))
     run_folders.sweep()
-    assert used.is_dir() and not list(runs.running()), "it is no run"
+    assert used.is_dir() and not list(running()), "it is no run"
     (used / "member-another").write_text("1/1/pid:[7]")
     run_folders.leave(used)
     assert used.is_dir()
@@ -115,6 +116,6 @@ def test_a_run_is_found_by_its_script(root):
         header = {"process": run_folders.identity(), "script": script, "started": 0.0, "schedule": "1f1b"}
         boards.append(BoardWriter(root / name / "worker-0", header))
         run_folders.enter(root / name)
-    assert runs.find("train.py").name == runs.find("folder/train.py").name == "run-1"
+    assert find("train.py").name == find("folder/train.py").name == "run-1"
     with pytest.raises(ConfigError, match=r"2 runs of it .* run-. \(tune.py since ..:00:00, 1f1b on 1 workers\)"):
-        runs.find("tune.py")
+        find("tune.py")

@@ -12,9 +12,8 @@ from synthetic import COST, news_of, records_of, view_of
 
 from rpc_pipe.dependency import B, ConfigError, F
 from rpc_pipe.dispatch.recording import Recording, Replay
-from rpc_pipe.dispatch.summary import describe
 from rpc_pipe.dispatch.terminal import Screen
-from rpc_pipe.dispatch.view import View
+from rpc_pipe.dispatch.view import View, describe
 from rpc_pipe.planning.specs import make_spec
 from rpc_pipe.schedules import SCHEDULES
 from rpc_pipe.tracing.board import Live, State

@@ -13,10 +13,10 @@ import pytest
 from processes import SMALL, TEXT
 
 from rpc_pipe.dispatch.view import View
-from rpc_pipe.tracing import run_folders, runs
+from rpc_pipe.tracing import run_folders
 from rpc_pipe.tracing.board import MOST_STEPS
 from rpc_pipe.tracing.board_reader import Board
-from rpc_pipe.tracing.boards import RunBoards
+from rpc_pipe.tracing.boards import RunBoards, read_boards
 
 TRAIN = ["--workers", "2", *SMALL, *TEXT]
 
@@ -75,7 +75,7 @@ def training(*arguments):
         folder = run_folders.root() / f"run-{run.pid}"
         try:
             deadline = time.monotonic() + 60
-            while len(runs.boards(folder)) < 2 and time.monotonic() < deadline and run.poll() is None:
+            while len(read_boards(folder)) < 2 and time.monotonic() < deadline and run.poll() is None:
                 time.sleep(0.05)
             yield run, folder
         finally:
@@ -176,7 +176,7 @@ def test_a_program_alone_can_be_watched_and_leaves_nothing(tmp_path):
     with processes.start(tmp_path / "train.py", 120) as run:
         folder = run_folders.root() / f"run-{run.pid}"
         deadline = time.monotonic() + 60
-        while len(runs.boards(folder)) < 2 and time.monotonic() < deadline:
+        while len(read_boards(folder)) < 2 and time.monotonic() < deadline:
             time.sleep(0.05)
         code, out, err = watch(folder.name, "--once")
         assert code == 0 and "1f1b on 2 workers" in out, out + err
@@ -207,7 +207,7 @@ def test_workers_of_another_machine_are_seen_through_rpc(tmp_path):
             time.sleep(0.2)
         assert len(view.rows()) == 2 and len(view.complete_steps(0)) >= 5 and view.lost() is not None
         assert view.rows()[1].state in ("runs", "waits", "between") and 0 < view.clock_error_ms < 1000
-        assert len(runs.boards(tmp_path / "machine-1")) == 1  # nobody looks there, so nothing is mirrored
+        assert len(read_boards(tmp_path / "machine-1")) == 1  # nobody looks there, so nothing is mirrored
         assert [run.wait(60) for run in workers] == [0, 0]
     finally:
         for run in workers:
@@ -217,7 +217,7 @@ def test_workers_of_another_machine_are_seen_through_rpc(tmp_path):
 
 def test_what_a_killed_run_left_is_swept(tmp_path):
     with training(*TRAIN, "--steps", 100000) as (run, folder):
-        workers = [board.header["process"] for board in runs.boards(folder).values()]
+        workers = [board.header["process"] for board in read_boards(folder).values()]
         killed = psutil.Process(run.pid).children(recursive=True)
         for worker in killed:  # or they would remove it
             worker.suspend()
@@ -237,8 +237,8 @@ def test_what_a_killed_run_left_is_swept(tmp_path):
     (["--json"], "--json: needs --once"),
     (["--steps", "3-1", "--trace", "x"], "--steps 3-1: must be a step or a range that ascends"),
     (["--steps", "3"], "--steps 3: needs --trace FILE"),
-    (["--once", "--web"], "--web: has no effect with --once"),
-    (["--trace", "t.json", "--record", "r.jsonl"], "--record: has no effect with --trace"),
+    (["--once", "--web"], "--web 8800: has no effect with --once"),
+    (["--trace", "t.json", "--record", "r.jsonl"], "--record r.jsonl: has no effect with --trace"),
     (["--trace", "/dev/null/t.json"], "--trace /dev/null/t.json: /dev/null is a file, not a folder"),
     (["--speed", "0"], "--speed 0: must be more than 0"),
     (["--speed", "2", "--once"], "--speed 2: with --once a recording is read as fast as it can be"),

@@ -216,7 +216,7 @@ def test_a_model_of_the_users_trains_as_in_one_process(file, capsys, name, verdi
         (["{file}:missing"], "has no function 'missing'"),
         (["{file}x:tied"], "must be gpt, conv, mlp, or path/to/file.py:make"),
         (["{file}:tied", "--blocks", "block"], "the model has no module of this name; the nearest is blocks"),
-        (["{file}:tied", "--rows", "3"], "--rows: is of the built-in models"),
+        (["{file}:tied", "--rows", "3"], "--rows 3: is of the built-in models"),
         (["--list-blocks"], "--list-blocks: is of a model of yours"),
     ],
 )

@@ -12,8 +12,7 @@ from rpc_pipe.dependency import B, ConfigError, F, G, I, R, U, W
 from rpc_pipe.planning.correcting import MeasuredRun, corrected, measured_run, predicted_ms, spec_of
 from rpc_pipe.planning.footprint import Size
 from rpc_pipe.planning.json_fields import from_json_value, to_json_value
-from rpc_pipe.planning.measuring.joint_profile import around, with_moves
-from rpc_pipe.planning.measuring.merging import merged
+from rpc_pipe.planning.measuring.joint_profile import around, merged, with_moves
 from rpc_pipe.planning.plan import Plan, read_plan
 from rpc_pipe.planning.profile import LayerCost, Machines, Profile, as_json, from_json
 from rpc_pipe.planning.search import PlanRequest

@@ -12,14 +12,12 @@ from bench.plan_programs import searched_program
 from rpc_pipe.commands.main import main
 from rpc_pipe.dependency import B, ConfigError, F, I, R, W, check_all
 from rpc_pipe.pipeline import Pipeline
-from rpc_pipe.planning import program_search
-from rpc_pipe.planning.candidates import Candidate
 from rpc_pipe.planning.footprint import Size
-from rpc_pipe.planning.job_shop import PRIORITY_RULES, JobShop, improve, list_schedule
+from rpc_pipe.planning.job_shop import JobShop, improve
 from rpc_pipe.planning.plan import read_plan
 from rpc_pipe.planning.profile import LayerCost, Machines, Profile
-from rpc_pipe.planning.program_search import best_order, faster_program
-from rpc_pipe.planning.search import PlanRequest, search
+from rpc_pipe.planning.program_search import best_order, faster_program, listed, split_backwards
+from rpc_pipe.planning.search import Candidate, PlanRequest, search
 from rpc_pipe.planning.simulator import Link, simulate, uniform
 from rpc_pipe.planning.specs import make_spec
 
@@ -34,27 +32,32 @@ def shop(name="zb-v", budget=8.0, seed=0):
     return JobShop(spec, lambda a: times[a.stage, a.kind], lambda a, x, y: 0.5, ones, ones, budgets)
 
 
-@pytest.mark.parametrize("rule", PRIORITY_RULES)
-def test_list_scheduling_keeps_within_the_budget_and_ends(rule):
-    for budget in (2.0, 3.0, 6.0):
-        made = shop(budget=budget)
-        order = list_schedule(made, rule)
-        assert order is not None and made.fits(order) and made.evaluate(order) is not None
-        assert sorted(n for row in order for n in row) == list(range(len(made.actions)))
+def as_it_runs(made):
+    """Return the order in which the schedule itself runs its actions."""
+    spec = made.spec
+    return made.from_program(simulate(spec, lambda a: made.time(a) if a.kind in (F, I, W) else 0).orders())
 
 
 def test_moves_make_an_order_shorter_and_never_break_it():
-    made = shop(budget=4.0)
-    order = list_schedule(made, PRIORITY_RULES[0])
+    whole = make_spec("1f1b", 3, 6)
+    spec = listed(split_backwards(simulate(whole, uniform({F: 1, B: 2})).orders()), whole)
+    made = JobShop(spec, lambda a: EQUAL[a.kind], lambda a, x, y: 0.5, [1.0] * 3, [1.0] * 3, [4.0] * 3)
+    order = as_it_runs(made)
     left = iter(range(2000))
     took, better = improve(made, order, lambda: next(left, None) is not None)
     assert took == made.evaluate(better)[0] < made.evaluate(order)[0]
     assert made.fits(better)
+    assert sorted(n for row in better for n in row) == list(range(len(made.actions)))
+
+
+def test_an_order_beyond_the_budget_is_no_beginning():
+    made = shop(budget=1.0)
+    assert best_order(made, [as_it_runs(made)], time.monotonic() + 1) is None
 
 
 def test_a_step_among_others_takes_a_worker_from_its_own_first_action_to_its_last():
     made = shop()
-    order = list_schedule(made, PRIORITY_RULES[0])
+    order = as_it_runs(made)
     length, ends = made.evaluate(order)
     begins = [ends[row[0]] - made.duration[row[0]] for row in order]
     assert length == max(ends[row[-1]] - begin for row, begin in zip(order, begins, strict=True))
@@ -114,21 +117,15 @@ def test_a_program_that_cannot_be_is_refused(tmp_path):
         read_plan({"schedule": "1f1b"})
 
 
-def test_without_time_what_is_known_is_ordered_anew_by_nothing(monkeypatch):
-    """Where the time was over, each placement that was left was still listed: 25 s became 53 on a busy machine."""
-    asked = []
-    monkeypatch.setattr(
-        program_search, "list_schedule", lambda made, rule: asked.append(rule) or list_schedule(made, rule)
-    )
-    made = shop(budget=6.0)
-    known = list_schedule(made, PRIORITY_RULES[0])
-    assert best_order(made, [known], time.monotonic()) == (made.evaluate(known)[0], known) and not asked
-    assert best_order(made, [], time.monotonic())[1] == known and asked == [PRIORITY_RULES[0]]
+def test_without_time_the_best_known_order_stays():
+    made = shop()
+    known = as_it_runs(made)
+    assert best_order(made, [known], time.monotonic()) == (made.evaluate(known)[0], known)
 
 
 def test_an_order_that_takes_too_long_is_given_up():
     made = shop()
-    order = list_schedule(made, PRIORITY_RULES[3])
+    order = as_it_runs(made)
     took, ends = made.evaluate(order)
     assert made.evaluate(order, took * (1 + 1e-12)) == (took, ends) and made.evaluate(order, took * 0.99) is None
 

@@ -1,15 +1,16 @@
 """What is measured of blocks: bytes that are there once, and what kernels need while they run."""
 
-from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
-from rpc_pipe.dependency import B, F, G, I, U, W
+from bench.measured_layers import measure_layers
+from rpc_pipe.dependency import B, ConfigError, F, G, I, U, W
 from rpc_pipe.model.user_model import UserModel
-from rpc_pipe.planning.measuring import profiling, update_times
-from rpc_pipe.planning.measuring.block_timing import _forward, measure_layers, time_blocks
+from rpc_pipe.planning.measuring import block_timing, profiling
+from rpc_pipe.planning.measuring.block_timing import _forward, time_blocks
 from rpc_pipe.planning.measuring.profiling import profile_model, signature
 from rpc_pipe.planning.measuring.timed_block import TimedBlock
 from rpc_pipe.planning.profile import Chain
@@ -63,16 +64,14 @@ class Noting(torch.optim.SGD):
 @pytest.mark.parametrize(("walk", "order"), [(2**27, [[1, 2, 3]]), (0, [[1], [2], [3]])])
 def test_updates_are_measured_of_all_blocks_in_turn_by_all_workers_at_once(monkeypatch, walk, order):
     """Of one block after the other they were measured in the caches, and alone: to a quarter of what a step's took."""
-    monkeypatch.setattr(update_times, "_GROUP_BYTES", walk)
+    monkeypatch.setattr(block_timing, "_GROUP_BYTES", walk)
     blocks, notes = [nn.Linear(1, 1), nn.Linear(1, 2), nn.Linear(2, 3)], []
     weights = [parameter.detach().clone() for block in blocks for parameter in block.parameters()]
 
-    def barrier(going):
-        notes.append("barrier")
-        return going
-
     x = torch.randn(4, 1)
-    measure_layers(blocks, x, optimizer=lambda named: Noting(named, notes), repeats=2, barrier=barrier)
+    measure_layers(
+        blocks, x, optimizer=lambda named: Noting(named, notes), repeats=2, barrier=partial(notes.append, "barrier")
+    )
     assert notes == [note for row in order for note in (*row, *2 * ("barrier", *row))]
     assert all(torch.equal(a, b) for a, b in zip(weights, [p for m in blocks for p in m.parameters()], strict=True))
 
@@ -82,7 +81,7 @@ def test_updates_are_measured_of_all_blocks_in_turn_by_all_workers_at_once(monke
 )
 def test_what_a_backward_reads_is_no_longer_in_the_caches(monkeypatch, walk, order):
     """A block's backward was timed right behind its forward: of a T5 it took 5 % longer in a stage."""
-    monkeypatch.setattr(update_times, "_GROUP_BYTES", walk)
+    monkeypatch.setattr(block_timing, "_GROUP_BYTES", walk)
     notes = []
 
     class Block(nn.Linear):
@@ -127,32 +126,19 @@ def test_layers_that_compute_the_same_take_the_same_time(slower, equal):
     assert (times[0] == times[1] == times[2]) is equal, "only where the fastest runs agree that they are"
 
 
-def test_where_memory_suffices_to_some_workers_only_all_estimate():
-    """Those that it suffices to would wait for the others at their next round of updates."""
-    x, told = torch.randn(4, 8), []
-    made = UserModel([nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)], (x, x), nn.functional.mse_loss)
-
-    def is_estimated(others):
-        told.clear()
-        answers = iter(others)
-        first = profile_model(
-            made, [2], repeats=2, barrier=lambda going: told.append(going) or (next(answers) and going)
-        )
-        times = first.measured[2][0].times
-        return times[F] == times[W]  # what is counted is the same to a bit
-
-    assert not is_estimated([True, True, True]) and told == [True] * 3
-    assert is_estimated([True, False]) and told == [True] * 2
-    assert is_estimated([True, True, False]) and told == [True] * 3
-
+def test_a_model_that_does_not_fit_into_memory_is_estimated_when_asked():
     class Large(nn.ReLU):
         def forward(self, inputs):
             if inputs.device.type == "meta":
                 return super().forward(inputs)
             raise torch.OutOfMemoryError
 
-    made = replace(made, model=[nn.Linear(8, 8), Large()])
-    assert is_estimated([True]) and told == [False]
+    x = torch.randn(4, 8)
+    made = UserModel([nn.Linear(8, 8), Large()], (x, x), nn.functional.mse_loss)
+    with pytest.raises(ConfigError, match=r"model list: does not fit into memory; --estimate needs none"):
+        profile_model(made, [2], repeats=1)
+    times = profile_model(made, [2], estimate=True).measured[2][0].times
+    assert times[F] == times[W], "what is counted is the same to a bit"
 
 
 def test_what_is_estimated_holds_buffers_and_what_the_loss_keeps_and_a_shared_layer_once():

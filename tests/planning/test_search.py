@@ -9,15 +9,13 @@ import pytest
 
 from bench.plan_exact import brute_force, instance
 from rpc_pipe.dependency import B, F, I, R, U, W, check_all
-from rpc_pipe.planning.bottleneck import costliest, least_bottleneck
-from rpc_pipe.planning.bounds import Bounds
-from rpc_pipe.planning.candidates import Candidate, candidates
+from rpc_pipe.planning.bounds import Bounds, costliest, least_bottleneck
 from rpc_pipe.planning.compare import ModelCosts
 from rpc_pipe.planning.cut_search import CutSearch
 from rpc_pipe.planning.footprint import Size, peak_bytes
 from rpc_pipe.planning.pricing import PricedSchedule
 from rpc_pipe.planning.profile import Chain, LayerCost, Machines, Profile, Tie, as_json, from_json
-from rpc_pipe.planning.search import PlanRequest, schedule_free_bound, search
+from rpc_pipe.planning.search import Candidate, PlanRequest, candidates, schedule_free_bound, search
 from rpc_pipe.planning.simulator import Link
 from rpc_pipe.planning.slice_costs import SliceCosts
 from rpc_pipe.planning.specs import make_spec

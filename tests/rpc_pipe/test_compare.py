@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import nn
 
+from bench.measured_layers import measure_layers
+from rpc_pipe.commands.compare import table
 from rpc_pipe.commands.main import main
 from rpc_pipe.dependency import B, F, I, R, W
-from rpc_pipe.drawing.comparison import table
-from rpc_pipe.planning.candidates import VARIANTS
 from rpc_pipe.planning.compare import ModelCosts, compare, complete_costs, verdict
 from rpc_pipe.planning.footprint import Size, num_messages, peak_bytes
-from rpc_pipe.planning.measuring.block_timing import measure_layers
+from rpc_pipe.planning.search import VARIANTS
 from rpc_pipe.planning.simulator import simulate, uniform
 from rpc_pipe.schedules import SCHEDULES
 
@@ -187,20 +187,23 @@ def test_all_schedules_with_replicas(capsys):
     [
         (("compare", "--workers", "4", "--replicas", "3"), "replicas 3: 4 workers cannot be divided among them"),
         (("compare", "--memory", "activation=3"), "--memory activation: known are weights"),
-        (("compare", "--memory", "limit=3GB"), "add sizes to compare with"),
+        (("compare", "--memory", "limit=3GB"), "needs sizes, such as activations=64MB"),
         (("compare", "--memory", "activations=3XB"), "--memory activations=3XB: must be a number of bytes"),
         (("compare", "--workers", "0"), "--workers 0: must be at least 1"),
         (("compare", "--cost", "X=3"), "--cost X=3: kinds are F, B"),
         (("simulate", "--slow", "9=2"), "--slow 9=2: worker 9: workers are 0 to 1"),
         (("simulate", "--link", "0-5=2"), "--link 0-5=2: worker 5: workers are 0 to 1"),
-        (("simulate", "--link", "0-1=1/0"), "--link 0-1=1/0: a bandwidth must be above 0"),
+        (("simulate", "--link", "0-1=1/0"), "--link 0-1=1/0: must be above 0"),
         # was an OverflowError where the timeline was drawn
         (("simulate", "--link", "0-1=1/1MB", "--payload", "1e999"), "--payload 1e999: must be a number of bytes"),
         (("simulate", "--stage-cost", "1,2,3"), "--stage-cost 1,2,3: has 3 factors, but there are 2 stages"),
         (("simulate", "--steps", "0"), "--steps 0: must be at least 1"),
         (("simulat",), "simulat: did you mean simulate? commands are run, plan,"),
         (("verify", "mine.py:three:"), "mine.py:three:"),  # rich made a picture of :three:
-        (("simulate", "--schedule", "mine.py"), "mine.py:ClassName; subclasses of Spec: Mine, Other\n"),
+        (
+            ("simulate", "--schedule", "mine.py"),
+            "must name a subclass of Spec, mine.py:ClassName; it has Mine, Other\n",
+        ),
     ],
 )
 def test_wrong_input(capsys, monkeypatch, tmp_path, arguments, message):

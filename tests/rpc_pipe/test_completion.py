@@ -32,13 +32,3 @@ def test_fish_knows_each_option_of_each_command(capsys):
     assert main(["completion", "fish"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "complete -c rpc-pipe -n '__fish_seen_subcommand_from run' -l save" in lines
-
-
-def test_help_says_no_default_that_a_script_overrides(capsys):
-    """`run train.py --help` told of the built-in GPT's options and of defaults that train.py decides."""
-    for words, gpt in ((["run", "train.py", "--help"], False), (["run", "--help"], True)):
-        with pytest.raises(SystemExit):
-            main(words)
-        said = capsys.readouterr().out
-        assert ("--context" in said) == gpt and ("(1f1b)" in said) == gpt
-        assert ("as the script says" in said) != gpt

@@ -18,8 +18,8 @@ from torch import nn
 
 from rpc_pipe.checkpoints import writing
 from rpc_pipe.dependency import F, NotFinite, Stalled, WorkerFailure
-from rpc_pipe.launching import logs
-from rpc_pipe.launching.cause import of_death, of_stall
+from rpc_pipe.launching import worker_process
+from rpc_pipe.launching.attempt import of_death, of_stall
 from rpc_pipe.launching.report import Reporter
 from rpc_pipe.pipeline import Pipeline
 from rpc_pipe.tracing import run_folders
@@ -206,17 +206,17 @@ def test_what_an_error_says_does_not_move_the_cursor(capsys):
 
 
 def test_logs_are_bounded_and_few(tmp_path, monkeypatch):
-    monkeypatch.setenv(logs.FOLDER, str(tmp_path / "logs"))
-    monkeypatch.setattr(logs, "_MOST_BYTES", 10)
+    monkeypatch.setenv(worker_process.LOGS, str(tmp_path / "logs"))
+    monkeypatch.setattr(worker_process, "_MOST_BYTES", 10)
     for number in range(12):
         (tmp_path / "logs" / f"run-x{number}").mkdir(parents=True)
-    kept = logs.Logs(2)
+    kept = worker_process.Logs(2)
     kept.write(1, b"0123456")
     kept.write(1, b"789abcdef")
     kept.close(keep=True)
     assert (kept.folder / "worker-1.log").read_bytes() == b"0123456789\n[no more is kept]\n"
-    assert len(list((tmp_path / "logs").iterdir())) == logs._KEPT
-    gone = logs.Logs(1)
+    assert len(list((tmp_path / "logs").iterdir())) == worker_process._KEPT
+    gone = worker_process.Logs(1)
     gone.close(keep=False)
     assert not gone.folder.exists()
 
@@ -304,7 +304,7 @@ def test_a_run_that_fails_alike_each_time_stops_and_says_so(tmp_path):
     options = "--checkpoint-every", 1, "--max-restarts", 2
     done = rpc_pipe("run", "train.py", "--workers", 2, *options, cwd=tmp_path, RPC_PIPE_LOGS="off")
     assert done.returncode == 1 and done.stdout.count("starting again (") == 2, done.stdout + done.stderr
-    assert "not starting again: 3 attempts have failed, all for this cause" in done.stdout
+    assert "not starting again: 3 attempts have failed" in done.stdout
 
 
 DAMAGE = """

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hosts import Hosts, why_not
 
-from rpc_pipe.launching.key_file import make_key
+from rpc_pipe.launching.interfaces import make_key
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())

@@ -86,7 +86,7 @@ def folder(tmp_path_factory):
         ("simulate --schedule \x1b[31m", "'\\x1b[31m'"),
         ("profile models.py:make", "model: layer 0 is a NoneType: it must be a module, or make one when called"),
         ("run --checkpoint-folder= --checkpoint-every 1", "--checkpoint-folder: must name a folder"),
-        ("run exits.py --workers 99999", "at most 1024 processes are started on one machine"),
+        ("run exits.py --workers 99999", "one machine starts at most 1024"),
         ("run --save /dev/full", "is not a regular file"),
         ("plan empty.py:make --estimate", "empty.py:make: the batch has no rows; at least 1"),
         ("verify uneven.py:make --transport local --steps 1", "a batch needs tensors that agree in dimension 0"),

@@ -8,8 +8,7 @@ from browser import needs_browser, shown
 from rpc_pipe.dependency import B, F
 from rpc_pipe.drawing.page import Picture, draw_page
 from rpc_pipe.planning.simulator import simulate, uniform
-from rpc_pipe.planning.span import Span
-from rpc_pipe.planning.waits import waits
+from rpc_pipe.planning.span import Span, waits
 from rpc_pipe.schedules import SCHEDULES
 
 

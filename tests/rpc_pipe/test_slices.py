@@ -380,7 +380,7 @@ def test_a_loss_that_shifts_inside_of_slices_is_refused():
     [
         ({"slices": 14}, "slices 14: a sequence of 13 has too few for each; take at most 13 equal slices"),
         ({"slices": "40,1"}, "slices 40,1: a sequence of 13 has too few for each; take at most 2 equal slices"),
-        ({"slices": "8,0"}, "slices 8,0: must be a number of slices from 1"),
+        ({"slices": "8,0"}, "slices 8,0: must be a number from 1"),
         ({"schedule": "chimera"}, "slices: schedule chimera has several replicas of every stage; 1f1b"),
         ({"schedule": "pipedream"}, "slices: schedule pipedream lets steps overlap; 1f1b, zb-h1 and zb-v"),
     ],

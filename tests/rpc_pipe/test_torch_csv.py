@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from processes import start
 
 from rpc_pipe.dependency import B, ConfigError, F, I, Spec, W, check_all, local_order
+from rpc_pipe.planning.listed_schedule import export_csv
 from rpc_pipe.planning.simulator import simulate, uniform
 from rpc_pipe.planning.specs import make_spec
-from rpc_pipe.planning.torch_csv import export_csv
 
 COST = uniform({F: 1, B: 2, I: 1, W: 1})
 RANKS = 3
@@ -109,7 +109,7 @@ def test_transfers_are_left_out_and_pairs_taken_apart(tmp_path):
         ("0F,0B0\n", 1, "row 0, cell 0: '0F' is no action"),
         ("0F0,0B0,0I0,0W0\n", 1, "has 0B0 and its parts"),
         ("0F0,0B0\n\n1F0,1B0\n", 2, "workers 2: .*.csv is for 3"),
-        ("0F0,0B0\n0F1,0B1\n", 2, "stage 0 is in row 0 and in row 1; a stage belongs to one worker"),
+        ("0F0,0B0\n0F1,0B1\n", 2, "stage 0 is in row 0 and in row 1; a stage has one worker"),
         ("0F0,0B0\n2F0,2B0\n", 2, "no row has stage 1"),
         ("0F0,0B0\n", 2, "workers 2: .*.csv is for 1"),
         ("0F0,0B0\n1F0,1B0\n", 2, "microbatches 4: .*.csv lists 1; use at most those"),
@@ -124,7 +124,7 @@ def test_a_file_that_does_not_fit_says_where(tmp_path, text, workers, message):
         make_spec(str(path), workers, 4)
 
 
-@pytest.mark.parametrize("name, message", [("chimera", "2 replicas"), ("varuna", "recomputes by actions of their own")])
+@pytest.mark.parametrize("name, message", [("chimera", "2 replicas"), ("varuna", "knows no recomputation")])
 def test_what_the_format_cannot_say_is_refused(name, message):
     with pytest.raises(ConfigError, match=message):
         export_csv(make_spec(name, 4, 8))

@@ -1,9 +1,8 @@
 from rpc_pipe.dependency import NO_REDUCTIONS, B, F, U
-from rpc_pipe.drawing.chrome import write_chrome
+from rpc_pipe.drawing.page import write_chrome
 from rpc_pipe.planning.relation import Relation
 from rpc_pipe.planning.simulator import Link, simulate, uniform
-from rpc_pipe.planning.span import Span
-from rpc_pipe.planning.waits import Wait, waits
+from rpc_pipe.planning.span import Span, Wait, waits
 from rpc_pipe.schedules import SCHEDULES
 
 SPEC = SCHEDULES["1f1b"](num_workers=2, num_microbatches=2)

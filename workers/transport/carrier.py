@@ -105,7 +105,7 @@ class Carrier:
         self.outbox = Outbox(post.answer)
         #: what this worker is asked for, as others are told with the first questions of a run
         self.calls = Calls(worker, self._disagree)
-        #: what is shown to those who watch from other machines; see rpc_pipe/tracing/mirror.py
+        #: what is shown to those who watch from other machines; see rpc_pipe/tracing/remote.py
         self.serve_board: Callable[[int], bytes] | None = None
         self._told: dict[int, set[int]] = {}
         self._open: dict[tuple[int, Key], Enter | None] = {}

@@ -1,66 +1,50 @@
-"""Measured times and bytes of the blocks of a model, one by one on this machine.
+"""Times and bytes of the blocks of a model: measured one by one on this machine, or estimated by their operations.
 
 Blocks run in groups larger than the caches, forwards before backwards, as they do in a stage.
 """
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
+from itertools import accumulate
+from statistics import median
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
+from ...dependency import B, F, G, I, Kind, R, U, W
 from ...workers.compute.shard import LossFn
+from ...workers.compute.split_backward import Saved
 from ...workers.compute.updating import OptimizerFactory
 from ...workers.transport.payload import Tree, pack, tensors_of, unpack
+from ..footprint import Size
 from ..profile import LayerCost
-from .timed_block import Synchronize, TimedBlock, with_working_memory
-from .update_times import Barrier, cache_exceeding_groups, with_update_times
+from .timed_block import TimedBlock, milliseconds, num_bytes, with_working_memory
 
 #: blocks of the same operators whose fastest runs differ by more do something else that autograd does not show
 _SAME = 1.1
-
-
-def measure_layers(
-    layers: Iterable[nn.Module],
-    inputs: Tree,
-    *,
-    target: Tree = None,
-    loss_fn: LossFn | None = None,
-    optimizer: OptimizerFactory | None = None,
-    repeats: int = 5,
-    synchronize: Synchronize = lambda: None,
-    barrier: Barrier = lambda going: going,
-) -> list[LayerCost]:
-    """Measure each layer of a model on one microbatch.
-
-    Args:
-        layers: in order; each gets the output of the one before. The first computes a gradient of its inputs only if
-            they require one.
-        target: of `loss_fn`, whose cost is added to the last layer's.
-        repeats: how often each is timed; the result is the median.
-        synchronize: waits for the device.
-        barrier: waits for the other measuring workers, so that all update at once.
-
-    Raises:
-        PeerOutOfMemoryError: another worker has too little memory.
-    """
-    blocks = []
-    for block in layer_blocks(list(layers), inputs, target, loss_fn, synchronize):
-        block.run()
-        blocks.append(block)
-    time_blocks(blocks, repeats)
-    return costs_of(blocks, optimizer, repeats, barrier)
+#: waits for the other measuring workers
+Barrier = Callable[[], None]
+#: most bytes of blocks that are measured in turn: with gradients and optimizer state more than caches hold, and small
+#: enough to be copied beside a model
+_GROUP_BYTES = 2**27
+#: side of the square matrices by whose product the speed of a device is measured
+_MATRIX_SIDE = 512
+#: assumed memory bandwidth in bytes a millisecond, for blocks and updates that it limits
+_BYTES_A_MS = 4e6
 
 
 def layer_blocks(
     layers: Sequence[Any],
     inputs: Tree,
-    target: Tree,
-    loss_fn: LossFn | None,
-    synchronize: Synchronize = lambda: None,
+    target: Tree = None,
+    loss_fn: LossFn | None = None,
     make: Callable[[Any], nn.Module] = lambda layer: layer,
 ) -> Iterator[TimedBlock]:
     """Yield layers as blocks, each of which has to run before the next.
@@ -72,15 +56,13 @@ def layer_blocks(
         module = make(layer)
         loss = (lambda output: loss_fn(output, target)) if i == len(layers) - 1 and loss_fn is not None else None
         run, buffers = partial(_forward, module, inputs, loss, first=i == 0), sum(b.nbytes for b in module.buffers())
-        block = TimedBlock(
-            run, list(module.named_parameters()), synchronize, f"{i} {type(module).__name__}", inputs, buffers
-        )
-        yield block
+        name, named = f"{i} {type(module).__name__}", list(module.named_parameters())
+        yield (block := TimedBlock(run, named, name, inputs, buffers))
         inputs = block.output
 
 
 def costs_of(
-    blocks: Sequence[TimedBlock], optimizer: OptimizerFactory | None, repeats: int, barrier: Barrier
+    blocks: Sequence[TimedBlock], optimizer: OptimizerFactory | None, repeats: int, barrier: Barrier = lambda: None
 ) -> list[LayerCost]:
     """Return the costs of blocks that were timed, with their updates and working memory."""
     costs = with_update_times([block.cost for block in blocks], blocks, optimizer, repeats, barrier)
@@ -134,3 +116,116 @@ def _forward(
     result = loss(output)
     summed = result[0] if isinstance(result, tuple) else result  # a sum, and its weight
     return leaves, (), [tensor for tensor in tensors_of(summed) if tensor.requires_grad]
+
+
+def with_update_times(
+    costs: Sequence[LayerCost],
+    blocks: Sequence[TimedBlock],
+    optimizer: OptimizerFactory | None,
+    repeats: int = 1,
+    barrier: Barrier = lambda: None,
+) -> list[LayerCost]:
+    """Return the costs of blocks with the times of U and G, and the bytes of weights, gradients and optimizer state.
+
+    Args:
+        barrier: called before each group of updates is timed.
+    """
+    found: list[LayerCost] = []
+    for first, last in cache_exceeding_groups([block.weights for block in blocks]):
+        updates = [_TimedUpdate(block, optimizer) for block in blocks[first:last]]
+        for _ in range(repeats):
+            barrier()
+            for kind in (U, G):
+                for update in updates:
+                    update.run(kind)
+        found += [update.complete(cost) for cost, update in zip(costs[first:last], updates, strict=True)]
+    return found
+
+
+def cache_exceeding_groups(sizes: Sequence[float]) -> Iterator[tuple[int, int]]:
+    """Yield (first, last + 1) of groups of blocks in a row, each of at most `_GROUP_BYTES` or of one block."""
+    sums, first = [0, *accumulate(sizes)], 0
+    for last in range(1, len(sizes) + 1):
+        if last == len(sizes) or sums[last + 1] - sums[first] > _GROUP_BYTES:
+            yield first, last
+            first = last
+
+
+class _TimedUpdate:
+    """A block's update, timed on copies of its parameters. The first, which allocates the state, is not timed."""
+
+    def __init__(self, block: TimedBlock, optimizer: OptimizerFactory | None) -> None:
+        self._block = block
+        self._times: dict[Kind, list[float]] = {U: [], G: []}
+        self._copies = [] if optimizer is None else [(n, nn.Parameter(p.detach().clone())) for n, p in block.trained]
+        self._optimizer = optimizer(self._copies) if optimizer is not None and self._copies else None
+        if self._optimizer is not None:
+            for (_, copy), gradient in zip(self._copies, block.gradients(), strict=True):
+                copy.grad = gradient
+            self._optimizer.step()
+
+    def run(self, kind: Kind) -> None:
+        """Update; or sum gradients with those of another replica, as `Pieces.sum` does."""
+        pairs = [(copy.detach(), copy.grad) for _, copy in self._copies if copy.grad is not None]
+        if self._optimizer is not None:
+            run = self._optimizer.step if kind is U else lambda: [own.clone().add_(other) for own, other in pairs]
+            self._times[kind].append(milliseconds(run))
+
+    def complete(self, cost: LayerCost) -> LayerCost:
+        block, state = self._block, {} if self._optimizer is None else self._optimizer.state
+        size = replace(
+            cost.size,
+            weights=block.weights + block.buffers,
+            gradients=sum(parameter.nbytes for _, parameter in block.trained),
+            optimizer=sum(t.nbytes for own in state.values() for t in own.values() if isinstance(t, torch.Tensor)),
+        )
+        took = {kind: median(times or [0.0]) for kind, times in self._times.items()}
+        return replace(cost, times={**cost.times, **took}, size=size)
+
+
+def operations_a_ms(device: str) -> float:
+    """Return the operations a millisecond of a matrix product on the device."""
+    a = torch.randn(_MATRIX_SIDE, _MATRIX_SIDE, device=device)
+    best = float("inf")
+    for _ in range(4):
+        begin = time.perf_counter()
+        float((a @ a)[0, 0])
+        best = min(best, time.perf_counter() - begin)
+    return 2 * _MATRIX_SIDE**3 / (1e3 * best)
+
+
+def estimated(block: TimedBlock, speed: float, state: float) -> LayerCost:
+    """Return the costs of a block, I and W taking as many operations each as its forward, which is run.
+
+    Args:
+        speed: operations a millisecond.
+        state: bytes of optimizer state for each byte of parameters.
+    """
+    block.forward()  # the first run of a stage observes its whole model
+    saved = Saved()
+    with FlopCounterMode(display=False) as counter, saved.hooks():
+        leaves, output, _ = block.forward()
+    block.output = unpack(pack(output))
+    sent, crossing = block.inputs, num_bytes(output)
+    # Storages on the meta device have no address, but an object each.
+    own = {parameter.untyped_storage()._cdata for _, parameter in block.named}
+    held = {id(handle.tensor): handle.tensor for handle in saved._handles if handle.tensor is not None}
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in held.values()}
+    kept = sum(amount for storage, amount in storages.items() if storage not in own)
+    once = max(counter.get_total_flops() / speed, (kept + sent + crossing) / _BYTES_A_MS)
+    back = once if leaves else 0.0
+    gradients = sum(parameter.nbytes for _, parameter in block.trained)
+    times = {F: once, I: back, W: once, B: back + once, R: once}
+    times |= {U: (3 + 3 * state) * gradients / _BYTES_A_MS, G: 5 * gradients / _BYTES_A_MS}
+    size = Size(block.weights + block.buffers, gradients, state * gradients, kept, kept, sent, crossing)
+    return LayerCost(times, size, block.name)
+
+
+def optimizer_ratio(optimizer: OptimizerFactory) -> float:
+    """Return the bytes of optimizer state for each byte of parameters, as measured with a small parameter."""
+    parameter = nn.Parameter(torch.zeros(4096))
+    trial = optimizer([("weight", parameter)])
+    parameter.grad = torch.zeros_like(parameter)
+    trial.step()
+    kept = sum(t.nbytes for state in trial.state.values() for t in state.values() if isinstance(t, Tensor))
+    return kept / parameter.nbytes

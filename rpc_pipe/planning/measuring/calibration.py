@@ -25,7 +25,7 @@ from ...workers.hooks import Listener, StepRecord
 from ...workers.transport.call import Call
 from ...workers.transport.payload import pack, unpack
 from ..simulator import Link
-from .block_timing import measure_layers
+from .block_timing import costs_of, layer_blocks, time_blocks
 
 #: how long a layer sleeps, seconds: long against what a thread needs to wake up
 _SLEEP_S = 0.002
@@ -124,7 +124,10 @@ def _sleeping(num_workers: int, schedule: str) -> tuple[WorkerActor, Mapping[Kin
     x = torch.ones(_MICROBATCHES, 8, requires_grad=True)
     for _ in range(_STEPS):
         pipe.step((x, x.detach()))
-    alone = measure_layers([_Sleeping()], x[:1].detach().requires_grad_(), optimizer=optimizer, repeats=_STEPS)[0].times
+    (block,) = layer_blocks([_Sleeping()], x[:1].detach().requires_grad_())
+    block.run()
+    time_blocks([block], _STEPS)
+    alone = costs_of([block], optimizer, _STEPS)[0].times
     pulled = {entry.action: [need.action for need in entry.pulled] for entry in pipe.program(actor.worker, len(x))}
     found: dict[Kind, list[float]] = defaultdict(list)
     for record in records.steps[1:]:

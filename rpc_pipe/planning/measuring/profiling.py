@@ -29,15 +29,13 @@ from ...workers.compute.sequence import state_dropped
 from ...workers.compute.updating import OptimizerFactory
 from ...workers.transport.payload import Tree, map_tensors, tensors_of
 from ..profile import LayerCost, Profile, Tie
-from .block_timing import costs_of, layer_blocks, time_blocks
-from .estimating import estimated, operations_a_ms, optimizer_ratio
-from .timed_block import Forward, Synchronize, TimedBlock
-from .update_times import Barrier, PeerOutOfMemoryError
+from .block_timing import Barrier, costs_of, estimated, layer_blocks, operations_a_ms, optimizer_ratio, time_blocks
+from .timed_block import Forward, TimedBlock
 
 __all__ = ["OPTIMIZERS", "UserModel", "load_user_model", "profile_model", "rows_of", "signature"]
 
-#: called with (blocks measured so far, their total number)
-Progress = Callable[[int, int], None]
+#: called with the share of the blocks that are measured, 0 to 1
+Progress = Callable[[float], None]
 #: costs by block, time of a stage besides its block by kind, parameters that blocks share
 _Measured = tuple[list[LayerCost], dict[Kind, float], tuple[Tie, ...]]
 #: the runtime's own time for an action, in milliseconds
@@ -108,19 +106,19 @@ def profile_model(
     repeats: int = 5,
     estimate: bool = False,
     at_least: int = 1,
-    tell: Progress = lambda done, total: None,
-    barrier: Barrier = lambda going: going,
+    tell: Progress = lambda share: None,
+    barrier: Barrier = lambda: None,
 ) -> Profile:
     """Measure a model for microbatches of each number of rows.
 
     Args:
         estimate: do not run the model, but count its operations on the meta device and divide by the measured speed of
-            a matrix product. Done as well where the device's memory does not suffice.
+            a matrix product.
         at_least: number of blocks wanted; if the model has fewer, parts of blocks count as blocks.
         barrier: waits for the other workers that measure the same model.
 
     Raises:
-        ConfigError: the model cannot be cut, or its loss cannot be computed.
+        ConfigError: the model cannot be cut or does not fit into memory, or its loss cannot be computed.
     """
     measured: dict[int, list[LayerCost]] = {}
     around: dict[int, Mapping[Kind, float]] = {}
@@ -132,14 +130,17 @@ def profile_model(
     if where.type == "cpu":
         keep_freed_memory()  # as workers do
     for number, count in enumerate(sorted(set(rows))):
-        batch, of = resize_batch(user_model.batch, count), partial(_advance, tell, number, len(set(rows)))
-        task = _Task(user_model, batch, device, factory, repeats, of, at_least)
+        batch = resize_batch(user_model.batch, count)
+
+        def advance(share: float, number: int = number) -> None:
+            tell((number + share) / len(set(rows)))
+
+        task = _Task(user_model, batch, device, factory, repeats, advance, at_least)
         with _named_errors(user_model):
-            found = None if estimate else _all_or_none(partial(_measure, task), barrier)
-            if found is None:
+            if estimate:
                 measured[count] = _estimate(task)
             else:
-                measured[count], around[count], ties = found
+                measured[count], around[count], ties = _measure(task, barrier)
     measured = _with_one_update(measured)
     per_stage = {kind: median(found[kind] for found in around.values()) if around else 0.0 for kind in (F, B, I, W, R)}
     for count in around:
@@ -169,18 +170,6 @@ def _with_one_update(measured: Mapping[int, Sequence[LayerCost]]) -> dict[int, l
     }
 
 
-def _all_or_none(attempt: Callable[[Barrier], _Measured], barrier: Barrier) -> _Measured | None:
-    """Return what was measured; None: this worker or another has too little memory."""
-    try:
-        found = attempt(barrier)
-    except PeerOutOfMemoryError:
-        return None
-    except torch.OutOfMemoryError:
-        barrier(False)  # the others wait for this worker
-        return None
-    return found if barrier(True) else None
-
-
 @contextmanager
 def _named_errors(user_model: UserModel) -> Iterator[None]:
     """Turn an error of the model on its own batch into one that names the model.
@@ -190,20 +179,13 @@ def _named_errors(user_model: UserModel) -> Iterator[None]:
     """
     try:
         yield
-    except (PipeError, torch.OutOfMemoryError):
+    except PipeError:
         raise
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(f"model {_name(user_model)}: does not fit into memory; --estimate needs none") from error
     except Exception as error:
         what = ", ".join(line.strip() for line in traceback.format_exception_only(error))
         raise ConfigError(f"model {_name(user_model)}: cannot be measured on its batch: {what}") from error
-
-
-def _advance(tell: Progress, number: int, of: int, done: int, total: int) -> None:
-    tell(number * total + done, of * total)
-
-
-def _synchronize(device: str) -> Synchronize:
-    kind = torch.device(device).type
-    return (lambda: None) if kind in ("cpu", "meta") else getattr(torch, kind).synchronize
 
 
 class _Blocks(NamedTuple):
@@ -222,11 +204,11 @@ def _measure(task: _Task, barrier: Barrier) -> _Measured:
     for block in made:
         block.run()
         blocks.append(block)
-        task.tell(len(blocks), total)
+        task.tell(len(blocks) / total)
     whole = [] if make_whole is None else [make_whole()]
     for each in whole:
         each.run()
-    time_blocks([*blocks, *whole], task.repeats, lambda done: task.tell(count + len(whole) + done, total))
+    time_blocks([*blocks, *whole], task.repeats, lambda done: task.tell((count + len(whole) + done) / total))
     costs = costs_of(blocks, task.optimizer, task.repeats, barrier)
     return costs, _around(costs, whole[0].times if whole else None), _ties([dict(b.named) for b in blocks], costs)
 
@@ -239,7 +221,7 @@ def _estimate(task: _Task) -> list[LayerCost]:
 
 def _blocks_of(task: _Task, *, runs: bool = True) -> _Blocks:
     """Return the blocks of a model; `runs`: to be run on the device, else to be estimated without numbers."""
-    user_model, synchronize = task.user_model, _synchronize(task.device)
+    user_model = task.user_model
     device = task.device if runs else "meta" if user_model.is_layers else "cpu"
     batch = map_tensors(task.batch, lambda tensor: tensor.to(device))
     if user_model.is_layers:
@@ -253,7 +235,7 @@ def _blocks_of(task: _Task, *, runs: bool = True) -> _Blocks:
                 made = layer if isinstance(layer, nn.Module) else layer()
             return copy.deepcopy(made).to(device)
 
-        return _Blocks(len(layers), layer_blocks(layers, inputs, target, user_model.loss_fn, synchronize, make))
+        return _Blocks(len(layers), layer_blocks(layers, inputs, target, user_model.loss_fn, make))
     args, kwargs = user_model.call(batch)
     observed = user_model.observe(args, kwargs, task.at_least)
     count = observed.num_blocks
@@ -261,7 +243,7 @@ def _blocks_of(task: _Task, *, runs: bool = True) -> _Blocks:
     def block(i: int, cut: Sequence[range], payload: Sequence[Tensor]) -> TimedBlock:
         stage = observed.build(i, cut, device, initialise=runs)
         run = _stage_forward(user_model, stage, payload, args, kwargs, batch, last=i == len(cut) - 1)
-        return TimedBlock(run, list(stage.named_parameters()), synchronize, observed.blocks[i].name, payload)
+        return TimedBlock(run, list(stage.named_parameters()), observed.blocks[i].name, payload)
 
     def one_by_one() -> Iterator[TimedBlock]:
         payload: Any = ()

@@ -25,18 +25,18 @@ from ..profile import LayerCost
 Forward = Callable[[], tuple[list[Tensor], Tree, list[Tensor]]]
 #: runs an action, given its kind
 Act = Callable[[Kind, Callable[[], object]], object]
-#: waits for the device, like `torch.cuda.synchronize`
-Synchronize = Callable[[], None]
 #: name of the profiler event around each action
 _EVENT = "rpc_pipe.planning.peak_working_bytes"
 
 
-def milliseconds(run: Callable[[], object], synchronize: Synchronize) -> float:
-    """Return how long `run` takes, the device's work included."""
-    synchronize()
+def milliseconds(run: Callable[[], object]) -> float:
+    """Return how long `run` takes, the work of a GPU included."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
     begin = time.perf_counter()
     run()
-    synchronize()
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
     return 1e3 * (time.perf_counter() - begin)
 
 
@@ -51,7 +51,6 @@ class TimedBlock:
     Args:
         forward: runs it on one microbatch.
         named: its parameters with their names.
-        synchronize: waits for the device.
         inputs: the payload from the block before.
         buffers: bytes of its buffers.
     """
@@ -60,12 +59,11 @@ class TimedBlock:
         self,
         forward: Forward,
         named: Sequence[tuple[str, nn.Parameter]],
-        synchronize: Synchronize = lambda: None,
         name: str = "",
         inputs: Tree = (),
         buffers: float = 0,
     ) -> None:
-        self.forward, self.named, self.synchronize, self.name = forward, named, synchronize, name
+        self.forward, self.named, self.name = forward, named, name
         self.weights = sum(parameter.nbytes for _, parameter in named)
         self.inputs, self.buffers = num_bytes(inputs), buffers
         self.trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
@@ -175,7 +173,7 @@ class TimedBlock:
             parameter.grad = None
 
     def _time(self, kind: Kind, run: Callable[[], object]) -> None:
-        self.runs[kind].append(milliseconds(run, self.synchronize))
+        self.runs[kind].append(milliseconds(run))
 
 
 def with_working_memory(costs: Sequence[LayerCost], blocks: Sequence[TimedBlock]) -> list[LayerCost]:
