@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..dependency import ConfigError
+from ..system.files import DAMAGED
 from ..workers.hooks import StepRecord
 from . import run_folders
 from .board import File, Live, State
@@ -162,7 +163,7 @@ class RunBoards:
                 else:  # the worker's earlier pipeline is forgotten
                     self._gone.discard(worker)
                 self._boards[worker] = inode, board
-            except (OSError, ValueError):  # just removed
+            except (OSError, *DAMAGED):  # just removed, or of another version
                 continue
         return rest
 
@@ -176,7 +177,7 @@ def read_boards(path: Path) -> dict[int, Board]:
     """Return the boards in a run's folder, by worker."""
     found = {}
     for worker, file in sorted(board_files(path).items()):
-        with suppress(OSError, ValueError):  # just removed, or of another version
+        with suppress(OSError, *DAMAGED):  # just removed, or of another version
             found[worker] = Board(file)
     return found
 
