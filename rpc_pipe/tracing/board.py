@@ -9,7 +9,7 @@ one with the same header and programs and the latest steps; a slow reader misses
 the launcher can tell what a dead worker was doing.
 
     {"kind": "header", ...}                                constant properties
-    {"kind": "program", "number": 1, ...}                  the listing of a program, as `program_listing` writes it
+    {"kind": "program", "number": 1, ...}                  the listing of a program (`own_boards.list_program`)
     {"kind": "step", "number": 2, "record": {...}}         a step as it ran; times in ns of the worker's clock
 
 The head is written over again and again, with a number before and behind it: what is read twice alike, with equal

@@ -1,7 +1,7 @@
 """The spec that the listings of all workers make together, so that a run can be simulated without its code.
 
 A watcher does not have the class of the user's schedule and must not run the user's script. Each worker writes its part
-of the relation (`program_listing`); the parts of all workers are the whole relation.
+of the relation (`own_boards.list_program`); the parts of all workers are the whole relation.
 """
 
 from __future__ import annotations
