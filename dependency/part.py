@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 
 from .action import RESOURCES, Action, Entry, Kind, Pulled, Resource
 from .errors import ScheduleError
-from .kinds import A, D, F, G, P, S, U, V
+from .kinds import A, B, D, F, G, P, S, U, V
 from .order import routes
 from .reductions import reduction_tree
 from .spec import Spec
@@ -99,6 +99,17 @@ class Part:
         stage, kind, index = action
         route = routes(self.spec, self.forward_only)(index) if kind.per_microbatch else index % self.spec.num_routes
         return stage, route
+
+    def exchanged_within(self) -> Iterator[tuple[Action, Action]]:
+        """Yield (last backward of a shard, gradients that it gives to other workers, or sums, while it runs).
+
+        None where steps overlap: there the exchange has the time of a whole step.
+        """
+        for entry in self.entries if self.spec.synchronous else ():
+            if entry.action.kind is S or (entry.action.kind is G and not entry.here):
+                for need in entry.own:  # a later backward of another shard may stand for the last of this one
+                    if need.kind is B and self.shard(need) == self.shard(entry.action):
+                        yield need, entry.action
 
     def _inherit(self) -> None:
         """Let forwards and exchanges wait for their stage's update, and updates for the end of the step before.

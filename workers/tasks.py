@@ -29,23 +29,11 @@ def tasks(part: Part, shards: dict[tuple[int, int], Shard]) -> dict[Action, Task
             keep_donated_buffers()
         handler, is_last = handler_of(kind), stage == spec.last_stage
         found[entry.action] = Task(entry, str(entry.action), shards[place], handler, saves, recomputes, is_last)
-    if exchanges:
-        for action, within in _exchanged_by(part).items():
-            found[action] = exchanging.exchanging(found[action], [found[each] for each in within])
-    return found
-
-
-def _exchanged_by(part: Part) -> dict[Action, list[Action]]:
-    """Return, by last backward of a shard, which gradients it gives to other workers, and which it sums.
-
-    None where steps overlap: there the exchange has the time of a whole step.
-    """
-    found: dict[Action, list[Action]] = {}
-    for entry in part.entries if part.spec.synchronous else ():
-        if entry.action.kind is S or (entry.action.kind is G and not entry.here):
-            for need in entry.own:  # a later backward of another shard may stand for the last of this one
-                if need.kind is B and part.shard(need) == part.shard(entry.action):
-                    found.setdefault(need, []).append(entry.action)
+    within: dict[Action, list[Task]] = {}
+    for backward, exchanged in part.exchanged_within():
+        within.setdefault(backward, []).append(found[exchanged])
+    for backward, those in within.items():
+        found[backward] = exchanging.exchanging(found[backward], those)
     return found
 
 

@@ -13,9 +13,6 @@ from ..dependency import (
     NO_REDUCTIONS,
     RESOURCES,
     Action,
-    B,
-    Entry,
-    G,
     Part,
     Reductions,
     S,
@@ -99,9 +96,8 @@ class Relation:
                     met += 1
                     if not need.carries:
                         self.signals.add((starts[need.worker] + at, part.worker))
-            for number, entry in enumerate(part.entries if self.spec.synchronous else (), start):
-                if entry.action.kind is S or (entry.action.kind is G and not entry.here):
-                    self._exchange_within(start, number, entry, part)
+            for backward, exchanged in part.exchanged_within():
+                self._exchange_within(start + part.number[backward], start + part.number[exchanged], exchanged)
             if met < len(waiting):
                 self._refuse(parts, part)
             if step:
@@ -113,17 +109,15 @@ class Relation:
                     for waits in numbers:
                         self.num_needs[start + waits] += 1
 
-    def _exchange_within(self, start: int, number: int, entry: Entry, part: Part) -> None:
+    def _exchange_within(self, backward: int, number: int, exchanged: Action) -> None:
         """Note where a bucket of gradients leaves, or can be summed: those of a stage's last layers are there first."""
-        stage, _, index = entry.action
+        stage, kind, index = exchanged
         bucket = (index // self.spec.num_routes - len(self.reductions.tied)) // self.spec.num_routes
         share = (bucket + 1) / (self.reductions.buckets[stage] if self.reductions.buckets else 1)
-        for need in entry.own:
-            if need.kind is B and 0 < share < 1 and part.shard(need) == part.shard(entry.action):
-                backward = start + part.number[need]
-                self.within.setdefault(backward, []).append((share, number))
-                if entry.action.kind is S:
-                    self.own[backward].remove(number)
+        if 0 < share < 1:
+            self.within.setdefault(backward, []).append((share, number))
+            if kind is S:
+                self.own[backward].remove(number)
 
     def _refuse(self, parts: list[Part], part: Part) -> None:
         for entry in part.entries:
