@@ -306,24 +306,30 @@ def _tell_norm(ctx: ActionContext) -> Payload:
 
 @carries_out(U)
 def _update(ctx: ActionContext) -> None:
-    worker, step, shard = ctx.worker, ctx.step, ctx.task.shard
-    if shard.has_versions:
-        _update_version(ctx, _as_stashing(shard))
-        return
-    result = step.result
+    worker, step, shard, index = ctx.worker, ctx.step, ctx.task.shard, ctx.task.entry.action.index
+    result, spec = step.result, step.batch.spec
     if not step.batch.updates:
         shard.hold(result.divisor if result is not None and result.summed else 0.0)
         return
-    _complete_gradients(ctx, shard, ctx.task.entry.action.index)
+    if shard.has_versions:  # only the gradients that this update takes
+        _as_stashing(shard).take_gradients(step.first_update + index)
+    _complete_gradients(ctx, shard, index)
     if step.batch.reductions.validated:
-        if ctx.task.entry.action.index == 0:
+        if index == 0:
             step.own_norms |= shard.updating.gradient_norms()
         step.early[shard] = shard.update_early()
         return
-    if result is not None and result.norm_tensor is not None and worker.max_grad_norm is not None:
-        shard.updating.clip(worker.max_grad_norm, worker.backend.load(result.norm_tensor))
+    if shard.has_versions:
+        shard.updating.tell_gradients()
+    if worker.max_grad_norm is not None:
+        if result is not None and result.norm_tensor is not None:
+            shard.updating.clip(worker.max_grad_norm, worker.backend.load(result.norm_tensor))
+        elif not spec.takes_steps:
+            shard.updating.clip_by_own_norm(worker.max_grad_norm)
     # The only synchronisation of host and device, and only with a scaled loss.
     shard.update(finite=result is None or result.finite_tensor is None or bool(result.finite_tensor))
+    if spec.elasticity:
+        _as_stashing(shard).exchange(spec.elasticity)
 
 
 @carries_out(V)
@@ -339,22 +345,6 @@ def _validate(ctx: ActionContext) -> None:
 
 def _as_stashing(shard: Shard) -> StashingShard:
     return cast("StashingShard", shard)
-
-
-def _update_version(ctx: ActionContext, shard: StashingShard) -> None:
-    """Update a shard to its next weight version, with only the gradients that this update takes."""
-    worker, step, index = ctx.worker, ctx.step, ctx.task.entry.action.index
-    shard.take_gradients(step.first_update + index)
-    _complete_gradients(ctx, shard, index)
-    shard.updating.tell_gradients()
-    if worker.max_grad_norm is not None:
-        if step.result is not None and step.result.norm_tensor is not None:
-            shard.updating.clip(worker.max_grad_norm, worker.backend.load(step.result.norm_tensor))
-        else:
-            shard.updating.clip_by_own_norm(worker.max_grad_norm)
-    shard.update()
-    if step.batch.spec.elasticity:
-        shard.exchange(step.batch.spec.elasticity)
 
 
 def _complete_gradients(ctx: ActionContext, shard: Shard, route: int) -> None:
