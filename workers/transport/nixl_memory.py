@@ -49,7 +49,7 @@ class NixlMemory:
         try:
             from nixl._api import nixl_agent, nixl_agent_config, nixl_thread_sync_t
         except ImportError as error:
-            raise ConfigError(f"RPC_PIPE_WAYS nixl: needs {error.name}; pip install 'rpc-pipe[nixl]'") from error
+            raise ConfigError(f"RPC_PIPE_WAYS nixl: {error}; pip install 'rpc-pipe[nixl]'") from error
 
         def agent() -> Any:
             sync = nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
