@@ -84,7 +84,7 @@ def timeline(spec, cost):
 
 def test_each_replica_runs_as_the_schedule_does_alone():
     accepted = 0
-    for seed in range(250):
+    for seed in range(120):
         base, rng = random_spec(seed), random.Random(seed)
         replicas = rng.randint(2, 3)
         total = max(replicas, base.num_microbatches)
@@ -116,7 +116,7 @@ def test_each_replica_runs_as_the_schedule_does_alone():
                 if a.index % replicas == replica
             }
             assert found == expected, (seed, replica)
-    assert accepted > 80
+    assert accepted > 35
 
 
 # --- bad input

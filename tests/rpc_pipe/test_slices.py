@@ -134,15 +134,14 @@ def model(tmp_path):
 @pytest.mark.parametrize(
     ("name", "schedule", "most"),
     [
-        ("gpt2", "1f1b", 1e-5), ("gpt2", "zb-v", 1e-5), ("gpt2_in_float64", "zb-h1", 1e-12),
+        ("gpt2", "zb-v", 1e-5), ("gpt2_in_float64", "zb-h1", 1e-12), ("lstm", "zb-v", 1e-12),
         ("gpt2_on_longer_sequences_in_float64", "eager-1f1b", 1e-12), ("opt", "gpipe", 1e-5), ("whole", "zb-h1", 1e-12),
-        ("llama", "zb-h1", 1e-5),
-        ("llama_in_float64", "1f1b", 1e-6), ("qwen3", "interleaved", 1e-5), ("mistral", "1f1b", 1e-5),
-        ("mixtral", "1f1b", 1e-5), ("lstm", "zb-v", 1e-12), ("lstm", "interleaved", 1e-12),
+        ("llama_in_float64", "1f1b", 1e-6), ("qwen3", "interleaved", 1e-5), ("mistral", "zb-h1", 1e-5),
+        ("mixtral", "1f1b", 1e-5),
     ],
 )  # fmt: skip
 def test_models_train_as_on_whole_sequences(model, name, schedule, most, capsys):
-    typed = f"--schedule {schedule} --slices 4 --microbatches 4 --steps 3 --transport local --json".split()
+    typed = f"--schedule {schedule} --slices 4 --microbatches 3 --steps 2 --transport local --json".split()
     assert main(["verify", model(name), *typed]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["verdict"] == "rounding" and "slices (4)" in told["because"]
