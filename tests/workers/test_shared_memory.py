@@ -410,6 +410,8 @@ def test_nixl_without_the_part_for_this_torch_says_so(monkeypatch):
                 raise ImportError("detected CUDA 13 but nixl-cu13 is not installed")
 
     monkeypatch.setattr(sys, "meta_path", [Finder, *sys.meta_path])
+    for name in ("nixl", "nixl._api"):  # other tests may have imported them
+        monkeypatch.delitem(sys.modules, name, raising=False)
     wanted = r"RPC_PIPE_WAYS nixl: detected CUDA 13 but nixl-cu13 is not installed; pip install 'rpc-pipe\[nixl\]'"
     with pytest.raises(ConfigError, match=wanted):
         ways.ways_here(["nixl"])
