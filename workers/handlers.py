@@ -38,7 +38,7 @@ from .compute.module_state import ModuleState
 from .compute.result import Losses, Result, clips, total_norm
 from .compute.shard import Shard
 from .context import Context
-from .hooks import Arrived, LayerTime
+from .hooks import Arrived
 from .state import WorkerState
 from .transport.call import Call
 from .transport.payload import Payload, Tree, pack, unpack
@@ -139,7 +139,6 @@ class Step:
     failed: str = ""
     timestamps: list[tuple[Action, Timestamp, Timestamp]] = field(default_factory=list)
     arrived: list[Arrived] = field(default_factory=list)
-    layer_times: list[LayerTime] = field(default_factory=list)
     #: if steps overlap: offsets of its microbatches, updates and slots within the stream
     first: int = 0
     first_update: int = 0

@@ -30,14 +30,6 @@ class Arrived(NamedTuple):
     at_ns: int
 
 
-class LayerTime(NamedTuple):
-    """How long one layer's forward of one microbatch took."""
-
-    #: a number that is equal for layers of equal `repr` and equal input shapes, which should take equally long
-    kind: int
-    ns: int
-
-
 class Blocked(NamedTuple):
     """The next action of a worker that waits, and what it waits for."""
 
@@ -62,8 +54,6 @@ class StepRecord:
     actions: list[Record] = field(default_factory=list)
     #: by time
     arrivals: list[Arrived] = field(default_factory=list)
-    #: in the order of the worker's layers; empty on devices that run asynchronously
-    layers: list[LayerTime] = field(default_factory=list)
     loss: float = float("nan")
     #: rows of the batch, and tokens if its inputs are whole numbers
     rows: int = 0

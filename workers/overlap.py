@@ -99,7 +99,3 @@ class OverlappingStream(Stream):
                 first, least = step, slot + step.before_slots
         entry = None if first is None else first.state.take()
         return None if first is None or entry is None else (first, entry)
-
-    def _close(self, step: Step) -> Result:
-        self._collect_layer_times(step, True)
-        return super()._close(step)

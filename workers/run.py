@@ -21,7 +21,7 @@ from .compute.autocast import forget_casts
 from .compute.result import Result
 from .context import Context
 from .handlers import ActionContext, Step, StepInput, Task
-from .hooks import Arrived, Blocked, LayerTime, Record, StepRecord
+from .hooks import Arrived, Blocked, Record, StepRecord
 from .mailbox import Arrival
 from .state import WorkerState
 from .transport.payload import Payload, pack, unpack
@@ -92,7 +92,6 @@ class Stream:
         if batch is None:
             self._ended = True
             return
-        self._collect_layer_times(newest, batch.train)
         self._open(batch, [] if newest is None else [newest.state])
 
     def _open(self, batch: StepInput, before: Sequence[WorkerState], most_open: int = _MOST_OPEN) -> Step:
@@ -152,14 +151,6 @@ class Stream:
         self._steps.clear()
         self._newest = None
         self._worker.next_step = self._worker.step
-
-    def _collect_layer_times(self, before: Step | None, anew: bool) -> None:
-        """Give what was timed so far to the step `before`, all of whose forwards have run."""
-        wanted = anew and self._worker.backend.in_step
-        for shard in self._worker.shards.values():
-            if before is not None:
-                before.layer_times += [LayerTime(*time) for time in shard.layer_times or ()]
-            shard.layer_times = [] if wanted else None
 
     def _advance(self) -> None:
         """Do what can be done next, or wait until there is something."""
@@ -292,7 +283,6 @@ class Stream:
         del self._steps[step.run]
         if not self._steps:
             self._newest = None
-            self._collect_layer_times(step, False)
         self._mailbox.end(step.run)
         for shard, module_state in step.before.items():
             shard.recomputation.note_step(module_state)
@@ -323,7 +313,6 @@ class Stream:
                 for module_state in other.before.values():
                     module_state.forget_weights()
                 self.abandon()
-                self._collect_layer_times(None, True)
                 # What others have not taken of the step before, and of the run that was abandoned, is kept for them.
                 self._open(other.batch, [], _MOST_OPEN + 1).undoable = True
             elif other.failure is not None:
@@ -360,7 +349,6 @@ class Stream:
                 time.perf_counter_ns(),
                 records,
                 step.arrived,
-                step.layer_times,
                 float("nan") if loss is None else loss,
                 step.batch.rows,
                 step.batch.tokens,

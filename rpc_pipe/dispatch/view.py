@@ -167,7 +167,7 @@ class View(History):
             worker=worker,
             state="gone" if worker in self.gone and live.state is not State.LEFT else STATES[live.state],
             action=str(live.action) if live.state is State.RUNNING else "",
-            stages=",".join(str(stage) for stage in sorted({stage for stage, _, _ in header["shards"]})),
+            stages=",".join(str(stage) for stage in sorted({stage for stage, *_ in header["shards"]})),
             step=live.step,
             action_ms=sum(timed) / len(timed) if timed else math.nan,
             bubble=1 - busy / length if length else math.nan,
@@ -203,7 +203,7 @@ class View(History):
 
     def _last_host(self) -> int:
         """Return a worker of the last stage, which has the result."""
-        return max(self.headers, key=lambda w: max(stage for stage, _, _ in self.headers[w]["shards"]), default=0)
+        return max(self.headers, key=lambda w: max(stage for stage, *_ in self.headers[w]["shards"]), default=0)
 
 
 def draw_steps(view: View, count: int) -> list[Picture]:

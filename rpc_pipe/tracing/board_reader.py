@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import fields
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from ..dependency import Action, Kind
-from ..workers.hooks import Arrived, LayerTime, Record, StepRecord
+from ..workers.hooks import Arrived, Record, StepRecord
 from .board import HEAD, LINES_AT, MAGIC, NONE, File, Live, State
 
 #: how often a state that is being written is read again
@@ -108,12 +109,13 @@ def decode_record(read: dict[str, Any], offset_ns: int = 0) -> StepRecord:
         "loss": float(read["loss"]),
         "actions": [Record(_parsed(name), start + offset_ns, end + offset_ns) for name, start, end in read["actions"]],
         "arrivals": [Arrived(_parsed(name), peer, size, at + offset_ns) for name, peer, size, at in read["arrivals"]],
-        "layers": [LayerTime(*layer) for layer in read["layers"]],
     }
-    return StepRecord(**{**read, **times, **parts})
+    found = {**read, **times, **parts}
+    return StepRecord(**{name: value for name, value in found.items() if name in _FIELDS})  # another version has others
 
 
 _parsed = lru_cache(maxsize=2**14)(Action.parse)
+_FIELDS = {each.name for each in fields(StepRecord)}
 
 
 def _action(code: int) -> Action | None:

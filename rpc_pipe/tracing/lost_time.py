@@ -11,7 +11,7 @@ measured times, adding one cause at a time, and each cause is charged with the t
     + data                 the time between steps, and the time of reading a batch within a step
     + overhead             the rest up to the measured time: the runtime, jitter
 
-A worker counts as slow, and not as having more work, if the same layers take longer there than elsewhere.
+A worker counts as slow, and not as having more work, if stages like its own take less time elsewhere.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from ..dependency import Action, B, F, Kind
 from ..planning.bounds import least_bottleneck
 from ..planning.simulator import Cost, Link, simulate
 from ..schedules import name_of
-from ..workers.hooks import StepRecord
 from .trace import Trace, transfers
 
 #: the runtime's own part of a transfer: serialisation, and waking threads (bench/hops.py)
@@ -92,31 +91,33 @@ class LostTime:
 
 
 def attribute_lost_time(
-    trace: Trace, layers: Sequence[Sequence[Sequence[int]]] = (), cores: int | None = None, one_process: bool = False
+    trace: Trace, shards: Sequence[Sequence[Sequence[int]]] = (), cores: int | None = None, one_process: bool = False
 ) -> LostTime:
     """Attribute the time of a step of `trace`, which should have several steps.
 
     Args:
-        layers: of each worker, (stage, route, number of layers) of its shards; without it no other cut is proposed.
+        shards: of each worker, (stage, route, number of layers, form) of its shards; stages of one form should take
+            equally long. Without it no other cut is proposed, and no worker counts as slow.
         cores: cores of the machine, if all workers compute on the CPU of one machine.
         one_process: whether the workers are threads of one process, which take turns.
     """
-    return _Case(trace, layers, cores, one_process).lost()
+    return _Case(trace, shards, cores, one_process).lost()
 
 
 class _Case:
     def __init__(
-        self, trace: Trace, layers: Sequence[Sequence[Sequence[int]]], cores: int | None, one_process: bool
+        self, trace: Trace, shards: Sequence[Sequence[Sequence[int]]], cores: int | None, one_process: bool
     ) -> None:
         self._trace = trace
-        self._spec = spec = trace.spec
+        self._spec = trace.spec
         self._records = [trace.steps[step] for step in sorted(trace.steps)]
         self._actual = trace.cost()
-        self._layers = layers
+        # A version before had no forms.
+        self._shards = shards if all(len(each) == 4 for own in shards for each in own) else ()
         self._cores, self._one_process = cores, one_process
         self._preempted = median(record.preempted for records in self._records for record in records)
-        #: by worker, the ratio of its times to those of other workers for the same layers
-        self._slowness, self._compared = _slowness(self._records, spec.num_workers)
+        #: by worker, the ratio of its times to those of other workers for stages of the same form
+        self._slowness, self._compared = self._compare()
         #: (source, target) -> median transfer time in ms
         self._delays = {pair: median(way.ms for way in found) for pair, found in transfers(self._records).items()}
         self._actions = [r.action for records in self._records[-1:] for record in records for r in record.actions]
@@ -267,10 +268,10 @@ class _Case:
         """Say why a worker takes longer, which is not always that it has more layers."""
         if not uneven:
             times = f"{self._slowness[worker]:.1f} x as long there as elsewhere"
-            return f"layers of the same kind take {times}: a slow worker, unless they are heavier"
+            return f"stages of the same form take {times}: a slow worker, unless they are heavier"
         if not self._compared:
-            return "it has more to compute or is slower; its layers cannot be compared with others"
-        counts = [sum(count for _, route, count in shards if route == 0) for shards in self._layers]
+            return "it has more to compute or is slower; its stages cannot be compared with others"
+        counts = [sum(count for _, route, count, _ in shards if route == 0) for shards in self._shards]
         if not counts:
             return "it has more to compute, so the cut is uneven"
         held = f"{counts[worker]} of {sum(counts)} layers"
@@ -286,12 +287,14 @@ class _Case:
         return f"{way}: a slow link, which {costs}; eager-1f1b or a wider window hides it for more activations"
 
     def _better_cut(self, step_ms: float, now_ms: float) -> str:
-        """Propose the cut that is best for the layers' times and the workers' speeds, if it is worth it."""
-        layers = self._layer_times()
-        if layers is None:
+        """Propose the cut that is best for the workers' speeds if a stage's layers are alike, if it is worth it."""
+        held = {stage: count for shards in self._shards for stage, route, count, _ in shards if route == 0}
+        if sorted(held) != list(range(self._spec.num_stages)):
             return ""
-        old = [len(times) for times in layers]
+        old = [held[stage] for stage in range(len(held))]
         speeds = [self._slowness[self._spec.place(stage, 0)] for stage in range(len(old))]
+        took = [self._stage_ms(stage, 0) / speed for stage, speed in enumerate(speeds)]
+        layers = [[ms / count] * count for ms, count in zip(took, old, strict=True)]
         up_to = [0.0, *accumulate(time for times in layers for time in times)]
         ends = least_bottleneck(sum(old), len(old), lambda stage, a, b: speeds[stage] * (up_to[b] - up_to[a]))
         assert ends is not None
@@ -312,43 +315,24 @@ class _Case:
             return f"moving {count} layer{'s' * (count > 1)} to worker {self._spec.place(taker, 0)} ({cut})"
         return f"the {cut}"
 
-    def _layer_times(self) -> list[list[float]] | None:
-        """Return the time of every layer at its proper speed, by stage; None if it is not known."""
-        found: dict[int, list[float]] = {}
-        for worker, shards in enumerate(self._layers):
-            timed = [record.layers for records in self._records for record in records if record.worker == worker]
-            count = sum(shard[2] for shard in shards)
-            timed = [times for times in timed if len(times) == count]
-            if not timed:
-                return None
-            medians = [median(times[i].ns for times in timed) / self._slowness[worker] for i in range(count)]
-            at = 0
-            for stage, route, number in shards:
-                if route == 0:
-                    found[stage] = medians[at : at + number]
-                at += number
-        if sorted(found) != list(range(self._spec.num_stages)):
-            return None
-        return [found[stage] for stage in sorted(found)]
+    def _stage_ms(self, stage: int, route: int) -> float:
+        """Return how long a worker computes for a microbatch of a stage."""
+        first = next((m for m in range(self._spec.num_microbatches) if self._spec.route(m) == route), 0)
+        return sum(self._actual(action) for action in self._spec.actions(stage, first))
 
+    def _compare(self) -> tuple[list[float], bool]:
+        """Return, by worker, the ratio of its times to those of other workers, for forms of stages that both have.
 
-def _slowness(steps: Sequence[Sequence[StepRecord]], num_workers: int) -> tuple[list[float], bool]:
-    """Return, by worker, the ratio of its times to those of other workers, for kinds of layers that both have.
-
-    1 where that is not known; the flag tells whether it is known of anyone.
-    """
-    times: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for records in steps:
-        for record in records:
-            for layer in record.layers:
-                times[layer.kind][record.worker].append(layer.ns)
-    ratios: dict[int, list[float]] = defaultdict(list)
-    for by_worker in times.values():
-        if len(by_worker) > 1:
-            medians = {worker: median(ns) for worker, ns in by_worker.items()}
-            usual = max(1.0, median_low(medians.values()))
-            for worker, own in medians.items():
-                # Heavy layers say more about a worker's speed than light ones, whose times are mostly noise.
-                ratios[worker] += [own / usual] * max(1, round(own * len(by_worker[worker]) / 1e6))
-    found = [max(1.0, median(ratios[worker])) if worker in ratios else 1.0 for worker in range(num_workers)]
-    return found, bool(ratios)
+        1 where that is not known; the flag tells whether it is known of anyone.
+        """
+        times: dict[int, dict[int, float]] = defaultdict(dict)
+        for worker, shards in enumerate(self._shards):
+            for stage, route, _, form in shards:
+                times[form][worker] = self._stage_ms(stage, route)
+        ratios: dict[int, list[float]] = defaultdict(list)
+        for by_worker in times.values():
+            usual = median_low(by_worker.values()) if len(by_worker) > 1 else 0.0
+            for worker, own in by_worker.items() if usual else ():
+                ratios[worker].append(own / usual)
+        workers = range(self._spec.num_workers)
+        return [max(1.0, median(ratios[worker])) if worker in ratios else 1.0 for worker in workers], bool(ratios)

@@ -15,7 +15,7 @@ from rpc_pipe.tracing.board import Live, State
 from rpc_pipe.tracing.boards import RunUpdate
 from rpc_pipe.tracing.own_boards import list_program
 from rpc_pipe.tracing.trace import Trace
-from rpc_pipe.workers.hooks import Arrived, LayerTime, Record, StepRecord
+from rpc_pipe.workers.hooks import Arrived, Record, StepRecord
 
 COST = uniform({F: 10, B: 20, U: 1})
 
@@ -26,11 +26,10 @@ def records_of(
     *,
     steps: int = 4,
     links: Mapping[tuple[int, int], Link] | None = None,
-    layers: Mapping[int, Sequence[tuple[int, float]]] | None = None,
     pause_ms: float = 0.0,
     hop_ms: float = 0.5,
 ) -> dict[int, Sequence[StepRecord]]:
-    """Return {step: records} of a simulated run; `layers[worker]` is [(kind, ms), ...]."""
+    """Return {step: records} of a simulated run."""
     result = simulate(spec, cost, comm=hop_ms, steps=steps, links=links)
     there = {(what, target): at for what, _, target, at in result.transfers if spec.worker(what) != target}
     seen: Counter[tuple[int, Action]] = Counter()
@@ -62,11 +61,10 @@ def records_of(
                 for what in arrivals[worker]
             ]  # fmt: skip
             start = ends[worker] + (late > 0) * round(pause_ms * 1e6)
-            times = [LayerTime(kind, round(ms * 1e6)) for kind, ms in (layers or {}).get(worker, [])]
             of_step.append(
                 StepRecord(
                     worker, step, min(start, ran[0].start_ns), ran[-1].end_ns, ran,
-                    sorted(came, key=lambda a: a.at_ns), times, 3 - 0.1 * step, 8, 1024, 10**9, 2,
+                    sorted(came, key=lambda a: a.at_ns), 3 - 0.1 * step, 8, 1024, 10**9, 2,
                     spec.num_microbatches,
                 )
             )  # fmt: skip
@@ -85,7 +83,7 @@ def news_of(spec: Spec, records: Mapping[int, Sequence[StepRecord]], lives: dict
     headers = {
         worker: {
             "worker": worker, "num_workers": spec.num_workers, "process": "1/1/elsewhere", "host": "here",
-            "device": "cpu", "schedule": "1f1b", "cores": 64, "shards": [(s, r, 2) for s, r in spec.hosted(worker)],
+            "device": "cpu", "schedule": "1f1b", "cores": 64, "shards": [(s, r, 2, 1) for s, r in spec.hosted(worker)],
             "clock_ns": 7 + worker, "microbatches": spec.num_microbatches,
         }
         for worker in range(spec.num_workers)

@@ -13,7 +13,7 @@ from rpc_pipe.dependency import Action, B, F, Kind, Pulled
 from rpc_pipe.tracing import board as boards
 from rpc_pipe.tracing.board import LINES_AT, MOST_STEPS, BoardWriter, Live, State, encode_record
 from rpc_pipe.tracing.board_reader import Board, decode_record
-from rpc_pipe.workers.hooks import Arrived, Blocked, LayerTime, Record, StepRecord
+from rpc_pipe.workers.hooks import Arrived, Blocked, Record, StepRecord
 
 times = st.integers(0, 2**62)
 actions = st.builds(Action, st.integers(0, 2**16 - 1), st.sampled_from(list(Kind.all())), st.integers(0, 10**9 - 1))
@@ -25,7 +25,6 @@ records = st.builds(
     end_ns=times,
     actions=st.lists(st.builds(Record, actions, times, times), max_size=5),
     arrivals=st.lists(st.builds(Arrived, actions, st.integers(0, 1000), times, times), max_size=5),
-    layers=st.lists(st.builds(LayerTime, st.integers(0, 2**32 - 1), times), max_size=5),
     loss=st.floats(allow_nan=False),
     rows=times,
     tokens=times,

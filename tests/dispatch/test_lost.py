@@ -10,8 +10,7 @@ from rpc_pipe.planning.simulator import Link
 from rpc_pipe.tracing.lost_time import attribute_lost_time
 from rpc_pipe.tracing.trace import Trace, transfers
 
-SHARDS = [[(stage, 0, 2)] for stage in range(4)]
-EVEN = {worker: [(1, 5), (1, 5)] for worker in range(4)}
+SHARDS = [[(stage, 0, 2, 1)] for stage in range(4)]
 
 
 def heavier(worker, times):
@@ -33,27 +32,24 @@ def worst(lost):
 
 
 def test_a_calm_run_is_told_how_close_it_is():
-    lost = attribute_lost_time(trace_of(layers=EVEN), SHARDS)
+    lost = attribute_lost_time(trace_of(), SHARDS)
     assert parts(lost)["bubble"] == pytest.approx(3 / 11, abs=0.02)
     assert lost.sentence.startswith("the run reaches 9") and "of what 1f1b allows" in lost.sentence
     assert "more microbatches" in lost.sentence
 
 
 def test_a_slow_worker_is_named():
-    layers = EVEN | {2: [(1, 7.5), (1, 7.5)]}
-    lost = attribute_lost_time(trace_of(cost=heavier(2, 1.5), layers=layers), SHARDS)
+    lost = attribute_lost_time(trace_of(cost=heavier(2, 1.5)), SHARDS)
     assert worst(lost) == "slow worker"
-    assert lost.sentence.startswith("worker 2 is 1.5 x the median (layers of the same kind take 1.5 x as long there")
+    assert lost.sentence.startswith("worker 2 is 1.5 x the median (stages of the same form take 1.5 x as long there")
 
 
 def test_uneven_stages_are_named_with_a_better_cut():
-    layers = {0: [(1, 5)], 1: [(1, 5)] * 3, 2: [(1, 5)] * 2, 3: [(1, 5)] * 2}
-
     def cost(action):
         return {F: 5, B: 10, U: 1}.get(action.kind, 0) * (1, 3, 2, 2)[action.stage]
 
-    shards = [[(0, 0, 1)], [(1, 0, 3)], [(2, 0, 2)], [(3, 0, 2)]]
-    lost = attribute_lost_time(trace_of(cost=cost, layers=layers), shards)
+    shards = [[(0, 0, 1, 1)], [(1, 0, 3, 3)], [(2, 0, 2, 2)], [(3, 0, 2, 2)]]
+    lost = attribute_lost_time(trace_of(cost=cost), shards)
     assert worst(lost) == "imbalance"
     assert lost.sentence.startswith("worker 1 is 1.5 x the median (it has more to compute (3 of 8 layers)")
     assert "moving 1 layer to worker 0 (split 2,2,2,2) would save about" in lost.sentence
@@ -65,32 +61,32 @@ def test_workers_that_compute_equally_long_are_not_said_to_have_more():
     def cost(action):
         return {F: 10, B: 20, U: 1}.get(action.kind, 0) + {F: 8, B: -8}.get(action.kind, 0) * (action.stage == 0)
 
-    lost = attribute_lost_time(trace_of("gpipe", cost=cost, layers=EVEN), SHARDS, cores=2)
+    lost = attribute_lost_time(trace_of("gpipe", cost=cost), SHARDS, cores=2)
     assert worst(lost) == "imbalance" and "more to compute" not in lost.sentence and "is slow" not in lost.sentence
     assert "4 workers share 2 cores of one machine" in lost.sentence
-    calm = attribute_lost_time(trace_of("gpipe", cost=cost, layers=EVEN), SHARDS).sentence
+    calm = attribute_lost_time(trace_of("gpipe", cost=cost), SHARDS).sentence
     assert calm.startswith("the workers compute equally long, but an action takes longer on one than on others")
 
 
 def test_heavier_layers_are_not_said_to_be_more_layers():
-    lost = attribute_lost_time(trace_of(cost=heavier(1, 1.5), layers=EVEN | {1: [(2, 7.5), (2, 7.5)]}), SHARDS)
+    shards = [[(stage, 0, 2, 1 + (stage == 1))] for stage in range(4)]
+    lost = attribute_lost_time(trace_of(cost=heavier(1, 1.5)), shards)
     assert worst(lost) == "imbalance"
     assert "(it has 2 of 8 layers, which take longer than those of others, so the cut is uneven)" in lost.sentence
 
 
 def test_a_slow_worker_gets_fewer_layers_proposed():
-    layers = {w: [(1, 2.5)] * 4 for w in range(4)} | {2: [(1, 5.0)] * 4}
-    shards = [[(stage, 0, 4)] for stage in range(4)]
-    lost = attribute_lost_time(trace_of(cost=heavier(2, 2.0), layers=layers), shards)
+    shards = [[(stage, 0, 4, 1)] for stage in range(4)]
+    lost = attribute_lost_time(trace_of(cost=heavier(2, 2.0)), shards)
     assert "worker 2 is 2.0 x the median" in lost.sentence and "the split 5,5,2,4" in lost.sentence
 
 
 def test_a_slow_link_is_named():
     links = {(a, b): Link(20.0 if (a, b) == (1, 2) else 0.4) for a in range(4) for b in range(4) if abs(a - b) == 1}
-    lost = attribute_lost_time(trace_of(links=links, layers=EVEN), SHARDS)
+    lost = attribute_lost_time(trace_of(links=links), SHARDS)
     assert worst(lost) == "link"
     assert "from worker 1 to worker 2, 50 x the median of all links: a slow link" in lost.sentence
-    crowded = attribute_lost_time(trace_of(links=links, layers=EVEN), SHARDS, cores=2).sentence
+    crowded = attribute_lost_time(trace_of(links=links), SHARDS, cores=2).sentence
     assert "4 workers share 2 cores of one machine" in crowded and "slow link" not in crowded
 
 
@@ -98,12 +94,12 @@ def test_a_link_is_slow_where_others_take_no_time():
     """On a crowded machine the clocks' difference is as large as a transfer, which then takes 0 ms: the run ended in a
     ZeroDivisionError."""
     links = {(a, b): Link(20.0 if (a, b) == (1, 2) else 0.0) for a in range(4) for b in range(4) if abs(a - b) == 1}
-    lost = attribute_lost_time(trace_of(links=links, layers=EVEN), SHARDS)
+    lost = attribute_lost_time(trace_of(links=links), SHARDS)
     assert worst(lost) == "link" and "payloads take 20.0 ms from worker 1 to worker 2: a slow link" in lost.sentence
 
 
 def test_a_slow_data_loader_is_named():
-    lost = attribute_lost_time(trace_of(pause_ms=150.0, layers=EVEN), SHARDS)
+    lost = attribute_lost_time(trace_of(pause_ms=150.0), SHARDS)
     assert parts(lost)["data"] == pytest.approx(150 / (150 + 33 * 10 + 5), abs=0.05)
     assert lost.sentence.startswith("workers wait 150.0 ms for data between steps")
 
@@ -113,7 +109,7 @@ def test_a_slow_data_loader_is_named():
     [("disk", "for the disk"), ("network", "shards to come over the network"), ("decode", "to be decoded")],
 )
 def test_what_data_are_waited_for_is_named(cause, words):
-    trace = trace_of(pause_ms=150.0, layers=EVEN)
+    trace = trace_of(pause_ms=150.0)
     waited = {
         step: [replace(r, data_wait_ns=140_000_000, data_cause=cause) if r.worker == 0 else r for r in records]
         for step, records in trace.steps.items()
@@ -125,7 +121,7 @@ def test_what_data_are_waited_for_is_named(cause, words):
 
 
 def test_batches_that_are_read_while_a_step_drains_count_as_data():
-    trace = trace_of(layers=EVEN)
+    trace = trace_of()
     waited = {
         step: [replace(r, data_wait_ns=60_000_000, data_cause="disk") if r.worker == 0 else r for r in records]
         for step, records in trace.steps.items()
@@ -135,7 +131,7 @@ def test_batches_that_are_read_while_a_step_drains_count_as_data():
 
 def test_one_worker_that_is_late_with_its_data_is_no_slow_link():
     """It asks for payloads only when it comes, so they arrive late: its own doing, not the link's."""
-    trace = trace_of(layers=EVEN, steps=6)
+    trace = trace_of(steps=6)
     late = {
         step: [r if r.worker != 1 else _late(r, records[0], 100_000_000) for r in records]
         for step, records in trace.steps.items()
@@ -151,20 +147,20 @@ def _late(record, first, ns):
     return replace(record, start_ns=start, arrivals=arrivals)
 
 
-def test_without_layer_times_the_heavy_worker_is_still_named():
+def test_without_the_stages_forms_the_heavy_worker_is_still_named():
     lost = attribute_lost_time(trace_of(cost=heavier(1, 1.8)))
     assert lost.sentence.startswith("worker 1 is 1.8 x the median (it has more to compute or is slower")
     assert "split" not in lost.sentence
 
 
 def test_crowded_machines_are_told_so():
-    trace = trace_of(hop_ms=0.9, cost=lambda a: {F: 1, B: 2}.get(a.kind, 0.1), layers=EVEN)
+    trace = trace_of(hop_ms=0.9, cost=lambda a: {F: 1, B: 2}.get(a.kind, 0.1))
     assert attribute_lost_time(trace, SHARDS, cores=2).sentence.endswith("4 workers share 2 cores of one machine")
     assert "are short or vary" in attribute_lost_time(trace, SHARDS, cores=8).sentence
 
 
 def test_workers_that_wait_for_a_core_do_not_blame_the_runtime():
-    trace = trace_of(hop_ms=0.9, cost=lambda a: {F: 1, B: 2}.get(a.kind, 0.1), layers=EVEN)
+    trace = trace_of(hop_ms=0.9, cost=lambda a: {F: 1, B: 2}.get(a.kind, 0.1))
     taken = {step: [replace(record, preempted=20) for record in records] for step, records in trace.steps.items()}
     sentence = attribute_lost_time(Trace(trace.spec, taken), SHARDS, cores=8).sentence
     assert sentence.startswith("the workers wait for a core") and "20 times a step" in sentence
@@ -172,7 +168,7 @@ def test_workers_that_wait_for_a_core_do_not_blame_the_runtime():
 
 
 def test_threads_that_take_turns_are_told_so():
-    trace = trace_of(hop_ms=0.9, cost=lambda a: {F: 1, B: 2}.get(a.kind, 0.1), layers=EVEN)
+    trace = trace_of(hop_ms=0.9, cost=lambda a: {F: 1, B: 2}.get(a.kind, 0.1))
     sentence = attribute_lost_time(trace, SHARDS, cores=8, one_process=True).sentence
     assert sentence.startswith("the workers are threads of one process and take turns")
     assert "rpc-pipe run gives each a process" in sentence

@@ -122,7 +122,7 @@ def test_a_slow_step_is_told():
 
 
 def test_a_recording_is_read_as_it_was_written(tmp_path):
-    view, path = view_of(layers={w: [(1, 5.0)] for w in range(4)}), tmp_path / "run.jsonl"
+    view, path = view_of(), tmp_path / "run.jsonl"
     view.note("something happened")
     recording = Recording(path)
     recording.write(view)

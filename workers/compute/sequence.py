@@ -318,9 +318,9 @@ class SlicedShard(Shard):
             given = map_tensors(inputs, torch.clone)
             if number is None:
                 with self._carrier.carrying(None):
-                    return self.slice.forward(given, fields, seed, None)
+                    return self.slice.forward(given, fields, seed)
             with self._carrier.carrying(Piece(left, number, self._count)), SliceDraws(number, places[number]):
-                return self.slice.forward(given, fields, seed, None)
+                return self.slice.forward(given, fields, seed)
 
         units = [(str(index), layer) for index, layer in getattr(self.slice, "layers", [])]
         named = {

@@ -23,7 +23,7 @@ from .borders import Forwarded, InputGradients
 from .randomness import PythonDraws, Randomness, Seed
 from .recomputation import FirstRun, Recomputation
 from .result import Losses, sum_and_weight
-from .slices import Slice, Times, note
+from .slices import Slice, note
 from .stage_state import StageState, State
 from .torch_internals import run_backward
 from .updating import Training, Updating
@@ -68,8 +68,6 @@ class Shard:
         self.loss_fn = self._own_loss_fn = loss_fn
         self.num_updates = 0
         self.losses = Losses()
-        #: (kind of layer, ns) as in `LayerTime`: an empty list is filled by the next forward; None: do not time layers
-        self.layer_times: Times | None = None
         self._randomness = randomness
         #: while all modules are in evaluation mode: their training modes before that
         self._modes: dict[nn.Module, bool] = {}
@@ -248,8 +246,7 @@ class Shard:
     def _compute(
         self, step: int, microbatch: int, inputs: Tree, fields: Tree, target: Tree, share: float | None
     ) -> Tree:
-        times = None if self.layer_times else self.layer_times
-        tree = self.slice.forward(inputs, fields, self._seeding(step, microbatch), times)
+        tree = self.slice.forward(inputs, fields, self._seeding(step, microbatch))
         if share is None:
             return tree
         try:

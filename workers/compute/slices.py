@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import time
-import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
@@ -12,11 +10,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ..transport.payload import Tree, tensors_of
+from ..transport.payload import Tree
 from .randomness import PythonDraws, Seed, may_draw, python_too
 
-#: (kind of layer, ns) as in `LayerTime`
-Times = list[tuple[int, int]]
 #: ranks of parameters of one layer lie below so many
 _MOST_IN_LAYER = 2**20
 
@@ -53,14 +49,13 @@ class Slice(Protocol):
     def versions(self) -> dict[str, dict[str, Any]]:
         """Return the versions of the slice's modules by name, as torch's `state_dict` has them in its metadata."""
 
-    def forward(self, tree: Tree, fields: Tree, seed: Seed, times: Times | None) -> Tree:
+    def forward(self, tree: Tree, fields: Tree, seed: Seed) -> Tree:
         """Compute.
 
         Args:
             tree: what comes from the stage before.
             fields: the microbatch's own, if they are wanted.
             seed: called before random numbers are drawn.
-            times: what layers take is appended, if that is wanted.
         """
 
 
@@ -94,7 +89,6 @@ class Layers:
         self.first = self.layers[0][0]
         self.modules = list(dict.fromkeys(part for _, module in self.layers for part in module.modules()))
         self.own = self.modules
-        self._kinds: dict[tuple[Any, ...], int] = {}
         self._draws = PythonDraws()
         #: layers that are seeded: the last one too, from where a loss function draws on
         self._seeded = {index for index, module in self.layers if may_draw(module)} | {self.layers[-1][0]}
@@ -121,7 +115,7 @@ class Layers:
         named = ((index, versions_of(module)) for index, module in self.layers)
         return {f"{index}.{name}".rstrip("."): each for index, found in named for name, each in found.items()}
 
-    def forward(self, tree: Tree, fields: Tree, seed: Seed, times: Times | None) -> Tree:
+    def forward(self, tree: Tree, fields: Tree, seed: Seed) -> Tree:
         draws = self._draws
         looks = draws.looks[torch.is_grad_enabled()]
         if looks or draws.found:
@@ -130,7 +124,7 @@ class Layers:
             if index in self._seeded:
                 seed(index, 0)
             try:
-                tree = module(tree) if times is None else self._timed(index, module, tree, times)
+                tree = module(tree)
             except Exception as error:
                 note(error, f"in layer {index} ({type(module).__name__})")
                 raise
@@ -139,17 +133,6 @@ class Layers:
             if self._look is not None:
                 self._look()
         return tree
-
-    def _timed(self, index: int, module: nn.Module, tree: Tree, times: Times) -> Tree:
-        """Call a layer and note how long it took."""
-        key = index, *(tensor.shape for tensor in tensors_of(tree))
-        kind = self._kinds.get(key)
-        if kind is None:
-            kind = self._kinds[key] = zlib.crc32(repr((module, key[1:])).encode())
-        begin = time.perf_counter_ns()
-        output = module(tree)
-        times.append((kind, time.perf_counter_ns() - begin))
-        return output
 
 
 def place_of_state(module: nn.Module) -> tuple[str, int] | None:

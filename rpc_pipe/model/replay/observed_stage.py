@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ...dependency import ConfigError, ModelError
 from ...workers.compute.module_state import Attributes, ChangingModules, Place
 from ...workers.compute.randomness import PythonDraws, Seed, python_too
-from ...workers.compute.slices import Times, note, versions_of
+from ...workers.compute.slices import note, versions_of
 from ...workers.transport.payload import Tree
 from ..assign.assignment import Owners
 from ..observe.frames import name_of
@@ -94,7 +94,7 @@ class ObservedStage:
     def versions(self) -> dict[str, dict[str, Any]]:
         return versions_of(self.module)
 
-    def forward(self, tree: Tree, fields: Tree, seed: Seed, times: Times | None) -> Tree:
+    def forward(self, tree: Tree, fields: Tree, seed: Seed) -> Tree:
         try:
             args, kwargs = fields
             return self.run(tree, args, kwargs, seed)
