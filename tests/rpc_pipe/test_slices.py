@@ -39,7 +39,8 @@ def gpt2():
 
 
 def gpt2_on_longer_sequences_in_float64():
-    # Its own loss would compute in float32. Its configuration says no type: a mask of float32 beside float64 was read as other numbers, of some lengths.
+    # Its own loss would compute in float32. Its configuration says no type: a mask of float32
+    # beside float64 was read as other numbers, of some lengths.
     ids, labels = torch.randint(31, (2, 8, 23), generator=torch.Generator().manual_seed(5))
     return gpt2()[0].double(), (ids, labels), lambda output, y: nn.functional.cross_entropy(output.logits.mT, y)
 
