@@ -42,10 +42,11 @@ def named_blocks(module: nn.Module, names: Sequence[str]) -> list[nn.Module]:
 def stateful_beside(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
     """Return the modules beside the blocks that have a state, such as an LSTM: on shapes they go another way."""
     found: list[nn.Module] = []
+    inside = {inner for block in blocks for inner in block.modules()}
     for part in model.modules():
-        inside = {inner for block in (*blocks, *found) for inner in block.modules()}
         if part not in inside and inside.isdisjoint(part.modules()) and place_of_state(part) is not None:
             found.append(part)
+            inside.update(part.modules())
     return found
 
 
