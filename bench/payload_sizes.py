@@ -14,32 +14,43 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from rpc_pipe import Pipeline, Training
 
 _ROOT = Path(__file__).parents[1]
 _SCRIPT = """
 import sys, time
-import torch
-from torch import nn
-from rpc_pipe import Pipeline, Training
+from bench.payload_sizes import multiplying
 
-class Multiply(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(1))
-
-    def forward(self, x):
-        return x * self.weight
-
-training = Training(optimizer=lambda named: torch.optim.SGD(named, lr=1e-3))
-pipe = Pipeline([Multiply(), Multiply()], lambda y, t: (y * y).mean(), num_microbatches=8, training=training)
-batch = torch.randn(8, int(sys.argv[1]) << 18), torch.zeros(8, 1)
+pipe, batch = multiplying(int(sys.argv[1]), 8)
 for step in range(int(sys.argv[2])):
     begin = time.perf_counter()
     pipe.step(batch)
     if pipe.worker == 0 and step > 2:
         print("ms", (time.perf_counter() - begin) * 1e3, flush=True)
 """
+
+
+class _Multiply(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+def multiplying(mib: int, num_microbatches: int) -> tuple[Pipeline, tuple[Tensor, Tensor]]:
+    """Return a pipeline of two layers that multiply by one weight, and a batch whose microbatches have so many MiB."""
+    training = Training(optimizer=partial(torch.optim.SGD, lr=1e-3))
+    layers = [_Multiply(), _Multiply()]
+    pipe = Pipeline(layers, lambda y, t: (y * y).mean(), num_microbatches=num_microbatches, training=training)
+    return pipe, (torch.randn(num_microbatches, mib << 18), torch.zeros(num_microbatches, 1))
 
 
 def steps_ms(script: Path, workers: int, mib: int, transport: str, ways: str) -> list[float]:

@@ -28,22 +28,9 @@ _ROOT = Path(__file__).parents[2]
 _MOST_S = 10.0
 _SCRIPT = """
 import sys
-import torch
-from torch import nn
-from rpc_pipe.pipeline import Pipeline, Training
+from bench.payload_sizes import multiplying
 
-class Multiply(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(1))
-
-    def forward(self, x):
-        return x * self.weight
-
-width = int(sys.argv[1]) * 2**18
-sgd = Training(optimizer=lambda named: torch.optim.SGD(named, lr=0.01))
-pipe = Pipeline([Multiply(), Multiply()], lambda y, t: y.square().mean(), num_microbatches=4, training=sgd)
-batch = torch.randn(4, width), torch.zeros(4, 1)
+pipe, batch = multiplying(int(sys.argv[1]), 4)
 while True:
     pipe.step(batch)
     if pipe.worker == 0:
