@@ -81,7 +81,7 @@ def observe(
     """
     source = model if isinstance(model, (nn.Module, DeferredModel)) else DeferredModel(model, seed)
     skeleton = Skeleton(source if isinstance(source, nn.Module) else source.model, torch.device("cpu"))
-    notes = _without_caches(skeleton.module)
+    notes = without_caches(skeleton.module)
     args, kwargs = tuple(args), dict(kwargs or {})
     if not all(tensor.is_cpu for tensor in tensors((args, kwargs))):  # placeholders of weights are on the CPU
         args, kwargs = mapped((args, kwargs), torch.Tensor.cpu)
@@ -186,7 +186,7 @@ class ObservedModel:
         theirs = [] if copied or not initialise else self._own_blocks(stage, cut, owners, device)
         with uncollected():
             skeleton = Skeleton(self._model, device, theirs)
-        _without_caches(skeleton.module, theirs)
+        without_caches(skeleton.module, theirs)
         skeleton.blocks = [skeleton.module.get_submodule(path) for path in self._block_paths]
         skeleton.marked = self._skeleton.marked
         own = {}
@@ -274,7 +274,7 @@ def _block(skeleton: Skeleton, module: nn.Module) -> BlockCall:
     return BlockCall(skeleton.name_of(module), skeleton.path_of(module), count, num_bytes(module))
 
 
-def _without_caches(module: nn.Module, own: Sequence[nn.Module] = ()) -> list[str]:
+def without_caches(module: nn.Module, own: Sequence[nn.Module] = ()) -> list[str]:
     """Set `use_cache` of configurations to False: key-value caches are of no use in training.
 
     Args:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..model.observe.trees import mapped
+from ..model.observed_model import without_caches
 from ..model.partition import LayerPartition
 from ..model.user_model import UserModel, load_user_model, rows_of
 from ..pipeline import Pipeline, Training
@@ -125,6 +126,7 @@ def _whole(made: UserModel, options: VerifyOptions) -> nn.Module:
             layers = list(map(state_dropped, layers))
         return nn.Sequential(*layers)
     model: nn.Module = made.model if isinstance(made.model, nn.Module) else made.model()  # type: ignore
+    without_caches(model)  # which copy keys and values: their gradients would be computed in another memory layout
     return model
 
 

@@ -151,6 +151,26 @@ def test_the_reference_of_a_loss_that_reads_the_blocks_is_the_users_own_module(t
     assert code == 2 or (found["loss"] == pytest.approx(right, rel=1e-4)) == (code == 0), found
 
 
+GPT2 = """
+from torch import randint
+from transformers import GPT2Config, GPT2LMHeadModel
+
+
+def make(tied=False):
+    config = GPT2Config(vocab_size=31, n_embd=16, n_layer=4, n_head=2, n_positions=16, tie_word_embeddings=tied)
+    ids = randint(31, (8, 12))
+    return GPT2LMHeadModel(config), {"input_ids": ids, "labels": ids}
+"""
+
+
+def test_the_reference_keeps_no_cache_either(tmp_path, capsys):
+    """One process copied keys and values into a cache; with other strides the backward of attention has other bits."""
+    pytest.importorskip("transformers")
+    (tmp_path / "gpt2.py").write_text(GPT2)
+    code, found, text = verified(capsys, f"{tmp_path}/gpt2.py:make", "--workers", "2", "--steps", "2")
+    assert (code, found["verdict"]) == (0, "identical"), text
+
+
 @pytest.mark.parametrize("schedule", ["chimera", "mixpipe"])
 def test_each_replica_has_statistics_of_its_own(tmp_path, capsys, schedule):
     """The reference had one set for both directions, and called exact training different."""
