@@ -28,7 +28,7 @@ from weakref import ref
 from ..dependency import Entry, Kind, Order, PeerLost, PipeError, Spec, period, reaches
 from ..dependency.kinds import BUILT_IN
 from ..schedules import name_of
-from ..workers.hooks import Listener, StepRecord
+from ..workers.hooks import Blocked, Listener, StepRecord
 from . import run_folders
 from .board import COLLECT_S, MOST_SENT, NO_MORE, BoardWriter
 from .run_folders import END, RUN_FAILED, RUN_STOPPED, Ending, tell_end
@@ -93,14 +93,33 @@ class OwnBoard(BoardWriter):
         #: numbers of microbatches
         self._listed: set[int] = set()
         self._preempted = _preempted()
+        #: the last step, while it has not been written
+        self._ended: StepRecord | None = None
         super().__init__(None if folder is None else folder / f"worker-{worker}", _header(training, worker))
         self._list(training.spec.num_microbatches)
 
     def step_finished(self, record: StepRecord) -> None:
+        # Others wait for the next step's first payloads: it is written when this worker waits.
+        self.write_out()
+        self._ended = record
+
+    def waiting(self, step: int, what: Callable[[], Blocked]) -> None:
+        super().waiting(step, what)
+        self.write_out()
+
+    def write_out(self) -> None:
+        """Write the last step if that has not been done."""
+        record, self._ended = self._ended, None
+        if record is None:
+            return
         if record.num_microbatches not in self._listed and len(self._listed) < _MOST_LISTED:
             self._list(record.num_microbatches)
         before, self._preempted = self._preempted, _preempted()
         super().step_finished(replace(record, preempted=self._preempted - before))
+
+    def close(self) -> None:
+        self.write_out()
+        super().close()
 
     def answer(self, seen: int) -> bytes:
         """Answer a request of another machine for the events after number `seen`."""
@@ -219,12 +238,20 @@ def collect() -> History:
     """Return the last steps of all workers. Called by worker 0 at the end of a run."""
     from .remote import collected
 
+    write_out()
     folder = _folder() if run_folders.FOLDER in os.environ else None
     return collected({worker: own.file for worker, own in _boards.items()}, folder, _carrier)
 
 
+def write_out() -> None:
+    """Let the boards have all steps that have ended; the last one is else written when its worker waits next."""
+    for own in _boards.values():
+        own.write_out()
+
+
 def end_calls() -> None:
     """Announce that this process makes no more calls, before it waits for others."""
+    write_out()
     if _carrier is not None:
         _carrier.end_calls()
 

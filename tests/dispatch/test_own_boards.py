@@ -35,6 +35,20 @@ def pipeline(num_workers=2, **options):
 def steps(pipe, *counts):
     for count in counts:
         pipe.step(microbatches=[(torch.ones(1, 4), torch.ones(1, 4))] * count)
+    own_boards.write_out()
+
+
+def test_a_step_is_written_when_its_worker_waits_in_the_next_one(folder):
+    boards, pipe = RunBoards(folder), pipeline(num_microbatches=2)
+    batch = torch.ones(2, 4), torch.ones(2, 4)
+    for seen in ([], [0], [0, 1]):
+        pipe.step(batch)
+        view = View()
+        view.take(RunBoards(folder).look())
+        assert view.complete_steps(0) == seen
+    own_boards.write_out()
+    view.take(boards.look())
+    assert view.complete_steps(0) == [0, 1, 2]
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v", "chimera"])
