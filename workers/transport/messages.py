@@ -5,7 +5,8 @@ between processes of one host they take a shorter way, see `shared_memory.py`.
 
 A message carries everything that goes one way: questions, answers, and the news of what has arrived. News can wait for
 company: it is sent with the next message, or alone once there is much of it. What the compute thread has to say it
-sends itself where that is cheap or it has waited a short while ago, and else leaves to the sender's thread.
+sends itself where that is cheap or it waits; an answer, for which others may wait, also if it has waited a short while
+ago. The rest it leaves to the sender's thread.
 """
 
 from __future__ import annotations
@@ -153,8 +154,8 @@ class Messages:
     def poll(self) -> None:
         self._compute_thread = threading.get_ident()
         self._has_time -= 1
-        if self._gathered:
-            self._hand_on()
+        while self._gathered:
+            self._hand_on(self._gathered.popleft(), waits=False)
         if self.link.look is not None:
             self.link.look()
         if self.channels is not None:
@@ -185,7 +186,8 @@ class Messages:
 
     def _send_gathered(self) -> None:
         self._has_time = _RECENTLY
-        self._hand_on()
+        while self._gathered:
+            self._hand_on(self._gathered.popleft(), waits=True)
 
     def silent(self) -> list[int]:
         me, everybody = self._carrier.worker, range(self._carrier.num_workers)
@@ -354,18 +356,15 @@ class Messages:
         if not self._talk(peer).urgent:
             return
         if threading.get_ident() == self._compute_thread:
-            self._gathered.append(peer)
-            self._hand_on()
+            self._hand_on(peer, waits=self._has_time > 0)
         else:
             self._send(peer)
 
-    def _hand_on(self) -> None:
-        while self._gathered:
-            peer = self._gathered.popleft()
-            if self.link.sends_cheaply or self._has_time > 0:
-                self._send(peer)
-            else:
-                self._to_send.put(peer)
+    def _hand_on(self, peer: int, *, waits: bool) -> None:
+        if self.link.sends_cheaply or waits:
+            self._send(peer)
+        else:
+            self._to_send.put(peer)
 
     def _send_all(self) -> None:
         """The sender's thread."""
