@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
-
 from ..dependency import ConfigError
 from .compute.by_hand import ByHand
 from .compute.module_state import ModuleState
@@ -21,12 +18,12 @@ class BetweenSteps:
         #: the state in which forwards of the step under way have left modules
         self._under_way: dict[Shard, ModuleState] = {}
         self._notes: list[tuple[Shard, ByHand]] = []
-        #: forwards in evaluations before the pause between the steps
-        self._evaluated: Counter[Shard] = Counter()
+        #: evaluations before the pause between the steps
+        self._evaluated = 0
 
     def begin(self, step: Step | None) -> None:
         """Show the caller the modules as they were before `step`, whose forwards have begun; None: none has."""
-        self._evaluated = self._worker.evaluated.copy()
+        self._evaluated = self._worker.evaluated
         for shard, before in () if step is None else step.before.items():
             self._under_way[shard] = before.now()
             before.put_back()
@@ -38,8 +35,8 @@ class BetweenSteps:
         """Whether the caller has evaluated since the step."""
         return self._evaluated != self._worker.evaluated
 
-    def end(self, step: Step | None, under_way: Iterable[Step]) -> None:
-        """Give modules back the state that forwards of `step` have left, and of later ones of the steps under way.
+    def end(self, step: Step | None) -> None:
+        """Give modules back the state that forwards of `step` have left.
 
         Raises:
             ConfigError: the caller, or an evaluation, has changed what these forwards had read.
@@ -53,9 +50,8 @@ class BetweenSteps:
                     "that is not synchronous, `flush` before"
                 )
         if step is not None and self.has_evaluated:
-            begun, since = forwards(under_way), self._worker.evaluated - self._evaluated
-            for shard, left in self._under_way.items():
-                if changed := step.before[shard].counted_in(left, begun[shard], since[shard]):
+            for shard in self._under_way:
+                if changed := step.before[shard].overwritten():
                     raise ConfigError(
                         f"stage {shard.stage}: an evaluation changed {changed}, which forwards of the next step under "
                         "way have read: call `step` for each batch instead of `train`, or evaluate behind it"
@@ -69,8 +65,3 @@ class BetweenSteps:
         for module_state in () if self._under_way else step.before.values():
             module_state.put_back()
         self._under_way, self._notes = {}, []
-
-
-def forwards(steps: Iterable[Step]) -> Counter[Shard]:
-    """Return how many forwards of these steps have run, by shard."""
-    return Counter(step.tasks[action].shard for step in steps for action, *_ in step.timestamps if action.kind.way == 1)

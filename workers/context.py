@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, field
 
 from .compute.device import DeviceBackend
@@ -31,8 +30,8 @@ class Context:
     #: training steps that are complete, and that have begun
     step: int = 0
     next_step: int = 0
-    #: how many forwards have run in evaluations and predictions, by shard
-    evaluated: Counter[Shard] = field(default_factory=Counter)
+    #: evaluations and predictions that are complete
+    evaluated: int = 0
     #: the action that runs now, such as `2B3`, and its step, for error messages
     running: str = ""
     running_step: int = 0

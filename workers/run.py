@@ -16,7 +16,7 @@ from functools import cache
 import torch
 
 from ..dependency import Action, Entry, NotFinite
-from .between_steps import BetweenSteps, forwards
+from .between_steps import BetweenSteps
 from .compute.autocast import forget_casts
 from .compute.result import Result
 from .context import Context
@@ -82,7 +82,7 @@ class Stream:
 
     def _take_up(self) -> None:
         """Let modules hold what forwards of the next step have left."""
-        self._between_steps.end(self._begun(), self._steps.values())
+        self._between_steps.end(self._begun())
 
     def _open_next(self) -> None:
         newest = self._newest
@@ -293,7 +293,7 @@ class Stream:
             for shard in worker.shards.values():
                 shard.train(True)  # back to the modes that their owner gave them
             forget_casts()  # made without gradients
-            worker.evaluated += forwards([step])
+            worker.evaluated += 1
         # The count goes up only after a training step, which this may not have been.
         worker.listeners.idle(worker.step - 1)
         assert step.result is not None

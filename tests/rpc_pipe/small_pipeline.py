@@ -22,4 +22,4 @@ def pipeline(model=None, loss=nn.functional.cross_entropy, **options):
 
 def num_held(shard):
     """Return how many microbatches' activations, or inputs to compute them from, a shard holds now."""
-    return sum(map(len, shard._under_way))
+    return sum(map(len, (shard._forwarded, shard._inputs, shard._deferred)))

@@ -17,6 +17,7 @@ from torch.autograd.graph import increment_version
 
 from ..transport.payload import Payload, Place, Tree, as_leaf, pack, tensors_of, unpack
 from ..transport.strides import extent, is_dense
+from .module_state import Value
 from .sharing import Aliased, address, refuse_writes, with_aliases
 from .torch_internals import no_view
 
@@ -34,8 +35,8 @@ class Forwarded(NamedTuple):
     roots: list[Tensor]
     #: what a split backward needs, a `Saved`, or None
     saved: Any
-    #: what the stage's modules hold behind the forward, if its backward reads that
-    state: Any = None
+    #: what the stage's modules hold behind the forward, if forwards write it
+    left: list[Value]
 
 
 class StageInputs(NamedTuple):

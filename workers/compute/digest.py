@@ -27,8 +27,6 @@ _memory_view = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssi
 _FULL_BYTES = 2**11
 #: elements that stand for a larger one
 _SAMPLES = 256
-#: weights of more bytes in all are compared by samples
-_MOST_COMPARED = 2**26
 #: numbers of such a sample
 _NUM_COMPARED = 1024
 #: tensors of a batch whose values count; of more, others are taken with every call
@@ -66,21 +64,6 @@ def digest(tensors: Iterable[Tensor]) -> int:
         if _is_here(tensor):
             value = _digest(tensor, value)
     return value
-
-
-def few(tensors: Iterable[Tensor]) -> bool:
-    """Tell whether tensors are so few bytes that they may be copied and compared in full."""
-    return sum(tensor.nbytes for tensor in tensors) <= _MOST_COMPARED
-
-
-def imprint(tensor: Tensor) -> Tensor:
-    """Return what shows whether any number of a tensor has changed: of the host's memory a checksum, else a copy.
-
-    A checksum takes no memory: a copy of all weights, for the length of a forward, would be more than activations.
-    """
-    if not (tensor.is_cpu and tensor.is_contiguous() and tensor.nbytes):
-        return tensor.detach().clone()
-    return torch.tensor(zlib.crc32(memory_of(tensor)))
 
 
 def memory_of(tensor: Tensor) -> memoryview:

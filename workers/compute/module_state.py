@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import operator
 import random
 import sys
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from .torch_internals import set_version
 
 #: what every module has, which is torch's
 OF_TORCH = frozenset(vars(nn.Module()))
@@ -23,7 +24,9 @@ _LOOKS = 2
 #: larger ones of these are taken for tables, which nobody changes
 MOST_INSIDE = 1024
 
-#: (module, attribute)
+_ABSENT = object()
+
+#: (module, attribute or buffer)
 Place = tuple[nn.Module, str]
 
 
@@ -34,7 +37,6 @@ class Attributes:
         called: modules whose hooks count; by default the same. A forward may register some, such as those that capture
             outputs.
         places: attributes that are looked into; by default all that can be.
-        own: leave out what is torch's: buffers, weights, hooks, modes.
     """
 
     def __init__(
@@ -42,12 +44,9 @@ class Attributes:
         modules: Iterable[nn.Module],
         called: Iterable[nn.Module] | None = None,
         places: Sequence[Place] | None = None,
-        *,
-        own: bool = False,
     ) -> None:
-        self._leaves_out = OF_TORCH if own else frozenset()
         #: by module, its attributes
-        self.held = [(module, self._of(module)) for module in modules]
+        self.held = [(module, dict(vars(module))) for module in modules]
         of_modules = [module for module, _ in self.held]
         self._called = of_modules if called is None else called
         self._hooks = [
@@ -62,34 +61,26 @@ class Attributes:
 
     def now(self) -> Attributes:
         """Return what the same modules have now."""
-        modules = [module for module, _ in self.held]
-        return Attributes(modules, self._called, self.places, own=bool(self._leaves_out))
-
-    def _of(self, module: nn.Module) -> dict[str, Any]:
-        return {name: value for name, value in vars(module).items() if name not in self._leaves_out}
+        return Attributes([module for module, _ in self.held], self._called, self.places)
 
     def changed(self) -> set[nn.Module]:
         """Return the modules that have something else now, beside hooks."""
         return {module for module, _ in self.changed_places()}
 
-    def changed_places(self, is_same: Callable[[Any, Any], bool] = operator.is_) -> set[tuple[nn.Module, str]]:
-        """Return where the modules have something else now, by module and attribute; no name: inside of one.
-
-        Args:
-            is_same: judges `(now, then)` of an exchanged attribute.
-        """
+    def changed_places(self) -> set[Place]:
+        """Return where the modules have something else now, by module and attribute; no name: inside of one."""
         found = {(module, "") for module, value, state in self._inside if not _same(_inside(value), state)}
         for module, held in self.held:
-            now = self._of(module)
-            both = now.keys() & held.keys()
-            exchanged = {name for name in both if not is_same(now[name], held[name])}
-            found |= {(module, name) for name in exchanged | (now.keys() ^ held.keys())}
+            now = vars(module)
+            found |= {(module, name) for name in {*now, *held} if now.get(name, _ABSENT) is not held.get(name, _ABSENT)}
         return found
 
     def put_back(self) -> set[nn.Module]:
         """Give the modules what they had, in the same dicts, which others know; return those that had other hooks."""
         for module, held in self.held:
-            set_attributes(module, held)
+            for name in vars(module).keys() - held.keys() - OF_TORCH:
+                del vars(module)[name]
+            vars(module).update(held)
         changed = [(module, hooks, before) for module, hooks, before in self._hooks if hooks.keys() != before.keys()]
         for _, hooks, before in changed:
             hooks.clear()
@@ -99,18 +90,40 @@ class Attributes:
         return {module for module, _, _ in changed}
 
 
-def set_attributes(module: nn.Module, attributes: dict[str, Any]) -> None:
-    """Give a module these attributes, and no others but torch's."""
-    for name in vars(module).keys() - attributes.keys() - OF_TORCH:
-        del vars(module)[name]
-    vars(module).update(attributes)
+class Tensors:
+    """The tensors without gradient that modules hold, in buffers and attributes, with copies of their numbers.
+
+    They are copied, because versions do not tell which of them a forward writes: batch normalisation does not raise
+    them, nor does `.data`.
+
+    Args:
+        weights: parameters besides.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], weights: Iterable[nn.Parameter] = ()) -> None:
+        self.held: list[tuple[Place, Tensor]] = [
+            ((module, name), value)
+            for module in modules
+            for held in (module._buffers, vars(module))
+            for name, value in held.items()
+            if isinstance(value, Tensor) and not value.requires_grad
+        ]
+        tensors = [*(tensor for _, tensor in self.held), *weights]
+        self.copies = {tensor: (tensor.detach().clone(), tensor._version) for tensor in tensors}
+
+    def written(self) -> list[Place]:
+        """Return where a tensor was held that has been written since, even with equal numbers."""
+        written = {tensor for tensor, (copy, version) in self.copies.items() if _is_written(tensor, copy, version)}
+        return [place for place, tensor in self.held if tensor in written]
+
+    def put_back(self) -> None:
+        """Give the tensors the numbers that they had; not in place, as graphs may have saved the memory."""
+        for tensor, (copy, _) in self.copies.items():
+            tensor.data = copy.clone()
 
 
 class ModuleState:
     """What modules hold besides trained parameters at this moment: buffers such as running means, counters, modes.
-
-    Tensors are copied, because their versions do not tell which of them a forward writes (batch normalisation does not
-    raise them). Restoring replaces tensors; writing the old values in place would change what backward needs.
 
     Args:
         called: modules whose hooks are kept; also stand-ins for modules of other stages are called.
@@ -125,94 +138,76 @@ class ModuleState:
         places: Sequence[Place] | None = None,
         weights: Iterable[nn.Parameter] = (),
     ) -> None:
-        self._called = modules if called is None else called
+        self._given, self._weights = (modules, called, places), list(weights)
         # The attributes of a ScriptModule cannot be replaced, and its forward does not change them.
-        self.modules = modules = [module for module in modules if not isinstance(module, torch.jit.ScriptModule)]
-        self._attributes = Attributes(modules, self._called, places)
-        self._buffers = [dict(module._buffers) for module in modules]
-        tensors = [
-            tensor
-            for held in (*(attributes for _, attributes in self._attributes.held), *self._buffers)
-            for tensor in held.values()
-            if isinstance(tensor, Tensor) and not tensor.requires_grad
-        ]
-        self._copies = {tensor: tensor.clone() for tensor in tensors}
-        self._versions = {tensor: tensor._version for tensor in self._copies}
-        #: (weight, copy) of weights that forwards write
-        self._weights = [(weight, weight.detach().clone()) for weight in weights]
+        own = [module for module in modules if not isinstance(module, torch.jit.ScriptModule)]
+        places = [*(places_in(own) if places is None else places), *((module, "_buffers") for module in own)]
+        self._attributes = Attributes(own, modules if called is None else called, places)
+        self._tensors = Tensors(modules, self._weights)
 
     def now(self) -> ModuleState:
         """Return the present state of the same modules and weights."""
-        weights = [weight for weight, _ in self._weights]
-        return ModuleState(self.modules, self._called, self._attributes.places, weights)
+        return ModuleState(*self._given, self._weights)
 
     def forget_weights(self) -> None:
         """Do not restore weights: another update has written them."""
+        for weight in self._weights:
+            self._tensors.copies.pop(weight, None)
         self._weights = []
 
     def written(self) -> list[nn.Module]:
         """Return the modules that hold something else now, or of which a tensor was written, even with equal values."""
-        changed, written = self._attributes.changed(), set(filter(self._was_written, self._copies))
-        return [
-            module
-            for (module, attributes), buffers in zip(self._attributes.held, self._buffers, strict=True)
-            if module in changed
-            or not _same_objects(module._buffers, buffers)
-            or any(isinstance(v, Tensor) and v in written for v in (*attributes.values(), *buffers.values()))
-        ]
+        changed = self._attributes.changed() | {module for module, _ in self._tensors.written()}
+        return [module for module in self._given[0] if module in changed]
 
-    def _was_written(self, tensor: Tensor) -> bool:
-        same = tensor._version == self._versions[tensor] and tensor.layout is torch.strided
-        return not (same and torch.equal(tensor, self._copies[tensor]))
-
-    def counted_in(self, under_way: ModuleState, num_under_way: int, num_since: int) -> str:
-        """Name what has changed since then although forwards under way have read it; "" if nothing has.
-
-        Of plain attributes only integers count that grow alike with every forward: others may be notes that nobody
-        reads, such as the last shape.
-
-        Args:
-            num_under_way, num_since: how many forwards have run to the state `under_way`, and to the present one.
-        """
-        if any(not torch.equal(weight, before) for weight, before in self._weights):
-            return "a parameter"
-        pairs = zip(self._attributes.held, self._buffers, under_way._attributes.held, strict=True)
-        for (module, attributes), buffers, (_, theirs) in pairs:
-            for name, buffer in buffers.items():
-                now = module._buffers.get(name)
-                if now is not buffer or (buffer in self._copies and not torch.equal(buffer, self._copies[buffer])):
-                    return f"buffer {name} of a {type(module).__name__}"
-            for name, value in attributes.items():
-                now, then = vars(module).get(name), theirs.get(name)
-                if type(value) is type(now) is type(then) is int and value < min(now, then):
-                    if (now - value) * num_under_way == (then - value) * num_since:
-                        return f"{name} of a {type(module).__name__}"
+    def overwritten(self) -> str:
+        """Name a parameter or buffer that has other numbers now, "" if all have the same."""
+        for weight in self._weights:
+            if not torch.equal(weight, self._tensors.copies[weight][0]):
+                return "a parameter"
+        for (module, name), before in self._tensors.held:
+            now = module._buffers[name] if name in module._buffers else before
+            if now is not before or not torch.equal(now, self._tensors.copies[now][0]):
+                return f"buffer {name} of a {type(module).__name__}"
         return ""
 
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Return a context in which the modules have this state; on leaving it they get back the present one."""
-        now = self._attributes.now()
-        self._attributes.put_back()
-        for (module, attributes), buffers in zip(self._attributes.held, self._buffers, strict=True):
-            set_attributes(module, self._copied(attributes) | {"_buffers": self._copied(buffers)})
+        attributes, values = self._attributes.now(), list(map(Value.now, self._tensors.copies))
+        self.put_back()
         try:
             yield
         finally:
-            now.put_back()
+            attributes.put_back()
+            for value in values:
+                value.put()
 
     def put_back(self) -> None:
         """Restore this state."""
-        for weight, before in self._weights:
-            weight.data.copy_(before)  # by `data`: autograd graphs of other microbatches have recorded the version
-        for tensor, copy in self._copies.items():
-            tensor.data = copy.clone()  # not in place: graphs of other microbatches may have saved the old memory
+        self._tensors.put_back()
         self._attributes.put_back()
-        for module, buffers in zip(self.modules, self._buffers, strict=True):
-            module._buffers.update(buffers)
 
-    def _copied(self, held: Mapping[str, Any]) -> dict[str, Any]:
-        return {k: self._copies.get(v, v) if isinstance(v, Tensor) else v for k, v in held.items()}
+
+class Value(NamedTuple):
+    """A tensor with the memory that it had at a time, and where a module had it; a weight stays where it is."""
+
+    tensor: Tensor
+    data: Tensor
+    version: int
+    place: Place | None
+
+    @classmethod
+    def now(cls, tensor: Tensor, place: Place | None = None) -> Value:
+        """Return what a tensor has now."""
+        return cls(tensor, tensor.data, tensor._version, place)
+
+    def put(self) -> None:
+        """Let the tensor have this memory, and the module the tensor."""
+        self.tensor.data = self.data
+        set_version(self.tensor, self.version)
+        if self.place is not None and getattr(*self.place, None) is not self.tensor:
+            setattr(*self.place, self.tensor)
 
 
 class ChangingModules:
@@ -256,20 +251,8 @@ class ChangingModules:
             seen.append(before.written())
 
 
-def _same_objects(some: Mapping[str, Any], others: Mapping[str, Any]) -> bool:
-    return some.keys() == others.keys() and all(value is others[name] for name, value in some.items())
-
-
-def equal(some: Any, other: Any) -> bool:
-    """Return whether two values of an attribute are the same object or have equal numbers."""
-    if some is other:
-        return True
-    if type(some) is not type(other):
-        return False
-    if isinstance(some, Tensor):
-        dense = some.layout is torch.strided is other.layout
-        return dense and some.dtype == other.dtype and some.device == other.device and torch.equal(some, other)
-    return isinstance(some, (bool, int, float, str, torch.Size)) and bool(some == other)
+def _is_written(tensor: Tensor, copy: Tensor, version: int) -> bool:
+    return not (tensor._version == version and tensor.layout is torch.strided and torch.equal(tensor, copy))
 
 
 def may_count(module: nn.Module) -> bool:

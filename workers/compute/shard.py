@@ -20,11 +20,12 @@ from . import borders
 from .autocast import Casts
 from .batch_norm import Statistics
 from .borders import Forwarded, InputGradients
+from .module_state import Value
 from .randomness import PythonDraws, Randomness, Seed
 from .recomputation import FirstRun, Recomputation
 from .result import Losses, sum_and_weight
 from .slices import Slice, note
-from .stage_state import StageState, State
+from .stage_state import StageState, shown
 from .torch_internals import run_backward
 from .updating import Training, Updating
 
@@ -78,13 +79,11 @@ class Shard:
         #: microbatch -> the forward to recompute, and the state of the modules that it began with
         self._inputs: dict[int, tuple[Callable[[], Tree], FirstRun]] = {}
         #: microbatch -> step, state, and the part of its backward that is left for the weights
-        self._deferred: dict[int, tuple[int, State | None, WeightBackward]] = {}
-        #: the three above: microbatches whose forward has run, but not all of their backward
-        self._under_way = self._forwarded, self._inputs, self._deferred
+        self._deferred: dict[int, tuple[int, list[Value], WeightBackward]] = {}
         self.recomputation = Recomputation(slice.own, slice.modules)
         #: the last step of which a forward was run once more, to compare; None: none is
         self._checked = -1 if training.check == "always" else None
-        self.state = StageState(slice, lambda: sum(len(held) for held in self._under_way))
+        self.state = StageState(slice)
         self._casts = Casts()
         # Names are taken now: a forward may replace modules.
         self.updating = Updating(slice, stage, training, randomness, pieces)
@@ -228,7 +227,7 @@ class Shard:
             else:
                 with saved.hooks(unseen=self.slice.takes_fields):
                     tree = self._compute(step, microbatch, entered.tree, fields, target, share)
-        values = self.state.end(again) if looks else []
+        left = self.state.end(again) if looks else []
         entered.note_writes()
         if backward:
             owing = entered.owing
@@ -239,8 +238,7 @@ class Shard:
             else:
                 roots = [tensor for tensor in distinct_tensors(tree) if tensor.requires_grad]
             self._casts.look(roots)
-            state = self.state.left(values, roots) if looks else None
-            self._forwarded[microbatch] = Forwarded(step, owing, roots, saved, state)
+            self._forwarded[microbatch] = Forwarded(step, owing, roots, saved, left)
         return tree
 
     def _compute(
@@ -300,11 +298,11 @@ class Shard:
         Args:
             grads: from the next stage: for each output that requires one, its gradient or None; None after the loss.
         """
-        step, owing, roots, _, state = self._forwarded.pop(microbatch)
+        step, owing, roots, _, left = self._forwarded.pop(microbatch)
         roots, begun = borders.backward_starts(roots, grads)
         self._owed.expect(owing)
         if roots:
-            with self._casts.backward(), self.state.shown(state):
+            with self._casts.backward(), shown(left):
                 self._randomness.seed_backward(step, microbatch, self.slice.first)
                 run_backward(roots, begun)
         return pack(self._owed.taken(owing))
@@ -313,19 +311,19 @@ class Shard:
         """Return the gradients of the inputs; `backward_weights` makes the weights'. Arguments as of `backward`."""
         from .split_backward import backward_inputs
 
-        step, owing, roots, saved, state = self._forwarded.pop(microbatch)
+        step, owing, roots, saved, left = self._forwarded.pop(microbatch)
         roots, begun = borders.backward_starts(roots, grads)
         assert saved is not None
-        with self._casts.backward(), self.state.shown(state):
+        with self._casts.backward(), shown(left):
             self._randomness.seed_backward(step, microbatch, self.slice.first)
             found, deferred = backward_inputs(roots, begun, owing, saved)
-        self._deferred[microbatch] = step, state, deferred
+        self._deferred[microbatch] = step, left, deferred
         return pack(tuple(found))
 
     def backward_weights(self, microbatch: int) -> None:
         """Accumulate the gradients of the weights that `backward_inputs` has left out."""
-        step, state, deferred = self._deferred.pop(microbatch)
-        with self._casts.backward(), self.state.shown(state, again=True):
+        step, left, deferred = self._deferred.pop(microbatch)
+        with self._casts.backward(), shown(left):
             self._randomness.seed_backward(step, microbatch, self.slice.first, weights=True)
             deferred.run()
 
@@ -336,7 +334,7 @@ class Shard:
 
     def abandon(self) -> None:
         """Drop everything done since the last update."""
-        for held in self._under_way:
+        for held in (self._forwarded, self._inputs, self._deferred):
             held.clear()
         self.recomputation.forget()
         self.statistics.restore()
