@@ -11,11 +11,14 @@ last slice to the first, and the first of them needs the last forward: so backwa
 k - 1 units later than forwards. The schedule's slots in these units grow along all edges, the two above included, and
 its windows become k - 1 slices wider. A unit that no slice has (the last k - 1 forwards, the first k - 1 backwards)
 hands on what it waits for.
+
+Workers keep to the order of these slots, unless the schedule says another order: in a window that is k - 1 slices wider
+a forward that arrives a moment late would be overtaken by a backward, for which the stages behind it would wait too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -64,7 +67,7 @@ def sliced(base: type[Spec], sizes: tuple[int, ...]) -> type[Spec]:
     return type(base.__name__, (base,), own)
 
 
-def _methods(base: type[Spec], k: int) -> dict[str, Callable[..., Any]]:
+def _methods(base: type[Spec], k: int) -> dict[str, Any]:
     """Return what `base` over k slices answers instead of `base`."""
 
     @lru_cache(maxsize=16)
@@ -97,13 +100,15 @@ def _methods(base: type[Spec], k: int) -> dict[str, Callable[..., Any]]:
         units = units_of(self)
         return units.wider(units.spec.peak_activations(worker), worker)
 
-    methods: dict[str, Callable[..., Any]] = {
+    methods: dict[str, Any] = {
         "after": after,
         "activation_limit": activation_limit,
         "peak_activations": peak_activations,
     }
     if base.slot is not Spec.slot:
         methods["slot"] = slot
+        if base.order is Spec.order:
+            methods["order"] = property(lambda spec: "fixed")
     if base.program is not Spec.program:
         methods["program"] = program
     return methods

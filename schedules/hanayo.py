@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ..dependency import Action, B, F, Spec
+from ..dependency import Action, B, F, Order, Spec
 
 
 class Hanayo(Spec):
@@ -24,6 +24,10 @@ class Hanayo(Spec):
 
     source = "Liu et al. 2023, Hanayo, arXiv:2308.15762 (relation ours; their own timetables are not published)"
     waves: int = 1
+
+    @property
+    def order(self) -> Order:
+        return "ready"  # with an odd number of microbatches, or slices, its slots leave gaps that others fill
 
     @property
     def num_stages(self) -> int:

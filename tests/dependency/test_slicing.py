@@ -38,8 +38,8 @@ class Patient(Spec):
         return 2 * a.microbatch + (a.stage if a.kind is F else 2 * self.num_stages - 1 - a.stage)
 
 
-def priced(spec):
-    return simulate(spec, lambda action: COST.get(action.kind, 0) * spec.share(action))
+def priced(spec, order=None):
+    return simulate(spec, lambda action: COST.get(action.kind, 0) * spec.share(action), order=order)
 
 
 def orders(name, num_workers, num_microbatches, slices):
@@ -89,7 +89,8 @@ def test_replicas_have_whole_microbatches_and_run_their_slices_as_alone(name):
 def test_a_schedule_of_a_users_own_is_sliced():
     spec = make_spec(Patient, 3, 5, {"extra": 2}, "4")
     check_all(spec)
-    assert max(priced(spec).peak_activations) == (3 + 2 + 3) / 4
+    assert max(priced(spec, "ready").peak_activations) == (3 + 2 + 3) / 4
+    assert max(priced(spec).peak_activations) == (3 + 3) / 4  # in fixed order it makes no use of its window
 
 
 @pytest.mark.parametrize("slices,bubble,peak", [(1, 0.273, 4), (2, 0.158, 2.5), (4, 0.086, 1.75), (8, 0.045, 1.375)])
@@ -200,8 +201,7 @@ def test_attention_makes_equal_slices_worse_than_none(capsys):
         assert main(asked.split()) == 0
         return json.loads(capsys.readouterr().out)["bubble"]
 
-    assert bubble("4") > bubble("1") > bubble("8,6,5,4")
-    assert bubble("8,6,5,4") < 0.09
+    assert bubble("4") > bubble("1") > 2 * bubble("8,6,5,4")
 
 
 def test_slices_of_a_sequence_take_its_time_together():
