@@ -47,7 +47,8 @@ class Screen:
         trace = view.trace(1)
         if trace is not None and taken + len(rows) <= free:
             parts.append(_cropped(f"step {max(trace.steps)} as it ran", width, "bold"))
-            parts.append(draw(trace.last_steps(1), trace.spec.num_workers, width=width))
+            spec = trace.spec
+            parts.append(draw(trace.last_steps(1), spec.num_workers, width=width, slices=len(spec.slice_sizes)))
             taken += len(rows) + 1
         lost = view.lost()
         if lost is not None:

@@ -217,7 +217,7 @@ def draw_steps(view: View, count: int) -> list[Picture]:
     planned = trace.simulated(len(trace.steps)).spans
     for name, spans in (("planned", planned), ("actual", trace.spans())):
         causes = waits(spec, spans, slack=trace.clock_error_ms) if len(spans) <= _MOST_EXPLAINED else {}
-        found.append(Picture(name, spans, workers, "ms", "idle", causes))
+        found.append(Picture(name, spans, workers, "ms", "idle", causes, len(spec.slice_sizes)))
     return found
 
 

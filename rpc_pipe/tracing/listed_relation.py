@@ -29,6 +29,7 @@ def spec_of_listings(listings: Sequence[Mapping[str, Any]], num_microbatches: in
     every = listings[0].get("update_every", Spec.update_every)
     own = {"relation": relation, "synchronous": relation.period is None, "update_every": every}
     own["replicas"] = listings[0].get("replicas", 1)
+    own["slice_sizes"] = tuple(listings[0].get("slices", Spec.slice_sizes))
     cls: type[ListedRelation] = type(listings[0]["schedule"], (ListedRelation,), own)
     return cls(num_workers=len(listings), num_microbatches=relation.num_microbatches)
 

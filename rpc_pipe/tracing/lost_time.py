@@ -241,6 +241,10 @@ class _Case:
             busier = f"is {times:.1f} x the median" if times >= _BUSIER else "is slow"  # it may have less to do
             advice = self._better_cut(lost.step_ms, slow_ms)
             return f"worker {worker} {busier} ({self._reason(worker, uneven)}), which {costs}{advice}"
+        if worst == "imbalance" and len(self._spec.slice_sizes) > 1:
+            return (
+                f"some slices take longer than others, which {costs}: rpc-pipe plan --slices auto chooses their sizes"
+            )
         if worst == "imbalance":
             return f"the workers compute equally long, but an action takes longer on one than on others, which {costs}"
         if worst == "link":

@@ -344,6 +344,7 @@ def list_program(spec: Spec, worker: int, order: Order, program: Iterable[Entry]
         "worker": worker,
         "microbatches": spec.num_microbatches,
         "order": order,
+        "slices": spec.slice_sizes,
         "shards": spec.hosted(worker),
         "routes": [spec.route(m) for m in range(spec.num_microbatches)] if spec.num_routes > 1 else [],
         "program": [

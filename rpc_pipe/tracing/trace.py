@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from ..dependency import Kind, Spec
+from ..dependency import Action, Kind, Spec
 from ..drawing.page import Picture, draw_page, write_chrome
 from ..planning.simulator import Cost, Simulation, simulate
 from ..planning.span import Span, waits
@@ -54,12 +54,17 @@ class Trace:
         return ends[0] - min(s.start for s in self.spans())
 
     def cost(self) -> Cost:
-        """Return, for the simulator, the median ms of actions by worker, stage and kind."""
-        times: dict[tuple[int, int, Kind], list[float]] = defaultdict(list)
+        """Return, for the simulator, the median ms of actions by worker, stage, kind and slice."""
+        times: dict[tuple[int, int, Kind, int], list[float]] = defaultdict(list)
+        slices = len(self.spec.slice_sizes)
+
+        def key(worker: int, action: Action) -> tuple[int, int, Kind, int]:
+            return worker, action.stage, action.kind, action.index % slices
+
         for span in self.spans():
-            times[span.worker, span.action.stage, span.action.kind].append(span.end - span.start)
-        medians = {key: median(values) for key, values in times.items()}
-        return lambda action: medians.get((self.spec.worker(action), action.stage, action.kind), 0.0)
+            times[key(span.worker, span.action)].append(span.end - span.start)
+        medians = {at: median(values) for at, values in times.items()}
+        return lambda action: medians.get(key(self.spec.worker(action), action), 0.0)
 
     def simulated(self, steps: int = 1) -> Simulation:
         """Simulate the schedule with the measured costs and free transfers."""
@@ -111,7 +116,9 @@ def planned_and_actual(trace: Trace, lost: str = "") -> str:
     """
     spec, planned, actual = trace.spec, trace.simulated().spans, trace.last_steps(1)
     last = max(trace.steps)
-    schedule = f"{name_of(spec)}, {spec.num_microbatches} microbatches"
+    slices = len(spec.slice_sizes)
+    schedule = f"{name_of(spec)}, {spec.num_microbatches // slices} microbatches"
+    schedule += f" of {slices} slices" if slices > 1 else ""
     memory = [f"{record.peak_bytes / 1e6:,.0f} MB" for record in trace.steps[last]]
     peaks = [max(record.peak_bytes for record in trace.steps[step]) / 1e6 for step in sorted(trace.steps)]
     notes = [f"a step's time: {lost}"] if lost else []
@@ -119,9 +126,9 @@ def planned_and_actual(trace: Trace, lost: str = "") -> str:
         every = ", ".join(f"{peak:,.0f}" for peak in peaks)
         notes.append(f"largest memory of a worker until the end of steps {min(trace.steps)} to {last}, in MB: {every}")
     return draw_page([
-        Picture(f"planned: {schedule}", planned, spec.num_workers, "ms", "idle", waits(spec, planned)),
+        Picture(f"planned: {schedule}", planned, spec.num_workers, "ms", "idle", waits(spec, planned), slices),
         Picture(
             f"actual: step {last} of {trace.run or 'the run'}, {schedule}", actual, spec.num_workers, "ms", "idle",
-            waits(spec, actual, slack=trace.clock_error_ms), notes=notes, memory=memory if peaks[-1] else (),
+            waits(spec, actual, slack=trace.clock_error_ms), slices, notes=notes, memory=memory if peaks[-1] else (),
         ),
     ])  # fmt: skip

@@ -40,6 +40,14 @@ def test_a_stream_of_replicas_too(microbatches, zero):
     assert theirs.orders() == ours.orders()
 
 
+def test_slices_are_slices_of_microbatches():
+    """A run with --slices 3 --html showed 9 microbatches, and activations in slices."""
+    spec = make_spec("1f1b", 2, 3, {}, slices="3,2,1")
+    read = spec_of_listings(written(spec))
+    assert read.slice_sizes == (3, 2, 1)
+    assert simulate(read, COST).peak_activations == simulate(spec, COST).peak_activations
+
+
 def test_what_does_not_fit_together_is_refused():
     programs = written(make_spec("1f1b", 2, 2, {}))
     programs[1]["program"][0][0] = "nonsense"
