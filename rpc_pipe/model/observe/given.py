@@ -12,7 +12,7 @@ from ...dependency import ModelError
 from ...workers.compute.by_hand import HOOKS
 
 #: attributes of every placeholder, which do not come from the user's parameter
-_OF_PLACEHOLDERS = frozenset({"factory", "_forms", "_is_param"})
+_OF_PLACEHOLDERS = frozenset({"factory", "fake", "_is_param"})
 
 
 def takes_stage(model: object) -> bool:
