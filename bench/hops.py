@@ -103,8 +103,8 @@ class Observed(Ours):
 
         before(Stream, "_finish", "computed", lambda stream, step, action, payload: (step.run, str(action)))
         before(Messages, "answer", "published", lambda _, peer, key, answer: key)
-        before(Carrier, "_queue", "delivered", lambda _, arrived: arrived.key)
-        before(Stream, "_take_in", "taken in", lambda stream, arrival: (arrival.run, str(arrival.what)))
+        before(Carrier, "arrive", "delivered", lambda _, peer, key, *__: key)
+        before(Stream, "_take_in", "taken in", lambda stream, arrival: arrival.key)
         before(Stream, "_execute", "started", self._starts)
         work = devices.work
 

@@ -29,10 +29,10 @@ from .compute.module_state import may_count
 from .compute.result import Result
 from .compute.shard import Shard
 from .context import Context
-from .handlers import StepInput, Task
+from .handlers import Bound, StepInput
 from .mailbox import Mailbox
 from .run import Stream
-from .tasks import refuse_collectives, refuse_disorder, tasks
+from .tasks import bound, refuse_collectives, refuse_disorder
 from .transport.call import Call
 from .transport.carrier import Carrier
 from .transport.payload import Tree, map_tensors, pack, unpack
@@ -65,7 +65,7 @@ class WorkerActor(Context):
         self.stall_s = stall_s
         #: says who hangs, where nobody else does
         self.roll_call: Callable[[], str] | None = None
-        self._tasks: dict[Part, dict[Action, Task]] = {}
+        self._bound: dict[Part, Bound] = {}
         #: those that have not ended
         self._streams: list[Stream] = []
 
@@ -95,7 +95,7 @@ class WorkerActor(Context):
             from .overlap import OverlappingStream
 
             kind = OverlappingStream
-        stream = kind(self, chain([first], batches), self._tasks_of)
+        stream = kind(self, chain([first], batches), self._bound_for)
         self._streams.append(stream)
         try:
             while True:
@@ -123,12 +123,12 @@ class WorkerActor(Context):
             shard.abandon()
         self.listeners.idle(step - 1)
 
-    def _tasks_of(self, batch: StepInput) -> dict[Action, Task]:
-        if batch.part not in self._tasks:
+    def _bound_for(self, batch: StepInput) -> Bound:
+        if batch.part not in self._bound:
             refuse_collectives(batch.part, batch.order, self.shards.values())
             refuse_disorder(batch.part, self.shards)
-            self._tasks[batch.part] = tasks(batch.part, self.shards)
-        return self._tasks[batch.part]
+            self._bound[batch.part] = bound(batch.part, self.shards)
+        return self._bound[batch.part]
 
     def gather(self, name: str, value: Tree) -> list[Tree] | None:
         """Return every worker's `value`, in order of workers, on worker 0; None on the others."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -101,6 +100,24 @@ class Task(NamedTuple):
     is_last: bool
 
 
+class Question(NamedTuple):
+    """What is pulled of one worker in every step."""
+
+    peer: int
+    names: list[str]
+    #: whether this worker computes from it
+    to_compute: bool
+
+
+class Bound(NamedTuple):
+    """What a part of a schedule means on its worker; made once, for all its steps."""
+
+    tasks: dict[Action, Task]
+    questions: list[Question]
+    #: by the name by which they arrive
+    arriving: dict[str, Action]
+
+
 @dataclass(eq=False)
 class Step:
     """The state of one step on a worker, from its first action to its last."""
@@ -109,6 +126,8 @@ class Step:
     state: WorkerState
     #: its actions on this worker
     tasks: dict[Action, Task]
+    #: those that arrive, as of other workers, by name
+    arriving: dict[str, Action]
     #: takes in what has arrived, in the middle of an action
     take_in: Callable[[], None]
     #: number under which workers exchange its payloads
@@ -204,21 +223,24 @@ def _forward(ctx: ActionContext) -> Payload | None:
         payload = _NO_PAYLOAD if payload is None else payload
     elif payload is None:
         payload = worker.given = pack(worker.backend.load(batch.inputs[at]))
-    run = partial(shard.forward, step.number, m, payload, fields=fields)
-    if batch.places is not None:
-        run = partial(run, place=batch.places[at])
+    more: dict[str, Any] = {} if batch.places is None else {"place": batch.places[at]}
     if not task.is_last:
-        return run(split=task.saves, recompute=task.recomputes)
+        return shard.forward(
+            step.number, m, payload, fields=fields, split=task.saves, recompute=task.recomputes, **more
+        )  # fmt: skip
     if batch.targets is None:
-        output = run()
+        output = shard.forward(step.number, m, payload, fields=fields, **more)
         assert output is not None
         step.outputs[m] = unpack(output)
     else:
         target, share = worker.backend.load(batch.targets[at]), batch.shares[at]
         shard.losses = step.losses
         if batch.scales is not None:
-            run = partial(run, scale=batch.scales[at])
-        run(target=target, share=share, split=task.saves, recompute=task.recomputes)
+            more["scale"] = batch.scales[at]
+        shard.forward(
+            step.number, m, payload, fields=fields, target=target, share=share, split=task.saves,
+            recompute=task.recomputes, **more,
+        )  # fmt: skip
     return None
 
 

@@ -8,32 +8,19 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Container, Iterable, Sequence
-from functools import lru_cache
-from typing import NamedTuple
+from typing import NoReturn
 
-from ..dependency import Action, PeerLost, PipeError, Stalled, WorkerFailure
+from ..dependency import PeerLost, PipeError, Stalled, WorkerFailure
 from .compute.device import DeviceBackend
 from .transport.call import Call
 from .transport.carrier import LEFT, Carrier, Delivered
-from .transport.outbox import Key, Outbox
+from .transport.outbox import Outbox
 from .transport.payload import Payload
 
 logger = logging.getLogger(__name__)
 
 #: suffix of the name of an action whose completion is pulled, without a payload
-_DONE = " done"
-_name = lru_cache(maxsize=2**14)(str)
-
-
-class Arrival(NamedTuple):
-    """An answer to a pull; without a payload it says that the action is finished."""
-
-    run: int
-    what: Action | str
-    peer: int
-    payload: Payload | None
-    #: when the carrier received it, which may be long before it is read here
-    at_ns: int
+DONE = " done"
 
 
 class Mailbox:
@@ -47,8 +34,6 @@ class Mailbox:
         self._carrier = carrier
         self._backend = backend
         self._stall_s = stall_s
-        #: the actions of keys that are pulled, or finish on this worker
-        self._actions: dict[Key, Action] = {}
 
     def begin(self, call: Call, keeps: int = 1) -> int:
         """Start a run for `call` and return its number; all workers start the same runs in the same order.
@@ -74,9 +59,6 @@ class Mailbox:
     def abandon(self, run: int) -> None:
         """Drop what is kept for others, and what still arrives, of `run`, which all workers give up."""
         self._carrier.abandon(run)
-        for key in list(self._actions):  # list() is atomic: the copy thread may add keys
-            if key[0] == run:
-                self._actions.pop(key, None)
 
     @property
     def outbox(self) -> Outbox:
@@ -91,22 +73,11 @@ class Mailbox:
         """Wait until other workers have pulled everything of `run`: from then on its tensors may be written again."""
         self._carrier.wait_taken(run + 1, self._stall_s, since=run)
 
-    def pull(self, run: int, peer: int, wanted: Iterable[tuple[Action | str, bool]]) -> None:
-        """Ask `peer` for all of `wanted`, ahead of need: (what, whether with its payload)."""
-        for_compute: list[str] = []
-        others: list[str] = []
-        for what, carries in wanted:
-            if isinstance(what, Action):
-                name = _name(what) if carries else _name(what) + _DONE
-                self._actions[run, name] = what
-                (others if what.kind.resource == "control" else for_compute).append(name)
-            else:
-                others.append(what)
-        if for_compute:
-            # Copies to a GPU are started by the receiving thread: the compute thread must not wait for them.
-            self._carrier.pull(peer, run, for_compute, None if self._backend.in_step else self._backend.enter)
-        if others:
-            self._carrier.pull(peer, run, others)  # these are read on the CPU
+    def pull(self, run: int, peer: int, names: Iterable[str], *, to_compute: bool = False) -> None:
+        """Ask `peer` for all of `names`, ahead of need; what is not computed from is read on the CPU."""
+        # Copies to a GPU are started by the receiving thread: the compute thread must not wait for them.
+        enter = self._backend.enter if to_compute and not self._backend.in_step else None
+        self._carrier.pull(peer, run, names, enter)
 
     def publish(self, run: int, what: str, payload: Payload, others: Sequence[int]) -> None:
         """Let the workers `others` pull `payload` as soon as it has left the device."""
@@ -117,30 +88,32 @@ class Mailbox:
         outbox.promise(key, others)
         self._backend.leave(payload, lambda left: outbox.offer(key, left, others), self._carrier.fault)
 
-    def deliver_own(self, run: int, what: Action, outcome: Payload | BaseException | None) -> None:
+    def deliver_own(self, run: int, what: str, outcome: Payload | BaseException | None) -> None:
         """Let an action of the copy thread arrive as finished, or fail the worker. May be called from any thread."""
         if isinstance(outcome, BaseException):
             self._carrier.fault(outcome)
-            return
-        key = run, str(what)
-        self._actions[key] = what
-        self._carrier.deliver(key, outcome)
+        else:
+            self._carrier.deliver((run, what), outcome)
 
     def finished(self, run: int, what: str) -> None:
         """Answer those who pulled the completion of `what`."""
-        self._carrier.outbox.finish((run, what + _DONE))
+        self._carrier.outbox.finish((run, what + DONE))
 
-    def arrivals(self, runs: Container[int]) -> list[Arrival]:
-        """Return what has arrived for `runs`, without waiting.
+    def arrivals(self, runs: Container[int]) -> list[Delivered]:
+        """Return what has arrived for `runs`, without waiting: payloads, or None for what is finished.
 
         Raises:
             PeerLost: a peer failed or is gone.
         """
-        return list(map(self._read, self._carrier.poll(runs)))
+        found = self._carrier.poll(runs)
+        for peer, key, answer, _ in found:
+            if answer is not None and not isinstance(answer, Payload):
+                self._raise(peer, key[0], answer)
+        return found
 
     def next_arrivals(
         self, runs: Collection[int], describe: Callable[[], str], *, looked: bool = False
-    ) -> list[Arrival]:
+    ) -> list[Delivered]:
         """Wait until something has arrived for `runs`, and return it.
 
         Args:
@@ -173,25 +146,21 @@ class Mailbox:
         """Pull `what` from each of `peers` and wait for all."""
         missing = set(peers)
         for peer in sorted(missing):
-            self.pull(run, peer, [(what, True)])
+            self.pull(run, peer, [what])
         found: dict[int, Payload] = {}
         while missing:
-            for arrival in self.next_arrivals((run,), lambda: f"{what} of workers {sorted(missing)}"):
-                assert arrival.payload is not None and arrival.what == what
-                found[arrival.peer] = arrival.payload
-                missing.remove(arrival.peer)
+            for peer, _, payload, _ in self.next_arrivals((run,), lambda: f"{what} of workers {sorted(missing)}"):
+                assert isinstance(payload, Payload)
+                found[peer] = payload
+                missing.remove(peer)
         return found
 
-    def _read(self, arrived: Delivered) -> Arrival:
-        peer, key, answer, at_ns = arrived
-        what = self._actions.pop(key, key[1])
-        if answer is None or isinstance(answer, Payload):
-            return Arrival(key[0], what, peer, answer, at_ns)
+    def _raise(self, peer: int, run: int, answer: PipeError | str) -> NoReturn:
         if isinstance(answer, WorkerFailure):
             detail = f"worker {answer.worker} failed: {answer.summary}"
             raise PeerLost(self._carrier.worker, peer, detail, answer)
         if isinstance(answer, PipeError):
             raise answer
         if answer == LEFT:
-            raise self._carrier.calls.missed(peer, key[0])
+            raise self._carrier.calls.missed(peer, run)
         raise PeerLost(self._carrier.worker, peer, answer)

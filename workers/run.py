@@ -20,10 +20,10 @@ from .between_steps import BetweenSteps
 from .compute.autocast import forget_casts
 from .compute.result import Result
 from .context import Context
-from .handlers import ActionContext, Step, StepInput, Task
+from .handlers import ActionContext, Bound, Step, StepInput
 from .hooks import Arrived, Blocked, Record, StepRecord
-from .mailbox import Arrival
 from .state import WorkerState
+from .transport.carrier import Delivered
 from .transport.payload import Payload, pack, unpack
 
 logger = logging.getLogger(__name__)
@@ -35,16 +35,14 @@ class Stream:
     """Carries batches through a worker; gives the result of each, in order.
 
     Args:
-        tasks_of: what the actions of a batch mean on the worker.
+        bound_for: what the part of a batch means on the worker.
     """
 
-    def __init__(
-        self, worker: Context, batches: Iterator[StepInput], tasks_of: Callable[[StepInput], dict[Action, Task]]
-    ) -> None:
+    def __init__(self, worker: Context, batches: Iterator[StepInput], bound_for: Callable[[StepInput], Bound]) -> None:
         self._worker = worker
         self._mailbox = worker.mailbox
         self._batches = batches
-        self._tasks_of = tasks_of
+        self._bound_for = bound_for
         self._ended = False
         self._between_steps = BetweenSteps(worker)
         #: open steps, the oldest first, by their number among runs
@@ -102,19 +100,16 @@ class Stream:
         undoable = self._undoable(batch)
         for shard in self._worker.shards.values() if batch.train else ():
             shard.updating.refuse_thawed()
-        run, tasks = self._mailbox.begin(batch.call, most_open - 1), self._tasks_of(batch)
+        run, (tasks, questions, arriving) = self._mailbox.begin(batch.call, most_open - 1), self._bound_for(batch)
         if not self._steps:
             self._mailbox.go_on(run)
         self._worker.next_step += batch.train
         step = self._newest = self._steps[run] = Step(
-            batch, state, tasks, self._take_arrivals, run, number, time.perf_counter_ns()
+            batch, state, tasks, arriving, self._take_arrivals, run, number, time.perf_counter_ns()
         )  # fmt: skip
         step.forwards_left, step.undoable = batch.part.num_forwards, undoable
-        wanted: dict[int, list[tuple[Action | str, bool]]] = {}
-        for need in state.start():
-            wanted.setdefault(need.worker, []).append((need.action, need.carries))
-        for peer, questions in wanted.items():
-            self._mailbox.pull(run, peer, questions)
+        for peer, names, to_compute in questions:
+            self._mailbox.pull(run, peer, names, to_compute=to_compute)
         self._scatter_inputs(step)
         return step
 
@@ -126,7 +121,7 @@ class Stream:
         for what, takers in scatter.takers.items():
             if me in takers:
                 step.awaited_inputs.add(what)
-                self._mailbox.pull(step.run, scatter.reader, [(what, True)])
+                self._mailbox.pull(step.run, scatter.reader, [what])
             elif me == scatter.reader and takers:
                 # It has been read into memory: no device is waited for.
                 self._mailbox.outbox.offer((step.run, what), pack(scatter.lists[what]), takers)
@@ -191,20 +186,22 @@ class Stream:
         for arrival in self._mailbox.arrivals(self._steps):
             self._take_in(arrival)
 
-    def _take_in(self, arrival: Arrival) -> None:
-        step, what = self._steps[arrival.run], arrival.what
-        if not isinstance(what, Action):
-            assert arrival.payload is not None and step.batch.scatter is not None
-            step.batch.scatter.lists[what][:] = unpack(arrival.payload)
-            step.awaited_inputs.remove(what)
-            return
-        if arrival.peer == self._worker.worker:  # a copy of our own
-            self._finish(step, what, arrival.payload)
-            return
-        if arrival.payload is not None:
-            step.payloads[what] = arrival.payload
-            step.arrived.append(Arrived(what, arrival.peer, arrival.payload.num_bytes, arrival.at_ns))
-        step.state.arrived(what)
+    def _take_in(self, arrival: Delivered) -> None:
+        peer, (run, name), payload, at_ns = arrival
+        assert payload is None or isinstance(payload, Payload)
+        step = self._steps[run]
+        action = step.arriving.get(name)
+        if action is None:  # a part of the batch
+            assert payload is not None and step.batch.scatter is not None
+            step.batch.scatter.lists[name][:] = unpack(payload)
+            step.awaited_inputs.remove(name)
+        elif peer == self._worker.worker:  # a copy of our own
+            self._finish(step, action, payload)
+        else:
+            if payload is not None:
+                step.payloads[action] = payload
+                step.arrived.append(Arrived(action, peer, payload.num_bytes, at_ns))
+            step.state.arrived(action)
 
     def _wait(self) -> None:
         self._worker.listeners.waiting(next(iter(self._steps.values())).number, self._blocked)
@@ -274,7 +271,7 @@ class Stream:
                 step.timestamps.append((entry.action, begin, self._worker.backend.timestamp()))
             except Exception as error:  # else nobody would hear of it, and the worker would wait
                 outcome = outcome if isinstance(outcome, BaseException) else error
-            self._mailbox.deliver_own(step.run, entry.action, outcome)
+            self._mailbox.deliver_own(step.run, task.name, outcome)
 
         _copier(self._worker.worker).submit(does).add_done_callback(copied)
 

@@ -1,8 +1,7 @@
 """The decisions of a worker: events in, instructions out. No thread, clock, tensor or socket.
 
     events                          instructions
-    start()              ──┐   ┌──  Pulled(1F3, from worker 0): ask for this
-    arrived(1F3)         ──┼───┴──  take() -> the entry of 2F1: run this now; it says who is served
+    arrived(1F3)         ──┬──  take() -> the entry of 2F1: run this now; it says who is served
     finished(2B0)        ──┘
 
 A worker has several resources and runs one action at a time on each: compute, copies beside it, and messages between
@@ -58,10 +57,6 @@ class WorkerState:
         for number, missing in enumerate(self._missing):
             if not missing:
                 self._ready[part.resources[number]].append(number)  # ascending, so a heap
-
-    def start(self) -> list[Pulled]:
-        """Begin: return what to ask other workers for."""
-        return self.part.pulls
 
     def arrived(self, action: Action) -> None:
         """Note that a pulled action has arrived."""

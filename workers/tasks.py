@@ -10,7 +10,20 @@ from torch import nn
 from ..dependency import Action, B, ConfigError, F, G, Order, Part, R, S, W
 from .compute.shard import Shard
 from .compute.torch_internals import keep_donated_buffers
-from .handlers import Task, handler_of
+from .handlers import Bound, Question, Task, handler_of
+from .mailbox import DONE
+
+
+def bound(part: Part, shards: dict[tuple[int, int], Shard]) -> Bound:
+    """Return what `part` means on a worker with these shards."""
+    own = tasks(part, shards)
+    names: dict[tuple[int, bool], list[str]] = {}
+    arriving = {task.name: action for action, task in own.items() if action.kind.resource == "copy"}
+    for action, worker, carries in part.pulls:
+        name = str(action) if carries else str(action) + DONE
+        arriving[name] = action
+        names.setdefault((worker, action.kind.resource != "control"), []).append(name)
+    return Bound(own, [Question(peer, those, computes) for (peer, computes), those in names.items()], arriving)
 
 
 def tasks(part: Part, shards: dict[tuple[int, int], Shard]) -> dict[Action, Task]:

@@ -28,7 +28,7 @@ def run_state_machines(
     peak = [0] * spec.num_workers
 
     for worker, state in enumerate(states):
-        clock.ask(worker, state.start())
+        clock.ask(worker, state.part.pulls)
     touched = set(range(spec.num_workers))
     while touched:
         for worker in sorted(touched):

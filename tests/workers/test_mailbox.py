@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from rpc_pipe.dependency import Action, F, PeerLost, PipeError, Stalled, WorkerFailure
+from rpc_pipe.dependency import PeerLost, PipeError, Stalled, WorkerFailure
 from rpc_pipe.workers.compute.device import CpuBackend
 from rpc_pipe.workers.mailbox import Mailbox
 from rpc_pipe.workers.transport.call import Call
@@ -29,13 +29,12 @@ def mailboxes():
 
 def test_what_is_pulled_arrives_once_it_is_published(mailboxes):
     first, second = mailboxes
-    second.pull(RUN, 0, [(F(0, 0), True), (F(0, 1), False)])
+    second.pull(RUN, 0, ["0F0", "0F1 done"])
     assert second.arrivals((RUN,)) == []
     first.publish(RUN, "0F0", PAYLOAD, [1])
     first.finished(RUN, "0F1")
     arrived, finished = second.arrivals((RUN,))
-    assert (arrived.what, arrived.peer, arrived.payload) == (F(0, 0), 0, PAYLOAD)
-    assert (finished.what, finished.peer, finished.payload) == (F(0, 1), 0, None)
+    assert arrived[:3] == (0, (RUN, "0F0"), PAYLOAD) and finished[:3] == (0, (RUN, "0F1 done"), None)
 
 
 def test_who_is_runs_behind_still_learns_what_was_finished(mailboxes):
@@ -46,8 +45,8 @@ def test_who_is_runs_behind_still_learns_what_was_finished(mailboxes):
     for run in range(RUN, 4):
         first.end(run)
         first.begin(CALL)
-    second.pull(RUN, 0, [(F(0, 1), False)])
-    assert [arrival.what for arrival in second.arrivals((RUN,))] == [F(0, 1)]
+    second.pull(RUN, 0, ["0F1 done"])
+    assert [arrival.key for arrival in second.arrivals((RUN,))] == [(RUN, "0F1 done")]
 
 
 def test_of_overlapping_runs_each_gets_its_own(mailboxes):
@@ -55,25 +54,25 @@ def test_of_overlapping_runs_each_gets_its_own(mailboxes):
     for mailbox in mailboxes:
         assert mailbox.begin(CALL) == 2
     for run in (1, 2):
-        second.pull(run, 0, [(F(0, 0), True)])
+        second.pull(run, 0, ["0F0"])
         first.publish(run, "0F0", PAYLOAD, [1])
-    assert [arrival.run for arrival in second.next_arrivals((2,), str)] == [2]
-    assert [arrival.run for arrival in second.next_arrivals((1, 2), str)] == [1]
+    assert [arrival.key[0] for arrival in second.next_arrivals((2,), str)] == [2]
+    assert [arrival.key[0] for arrival in second.next_arrivals((1, 2), str)] == [1]
 
 
 def test_what_another_thread_of_the_worker_has_done_arrives_too(mailboxes):
     first, _ = mailboxes
-    first.deliver_own(RUN, F(0, 3), None)
-    assert [(a.what, a.peer, a.payload) for a in first.next_arrivals((RUN,), str)] == [(F(0, 3), 0, None)]
+    first.deliver_own(RUN, "0F3", None)
+    assert [a[:3] for a in first.next_arrivals((RUN,), str)] == [(0, (RUN, "0F3"), None)]
 
 
 def test_of_an_abandoned_run_nothing_is_kept_and_nothing_comes(mailboxes):
     first, second = mailboxes
-    second.pull(RUN, 0, [(F(0, 0), True)])
+    second.pull(RUN, 0, ["0F0"])
     first.publish(RUN, "0F0", PAYLOAD, [1])
     first.publish(RUN, "0F1", PAYLOAD, [1])
     first.abandon(RUN)
-    second.pull(RUN, 0, [(F(0, 1), True)])
+    second.pull(RUN, 0, ["0F1"])
     second.abandon(RUN)
     assert len(first.outbox) == 0 and second.arrivals((RUN + 1,)) == []
 
@@ -81,11 +80,11 @@ def test_of_an_abandoned_run_nothing_is_kept_and_nothing_comes(mailboxes):
 def test_a_run_may_be_abandoned_while_a_thread_that_copies_delivers(mailboxes):
     """The dict of what is awaited changed its size while it was copied."""
     first, ends, interval = mailboxes[0], threading.Event(), sys.getswitchinterval()
-    first.pull(RUN, 1, [(F(1, m), True) for m in range(1000)])
+    first.pull(RUN, 1, [f"1F{m}" for m in range(1000)])
 
     def deliver():
         for m in itertools.takewhile(lambda _: not ends.is_set(), itertools.count()):
-            first.deliver_own(RUN, F(0, m), None)
+            first.deliver_own(RUN, f"0F{m}", None)
 
     thread = threading.Thread(target=deliver)
     sys.setswitchinterval(1e-6)
@@ -93,7 +92,7 @@ def test_a_run_may_be_abandoned_while_a_thread_that_copies_delivers(mailboxes):
         thread.start()
         for _ in range(100):
             first.abandon(RUN + 1)
-            assert all(isinstance(arrival.what, Action) for arrival in first.arrivals((RUN,)))
+            assert all(arrival.peer == 0 for arrival in first.arrivals((RUN,)))
     finally:
         ends.set()
         thread.join()
@@ -118,7 +117,7 @@ def test_a_peer_that_failed_is_named_with_its_cause():
     carriers[0].fail(failure)
     mailbox = Mailbox(carriers[1], CpuBackend(), stall_s=1)
     mailbox.begin(CALL)
-    mailbox.pull(RUN, 0, [(F(0, 0), True)])
+    mailbox.pull(RUN, 0, ["0F0"])
     with pytest.raises(PeerLost, match="worker 1 lost worker 0: worker 0 failed: ValueError: no") as raised:
         mailbox.arrivals((RUN,))
     assert raised.value.cause is failure
@@ -126,7 +125,7 @@ def test_a_peer_that_failed_is_named_with_its_cause():
 
 def test_a_thread_beside_the_compute_thread_fails_the_worker_with_its_own_error(mailboxes):
     first, _ = mailboxes
-    threading.Timer(0.01, first.deliver_own, (RUN, F(0, 0), ArithmeticError("in the copy"))).start()
+    threading.Timer(0.01, first.deliver_own, (RUN, "0F0", ArithmeticError("in the copy"))).start()
     with pytest.raises(ArithmeticError, match="in the copy"):
         first.next_arrivals((RUN,), str)
 
@@ -142,9 +141,10 @@ def test_a_payload_for_a_device_is_on_its_way_there_before_it_is_read(in_step):
     carriers = local_carriers(2)
     first, second = Mailbox(carriers[0], CpuBackend(), 1), Mailbox(carriers[1], backend, 1)
     second.begin(CALL)
-    second.pull(RUN, 0, [(F(0, 0), True), ("result", True)])
+    second.pull(RUN, 0, ["0F0"], to_compute=True)
+    second.pull(RUN, 0, ["result"])
     for what in ("0F0", "result"):
         first.publish(RUN, what, PAYLOAD, [1])
-    found = {str(arrival.what): arrival.payload.skeleton for arrival in second.arrivals((RUN,))}
+    found = {arrival.key[1]: arrival.answer.skeleton for arrival in second.arrivals((RUN,))}
     assert (found["0F0"] == "entered") == (not in_step)
     assert found["result"] == PAYLOAD.skeleton, "it is read on the CPU"

@@ -25,7 +25,7 @@ def run(state, action, resource="compute"):
 def test_a_middle_worker_of_1f1b_from_start_to_end():
     """worker 1 of 3, two microbatches:   F0 F1 .. B0 B1 U, and what the last worker tells of the loss"""
     state = state_of(OneFOneB(num_workers=3, num_microbatches=2), 1)
-    assert state.start() == [
+    assert state.part.pulls == [
         Pulled(F(0, 0), 0, True),
         Pulled(F(0, 1), 0, True),
         Pulled(B(2, 0), 2, True),
@@ -117,7 +117,7 @@ def test_a_replica_without_a_microbatch_has_no_gradients_of_the_step_before():
     """
     first = state_of(Chimera(num_workers=2, num_microbatches=2), 0)
     last = state_of(Chimera(num_workers=2, num_microbatches=1), 0, before=first)
-    for pull in first.start():
+    for pull in first.part.pulls:
         first.arrived(pull.action)
     while not first.has_finished(U(1, 1)):
         assert last.take("link") is None
@@ -130,7 +130,7 @@ def test_any_timing_ends(order):
     spec = OneFOneB(num_workers=3, num_microbatches=6)
     states = [state_of(spec, w, order=order) for w in range(3)]
     rng = random.Random(0)
-    asked = [(w, pull.action) for w, state in enumerate(states) for pull in state.start()]
+    asked = [(w, pull.action) for w, state in enumerate(states) for pull in state.part.pulls]
     finished, moves = set(), 0
     while any(state.left for state in states):
         for w, action in [x for x in asked if x[1] in finished]:

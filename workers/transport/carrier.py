@@ -172,13 +172,12 @@ class Carrier:
             raise self._fault
         while self._breaking:
             self._give_up(self._breaking.popleft())
-        if not self._arrived and not self._set_aside:
-            return []
         found: list[Delivered] = []
-        came, self._set_aside = self._set_aside, []
+        if self._set_aside:
+            self._arrived.extendleft(reversed(self._set_aside))
+            self._set_aside = []
         while self._arrived:
-            came.append(self._arrived.popleft())
-        for arrived in came:
+            arrived = self._arrived.popleft()
             if arrived.key[0] in runs:
                 found.append(arrived)
             elif arrived.key[0] in self._told:  # what still comes of a run that has been given up is for nobody
@@ -270,7 +269,8 @@ class Carrier:
 
     def deliver(self, key: Key, answer: Answer) -> None:
         """Let something of this worker's own arrive."""
-        self._queue(Delivered(self.worker, key, answer, time.perf_counter_ns()))
+        self._open[self.worker, key] = None
+        self.arrive(self.worker, key, answer, time.perf_counter_ns())
 
     def fault(self, error: BaseException) -> None:
         """A thread that works for this worker has ended by `error`, so the worker fails with it when it polls."""
@@ -290,7 +290,9 @@ class Carrier:
                 answer = enter(answer)
             except Exception as error:  # this may be another worker's thread
                 self.fault(error)
-        self._queue(Delivered(peer, key, answer, at_ns))
+        self._arrived.append(Delivered(peer, key, answer, at_ns))
+        if self._sleeps:
+            self.post.notify()
         return enter is None
 
     def asked(self, peer: int, keys: Iterable[Key]) -> None:
@@ -319,11 +321,6 @@ class Carrier:
 
     def _has_come(self) -> bool:
         return bool(self._arrived or self._breaking)
-
-    def _queue(self, arrived: Delivered) -> None:
-        self._arrived.append(arrived)
-        if self._sleeps:
-            self.post.notify()
 
     def _disagree(self, error: PipeError) -> None:
         self.fail(error)

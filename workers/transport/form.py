@@ -7,7 +7,7 @@ often the tensor repeats it; of a sparse tensor, the runs of those that it is ma
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
@@ -68,6 +68,10 @@ class Form(NamedTuple):
 
     skeleton: Any
     looks: tuple[Dense | Spread | Sparse, ...]
+    #: of the tensors that travel, in order
+    dense: tuple[Dense, ...]
+    #: whether these are the payload's
+    plain: bool
 
 
 def describe(name: str, payload: Payload) -> tuple[bytes, list[Tensor]]:
@@ -76,37 +80,41 @@ def describe(name: str, payload: Payload) -> tuple[bytes, list[Tensor]]:
     Raises:
         ConfigError: something in it cannot travel.
     """
-    if type(payload.skeleton) is Place and (found := _one_dense(payload.tensors[0], payload.skeleton)) is not None:
-        return found, payload.tensors
+    key = _key_of_one(payload)
+    if key is not None and (known := _written.get(key)) is not None:
+        return known, payload.tensors
     dense: list[Tensor] = []
-    identity = _identity(payload.skeleton)
     try:
         looks = tuple([_look(tensor, dense) for tensor in payload.tensors])
-        form = None if identity is None else _written.get((identity, looks))
+        if key is None or dense[0] is not payload.tensors[0] or dense[0].is_complex():
+            identity = _identity(payload.skeleton)
+            key = None if identity is None else (identity, looks)
+        form = None if key is None else _written.get(key)
         if form is None:
             form = _write(payload.skeleton, looks)
-            if identity is not None and len(form) <= _LARGEST:
+            if key is not None and len(form) <= _LARGEST:
                 if len(_written) >= _MOST:
                     _written.clear()
-                _written[identity, looks] = form
+                _written[key] = form
     except ConfigError as error:
         raise ConfigError(f"the payload of {name}: {error}") from None
     return form, dense
 
 
-def _one_dense(tensor: Tensor, place: Place) -> bytes | None:
-    """Return the form of a payload that is one contiguous tensor of real numbers, as most are; None: it is not, or it
-    is the first of its kind."""
-    if (
-        type(tensor) is not Tensor
-        or tensor.layout is not torch.strided
-        or not (tensor.is_cpu and tensor.is_contiguous())
-    ):
+def _key_of_one(payload: Payload) -> Any:
+    """Return what tells the form of a payload that is a dense tensor of real numbers, or a tuple of one, as most are.
+
+    None: it is something else. What is not dense or not real has no form by this key.
+    """
+    if len(payload.tensors) != 1:
         return None
-    if tensor.is_neg() or tensor.is_complex():
+    (tensor,), skeleton = payload.tensors, payload.skeleton
+    bare = type(skeleton) is Place
+    if not bare and not (type(skeleton) is tuple and len(skeleton) == 1 and type(skeleton[0]) is Place):
         return None
-    looks = ((tensor.dtype, tensor.shape, tensor.stride(), False),)
-    return _written.get(((Place, place), looks))
+    if type(tensor) is not Tensor or tensor.layout is not torch.strided or not tensor.is_cpu or tensor.is_neg():
+        return None
+    return bare, skeleton, tensor.dtype, tensor.shape, tensor.stride()
 
 
 def form_of(data: bytes) -> Form:
@@ -118,12 +126,12 @@ def form_of(data: bytes) -> Form:
     return (_remembered if len(data) <= _LARGEST else _read)(data)
 
 
-def assemble(form: Form, contents: Callable[[Dense], Tensor]) -> Payload:
-    """Return the payload of this form; `contents` returns the tensor of each look, in order, filled."""
-    looks = form.looks
-    if len(looks) == 1 and type(looks[0]) is Dense and not looks[0].conjugate:
-        return Payload([contents(looks[0])], form.skeleton)
-    return Payload([_assembled(look, contents) for look in looks], form.skeleton)
+def assemble(form: Form, contents: list[Tensor]) -> Payload:
+    """Return the payload of this form, from tensors that look as `form.dense` says."""
+    if form.plain:
+        return Payload(contents, form.skeleton)
+    rest = iter(contents)
+    return Payload([_assembled(look, rest) for look in form.looks], form.skeleton)
 
 
 def _look(tensor: Tensor, dense: list[Tensor]) -> tuple[Any, ...]:
@@ -186,7 +194,16 @@ def _read(data: bytes) -> Form:
     missing = [place.number for place in _places(skeleton) if place.number >= len(looks)]
     if missing:
         raise Malformed(f"malformed form: tensor {missing[0]} of {len(looks)} tensors")
-    return Form(skeleton, tuple([_read_look(look) for look in looks]))
+    read = tuple([_read_look(look) for look in looks])
+    dense = tuple([each for look in read for each in _dense_in(look)])
+    return Form(skeleton, read, dense, all([type(look) is Dense and not look.conjugate for look in read]))
+
+
+def _dense_in(look: Dense | Spread | Sparse) -> Iterator[Dense]:
+    if isinstance(look, Dense):
+        yield look
+    for part in look.parts if isinstance(look, Sparse) else [look.dense] if isinstance(look, Spread) else []:
+        yield from _dense_in(part)
 
 
 def _places(skeleton: Any) -> Iterator[Place]:
@@ -228,12 +245,12 @@ def _read_strided(dtype: Any, shape: tuple[Any, ...], strides: tuple[Any, ...], 
     return dense if (once, compact) == (shape, strides) else Spread(dense, shape, strides)
 
 
-def _assembled(look: Dense | Spread | Sparse, contents: Callable[[Dense], Tensor]) -> Tensor:
+def _assembled(look: Dense | Spread | Sparse, contents: Iterator[Tensor]) -> Tensor:
     if isinstance(look, Dense):
-        tensor = contents(look)
+        tensor = next(contents)
         return tensor.conj() if look.conjugate else tensor
     if isinstance(look, Spread):
-        tensor = spread(contents(look.dense), look.shape, look.strides)
+        tensor = spread(next(contents), look.shape, look.strides)
         return tensor.conj() if look.dense.conjugate else tensor
     parts = [_assembled(part, contents) for part in look.parts]
     more: Any = {"size": look.shape, "device": "cpu", "check_invariants": True}

@@ -118,7 +118,11 @@ def _decode(data: bytes, beside: Callable[[Dense], Tensor]) -> Message:
         form_at = name_at + name_size
         at = form_at + form_size
         key = run, str(data[name_at:form_at], "utf-8")
-        answers.append((key, assemble(form_of(data[form_at:at]), contents) if form_size else None))
+        answer: Answer = None
+        if form_size:
+            form = form_of(data[form_at:at])
+            answer = assemble(form, [contents(look) for look in form.dense])
+        answers.append((key, answer))
     if at != len(data):
         raise Malformed(f"malformed message: {at} bytes wanted, {len(data)} there")
     asks = _read_keys(data[_HEAD.size : taken_at]) if asks_size else []

@@ -80,7 +80,3 @@ class RingBuffer:
             return at
         counters[0] = read + self._capacity - at
         return None if self.empty else 0
-
-    def read(self, size: int) -> None:
-        """Give the place of the oldest record back."""
-        self.counters[0] += size

@@ -300,7 +300,8 @@ class _Writer:
                     copy_memory(to, tensor.data_ptr(), tensor.nbytes)
                     to += tensor.nbytes + -tensor.nbytes % LINE
             end = self.ring.written(size)
-        fence()  # one of the two sees what the other has stored: the reader the record, or this that it sleeps
+        # Behind a lock's release, which is a fence (`ordered.py`), one of the two sees what the other has stored: the
+        # reader the record, or this that it sleeps.
         if self.ring.counters[ASLEEP]:
             self._notifier.notify()
         return (Written.LENT, end, tensors) if where else (Written.COPIED, end, [])
@@ -330,32 +331,35 @@ class _Reader:
 
     def read(self) -> tuple[Key, Answer | OSError, int] | None:
         """Take the oldest record out: key, answer or why it cannot be read, when it was written; or None."""
-        at = self.ring.front()
+        at, data = self.ring.front(), self.ring.data
         if at is None:
             return None
-        data = self.ring.data
         size, at_ns, run, name_size, form_size, where_size = _HEAD.unpack_from(data, at)
         form_at = at + _HEAD.size + name_size
         form_end = form_at + form_size
         name = str(data[at + _HEAD.size : form_at], "utf-8")
         answer: Answer | OSError = None
-        if where_size:
-            assert self._fetching is not None, "nothing is lent to who cannot fetch it"
-            fetch = self._fetching(bytes(data[form_end : form_end + where_size]))
+        if form_size:
+            form = form_of(bytes(data[form_at:form_end]))
             try:
-                answer = assemble(form_of(bytes(data[form_at:form_end])), fetch)
+                if where_size:
+                    assert self._fetching is not None, "nothing is lent to who cannot fetch it"
+                    contents = list(map(self._fetching(bytes(data[form_end : form_end + where_size])), form.dense))
+                else:
+                    contents = self._copied(form.dense, self.ring.address + form_end + (at - form_end) % LINE)
+                answer = assemble(form, contents)
             except OSError as error:
                 answer = error
-        elif form_size:
-            there = self.ring.address + form_end + (at - form_end) % LINE
-
-            def contents(look: Dense) -> Tensor:
-                nonlocal there
-                tensor = look.empty()
-                copy_memory(tensor.data_ptr(), there, look.num_bytes)
-                there += look.num_bytes + -look.num_bytes % LINE
-                return tensor
-
-            answer = assemble(form_of(bytes(data[form_at:form_end])), contents)
-        self.ring.read(size)
+        self.ring.counters[0] += size  # its place may be written again
         return (run, name), answer, at_ns
+
+    @staticmethod
+    def _copied(looks: Iterable[Dense], there: int) -> list[Tensor]:
+        """Return tensors that look so, with what lies at an address one after the other."""
+        found = []
+        for look in looks:
+            tensor, size = look.empty(), look.num_bytes
+            copy_memory(tensor.data_ptr(), there, size)
+            there += size + -size % LINE
+            found.append(tensor)
+        return found

@@ -8,6 +8,8 @@ import threading
 import weakref
 
 _LONGEST_MS = 2**31 - 1
+#: so many notifications count as one at most; memory for more would have to be found each time
+_NOTICES = 64
 
 
 class Wakeup:
@@ -43,7 +45,7 @@ class Wakeup:
         readable = self._poll.poll(min(1000 * timeout_s, _LONGEST_MS))
         for descriptor, _ in readable:
             if descriptor == self._read:
-                os.read(descriptor, 4096)
+                os.read(descriptor, _NOTICES)
         return bool(readable)
 
 

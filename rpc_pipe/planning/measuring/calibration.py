@@ -23,7 +23,7 @@ from ...pipeline import Pipeline, Training
 from ...workers.actor import WorkerActor
 from ...workers.hooks import Listener, StepRecord
 from ...workers.transport.call import Call
-from ...workers.transport.payload import pack, unpack
+from ...workers.transport.payload import Payload, pack, unpack
 from ..simulator import Link
 from .block_timing import costs_of, layer_blocks, time_blocks
 
@@ -178,14 +178,14 @@ def _to_and_fro(actor: WorkerActor, run: int, other: int, size: int, first: bool
     here, there = (f"{size} to", f"{size} fro") if first else (f"{size} fro", f"{size} to")
     payload = pack(torch.zeros(size // 4))
     mailbox, took = actor.mailbox, []
-    mailbox.pull(run, other, [(f"{there} {number}", True) for number in range(_ROUNDS)])
+    mailbox.pull(run, other, [f"{there} {number}" for number in range(_ROUNDS)])
     for number in range(_ROUNDS):
         begin = time.perf_counter()
         if first:
             mailbox.publish(run, f"{here} {number}", payload, [other])
         for arrival in mailbox.next_arrivals((run,), lambda: f"a payload of worker {other}"):
-            assert arrival.payload is not None
-            unpack(arrival.payload)
+            assert isinstance(arrival.answer, Payload)
+            unpack(arrival.answer)
         if not first:
             mailbox.publish(run, f"{here} {number}", payload, [other])
         took.append(time.perf_counter() - begin)
@@ -214,7 +214,7 @@ def _lost(actor: WorkerActor, size: int, count: int) -> float:
         for _ in range(_PRODUCTS):
             alone.go_on(actor, run)
         usual = alone.took()
-        actor.mailbox.pull(run, before, [(f"{before} {number}", True) for number in range(count)])
+        actor.mailbox.pull(run, before, [f"{before} {number}" for number in range(count)])
         moving, left = _Computing(), count
         for number in range(count):
             actor.mailbox.publish(run, f"{me} {number}", payload, [after])
