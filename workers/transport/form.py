@@ -72,6 +72,8 @@ class Form(NamedTuple):
     dense: tuple[Dense, ...]
     #: whether these are the payload's
     plain: bool
+    #: of what travels
+    num_bytes: int
 
 
 def describe(name: str, payload: Payload) -> tuple[bytes, list[Tensor]]:
@@ -196,7 +198,13 @@ def _read(data: bytes) -> Form:
         raise Malformed(f"malformed form: tensor {missing[0]} of {len(looks)} tensors")
     read = tuple([_read_look(look) for look in looks])
     dense = tuple([each for look in read for each in _dense_in(look)])
-    return Form(skeleton, read, dense, all([type(look) is Dense and not look.conjugate for look in read]))
+    return Form(
+        skeleton,
+        read,
+        dense,
+        all([type(look) is Dense and not look.conjugate for look in read]),
+        sum([each.num_bytes for each in dense]),
+    )
 
 
 def _dense_in(look: Dense | Spread | Sparse) -> Iterator[Dense]:

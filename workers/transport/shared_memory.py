@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from .form import Dense, assemble, describe, form_of
+from .form import Form, assemble, describe, form_of
 from .link import Written
 from .message import copy_memory
 from .ordered import X86, fence
@@ -56,6 +56,8 @@ LARGEST = 2**22
 LENT_FROM = 2**21
 #: how many of the largest payloads a channel holds; who reads too slowly gets the rest by messages
 _ROOM = 4
+#: memory for payloads of up to so many bytes is found ahead
+_SMALL = 2**15
 #: from so many payloads of a peer on it is worth the memory: others than neighbours say something once in a while
 _OFTEN = 4
 #: size of the whole record, ns when it was written, run, sizes of: name, form (0: no payload), where the contents lie
@@ -209,6 +211,8 @@ class Channels:
 
     def sleep(self) -> bool:
         """Have writers notify from now on; return whether there is something to read. For the thread that reads."""
+        for _, reader, _ in self._readers:
+            reader.prepare()
         for _, _, counters in self._readers:
             counters[ASLEEP] = 1
         fence()
@@ -313,6 +317,9 @@ class _Reader:
     def __init__(self, ring: RingBuffer) -> None:
         self.ring = ring
         self._fetching: Callable[[bytes], Fetch] | None = None
+        #: of the last record that was copied, if it was small; and tensors for another one that looks so
+        self._last: Form | None = None
+        self._prepared: list[Tensor] = []
 
     def choose(self, ways: Mapping[str, Way], pages: Any) -> str:
         """Have large payloads lent by the first of the writer's ways that works. Return how they come."""
@@ -346,20 +353,26 @@ class _Reader:
                     assert self._fetching is not None, "nothing is lent to who cannot fetch it"
                     contents = list(map(self._fetching(bytes(data[form_end : form_end + where_size])), form.dense))
                 else:
-                    contents = self._copied(form.dense, self.ring.address + form_end + (at - form_end) % LINE)
+                    contents = self._copied(form, self.ring.address + form_end + (at - form_end) % LINE)
                 answer = assemble(form, contents)
             except OSError as error:
                 answer = error
         self.ring.counters[0] += size  # its place may be written again
         return (run, name), answer, at_ns
 
-    @staticmethod
-    def _copied(looks: Iterable[Dense], there: int) -> list[Tensor]:
-        """Return tensors that look so, with what lies at an address one after the other."""
-        found = []
-        for look in looks:
-            tensor, size = look.empty(), look.num_bytes
-            copy_memory(tensor.data_ptr(), there, size)
-            there += size + -size % LINE
-            found.append(tensor)
+    def _copied(self, form: Form, there: int) -> list[Tensor]:
+        """Return the tensors of a record, with what lies at an address one after the other."""
+        found, self._prepared = self._prepared, []
+        if form is not self._last:
+            found = []
+            self._last = form if form.num_bytes <= _SMALL else None
+        found = found or [look.empty() for look in form.dense]
+        for tensor, look in zip(found, form.dense, strict=True):
+            copy_memory(tensor.data_ptr(), there, look.num_bytes)
+            there += look.num_bytes + -look.num_bytes % LINE
         return found
+
+    def prepare(self) -> None:
+        """Make the tensors for a record that looks like the last one, as most do, while nobody waits for it."""
+        if self._last is not None and not self._prepared:
+            self._prepared = [look.empty() for look in self._last.dense]
