@@ -21,6 +21,7 @@ from __future__ import annotations
 import logging
 import mmap
 import os
+import platform
 import secrets
 import struct
 import sys
@@ -39,7 +40,6 @@ from torch import Tensor
 from .form import Form, assemble, describe, form_of
 from .link import Written
 from .message import copy_memory
-from .ordered import X86, fence
 from .outbox import Answer, Key
 from .ring_buffer import ASLEEP, LINE, OVERHEAD_BYTES, TOKEN_BYTES, WAY, WRITTEN, RingBuffer
 from .values import Malformed
@@ -63,8 +63,9 @@ _OFTEN = 4
 #: size of the whole record, ns when it was written, run, sizes of: name, form (0: no payload), where the contents lie
 #: that are not in it
 _HEAD = struct.Struct("<QqqIIQ")
-#: whether there can be channels here: others see what an x86 processor stores in the order in which it does
-POSSIBLE = sys.platform == "linux" and X86 and hasattr(os, "memfd_create")
+#: whether there can be channels here: others see what an x86 processor stores in the order in which it does, and loads
+#: are in theirs, but for a load behind a store; Python has no fence between these, but to release a lock is one
+POSSIBLE = sys.platform == "linux" and platform.machine() in ("x86_64", "AMD64") and hasattr(os, "memfd_create")
 
 
 class Offer(NamedTuple):
@@ -213,9 +214,9 @@ class Channels:
         """Have writers notify from now on; return whether there is something to read. For the thread that reads."""
         for _, reader, _ in self._readers:
             reader.prepare()
-        for _, _, counters in self._readers:
-            counters[ASLEEP] = 1
-        fence()
+        with self._lock:  # whose release is a fence: a writer sees that this sleeps, or this what has been written
+            for _, _, counters in self._readers:
+                counters[ASLEEP] = 1
         return any([counters[0] != counters[WRITTEN] for _, _, counters in self._readers])
 
     def wake(self) -> None:
@@ -304,8 +305,7 @@ class _Writer:
                     copy_memory(to, tensor.data_ptr(), tensor.nbytes)
                     to += tensor.nbytes + -tensor.nbytes % LINE
             end = self.ring.written(size)
-        # Behind a lock's release, which is a fence (`ordered.py`), one of the two sees what the other has stored: the
-        # reader the record, or this that it sleeps.
+        # The lock's release was a fence: the reader sees the record, or this that the reader sleeps.
         if self.ring.counters[ASLEEP]:
             self._notifier.notify()
         return (Written.LENT, end, tensors) if where else (Written.COPIED, end, [])
