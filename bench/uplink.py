@@ -50,9 +50,9 @@ class Uplink:
 
         def published(mailbox: Mailbox, run: int, what: str, payload: Any, others: Any) -> None:
             if re.fullmatch(r"\d+[GSP]\d+", what):  # gradients, sums, parameters
-                mailbox.outbox.promise((run, what), others)
+                mailbox.carrier.outbox.promise((run, what), others)
                 size = payload.num_bytes * len(others)
-                self.send(size, lambda: mailbox.outbox.offer((run, what), payload, others))
+                self.send(size, lambda: mailbox.carrier.outbox.offer((run, what), payload, others))
             else:
                 publish(mailbox, run, what, payload, others)
 

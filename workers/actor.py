@@ -158,15 +158,15 @@ class WorkerActor(Context):
                 arrived = self.mailbox.collect(run, name, set(senders) - {self.worker})
                 values |= {worker: unpack(one) for worker, one in arrived.items()}
             if payload is not None and payload.num_bytes:  # the caller may write weights, and others may read them
-                self.mailbox.wait_taken(run)
-            self.mailbox.end(run)
+                self.carrier.wait_taken(run + 1, self.stall_s, since=run)
+            self.carrier.end(run)
         return [values[worker] for worker in sorted(senders)] if self.worker in takers else None
 
     def barrier(self) -> None:
         """Return when every worker has called this and nobody needs anything of this one."""
         self.exchange("barrier", None)
         with self._telling_failures():
-            self.mailbox.drain()
+            self.carrier.wait_taken(None, self.stall_s)
 
     def chained(self) -> set[int]:
         """Return the stages whose forwards may write what later ones read."""

@@ -91,6 +91,8 @@ class Task(NamedTuple):
 
     entry: Entry
     name: str
+    #: under what others are told that it is finished
+    done: str
     shard: Shard
     handler: Handler
     #: of a forward: whether its saved tensors are managed here (split backward, offload), and whether it is recomputed

@@ -14,13 +14,9 @@ from ..dependency import PeerLost, PipeError, Stalled, WorkerFailure
 from .compute.device import DeviceBackend
 from .transport.call import Call
 from .transport.carrier import LEFT, Carrier, Delivered
-from .transport.outbox import Outbox
 from .transport.payload import Payload
 
 logger = logging.getLogger(__name__)
-
-#: suffix of the name of an action whose completion is pulled, without a payload
-DONE = " done"
 
 
 class Mailbox:
@@ -31,9 +27,9 @@ class Mailbox:
     """
 
     def __init__(self, carrier: Carrier, backend: DeviceBackend, stall_s: float) -> None:
-        self._carrier = carrier
+        self.carrier = carrier
         self._backend = backend
-        self._stall_s = stall_s
+        self.stall_s = stall_s
 
     def begin(self, call: Call, keeps: int = 1) -> int:
         """Start a run for `call` and return its number; all workers start the same runs in the same order.
@@ -44,60 +40,24 @@ class Mailbox:
         Raises:
             Disagreement: another worker has started something else under this number.
         """
-        run = self._carrier.begin(call)
-        self._carrier.wait_taken(run - keeps, self._stall_s)
+        run = self.carrier.begin(call)
+        self.carrier.wait_taken(run - keeps, self.stall_s)
         return run
-
-    def go_on(self, run: int) -> None:
-        """Note that the caller waits for `run`, the oldest that has begun; 0: it waits for none."""
-        self._carrier.calls.go_on(run)
-
-    def end(self, run: int) -> None:
-        """Note that `run` is over on this worker: all its actions are finished."""
-        self._carrier.end(run)
-
-    def abandon(self, run: int) -> None:
-        """Drop what is kept for others, and what still arrives, of `run`, which all workers give up."""
-        self._carrier.abandon(run)
-
-    @property
-    def outbox(self) -> Outbox:
-        """Payloads that other workers have not pulled yet."""
-        return self._carrier.outbox
-
-    def drain(self) -> None:
-        """Wait until other workers have pulled everything."""
-        self._carrier.wait_taken(None, self._stall_s)
-
-    def wait_taken(self, run: int) -> None:
-        """Wait until other workers have pulled everything of `run`: from then on its tensors may be written again."""
-        self._carrier.wait_taken(run + 1, self._stall_s, since=run)
 
     def pull(self, run: int, peer: int, names: Iterable[str], *, to_compute: bool = False) -> None:
         """Ask `peer` for all of `names`, ahead of need; what is not computed from is read on the CPU."""
         # Copies to a GPU are started by the receiving thread: the compute thread must not wait for them.
         enter = self._backend.enter if to_compute and not self._backend.in_step else None
-        self._carrier.pull(peer, run, names, enter)
+        self.carrier.pull(peer, run, names, enter)
 
     def publish(self, run: int, what: str, payload: Payload, others: Sequence[int]) -> None:
         """Let the workers `others` pull `payload` as soon as it has left the device."""
-        outbox, key = self._carrier.outbox, (run, what)
+        outbox, key = self.carrier.outbox, (run, what)
         if self._backend.in_step:
             outbox.offer(key, payload, others)
             return
         outbox.promise(key, others)
-        self._backend.leave(payload, lambda left: outbox.offer(key, left, others), self._carrier.fault)
-
-    def deliver_own(self, run: int, what: str, outcome: Payload | BaseException | None) -> None:
-        """Let an action of the copy thread arrive as finished, or fail the worker. May be called from any thread."""
-        if isinstance(outcome, BaseException):
-            self._carrier.fault(outcome)
-        else:
-            self._carrier.deliver((run, what), outcome)
-
-    def finished(self, run: int, what: str) -> None:
-        """Answer those who pulled the completion of `what`."""
-        self._carrier.outbox.finish((run, what + DONE))
+        self._backend.leave(payload, lambda left: outbox.offer(key, left, others), self.carrier.fault)
 
     def arrivals(self, runs: Container[int]) -> list[Delivered]:
         """Return what has arrived for `runs`, without waiting: payloads, or None for what is finished.
@@ -105,7 +65,7 @@ class Mailbox:
         Raises:
             PeerLost: a peer failed or is gone.
         """
-        found = self._carrier.poll(runs)
+        found = self.carrier.poll(runs)
         for peer, key, answer, _ in found:
             if answer is not None and not isinstance(answer, Payload):
                 self._raise(peer, key[0], answer)
@@ -124,21 +84,21 @@ class Mailbox:
             Disagreement: a peer has made another call, or has ended its script.
             Stalled: nothing arrived in time; `describe` names what was awaited.
         """
-        me, begin, told = self._carrier.worker, time.monotonic(), False
+        me, begin, told = self.carrier.worker, time.monotonic(), False
         while looked or not (found := self.arrivals(runs)):
             looked = False
-            left = begin + (self._stall_s if told else self._stall_s / 2) - time.monotonic()
-            if self._carrier.wait(max(left, 0)):
+            left = begin + (self.stall_s if told else self.stall_s / 2) - time.monotonic()
+            if self.carrier.wait(max(left, 0)):
                 continue
             if told:
-                waits = f"{describe()}, in {self._carrier.calls.named(runs)}"
-                silent = " and ".join(f"worker {peer}" for peer in self._carrier.post.silent())
+                waits = f"{describe()}, in {self.carrier.calls.named(runs)}"
+                silent = " and ".join(f"worker {peer}" for peer in self.carrier.post.silent())
                 why = f"; {silent} cannot be reached: its process, its host or the network hangs" if silent else ""
-                raise Stalled(f"worker {me}: nothing arrived for {self._stall_s:g} s, waiting for {waits}{why}")
+                raise Stalled(f"worker {me}: nothing arrived for {self.stall_s:g} s, waiting for {waits}{why}")
             told = True
             logger.warning(
                 "worker %d: nothing has arrived for %g s, waiting for %s, in %s; that fails after %g s",
-                me, self._stall_s / 2, describe(), self._carrier.calls.named(runs), self._stall_s,
+                me, self.stall_s / 2, describe(), self.carrier.calls.named(runs), self.stall_s,
             )  # fmt: skip
         return found
 
@@ -158,9 +118,9 @@ class Mailbox:
     def _raise(self, peer: int, run: int, answer: PipeError | str) -> NoReturn:
         if isinstance(answer, WorkerFailure):
             detail = f"worker {answer.worker} failed: {answer.summary}"
-            raise PeerLost(self._carrier.worker, peer, detail, answer)
+            raise PeerLost(self.carrier.worker, peer, detail, answer)
         if isinstance(answer, PipeError):
             raise answer
         if answer == LEFT:
-            raise self._carrier.calls.missed(peer, run)
-        raise PeerLost(self._carrier.worker, peer, answer)
+            raise self.carrier.calls.missed(peer, run)
+        raise PeerLost(self.carrier.worker, peer, answer)

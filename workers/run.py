@@ -40,7 +40,7 @@ class Stream:
 
     def __init__(self, worker: Context, batches: Iterator[StepInput], bound_for: Callable[[StepInput], Bound]) -> None:
         self._worker = worker
-        self._mailbox = worker.mailbox
+        self._mailbox, self._carrier = worker.mailbox, worker.mailbox.carrier
         self._batches = batches
         self._bound_for = bound_for
         self._ended = False
@@ -57,7 +57,7 @@ class Stream:
         """
         self._take_up()
         if self._steps:
-            self._mailbox.go_on(next(iter(self._steps)))
+            self._carrier.calls.go_on(next(iter(self._steps)))
         self._open_next()
         if not self._steps:
             return None
@@ -69,7 +69,7 @@ class Stream:
                 self._advance()
                 self._open_next()
         result = self._close(oldest)
-        self._mailbox.go_on(0)
+        self._carrier.calls.go_on(0)
         self._between_steps.begin(self._begun())
         return result
 
@@ -102,7 +102,7 @@ class Stream:
             shard.updating.refuse_thawed()
         run, (tasks, questions, arriving) = self._mailbox.begin(batch.call, most_open - 1), self._bound_for(batch)
         if not self._steps:
-            self._mailbox.go_on(run)
+            self._carrier.calls.go_on(run)
         self._worker.next_step += batch.train
         step = self._newest = self._steps[run] = Step(
             batch, state, tasks, arriving, self._take_arrivals, run, number, time.perf_counter_ns()
@@ -124,7 +124,7 @@ class Stream:
                 self._mailbox.pull(step.run, scatter.reader, [what])
             elif me == scatter.reader and takers:
                 # It has been read into memory: no device is waited for.
-                self._mailbox.outbox.offer((step.run, what), pack(scatter.lists[what]), takers)
+                self._carrier.outbox.offer((step.run, what), pack(scatter.lists[what]), takers)
 
     def _undoable(self, batch: StepInput) -> bool:
         """Tell whether a step that begins now may have to be undone, or rests while the caller acts."""
@@ -142,7 +142,7 @@ class Stream:
             shard.train(True)  # back to the modes that their owner gave them
             shard.abandon()
         for run in self._steps:
-            self._mailbox.abandon(run)
+            self._carrier.abandon(run)
         self._steps.clear()
         self._newest = None
         self._worker.next_step = self._worker.step
@@ -252,7 +252,7 @@ class Stream:
                 step.payloads[action] = payload
             if task.entry.consumers:
                 self._mailbox.publish(step.run, task.name, payload, task.entry.consumers)
-        self._mailbox.finished(step.run, task.name)
+        self._carrier.outbox.finish((step.run, task.done))
         step.state.finished(action)
 
     def _copy(self, step: Step, entry: Entry) -> None:
@@ -271,7 +271,7 @@ class Stream:
                 step.timestamps.append((entry.action, begin, self._worker.backend.timestamp()))
             except Exception as error:  # else nobody would hear of it, and the worker would wait
                 outcome = outcome if isinstance(outcome, BaseException) else error
-            self._mailbox.deliver_own(step.run, task.name, outcome)
+            self._carrier.deliver((step.run, task.name), outcome)
 
         _copier(self._worker.worker).submit(does).add_done_callback(copied)
 
@@ -280,7 +280,7 @@ class Stream:
         del self._steps[step.run]
         if not self._steps:
             self._newest = None
-        self._mailbox.end(step.run)
+        self._carrier.end(step.run)
         for shard, module_state in step.before.items():
             shard.recomputation.note_step(module_state)
         if step.batch.train:
@@ -350,7 +350,7 @@ class Stream:
                 step.batch.rows,
                 step.batch.tokens,
                 worker.backend.peak_bytes(),
-                len(worker.mailbox.outbox),
+                len(self._carrier.outbox),
                 len(step.batch.shares),
                 *step.batch.waited,
             )

@@ -11,7 +11,7 @@ from ..dependency import Action, B, ConfigError, F, G, Order, Part, R, S, W
 from .compute.shard import Shard
 from .compute.torch_internals import keep_donated_buffers
 from .handlers import Bound, Question, Task, handler_of
-from .mailbox import DONE
+from .transport.outbox import DONE
 
 
 def bound(part: Part, shards: dict[tuple[int, int], Shard]) -> Bound:
@@ -40,8 +40,8 @@ def tasks(part: Part, shards: dict[tuple[int, int], Shard]) -> dict[Action, Task
         place = part.shard(entry.action)
         if saves:
             keep_donated_buffers()
-        handler, is_last = handler_of(kind), stage == spec.last_stage
-        found[entry.action] = Task(entry, str(entry.action), shards[place], handler, saves, recomputes, is_last)
+        name, handler, is_last = str(entry.action), handler_of(kind), stage == spec.last_stage
+        found[entry.action] = Task(entry, name, name + DONE, shards[place], handler, saves, recomputes, is_last)
     within: dict[Action, list[Task]] = {}
     for backward, exchanged in part.exchanged_within():
         within.setdefault(backward, []).append(found[exchanged])

@@ -32,7 +32,7 @@ def test_what_is_pulled_arrives_once_it_is_published(mailboxes):
     second.pull(RUN, 0, ["0F0", "0F1 done"])
     assert second.arrivals((RUN,)) == []
     first.publish(RUN, "0F0", PAYLOAD, [1])
-    first.finished(RUN, "0F1")
+    first.carrier.outbox.finish((RUN, "0F1 done"))
     arrived, finished = second.arrivals((RUN,))
     assert arrived[:3] == (0, (RUN, "0F0"), PAYLOAD) and finished[:3] == (0, (RUN, "0F1 done"), None)
 
@@ -41,9 +41,9 @@ def test_who_is_runs_behind_still_learns_what_was_finished(mailboxes):
     """Varuna over RPC hung within 100 steps: workers that gave away their weights without waiting ran two runs
     ahead, and forgot what they had finished before the slower ones had asked for it."""
     first, second = mailboxes
-    first.finished(RUN, "0F1")
+    first.carrier.outbox.finish((RUN, "0F1 done"))
     for run in range(RUN, 4):
-        first.end(run)
+        first.carrier.end(run)
         first.begin(CALL)
     second.pull(RUN, 0, ["0F1 done"])
     assert [arrival.key for arrival in second.arrivals((RUN,))] == [(RUN, "0F1 done")]
@@ -62,7 +62,7 @@ def test_of_overlapping_runs_each_gets_its_own(mailboxes):
 
 def test_what_another_thread_of_the_worker_has_done_arrives_too(mailboxes):
     first, _ = mailboxes
-    first.deliver_own(RUN, "0F3", None)
+    first.carrier.deliver((RUN, "0F3"), None)
     assert [a[:3] for a in first.next_arrivals((RUN,), str)] == [(0, (RUN, "0F3"), None)]
 
 
@@ -71,10 +71,10 @@ def test_of_an_abandoned_run_nothing_is_kept_and_nothing_comes(mailboxes):
     second.pull(RUN, 0, ["0F0"])
     first.publish(RUN, "0F0", PAYLOAD, [1])
     first.publish(RUN, "0F1", PAYLOAD, [1])
-    first.abandon(RUN)
+    first.carrier.abandon(RUN)
     second.pull(RUN, 0, ["0F1"])
-    second.abandon(RUN)
-    assert len(first.outbox) == 0 and second.arrivals((RUN + 1,)) == []
+    second.carrier.abandon(RUN)
+    assert len(first.carrier.outbox) == 0 and second.arrivals((RUN + 1,)) == []
 
 
 def test_a_run_may_be_abandoned_while_a_thread_that_copies_delivers(mailboxes):
@@ -84,14 +84,14 @@ def test_a_run_may_be_abandoned_while_a_thread_that_copies_delivers(mailboxes):
 
     def deliver():
         for m in itertools.takewhile(lambda _: not ends.is_set(), itertools.count()):
-            first.deliver_own(RUN, f"0F{m}", None)
+            first.carrier.deliver((RUN, f"0F{m}"), None)
 
     thread = threading.Thread(target=deliver)
     sys.setswitchinterval(1e-6)
     try:
         thread.start()
         for _ in range(100):
-            first.abandon(RUN + 1)
+            first.carrier.abandon(RUN + 1)
             assert all(arrival.peer == 0 for arrival in first.arrivals((RUN,)))
     finally:
         ends.set()
@@ -108,7 +108,7 @@ def test_what_nobody_takes_is_named(mailboxes):
     first, _ = mailboxes
     first.publish(RUN, "0F0", PAYLOAD, [1])
     with pytest.raises(PipeError, match=r"not taken from the outbox after 0\.05 s: 0F0 by \[1\]"):
-        first.drain()
+        first.carrier.wait_taken(None, first.stall_s)
 
 
 def test_a_peer_that_failed_is_named_with_its_cause():
@@ -125,7 +125,7 @@ def test_a_peer_that_failed_is_named_with_its_cause():
 
 def test_a_thread_beside_the_compute_thread_fails_the_worker_with_its_own_error(mailboxes):
     first, _ = mailboxes
-    threading.Timer(0.01, first.deliver_own, (RUN, "0F0", ArithmeticError("in the copy"))).start()
+    threading.Timer(0.01, first.carrier.deliver, ((RUN, "0F0"), ArithmeticError("in the copy"))).start()
     with pytest.raises(ArithmeticError, match="in the copy"):
         first.next_arrivals((RUN,), str)
 

@@ -267,8 +267,11 @@ class Carrier:
 
     # --- for any thread
 
-    def deliver(self, key: Key, answer: Answer) -> None:
-        """Let something of this worker's own arrive."""
+    def deliver(self, key: Key, answer: Answer | BaseException) -> None:
+        """Let something of this worker's own arrive, or fail it."""
+        if isinstance(answer, BaseException):
+            self.fault(answer)
+            return
         self._open[self.worker, key] = None
         self.arrive(self.worker, key, answer, time.perf_counter_ns())
 

@@ -15,6 +15,8 @@ from .payload import Payload
 
 #: (run, what): unique for the life of a worker
 Key = tuple[int, str]
+#: suffix of the name of an action whose being finished is pulled, without a payload
+DONE = " done"
 #: a payload, or None for an action whose being finished is all that counts
 Answer = Payload | None
 

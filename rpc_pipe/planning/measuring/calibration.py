@@ -169,7 +169,7 @@ def _ping(actor: WorkerActor) -> list[tuple[tuple[int, int], tuple[float, float]
                 latency = max(0.001, small / 2)
                 link = latency, _LARGE / max(1e-3, large / 2 - latency)
                 found += [((a, b), link), ((b, a), link)]
-        actor.mailbox.end(run)
+        actor.carrier.end(run)
     return found
 
 
@@ -220,7 +220,7 @@ def _lost(actor: WorkerActor, size: int, count: int) -> float:
             actor.mailbox.publish(run, f"{me} {number}", payload, [after])
         while left:
             left -= moving.go_on(actor, run)
-        actor.mailbox.end(run)
+        actor.carrier.end(run)
         took = moving.took()
         lost.append(max(0.0, min(took[clock] - moving.done * usual[clock] / alone.done for clock in (0, 1))))
     return median(lost) / (size * count)
