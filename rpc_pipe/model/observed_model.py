@@ -159,6 +159,19 @@ class ObservedModel:
         """Return the parameters that several stages hold, with these stages. Their gradients must be summed."""
         return {name: stages for name, stages in self.holders(cut).items() if len(stages) > 1}
 
+    def uses(self, cut: Sequence[range]) -> dict[tuple[int, int], int]:
+        """Return which stage runs a function around the blocks, of those that take parameters.
+
+        By place: (calls of blocks before, number of the function since the last of them, from 1).
+        """
+        found, before = {}, 0
+        for event, stage in zip(self._observation.events, self._assigned(cut).stage_of, strict=True):
+            if event.is_block:
+                before = event.index + 1
+            elif stage is not None and event.params:
+                found[event.position, event.index + 1 - before] = stage
+        return found
+
     def build(
         self,
         stage: int,

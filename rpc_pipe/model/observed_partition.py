@@ -74,6 +74,8 @@ class ObservedPartition:
         self.ranges: list[range] = []
         #: parameters that several stages hold -> those stages
         self.shared: dict[str, list[int]] = {}
+        #: (calls of blocks before, number of the function since then) -> stage, of functions that take parameters
+        self.uses: dict[tuple[int, int], int] = {}
         #: path of each call's block; "" for the model itself
         self.block_names: list[str] = []
         self._stage_of: dict[str, int] = {}
@@ -99,7 +101,7 @@ class ObservedPartition:
         if trained and self.loss_is_inside:
             loss_of_output(observed.output)
         self._refuse_loss_of_attributes(observed)
-        self.shared = observed.shared(self.ranges)
+        self.shared, self.uses = observed.shared(self.ranges), observed.uses(self.ranges)
         self.block_names = [block.path for block in observed.blocks]
         self._stage_of = {name: stages[0] for name, stages in observed.holders(self.ranges).items()}
 

@@ -87,6 +87,8 @@ class LayerPartition:
         #: parameters that several stages hold -> those stages
         self.shared = self._ties.shared
         self.block_names = [str(layer) for layer in range(self.num_layers)]
+        #: none: all parameters are inside layers
+        self.uses: dict[tuple[int, int], int] = {}
         self._holders = shared_holders(layers, self.ranges, loss_fn) if is_list else [[]] * num_stages
 
     def slice(self, stage: int, randomness: Randomness, route: int = 0) -> Slice:

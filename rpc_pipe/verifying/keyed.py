@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ from ..model.observe.placeholder import draws_at_random
 from ..model.observe.skeleton import MARK, is_mark
 from ..workers.compute.randomness import python_too
 from ..workers.compute.torch_internals import OperatorMode, is_current, without_torch_function
+from .shares import Shares
 
 
 class Keyed(TorchFunctionMode):
@@ -21,15 +23,17 @@ class Keyed(TorchFunctionMode):
     Args:
         blocks: names of the blocks; what is inside one is one place.
         seed: called with the place before numbers are drawn; number 0 is the block.
+        shares: the parameters that several stages use.
     """
 
-    def __init__(self, model: nn.Module, blocks: Sequence[str], seed: Callable[[int, int], None]) -> None:
+    def __init__(
+        self, model: nn.Module, blocks: Sequence[str], seed: Callable[[int, int], None], shares: Shares | None = None
+    ) -> None:
         super().__init__()
-        self._seed = seed
+        self._seed, self._shares = seed, shares
         self._marked = MARK in blocks
-        names = [name for name in dict.fromkeys(blocks) if name != MARK]
-        self._blocks = [model if not name else model.get_submodule(name) for name in names]
-        self._position = self._number = 0
+        self._blocks = list(dict.fromkeys(model.get_submodule(name) for name in blocks if name != MARK))
+        self._position = self._number = self._called = 0
         self._inside = False
         self._wrapped: list[tuple[nn.Module, Any]] = []
 
@@ -61,7 +65,8 @@ class Keyed(TorchFunctionMode):
         if own:  # under a mode torch leaves its fast paths: attention in evaluation has other bits
             super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
         try:
-            result = forward(*args, **kwargs)
+            with nullcontext() if self._shares is None else self._shares.within(self._position):
+                result = forward(*args, **kwargs)
         finally:
             self._inside = False
             if own:
@@ -70,7 +75,7 @@ class Keyed(TorchFunctionMode):
         return result
 
     def _advance(self) -> None:
-        self._position, self._number = self._position + 1, 0
+        self._position, self._number, self._called = self._position + 1, 0, 0
         with without_torch_function():
             self._begin()
 
@@ -79,6 +84,9 @@ class Keyed(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         if self._marked and is_mark(func):
             return self._advance()
+        self._called += 1
+        if self._shares is not None:
+            args, kwargs = self._shares.given(self._position, self._called, (args, kwargs))
         self._seed(self._position, self._number + 1)
         with _Draws() as draws:
             result = func(*args, **(kwargs or {}))

@@ -22,7 +22,7 @@ from ..workers.transport.payload import Tree
 from .built_in import built_in
 from .by_slices import Floats, Held
 from .options import BUILT_IN, VerifyOptions
-from .reference import Reference, Replica, give
+from .reference import Reference, Replica, give, state_of
 from .verdict import Compared, summed_by_slices, summed_by_stages, tell
 
 _built_in_optimizer = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
@@ -132,14 +132,8 @@ def _whole(made: UserModel, options: VerifyOptions) -> nn.Module:
 
 def _optimizer_state(actor: WorkerActor) -> dict[str, Tensor]:
     """Return the tensors of optimizers on the first route, or of owners, by parameter and key."""
-    return {
-        f"{name} {key}": value
-        for (_, route), shard in actor.shards.items()
-        if (route == 0 or shard.updating.owned is not None) and shard.optimizer is not None
-        for name, parameter in shard.named_parameters()
-        for key, value in shard.optimizer.state.get(parameter, {}).items()
-        if isinstance(value, Tensor)
-    }
+    shards = (s for (_, route), s in actor.shards.items() if route == 0 or s.updating.owned is not None)
+    return state_of((shard.optimizer, shard.named_parameters()) for shard in shards)
 
 
 def _routes(actor: WorkerActor) -> list[tuple[int, dict[str, Tensor]]]:

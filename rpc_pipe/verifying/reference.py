@@ -1,7 +1,8 @@
 """What a schedule trains, computed by plain PyTorch in one process: the reference of `rpc-pipe verify`.
 
 A microbatch is a call of the whole model, of the loss function and of `backward`; gradients are added up in the order
-of the schedule. Where forwards overtake updates, a microbatch uses the versions of weights that are declared for it.
+of the schedule, of a parameter that several stages use stage by stage. Where forwards overtake updates, a microbatch
+uses the versions of weights that are declared for it.
 No worker, no stash and no timing: versions are copies in a dictionary, one microbatch follows the other.
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -29,8 +30,10 @@ from ..workers.compute.shard import LossFn
 from ..workers.compute.stash import Holding, places_of
 from ..workers.transport.payload import Tree
 from .keyed import Keyed
+from .shares import Shares
 
-Grads = list[Tensor | None]
+#: by parameter, the gradients of the stages that use it
+Grads = list[list[Tensor | None]]
 
 
 class _Stage:
@@ -59,16 +62,6 @@ class _Stage:
         pairs = zip(self.versions[version], self.own, strict=True)
         return [tensor.detach().requires_grad_(parameter.requires_grad) for tensor, parameter in pairs]
 
-    def state(self) -> dict[str, Tensor]:
-        """Return the tensors of the optimizer: of momentum, they show the gradients of all steps."""
-        kept = self.optimizer.state if self.optimizer is not None else {}
-        return {
-            f"{name} {key}": value
-            for name, p in self.named
-            for key, value in kept.get(p, {}).items()
-            if isinstance(value, Tensor)
-        }
-
 
 @dataclass
 class Replica:
@@ -77,6 +70,7 @@ class Replica:
     module: nn.Module
     loss_fn: LossFn
     stages: list[_Stage] = field(default_factory=list)
+    shares: Shares = field(init=False)
 
 
 @dataclass
@@ -129,12 +123,12 @@ class Reference:
             modules = list(replica.module.modules())
             defer(modules if deferred_batch_norm else ())
             self._statistics.append(Statistics(modules))
+            replica.shares = Shares(replica.module, cut)
             replica.stages = [_Stage(replica.module, own, optimizer, lr_scheduler) for own in names]
         #: of each stage, what routes are pulled to
         self.pulled_to = [{name: p.detach().clone() for name, p in stage.named} for stage in self.replicas[0].stages]
         #: norms of the gradients before clipping, by step, where a step has one
         self.norms: list[float] = []
-        self._orders: dict[int, list[list[list[int]]]] = {}
         #: (stage, first microbatch of an update) -> microbatch -> gradients that the update will take
         self._given: dict[tuple[int, int], dict[int, Grads]] = {}
         self.num_steps = 0
@@ -143,6 +137,8 @@ class Reference:
         """Train on one batch after the other and yield the loss of each; a call is one stream."""
         spec, begin = None, 0
         for batch in batches:
+            # Whole, as the model may change it: kernels go by where in memory a microbatch begins.
+            batch = mapped(batch, partial(Tensor.to, device=self._randomness.device, copy=True))
             pieces = Microbatches.of(batch, None, self._spec.num_microbatches, 1, pair=self._cut.pair)
             count = len(pieces.inputs)
             if not self.num_steps and self._cut.pair is not None:  # the pipeline has observed one, too
@@ -172,33 +168,33 @@ class Reference:
 
     def optimizer_state(self) -> dict[str, Tensor]:
         """Return the tensors of the first route's optimizers, by parameter and key."""
-        return {name: tensor for stage in self.replicas[0].stages for name, tensor in stage.state().items()}
+        return state_of((stage.optimizer, stage.named) for stage in self.replicas[0].stages)
 
     def _settle(self, pieces: Microbatches) -> None:
         """Run a forward that counts for nothing: some models change themselves for good in their first one."""
         for replica in self.replicas:
             before = ModuleState(list(replica.module.modules()))
             with preserved(self._randomness.device), torch.no_grad():
-                self._loss(replica, 0, pieces.inputs[0], pieces.targets[0])
+                self._loss(replica, 0, *mapped((pieces.inputs[0], pieces.targets[0]), torch.clone))
                 before.put_back()
 
     def _loss(self, replica: Replica, m: int, inputs: Any, target: Any) -> Any:
         args, kwargs = inputs if self._cut.pair is not None else ((inputs,), {})
-        device = self._randomness.device
-        args, kwargs = mapped((tuple(args), kwargs), lambda t: t.to(device, copy=True))  # which the model may change
-        target = mapped(target, lambda tensor: tensor.to(device, copy=True))
-        with Keyed(replica.module, self._cut.block_names, partial(self._randomness.seed_forward, self.num_steps, m)):
+        seed = partial(self._randomness.seed_forward, self.num_steps, m)
+        with Keyed(replica.module, self._cut.block_names, seed, replica.shares):
             output = replica.module(*args, **kwargs)
         return replica.loss_fn(output, target)
 
     def _forth_and_back(self, spec: Spec, step: _Step, m: int) -> list[Grads]:
         """Run one microbatch and return the gradients by stage; `m` is counted through the stream."""
         replica, at = self.replicas[spec.route(m)], m - step.begin
-        used: list[list[Tensor]] = [[*stage.own] for stage in replica.stages]
+        replica.shares.renew()
+        used = [[replica.shares.of(parameter) for parameter in stage.own] for stage in replica.stages]
         with ExitStack() as stack:  # backward too, as a checkpoint computes again
             if not spec.synchronous:
-                used = [stage.leaves(spec.version(s, m)) for s, stage in enumerate(replica.stages)]
-                for stage, leaves in zip(replica.stages, used, strict=True):
+                versions = [stage.leaves(spec.version(s, m)) for s, stage in enumerate(replica.stages)]
+                used = [[[leaf] for leaf in leaves] for leaves in versions]
+                for stage, leaves in zip(replica.stages, versions, strict=True):
                     stack.enter_context(Holding(stage.places, leaves, stage.own))
             loss = self._loss(replica, m, step.pieces.inputs[at], step.pieces.targets[at])
             step.summed = isinstance(loss, tuple)
@@ -209,9 +205,9 @@ class Reference:
             elif not step.is_one:  # such an update knows its rows, not its weight
                 total = total * step.scales[at] / (weight or 1)
             total.backward()
-        grads: list[Grads] = [[tensor.grad for tensor in of_stage] for of_stage in used]
-        for tensor in (tensor for of_stage in used for tensor in of_stage):
-            tensor.grad = None
+        grads = [[[leaf.grad for leaf in leaves] for leaves in of_stage] for of_stage in used]
+        for leaf in (leaf for of_stage in used for leaves in of_stage for leaf in leaves):
+            leaf.grad = None
         return grads
 
     def _step(self, spec: Spec, step: _Step) -> None:
@@ -230,7 +226,7 @@ class Reference:
                 of_update[m] = grads
                 if len(of_update) == len(takes):
                     ready.append(number)
-                    self._take(step, self._summing(spec)[number], number, routes, self._given.pop((number, takes[0])))
+                    self._take(spec, step, number, routes, self._given.pop((number, takes[0])))
             for route in routes:
                 stages = [self.replicas[route].stages[number] for number in ready]
                 for some in [stages] if step.is_one else [[stage] for stage in stages]:
@@ -252,14 +248,15 @@ class Reference:
         for each in self._statistics:
             each.commit()
 
-    def _take(
-        self, step: _Step, summing: Sequence[Sequence[int]], number: int, routes: Sequence[int], grads: dict[int, Grads]
-    ) -> None:
-        """Give a stage's parameters on some routes the sum of an update's gradients, in the order of the schedule."""
-        orders = [[step.begin + i for i in order if step.begin + i in grads] for order in summing]
+    def _take(self, spec: Spec, step: _Step, number: int, routes: Sequence[int], grads: dict[int, Grads]) -> None:
+        """Give a stage's parameters on some routes the sum of an update's gradients: over microbatches in the order of
+        the schedule, then over routes, then over the stages that use a parameter."""
+        of_step = summing_orders(spec)
+        orders = [[[step.begin + i for i in order if step.begin + i in grads] for order in each] for each in of_step]
         weight = step.weight(grads) if step.is_one else 1.0
-        for n in range(len(self.replicas[0].stages[number].own)):
-            total = add_up(add_up(grads[m][n] for m in order) for order in orders)
+        for n, (name, _) in enumerate(self.replicas[0].stages[number].named):
+            stages = enumerate(self._cut.shared.get(name, [number]))
+            total = add_up(add_up(grads[m][n][i] for m in order) for i, stage in stages for order in orders[stage])
             if total is not None and weight != 1:
                 total = total.div_(weight)
             for route in routes:
@@ -290,22 +287,18 @@ class Reference:
         if not self._spec.synchronous:
             stage.note()
 
-    def _summing(self, spec: Spec) -> list[list[list[int]]]:
-        count = spec.num_microbatches
-        if count not in self._orders:
-            self._orders[count] = summing_orders(spec)
-        return self._orders[count]
-
 
 def add_up(parts: Iterable[Tensor | None]) -> Tensor | None:
     """Add up in the order given."""
     total = None
     for part in parts:
         if part is not None:
-            total = part if total is None else total + part
+            swapped = total is not None and total.is_sparse and not part.is_sparse  # of which torch has no sum
+            total = part if total is None else part + total if swapped else total + part
     return total
 
 
+@lru_cache(maxsize=16)
 def summing_orders(spec: Spec) -> list[list[list[int]]]:
     """Return, by stage and route, the microbatches in the order in which the schedule adds up their gradients."""
     orders: list[list[list[int]]] = [[[] for _ in range(spec.num_routes)] for _ in range(spec.num_stages)]
@@ -314,6 +307,17 @@ def summing_orders(spec: Spec) -> list[list[list[int]]]:
             if action.kind.accumulates:
                 orders[action.stage][spec.route(action.microbatch)].append(action.microbatch)
     return orders
+
+
+def state_of(optimizers: Iterable[tuple[Optimizer | None, Iterable[tuple[str, nn.Parameter]]]]) -> dict[str, Tensor]:
+    """Return the tensors of optimizers by parameter and key: of momentum, they show the gradients of all steps."""
+    return {
+        f"{name} {key}": value
+        for optimizer, named in optimizers
+        for name, parameter in named
+        for key, value in (optimizer.state.get(parameter, {}) if optimizer is not None else {}).items()
+        if isinstance(value, Tensor)
+    }
 
 
 @torch.no_grad()
