@@ -15,11 +15,11 @@ ROOT = Path(__file__).parent.parent
 MAY_IMPORT = {
     "dependency": "",
     "schedules": "dependency",
-    # what a user's files, the end of a process and the collection of garbage ask for
+    # what a user's files, the end of a process, its allocator and the collection of garbage ask for
     "system": "dependency",
     "workers/transport": "dependency",
     "workers/compute": "workers/transport dependency",
-    "workers": "workers/compute workers/transport dependency",
+    "workers": "system workers/compute workers/transport dependency",
     # a model that is no list of layers: one run on shapes is observed, its events are assigned to stages, and each
     # stage replays its part; batches are split into microbatches
     "model/observe": "system workers/compute dependency",
@@ -39,7 +39,7 @@ MAY_IMPORT = {
     # batches of data larger than memory; training does not need it, who makes batches may
     "data": "system model/batches workers/compute workers/transport dependency",
     # times of this model on this machine, for the planner
-    "planning/measuring": "pipeline launching tracing planning model model/batches workers workers/compute "
+    "planning/measuring": "system pipeline launching tracing planning model model/batches workers workers/compute "
     "workers/transport dependency",
     "demo": "data pipeline launching dependency",
     "verifying": "demo pipeline launching planning model model/batches model/observe workers workers/compute "

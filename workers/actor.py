@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.modules import module
 
 from ..dependency import Action, Disagreement, NotFinite, Part, PeerLost, PipeError, Stalled, WorkerFailure
-from .compute.allocator import keep_freed_memory
+from ..system.allocator import keep_freed_memory
 from .compute.device import DeviceBackend
 from .compute.module_state import may_count
 from .compute.result import Result

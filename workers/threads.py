@@ -21,8 +21,8 @@ from typing import Any, TypeVar
 import torch
 
 from ..dependency import PeerLost, PipeError, Stalled
+from ..system.allocator import keep_freed_memory
 from .actor import WorkerActor
-from .compute.allocator import keep_freed_memory
 from .compute.autocast import casting, enabled
 from .transport.local import local_carriers
 

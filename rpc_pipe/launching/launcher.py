@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..dependency import ConfigError
+from ..system import allocator
 from ..tracing import run_folders
 from ..tracing.boards import RunBoards
 from ..tracing.run_folders import RUN_FAILED, RUN_STOPPED, Ending, tell_end
@@ -176,6 +177,7 @@ class Launcher:
     def _environment(self, folder: Path, boards: RunBoards | None) -> dict[str, str]:
         return {
             **os.environ,
+            **allocator.variables(os.environ),
             **_meeting(self._how, folder),
             link.FOLDER: str(folder),
             "WORLD_SIZE": str(self._num_workers),

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from ...dependency import B, ConfigError, F, G, I, Kind, PipeError, R, U, W
 from ...model.partition import LayerLike
 from ...model.user_model import UserModel, load_user_model, resize_batch, rows_of
-from ...workers.compute.allocator import keep_freed_memory
+from ...system.allocator import keep_freed_memory
 from ...workers.compute.sequence import state_dropped
 from ...workers.compute.updating import OptimizerFactory
 from ...workers.transport.payload import Tree, map_tensors, tensors_of
