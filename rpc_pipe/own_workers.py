@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .launching.job import Job
 from .workers.actor import WorkerActor
-from .workers.compute.device import backend_for, usual_device
+from .workers.compute.backends import backend_for, usual_device
 from .workers.transport.carrier import Carrier
 from .workers.transport.local import local_carriers
 

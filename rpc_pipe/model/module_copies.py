@@ -211,26 +211,13 @@ def _structure(module: nn.Module) -> dict[str, Any]:
 
 def _parts(module: nn.Module) -> dict[str, Any]:
     """Return the part of `_structure` that is of parameters and members."""
-    held = module.__dict__
-    return {
-        "a parameter of a {} was exchanged for another object, registered or removed": _ids(held["_parameters"]),
-        "a module in a {} was exchanged, added or removed": _ids(held["_modules"]),
-    }
+    parts = [id(each) for held in (module._parameters, module._modules) for each in held.values()]
+    return {"a parameter or module of a {} was exchanged, registered or removed": parts}
 
 
 def unnamed_parts(module: nn.Module) -> dict[str, Any]:
-    """Return parameters and members of a module of a list, which may get other names."""
-    held = module.__dict__
-    return {
-        "a parameter or a module in a {} was exchanged or registered": {
-            *_ids(held["_parameters"]),
-            *_ids(held["_modules"]),
-        }
-    }
-
-
-def _ids(held: dict[str, Any]) -> list[int]:
-    return list(map(id, held.values()))
+    """Return the same of a module of a list, whose parameters may get other names, as when they are pruned."""
+    return {what: set(parts) for what, parts in _parts(module).items()}
 
 
 def _changed(what: str, kind: str) -> ModelError:

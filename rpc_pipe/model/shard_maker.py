@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,7 @@ from torch import nn
 
 from ..dependency import NO_REDUCTIONS, ModelError, Spec
 from ..workers.compute.batch_norm import Statistics, defer
+from ..workers.compute.by_hand import fingerprint
 from ..workers.compute.digest import digest
 from ..workers.compute.randomness import Randomness
 from ..workers.compute.shard import LossFn, Shard
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 
 #: so many calls of a loss function are looked at
 _LOOKS = 2
-_NUMBERS = (int, float)
 #: every kind of model that a pipeline takes
 Model = Layered | nn.Module | Callable[[], nn.Module]
 
@@ -169,53 +169,25 @@ class ShardMaker:
 
 
 def _unchanging(loss_fn: LossFn) -> LossFn:
-    """Return a loss function that is refused where it counts or averages: several workers have it."""
-
-    num_seen = 0
+    """Return a loss function that is refused where it counts or averages, as DINO's does: several workers have it."""
+    owner = getattr(loss_fn, "__self__", loss_fn)
+    parts: list[Any] = [*owner.modules()] if isinstance(owner, nn.Module) else [owner] * hasattr(owner, "__dict__")
+    looks = iter(range(_LOOKS))
 
     def unchanged(output: Any, target: Any) -> Any:
-        nonlocal num_seen
-        num_seen += 1
-        if num_seen > _LOOKS:
+        if next(looks, None) is None:
             return loss_fn(output, target)
-        before = _state(loss_fn)
+        before = list(map(fingerprint, parts))
         found = loss_fn(output, target)
-        if any(map(_differs, before, _state(loss_fn))):
-            name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
+        if list(map(fingerprint, parts)) != before:
             raise ModelError(
-                f"loss_fn {name} changes what it holds (a buffer, an attribute, a counter), and each replica of "
-                "the last stage sees a part of the microbatches: take a schedule without replicas, such as 1f1b"
+                f"loss_fn {type(owner).__name__} changes what it holds (a buffer, an attribute, a counter), and each "
+                "replica of the last stage sees a part of the microbatches: take a schedule without replicas, such as "
+                "1f1b"
             )
         return found
 
     return unchanged
-
-
-def _state(loss_fn: Any) -> list[Any]:
-    """Return the numbers that a loss function holds: a module, a method, an object, or a function with a closure."""
-    owner = getattr(loss_fn, "__self__", loss_fn)
-    parts = owner.modules() if isinstance(owner, nn.Module) else (owner, loss_fn)
-    held = [value for part in parts for value in getattr(part, "__dict__", {}).values()]
-    for cell in getattr(loss_fn, "__closure__", None) or ():
-        with suppress(ValueError):  # empty
-            held.append(cell.cell_contents)
-    return list(map(_numbers, held))
-
-
-def _numbers(value: Any) -> Any:
-    """Return what tells whether a number has changed, also inside of a list or dict."""
-    if isinstance(value, torch.Tensor):
-        return id(value), value._version
-    if isinstance(value, (list, dict)):
-        return [_numbers(each) for each in (value.values() if isinstance(value, dict) else value) if each is not value]
-    return value if isinstance(value, (*_NUMBERS, str)) else None
-
-
-def _differs(before: Any, now: Any) -> bool:
-    """Tell whether a number has changed; what grows, as a log does, is read by nobody."""
-    if isinstance(now, list) and isinstance(before, list):
-        return len(now) == len(before) and any(map(_differs, before, now))
-    return bool(now != before)
 
 
 def refuse_sums(loss_fn: object, name: str) -> None:

@@ -7,7 +7,7 @@ import torch
 
 from rpc_pipe.dependency import Disagreement
 from rpc_pipe.workers.actor import WorkerActor
-from rpc_pipe.workers.compute.device import CpuBackend
+from rpc_pipe.workers.compute.device import DeviceBackend
 from rpc_pipe.workers.compute.digest import describe, digest
 from rpc_pipe.workers.transport.call import Call, Calls, difference
 from rpc_pipe.workers.transport.local import local_carriers
@@ -68,7 +68,7 @@ def test_a_question_that_belongs_to_another_call_is_answered_by_the_difference(o
 
 def test_a_worker_that_waits_to_be_relieved_of_its_payloads_hears_of_a_difference():
     """Read, not met: who called `state_dict` alone would have waited for five minutes for worker 0 to take it."""
-    first, second = (WorkerActor(carrier, CpuBackend(), {}) for carrier in local_carriers(2))
+    first, second = (WorkerActor(carrier, DeviceBackend(), {}) for carrier in local_carriers(2))
     raised = []
 
     def alone():

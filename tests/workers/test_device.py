@@ -16,9 +16,10 @@ from rpc_pipe.dependency import PipeError, WorkerFailure
 from rpc_pipe.launching.job import current_job
 from rpc_pipe.schedules import SCHEDULES
 from rpc_pipe.workers import threads
-from rpc_pipe.workers.compute import cuda_device, device, randomness
+from rpc_pipe.workers.compute import backends as choice
+from rpc_pipe.workers.compute import cuda_device, randomness
+from rpc_pipe.workers.compute.backends import usual_device
 from rpc_pipe.workers.compute.cuda_device import CudaBackend
-from rpc_pipe.workers.compute.device import usual_device
 from rpc_pipe.workers.transport.payload import pack, unpack
 
 
@@ -302,10 +303,10 @@ def two_gpus(monkeypatch):
 
 
 def test_each_worker_of_a_host_has_a_gpu_of_its_own(two_gpus, caplog):
-    found = [device.backend_for("cuda", place).device for place in range(2)]
+    found = [choice.backend_for("cuda", place).device for place in range(2)]
     assert [str(each) for each in found] == ["cuda:0", "cuda:1"] and not caplog.records
-    assert str(device.backend_for("cuda:1", 0).device) == "cuda:1"
-    assert str(device.backend_for("cuda", 2).device) == "cuda:0"
+    assert str(choice.backend_for("cuda:1", 0).device) == "cuda:1"
+    assert str(choice.backend_for("cuda", 2).device) == "cuda:0"
     assert "this host has 2 GPUs, so worker 2 of it shares cuda:0" in caplog.text
 
 

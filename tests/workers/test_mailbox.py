@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rpc_pipe.dependency import PeerLost, PipeError, Stalled, WorkerFailure
-from rpc_pipe.workers.compute.device import CpuBackend
+from rpc_pipe.workers.compute.device import DeviceBackend
 from rpc_pipe.workers.mailbox import Mailbox
 from rpc_pipe.workers.transport.call import Call
 from rpc_pipe.workers.transport.local import local_carriers
@@ -21,7 +21,7 @@ CALL = Call(0, "step 0")
 
 @pytest.fixture
 def mailboxes():
-    both = [Mailbox(carrier, CpuBackend(), stall_s=0.05) for carrier in local_carriers(2)]
+    both = [Mailbox(carrier, DeviceBackend(), stall_s=0.05) for carrier in local_carriers(2)]
     for mailbox in both:
         assert mailbox.begin(CALL) == RUN
     return both
@@ -115,7 +115,7 @@ def test_a_peer_that_failed_is_named_with_its_cause():
     carriers = local_carriers(2)
     failure = WorkerFailure(0, "0F0", 1, "ValueError: no", "trace")
     carriers[0].fail(failure)
-    mailbox = Mailbox(carriers[1], CpuBackend(), stall_s=1)
+    mailbox = Mailbox(carriers[1], DeviceBackend(), stall_s=1)
     mailbox.begin(CALL)
     mailbox.pull(RUN, 0, ["0F0"])
     with pytest.raises(PeerLost, match="worker 1 lost worker 0: worker 0 failed: ValueError: no") as raised:
@@ -132,14 +132,14 @@ def test_a_thread_beside_the_compute_thread_fails_the_worker_with_its_own_error(
 
 @pytest.mark.parametrize("in_step", [True, False])
 def test_a_payload_for_a_device_is_on_its_way_there_before_it_is_read(in_step):
-    class Far(CpuBackend):
+    class Far(DeviceBackend):
         def enter(self, payload):
             return Payload(payload.tensors, "entered")
 
     backend = Far()
     backend.in_step = in_step
     carriers = local_carriers(2)
-    first, second = Mailbox(carriers[0], CpuBackend(), 1), Mailbox(carriers[1], backend, 1)
+    first, second = Mailbox(carriers[0], DeviceBackend(), 1), Mailbox(carriers[1], backend, 1)
     second.begin(CALL)
     second.pull(RUN, 0, ["0F0"], to_compute=True)
     second.pull(RUN, 0, ["result"])

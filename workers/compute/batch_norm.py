@@ -93,7 +93,7 @@ class Statistics:
 
     def hold(self) -> None:
         """Keep the sums of a complete step for a later update."""
-        self._held = [(tensor, tensor.clone()) for _, sums in self.sums() for tensor in sums.values()]
+        self._held = [(tensor, tensor.clone()) for tensor in self.named(summed=True).values()]
 
     def restore(self) -> None:
         """Set the sums to those of complete steps."""

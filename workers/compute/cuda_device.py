@@ -16,6 +16,7 @@ from torch import Tensor
 from ...dependency import PipeError
 from ..transport.payload import Payload, Tree, map_tensors, parts_of
 from ..transport.strides import fold, is_dense, is_sparing, spread
+from .device import DeviceBackend
 
 
 class Cuda:
@@ -108,7 +109,7 @@ def _spread(copy: Tensor, look: _Look) -> Tensor:
     return spread(copy.conj(), *look).conj() if copy.is_conj() else spread(copy, *look)
 
 
-class CudaBackend:
+class CudaBackend(DeviceBackend):
     """Pinned buffers and side streams; see asks R13 to R15 of TensorPipe's users (pytorch#100784, #44169)."""
 
     in_step = False

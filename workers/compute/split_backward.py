@@ -20,7 +20,7 @@ those of all weights where forward has registered hooks, which a node that runs 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -101,17 +101,10 @@ class Saved:
                     handle.tensor = None
             self._handles = list(kept)
 
-    def num_bytes(self, without: Iterable[int] = ()) -> int:
-        """Return the bytes of what is held, each storage once, but for storages at the addresses `without`."""
+    def num_bytes(self, without: Collection[int] = ()) -> dict[int, int]:
+        """Return the bytes of what is held by the addresses of storages, but for those `without`."""
         storages = [handle.tensor.untyped_storage() for handle in self._handles if handle.tensor is not None]
-        sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
-        return sum(size for address, size in sizes.items() if address not in without)
-
-    def num_bytes_at(self, addresses: Iterable[int]) -> int:
-        """Return the bytes of what is held that is stored at one of these addresses."""
-        wanted = set(addresses)
-        storages = [handle.tensor.untyped_storage() for handle in self._handles if handle.tensor is not None]
-        return sum({each.data_ptr(): each.nbytes() for each in storages if each.data_ptr() in wanted}.values())
+        return {storage.data_ptr(): storage.nbytes() for storage in storages if storage.data_ptr() not in without}
 
     def replace(self, change: Callable[[Tensor], Tensor]) -> None:
         """Hold `change(tensor)` instead of each tensor, such as a copy in another memory, for backward to read."""

@@ -13,7 +13,7 @@ from ...dependency import B, F, G, Kind
 from ...launching.job import current_job
 from ...model.user_model import UserModel
 from ...tracing import run_folders
-from ...workers.compute.device import backend_for
+from ...workers.compute.backends import backend_for
 from ..profile import LayerCost, Profile, as_json, from_json
 from ..simulator import Link
 from .calibration import calibrate

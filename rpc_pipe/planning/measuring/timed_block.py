@@ -141,14 +141,16 @@ class TimedBlock:
         held = saved.num_bytes(weights)
         own = {leaf.untyped_storage().data_ptr() for leaf in leaves} - weights
         passed = {tensor.untyped_storage().data_ptr() for tensor in tensors_of(output)} - weights
-        kept_inputs, kept_outputs = saved.num_bytes_at(own), saved.num_bytes_at(passed)
+        kept_inputs, kept_outputs = (sum(held[each] for each in held.keys() & at) for at in (own, passed))
         self.output = unpack(pack(output))
         del output
         deferred: list[WeightBackward] = []
         grads: list[Tensor | None] = [torch.ones_like(root) for root in roots]
         act(I, lambda: deferred.append(backward_inputs(roots, grads, leaves, saved)[1]))
-        after = saved.num_bytes(weights) + deferred[0].num_bytes()
-        self.kept = Size(activations=held, after_inputs=after, kept_inputs=kept_inputs, kept_outputs=kept_outputs)
+        after = sum(saved.num_bytes(weights).values()) + deferred[0].num_bytes()
+        self.kept = Size(
+            activations=sum(held.values()), after_inputs=after, kept_inputs=kept_inputs, kept_outputs=kept_outputs
+        )
         act(W, deferred[0].run)
         yield
         self._end_gradients()

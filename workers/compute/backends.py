@@ -1,0 +1,62 @@
+"""The device that a worker computes on: what was asked for, or GPUs where there are enough."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from ...dependency import ConfigError
+from .device import DeviceBackend
+
+logger = logging.getLogger(__name__)
+
+
+def usual_device(num_workers: int, *, tells: bool) -> str:
+    """Return `cuda` where this host has a GPU for each of its workers, else `cpu`.
+
+    Args:
+        num_workers: the workers of this host.
+        tells: whether to say that GPUs are used, as one worker does.
+    """
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count < num_workers:
+        return "cpu"
+    if tells:
+        logger.warning(
+            "device: cuda, as this host has %d GPUs for its %d workers; device='cpu' or --device cpu uses none of them",
+            count,
+            num_workers,
+        )
+    return "cuda"
+
+
+def backend_for(device: str, place: int = 0) -> DeviceBackend:
+    """Return the backend for `cpu`, `cuda` or `cuda:N`.
+
+    Args:
+        place: of the worker among those of its host: `cuda` is the GPU of this number, where there are fewer from the
+            first again.
+
+    Raises:
+        ConfigError: the device does not exist here.
+    """
+    try:
+        parsed = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ConfigError(f"device {device!r}: must be cpu, cuda or cuda:N") from None
+    if parsed.type == "cpu":
+        return DeviceBackend()
+    if parsed.type != "cuda":
+        raise ConfigError(f"device {device!r}: must be cpu, cuda or cuda:N")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if (parsed.index or 0) >= count:
+        raise ConfigError(f"device {device!r}: this machine has {count} CUDA devices; cpu always works")
+    if parsed.index is None and place >= count:
+        logger.warning(
+            "device cuda: this host has %d GPUs, so worker %d of it shares cuda:%d", count, place, place % count
+        )
+    index = place % count if parsed.index is None else parsed.index
+    from .cuda_device import Cuda, CudaBackend
+
+    return CudaBackend(Cuda(torch.device("cuda", index)))
