@@ -21,6 +21,7 @@ from .options import (
     add_costs,
     add_json,
     add_order,
+    add_replicas,
     add_slices,
     filled,
     parse_assignments,
@@ -30,6 +31,7 @@ from .options import (
     refuse_typed,
     schedule_options,
     typed_attention,
+    typed_exchange,
     typed_spec,
     whole,
 )
@@ -43,7 +45,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--set", action="append", metavar="KEY=VALUE", help="set a parameter of --schedule")
     parser.add_argument("--workers", type=whole(1), help="number of workers (2)")
     parser.add_argument("--microbatches", type=whole(1), help="microbatches of a step (8)")
-    parser.add_argument("--replicas", type=whole(1), help="replicas of the pipeline, which share the workers (1)")
+    add_replicas(parser)
     add_slices(parser)
     add_attention(parser)
     add_order(parser)
@@ -85,9 +87,10 @@ def _compare_own(typed: dict[str, Any]) -> int:
 
 def _show(typed: Mapping[str, Any], model: ModelCosts, options: PipeOptions, comm: float, limit: float | None) -> int:
     reporter, also = Reporter(), _also(typed)
-    replicas, slices = typed.get("replicas", 1), typed.get("slices")
+    replicas = with_replicas(None, typed.get("replicas", 1), **typed_exchange(typed)) or {}
+    slices = typed.get("slices")
     # Otherwise every row would be refused for it.
-    make_spec("gpipe", options.workers, options.microbatches, with_replicas(None, replicas), slices)
+    make_spec("gpipe", options.workers, options.microbatches, replicas, slices)
     with progress(reporter, "simulating") as tell:
         rows = compare(
             model, options.microbatches, comm=comm, limit=limit, order=options.order, also=also,
@@ -96,7 +99,8 @@ def _show(typed: Mapping[str, Any], model: ModelCosts, options: PipeOptions, com
     if "json" in typed:
         print(json.dumps([_as_json(row) for row in rows]))
         return 0
-    reporter.console.print(table(rows, options.workers, options.microbatches))
+    said = "".join(f", {name} {value}" for name, value in replicas.items())
+    reporter.console.print(table(rows, f"{options.workers} workers, {options.microbatches} microbatches{said}"))
     reporter.text(verdict(rows, limit))
     return 0
 
@@ -108,7 +112,7 @@ def _also(typed: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
     spec = typed_spec(typed)
     check_all(spec)
     values = spec.parameters()
-    said = {key: text for key, text in schedule_options(typed).items() if key not in ("replicas", "slices")}
+    said = {key: text for key, text in schedule_options(typed).items() if key not in typed}  # these are of all rows
     return typed["schedule"], {key: values.get(key, text) for key, text in said.items()}
 
 
@@ -132,14 +136,14 @@ def _memory(typed: Mapping[str, Any]) -> tuple[float | None, list[Size]]:
     return limit, [Size(**sizes, outputs=sizes.get("inputs", 0))] if sizes else []
 
 
-def table(rows: Sequence[Row], num_workers: int, num_microbatches: int) -> Table:
+def table(rows: Sequence[Row], title: str) -> Table:
     """Return a table of at most 80 columns.
 
     `acts` are activations in worker's shares; `copies` those of the weights on the worker with most. Asynchronous
     schedules are marked with the staleness of their gradients, in updates; synchronous ones that hold more than one
     copy of the weights by a star.
     """
-    drawn = Table(title=f"{num_workers} workers, {num_microbatches} microbatches", box=None, pad_edge=False)
+    drawn = Table(title=title, box=None, pad_edge=False)
     drawn.add_column("schedule", no_wrap=True)
     headings = ["makespan", "step", "bubble", "acts"]
     with_memory = any(row.peak_memory is not None for row in rows)

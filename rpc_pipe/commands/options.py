@@ -66,11 +66,21 @@ def add_schedule(parser: Parser) -> None:
     parser.add_argument("--set", action="append", metavar="KEY=VALUE", help="set a parameter of the schedule")
     parser.add_argument("--window", type=whole(), help="microbatches in flight, where the schedule has a window")
     parser.add_argument("--workers", type=whole(1), help="number of workers (2)")
+    add_replicas(parser)
+    parser.add_argument("--microbatches", type=whole(1), help="microbatches of a step, of all replicas together (8)")
+
+
+def add_replicas(parser: Parser) -> None:
+    """Add how many replicas there are, and how they exchange gradients."""
     parser.add_argument("--replicas", type=whole(1), help="replicas of the pipeline, which share the workers (1)")
     parser.add_argument("--zero", type=whole(0), help="1: divide optimizer states among the replicas (0)")
     parser.add_argument("--bucket", metavar="MIB", help="largest part of gradients that replicas exchange at once (25)")
     parser.add_argument("--spread", help="stages: put the replicas of a stage far apart, not each pipeline (pipelines)")
-    parser.add_argument("--microbatches", type=whole(1), help="microbatches of a step, of all replicas together (8)")
+
+
+def typed_exchange(typed: Mapping[str, Any]) -> dict[str, Any]:
+    """Return how replicas exchange gradients, as parameters of a schedule."""
+    return {name: typed[name] for name in ("zero", "bucket", "spread") if name in typed}
 
 
 def add_order(parser: Parser) -> None:

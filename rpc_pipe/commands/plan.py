@@ -21,7 +21,7 @@ from ..planning.search import PlanRequest, PlanResult, default_microbatches, ref
 from ..planning.specs import make_spec, with_replicas
 from .auto import Auto
 from .files import try_files, write
-from .options import MAKE, Parser, add_json, number, parse_bytes, refuse_typed, whole, wholes
+from .options import MAKE, Parser, add_json, number, parse_bytes, refuse_typed, typed_exchange, whole, wholes
 from .profile import add_measuring, find_profile, load, progress, with_slices
 from .topology import HERE, machines_of, parse_link, read_topology
 
@@ -178,7 +178,7 @@ def _request(typed: dict[str, Any], seconds: float, reporter: Reporter) -> tuple
     wanted = sorted({rows[0], rows[len(rows) // 2], rows[-1]})
     workers = machines.num_workers
     replicas: list[int] = typed.get("replicas", [1])
-    exchange: dict[str, Any] = {name: typed[name] for name in ("zero", "bucket", "spread") if name in typed}
+    exchange = typed_exchange(typed)
     for each in replicas:  # otherwise all their candidates would be left out
         make_spec("gpipe", workers, max(counts), with_replicas(exchange if each == max(replicas) else None, each))
     least, slices = workers // max(replicas), typed.get("slices", [1])

@@ -27,10 +27,11 @@ from .profile import SUMMED, TIMED, Chain, LayerCost
 from .search import VARIANTS
 from .simulator import Cost, simulate
 from .slice_costs import SliceCosts
-from .specs import make_spec, with_replicas
+from .specs import make_spec
 
 #: number of steps that are simulated in sequence for the time of a step among others
 _STEPS = 4
+_OF_REPLICAS = "replicas", "zero", "bucket", "spread"
 
 
 @dataclass(frozen=True)
@@ -110,8 +111,8 @@ class Row:
 
     @property
     def name(self) -> str:
-        """The schedule with the parameters that are not its defaults."""
-        return schedule_label(self.schedule, self.parameters)
+        """The schedule with the parameters that are not its defaults; those of replicas are the same in all rows."""
+        return schedule_label(self.schedule, {key: v for key, v in self.parameters.items() if key not in _OF_REPLICAS})
 
 
 def compare(
@@ -122,7 +123,7 @@ def compare(
     also: tuple[str, Mapping[str, Any]] | None = None,
     slices: str | None = None,
     attention: float = 0,
-    replicas: int = 1,
+    replicas: Mapping[str, Any] = {},
     tell: Callable[[float], None] = lambda share: None,
     **run: Any,
 ) -> list[Row]:
@@ -135,14 +136,14 @@ def compare(
         also: another schedule, by name or file, and its parameters.
         slices: into what sequences are cut, as for `make_spec`.
         attention: share of a whole sequence's time that is causal attention, 0 to 1.
-        replicas: how many replicas of the pipeline share the workers.
+        replicas: parameters of every schedule: `replicas`, and `zero`, `bucket` and `spread`, as for `make_spec`.
         tell: called after each schedule with how much is done, of 1.
         run: `comm` and `order`, as of `simulate`.
     """
     variants = [*VARIANTS, also] if also and also not in VARIANTS else VARIANTS
     rows = []
     for name, own in variants:
-        parameters = {**own, **(with_replicas(None, replicas) or {})}
+        parameters = {**own, **replicas}
         try:
             spec = make_spec(name, model.num_workers, num_microbatches, parameters, slices)
             stages = model.stages(spec.num_stages)

@@ -86,7 +86,7 @@ def test_the_fastest_comes_first_and_what_cannot_be_last():
     assert by_name["1f1b"].makespan == by_name["gpipe"].makespan == 3 * (6 + 2)
     assert by_name["zb-h2"].step_time == 3 * 6
     assert "zb-v, 18 a step" in verdict(rows, None)
-    assert table(rows, 3, 6).row_count == len(rows) - len(refused)
+    assert table(rows, "").row_count == len(rows) - len(refused)
 
 
 def test_more_copies_of_the_weights_are_marked_and_not_recommended_unweighed():
@@ -182,10 +182,26 @@ def test_all_schedules_with_replicas(capsys):
     assert "fastest when steps follow each other: zb-v" in printed(capsys, *asked)[1]
 
 
+def test_how_replicas_exchange_is_compared_as_it_is_simulated(capsys):
+    """Only `simulate` knew --zero: by `compare` nobody saw what it saves."""
+    asked = ["compare", "--workers", "4", "--replicas", "2", "--memory", "weights=8MB,optimizer=16MB"]
+    zero = ["--zero", "1", "--spread", "stages", "--bucket", "5"]
+    rows = [
+        next(row for row in json.loads(printed(capsys, *asked, *more, "--json")[1]) if row["schedule"] == "1f1b")
+        for more in ([], zero)
+    ]
+    assert [row["peak_memory"] for row in rows] == [2 * 24e6, 2 * 16e6], "a stage of 2 has two workers' shares"
+    assert rows[1]["parameters"] == {"replicas": 2, "zero": 1, "bucket": "5", "spread": "stages"}
+    out = printed(capsys, *asked, *zero)[1]
+    assert "4 workers, 8 microbatches, replicas 2, zero 1, bucket 5, spread stages" in out
+    assert "5,stages" not in out, "said once, not in every row"
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
         (("compare", "--workers", "4", "--replicas", "3"), "replicas 3: 4 workers cannot be divided among them"),
+        (("compare", "--zero", "1"), "zero 1: is of replicas, and there is one; take replicas 2, or leave it out"),
         (("compare", "--memory", "activation=3"), "--memory activation: known are weights"),
         (("compare", "--memory", "limit=3GB"), "needs sizes, such as activations=64MB"),
         (("compare", "--memory", "activations=3XB"), "--memory activations=3XB: must be a number of bytes"),
