@@ -242,6 +242,30 @@ def test_a_peer_that_breaks_or_ends_is_told_to_whoever_waits(monkeypatch):
     third.close()
 
 
+def test_questions_leave_behind_the_first_action_unless_the_worker_waits():
+    """The sender's thread took the interpreter from the first forward of a step, for which all others waited."""
+    carriers = begun(loopback_carriers(2, shared_memory=False))
+    sent = []
+    for carrier in carriers:
+        send = carrier.post.link.send
+        carrier.post.link.send = lambda peer, message, send=send: (sent.append(message.asks), send(peer, message))
+        for _ in range(10):  # it has not waited for long
+            carrier.poll((RUN,))
+        carrier.pull(1 - carrier.worker, RUN, ["1F0", "1F1"])
+        carrier.poll((RUN,))
+        assert carrier.post._to_send.empty() and not sent
+        if carrier.worker == 0:
+            carrier.wait(0)
+        else:
+            carrier.poll((RUN,))
+        deadline = time.monotonic() + 30
+        while not sent and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert [name for _, name in sent.pop()][1:] == ["1F0", "1F1"]
+    for carrier in carriers:
+        carrier.close()
+
+
 def test_the_sender_ends_with_its_carrier():
     for carrier in begun(loopback_carriers(2)):
         carrier.close()

@@ -6,7 +6,8 @@ between processes of one host they take a shorter way, see `shared_memory.py`.
 A message carries everything that goes one way: questions, answers, and the news of what has arrived. News can wait for
 company: it is sent with the next message, or alone once there is much of it. What the compute thread has to say it
 sends itself where that is cheap or it waits; an answer, for which others may wait, also if it has waited a short while
-ago. The rest it leaves to the sender's thread.
+ago. The rest it leaves to the sender's thread; questions only behind the first action that it has to run: so the
+threads do not compete for the interpreter where others wait for what that action makes.
 """
 
 from __future__ import annotations
@@ -130,8 +131,9 @@ class Messages:
         #: peers that read nothing more
         self._gone: set[int] = set()
         self._closed = False
-        #: those that the compute thread has something to say to
+        #: those that the compute thread has asked something, since it has polled last and before that
         self._gathered: deque[int] = deque()
+        self._asked_before = self._gathered.copy()
         self._compute_thread = threading.get_ident()
         #: for so many polls the compute thread sends by itself
         self._has_time = 0
@@ -149,13 +151,14 @@ class Messages:
 
     def ask(self, peer: int, keys: list[Key]) -> None:
         self._talk(peer).ask(keys)
-        self._gathered.append(peer)  # until the thread polls or waits: more may follow
+        self._gathered.append(peer)  # until the thread waits or has polled twice: more may follow
 
     def poll(self) -> None:
         self._compute_thread = threading.get_ident()
         self._has_time -= 1
-        while self._gathered:
-            self._hand_on(self._gathered.popleft(), waits=False)
+        while self._asked_before:
+            self._hand_on(self._asked_before.popleft(), waits=False)
+        self._asked_before, self._gathered = self._gathered, self._asked_before
         if self.link.look is not None:
             self.link.look()
         if self.channels is not None:
@@ -186,8 +189,9 @@ class Messages:
 
     def _send_gathered(self) -> None:
         self._has_time = _RECENTLY
-        while self._gathered:
-            self._hand_on(self._gathered.popleft(), waits=True)
+        for asked in self._asked_before, self._gathered:
+            while asked:
+                self._hand_on(asked.popleft(), waits=True)
 
     def silent(self) -> list[int]:
         me, everybody = self._carrier.worker, range(self._carrier.num_workers)
