@@ -184,6 +184,27 @@ def test_a_batch_in_memory_that_is_used_again_is_refused(schedule, numpy):
     assert len(list(pipeline(schedule=schedule).train([(X, Y)] * 3))) == 3
 
 
+def test_a_part_of_a_batch_is_no_batch_that_was_written():
+    """Their first microbatches are the same memory; because they are described otherwise, this was refused."""
+    batches = [(X[:4], Y[:4]), (X[:3], Y[:3]), (X[:1], Y[:1]), (X[:4], Y[:4])]
+    pipe, alone = pipeline(), pipeline()
+    assert list(pipe.train(batches)) == list(map(alone.step, batches))
+
+
+def test_a_shorter_batch_in_memory_that_is_used_again_is_refused():
+    """The last batch of a set has fewer rows, so that it was taken for another: what was trained on was written."""
+    x = X.clone()
+
+    def batches():
+        for rows in (8, 8, 5):
+            if rows < 8:
+                x[:rows].neg_()
+            yield x[:rows], Y[:rows]
+
+    with pytest.raises(ConfigError, match="train: a batch was written after it was read"):
+        list(pipeline().train(batches()))
+
+
 def test_a_loss_function_that_counts_is_refused_with_replicas():
     assert pipeline(loss=_Weighed(counts=True)).step((X, Y)) > 0
     with pytest.raises(WorkerFailure, match="loss_fn _Weighed changes what it holds"):

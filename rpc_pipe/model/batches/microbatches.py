@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...dependency import Action, BatchError, Spec, update_of
-from ...workers.compute.digest import MOST_TENSORS, describe
+from ...workers.compute.digest import describe
 from ...workers.transport.call import pack_description
 from ...workers.transport.payload import Tree, map_tensors, num_rows, num_tokens, shapes_in, split_rows, tensors_of
 from ...workers.transport.scatter import Scatter
@@ -33,6 +33,8 @@ class Microbatches:
     tokens: int
     #: shapes and digests of inputs and targets, which are compared between workers
     described: tuple[str, str]
+    #: describes the batch as it is when this is called; None: it is a lazy one
+    now: Callable[[], tuple[str, str]] | None = None
     #: the lazy batch that they were read from; None: the user passed the batch itself
     lazy: LazyBatch | None = None
     #: the worker that reads it for others, if these do not read for themselves
@@ -82,13 +84,19 @@ class Microbatches:
             why = "; every worker runs the forward of a whole model, so all need its inputs" if lacks else ""
             raise BatchError(f"{which} has no rows: needs at least 1{why}")
         all_rows = sum(rows)
+        sides = batch
+
+        def now() -> tuple[str, str]:
+            return describe(sides[0], number), describe(sides[1], number)
+
         return cls(
             all_inputs,
             all_targets,
             [count / all_rows for count in rows],
             all_rows,
             sum(map(num_tokens, all_inputs)) if num_tokens(all_inputs[0]) else 0,
-            (describe(batch[0], number), describe(batch[1], number)),
+            now(),
+            now,
         )
 
     @property
@@ -126,7 +134,7 @@ class Microbatches:
             batch.rows,
             sum(map(num_tokens, inputs)),
             (pack_description(batch.label, []), ""),
-            batch,
+            lazy=batch,
         )
 
 
@@ -252,22 +260,19 @@ class Prefetcher:
 
 
 def _refuse_rewritten(earlier: Microbatches, later: Microbatches) -> None:
-    """Refuse two batches in the same memory with other data.
+    """Refuse a batch whose memory has got other data, where the next one begins in the same memory.
 
     Raises:
-        BatchError: they are.
+        BatchError: it has.
     """
-    if earlier.lazy or later.lazy:
+    if earlier.now is None or later.now is None:
         return
-    inputs, targets = (earlier.inputs[0], later.inputs[0]), (earlier.targets[0], later.targets[0])
-    for side, trees in enumerate((inputs, targets)):
-        places, others = ([(tensor.data_ptr(), tensor.shape) for tensor in tensors_of(tree)] for tree in trees)
-        if places == others and 0 < len(places) <= MOST_TENSORS and earlier.described[side] != later.described[side]:
-            raise BatchError(
-                "train: a batch was written after it was read, such as memory that is used for each batch anew: "
-                "batches are read ahead of the step that runs; give each one memory of its own, or call `step` for "
-                "each batch"
-            )
+    places, others = ({t.data_ptr() for t in tensors_of((m.inputs[0], m.targets[0]))} for m in (earlier, later))
+    if places & others and earlier.now() != earlier.described:
+        raise BatchError(
+            "train: a batch was written after it was read, such as memory that is used for each batch anew: batches "
+            "are read ahead of the step that runs; give each one memory of its own, or call `step` for each batch"
+        )
 
 
 def join_rows(pieces: list[Tree]) -> Tree:
