@@ -26,7 +26,7 @@ _STALL_S = 200.0
 _LONGEST = 500
 #: what workers say on purpose of a model that no pipeline can train
 _SENTENCES = re.compile(
-    "changed in place after it was used|what its stage was handed together with a view of it|"
+    "changed in place after it was used|"
     "run once more gave other numbers|cannot be recomputed|cannot travel between|"
     "one of the variables needed for gradient computation has been modified by an inplace operation|"
     "a checkpoint computes again|always give the same|the gradient of parameter .* is sparse|"

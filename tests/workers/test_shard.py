@@ -10,10 +10,9 @@ from torch import nn
 
 from rpc_pipe.dependency import ConfigError
 from rpc_pipe.workers.compute import torch_internals
-from rpc_pipe.workers.compute.borders import InputGradients
+from rpc_pipe.workers.compute.borders import InputGradients, without_views
 from rpc_pipe.workers.compute.randomness import Randomness, computing
 from rpc_pipe.workers.compute.shard import Shard
-from rpc_pipe.workers.compute.sharing import without_aliases
 from rpc_pipe.workers.compute.slices import Layers
 from rpc_pipe.workers.compute.stash import Holding
 from rpc_pipe.workers.compute.updating import Training
@@ -116,7 +115,7 @@ def test_what_is_handed_on_and_lives_on_is_a_copy():
 
     counting = Counting()
     first, second = (shard(counting).forward(0, m, pack(torch.ones(2, requires_grad=True) * 2)) for m in (0, 1))
-    first, second = (without_aliases(unpack(payload)) for payload in (first, second))
+    first, second = (without_views(unpack(payload)) for payload in (first, second))
     assert [float(made[1]) for made in (first, second)] == [1, 2]
     with torch.no_grad():
         counting.weight.zero_()

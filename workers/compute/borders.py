@@ -2,7 +2,10 @@
 
 Inside one model the input of a layer is the output of another. At the border of a stage it is a leaf, which autograd
 forbids to write in place, and its memory may belong to somebody else: to the previous stage, if that runs in this
-process, or to the user's batch, of which the layers get a copy.
+process, or to the user's batch, of which the layers get a copy. Outputs that share memory are handed on as copies, as
+they arrive from another process: behind a cut, writing one in place does not write the others. The next stage is told
+which of its inputs are views, because autograd lays out the gradient of a tensor written through a view as that of the
+view's base.
 """
 
 from __future__ import annotations
@@ -15,10 +18,20 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from ..transport.payload import Payload, Place, Tree, as_leaf, pack, tensors_of, unpack
+from ..transport.payload import (
+    Payload,
+    Place,
+    Tree,
+    as_leaf,
+    distinct_tensors,
+    is_taken_apart,
+    pack,
+    parts_of,
+    tensors_of,
+    unpack,
+)
 from ..transport.strides import extent, is_dense
 from .module_state import Value
-from .sharing import Aliased, address, refuse_writes, with_aliases
 from .torch_internals import no_view
 
 #: cloning a tensor of at most so many bytes is cheaper than making a view of it
@@ -39,6 +52,27 @@ class Forwarded(NamedTuple):
     left: list[Value]
 
 
+class WithViews(NamedTuple):
+    """A tree of which some tensors are views; it travels between stages in place of the tree."""
+
+    tree: Tree
+    #: indices of the payload's tensors that require a gradient and are views
+    views: tuple[int, ...]
+
+
+def without_views(tree: Tree) -> Tree:
+    """Return the tree itself."""
+    return tree.tree if type(tree) is WithViews else tree
+
+
+def address(tensor: Tensor) -> int:
+    """Return the address of a tensor's storage; a unique negative number if it has none or is not strided."""
+    try:
+        return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else -id(tensor)
+    except RuntimeError:  # a stand-in for a tensor of another stage
+        return -id(tensor)
+
+
 class StageInputs(NamedTuple):
     """A payload unpacked for the layers of a stage."""
 
@@ -47,29 +81,16 @@ class StageInputs(NamedTuple):
     owing: list[Tensor]
     #: (tensor of the payload, what the layers get, its autograd version; -1: an inference tensor, which has none)
     given: list[tuple[Tensor, Tensor, int]]
-    #: indices of tensors that share memory in the previous stage, by group
-    groups: tuple[tuple[int, ...], ...] = ()
 
     def note_writes(self) -> None:
-        """Let backward and other layers know which of the inputs layers have written in place.
+        """Let a backward that needs old values of the inputs know which of them layers have written in place.
 
-        The versions of the payload's tensors are raised too, so that a backward which needs the old values raises
-        autograd's own error, as inside one model.
-
-        Raises:
-            ConfigError: a written input shared memory with another one in the previous stage.
+        It raises autograd's own error then, as inside one model. Without a gradient, the two have one version.
         """
-        found: list[int] = []
-        for number, (_, given, version) in enumerate(self.given):
-            if version >= 0 and given._version != version:
-                found.append(number)
-        if not found:
-            return
-        for number in found:
-            tensor, given, _ = self.given[number]
-            if given.requires_grad and given.data_ptr() == tensor.data_ptr():
-                increment_version(tensor)  # without a gradient, the two have one version
-        refuse_writes(self.groups, found)
+        for tensor, given, version in self.given:
+            if version >= 0 and given._version != version and given.requires_grad:
+                if given.data_ptr() == tensor.data_ptr():
+                    increment_version(tensor)
 
 
 class InputGradients:
@@ -121,7 +142,7 @@ def stage_inputs(payload: Payload, *, copied: bool = False) -> StageInputs:
     """
     owing: list[Tensor] = []
     given: list[tuple[Tensor, Tensor, int]] = []
-    views = payload.skeleton.views if type(payload.skeleton) is Aliased else ()
+    views = payload.skeleton.views if type(payload.skeleton) is WithViews else ()
 
     def take(tensor: Tensor, owes_grad: bool) -> Tensor:
         own = strided_copy(tensor) if copied else tensor
@@ -138,10 +159,7 @@ def stage_inputs(payload: Payload, *, copied: bool = False) -> StageInputs:
         given.append((tensor, free, -1 if free.is_inference() else free._version))
         return free
 
-    tree = unpack(payload, take)
-    if type(tree) is not Aliased:
-        return StageInputs(tree, owing, given)
-    return StageInputs(tree.tree, owing, given, tree.groups)
+    return StageInputs(without_views(unpack(payload, take)), owing, given)
 
 
 def _other(leaf: Tensor) -> Tensor:
@@ -162,19 +180,26 @@ def strided_copy(tensor: Tensor) -> Tensor:
 
 
 def stage_output(tree: Tree, staying: Callable[[], Iterable[Tensor]]) -> Payload:
-    """Pack the output of a stage; copy tensors that share memory with what outlives the forward and may be written.
+    """Pack the output of a stage; copy tensors that share memory with others, or with what outlives the forward.
 
     Args:
         staying: returns the tensors that outlive the forward; called only for outputs that are no activations.
     """
     if type(tree) is Tensor and tree.grad_fn is not None and tree.layout is torch.strided and not tree._is_view():
         return Payload([tree.detach()], Place(0, True))  # made by an operator, as most are
-    payload = with_aliases(pack(tree), tree)
-    if all([_is_activation(tensor) for tensor in tensors_of(tree)]):
-        return payload
-    addresses = {address(tensor) for tensor in staying()}
-    tensors = [strided_copy(tensor) if address(tensor) in addresses else tensor for tensor in payload.tensors]
-    return Payload(tensors, payload.skeleton)
+    payload = pack(tree)
+    are_activations = all([_is_activation(tensor) for tensor in tensors_of(tree)])
+    known = set() if are_activations else {address(tensor) for tensor in staying()}
+    tensors = []
+    for tensor in payload.tensors:
+        tensors.append(strided_copy(tensor) if tensor.numel() and address(tensor) in known else tensor)
+        known.add(address(tensor))
+    views, number = [], 0
+    for tensor in distinct_tensors(tree):
+        if tensor.requires_grad and tensor._is_view():
+            views.append(number)
+        number += len(parts_of(tensor)) if is_taken_apart(tensor) else 1
+    return Payload(tensors, WithViews(payload.skeleton, tuple(views)) if views else payload.skeleton)
 
 
 def _is_activation(tensor: Tensor) -> bool:

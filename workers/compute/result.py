@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...dependency import ConfigError
 from ..transport.payload import Tree
-from .sharing import without_aliases
+from .borders import without_views
 from .torch_internals import by_type
 
 
@@ -86,7 +86,7 @@ class Result:
         self._parts = list(parts)
         #: True if a host was asked to stop: all workers stop after the same step
         self.stop = any(part["stop"] for part in self._parts)
-        self.outputs = {microbatch: without_aliases(tree) for microbatch, tree in outputs.items()}
+        self.outputs = {microbatch: without_views(tree) for microbatch, tree in outputs.items()}
         #: norm of all gradients, once it is told, if they are clipped
         self.norm_tensor: Tensor | None = None
         #: whether no gradient has overflowed, once it is told, if the loss was scaled

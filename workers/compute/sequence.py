@@ -24,9 +24,9 @@ import torch
 from torch import Tensor, nn
 
 from ..transport.payload import Payload, Tree, distinct_tensors, map_tensors, tensors_of, unpack
+from .borders import without_views
 from .randomness import Seed
 from .shard import Shard
-from .sharing import without_aliases
 from .slice_check import Noted, compare
 from .slice_draws import SliceDraws
 from .slices import note, place_of_state
@@ -295,7 +295,7 @@ class SlicedShard(Shard):
         if place is not None:
             self._left.setdefault(microbatch // self._count, Left()).places[microbatch % self._count] = place
         if self._looked is not None and torch.is_grad_enabled() and microbatch == len(self._looked):
-            given = map_tensors(without_aliases(unpack(inputs)), lambda tensor: tensor.detach().clone())
+            given = map_tensors(without_views(unpack(inputs)), lambda tensor: tensor.detach().clone())
             self._looked.append(Noted(given, *map(settings.get, ("fields", "target", "share"))))
         try:
             output = super().forward(step, microbatch, inputs, **settings)

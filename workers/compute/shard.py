@@ -225,7 +225,7 @@ class Shard:
             if saved is None:
                 tree = self._compute(step, microbatch, entered.tree, fields, target, share)
             else:
-                with saved.hooks(unseen=self.slice.takes_fields):
+                with saved.hooks():
                     tree = self._compute(step, microbatch, entered.tree, fields, target, share)
         left = self.state.end(again) if looks else []
         entered.note_writes()

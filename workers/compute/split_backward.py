@@ -33,8 +33,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ...dependency import ConfigError
 from .autograd_graph import children_first, packed
-from .borders import strided_copy
-from .sharing import address
+from .borders import address, strided_copy
 from .torch_internals import without_torch_function
 
 #: nodes whose formula computes the gradient of each operand by itself, and only if it is asked for
@@ -62,18 +61,15 @@ class Saved:
         self._kept: set[_Handle] | None = None
 
     @contextmanager
-    def hooks(self, *, unseen: bool = False) -> Iterator[None]:
+    def hooks(self) -> Iterator[None]:
         """Return a context in which what autograd saves is saved here.
-
-        Args:
-            unseen: whether a torch function mode must not see what is done for that: it is not the model.
 
         Raises:
             ConfigError: torch lets a layer save in no way but its own.
         """
         num_registered = RemovableHandle.next_id  # of the process; a node does not tell its hooks
         try:
-            with saved_tensors_hooks(self._save_unseen if unseen else self._save, self._load):
+            with saved_tensors_hooks(self._save, self._load):
                 yield
         except RuntimeError as error:
             if "saved tensor hooks" not in str(error):
@@ -117,14 +113,11 @@ class Saved:
     def _save(self, tensor: Tensor) -> _Handle:
         # Detached: a saved output would otherwise hold the node that holds it. Not a weight: a layer may give it other
         # memory, which autograd then reads.
-        held = tensor if isinstance(tensor, nn.Parameter) else tensor.detach()
-        handle = _Handle(held, held._version)
+        with without_torch_function():  # it is not the model that does this
+            held = tensor if isinstance(tensor, nn.Parameter) else tensor.detach()
+            handle = _Handle(held, held._version)
         self._handles.append(handle)
         return handle
-
-    def _save_unseen(self, tensor: Tensor) -> _Handle:
-        with without_torch_function():
-            return self._save(tensor)
 
     def _load(self, handle: _Handle) -> Tensor:
         tensor = self._load_unchanged(handle)
