@@ -106,6 +106,7 @@ def write(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, str] = 
     """
     try:
         save_file(dict(tensors), path, {"format": "pt", **about})
+        _order_texts(path)
     except KeyError as error:
         raise OSError(f"safetensors has no {error}") from error
     except SafetensorError as error:  # which has the number in its text alone
@@ -114,6 +115,18 @@ def write(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, str] = 
     path.chmod(0o666 & ~umask())
     sync(path)
     return path.stat().st_size
+
+
+def _order_texts(path: Path) -> None:
+    """Write the texts of a file's header in the order of their names: safetensors has another one in each process."""
+    with path.open("r+b") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        ordered = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode().ljust(size)
+        if len(ordered) == size:
+            file.seek(8)
+            file.write(ordered)
 
 
 def checksum(tensor: Tensor) -> int:
