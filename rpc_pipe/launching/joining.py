@@ -17,7 +17,7 @@ from ..system.at_exit import at_exit
 from ..tracing import run_folders
 from ..workers.transport.carrier import Carrier
 from ..workers.transport.forks import keep_from_forks, letting_go
-from ..workers.transport.meeting import FolderMeeting, Meeting, StoreMeeting, store_at, store_in, torchrun_store
+from ..workers.transport.meeting import Meeting, store_at, store_in, torchrun_store
 from ..workers.transport.messages import Messages
 from ..workers.transport.shared_memory import Channels
 from . import LOOPBACK
@@ -138,9 +138,8 @@ def _network(job: Job) -> Network:
     """Return the addresses of workers over TCP."""
     from ..workers.transport.zeromq import Network
 
-    meeting: Meeting
     if job.init_method.startswith("file://"):
-        meeting, host = FolderMeeting(_at(job).parent), address_of(job.interface, "127.0.0.1")
+        meeting, host = Meeting(store_in(_at(job), job.num_workers)), address_of(job.interface, "127.0.0.1")
     else:
         _secret(job)  # before others are waited for
         meeting, _ = _at_torchruns_store(job)
@@ -196,7 +195,7 @@ def _agreed(job: Job, meeting: Meeting, name: str) -> str:
 
 def _at_torchruns_store(job: Job) -> tuple[Meeting, Any]:
     store = torchrun_store(job.worker, job.num_workers, job.join_timeout_s)
-    return StoreMeeting(store), store
+    return Meeting(store), store
 
 
 def _reached(job: Job, meeting: Meeting) -> tuple[Job, str]:

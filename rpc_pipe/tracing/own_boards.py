@@ -263,8 +263,8 @@ def stay() -> None:
     """
     if _carrier is None or run_folders.FOLDER in os.environ:
         return
-    deadline = time.monotonic() + (COLLECT_S if _carrier.asked_in_vain else _STAY_S)
-    while not _carrier.failed and time.monotonic() < deadline and not _released.wait(_PAUSE_S):
+    deadline = time.monotonic() + (COLLECT_S if _carrier.outbox.asked_in_vain else _STAY_S)
+    while _carrier.outbox.failure is None and time.monotonic() < deadline and not _released.wait(_PAUSE_S):
         pass
 
 

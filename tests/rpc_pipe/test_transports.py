@@ -16,7 +16,7 @@ from rpc_pipe.launching.interfaces import make_key, read_key
 from rpc_pipe.launching.job import current_job, own_part
 from rpc_pipe.launching.joining import _keys, join
 from rpc_pipe.tracing import run_folders
-from rpc_pipe.workers.transport.meeting import StoreMeeting, agree_on_attempt, store_at
+from rpc_pipe.workers.transport.meeting import Meeting, agree_on_attempt, store_at
 
 SCRIPT = """
 import os, sys
@@ -93,8 +93,8 @@ def test_the_store_of_an_rpc_job_listens_on_the_loopback_interface_alone():
     """Torch's own store listens on all: from another host a worker's address in it was overwritten."""
     port = free_port()
     kept = store_at("127.0.0.1", port, 0, 2, 5)
-    StoreMeeting(kept).leave("greeting", "hello")
-    assert StoreMeeting(store_at("127.0.0.1", port, 1, 2, 5)).take("greeting", 5) == "hello"
+    Meeting(kept).leave("greeting", "hello")
+    assert Meeting(store_at("127.0.0.1", port, 1, 2, 5)).take("greeting", 5) == "hello"
     with pytest.raises(OSError):  # what listens on all interfaces listens there too
         socket.create_connection(("127.0.0.2", port), timeout=1)
 

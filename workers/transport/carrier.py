@@ -243,16 +243,6 @@ class Carrier:
         """Return (peer's `perf_counter_ns` minus ours, half the round trip: the error of it)."""
         return self.post.clock_offset(peer)
 
-    @property
-    def failed(self) -> bool:
-        """Whether this worker has told the others of a failure."""
-        return self.outbox.failure is not None
-
-    @property
-    def asked_in_vain(self) -> bool:
-        """Whether others may wait for something of a run that this worker has given up."""
-        return self.outbox.asked_in_vain
-
     def end_calls(self) -> None:
         """Begin nothing more: who calls what this worker will not is told, at once or when it does."""
         self.calls.leave()

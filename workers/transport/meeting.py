@@ -1,7 +1,7 @@
-"""Where workers leave a word for each other before they can talk: a folder of one host, or torchrun's store.
+"""Where workers leave a word for each other before they can talk: a store of torch.
 
-Anybody who reaches a store can read and forge what is in it, so no word is believed: what is left there is where to
-find whom, and who is found there has to prove who it is.
+It is in a file of one host, or torchrun has it. Anybody who reaches a store can read and forge what is in it, so no
+word is believed: what is left there is where to find whom, and who is found there has to prove who it is.
 """
 
 from __future__ import annotations
@@ -9,10 +9,9 @@ from __future__ import annotations
 import secrets
 import socket
 import time
-from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torch.distributed import FileStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
@@ -27,11 +26,15 @@ _LAST_WORDS_S = 2.0
 _WORD_BYTES = 8
 
 
-class Meeting(Protocol):
-    """Words by name, each left once."""
+class Meeting:
+    """Words by name, each left once for all others, in a store of torch."""
+
+    def __init__(self, store: Any) -> None:
+        self.store = store
 
     def leave(self, name: str, word: str) -> None:
         """Leave a word for all others."""
+        self.store.set(f"rpc-pipe {name}", word)
 
     def take(self, name: str, timeout_s: float) -> str:
         """Return the word that was left under a name.
@@ -39,39 +42,6 @@ class Meeting(Protocol):
         Raises:
             TimeoutError: there is none in time.
         """
-
-
-class FolderMeeting:
-    """Words as files in a folder of this host."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def leave(self, name: str, word: str) -> None:
-        hidden = self._folder / f".{name}"
-        hidden.write_text(word)
-        hidden.replace(self._folder / name)
-
-    def take(self, name: str, timeout_s: float) -> str:
-        deadline = time.monotonic() + timeout_s
-        while True:
-            with suppress(FileNotFoundError):
-                return (self._folder / name).read_text()[:_MOST_BYTES]
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"no worker has told {name}")
-            time.sleep(_PAUSE_S)
-
-
-class StoreMeeting:
-    """Words in a store of torch, such as the one that torchrun tells of."""
-
-    def __init__(self, store: Any) -> None:
-        self.store = store
-
-    def leave(self, name: str, word: str) -> None:
-        self.store.set(f"rpc-pipe {name}", word)
-
-    def take(self, name: str, timeout_s: float) -> str:
         key = f"rpc-pipe {name}"
         try:
             self.store.wait([key], timedelta(seconds=max(timeout_s, 0.001)))
