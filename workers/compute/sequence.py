@@ -27,10 +27,10 @@ from ..transport.payload import Payload, Tree, distinct_tensors, map_tensors, te
 from .borders import without_views
 from .randomness import Seed
 from .shard import Shard
-from .slice_check import Noted, compare
+from .slice_check import Noted, compare, refused
 from .slice_draws import SliceDraws
 from .slices import note, place_of_state
-from .torch_internals import no_view, without_torch_function
+from .torch_internals import BatchNorm, no_view, without_torch_function
 
 
 class Piece(NamedTuple):
@@ -328,8 +328,13 @@ class SlicedShard(Shard):
             for unit, each in units or [("", self.slice.modules[0])]
             for name, module in each.named_modules()
         }
+        for module in self.slice.own:
+            if isinstance(module, BatchNorm) and module.training:
+                raise refused(module, named[module], "takes means over whole sequences")
+        self.train(False)  # without dropout
         with self._randomness.lock, self.recomputation.before_step().restored():
             compare(noted, run, {module: named[module] for module in self.slice.own}, self.loss_fn)
+        self.train(True)
 
     def _compute(
         self, step: int, microbatch: int, inputs: Tree, fields: Tree, target: Tree, share: float | None

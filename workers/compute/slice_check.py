@@ -13,8 +13,6 @@ from ...dependency import ConfigError
 from ..transport.payload import Tree, distinct_tensors, map_tensors
 from .torch_internals import without_torch_function
 
-#: what normalises by the numbers of a batch
-_BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 #: how far numbers may be apart that differ by rounding, relative to the largest: of float32, and in units of others
 _TOLERANCE, _UNITS = 1e-3, 16
 #: and losses, which are means
@@ -37,7 +35,7 @@ Run = Callable[[int | None, Tree, Tree], Tree]
 def compare(
     noted: Sequence[Noted], run: Run, modules: dict[nn.Module, str], loss_fn: Callable[[Any, Any], Any] | None
 ) -> None:
-    """Compare slices with the whole, without dropout.
+    """Compare slices with the whole, in evaluation mode.
 
     Args:
         modules: of the stage, with their names.
@@ -46,11 +44,8 @@ def compare(
     Raises:
         ConfigError: the numbers are others; the sentence names the module that makes them so.
     """
-    for module, name in modules.items():
-        if isinstance(module, _BATCH_NORMS) and module.training:
-            raise _refused(module, name, "takes means over whole sequences")
     inputs, fields = joined([each.inputs for each in noted]), _whole_fields([each.fields for each in noted])
-    with torch.no_grad(), _evaluating(list(modules)):
+    with torch.no_grad():
         whole = run(None, inputs, fields)
         parts = [run(number, each.inputs, each.fields) for number, each in enumerate(noted)]
         expected, found = ([t for t in _sequences(each) if t.is_floating_point()] for each in ([whole], parts))
@@ -136,29 +131,16 @@ def _culprit(
         except (RuntimeError, ValueError):  # shapes that make no whole
             same, other = True, []
         if same and not _same(gave, other):
-            return _refused(module, modules[module], "mixes a sequence otherwise than from its beginning on")
+            return refused(module, modules[module], "mixes a sequence otherwise than from its beginning on")
     module, name = next(iter(modules.items()))
-    return _refused(module, name, "or something behind it mixes a sequence otherwise than from its beginning on")
+    return refused(module, name, "or something behind it mixes a sequence otherwise than from its beginning on")
 
 
-def _refused(module: nn.Module, name: str, why: str) -> ConfigError:
+def refused(module: nn.Module, name: str, why: str) -> ConfigError:
     return ConfigError(
         f"slices: layer {name or 'model'} ({type(module).__name__}) {why}, so that slices give other numbers than the "
         "whole: let it take and return a state (docs/models.md), or leave out slices"
     )
-
-
-@contextmanager
-def _evaluating(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Return a context in which nothing is dropped out."""
-    modes = [(module, module.training) for module in modules]
-    try:
-        for module in modules:
-            module.training = False
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
 
 
 @contextmanager

@@ -74,7 +74,6 @@ class StageState:
 
         Raises:
             ConfigError: it will be, and a parameter is not what it was computed from.
-            ConfigError: it has written a parameter of which other stages hold copies.
         """
         if self._looks:
             self._looks -= 1
@@ -104,20 +103,11 @@ class StageState:
         ]
         self.weights = list(dict.fromkeys((*self.weights, *changed)))
         self._before, self._weights_before = Tensors(()), []
-        self._refuse_copied()
         if again and self.weights:
             shape = tuple(self.weights[0].shape)
             raise ConfigError(
                 f"a layer writes its parameter of shape {shape} in its forward, which so cannot be recomputed; make it "
                 "a buffer, or use a schedule that does not recompute"
-            )
-
-    def _refuse_copied(self) -> None:
-        written, shared = set(self.weights), self._slice.shared
-        for name in [name for name, p in self._slice.named_parameters() if p in written and name in shared]:
-            raise ConfigError(
-                f"model: a layer writes its parameter {name} in its forward, of which stages "
-                f"{', '.join(map(str, shared[name]))} hold copies; choose a split that leaves it in one"
             )
 
 
