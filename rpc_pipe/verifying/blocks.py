@@ -14,6 +14,8 @@ from ..model.partition import LayerPartition
 from ..model.user_model import UserModel
 from ..planning.compare import format_bytes
 from ..workers.compute.randomness import Randomness
+from ..workers.compute.sequence import state_dropped
+from ..workers.compute.slices import has_own_state
 from ..workers.transport.payload import distinct_tensors
 from .options import VerifyOptions
 from .proof import seeded
@@ -41,7 +43,7 @@ def _list_layers(made: UserModel, options: VerifyOptions) -> None:
         name = f"layer {index} ({type(layer).__name__})"
         try:
             with torch.no_grad():
-                tree = layer(tree)
+                tree = (state_dropped(layer) if has_own_state(layer) else layer)(tree)
         except Exception as error:
             raise ConfigError(f"{name} raised {type(error).__name__}: {str(error).partition(chr(10))[0]}") from error
         parameters = list(layer.parameters())

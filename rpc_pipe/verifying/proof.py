@@ -18,6 +18,8 @@ from ..model.user_model import UserModel, load_user_model, rows_of
 from ..pipeline import Pipeline, Training
 from ..workers.actor import WorkerActor
 from ..workers.compute.randomness import Randomness, seed_process
+from ..workers.compute.sequence import state_dropped
+from ..workers.compute.slices import has_own_state
 from ..workers.transport.payload import Tree
 from .built_in import built_in
 from .by_slices import Floats, Held
@@ -120,11 +122,8 @@ def _whole(made: UserModel, options: VerifyOptions) -> nn.Module:
     """Return the model that one process can run."""
     if made.is_layers:
         layers = [layer for _, layer in LayerPartition(made.layers(), 1).build(0, Randomness(options.seed))]
-        if options.slices is not None:
-            from ..workers.compute.sequence import state_dropped
-
-            layers = list(map(state_dropped, layers))
-        return nn.Sequential(*layers)
+        sliced = options.slices is not None
+        return nn.Sequential(*(state_dropped(layer) if sliced or has_own_state(layer) else layer for layer in layers))
     model: nn.Module = made.model if isinstance(made.model, nn.Module) else made.model()  # type: ignore
     without_caches(model)  # which copy keys and values: their gradients would be computed in another memory layout
     return model

@@ -385,17 +385,31 @@ def test_what_cannot_be_cut(options, message):
         pipe.step((IDS, TARGETS))
 
 
-def test_a_batch_without_sequences_is_refused():
-    with pytest.raises(ConfigError, match=r"slices: needs tensors that agree in dimension 1, .* found \(3,\), \(3,\)"):
-        with pipeline([nn.Embedding(20, 4), nn.Linear(4, 4)], cross_entropy) as pipe:
-            pipe.step((IDS[:, 0], TARGETS[:, 0]))
+@pytest.mark.parametrize(
+    ("model", "batch", "message"),
+    [
+        (
+            [nn.Embedding(20, 4), nn.Linear(4, 4)],
+            (IDS[:, 0], TARGETS[:, 0]),
+            r"without a sequence dim.*found \(3,\), \(3,\)",
+        ),
+        ([nn.Linear(4, 4)] * 2, (torch.ones(7, 4), IDS[:, 0]), r"without a sequence dimension.*found \(3, 4\), \(3,\)"),
+        (None, (IDS, TARGETS[:, 1:]), r"needs tensors that agree in dimension 1, .* found \(3, 13\), \(3, 12\)"),
+    ],
+)
+def test_a_batch_without_sequences_is_refused(model, batch, message):
+    """Features were cut as if they were a sequence, and the first layer failed in a worker."""
+    with pytest.raises(ConfigError, match=f"slices: .*{message}"), pipeline(model, cross_entropy) as pipe:
+        pipe.step(batch)
 
 
-def test_a_batch_of_features_says_what_was_cut():
-    x, y = torch.randn(7, 4), torch.randint(4, (7,))
-    said = "shapes cannot be multiplied.*on a slice, one of 4: what is cut is dimension 1 of the batch's tensors"
-    with pipeline([nn.Linear(4, 4)] * 2, cross_entropy) as pipe, pytest.raises(WorkerFailure, match=said):
-        pipe.step((x, y))
+def test_layers_with_a_state_train_without_slices_too():
+    """The layer behind them got (output, state), so the same list could not be trained whole, to compare with."""
+    losses, weights = on_whole_sequences(Attention, 2)
+    with pipeline(slices=1) as pipe:
+        found = [pipe.step((IDS, TARGETS)) for _ in range(2)]
+        state = pipe.weights.state_dict()
+    assert found == losses and all(torch.equal(state[name], weight) for name, weight in weights.items())
 
 
 def summed(output, target):

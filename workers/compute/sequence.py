@@ -29,7 +29,7 @@ from .randomness import Seed
 from .shard import Shard
 from .slice_check import Noted, compare, refused
 from .slice_draws import SliceDraws
-from .slices import note, place_of_state
+from .slices import has_own_state, note, output_alone, place_of_state
 from .torch_internals import BatchNorm, no_view, without_torch_function
 
 
@@ -200,7 +200,8 @@ class Carrier:
 
     def __init__(self, modules: Sequence[nn.Module], layers: Sequence[nn.Module], whole: nn.Module | None) -> None:
         self._places = {module: place for module in modules if (place := place_of_state(module)) is not None}
-        self._layers, self._whole = set(layers), whole if self._places else None
+        self._layers = {layer for layer in layers if not has_own_state(layer)}
+        self._whole = whole if self._places else None
         self._num_calls: dict[nn.Module, int] = {}
 
     @contextmanager
@@ -254,11 +255,7 @@ def state_dropped(layer: nn.Module) -> nn.Module:
     if (place := place_of_state(layer)) is not None:
         forward = layer.forward
 
-        def first(*args: Any) -> Any:
-            found = forward(*args, **{place[0]: None})
-            return found[0] if isinstance(found, tuple) else found
-
-        layer.forward = first
+        layer.forward = lambda *args: output_alone(forward(*args, **{place[0]: None}))
     return layer
 
 

@@ -91,6 +91,8 @@ class Layers:
         self.own = self.modules
         self._draws = PythonDraws()
         #: layers that are seeded: the last one too, from where a loss function draws on
+        #: layers of the user's with a state, which begins with this forward and ends with it
+        self._stateful = {index for index, module in self.layers if has_own_state(module)}
         self._seeded = {index for index, module in self.layers if may_draw(module)} | {self.layers[-1][0]}
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
@@ -124,7 +126,7 @@ class Layers:
             if index in self._seeded:
                 seed(index, 0)
             try:
-                tree = module(tree)
+                tree = output_alone(module(tree, state=None)) if index in self._stateful else module(tree)
             except Exception as error:
                 note(error, f"in layer {index} ({type(module).__name__})")
                 raise
@@ -139,9 +141,20 @@ def place_of_state(module: nn.Module) -> tuple[str, int] | None:
     """Return name and place of a forward's parameter for a state; None: it has none."""
     if isinstance(module, nn.RNNBase):
         return "hx", 1
+    if type(module).__module__.startswith("torch."):  # whose forward may show no signature
+        return None
     names = list(inspect.signature(module.forward).parameters)
-    of_torch = type(module).__module__.startswith("torch.")
-    return ("state", names.index("state")) if "state" in names and not of_torch else None
+    return ("state", names.index("state")) if "state" in names else None
+
+
+def has_own_state(layer: nn.Module) -> bool:
+    """Return whether a layer of the user's has a state: in a list it hands on its output alone, also without slices."""
+    return not isinstance(layer, nn.RNNBase) and place_of_state(layer) is not None
+
+
+def output_alone(found: Tree) -> Tree:
+    """Return the output of (output, state)."""
+    return found[0] if isinstance(found, tuple) else found
 
 
 def note(error: Exception, where: str) -> None:

@@ -206,7 +206,13 @@ def length_of(tree: Tree) -> int:
     Raises:
         ConfigError: there is none, or there are several.
     """
-    sizes = {tensor.shape[1] for tensor in tensors_of(tree) if tensor.dim() > 1}
+    long = [tensor for tensor in tensors_of(tree) if tensor.dim() > 1]
+    sizes = {tensor.shape[1] for tensor in long}
+    if not any(tensor.dim() > 2 or not tensor.is_floating_point() for tensor in long):
+        raise ConfigError(
+            "slices: a batch without a sequence dimension, as tokens (rows, length) or vectors (rows, length, size) "
+            f"have; found {shapes_in(tree)}; leave slices out, or give numbers, one a token, as (rows, length, 1)"
+        )
     if len(sizes) == 1:
         return sizes.pop()
     raise ConfigError(
