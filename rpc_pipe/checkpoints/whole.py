@@ -26,7 +26,7 @@ def own_state(actor: WorkerActor) -> dict[str, Any]:
     first_route = [shard for (_, route), shard in actor.shards.items() if route == 0]
     return {
         "tensors": {name: t for shard in first_route for name, t in shard.evaluated_state_dict().items()},
-        "versions": {name: each for shard in first_route for name, each in shard.versions().items()},
+        "versions": {name: each for shard in first_route for name, each in shard.slice.versions().items()},
     }
 
 

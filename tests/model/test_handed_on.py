@@ -128,22 +128,13 @@ class Beside(nn.Module):
         return x * mask
 
 
-@pytest.mark.parametrize(
-    ("what", "says"),
-    [
-        ("number", r"blocks\.0 returned a tuple of a tensor, a tensor, 0\.5, and a tuple of a tensor, a tensor, 1\.0 "),
-        (
-            "length",
-            r"blocks\.0 returned a tuple of a tensor, a tensor, a tensor, and a tuple of a tensor, a tensor wh",
-        ),
-    ],
-)
-def test_what_does_not_travel_must_be_what_was_observed(what, says):
+@pytest.mark.parametrize("what", ["number", "length"])
+def test_what_does_not_travel_must_be_what_was_observed(what):
     """Later stages went on with what had been observed, and trained something else in silence."""
     x = floats(2, 8)
     stage = stages_of(observe(Beside(what), [x]), 2)[0]
     stage.run((), [x], {})
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=r"block blocks\.0 returned something else beside its tensors than when it"):
         stage.run((), [x], {})
 
 

@@ -98,6 +98,10 @@ class Shard:
         """The learning-rate schedule of the optimizer, if there is one."""
         return self.updating.lr_scheduler
 
+    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Return each parameter once, under the name that it has in the unsplit model."""
+        return self.slice.named_parameters()
+
     def parameters(self) -> list[nn.Parameter]:
         """Return each parameter once, even if several layers share it."""
         return [parameter for _, parameter in self.named_parameters()]
@@ -106,17 +110,9 @@ class Shard:
         """Return the buffers of all modules of this shard; forwards may write them."""
         return [buffer for module in self.slice.own for buffer in module._buffers.values() if buffer is not None]
 
-    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Return each parameter once, under the name that it has in the unsplit model."""
-        return self.slice.named_parameters()
-
     def state_dict(self) -> dict[str, Tensor]:
         """Return parameters and buffers by their names in the unsplit model."""
         return self.slice.state_dict()
-
-    def versions(self) -> dict[str, dict[str, Any]]:
-        """Return the metadata of the modules by name, as torch's `state_dict` has it."""
-        return self.slice.versions()
 
     def evaluated_state_dict(self) -> dict[str, Tensor]:
         """Return the tensors that evaluation uses, as `state_dict` does; a stashing shard has other ones."""
@@ -128,8 +124,7 @@ class Shard:
 
         What is in evaluation mode counts too, because a caller may put it into training mode between two steps.
         """
-        held = (b for m in self.slice.own if m._buffers for b in m._buffers.values())
-        return bool(self.state.weights) or any(buffer is not None for buffer in held)
+        return bool(self.state.weights or self.buffers())
 
     def train(self, mode: bool) -> None:
         """Set all modules to evaluation mode, or back to the modes that the user had given them."""
@@ -221,12 +216,9 @@ class Shard:
         if looks:
             self.state.begin()
         saved = _saving() if backward and split else None
-        with self._randomness.lock:
-            if saved is None:
-                tree = self._compute(step, microbatch, entered.tree, fields, target, share)
-            else:
-                with saved.hooks():
-                    tree = self._compute(step, microbatch, entered.tree, fields, target, share)
+        lock = self._randomness.lock
+        with lock, lock if saved is None else saved.hooks():
+            tree = self._compute(step, microbatch, entered.tree, fields, target, share)
         left = self.state.end(again) if looks else []
         entered.note_writes()
         if backward:

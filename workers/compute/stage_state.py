@@ -9,7 +9,7 @@ memory, and backward gets it back, also for layers that it runs again (`torch.ut
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -25,7 +25,6 @@ from .torch_internals import NormBase
 
 #: so many forwards are looked at
 _LOOKS = 2
-_NOTHING = nullcontext()
 
 
 class StageState:
@@ -116,7 +115,7 @@ def shown(left: Sequence[Value]) -> AbstractContextManager[Any]:
 
     What backward itself writes, in layers that it runs again, is dropped.
     """
-    return _shown(left) if left else _NOTHING
+    return _shown(left) if left else computing
 
 
 @contextmanager

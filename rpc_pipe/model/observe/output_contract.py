@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...dependency import ModelError
 from .placeholder import Placeholder
-from .trees import PLAIN, Path, leaves, replaced
+from .trees import PLAIN, Path, children, leaves, replaced
 
 _Predicate = Callable[[Tensor], bool]
 
@@ -25,12 +25,11 @@ def check_form(where: str, tree: Any, observed: Any, attribute: str = "") -> Non
     Raises:
         ModelError: besides its tensors it differs from the observation.
     """
-    if (found := form_of(tree)) != observed:
-        told = f"left {{}} in its attribute {attribute}" if attribute else "returned {}"
+    if form_of(tree) != observed:
+        what = f"left something else in its attribute {attribute}" if attribute else "returned something else"
         raise ModelError(
-            f"model: block {where} {told.format(_describe(found))}, and {_describe(observed)} when it was observed: "
-            "tensors travel to the other stages, but not what is beside them; return or leave tensors alone, as many "
-            "in each forward"
+            f"model: block {where} {what} beside its tensors than when it was observed: tensors travel to the other "
+            "stages, but not what is beside them; return or leave tensors alone, as many in each forward"
         )
 
 
@@ -65,23 +64,6 @@ def form_of(tree: Any) -> Any:
         return type(tree), tree
     if isinstance(tree, (tuple, list)):
         return type(tree), tuple([form_of(child) for child in tree])
-    if isinstance(tree, Mapping):
-        return type(tree), tuple([(key, form_of(child)) for key, child in tree.items()])
-    if dataclasses.is_dataclass(tree):
-        named = [(field.name, getattr(tree, field.name, None)) for field in dataclasses.fields(tree)]
-        return type(tree), tuple([(name, form_of(child)) for name, child in named])
+    if isinstance(tree, Mapping) or dataclasses.is_dataclass(tree):
+        return type(tree), tuple([(step, form_of(child)) for step, child in children(tree)])
     return type(tree), tuple([path for path, _ in leaves(tree)])
-
-
-def _describe(form: Any) -> str:
-    """Return a short description of a form."""
-    if form is Tensor:
-        return "a tensor"
-    if isinstance(form, str):
-        return form
-    kind, inside = form
-    if kind in (tuple, list):
-        return f"a {kind.__name__} of {', '.join(map(_describe, inside[:4]))}{', …' * (len(inside) > 4)}"
-    if isinstance(inside, tuple):
-        return f"a {kind.__name__}"
-    return repr(inside)

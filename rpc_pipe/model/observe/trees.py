@@ -40,7 +40,7 @@ def _collect(tree: Any, found: list[Tensor], above: set[int]) -> None:
         found.append(tree)
     elif not isinstance(tree, PLAIN) and id(tree) not in above:
         above.add(id(tree))
-        for child in tree if isinstance(tree, (tuple, list)) else [child for _, child in _children(tree)]:
+        for child in tree if isinstance(tree, (tuple, list)) else [child for _, child in children(tree)]:
             _collect(child, found, above)
         above.discard(id(tree))
 
@@ -52,12 +52,13 @@ def _leaves(tree: Any, path: Path, above: set[int]) -> Iterator[tuple[Path, Tens
     if isinstance(tree, PLAIN) or id(tree) in above:
         return
     above.add(id(tree))
-    for step, child in _children(tree):
+    for step, child in children(tree):
         yield from _leaves(child, (*path, step), above)
     above.discard(id(tree))
 
 
-def _children(tree: Any) -> list[tuple[tuple[str, Any], Any]]:
+def children(tree: Any) -> list[tuple[tuple[str, Any], Any]]:
+    """Return what is directly in a tree, with the step that leads there."""
     if isinstance(tree, (tuple, list)):
         return [(("[]", i), child) for i, child in enumerate(tree)]
     if isinstance(tree, Mapping):
