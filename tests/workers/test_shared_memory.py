@@ -193,6 +193,20 @@ def test_the_default_device_is_not_where_payloads_arrive(ends):
     assert answer.tensors[0].tolist() == [1, 1, 1]
 
 
+def test_memory_found_ahead_is_of_no_other_mode(ends):
+    """Memory found in an evaluation without gradients would be no use in training: it cannot be saved for backward."""
+    inference, usual = torch.inference_mode, torch.inference_mode(False)
+    for before, then in ((inference(), usual), (usual, inference()), (inference(), inference()), (usual, usual)):
+        ends.write(0, (1, "0F0"), pack(torch.ones(3)))
+        ends.read()
+        with before:
+            assert not ends.sleep()
+        ends.write(0, (1, "0F1"), pack(torch.ones(3)))
+        with then:
+            ((_, _, answer, _),) = ends.read()
+            assert answer.tensors[0].is_inference() == torch.is_inference_mode_enabled()
+
+
 def test_a_sandbox_that_does_not_say_who_is_on_this_host_has_no_channels(monkeypatch):
     def refuse():
         raise PermissionError("/proc/sys/kernel/random/boot_id")

@@ -35,6 +35,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from .form import Form, assemble, describe, form_of
@@ -364,9 +365,9 @@ class _Reader:
         """Return the tensors of a record, with what lies at an address one after the other."""
         found, self._prepared = self._prepared, []
         if form is not self._last:
-            found = []
-            self._last = form if form.num_bytes <= _SMALL else None
-        found = found or [look.empty() for look in form.dense]
+            found, self._last = [], form if form.num_bytes <= _SMALL else None
+        if not found or found[0].is_inference() != torch.is_inference_mode_enabled():
+            found = [look.empty() for look in form.dense]
         for tensor, look in zip(found, form.dense, strict=True):
             copy_memory(tensor.data_ptr(), there, look.num_bytes)
             there += look.num_bytes + -look.num_bytes % LINE
