@@ -146,8 +146,7 @@ class _Recorder(OperatorMode):
                     now[id(fake)] = real
                     found = real if storage_of(fake) == storage else found
                 now = {key: real for key, real in now.items() if last_use[key] > operation.number}
-        if found is None:
-            raise ModelError(f"model: nothing is known of how a tensor of shape {tuple(tensor.shape)} was made")
+        assert found is not None
         return found.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
     def _operations_for(self, storage: int) -> list[_Operation]:

@@ -121,9 +121,9 @@ class Growing(Experts):
         return self.through(x), sum(self.losses[-4:])
 
 
-@pytest.mark.parametrize("kind, told", [(Weighed, "left a list of a tuple of a tensor, "), (Growing, "left a list of")])
-def test_what_is_beside_the_tensors_in_a_list_must_be_as_it_was_observed(kind, told):
+@pytest.mark.parametrize("kind", [Weighed, Growing])
+def test_what_is_beside_the_tensors_in_a_list_must_be_as_it_was_observed(kind):
     """Other stages went by the numbers that were observed, silently."""
     pipe = Pipeline(made(kind), loss_fn, optimizer=SGD, num_workers=2, num_microbatches=4)
-    with pytest.raises(WorkerFailure, match=rf"model: block blocks\.\d {told}"):
+    with pytest.raises(WorkerFailure, match=r"model: block blocks\.\d left something else in its attribute"):
         pipe.step((floats(8, 8), floats(8, 8)))

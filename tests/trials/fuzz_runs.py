@@ -29,7 +29,7 @@ _SENTENCES = re.compile(
     "changed in place after it was used|"
     "run once more gave other numbers|cannot be recomputed|cannot travel between|"
     "one of the variables needed for gradient computation has been modified by an inplace operation|"
-    "a checkpoint computes again|always give the same|the gradient of parameter .* is sparse|"
+    "always give the same|the gradient of parameter .* is sparse|"
     "use_reentrant=True, torch.utils.checkpoint is incompatible|errors.(Config|Schedule|Model|Batch)Error: |"
     "saved tensor hooks|"
     "by .data in its forward, and did not in its first"

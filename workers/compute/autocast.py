@@ -7,15 +7,12 @@ gradients would have other bits. And casts that were made without gradients must
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.autograd.function import BackwardCFunction
 
-from .autograd_graph import children_first
 from .randomness import computing
 
 #: by whether autocast is on for a CPU and for a GPU
@@ -47,40 +44,20 @@ def casting(kinds: Iterable[tuple[str, torch.dtype]], *, cached: bool) -> Iterat
                 stack.close()
 
 
-def without(*, forget: bool = False) -> AbstractContextManager[Any]:
+def without() -> AbstractContextManager[Any]:
     """Return a context in which this thread alone computes and nothing is cast, as behind the caller's `autocast`.
 
-    Args:
-        forget: whether weights are cast anew in it.
+    Weights are cast anew from then on, as where each microbatch enters `autocast`: a checkpoint that computes again in
+    backward must not use what it has cast without gradients.
     """
     kinds = enabled()
-    return _without(kinds, forget) if kinds else computing
+    return _without(kinds) if kinds else computing
 
 
 @contextmanager
-def _without(kinds: Iterable[str], forget: bool) -> Iterator[None]:
+def _without(kinds: Iterable[str]) -> Iterator[None]:
     with computing, ExitStack() as stack:
-        if forget:
-            torch.clear_autocast_cache()
+        torch.clear_autocast_cache()
         for kind in kinds:
             stack.enter_context(torch.autocast(kind, enabled=False))
         yield
-
-
-class Casts:
-    """Which casts of weights a shard's backward may use."""
-
-    def __init__(self) -> None:
-        #: whether forwards leave casts without gradients to backward; None until it has been seen
-        self._leaves: bool | None = None
-
-    def look(self, roots: Sequence[Tensor]) -> None:
-        """Find out, by the first forward, whether a checkpoint or the like computes again in backward what it has
-        computed without gradients: a function that is written in Python."""
-        if self._leaves is None and (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")):
-            nodes = children_first(root.grad_fn for root in roots if root.grad_fn is not None)
-            self._leaves = any(isinstance(node, BackwardCFunction) for node in nodes)
-
-    def backward(self) -> AbstractContextManager[Any]:
-        """Return a context in which backward runs, as `without`."""
-        return without(forget=bool(self._leaves))

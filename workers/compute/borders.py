@@ -209,11 +209,6 @@ def _is_activation(tensor: Tensor) -> bool:
     return not tensor.is_leaf
 
 
-def version_of(tensor: Tensor) -> int:
-    """Return autograd's version counter of a tensor; 0 for inference tensors, which have none."""
-    return 0 if tensor.is_inference() else tensor._version
-
-
 def own_target(target: Tree) -> Tree:
     """Return a copy of a microbatch's target, which the loss function may write in place."""
     if type(target) is Tensor and not target.requires_grad:

@@ -16,8 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ...dependency import ConfigError
 from ..transport.payload import Payload, Tree, distinct_tensors, pack
-from . import borders
-from .autocast import Casts
+from . import autocast, borders
 from .batch_norm import Statistics
 from .borders import Forwarded, InputGradients
 from .module_state import Value
@@ -84,7 +83,6 @@ class Shard:
         #: the last step of which a forward was run once more, to compare; None: none is
         self._checked = -1 if training.check == "always" else None
         self.state = StageState(slice)
-        self._casts = Casts()
         # Names are taken now: a forward may replace modules.
         self.updating = Updating(slice, stage, training, randomness, pieces)
 
@@ -229,7 +227,6 @@ class Shard:
                 roots = [tree] if tree.requires_grad else []
             else:
                 roots = [tensor for tensor in distinct_tensors(tree) if tensor.requires_grad]
-            self._casts.look(roots)
             self._forwarded[microbatch] = Forwarded(step, owing, roots, saved, left)
         return tree
 
@@ -294,7 +291,7 @@ class Shard:
         roots, begun = borders.backward_starts(roots, grads)
         self._owed.expect(owing)
         if roots:
-            with self._casts.backward(), shown(left):
+            with autocast.without(), shown(left):
                 self._randomness.seed_backward(step, microbatch, self.slice.first)
                 run_backward(roots, begun)
         return pack(self._owed.taken(owing))
@@ -306,7 +303,7 @@ class Shard:
         step, owing, roots, saved, left = self._forwarded.pop(microbatch)
         roots, begun = borders.backward_starts(roots, grads)
         assert saved is not None
-        with self._casts.backward(), shown(left):
+        with autocast.without(), shown(left):
             self._randomness.seed_backward(step, microbatch, self.slice.first)
             found, deferred = backward_inputs(roots, begun, owing, saved)
         self._deferred[microbatch] = step, left, deferred
@@ -315,7 +312,7 @@ class Shard:
     def backward_weights(self, microbatch: int) -> None:
         """Accumulate the gradients of the weights that `backward_inputs` has left out."""
         step, left, deferred = self._deferred.pop(microbatch)
-        with self._casts.backward(), shown(left):
+        with autocast.without(), shown(left):
             self._randomness.seed_backward(step, microbatch, self.slice.first, weights=True)
             deferred.run()
 

@@ -31,13 +31,7 @@ class BeforeUpdate:
         self._values = [(p, p.detach().clone()) for group in optimizer.param_groups for p in group["params"]]
         parts = [each for each in (optimizer, updating.lr_scheduler) if each is not None]
         shared = {id(each): each for each in (*parts, *updating.parameters.values(), *grads.values())}
-        try:
-            self._inside = [(part, copy.deepcopy(vars(part), dict(shared))) for part in parts]
-        except (TypeError, RuntimeError) as error:
-            raise ConfigError(
-                f"optimizer {type(optimizer).__name__}: what it holds cannot be copied ({error}), so that an update "
-                "made before the norm of all gradients is known could not be taken back; pass post_validation=False"
-            ) from error
+        self._inside = [(part, copy.deepcopy(vars(part), dict(shared))) for part in parts]
         if average is not None:
             self._average = {name: tensor.clone() for name, tensor in average.tensors.items()}, average.num_updates
 

@@ -28,7 +28,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, saved_tensors_hooks
-from torch.utils.checkpoint import CheckpointError
 from torch.utils.hooks import RemovableHandle
 
 from ...dependency import ConfigError
@@ -214,14 +213,7 @@ def _run(starts: _Starts, wanted: Iterable[_Edge], retain_graph: bool = False) -
     edges = [GradientEdge(*edge) for edge, _ in starts]
     grads = [grad for _, grad in starts]
     places = [GradientEdge(*edge) for edge in wanted]
-    try:
-        return torch.autograd.grad(edges, places, grads, retain_graph=retain_graph, allow_unused=True)
-    except CheckpointError as error:
-        raise ConfigError(
-            "a checkpoint computes again something else than its forward did, which backward in two parts may let it "
-            "do; let the schedule recompute instead (--set recompute=all), or take one that does not split backward, "
-            "such as 1f1b"
-        ) from error
+    return torch.autograd.grad(edges, places, grads, retain_graph=retain_graph, allow_unused=True)
 
 
 class WeightBackward:

@@ -97,16 +97,11 @@ class StashingShard(Shard):
         if spec.elasticity and first.reference is None:
             first.reference = [parameter.detach().clone() for parameter in first._found()]
         self.reference = first.reference
-        before, self.newest, self._spec = self._trained, 0, spec
+        self.newest, self._spec = 0, spec
         self._microbatches = microbatches_on(spec, route)
         self._uncounted = next(self._microbatches, None)
         self._forget()
         self._look()
-        if spec.elasticity and before and list(map(id, before)) != list(map(id, self._trained)):
-            raise ConfigError(
-                f"stage {self.stage}: requires_grad of a parameter has changed, and pipelines are pulled to a "
-                "reference of those that were trained before; use another schedule, or make a new pipeline"
-            )
         if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in self._trained):
             raise ConfigError(
                 f"stage {self.stage}: hooks of parameters' gradients do not run where several versions of the weights "

@@ -219,7 +219,6 @@ class Updating:
         # Of those that the optimizer has not, too: the sum would be added to the next ones.
         for name in () if self.pieces is None else self.pieces.told:
             self.parameters[name].grad = None
-        autocast.forget_casts()  # of weights as they were, kept until the caller leaves `autocast`
 
     def adopted(self) -> None:
         """Average the weights, of which others have updated some."""

@@ -81,7 +81,6 @@ class Script:
         assignment = Assignment(observation, cut, owners)
         role = assignment.role(stage)
         self.is_last = stage == len(cut) - 1
-        self.is_alone = len(cut) == 1
         self.fields_written = observation.fields_written
         self._to_the_end = observation.to_the_end
         self._changed = observation.changed

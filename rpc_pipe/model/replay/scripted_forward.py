@@ -15,7 +15,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from ...dependency import ModelError
-from ...workers.compute.borders import version_of
 from ...workers.compute.randomness import Seed
 from ...workers.compute.slices import note
 from ..observe.observation import Output
@@ -44,8 +43,6 @@ class ScriptedForward(TorchFunctionMode):
         #: gradient hooks that the model registers on received tensors in events of other stages
         self._hooks: list[RemovableHandle] = []
         for key, place, copied in script.used:
-            if copied and sum([tensor is payload[place] for tensor in payload]) > 1:
-                raise _written_twice(script.receives[place][2])
             self._tensors[key] = payload[place].clone() if copied else payload[place]
 
     def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -54,8 +51,7 @@ class ScriptedForward(TorchFunctionMode):
         # New dicts and lists: a model may remove items from its batch, which other stages and the backward need.
         change = torch.clone if script.fields_written else lambda tensor: tensor
         args, kwargs = fields = mapped((tuple(args), kwargs), change)
-        self._tensors |= (given := {key: at(fields, path) for path, key in script.fields})
-        versions = list(map(version_of, given.values()))
+        self._tensors |= {key: at(fields, path) for path, key in script.fields}
         buffers = [(module._buffers, name, module._buffers.get(name)) for module, name in self._skeleton.exchanged]
         output = None
         with torch.set_grad_enabled(torch.is_grad_enabled()):  # restores what contexts of the model leave changed
@@ -73,8 +69,6 @@ class ScriptedForward(TorchFunctionMode):
                 for held, name, before in buffers:
                     if isinstance(held.get(name), Placeholder):  # only another stage has its data
                         held[name] = before
-        if not script.fields_written and not script.is_alone and list(map(version_of, given.values())) != versions:
-            raise _wrote_fields()
         if not script.is_last:
             output = tuple(
                 [
@@ -204,20 +198,6 @@ def _with_history(tensor: Tensor) -> Tensor:
     A view that was made under no_grad requires one if its base does, but has no graph: it is detached.
     """
     return tensor.detach() if tensor.requires_grad and tensor.grad_fn is None and tensor._is_view() else tensor
-
-
-def _wrote_fields() -> ModelError:
-    return ModelError(
-        "model: the batch was written in place while a stage ran, which was not so when it was observed, and the other "
-        "stages do not see it; if a block did it, let the model begin with x = x.clone()"
-    )
-
-
-def _written_twice(where: str) -> ModelError:
-    return ModelError(
-        f"model: {where} handed on the very tensor that it got, which is written in place by a later block and used by "
-        f"others too: the stages cannot write both; hand on a copy by .clone(), or leave out the change in place"
-    )
 
 
 class _Finished(BaseException):
