@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -17,23 +16,19 @@ Layers = Sequence[Callable[[], nn.Module]]
 Batch = tuple[Tensor, Tensor]
 
 
-@dataclass(frozen=True)
-class BuiltIn:
-    """A small model with dropout, and data for it."""
-
-    layers: Layers
-    loss_fn: Callable[[Tensor, Tensor], Tensor]
-    batch: Callable[[torch.Generator, int], Batch]
+Loss = Callable[[Tensor, Tensor], Tensor]
+#: makes a batch of so many rows
+Rows = Callable[[torch.Generator, int], Batch]
 
 
-def built_in(name: str, dropout: float, num_stages: int) -> BuiltIn:
-    """Return the model `gpt`, `conv` or `mlp`, with enough layers for `num_stages`."""
+def built_in(name: str, dropout: float, num_stages: int) -> tuple[Layers, Loss, Rows]:
+    """Return the layers of `gpt`, `conv` or `mlp`, enough for `num_stages`, the loss, and what makes the data."""
     if name == "gpt":
         config = GPTConfig(width=32, depth=max(4, num_stages - 2), heads=2, context=16, dropout=dropout)
-        return BuiltIn(gpt_layers(config), next_byte_loss, _bytes)
+        return gpt_layers(config), next_byte_loss, _bytes
     if name == "conv":
-        return BuiltIn(_conv_layers(max(4, num_stages - 1), dropout), functional.cross_entropy, _images)
-    return BuiltIn(_mlp_layers(max(4, num_stages), dropout), functional.mse_loss, _vectors)
+        return _conv_layers(max(4, num_stages - 1), dropout), functional.cross_entropy, _images
+    return _mlp_layers(max(4, num_stages), dropout), functional.mse_loss, _vectors
 
 
 def _bytes(generator: torch.Generator, rows: int) -> Batch:

@@ -96,10 +96,10 @@ def _load(options: VerifyOptions) -> tuple[UserModel, list[Tree]]:
         return made, [made.batch] * options.steps
     # The number of stages is needed for the size of the model, before there is a pipeline.
     spec = options.spec(num_layers=10**9) if options.split is None else options.spec(sum(options.split))
-    model = built_in(options.model, options.dropout, spec.num_stages)
+    layers, loss_fn, rows = built_in(options.model, options.dropout, spec.num_stages)
     generator = torch.Generator().manual_seed(options.seed)
-    batches: list[Tree] = [model.batch(generator, options.batch_rows) for _ in range(options.steps)]
-    return UserModel(list(model.layers), batches[0], model.loss_fn), batches
+    batches: list[Tree] = [rows(generator, options.batch_rows) for _ in range(options.steps)]
+    return UserModel(list(layers), batches[0], loss_fn), batches
 
 
 def _reference(

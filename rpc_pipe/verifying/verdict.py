@@ -31,20 +31,13 @@ class Compared:
         self._coarsest = precision
         #: (name, largest difference, largest expected number, group, dtype)
         self._errors: list[tuple[str, float, float, str, torch.dtype]] = []
-        self.num_same = 0
-        self._num_numbers = 0
-        self._numbers_same = True
+        self.num_same = self.num_tensors = 0
+        self.identical = True
 
     def numbers(self, what: str, found: Sequence[float], expected: Sequence[float]) -> None:
         """Compare a number of every step, such as the loss."""
-        if len(found) != len(expected):
-            self._errors.append((what, math.inf, 1.0, what, torch.float32))
-            self._numbers_same = False
-        elif found:
-            pair = torch.tensor(found).double(), torch.tensor(expected).double()
-            self._numbers_same &= _same(*pair)
-            self._errors.append((what, *_difference(*pair), what, torch.float32))
-            self._num_numbers += 1
+        if found or expected:
+            self._compare(what, what, torch.tensor(found), torch.tensor(expected))
 
     def tensors(self, found: Mapping[str, Tensor], expected: Mapping[str, Tensor], what: str = "") -> None:
         """Compare tensors by name; what is missing on one side differs.
@@ -53,20 +46,19 @@ class Compared:
             what: said behind the names; groups of tensors have scales of their own.
         """
         for name in expected.keys() | found.keys():
-            there = [side[name].detach().cpu() for side in (found, expected) if name in side]
-            if len(there) < 2 or there[0].shape != there[1].shape:
-                self._errors.append((name + what, math.inf, 1.0, what, torch.float32))
-                continue
-            self.num_same += _same(*there)
-            self._errors.append((name + what, *_difference(*there), what, there[1].dtype))
+            there = [side[name].detach().cpu() if name in side else None for side in (found, expected)]
+            self.num_same += self._compare(name + what, what, *there)
+            self.num_tensors += 1
 
-    @property
-    def num_tensors(self) -> int:
-        return len(self._errors) - self._num_numbers
-
-    @property
-    def identical(self) -> bool:
-        return self.num_same == self.num_tensors and self._numbers_same
+    def _compare(self, name: str, group: str, found: Tensor | None, expected: Tensor | None) -> bool:
+        if found is None or expected is None or found.shape != expected.shape:
+            self._errors.append((name, math.inf, 1.0, group, torch.float32))
+            same = False
+        else:
+            self._errors.append((name, *_difference(found, expected), group, expected.dtype))
+            same = _same(found, expected)
+        self.identical &= same
+        return same
 
     def relative(self) -> dict[str, float]:
         """Return by name the largest difference relative to the largest number (see `_SMALL`)."""
@@ -143,10 +135,10 @@ def summed_by_slices(slices: str) -> str:
 
 def summed_by_stages(names: Sequence[str]) -> str:
     """Return why gradients of parameters that several stages use may differ by rounding."""
-    named = ", ".join(names[:2]) + f" and {len(names) - 2} more" * (len(names) > 2)
     if not names:
-        return "a tensor that several stages use has its gradients summed stage by stage"
-    return f"several stages use {named}, whose gradients are summed stage by stage"
+        return "something is summed otherwise than in one process"
+    named = ", ".join(names[:2]) + f" and {len(names) - 2} more" * (len(names) > 2)
+    return f"several stages use {named}, whose uses one process does not tell apart where it computes again"
 
 
 def _same(found: Tensor, expected: Tensor) -> bool:

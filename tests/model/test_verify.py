@@ -264,7 +264,8 @@ def test_a_model_of_the_users_trains_as_in_one_process(file, capsys, name, verdi
     assert (code, found["verdict"], found["identical"]) == (0, verdict, verdict == "identical"), text
     assert found["max_rel_error"] < 1e-5 and found["steps"] == 8
     if verdict == "rounding":
-        assert "within the rounding of floats" in text and "gradients are summed stage by stage" in found["because"]
+        assert "within the rounding of floats" in text
+        assert "several stages use 1.weight, 1.bias, whose uses one process does not tell apart" in found["because"]
 
 
 @pytest.mark.parametrize(
