@@ -38,6 +38,23 @@ def replay_of(pipe, layers=LAYERS, loss_fn=nn.functional.mse_loss, **options):
     return replay_of_layers(pipe.spec, built, pipe.partition.ranges, loss_fn, adamw, randomness, **options)
 
 
+def most_copies(pipe):
+    """Return a list that will say how many versions of its weights each shard has held at once behind an update."""
+    shards = [shard for actor in pipe.actors for shard in actor.shards.values()]
+    most = [1] * len(shards)
+
+    def watch(number, shard, update):
+        def updated(**settings):
+            update(**settings)
+            most[number] = max(most[number], shard.num_copies)
+
+        shard.update = updated
+
+    for number, shard in enumerate(shards):
+        watch(number, shard, shard.update)
+    return most
+
+
 def same(first, second):
     return all(torch.equal(tensor, second[name]) for name, tensor in first.items())
 

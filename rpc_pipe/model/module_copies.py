@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..dependency import ModelError
-from ..workers.compute.by_hand import HOOKS, OfWeight, fingerprint, of_buffer, of_buffers
+from ..workers.compute.by_hand import HOOKS, OfWeight, fingerprint, of_buffer
 from ..workers.compute.digest import digest, memory_of
 from .observe.given import is_placeholder
 
@@ -64,7 +64,7 @@ class _Copy:
         """Record the buffers of modules that the pipeline has written."""
         for module in modules:
             if (number := self._numbers.get(id(module))) is not None:
-                self._noted[number] |= of_buffers(module, closely=True)
+                self._noted[number] = _fingerprint(module)
 
     def follow(self) -> None:
         """Apply to the copy what has changed in the user's modules since the last record."""

@@ -90,13 +90,8 @@ def fingerprint(module: nn.Module, *, closely: bool = False) -> dict[str, Any]:
             found[name] = value
         elif closely and type(value) in _CONTAINERS and _is_plain(value):
             found[name] = value.copy()
-    return found | of_buffers(module, closely=closely) if held.get("_buffers") else found
-
-
-def of_buffers(module: nn.Module, *, closely: bool) -> dict[str, Any]:
-    """Return the part of `fingerprint` that is of buffers."""
-    held = vars(module)["_buffers"].items()
-    return {name: of_buffer(buffer, closely=closely) for name, buffer in held if buffer is not None}
+    buffers = (held.get("_buffers") or {}).items()
+    return found | {name: of_buffer(buffer, closely=closely) for name, buffer in buffers if buffer is not None}
 
 
 def of_buffer(buffer: Tensor, *, closely: bool) -> tuple[int, ...]:

@@ -342,7 +342,9 @@ class Shard:
 
     def update_early(self) -> BeforeUpdate:
         """Apply one optimizer step before the global norm is known; return the state to roll back to."""
-        before = self.updating.before()
+        from .snapshot import BeforeUpdate  # few schedules update before the norm is known
+
+        before = BeforeUpdate(self.updating)
         self.update()
         return before
 

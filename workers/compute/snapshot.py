@@ -16,6 +16,9 @@ class BeforeUpdate:
     """Copies of what an update changes, as long as the update may have to be taken back.
 
     They take the memory of the trained parameters, of the optimizer's state and of the moving average once more.
+
+    Raises:
+        ConfigError: a hook would have seen an update that is taken back.
     """
 
     def __init__(self, updating: Any) -> None:
@@ -26,6 +29,12 @@ class BeforeUpdate:
         self._grads = grads
         if optimizer is None:
             return
+        if step_hooks(optimizer):
+            raise ConfigError(
+                f"optimizer {type(optimizer).__name__}: a hook of its step would run once more where an update is made "
+                "before the norm of all gradients is known, and taken back; pass post_validation=False, or remove the "
+                "hook"
+            )
         if _may_write_gradients(optimizer):
             self._grads = {name: None if grad is None else grad.clone() for name, grad in grads.items()}
         self._values = [(p, p.detach().clone()) for group in optimizer.param_groups for p in group["params"]]
@@ -56,16 +65,3 @@ class BeforeUpdate:
 
 def _may_write_gradients(optimizer: Optimizer) -> bool:
     return not type(optimizer).__module__.startswith("torch.optim.") or isinstance(optimizer, torch.optim.Rprop)
-
-
-def refuse_hooks(optimizer: Optimizer) -> None:
-    """Refuse hooks that would have seen an update which is taken back.
-
-    Raises:
-        ConfigError: there is one.
-    """
-    if step_hooks(optimizer):
-        raise ConfigError(
-            f"optimizer {type(optimizer).__name__}: a hook of its step would run once more where an update is made "
-            "before the norm of all gradients is known, and taken back; pass post_validation=False, or remove the hook"
-        )

@@ -70,8 +70,6 @@ class StashingShard(Shard):
         super().__init__(*args, **settings)
         #: how many updates the parameters have seen since the stream began
         self.newest = 0
-        #: most versions held at once so far, the newest included, and their bytes
-        self.most_copies, self.most_bytes = 1, 0
         self._spec: Spec
         #: microbatches of the stream that have not been counted as users of a version, and the next of them
         self._microbatches: Iterator[int] = iter(())
@@ -203,10 +201,6 @@ class StashingShard(Shard):
         else:
             self._drop(self.newest)
         self.newest += 1
-        copies = self.num_copies
-        if copies > self.most_copies:
-            self.most_copies = copies
-        self.most_bytes = max(self.most_bytes, copies * sum(parameter.nbytes for parameter in self._trained))
         super().update(finite=finite)
 
     @torch.no_grad()

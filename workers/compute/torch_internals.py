@@ -125,15 +125,6 @@ def norms_of(tensors: Sequence[Tensor], order: float = 2.0) -> Sequence[Tensor]:
     return [torch.linalg.vector_norm(tensor, order) for tensor in tensors]
 
 
-def multiply(tensors: Sequence[Tensor], factor: float) -> None:
-    """Multiply tensors in place."""
-    if hasattr(torch, "_foreach_mul_"):
-        torch._foreach_mul_(list(tensors), factor)
-    else:
-        for tensor in tensors:
-            tensor.mul_(factor)
-
-
 def by_type(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     """Group tensors of one device by type, in the order in which torch goes through the groups."""
     try:

@@ -18,12 +18,11 @@ from . import autocast
 from .autograd_graph import UnownedParameters
 from .randomness import Randomness
 from .slices import Slice
-from .torch_internals import multiply, norms_of
+from .torch_internals import norms_of
 
 if TYPE_CHECKING:
     from .average import Average
     from .pieces import Pieces
-    from .snapshot import BeforeUpdate
 
 #: (name in the unsplit model, parameter) of a stage -> its optimizer; torch's take such pairs
 OptimizerFactory = Callable[[list[tuple[str, nn.Parameter]]], Optimizer]
@@ -181,18 +180,6 @@ class Updating:
             held = self.held.get(name)
             parameter.grad = None if held is None else held.clone()
 
-    def before(self) -> BeforeUpdate:
-        """Return what the next update will change, to take it back by.
-
-        Raises:
-            ConfigError: it cannot be.
-        """
-        from .snapshot import BeforeUpdate, refuse_hooks  # few schedules update before the norm is known
-
-        if self.optimizer is not None:
-            refuse_hooks(self.optimizer)
-        return BeforeUpdate(self)
-
     def update(self, finite: bool) -> None:
         """Let the optimizer make one step, unless gradients have overflowed, and forget them.
 
@@ -269,7 +256,8 @@ class LossScale:
             return torch.ones((), dtype=torch.bool, device=device)
         largest = torch.stack([norm.float() for norm in norms_of(grads, float("inf"))])
         inverse = torch.tensor(self.scale, dtype=torch.float64).reciprocal().float().item()
-        multiply(grads, inverse)
+        for grad in grads:
+            grad.mul_(inverse)
         return largest.isfinite().all()
 
     def update(self, finite: bool) -> None:
