@@ -82,7 +82,7 @@ def _sums(shard: Shard) -> dict[str, Tensor]:
 
 def described(shard: Shard) -> dict[str, Any]:
     """Return what else there is to remember, as JSON."""
-    optimizer, scheduler, updating = shard.optimizer, shard.lr_scheduler, shard.updating
+    optimizer, scheduler, updating = shard.optimizer, shard.updating.lr_scheduler, shard.updating
     if optimizer is None:
         return {"updates": 0, "groups": []}
     names = {parameter: name for name, parameter in shard.named_parameters()}
@@ -231,8 +231,8 @@ class Stages:
             optimizer.state.clear()
             for parameter, each in state.items():
                 optimizer.state[parameter] = each
-            if shard.lr_scheduler is not None:
-                shard.lr_scheduler.load_state_dict(_as_in(shard.lr_scheduler.state_dict(), scheduler))
+            if shard.updating.lr_scheduler is not None:
+                shard.updating.lr_scheduler.load_state_dict(_as_in(shard.updating.lr_scheduler.state_dict(), scheduler))
 
         return apply
 
@@ -268,7 +268,7 @@ class Stages:
 
     def _scheduler(self, shard: Shard, origins: list[tuple[str, int]]) -> Any:
         """Return the state of this stage's scheduler, which may have groups of several stages; None: there is none."""
-        if shard.lr_scheduler is None:
+        if shard.updating.lr_scheduler is None:
             return None
         if any(self._stages[stage].get("scheduler") is None for stage, _ in origins):
             raise ConfigError("lr_scheduler: the checkpoint was written without one; leave it out")

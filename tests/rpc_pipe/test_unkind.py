@@ -237,7 +237,7 @@ def test_a_forward_that_bears_no_hooks_trains_where_backward_is_whole(schedule, 
     model = repeated(*layers)
     pipe = pipeline(model, schedule, num_workers=2, num_microbatches=3, seed=1)
     if schedule.startswith("zb"):
-        with pytest.raises(WorkerFailure, match=r"torch.func .* use a schedule that does not split it, such as 1f1b"):
+        with pytest.raises(WorkerFailure, match=r"torch.func.* don't yet support saved tensor hooks"):
             pipe.step(batches_for("hooks", 3)[0])
     else:
         assert differences(pipe, model, batches_for("hooks", 3), 1) == []

@@ -108,17 +108,8 @@ def _needed(_: None) -> NoReturn:
 
 
 def _sample(tree: Tree) -> list[Tensor]:
-    """Return some elements of each floating-point tensor of an output that is not sparse.
-
-    Raises:
-        ConfigError: one is nested; when it is computed again, torch takes its rows for others.
-    """
+    """Return some elements of each floating-point tensor of an output that is not sparse."""
     floating = [t for t in tensors_of(tree) if t.is_floating_point() and t.numel()]
-    if any(t.is_nested for t in floating):
-        raise ConfigError(
-            "a stage hands on a nested tensor, which cannot be recomputed: torch takes its rows for others then; hand "
-            "on what is padded or packed, or use a schedule that does not recompute"
-        )
     return [sample(t).clone() for t in floating if t.layout is torch.strided]
 
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from ...dependency import ConfigError
 from ..transport.payload import Payload, Tree, distinct_tensors, pack
@@ -90,11 +89,6 @@ class Shard:
     def optimizer(self) -> Optimizer | None:
         """The optimizer of the shard's parameters; None: they are not trained."""
         return self.updating.optimizer
-
-    @property
-    def lr_scheduler(self) -> LRScheduler | None:
-        """The learning-rate schedule of the optimizer, if there is one."""
-        return self.updating.lr_scheduler
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return each parameter once, under the name that it has in the unsplit model."""

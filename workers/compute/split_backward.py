@@ -61,22 +61,10 @@ class Saved:
 
     @contextmanager
     def hooks(self) -> Iterator[None]:
-        """Return a context in which what autograd saves is saved here.
-
-        Raises:
-            ConfigError: torch lets a layer save in no way but its own.
-        """
+        """Return a context in which what autograd saves is saved here; `torch.func.grad` and the like refuse it."""
         num_registered = RemovableHandle.next_id  # of the process; a node does not tell its hooks
-        try:
-            with saved_tensors_hooks(self._save, self._load):
-                yield
-        except RuntimeError as error:
-            if "saved tensor hooks" not in str(error):
-                raise
-            raise ConfigError(
-                "a layer calls torch.func (grad, vjp, jacrev, hessian) in its forward, which torch does not allow "
-                "where backward is split: use a schedule that does not split it, such as 1f1b"
-            ) from error
+        with saved_tensors_hooks(self._save, self._load):
+            yield
         self.hooked |= RemovableHandle.next_id != num_registered
 
     @contextmanager
