@@ -6,8 +6,9 @@ between processes of one host they take a shorter way, see `shared_memory.py`.
 A message carries everything that goes one way: questions, answers, and the news of what has arrived. News can wait for
 company: it is sent with the next message, or alone once there is much of it. What the compute thread has to say it
 sends itself where that is cheap or it waits; an answer, for which others may wait, also if it has waited a short while
-ago. The rest it leaves to the sender's thread; questions only behind the first action that it has to run: so the
-threads do not compete for the interpreter where others wait for what that action makes.
+ago. The rest it leaves to the sender's thread; questions to workers of its host only behind the first action that it
+has to run: so the threads do not compete for the interpreter where others wait for what that action makes. Questions to
+other hosts leave before it, as their way may be longer than the action.
 """
 
 from __future__ import annotations
@@ -151,7 +152,10 @@ class Messages:
 
     def ask(self, peer: int, keys: list[Key]) -> None:
         self._talk(peer).ask(keys)
-        self._gathered.append(peer)  # until the thread waits or has polled twice: more may follow
+        near = self.channels is not None and self.channels.reads(peer)
+        (self._gathered if near else self._asked_before).append(
+            peer
+        )  # until the thread polls or waits: more may follow
 
     def poll(self) -> None:
         self._compute_thread = threading.get_ident()

@@ -200,6 +200,10 @@ class Channels:
                     self.lent.append(entry)
         return [(peer, key) for peer, writer, end, key, _ in lent if writer.ring.has_read(end)]
 
+    def reads(self, peer: int) -> bool:
+        """Return whether `peer`, which then is on this host, has a channel to this worker."""
+        return any(peer == source for source, *_ in self._readers)
+
     def read(self) -> list[tuple[int, Key, Answer | OSError, int]]:
         """Return (peer, key, answer, when it was written by the host's `perf_counter_ns`) of all that has come.
 
