@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..dependency import ModelError
-from ..workers.compute.by_hand import HOOKS, OfWeight, fingerprint, of_buffer
+from ..workers.compute.by_hand import HOOKS, OfWeight, fingerprint
 from ..workers.compute.digest import digest, memory_of
 from .observe.given import is_placeholder
 
@@ -91,7 +91,7 @@ class _Copy:
 
 
 class _BufferMirror:
-    """Copies buffers that a stage has written, such as running means, back to the user's module.
+    """Copies buffers of a stage, such as running means, back to the user's module.
 
     Args:
         stage: it has the valid values of its `buffers`.
@@ -104,24 +104,15 @@ class _BufferMirror:
             for name, buffer in module._buffers.items()
             if made is not module and buffer is not None and (f"{prefix}.{name}" if prefix else name) in stage.buffers
         ]
-        self._seen: list[Any] = [_of_buffer(made()._buffers[name]) for _, made, name in self._buffers]  # type: ignore[union-attr]
-        self._stage = ref(stage)
 
     def reflect(self) -> Iterator[nn.Module]:
-        """Copy buffers that were written, if they are on the device of the user's; yield the user's modules."""
-        if (stage := self._stage()) is None:
-            return
-        written, _ = stage.expected_writes()  # also of numbers that were there, which tensors do not tell
-        for i, (own, other, name) in enumerate(self._buffers):
+        """Copy the buffers, if they are on the device of the user's; yield the user's modules."""
+        for own, other, name in self._buffers:
             module, made = own(), other()
             if module is None or made is None:
                 continue
             theirs, held = module._buffers.get(name), made._buffers.get(name)
-            now = _of_buffer(held)
-            if theirs is None or held is None or (now == self._seen[i] and (made, name) not in written):
-                continue
-            self._seen[i] = now
-            if theirs.device == held.device:
+            if theirs is not None and held is not None and theirs.device == held.device:
                 with torch.no_grad():  # counted as a version, for other pipelines of the same model
                     theirs.data = theirs.data if theirs.shape == held.shape else torch.empty_like(held)
                     theirs.copy_(held)
@@ -243,10 +234,6 @@ def _follow_weight(name: str, parameter: nn.Parameter, made: nn.Parameter, befor
     with torch.no_grad():
         made.data.copy_(parameter)
     made.requires_grad_(parameter.requires_grad)
-
-
-def _of_buffer(buffer: Tensor | None) -> Any:
-    return None if buffer is None else of_buffer(buffer, closely=True)
 
 
 def _of_weight(parameter: Tensor | None) -> Any:

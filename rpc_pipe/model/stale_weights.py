@@ -103,12 +103,8 @@ def _state(parameter: Tensor | None) -> tuple[int, ...]:
 
 
 def _modules(model: Any) -> list[tuple[str, nn.Module]]:
-    """Return all modules, each with the prefix of its parameters' names."""
-    if isinstance(model, nn.Module):
-        named = list(model.named_modules())
-    elif isinstance(model, Sequence):
-        layers = [(str(number), layer) for number, layer in enumerate(model) if isinstance(layer, nn.Module)]
-        named = [each for number, layer in layers for each in layer.named_modules(prefix=number)]
-    else:  # what makes layers
-        named = []
+    """Return all modules, each with the prefix of its parameters' names; what makes layers has none."""
+    if isinstance(model, Sequence):
+        model = nn.ModuleList([layer if isinstance(layer, nn.Module) else nn.Module() for layer in model])
+    named = model.named_modules() if isinstance(model, nn.Module) else ()
     return [(f"{name}." if name else "", module) for name, module in named]

@@ -91,10 +91,10 @@ def fingerprint(module: nn.Module, *, closely: bool = False) -> dict[str, Any]:
         elif closely and type(value) in _CONTAINERS and _is_plain(value):
             found[name] = value.copy()
     buffers = (held.get("_buffers") or {}).items()
-    return found | {name: of_buffer(buffer, closely=closely) for name, buffer in buffers if buffer is not None}
+    return found | {name: _of_buffer(buffer, closely=closely) for name, buffer in buffers if buffer is not None}
 
 
-def of_buffer(buffer: Tensor, *, closely: bool) -> tuple[int, ...]:
+def _of_buffer(buffer: Tensor, *, closely: bool) -> tuple[int, ...]:
     """Return what tells whether a buffer was written; closely, even through `.data` or numpy."""
     return id(buffer), -1 if buffer.is_inference() else buffer._version, digest([buffer]) if closely else 0
 
