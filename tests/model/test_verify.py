@@ -79,6 +79,22 @@ def logits_loss(output, batch):
     return nn.functional.cross_entropy(output["logits"].flatten(0, 1), batch["target"].flatten())
 
 
+def remembered():
+    class Remembered(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stem, self.blocks = nn.Linear(6, 8), nn.ModuleList(models.Block() for _ in range(4))
+
+        def forward(self, x):
+            x = self.stem(x)
+            first = x.clone()
+            for block in self.blocks:
+                x = block(x + first if block is self.blocks[2] else x)
+            return x
+
+    return Remembered(), (torch.randn(8, 6), torch.randn(8, 8)), nn.functional.mse_loss
+
+
 def layers():
     return nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))), (torch.randn(4, 4), torch.randn(4, 4)), nn.MSELoss()
 
@@ -249,6 +265,8 @@ def verified(capsys, *arguments: str) -> tuple[int, dict, str]:
         ("embedded", "identical", ["--workers", "2", "--schedule", "zb-v"]),
         ("encoder_decoder", "identical", ["--workers", "3", "--schedule", "chimera"]),
         ("unet", "identical", ["--workers", "3", "--schedule", "zb-h1"]),
+        # a copy of what is made of weights alone ran where it was taken, so that its gradient came first
+        ("remembered", "identical", ["--workers", "4"]),
         ("pair", "identical", ["--workers", "2"]),
         ("draws", "identical", ["--workers", "2"]),
         ("layers", "identical", ["--workers", "2"]),

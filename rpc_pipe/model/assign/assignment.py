@@ -3,7 +3,7 @@
 An event that depends on parameters or blocks runs on exactly one stage; what depends on fields alone runs on every
 stage. The order of the program is the order of the stages: backward then meets every tensor's uses in the same order
 as in the uncut model, and sums of gradients have the same bits. Only what depends on parameters and no block (such as
-the embedding before a decoder) moves to the first stage that takes it.
+the embedding before a decoder) moves to the first stage that takes it, with all that it is made of.
 """
 
 from __future__ import annotations
@@ -127,6 +127,7 @@ class Assignment:
             else:
                 stage_of.append(self._stage_of_call[after - 1 if event.index < next_stage_begins[after - 1] else after])
         written = {storage for event in self._observation.events if event.depends for storage in event.writes}
+        natural = list(stage_of)
         for event in reversed(self._observation.events):
             if event.depends is Depends.WEIGHTS and not any(
                 storage_of(value.tensor) in written for value in (*event.made, *(read for read, _ in event.reads))
@@ -136,6 +137,11 @@ class Assignment:
                 ]
                 wanted = [stage for stage in stages_using if stage is not None]
                 stage_of[event.index] = min(wanted) if wanted else stage_of[event.index]
+        for event in self._observation.events:
+            made_on = [stage_of[value.made] for value, _ in event.reads if value.depends is Depends.WEIGHTS]
+            if event.depends is Depends.WEIGHTS and (found := [stage for stage in made_on if stage is not None]):
+                # What stays where a block takes it has its other users there too, or their gradients would come first.
+                stage_of[event.index] = max(natural[event.index] or 0, *found)
         for event in self._observation.events:
             makers = [value.made for value, _ in event.reads if event.is_hook and value.made >= 0]
             if makers:  # the whole gradient of a tensor is on the stage that makes it
