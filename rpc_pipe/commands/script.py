@@ -19,7 +19,7 @@ from ..launching import launcher_link as link
 from ..launching import overrides
 from ..launching.job import Job
 from ..pipeline import Pipeline
-from ..tracing.own_boards import collect, record
+from ..tracing.own_boards import collect, record, write_out
 from ..tracing.run_summary import FILES, figures, last_steps, sentence, write_timelines
 from .options import NOTED_PLAN, refuse_typed, typed_checkpoints
 
@@ -113,6 +113,7 @@ class _Ending:
                 said = f"made no Pipeline: {self._job.num_workers} workers ran all of it, each by itself"
                 link.tell(kind="text", text=f"{typed['script']} {said}")
             return
+        write_out()  # worker 0 reads what the others, which may wait for it from here on, have written
         if "save" in typed:
             pipe.weights.save(typed["save"])
         if pipe.worker == 0:

@@ -85,12 +85,15 @@ def test_freed_memory_of_a_worker_that_is_a_thread_is_kept_too():
 
 @pytest.mark.skipif("glibc" not in platform.libc_ver(), reason="only glibc is told")
 def test_a_heap_is_not_larger_than_what_it_holds():
-    """Ends of aligned blocks, kept for small ones, lay between free blocks: a heap grew to three times its content."""
+    """Ends of aligned blocks, kept for small ones, lay between free blocks: a heap grew to three times its content.
+
+    Without them it is as large as that, or half as large again; with them two to three times as large.
+    """
     env = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
     env |= allocator.variables(env)
     command = [sys.executable, "-c", _BLOCKS, str(Path(allocator.__file__))]
     ran = subprocess.run(command, capture_output=True, text=True, check=True, env=env, timeout=60)
-    assert float(ran.stdout) < 1.2
+    assert float(ran.stdout) < 1.9
 
 
 def test_tunables_of_the_user_stay():
