@@ -177,7 +177,7 @@ def test_a_frozen_parameter_that_is_written_is_noticed(by):
         recomputed(layer)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated")
 def test_a_scripted_layer_with_buffers_trains_and_is_computed_again():
     """A script has no dict of its buffers: its first forward failed."""
     layer = torch.jit.script(nn.BatchNorm1d(4))
