@@ -106,12 +106,12 @@ def write(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, str] = 
     """
     try:
         save_file(dict(tensors), path, {"format": "pt", **about})
-        _order_texts(path)
     except KeyError as error:
         raise OSError(f"safetensors has no {error}") from error
     except SafetensorError as error:  # which has the number in its text alone
         number = re.search(r"os error (\d+)", str(error))
         raise OSError(int(number[1]), os.strerror(int(number[1]))) if number else OSError(str(error)) from error
+    _order_texts(path)
     path.chmod(0o666 & ~umask())
     sync(path)
     return path.stat().st_size
