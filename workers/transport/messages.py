@@ -153,9 +153,8 @@ class Messages:
     def ask(self, peer: int, keys: list[Key]) -> None:
         self._talk(peer).ask(keys)
         near = self.channels is not None and self.channels.reads(peer)
-        (self._gathered if near else self._asked_before).append(
-            peer
-        )  # until the thread polls or waits: more may follow
+        # Until the thread polls or waits, or has polled twice: more may follow.
+        (self._gathered if near else self._asked_before).append(peer)
 
     def poll(self) -> None:
         self._compute_thread = threading.get_ident()
