@@ -110,18 +110,6 @@ def test_what_is_shown_conjugate_or_negative_is_copied_as_it_is():
     assert conjugate.is_conj() and torch.equal(conjugate, source.mH) and torch.equal(negative, -source.imag)
 
 
-@pytest.mark.filterwarnings("ignore:Sparse")
-@pytest.mark.parametrize("layout", [torch.sparse_csr, torch.sparse_csc, torch.sparse_coo, torch.strided], ids=str)
-def test_of_what_is_sparse_the_parts_are_held(monkeypatch, layout):
-    """`record_stream` is there for strided tensors alone."""
-    held = []
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: held.append((self.layout, self.numel())))
-    tensor = torch.eye(3) if layout is torch.strided else torch.eye(3).to_sparse(layout=layout)
-    cuda_device.Cuda(torch.device("cpu")).hold(tensor, None)
-    sizes = {torch.strided: [9], torch.sparse_coo: [6, 3]}.get(layout, [4, 3, 3])
-    assert held == [(torch.strided, size) for size in sizes]
-
-
 def test_a_closed_pipeline_leaves_no_thread(backends):
     def helpers():
         return [thread for thread in threading.enumerate() if thread.name == "backend"]

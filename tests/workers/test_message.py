@@ -91,17 +91,17 @@ def test_nobody_imports_or_calls_for_a_message():
 
 
 def _text(text):
-    return b"s" + len(text).to_bytes(4, "little") + text.encode()
+    return f'"{text}"'.encode()
 
 
 def test_values_may_not_lie_in_each_other_without_end():
     deep = []
-    for _ in range(200):
+    for _ in range(3000):
         deep = [deep]
-    with pytest.raises(ConfigError, match="more than 100 deep"):
+    with pytest.raises(ConfigError, match="hundreds deep"):
         encode_value(deep)
-    with pytest.raises(Malformed, match="more than 100 deep"):
-        decode_value(b"[\x01\x00\x00\x00" * 200 + bytes(10))
+    with pytest.raises(Malformed, match="recursion"):
+        decode_value(b"[" * 100_000)
 
 
 # --- payloads
@@ -191,35 +191,33 @@ def test_forms_that_are_equal_but_not_the_same_are_told_apart():
 def test_forms_without_end_are_not_remembered_without_end():
     for size in range(form._MOST + 10):
         through(pack((torch.empty(0, size), size)))
-    assert len(form._written) <= form._MOST
+    assert form._line.cache_info().currsize <= form._MOST
 
 
 UNABLE = {
     "a NestedTensor on cpu": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(1)], layout=torch.jagged),
     "a Tensor on meta": lambda: torch.ones(2, device="meta"),
     "a Mine on cpu": lambda: torch.ones(2).as_subclass(type("Mine", (torch.Tensor,), {})),
-    "a quantized tensor": lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
-    "a tensor of layout torch._mkldnn": lambda: torch.ones(2, 2).to_mkldnn(),
+    "a quantized tensor on cpu": lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
+    "a Tensor on cpu of layout torch._mkldnn": lambda: torch.ones(2, 2).to_mkldnn(),
 }
 
 
 @pytest.mark.parametrize("says", UNABLE)
 @pytest.mark.filterwarnings("ignore")
 def test_a_tensor_that_cannot_travel_is_named_with_its_payload(says):
-    with pytest.raises(ConfigError, match=f"the payload of 1B0: {says} cannot travel between workers"):
-        through(Payload([UNABLE[says]()], None))
+    for skeleton in (None, Place(0, False)):
+        with pytest.raises(ConfigError, match=f"the payload of 1B0: {says} cannot travel between workers"):
+            through(Payload([UNABLE[says]()], skeleton))
 
 
 # --- messages
 
 
 def test_questions_of_several_runs_arrive_with_theirs():
-    keys = [(1, "0F0"), (2, "0F0"), (1, "0F1"), (10**12, "größe")]
+    keys = [(1, "0F0"), (2, "0F0"), (1, "0F1"), (10**12, "größe\n\0")]
     read = decode(*encode(Message(keys, keys[:1], [])))
     assert sorted(read.asks) == sorted(keys) and read.taken == keys[:1]
-    for name in ("a\nb", "a\0b"):
-        with pytest.raises(TypeError, match="a line break or a zero"):
-            encode(Message([(1, name)], [], []))
 
 
 def test_a_failure_arrives_whole():
@@ -236,7 +234,7 @@ def test_a_disagreement_arrives_as_its_text():
 
 def test_a_message_of_another_version_says_so():
     data, large = encode(Message([(1, "0F0")], [], []))
-    with pytest.raises(Malformed, match="version 9, not 3: do all workers run the same rpc-pipe"):
+    with pytest.raises(Malformed, match="version 9, not 4: do all workers run the same rpc-pipe"):
         decode(b"\x09" + data[1:], large)
 
 
@@ -273,26 +271,26 @@ def test_what_nobody_has_written_is_refused(seed):
 @pytest.mark.parametrize(
     "shape, strides, dtype",
     [
-        ((2**40,), (1,), torch.float32),
-        ((4,), (2**40,), torch.float32),
-        ((4, 4), (1, 1), torch.float32),
-        ((-1,), (1,), torch.float32),
-        ((2,), (1, 1), torch.float32),
-        ((1.5,), (1,), torch.float32),
-        ((2**40, 2**40), (2**40, 1), torch.float32),
+        ((2**40,), (1,), "torch.float32"),
+        ((4,), (2**40,), "torch.float32"),
+        ((4, 4), (1, 1), "torch.float32"),
+        ((-1,), (1,), "torch.float32"),
+        ((2,), (1, 1), "torch.float32"),
+        ((1.5,), (1,), "torch.float32"),
+        ((2**40, 2**40), (2**40, 1), "torch.float32"),
         ((4,), (1,), "float32"),
     ],
     ids=lambda value: type(value).__name__,
 )
 def test_a_tensor_that_is_not_there_costs_no_memory(shape, strides, dtype):
-    looks = ((dtype, shape, strides, False),)
-    wrong = encode_value((Place(0, False), looks))
+    wrong = b"\n".join(map(encode_value, (Place(0, False), [dtype, [*shape], [*strides], False])))
     data = message._ANSWER.pack(1, 1, len(wrong)) + b"x" + wrong + bytes(16)
     with pytest.raises(Malformed):
-        decode(message._HEAD.pack(message.VERSION, 1, 0, 0, 0) + data, [])
+        decode(message._HEAD.pack(message.VERSION, 1, 0) + data, [])
 
 
 def test_a_skeleton_may_not_name_tensors_that_are_not_there():
-    wrong = encode_value((Place(1, False), ((torch.float32, (1,), (1,), False),)))
-    with pytest.raises(Malformed, match="1 tensors"):
-        form.form_of(wrong)
+    for number in (1, -1, "0"):
+        wrong = b"\n".join(map(encode_value, (Place(number, False), ["torch.float32", [1], [1], False])))
+        with pytest.raises(Malformed, match="1 tensors"):
+            form.form_of(wrong)

@@ -30,6 +30,20 @@ def test_two_consumers_of_one_payload_do_not_share_gradients():
     assert second.grad is None and not payload.tensors[0].requires_grad
 
 
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize("layout", [torch.sparse_csr, torch.sparse_csc, torch.sparse_coo], ids=str)
+@pytest.mark.parametrize("owes_grad", [False, True])
+def test_what_is_sparse_travels_as_its_parts(layout, owes_grad):
+    """`record_stream` is there for strided tensors alone, and so are other things."""
+    tensor = torch.eye(3).to_sparse(layout=layout).requires_grad_(owes_grad)
+    payload = pack((tensor, [tensor]))
+    assert len(payload.tensors) == (2 if layout is torch.sparse_coo else 3)
+    assert {part.layout for part in payload.tensors} == {torch.strided}
+    back, (again,) = unpack(payload)
+    assert back is again and back.layout == layout and torch.equal(back.to_dense(), torch.eye(3))
+    assert back.is_leaf and back.requires_grad == owes_grad
+
+
 def test_what_cannot_travel_is_named_with_its_place():
     with pytest.raises(TypeError, match=r"output\['a'\]\[1\] is a set"):
         pack({"a": [1, {2}]})

@@ -16,7 +16,7 @@ from carriers import Cable, zmq_carriers
 from rpc_pipe.dependency import NotMet
 from rpc_pipe.workers.transport import congestion
 from rpc_pipe.workers.transport.call import Call
-from rpc_pipe.workers.transport.form import Dense
+from rpc_pipe.workers.transport.form import Look
 from rpc_pipe.workers.transport.payload import pack, unpack
 from rpc_pipe.workers.transport.sockets import PIECE_BYTES, SECRET_PIECE_BYTES, Pieces, Sockets, frames_of
 from rpc_pipe.workers.transport.values import Malformed
@@ -258,7 +258,8 @@ def test_frames_are_small_and_put_together_again(size, most):
     pieces = Pieces(first, [zmq.Frame(frame) for frame in rest])
     assert first[4:] + pieces.read(size - len(first) + 4) == body
     for tensor in tensors:
-        look = Dense(tensor.dtype, tensor.shape, tensor.stride(), False, tensor.nbytes)
+        shape, strides = tensor.shape, tensor.stride()
+        look = Look(tensor.dtype, shape, strides, False, shape, strides, tensor.nbytes)
         assert torch.equal(pieces.tensor(look), tensor)
     with pytest.raises(Malformed, match="are not beside it"):
         pieces.read(1)

@@ -24,7 +24,6 @@ from ..transport.payload import (
     Tree,
     as_leaf,
     distinct_tensors,
-    is_taken_apart,
     pack,
     parts_of,
     tensors_of,
@@ -198,7 +197,7 @@ def stage_output(tree: Tree, staying: Callable[[], Iterable[Tensor]]) -> Payload
     for tensor in distinct_tensors(tree):
         if tensor.requires_grad and tensor._is_view():
             views.append(number)
-        number += len(parts_of(tensor)) if is_taken_apart(tensor) else 1
+        number += 1 if tensor.requires_grad else len(parts_of(tensor))
     return Payload(tensors, WithViews(payload.skeleton, tuple(views)) if views else payload.skeleton)
 
 

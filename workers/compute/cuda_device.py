@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...dependency import PipeError
-from ..transport.payload import Payload, Tree, map_tensors, parts_of
+from ..transport.payload import Payload, Tree, map_tensors
 from ..transport.strides import fold, is_dense, is_sparing, spread
 from .device import DeviceBackend
 
@@ -73,8 +73,7 @@ class Cuda:
 
     def hold(self, tensor: Tensor, stream: Any) -> None:
         """Keep the memory of `tensor` until `stream` is done with what it has been issued."""
-        for part in parts_of(tensor):  # of sparse tensors torch does not know how
-            part.record_stream(stream)
+        tensor.record_stream(stream)
 
     def peak_bytes(self) -> int:
         """Return the most memory that was held."""

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from ...dependency import ConfigError
-from .form import Dense
+from .form import Look
 from .peer_memory import addresses_of, fetching
 from .values import Malformed
 from .wakeup import Notifier, Wakeup
@@ -87,7 +87,7 @@ class NixlMemory:
 
     lay = staticmethod(addresses_of)
 
-    def reach(self, page: Any) -> Callable[[bytes], Callable[[Dense], Tensor]]:
+    def reach(self, page: Any) -> Callable[[bytes], Callable[[Look], Tensor]]:
         if type(page) is not tuple or [type(part) for part in page] != [bytes, int, int, int]:
             raise Malformed("malformed message: not a page of a NIXL agent")
         metadata, address, process, inside = page

@@ -24,6 +24,10 @@ Tree = Any
 _TOO_DEEP = (
     "tuples, lists or dicts that contain themselves, or lie hundreds deep in each other, cannot travel between workers"
 )
+_SPARSE = {
+    str(layout): layout
+    for layout in (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+}
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.Size)
 
 
@@ -36,12 +40,14 @@ class Place(NamedTuple):
 
 
 class Sparse(NamedTuple):
-    """Stands in the skeleton where a sparse tensor was that owes no gradient."""
+    """Stands in the skeleton where a sparse tensor was."""
 
-    indices: Place
-    values: Place
+    layout: str
+    #: what it was made of
+    parts: tuple[Place, ...]
     shape: tuple[int, ...]
     is_coalesced: bool
+    owes_grad: bool
 
 
 @dataclass(slots=True)
@@ -54,13 +60,7 @@ class Payload:
     @property
     def num_bytes(self) -> int:
         """Of the tensors."""
-        if len(self.tensors) == 1 and not self.tensors[0].is_sparse:
-            return self.tensors[0].nbytes
-        return sum([_num_sparse_bytes(tensor) if tensor.is_sparse else tensor.nbytes for tensor in self.tensors])
-
-
-def _num_sparse_bytes(tensor: Tensor) -> int:
-    return tensor._indices().nbytes + tensor._values().nbytes
+        return sum([tensor.nbytes for tensor in self.tensors])
 
 
 def pack(tree: Tree) -> Payload:
@@ -77,29 +77,25 @@ def pack(tree: Tree) -> Payload:
         places = tuple([Place(number, part.requires_grad) for number, part in enumerate(tree)])
         return Payload([part.detach() for part in tree], places)
     tensors: list[Tensor] = []
-    found_at: dict[int, Place] = {}
+    found_at: dict[int, Place | Sparse] = {}
 
     def place(tensor: Tensor) -> Place | Sparse:
-        found = found_at.get(id(tensor))
-        if found is not None:
-            return found
-        if is_taken_apart(tensor):
-            # Not coalesced: the order in which values are added up stays the receiver's to choose.
-            parts = append(tensor.detach()._indices(), False), append(tensor.detach()._values(), False)
-            return Sparse(*parts, tuple(tensor.shape), tensor.is_coalesced())
-        found = found_at[id(tensor)] = append(tensor.detach(), tensor.requires_grad)
-        return found
+        if id(tensor) not in found_at:
+            is_sparse = str(tensor.layout) in _SPARSE
+            found_at[id(tensor)] = apart(tensor) if is_sparse else append(tensor.detach(), tensor.requires_grad)
+        return found_at[id(tensor)]
+
+    def apart(tensor: Tensor) -> Sparse:
+        # Not coalesced: the order in which values are added up stays the receiver's to choose.
+        parts = tuple([append(part, False) for part in parts_of(tensor.detach())])
+        coalesced = tensor.layout is torch.sparse_coo and tensor.is_coalesced()
+        return Sparse(str(tensor.layout), parts, tuple(tensor.shape), coalesced, tensor.requires_grad)
 
     def append(tensor: Tensor, owes_grad: bool) -> Place:
         tensors.append(tensor)
         return Place(len(tensors) - 1, owes_grad)
 
     return Payload(tensors, _map(tree, (Tensor,), place, "output"))
-
-
-def is_taken_apart(tensor: Tensor) -> bool:
-    """Tell whether a payload has the indices and values of a sparse tensor, which owes no gradient, in its place."""
-    return tensor.layout is torch.sparse_coo and not tensor.requires_grad
 
 
 def _is_flat(tree: Tree) -> bool:
@@ -125,29 +121,34 @@ def unpack(payload: Payload, take: Callable[[Tensor, bool], Tensor] = as_leaf) -
         return take(payload.tensors[0], skeleton.owes_grad)
     if type(skeleton) is tuple and len(skeleton) == 1 and type(skeleton[0]) is Place:
         return (take(payload.tensors[0], skeleton[0].owes_grad),)
-    taken: dict[int, Tensor] = {}
+    taken: dict[Place | Sparse, Tensor] = {}
 
     def restore(place: Place | Sparse) -> Tensor:
-        if isinstance(place, Sparse):
-            parts = restore(place.indices), restore(place.values)
-            return torch.sparse_coo_tensor(*parts, place.shape, check_invariants=False, is_coalesced=place.is_coalesced)
-        number, owes_grad = place
-        if number not in taken:
-            taken[number] = take(payload.tensors[number], owes_grad)
-        return taken[number]
+        if place not in taken:
+            taken[place] = together(place) if isinstance(place, Sparse) else take(payload.tensors[place[0]], place[1])
+        return taken[place]
+
+    def together(place: Sparse) -> Tensor:
+        layout = _SPARSE[place.layout]
+        parts = [payload.tensors[part.number] if place.owes_grad else restore(part) for part in place.parts]
+        is_coo = layout is torch.sparse_coo
+        make: Any = torch.sparse_coo_tensor if is_coo else torch.sparse_compressed_tensor
+        more = {"is_coalesced": place.is_coalesced} if is_coo else {"layout": layout}
+        tensor = make(*parts, place.shape, check_invariants=False, **more)
+        return take(tensor, True) if place.owes_grad else tensor
 
     return _map(skeleton, (Place, Sparse), restore, "payload")
 
 
 def parts_of(tensor: Tensor) -> list[Tensor]:
-    """Return the strided tensors that a tensor is made of: itself, or of a sparse one its indices and values."""
-    if tensor.layout is torch.strided:
-        return [tensor]
+    """Return the strided tensors that a sparse tensor is made of; of another, itself."""
     if tensor.layout is torch.sparse_coo:
         return [tensor._indices(), tensor._values()]  # the public ones want it coalesced
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
         return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
-    return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return [tensor]
 
 
 def compact(tensor: Tensor) -> Tensor:

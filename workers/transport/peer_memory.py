@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .form import Dense
+from .form import Look
 from .values import Malformed
 
 _PR_SET_PTRACER = 0x59616D61
@@ -66,7 +66,7 @@ class PeerMemory:
     def lay(self, tensors: Sequence[Tensor]) -> bytes:
         return addresses_of(tensors)
 
-    def reach(self, page: Any) -> Callable[[bytes], Callable[[Dense], Tensor]]:
+    def reach(self, page: Any) -> Callable[[bytes], Callable[[Look], Tensor]]:
         if type(page) is not tuple or [type(part) for part in page] != [int, int, bytes]:
             raise Malformed("malformed message: not a page of a process")
         number, address, proof = page
@@ -83,11 +83,11 @@ def addresses_of(tensors: Sequence[Tensor]) -> bytes:
     return struct.pack(f"<{len(tensors)}Q", *[tensor.data_ptr() for tensor in tensors])
 
 
-def fetching(read: Callable[[int, Tensor], None], where: bytes) -> Callable[[Dense], Tensor]:
+def fetching(read: Callable[[int, Tensor], None], where: bytes) -> Callable[[Look], Tensor]:
     """Return what fetches tensors by their `addresses_of` another process: `read` fills a tensor from an address."""
     addresses = iter(struct.unpack(f"<{len(where) // 8}Q", where))
 
-    def fetch(look: Dense) -> Tensor:
+    def fetch(look: Look) -> Tensor:
         tensor = look.empty()
         read(next(addresses), tensor)
         return tensor

@@ -356,7 +356,7 @@ class _Reader:
             try:
                 if where_size:
                     assert self._fetching is not None, "nothing is lent to who cannot fetch it"
-                    contents = list(map(self._fetching(bytes(data[form_end : form_end + where_size])), form.dense))
+                    contents = list(map(self._fetching(bytes(data[form_end : form_end + where_size])), form.looks))
                 else:
                     contents = self._copied(form, self.ring.address + form_end + (at - form_end) % LINE)
                 answer = assemble(form, contents)
@@ -371,8 +371,8 @@ class _Reader:
         if form is not self._last:
             found, self._last = [], form if form.num_bytes <= _SMALL else None
         if not found or found[0].is_inference() != torch.is_inference_mode_enabled():
-            found = [look.empty() for look in form.dense]
-        for tensor, look in zip(found, form.dense, strict=True):
+            found = [look.empty() for look in form.looks]
+        for tensor, look in zip(found, form.looks, strict=True):
             copy_memory(tensor.data_ptr(), there, look.num_bytes)
             there += look.num_bytes + -look.num_bytes % LINE
         return found
@@ -380,4 +380,4 @@ class _Reader:
     def prepare(self) -> None:
         """Make the tensors for a record that looks like the last one, as most do, while nobody waits for it."""
         if self._last is not None and not self._prepared:
-            self._prepared = [look.empty() for look in self._last.dense]
+            self._prepared = [look.empty() for look in self._last.looks]

@@ -25,7 +25,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from ...dependency import ConfigError
 from .congestion import choose
-from .form import Dense
+from .form import Look
 from .keys import Keys
 from .message import copy_memory
 from .values import Malformed
@@ -249,7 +249,7 @@ class Pieces:
         """Return the next `size` bytes behind the first frame."""
         return b"".join(self._take(size))
 
-    def tensor(self, look: Dense) -> Tensor:
+    def tensor(self, look: Look) -> Tensor:
         """Return the next tensor, which looks so."""
         tensor = look.empty()
         to = tensor.data_ptr()

@@ -17,6 +17,8 @@ from torch import Tensor
 Sizes = tuple[int, ...]
 #: a tensor with larger gaps becomes dense: nobody shall take memory that is so much more than what is in it
 _MOST_GAPS = 2**16
+#: so does one whose windows overlap, as all that they reach over travels, if that is so much more
+_MOST_BETWEEN = 64
 
 
 def extent(shape: Sequence[int], strides: Sequence[int]) -> int:
@@ -53,37 +55,16 @@ def folded(shape: Sizes, strides: Sizes) -> Folded:
     once = tuple([size if stride else 1 for size, stride in zip(shape, strides, strict=True)])
     dense, count, reach = list(strides), 1, 1
     for stride, place in sorted([(strides[place], place) for place, size in enumerate(once) if size > 1]):
-        if stride < reach:
-            return _merged(once, strides)
+        if stride < reach:  # windows that overlap: all that they reach over
+            return Folded((extent(shape, strides),), (1,), (1,))
         dense[place], count, reach = count, count * once[place], reach + stride * (once[place] - 1)
     return Folded(once, strides, tuple(dense))
 
 
-def _merged(shape: Sizes, strides: Sizes) -> Folded:
-    """Return what has each element of windows that overlap: a window and its shifts become one dimension.
-
-    Where shifts are no multiples of what is between a window's elements, all that they reach over becomes one.
-    """
-    merged: list[tuple[int, int]] = []  # (size, stride)
-    reach = 1
-    for stride, size in sorted(
-        (stride, size) for stride, size in zip(strides, shape, strict=True) if stride and size > 1
-    ):
-        overlaps, reach = stride < reach, reach + stride * (size - 1)
-        if not overlaps:
-            merged.append((size, stride))
-        elif stride % merged[-1][1] == 0 and stride <= merged[-1][0] * merged[-1][1]:
-            inner, step = merged[-1]
-            merged[-1] = inner + (size - 1) * (stride // step), step
-        else:
-            merged = [(reach, 1)]
-    sizes = tuple([size for size, _ in merged])
-    dense = tuple([prod(sizes[:place]) for place in range(len(sizes))])
-    return Folded(sizes, tuple([stride for _, stride in merged]), dense)
-
-
 def fold(tensor: Tensor) -> Tensor:
     """Return the dense tensor that has each element of `tensor` once, in the same memory if it has no gaps."""
+    if is_dense(tensor):
+        return tensor
     shape, there, strides = folded(tensor.shape, tensor.stride())
     once = tensor.as_strided(shape, there)
     return once if there == strides else once.new_empty_strided(shape, strides).copy_(once)
@@ -102,4 +83,4 @@ def spread(dense: Tensor, shape: Sizes, strides: Sizes) -> Tensor:
 def is_sparing(shape: Sizes, strides: Sizes) -> bool:
     """Tell whether a tensor with these takes little enough memory, for what is in it, to be spread out."""
     count = prod(folded(shape, strides).shape)
-    return count <= prod(shape) and extent(shape, strides) <= _MOST_GAPS * count
+    return count <= _MOST_BETWEEN * prod(shape) and extent(shape, strides) <= _MOST_GAPS * count

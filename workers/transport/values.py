@@ -1,9 +1,9 @@
-"""Plain values as bytes: a typed form that is written and read without pickle.
+"""Plain values as bytes: JSON, in which what JSON does not know has a tag. Written and read without pickle.
 
-    a scalar            letter of its type, number of bytes, bytes
-    a tree of values    letter of its type, number of children, children
+    None, bool, int, float, str, list    as they are
+    everything else                      {"its tag": [what it is made of]}
 
-Reading never imports, calls or builds anything but what is listed here, and checks every number before it believes it.
+Reading never imports, calls or builds anything but what is listed here, and checks what it is made of.
 
 A named tuple is written as the name of its class, its fields and its values. It is read as that class where the reader
 has loaded it already, as workers that run the same program have; elsewhere as a class made of the fields.
@@ -11,8 +11,9 @@ has loaded it already, as workers that run the same program have; elsewhere as a
 
 from __future__ import annotations
 
-import struct
+import json
 import sys
+from base64 import b64decode, b64encode
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable, Iterable
 from functools import lru_cache
@@ -23,10 +24,10 @@ import torch
 from ...dependency import ConfigError, PipeError
 from .payload import Place
 
-#: so deep may values lie in each other
-_DEEPEST = 100
-_HEAD = struct.Struct("<cI")
-_DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+_RETURN_TYPES = {name: kind for name, kind in vars(torch.return_types).items() if isinstance(kind, type)}
+#: JSON has these
+_OWN = {type(None), bool, int, float, str}
 
 
 class Malformed(PipeError, ValueError):
@@ -34,14 +35,15 @@ class Malformed(PipeError, ValueError):
 
 
 def encode_value(value: Any) -> bytes:
-    """Write None, bool, int, float, complex, str, bytes, dtype, Size, Place, and tuples, lists and dicts of them.
+    """Write None, bool, int, float, complex, str, bytes, dtype, Size, Place, or a tree of them, in one line.
 
     Raises:
-        ConfigError: there is something else.
+        ConfigError: there is something else, or values lie too deep in each other.
     """
-    parts: list[bytes] = []
-    _write(value, parts, 0)
-    return b"".join(parts)
+    try:
+        return _encoder.encode(_tagged(value)).encode()
+    except RecursionError:
+        raise ConfigError("values hundreds deep in each other cannot travel between workers") from None
 
 
 def decode_value(data: bytes) -> Any:
@@ -51,65 +53,37 @@ def decode_value(data: bytes) -> Any:
         Malformed: the bytes are something else.
     """
     try:
-        value, end = _read(data, 0, 0)
-    except (struct.error, ValueError, TypeError, LookupError) as error:  # of numbers, letters, keys, names
+        return _decoder.decode(str(data, "utf-8"))
+    except (ValueError, TypeError, LookupError, RecursionError) as error:
         raise error if isinstance(error, Malformed) else Malformed(f"malformed value: {error}") from error
-    if end != len(data):
-        raise Malformed(f"malformed value: {len(data) - end} bytes too many")
-    return value
 
 
-def _write(value: Any, parts: list[bytes], depth: int) -> None:
-    if depth > _DEEPEST:
-        raise ConfigError(f"values more than {_DEEPEST} deep in each other cannot travel between workers")
+def _tagged(value: Any) -> Any:
     kind: Any = type(value)
-    if kind in _SCALARS:
-        letter, to_bytes, _ = _SCALARS[kind]
-        data = to_bytes(value)
-        parts += (_HEAD.pack(letter, len(data)), data)
-        return
-    if kind not in _TREES:
+    if kind in _OWN:
+        return value
+    if kind is Place:  # as most parts of a payload are
+        return {"place": value}
+    if kind is list:
+        return [_tagged(child) for child in value]
+    if kind not in _KINDS:
         if isinstance(value, tuple) and hasattr(kind, "_fields"):
             kind = namedtuple
         elif kind.__module__ == "torch.return_types":
             kind = torch.return_types
         else:
             raise ConfigError(f"a {kind.__module__}.{kind.__qualname__} cannot travel between workers")
-    letter, children_of, _ = _TREES[kind]
-    children = children_of(value)
-    parts.append(_HEAD.pack(letter, len(children)))
-    for child in children:
-        _write(child, parts, depth + 1)
+    tag, parts_of, _ = _KINDS[kind]
+    return {tag: [_tagged(part) for part in parts_of(value)]}
 
 
-def _read(data: bytes, at: int, depth: int) -> tuple[Any, int]:
-    """Return the value that begins at `at`, and where it ends."""
-    if depth > _DEEPEST:
-        raise Malformed(f"malformed value: more than {_DEEPEST} deep")
-    letter, size = _HEAD.unpack_from(data, at)
-    at += _HEAD.size
-    if size > len(data) - at:  # a child takes at least a byte
-        raise Malformed(f"malformed value: {size} wanted, {len(data) - at} bytes left")
-    if letter in _FROM_BYTES:
-        return _FROM_BYTES[letter](data[at : at + size]), at + size
-    children = []
-    for _ in range(size):
-        child, at = _read(data, at, depth + 1)
-        children.append(child)
-    return _FROM_CHILDREN[letter](children), at
+def _built(tagged_value: dict[str, Any]) -> Any:
+    ((tag, parts),) = tagged_value.items()
+    return _BUILDERS[tag](*parts)
 
 
-def _items(value: dict[Any, Any]) -> list[Any]:
-    return [part for item in value.items() for part in item]
-
-
-def _pairs(children: list[Any]) -> Iterable[tuple[Any, Any]]:
-    return zip(children[::2], children[1::2], strict=True)
-
-
-def _named(children: list[Any]) -> Any:
-    module, name, fields, *values = children
-    if not (type(module) is type(name) is str and type(fields) is tuple and len(fields) == len(values)):
+def _named(module: str, name: str, fields: tuple[str, ...], *values: Any) -> Any:
+    if type(module) is not str or type(name) is not str or type(fields) is not tuple or len(fields) != len(values):
         raise Malformed(f"malformed value: a named tuple with {len(values)} values")
     return tuple.__new__(_named_class(module, name, fields), values)
 
@@ -124,36 +98,24 @@ def _named_class(module: str, name: str, fields: tuple[str, ...]) -> type:
     return namedtuple(name.rpartition(".")[2], fields)  # which refuses names that are none
 
 
-_FLOAT, _COMPLEX, _PLACE = struct.Struct("<d"), struct.Struct("<dd"), struct.Struct("<I?")
-#: by type: letter, and how to make bytes of it and it of bytes
-_SCALARS: dict[type, tuple[bytes, Callable[[Any], bytes], Callable[[bytes], Any]]] = {
-    type(None): (b"N", lambda _: b"", {b"": None}.__getitem__),
-    bool: (b"T", lambda value: b"\1" if value else b"\0", {b"\0": False, b"\1": True}.__getitem__),
-    int: (
-        b"i",
-        lambda value: value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True),
-        lambda data: int.from_bytes(data, "little", signed=True),
+#: by type, or what stands for many: tag, how to take it apart, and what to call with the parts
+_KINDS: dict[Any, tuple[str, Callable[[Any], Iterable[Any]], Callable[..., Any]]] = {
+    tuple: ("tuple", iter, lambda *parts: parts),
+    dict: ("dict", dict.items, lambda *items: dict(items)),
+    OrderedDict: ("ordered", OrderedDict.items, lambda *items: OrderedDict(items)),
+    torch.Size: ("size", iter, lambda *parts: torch.Size(parts)),
+    Place: ("place", iter, Place),
+    complex: ("complex", lambda value: (value.real, value.imag), complex),
+    bytes: ("bytes", lambda value: (b64encode(value).decode(),), b64decode),
+    torch.dtype: ("dtype", lambda value: (str(value),), DTYPES.__getitem__),
+    namedtuple: (
+        "named", lambda value: (type(value).__module__, type(value).__qualname__, value._fields, *value), _named
     ),
-    float: (b"d", _FLOAT.pack, lambda data: _FLOAT.unpack(data)[0]),
-    complex: (b"c", lambda value: _COMPLEX.pack(value.real, value.imag), lambda data: complex(*_COMPLEX.unpack(data))),
-    str: (b"s", lambda value: value.encode("utf-8", "surrogatepass"), lambda data: str(data, "utf-8", "surrogatepass")),
-    bytes: (b"b", bytes, bytes),
-    torch.dtype: (b"D", lambda value: str(value).encode(), lambda data: _DTYPES[str(data, "utf-8")]),
-    Place: (b"P", lambda value: _PLACE.pack(*value), lambda data: Place(*_PLACE.unpack(data))),
-}
-#: by type, or what stands for many: letter, and how to take it apart and put it together
-_TREES: dict[Any, tuple[bytes, Callable[[Any], list[Any]], Callable[[list[Any]], Any]]] = {
-    tuple: (b"(", list, tuple),
-    list: (b"[", list, list),
-    torch.Size: (b"Z", list, torch.Size),
-    dict: (b"{", _items, lambda children: dict(_pairs(children))),
-    OrderedDict: (b"O", _items, lambda children: OrderedDict(_pairs(children))),
-    namedtuple: (b"n", lambda value: [type(value).__module__, type(value).__qualname__, value._fields, *value], _named),
     torch.return_types: (
-        b"r",
-        lambda value: [type(value).__name__, *value],
-        lambda children: vars(torch.return_types)[children[0]](children[1:]),
+        "returned",
+        lambda value: (type(value).__name__, *value),
+        lambda name, *parts: _RETURN_TYPES[name](parts),
     ),
-}
-_FROM_BYTES = {letter: read for letter, _, read in _SCALARS.values()}
-_FROM_CHILDREN = {letter: read for letter, _, read in _TREES.values()}
+}  # fmt: skip
+_BUILDERS = {tag: build for tag, _, build in _KINDS.values()}
+_encoder, _decoder = json.JSONEncoder(separators=(",", ":")), json.JSONDecoder(object_hook=_built)

@@ -14,11 +14,11 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from ...dependency import ConfigError
-from .form import Dense
+from .form import Look
 from .peer_memory import PeerMemory
 
 #: returns the tensors of a payload one after the other, each of which looks so; raises OSError if it cannot
-Fetch = Callable[[Dense], Tensor]
+Fetch = Callable[[Look], Tensor]
 
 
 class Way(Protocol):
