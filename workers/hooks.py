@@ -67,8 +67,6 @@ class StepRecord:
     #: how long the worker waited for the data loader, and what that was busy with: disk, network or decode
     data_wait_ns: int = 0
     data_cause: str = ""
-    #: how often since the step before the system gave a core of this process to another
-    preempted: int = 0
 
     @property
     def busy_ns(self) -> int:

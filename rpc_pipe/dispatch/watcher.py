@@ -14,7 +14,6 @@ from rich.live import Live as Display
 from rich.text import Text
 
 from ..dependency import ConfigError
-from ..tracing.board import MOST_STEPS
 from ..tracing.boards import RunBoards
 from ..tracing.stall_report import newest_frames
 from ..tracing.trace import Trace
@@ -24,6 +23,8 @@ from .view import View
 
 #: seconds between polls; boards keep more steps than pass meanwhile, unless steps are very short
 _LOOK_EVERY_S = 0.5
+#: more steps than a board keeps
+_MOST_STEPS = 4096
 #: seconds that `--once` waits for a first step
 _ONCE_S = 10.0
 #: seconds between lines where the screen cannot be redrawn
@@ -53,7 +54,7 @@ class Watcher:
         self._source = source
         self._wishes = wishes
         # Outputs of all steps, or of certain ones, may get many at once.
-        self._view = View(keep=MOST_STEPS) if wishes.trace or wishes.record else View()
+        self._view = View(keep=_MOST_STEPS) if wishes.trace or wishes.record else View()
         self.console = Console(highlight=False, emoji=False)
         #: a recording that is not shown is read as fast as possible
         self._hurry = isinstance(source, Replay) and bool(wishes.once or wishes.trace or wishes.record)

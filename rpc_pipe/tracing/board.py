@@ -18,23 +18,20 @@ numbers, is whole.
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import mmap
-import os
 import struct
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import fields
 from enum import IntEnum
 from functools import lru_cache
+from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple
-from weakref import finalize
 
 from ..dependency import Action
 from ..workers.hooks import Blocked, Listener, StepRecord
@@ -42,9 +39,8 @@ from ..workers.hooks import Blocked, Listener, StepRecord
 MAGIC = b"rpc-pipe board 6"
 #: magic, number, state, step, action, what is waited for, of whom, since when, thread that computes, number
 HEAD = struct.Struct("<16s7qQq")
-LINES_AT = HEAD.size
-#: a file with more steps, or more bytes of them, is replaced by one with the latest half
-MOST_STEPS, _MOST_BYTES = 512, 2**20
+#: a file with more bytes of steps is replaced by one with the latest half
+MOST_BYTES = 2**20
 
 #: in place of the number of the event seen last: everything is wanted; nothing will be asked any more
 EVERYTHING, NO_MORE = 0, -2
@@ -97,56 +93,34 @@ class Live(NamedTuple):
         return "leaving" if self.state is State.LEFT else "starting up"
 
 
-class File:
-    """A board's file, closed when nobody needs it."""
+class File(FileIO):
+    """A file that is closed when nobody needs it."""
 
-    def __init__(self, number: int) -> None:
-        self.number = number
-        finalize(self, os.close, number)
-
-    @property
-    def size(self) -> int:
-        return os.fstat(self.number).st_size
-
-    def append(self, data: bytes) -> None:
-        """Write all of `data` at the end, or nothing.
-
-        Raises:
-            OSError: there is no room for it.
-        """
-        size = self.size
-        try:
-            if os.pwrite(self.number, data, size) == len(data):
-                return
-        except OSError:
-            pass
-        os.ftruncate(self.number, size)
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    def read(self, start: int, end: int) -> bytes:
-        return os.pread(self.number, end - start, start)
+    def __del__(self) -> None:
+        self.close()
 
 
 class BoardWriter(Listener):
     """Writes a worker's board.
 
     Args:
-        path: None: memory that this process alone can read.
+        path: None: nobody but this process can read the board.
         header: constant properties, for JSON.
+        written: number of events that this process has written before, on the board of an earlier pipeline.
     """
 
-    def __init__(self, path: Path | None, header: dict[str, Any]) -> None:
+    def __init__(self, path: Path | None, header: dict[str, Any], written: int = 0) -> None:
         self.path = path
         self.header = header
-        self._version = 0
         #: number of events written, also of those that there was no room for
-        self.written = 0
-        #: what a new file begins with, by number, and which of these are steps, with their bytes
-        self._lines: dict[int, bytes] = {}
-        self._steps: deque[int] = deque()
-        self._bytes = 0
-        live = Live(since_ns=time.perf_counter_ns(), thread=threading.get_ident())
-        self._head: mmap.mmap | bytes = pack_live(live, 0)
+        self.written = written
+        #: what a new file begins with, by number: listings of programs, and the latest steps
+        self._programs: dict[int, bytes] = {}
+        self._steps: dict[int, bytes] = {}
+        self._bytes = self._version = 0
+        self._head: mmap.mmap | bytearray = bytearray(HEAD.size)
+        self._file: File | None = None
+        self._write(State.STARTING, 0)
         self._begin()
 
     def _begin(self) -> None:
@@ -155,24 +129,19 @@ class BoardWriter(Listener):
         Raises:
             OSError: there is no memory for it.
         """
-        hidden = None if self.path is None else self.path.with_name(self.path.name + ".new")
-        made = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
-        file = File(os.memfd_create("board") if hidden is None else os.open(hidden, made, 0o600))
+        if self.path is None:
+            return
+        hidden = self.path.with_name(f"{self.path.name}.new")
         try:
-            # Writing to a mapped page that cannot be allocated kills the process.
-            os.posix_fallocate(file.number, 0, LINES_AT)
-            file.append(b"".join([_line(kind="header", **self.header), *self._lines.values()]))
-            head = mmap.mmap(file.number, LINES_AT)
-            head[:] = self._head[:]
-            if hidden is not None and self.path is not None:
-                hidden.replace(self.path)
+            # The head is written before it is mapped: to write a mapped page for which there is no memory kills.
+            hidden.write_bytes(self.since(EVERYTHING, len(self._steps)))
+            file = File(hidden, "a+")
+            head = mmap.mmap(file.fileno(), HEAD.size)
+            hidden.replace(self.path)
         except OSError:
-            if hidden is not None:
-                hidden.unlink(missing_ok=True)
+            hidden.unlink(missing_ok=True)
             raise
-        #: for readers in this process
-        self.file = file
-        self._head = head
+        self._file, self._head = file, head
 
     def action_started(self, step: int, action: Action) -> None:
         self._write(State.RUNNING, step, _code(action))
@@ -186,25 +155,26 @@ class BoardWriter(Listener):
             self._write(State.WAITING, step, _code(blocked.action), _code(need.action), need.worker)
 
     def step_finished(self, record: StepRecord) -> None:
-        self._put(kind="step", number=self.written + 1, record=encode_record(record))
-        self._steps.append(self.written)
-        self._bytes += len(self._lines[self.written])
-        if len(self._steps) > MOST_STEPS or self._bytes > _MOST_BYTES:
-            while len(self._steps) > MOST_STEPS // 2 or (self._bytes > _MOST_BYTES // 2 and len(self._steps) > 2):
-                self._bytes -= len(self._lines.pop(self._steps.popleft()))
+        line = self._put(self._steps, kind="step", record=encode_record(record))
+        self._bytes += len(line)
+        if self._bytes > MOST_BYTES:
+            while self._bytes > MOST_BYTES // 2 and len(self._steps) > 2:
+                self._bytes -= len(self._steps.pop(next(iter(self._steps))))
             with suppress(OSError):
                 self._begin()
 
     def list_program(self, listing: dict[str, Any]) -> None:
         """Add the listing of a program of this worker."""
-        self._put(kind="program", number=self.written + 1, **listing)
+        self._put(self._programs, kind="program", **listing)
 
-    def _put(self, **event: Any) -> None:
+    def _put(self, kept: dict[int, bytes], **event: Any) -> bytes:
         """Append an event; if there is no room for it, readers see that its number is missing."""
         self.written += 1
-        self._lines[self.written] = line = _line(**event)
-        with suppress(OSError):
-            self.file.append(line)
+        kept[self.written] = line = json_line(number=self.written, **event)
+        if self._file is not None:
+            with suppress(OSError):
+                self._file.write(line)
+        return line
 
     def idle(self, step: int) -> None:
         self._write(State.BETWEEN, step)
@@ -213,30 +183,19 @@ class BoardWriter(Listener):
         """Record that the worker has left."""
         self._write(State.LEFT, 0)
 
-    def since(self, seen: int, most: int) -> bytes:
-        """Return the head and the lines of the header and the events after number `seen`, at most so many steps."""
-        steps, lines = list(self._steps), self._lines.copy()  # the thread that trains writes others meanwhile
-        kept = steps[-most:]
-        left_out = set(steps).difference(kept)
-        new = [line for number, line in lines.items() if number > seen and number not in left_out]
-        return b"".join([self._head[:], _line(kind="header", **self.header), *new])
-
-    def show(self, live: Live) -> None:
-        """Write the state of another board, of which this one is a mirror."""
-        self._version += 1
-        HEAD.pack_into(self._head, 0, *HEAD.unpack(pack_live(live, self._version)))
+    def since(self, seen: int, most: int = MOST_SENT) -> bytes:
+        """Return the head, the header, and the events after number `seen`, of steps the latest `most`."""
+        # The thread that trains writes others meanwhile.
+        steps = self._steps.copy()
+        left_out = dict.fromkeys(list(steps)[: max(0, len(steps) - most)])
+        kept = self._programs | {number: line for number, line in steps.items() if number not in left_out}
+        new = [line for number, line in sorted(kept.items()) if number > seen]
+        return b"".join([self._head[:], json_line(kind="header", **self.header), *new])
 
     def _write(self, state: State, step: int, action: int = NONE, missing: int = NONE, peer: int = NONE) -> None:
         self._version = version = self._version + 1
         now, thread = time.perf_counter_ns(), threading.get_ident()
         HEAD.pack_into(self._head, 0, MAGIC, version, state, step, action, missing, peer, now, thread, version)
-
-
-def pack_live(live: Live, number: int) -> bytes:
-    """Encode the head of a board; `board_reader.unpack_live` decodes it."""
-    codes = [NONE if action is None else _code(action) for action in (live.action, live.missing)]
-    peer = NONE if live.peer is None else live.peer
-    return HEAD.pack(MAGIC, number, live.state, live.step, *codes, peer, live.since_ns, live.thread, number)
 
 
 def encode_record(record: StepRecord) -> dict[str, Any]:
@@ -254,7 +213,8 @@ def number_or_word(value: float) -> float | str:
     return value if math.isfinite(value) else str(value)
 
 
-def _line(**event: Any) -> bytes:
+def json_line(**event: Any) -> bytes:
+    """Return an event of a board as it is written."""
     return json.dumps(event, separators=(",", ":")).encode() + b"\n"
 
 

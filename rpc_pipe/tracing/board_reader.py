@@ -1,9 +1,11 @@
-"""The reader of a worker's board, see `board.py`."""
+"""The readers of workers' boards, see `board.py`: of a file in shared memory, or of what a worker has sent."""
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import fields
 from functools import lru_cache
 from pathlib import Path
@@ -11,93 +13,113 @@ from typing import Any
 
 from ..dependency import Action, Kind
 from ..workers.hooks import Arrived, Record, StepRecord
-from .board import HEAD, LINES_AT, MAGIC, NONE, File, Live, State
+from .board import HEAD, MAGIC, NONE, File, Live, State
 
 #: how often a state that is being written is read again
 _TRIES = 20
 
 
-class Events:
-    """The events of a board, as they are read.
+class Board:
+    """What has been read of a worker's board.
 
     Args:
-        after: what was read of a file that this one replaces.
+        since: returns its head and whole lines, all those after the event of this number, if they are there.
     """
 
-    def __init__(self, after: Events | None = None) -> None:
-        #: constant properties
+    def __init__(self, since: Callable[[int], bytes]) -> None:
+        self._since = since
+        #: constant properties; those of a board of another machine have `offset_ns`, which is added to all times
         self.header: dict[str, Any] = {}
         #: listing of the program by number of microbatches
         self.listings: dict[int, dict[str, Any]] = {}
-        #: number of the latest event
-        self.seen: int = 0 if after is None else after.seen
+        #: the worker's present, or last, state
+        self.live = Live()
         #: events that were overwritten before they were read
-        self.dropped: int = 0 if after is None else after.dropped
-        self._read_steps: bool = after is not None and after._read_steps
+        self.dropped = 0
+        self._seen = 0
+        self._read_steps = False
 
-    def read(self, lines: bytes, offset_ns: int = 0) -> list[StepRecord]:
-        """Take in whole lines; return the steps that are new, with `offset_ns` added to their times."""
-        found = []
-        for event in map(json.loads, lines.splitlines()):
-            kind, number = event.pop("kind"), event.pop("number", 0)
-            if kind == "header":
-                Kind.learn(event.get("kinds", ()))  # before actions of these kinds are decoded
-                self.header = event
-            elif kind == "program":
-                self.listings[event["microbatches"]] = event
-            elif number > self.seen:
-                found.append(decode_record(event["record"], offset_ns))
-            if number > self.seen:
-                # What was before the first step that is read has not been missed.
-                self.dropped += (number - self.seen - 1) * self._read_steps
-                self._read_steps |= kind == "step"
-                self.seen = number
+    def look(self) -> list[StepRecord]:
+        """Return the steps that are new; only those of its latest pipeline."""
+        found: list[StepRecord] = []
+        read = self._since(self._seen)
+        if not read.startswith(MAGIC):
+            return found
+        for line in read[HEAD.size :].splitlines():
+            with suppress(ValueError):  # there was no room for all of it
+                event = json.loads(line)
+                if event["kind"] == "header":
+                    self._begin(event, found)
+                else:
+                    self._take(event, found)
+        self.live = unpack_live(read[: HEAD.size], self.header.get("offset_ns", 0))
         return found
 
+    def _begin(self, header: dict[str, Any], found: list[StepRecord]) -> None:
+        Kind.learn(header.get("kinds", ()))  # before actions of these kinds are decoded
+        if self.header.get("clock_ns") != header.get("clock_ns"):  # the process has made another pipeline
+            found.clear()
+            self.listings, self._seen, self._read_steps = {}, 0, False
+        self.header = header
 
-class Board(Events):
-    """A reader of a worker's board.
+    def _take(self, event: dict[str, Any], found: list[StepRecord]) -> None:
+        number = event.pop("number")
+        if number <= self._seen:
+            return
+        # What was before the first step that is read has not been missed.
+        self.dropped += (number - self._seen - 1) * self._read_steps
+        self._seen = number
+        if event["kind"] == "program":
+            self.listings[event["microbatches"]] = event
+        else:
+            self._read_steps = True
+            found.append(decode_record(event["record"], self.header.get("offset_ns", 0)))
 
-    Args:
-        board: the file, or that of a writer in this process.
-        after: the reader of a file that this one replaces.
+
+class BoardFile:
+    """The file of a board, which may be replaced by another, and is read on when it has been removed.
 
     Raises:
-        ValueError: the file is no board.
         OSError: it cannot be read.
     """
 
-    def __init__(self, board: Path | File, after: Board | None = None) -> None:
-        super().__init__(after)
-        self._file = File(os.open(board, os.O_RDONLY | os.O_CLOEXEC)) if isinstance(board, Path) else board
-        self._at = LINES_AT
-        self._unasked: list[StepRecord] = []
-        if self._file.read(0, len(MAGIC)) == MAGIC:
-            self._unasked = self.records()
-        if not self.header:
-            raise ValueError(f"{board} is no board")
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._open()
 
-    def records(self) -> list[StepRecord]:
-        """Return the steps finished since the last call that are not overwritten."""
-        lines = self._file.read(self._at, self._file.size)
-        whole = lines.rfind(b"\n") + 1  # the last may be written just now
+    def _open(self) -> None:
+        self._file = File(self._path)
+        self._at = HEAD.size
+
+    def since(self, seen: int) -> bytes:
+        """Return the head, and the whole lines that are new since the last call."""
+        lines = self._lines()
+        with suppress(OSError):  # it has been removed
+            if os.stat(self._path).st_ino != os.fstat(self._file.fileno()).st_ino:
+                self._open()
+                lines += self._lines()
+        return self._head() + lines
+
+    def _lines(self) -> bytes:
+        there = os.pread(self._file.fileno(), os.fstat(self._file.fileno()).st_size, self._at)
+        whole = there.rfind(b"\n") + 1  # the last may be written just now
         self._at += whole
-        found, self._unasked = self._unasked + self.read(lines[:whole]), []
-        return found
+        return there[:whole]
 
-    def live(self) -> Live:
-        """Return the worker's present, or last, state."""
+    def _head(self) -> bytes:
+        head = b""
         for _ in range(_TRIES):
-            head = self._file.read(0, LINES_AT)
-            _, before, *_, behind = HEAD.unpack(head)
-            if before == behind and head == self._file.read(0, LINES_AT):
-                return unpack_live(head)
-        return Live()
+            before, head = head, os.pread(self._file.fileno(), HEAD.size, 0)
+            if head == before and head[len(MAGIC) :][:8] == head[-8:]:
+                break
+        return head
 
 
-def unpack_live(head: bytes, offset_ns: int = 0) -> Live:
+def unpack_live(head: bytes, offset_ns: int) -> Live:
     """Decode a head and add `offset_ns` to its time."""
-    _, _, state, step, action, missing, peer, since_ns, thread, _ = HEAD.unpack(head)
+    _, before, state, step, action, missing, peer, since_ns, thread, behind = HEAD.unpack(head)
+    if before != behind:  # the worker stood still while it wrote this
+        return Live()
     whom = None if peer == NONE else peer
     return Live(State(state), step, _action(action), _action(missing), whom, since_ns + offset_ns, thread)
 

@@ -12,15 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from ..dependency import ConfigError
-from ..system.files import DAMAGED
 from ..workers.hooks import StepRecord
 from . import run_folders
 from .board import File, Live, State
-from .board_reader import Board
+from .board_reader import Board, BoardFile
 from .run_folders import END, RUN_FAILED, WATCHED, Ending
 
+#: the files in a run's folder: boards of this machine's workers, and copies of other machines', by worker
+OWN, COPY = "worker-", "copy-"
 #: how long a stuck worker has to write its stacks
 _STACKS_S = 2.0
+#: bytes of a file of endings that are read: a cause and many consequences
+_MOST_END = 2**20
 
 
 @dataclass
@@ -31,7 +34,7 @@ class RunUpdate:
     headers: dict[int, dict[str, Any]] = field(default_factory=dict)
     #: listing of the program by worker and number of microbatches
     listings: dict[tuple[int, int], dict[str, Any]] = field(default_factory=dict)
-    lives: Mapping[int, Live] = field(default_factory=dict)
+    lives: dict[int, Live] = field(default_factory=dict)
     records: list[StepRecord] = field(default_factory=list)
     #: workers whose process has ended
     gone: frozenset[int] = frozenset()
@@ -46,26 +49,24 @@ class RunUpdate:
     #: how the run ended; None: it goes on, or nobody has said
     ending: Ending | None = None
 
+    @property
+    def all_gone(self) -> bool:
+        """Whether every worker that was seen has gone."""
+        return bool(self.headers) and self.gone.issuperset(self.headers)
 
-class EndReader:
-    """Reads how the run in a folder ended, even after the folder was removed."""
 
-    def __init__(self, folder: Path) -> None:
-        self._path = folder / END
-        self._file: File | None = None
-        self.read()  # from here on it has the file open
-
-    def read(self) -> Ending | None:
-        """Return the first cause, None if there is none yet."""
-        with suppress(OSError):  # the folder has been removed
-            new = File(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
-            if self._file is None or not os.path.sameopenfile(new.number, self._file.number):
-                self._file = new  # perhaps of workers that have been restarted
-        told = []
-        for line in self._file.read(0, self._file.size).splitlines() if self._file is not None else []:
-            with suppress(ValueError, TypeError):  # written in part
-                told.append(Ending(*json.loads(line)))
-        return min(told, key=lambda ending: ending.consequence, default=None)
+def poll(boards: Mapping[int, Board]) -> RunUpdate:
+    """Return what is new on the boards that can be read."""
+    update = RunUpdate(now_ns=time.perf_counter_ns())
+    for worker, board in sorted(boards.items()):
+        update.records += board.look()
+        if board.header:
+            update.headers[worker] = board.header
+            update.listings |= {(worker, count): listing for count, listing in board.listings.items()}
+            update.lives[worker] = board.live
+            update.clock_error_ms = max(update.clock_error_ms, board.header.get("clock_error_ms", 0.0))
+            update.dropped += board.dropped
+    return update
 
 
 class RunBoards:
@@ -74,65 +75,57 @@ class RunBoards:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.name = folder.name
-        self._boards: dict[int, tuple[int, Board]] = {}
-        self._gone: set[int] = set()
-        self._end = EndReader(folder)
+        self._boards: dict[int, Board] = {}
+        self._latest = RunUpdate()
+        #: from the first poll on
+        self._end: File | None = None
 
     def look(self) -> RunUpdate:
         """Return what is new, without waiting."""
         with suppress(OSError):  # the run has ended
             (self.folder / WATCHED).touch()
-        records = self._open_new()
-        boards = {worker: board for worker, (_, board) in sorted(self._boards.items())}
-        update = RunUpdate(
-            headers={worker: board.header for worker, board in boards.items()},
-            records=records,
-            now_ns=time.perf_counter_ns(),
-        )
-        lives = {}
-        for worker, board in boards.items():
-            update.records += board.records()
-            update.listings |= {(worker, count): listing for count, listing in board.listings.items()}
-            lives[worker] = board.live()
-            process = run_folders.state_of(board.header["process"])
-            if lives[worker].state is State.LEFT or process in ("", "Z", "X"):
-                self._gone.add(worker)
-            elif process == "T" and "stacks_signal" in board.header:  # not of a mirror's process
-                lives[worker] = lives[worker]._replace(state=State.STOPPED)
-        update.lives = lives
-        update.gone = frozenset(self._gone)
-        update.clock_error_ms = max((board.header.get("clock_error_ms", 0.0) for board in boards.values()), default=0.0)
-        update.dropped = sum(board.dropped for board in boards.values())
-        update.ending = self._end.read() or self._deaths(boards, lives)
+        open_boards(self.folder, self._boards)
+        self._latest = update = poll(self._boards)
+        gone = set()
+        for worker, header in update.headers.items():
+            process = run_folders.state_of(header["process"])
+            if update.lives[worker].state is State.LEFT or process in ("", "Z", "X"):
+                gone.add(worker)
+            elif process == "T" and "stacks_signal" in header:  # not of a mirror's process
+                update.lives[worker] = update.lives[worker]._replace(state=State.STOPPED)
+        update.gone = frozenset(gone)
+        update.ending = self._read_end() or _deaths(update)
         return update
 
-    def _deaths(self, boards: Mapping[int, Board], lives: Mapping[int, Live]) -> Ending | None:
-        """Return how the run ended if all workers have gone, and some died in the middle of a step."""
-        if not boards or not self._gone.issuperset(boards):
-            return None
-        amid = State.RUNNING, State.WAITING, State.STOPPED
-        died = [f"worker {w} ended while {lives[w]}" for w in boards if lives[w].state in amid]
-        return Ending(RUN_FAILED, "; ".join(died)) if died else None
+    def _read_end(self) -> Ending | None:
+        """Return the first cause of the end, if somebody has told one, even if the folder has been removed."""
+        with suppress(OSError):  # it has been removed
+            self._end = File(os.open(self.folder / END, os.O_RDWR | os.O_CREAT, 0o600))
+        told = []
+        for line in os.pread(self._end.fileno(), _MOST_END, 0).splitlines() if self._end is not None else []:
+            with suppress(ValueError, TypeError):  # written in part
+                told.append(Ending(*json.loads(line)))
+        return min(told, key=lambda ending: ending.consequence, default=None)
 
     @property
     def over(self) -> bool:
         """Whether nothing new will come."""
-        if not self._boards:
+        if not self._latest.headers:
             return self.folder not in running()
         # While the launcher lives, it may report the cause or restart the workers.
-        return self._gone.issuperset(self._boards) and not run_folders.has_launcher(self.folder)
+        return self._latest.all_gone and not run_folders.has_launcher(self.folder)
 
     def stacks(self, worker: int) -> str:
         """Return the stack of a worker's computing thread, which its process writes on a signal; "" if it cannot.
 
         The signal's handler does nothing else, and what it interrupts goes on.
         """
-        header = self._boards[worker][1].header
+        header = self._boards[worker].header
         number = header["process"].partition("/")[0]
         file = self.folder / f"stacks-{number}"
         try:
             before = file.stat().st_size  # the file exists, so the handler is installed
-            if not run_folders.alive(header["process"]) or run_folders.state_of(header["process"]) == "?":
+            if run_folders.state_of(header["process"]) in ("", "?"):
                 return ""  # another process may have its number now
             os.kill(int(number), header["stacks_signal"])
             deadline = time.monotonic() + _STACKS_S
@@ -142,44 +135,30 @@ class RunBoards:
             blocks = file.read_bytes()[before:].decode(errors="replace").split("\n\n")
         except (OSError, KeyError):  # gone, or on another machine
             return ""
-        computing = f"{self._boards[worker][1].live().thread:#018x}"
+        computing = f"{self._boards[worker].live.thread:#018x}"
         return "\n\n".join(block.strip() for block in blocks if computing in block)
 
-    def _open_new(self) -> list[StepRecord]:
-        """Open boards that are new or replaced, by longer ones or those of a process's next pipeline.
 
-        Return what was still to be read of the others.
-        """
-        rest: list[StepRecord] = []
-        for worker, file in board_files(self.folder).items():
-            try:
-                inode, before = file.stat().st_ino, self._boards.get(worker)
-                if before is not None and before[0] == inode:
-                    continue
-                board = Board(file)
-                if before is not None and before[1].header == board.header:
-                    rest += before[1].records()
-                    board = Board(file, after=before[1])
-                else:  # the worker's earlier pipeline is forgotten
-                    self._gone.discard(worker)
-                self._boards[worker] = inode, board
-            except (OSError, *DAMAGED):  # just removed, or of another version
-                continue
-        return rest
+def _deaths(update: RunUpdate) -> Ending | None:
+    """Return how the run ended if all workers have gone, and some died in the middle of a step."""
+    amid = State.RUNNING, State.WAITING, State.STOPPED
+    died = [f"worker {worker} ended while {live}" for worker, live in update.lives.items() if live.state in amid]
+    return Ending(RUN_FAILED, "; ".join(died)) if died and update.all_gone else None
 
 
-def board_files(path: Path) -> dict[int, Path]:
-    """Return the files of boards in a run's folder, by worker."""
-    return {int(file.name[7:]): file for file in sorted(path.glob("worker-*")) if file.name[7:].isdecimal()}
+def open_boards(folder: Path, boards: dict[int, Board], *prefixes: str) -> dict[int, Board]:
+    """Add readers of the boards in a run's folder that are not open, by worker, and return all."""
+    for prefix in prefixes or (OWN, COPY):
+        for file in folder.glob(f"{prefix}*"):
+            with suppress(OSError, ValueError):  # just removed, or not in place yet
+                if (worker := int(file.name.removeprefix(prefix))) not in boards:
+                    boards[worker] = Board(BoardFile(file).since)
+    return boards
 
 
-def read_boards(path: Path) -> dict[int, Board]:
-    """Return the boards in a run's folder, by worker."""
-    found = {}
-    for worker, file in sorted(board_files(path).items()):
-        with suppress(OSError, *DAMAGED):  # just removed, or of another version
-            found[worker] = Board(file)
-    return found
+def headers_in(folder: Path) -> dict[int, dict[str, Any]]:
+    """Return the constant properties of the boards in a run's folder, by worker."""
+    return poll(open_boards(folder, {})).headers
 
 
 def running() -> Iterator[Path]:
@@ -196,32 +175,26 @@ def find(address: str | None) -> Path:
         ConfigError: no run, or several, have this name.
     """
     there = list(running())
-    if address is None:
-        if not there:
-            raise ConfigError("watch: no run found on this machine; start one, or name a recording, such as run.jsonl")
-        if len(there) > 1:
-            raise ConfigError(f"watch: {len(there)} runs are going on; name one of {', '.join(map(_shown, there))}")
-        return there[0]
-    for path in there:
-        numbers = {process.partition("/")[0] for process in run_folders.processes(path)}
-        if address in numbers or address == path.name or Path(address) == path:
-            return path
-    named = [
-        path
-        for path in there
-        if Path(address).name in {board.header.get("script") for board in read_boards(path).values()}
-    ]
+    named = [path for path in there if address is None or {address, Path(address).name} & _names(path)]
     if len(named) == 1:
         return named[0]
+    typed = "watch" if address is None else f"watch {address}"
     if named:
-        many = f"{len(named)} runs of it are going on"
-        raise ConfigError(f"watch {address}: {many}; name one of {', '.join(map(_shown, named))}")
+        raise ConfigError(f"{typed}: {len(named)} runs are going on; name one of {', '.join(map(_shown, named))}")
+    if address is None:
+        raise ConfigError("watch: no run found on this machine; start one, or name a recording, such as run.jsonl")
     known = f"running are {', '.join(map(_shown, there))}" if there else "none is running on this machine"
-    raise ConfigError(f"watch {address}: there is no such run; {known}")
+    raise ConfigError(f"{typed}: there is no such run; {known}")
+
+
+def _names(path: Path) -> set[str]:
+    """Return the names by which a run can be called."""
+    scripts = (header.get("script", "") for header in headers_in(path).values())
+    return {path.name, str(path), *scripts, *(process.partition("/")[0] for process in run_folders.processes(path))}
 
 
 def _shown(path: Path) -> str:
-    headers = [board.header for board in read_boards(path).values()]
+    headers = list(headers_in(path).values())
     if not headers:
         return f"{path.name} (starting)"
     first = headers[0]

@@ -50,8 +50,6 @@ _DATA = {
     "network": ("for shards to come over the network", "copy the shards to this machine's disk before"),
     "decode": ("for samples to be decoded", "store them decoded, as tokens or arrays, or decode in more threads"),
 }
-#: about how long the system lets another have the core of a worker
-_TURN_MS = 3.0
 #: overhead is named only if every other cause is less than this share of it, since nothing more is known of it
 _VAGUE = 0.5
 
@@ -115,7 +113,6 @@ class _Case:
         # A version before had no forms.
         self._shards = shards if all(len(each) == 4 for own in shards for each in own) else ()
         self._cores, self._one_process = cores, one_process
-        self._preempted = median(record.preempted for records in self._records for record in records)
         #: by worker, the ratio of its times to those of other workers for stages of the same form
         self._slowness, self._compared = self._compare()
         #: (source, target) -> median transfer time in ms
@@ -249,15 +246,10 @@ class _Case:
             return f"the workers compute equally long, but an action takes longer on one than on others, which {costs}"
         if worst == "link":
             return self._slow_link(costs)
-        if self._preempted * _TURN_MS > _KNOWN * lost.overhead_ms:
-            return (
-                f"the workers wait for a core, which {costs}: {self._preempted:.0f} times a step the system gives "
-                "theirs to others; fewer threads, or fewer other programs, leave them theirs"
-            )
         typical = median(self._actual(action) for action in self._actions if action.kind in (F, B))
         return (
-            f"the runtime itself {costs}: forwards and backwards of {typical:.1f} ms are short or vary; "
-            "larger or fewer microbatches make them longer"
+            f"the runtime itself {costs}: forwards and backwards of {typical:.1f} ms are short, or vary "
+            "as other programs take the cores; larger or fewer microbatches make them longer"
         )
 
     def _late_data(self, costs: str, cause: str) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import faulthandler
 import os
-import resource
 import signal
 import socket
 import sys
@@ -30,7 +29,7 @@ from ..dependency.kinds import BUILT_IN
 from ..schedules import name_of
 from ..workers.hooks import Blocked, Listener, StepRecord
 from . import run_folders
-from .board import COLLECT_S, MOST_SENT, NO_MORE, BoardWriter
+from .board import COLLECT_S, NO_MORE, BoardWriter
 from .run_folders import END, RUN_FAILED, RUN_STOPPED, Ending, tell_end
 
 if TYPE_CHECKING:
@@ -84,18 +83,19 @@ class OwnBoard(BoardWriter):
 
     Args:
         folder: folder of the run; None: only this process can read the board.
+        written: number of events on the boards of an earlier pipeline.
     """
 
-    def __init__(self, training: Watchable, worker: int, folder: Path | None) -> None:
+    def __init__(self, training: Watchable, worker: int, folder: Path | None, written: int) -> None:
         self.training = ref(training)
         self._spec, self._order = training.spec, training.order
         self._worker = worker
         #: numbers of microbatches
         self._listed: set[int] = set()
-        self._preempted = _preempted()
         #: the last step, while it has not been written
         self._ended: StepRecord | None = None
-        super().__init__(None if folder is None else folder / f"worker-{worker}", _header(training, worker))
+        path = None if folder is None else folder / f"worker-{worker}"
+        super().__init__(path, _header(training, worker), written)
         self._list(training.spec.num_microbatches)
 
     def step_finished(self, record: StepRecord) -> None:
@@ -114,8 +114,7 @@ class OwnBoard(BoardWriter):
             return
         if record.num_microbatches not in self._listed and len(self._listed) < _MOST_LISTED:
             self._list(record.num_microbatches)
-        before, self._preempted = self._preempted, _preempted()
-        super().step_finished(replace(record, preempted=self._preempted - before))
+        super().step_finished(record)
 
     def close(self) -> None:
         self.write_out()
@@ -126,7 +125,7 @@ class OwnBoard(BoardWriter):
         if seen == NO_MORE:
             _released.set()
             return b""
-        return self.since(seen, MOST_SENT)
+        return self.since(seen)
 
     def _list(self, num_microbatches: int) -> None:
         training = self.training()
@@ -135,11 +134,6 @@ class OwnBoard(BoardWriter):
             spec = replace(self._spec, num_microbatches=num_microbatches)
             program = training.program(self._worker, num_microbatches)
             self.list_program(list_program(spec, self._worker, self._order, program))
-
-
-def _preempted() -> int:
-    """Return how often the system has given a core of this process to another."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
 
 
 def _script() -> str:
@@ -220,9 +214,10 @@ def _keep(training: Watchable, folder: Path | None) -> None:
     global _carrier, _owner
 
     def board(worker: int) -> OwnBoard:
-        made = _boards[worker] = OwnBoard(training, worker, folder)
+        made = _boards[worker] = OwnBoard(training, worker, folder, written)
         return made
 
+    written = max((own.written for own in _boards.values()), default=0)
     _boards.clear()
     _owner = os.getpid()
     training.listen(board)
@@ -240,7 +235,7 @@ def collect() -> History:
 
     write_out()
     folder = _folder() if run_folders.FOLDER in os.environ else None
-    return collected({worker: own.file for worker, own in _boards.items()}, folder, _carrier)
+    return collected({worker: own.since for worker, own in _boards.items()}, folder, _carrier)
 
 
 def write_out() -> None:

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import struct
 
 import pytest
@@ -11,8 +10,8 @@ from hypothesis import strategies as st
 
 from rpc_pipe.dependency import Action, B, F, Kind, Pulled
 from rpc_pipe.tracing import board as boards
-from rpc_pipe.tracing.board import LINES_AT, MOST_STEPS, BoardWriter, Live, State, encode_record
-from rpc_pipe.tracing.board_reader import Board, decode_record
+from rpc_pipe.tracing.board import HEAD, BoardWriter, Live, State, encode_record, json_line
+from rpc_pipe.tracing.board_reader import Board, BoardFile, decode_record
 from rpc_pipe.workers.hooks import Arrived, Blocked, Record, StepRecord
 
 times = st.integers(0, 2**62)
@@ -36,6 +35,15 @@ records = st.builds(
 
 def record(step, worker=0):
     return StepRecord(worker, step, 10, 20, [Record(F(0, 1), 11, 19)], [Arrived(F(0, 1), 1, 64, 11)])
+
+
+def board_at(path):
+    return Board(BoardFile(path).since)
+
+
+def live(board):
+    board.look()
+    return board.live
 
 
 @pytest.fixture
@@ -62,66 +70,64 @@ def test_kinds_of_a_schedule_of_ones_own_are_read_where_its_code_is_not(tmp_path
     written.action_started(3, made(1, 2))
     written.step_finished(StepRecord(0, 3, 10, 20, [Record(made(0, 1), 11, 19)]))
     del Kind._rows["X"]
-    board = Board(tmp_path / "worker-0")
-    assert str(board.live()) == "running 1X2, step 3" and str(board.records()[0].actions[0].action) == "0X1"
+    board = board_at(tmp_path / "worker-0")
+    assert str(board.look()[0].actions[0].action) == "0X1" and str(board.live) == "running 1X2, step 3"
     assert Kind.of("X").row == made.row and Kind.of("X").resource == "copy"
     Kind.learn([made.row])  # is known
 
 
 def test_what_a_worker_does_is_read_live(writer, tmp_path):
-    board = Board(tmp_path / "worker-0")
-    assert board.header == {"pid": 1, "name": "ä"} and board.live().state is State.STARTING
+    board = board_at(tmp_path / "worker-0")
+    assert live(board).state is State.STARTING and board.header["name"] == "ä"
     writer.action_started(3, F(1, 2))
-    assert str(board.live()) == "running 1F2, step 3"
+    assert str(live(board)) == "running 1F2, step 3"
     writer.waiting(3, lambda: Blocked(B(1, 0), [Pulled(B(2, 0), 4, True), Pulled(F(0, 9), 5, True)]))
-    live = board.live()
-    assert str(live) == "waiting for 2B0 of worker 4 to run 1B0, step 3" and live.peer == 4
+    assert str(live(board)) == "waiting for 2B0 of worker 4 to run 1B0, step 3" and board.live.peer == 4
     writer.waiting(3, lambda: Blocked(None, []))
-    assert str(board.live()) == "waiting for the result of step 3"
+    assert str(live(board)) == "waiting for the result of step 3"
     writer.step_finished(record(3))
     writer.idle(3)
-    assert str(board.live()) == "between steps, after step 3"
+    assert str(live(board)) == "between steps, after step 3"
     writer.close()
-    assert board.live().state is State.LEFT
+    assert live(board).state is State.LEFT
 
 
-def test_a_slow_reader_misses_steps_and_knows_how_many(writer, tmp_path):
-    board = Board(tmp_path / "worker-0")
+def test_a_slow_reader_misses_steps_and_knows_how_many(writer, tmp_path, monkeypatch):
+    board = board_at(tmp_path / "worker-0")
     for step in range(3):
         writer.step_finished(record(step))
-    assert [r.step for r in board.records()] == [0, 1, 2] and board.dropped == 0
+    assert [r.step for r in board.look()] == [0, 1, 2] and board.dropped == 0
+    monkeypatch.setattr(boards, "MOST_BYTES", 2**15)
     for step in range(3, 1003):
         writer.step_finished(record(step))
-    after = Board(tmp_path / "worker-0", after=board)
-    steps = [r.step for r in after.records()]
-    assert steps == list(range(steps[0], 1003)) and MOST_STEPS // 2 <= len(steps) <= MOST_STEPS
-    assert after.dropped == 1000 - len(steps)
-    assert after.records() == []
-    late = Board(tmp_path / "worker-0")
-    assert late.records()[-1].step == 1002 and late.dropped == 0  # what was before the first look has not been missed
+    steps = [r.step for r in board.look()]
+    assert steps == sorted(set(steps)) and steps[-10:] == list(range(993, 1003))  # of the first file, and the last
+    assert board.dropped == 1000 - len(steps) > 0
+    late = board_at(tmp_path / "worker-0")
+    assert late.look()[-1].step == 1002 and late.dropped == 0  # what was before the first look has not been missed
 
 
 def test_many_readers_do_not_disturb_each_other(writer, tmp_path):
-    boards = [Board(tmp_path / "worker-0") for _ in range(3)]
+    boards = [board_at(tmp_path / "worker-0") for _ in range(3)]
     writer.step_finished(record(0))
-    assert [[r.step for r in board.records()] for board in boards] == [[0]] * 3
+    assert [[r.step for r in board.look()] for board in boards] == [[0]] * 3
 
 
 def test_a_record_that_is_being_written_is_left_for_later(writer, tmp_path):
-    board, line = Board(tmp_path / "worker-0"), boards._line(kind="step", number=1, record=encode_record(record(0)))
-    writer.file.append(line[:40])
-    assert board.records() == []
-    writer.file.append(line[40:])
-    assert [r.step for r in board.records()] == [0]
+    board, line = board_at(tmp_path / "worker-0"), json_line(kind="step", number=1, record=encode_record(record(0)))
+    writer._file.write(line[:40])
+    assert board.look() == []
+    writer._file.write(line[40:])
+    assert [r.step for r in board.look()] == [0]
 
 
 def test_a_state_that_is_being_written_is_not_read(writer, tmp_path):
-    board = Board(tmp_path / "worker-0")
+    board = board_at(tmp_path / "worker-0")
     writer.action_started(3, F(1, 2))
-    struct.pack_into("<q", writer._head, LINES_AT - 8, 0)  # as if the worker stood still in the middle of it
-    assert board.live() == Live()
+    struct.pack_into("<q", writer._head, HEAD.size - 8, 0)  # as if the worker stood still in the middle of it
+    assert live(board) == Live()
     writer.action_started(4, F(1, 2))
-    assert str(board.live()) == "running 1F2, step 4"
+    assert str(live(board)) == "running 1F2, step 4"
 
 
 def large(step, num_actions=1000):
@@ -129,39 +135,37 @@ def large(step, num_actions=1000):
 
 
 def test_a_long_board_is_replaced_by_one_with_the_latest_steps_and_readers_go_on(writer, tmp_path, monkeypatch):
-    monkeypatch.setattr(boards, "_MOST_BYTES", 2**16)
-    first, seen = Board(tmp_path / "worker-0"), [large(0, 1), large(1), large(2, 1)]
+    monkeypatch.setattr(boards, "MOST_BYTES", 2**16)
+    board, seen = board_at(tmp_path / "worker-0"), [large(0, 1), large(1), large(2, 1)]
     writer.list_program({"microbatches": 4})
     for step in seen:
         writer.step_finished(step)
     for step in range(3, 40):
         writer.step_finished(large(step, 2_000))
     writer.action_started(40, F(1, 2))
-    before = first.records()
-    assert before[:3] == seen and first.live().state is State.STARTING  # of what has been replaced
-    board = Board(tmp_path / "worker-0", after=first)
-    assert board.header == first.header and board.listings == {4: {"microbatches": 4}}
-    steps = [r.step for r in board.records()]
-    assert steps == list(range(steps[0], 40)) and len(steps) >= 2
-    assert board.dropped == steps[0] - len(before)
-    assert str(board.live()) == "running 1F2, step 40"
+    steps = board.look()
+    numbers = [r.step for r in steps]
+    assert steps[:3] == seen and numbers == sorted(set(numbers)) and numbers[-2:] == [38, 39]  # of both files
+    assert board.listings[4]["microbatches"] == 4 and board.dropped == 40 - len(steps)
+    assert str(board.live) == "running 1F2, step 40"
 
 
 def test_a_step_that_there_is_no_room_for_is_left_out_and_the_run_goes_on(writer, tmp_path, monkeypatch):
-    board, write = Board(tmp_path / "worker-0"), os.pwrite
+    board = board_at(tmp_path / "worker-0")
     writer.step_finished(record(0))
-    monkeypatch.setattr(os, "pwrite", lambda file, data, at: write(file, data[:1000], at))
-    for step in (large(1), record(2)):
-        writer.step_finished(step)
-    assert [r.step for r in board.records()] == [0, 2] and board.dropped == 1
+    monkeypatch.setattr(writer, "_file", boards.File("/dev/full", "w"))
+    writer.step_finished(record(1))
+    monkeypatch.undo()
+    writer.step_finished(record(2))
+    assert [r.step for r in board.look()] == [0, 2] and board.dropped == 1
     assert [path.name for path in tmp_path.iterdir()] == ["worker-0"]
 
 
-def test_what_is_no_board_is_refused(tmp_path):
-    for content in (b"", b"x" * 10_000):
+def test_what_is_no_board_is_read_as_an_empty_one(tmp_path):
+    for content in (b"", b"x" * 10_000 + b"\n"):
         (tmp_path / "worker-1").write_bytes(content)
-        with pytest.raises(ValueError, match="no board"):
-            Board(tmp_path / "worker-1")
+        board = board_at(tmp_path / "worker-1")
+        assert board.look() == [] and not board.header
 
 
 def test_a_loss_that_is_none_stays_none():

@@ -9,8 +9,7 @@ import pytest
 from processes import start
 
 from rpc_pipe.tracing import run_folders
-from rpc_pipe.tracing.boards import EndReader
-from rpc_pipe.tracing.boards import read_boards as worker_boards
+from rpc_pipe.tracing.boards import RunBoards, headers_in
 from rpc_pipe.tracing.run_folders import RUN_FAILED, Ending, tell_end
 
 SCRIPT = """
@@ -42,16 +41,18 @@ while not pipe.stopped:
 def test_an_end_is_read_after_its_folder_has_gone(tmp_path):
     folder = tmp_path / "run-1"
     folder.mkdir()
-    reader = EndReader(folder)
-    assert reader.read() is None
+    boards = RunBoards(folder)
+    assert boards.look().ending is None
     tell_end(folder, Ending(RUN_FAILED, "worker 0 lost worker 1", True))
     tell_end(folder, Ending(RUN_FAILED, "worker 1 failed\n" + "x" * 9999))
     shutil.rmtree(folder)
-    assert str(reader.read()).startswith("failed: worker 1 failed\nxxx") and len(str(reader.read())) < 8100
+    assert (
+        str(boards.look().ending).startswith("failed: worker 1 failed\nxxx") and len(str(boards.look().ending)) < 8100
+    )
     folder.mkdir()  # the workers are started again
-    assert reader.read() is None
+    assert boards.look().ending is None
     tell_end(folder, Ending(RUN_FAILED, "again"))
-    assert str(reader.read()) == "failed: again"
+    assert str(boards.look().ending) == "failed: again"
     shutil.rmtree(folder)
     tell_end(folder, Ending(RUN_FAILED, "nobody hears it"))
     assert not folder.exists()
@@ -70,7 +71,7 @@ def _started(how, script, tmp_path, more):
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         for folder in run_folders.root().glob(found):
-            if len(worker_boards(folder)) == 2:
+            if len(headers_in(folder)) == 2:
                 return runs, folder
         time.sleep(0.05)
     raise TimeoutError("the run has not started")

@@ -156,15 +156,7 @@ def test_without_the_stages_forms_the_heavy_worker_is_still_named():
 def test_crowded_machines_are_told_so():
     trace = trace_of(hop_ms=0.9, cost=lambda a: {F: 1, B: 2}.get(a.kind, 0.1))
     assert attribute_lost_time(trace, SHARDS, cores=2).sentence.endswith("4 workers share 2 cores of one machine")
-    assert "are short or vary" in attribute_lost_time(trace, SHARDS, cores=8).sentence
-
-
-def test_workers_that_wait_for_a_core_do_not_blame_the_runtime():
-    trace = trace_of(hop_ms=0.9, cost=lambda a: {F: 1, B: 2}.get(a.kind, 0.1))
-    taken = {step: [replace(record, preempted=20) for record in records] for step, records in trace.steps.items()}
-    sentence = attribute_lost_time(Trace(trace.spec, taken), SHARDS, cores=8).sentence
-    assert sentence.startswith("the workers wait for a core") and "20 times a step" in sentence
-    assert "runtime" not in sentence
+    assert "are short, or vary" in attribute_lost_time(trace, SHARDS, cores=8).sentence
 
 
 def test_threads_that_take_turns_are_told_so():

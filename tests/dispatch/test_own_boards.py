@@ -12,8 +12,8 @@ from rpc_pipe.dispatch.view import View
 from rpc_pipe.pipeline import Pipeline
 from rpc_pipe.tracing import own_boards, run_folders
 from rpc_pipe.tracing.board_reader import Board
-from rpc_pipe.tracing.boards import RunBoards, read_boards
-from rpc_pipe.tracing.remote import _Image
+from rpc_pipe.tracing.boards import RunBoards, headers_in
+from rpc_pipe.tracing.remote import Copy, Peer
 from rpc_pipe.tracing.run_summary import figures, sentence
 from rpc_pipe.workers.transport.call import Call
 from rpc_pipe.workers.transport.local import local_carriers
@@ -97,15 +97,16 @@ class Network:
 
 def test_a_board_of_another_machine_is_mirrored_with_all_that_is_listed_later(folder, tmp_path_factory):
     here = tmp_path_factory.mktemp("here")
-    pipe, image, view, boards = pipeline(num_microbatches=2), _Image(Network(), here, 1), View(), RunBoards(here)
+    pipe, view, boards = pipeline(num_microbatches=2), View(), RunBoards(here)
+    copy = Copy(Peer(Network(), 1), here / "copy-1")
     steps(pipe, 2)
     for _ in range(2):
-        image.refresh()
+        copy.refresh()
     steps(pipe, 6, 4)
     for _ in range(4):
-        image.refresh()
+        copy.refresh()
         view.take(boards.look())
-    there = Board(own_boards._boards[1].file).records()
+    there = Board(own_boards._boards[1].since).look()
     seen = [view._steps[step][1] for step in range(3)]
     assert [r.start_ns for r in seen] == [r.start_ns + 5_000_000 for r in there]
     assert [(r.step, r.num_microbatches) for r in seen] == [(0, 2), (1, 6), (2, 4)] and view.dropped == 0
@@ -117,9 +118,9 @@ def test_a_fork_leaves_the_boards_of_its_parent(folder, monkeypatch):
     with monkeypatch.context() as fork:
         fork.setattr(own_boards, "_owner", 0)
         own_boards.leave()
-    assert read_boards(folder).keys() == {0, 1}
+    assert headers_in(folder).keys() == {0, 1}
     own_boards.leave()
-    assert not read_boards(folder) and pipe.num_workers == 2
+    assert not headers_in(folder) and pipe.num_workers == 2
 
 
 def test_a_run_that_is_not_watched_can_still_be_told_of(monkeypatch):

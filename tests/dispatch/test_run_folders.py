@@ -117,5 +117,7 @@ def test_a_run_is_found_by_its_script(root):
         boards.append(BoardWriter(root / name / "worker-0", header))
         run_folders.enter(root / name)
     assert find("train.py").name == find("folder/train.py").name == "run-1"
-    with pytest.raises(ConfigError, match=r"2 runs of it .* run-. \(tune.py since ..:00:00, 1f1b on 1 workers\)"):
+    with pytest.raises(
+        ConfigError, match=r"2 runs are going on; .* run-. \(tune.py since ..:00:00, 1f1b on 1 workers\)"
+    ):
         find("tune.py")

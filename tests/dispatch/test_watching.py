@@ -14,9 +14,7 @@ from processes import SMALL, TEXT
 
 from rpc_pipe.dispatch.view import View
 from rpc_pipe.tracing import run_folders
-from rpc_pipe.tracing.board import MOST_STEPS
-from rpc_pipe.tracing.board_reader import Board
-from rpc_pipe.tracing.boards import RunBoards, read_boards
+from rpc_pipe.tracing.boards import RunBoards, headers_in
 
 TRAIN = ["--workers", "2", *SMALL, *TEXT]
 
@@ -75,7 +73,7 @@ def training(*arguments):
         folder = run_folders.root() / f"run-{run.pid}"
         try:
             deadline = time.monotonic() + 60
-            while len(read_boards(folder)) < 2 and time.monotonic() < deadline and run.poll() is None:
+            while len(headers_in(folder)) < 2 and time.monotonic() < deadline and run.poll() is None:
                 time.sleep(0.05)
             yield run, folder
         finally:
@@ -89,8 +87,12 @@ def until(happened):
         time.sleep(0.02)
 
 
+def step_of(folder):
+    return RunBoards(folder).look().lives[0].step
+
+
 def until_step(folder, step):
-    until(lambda: Board(folder / "worker-0").live().step >= step)  # a longer board replaces it
+    until(lambda: step_of(folder) >= step)
 
 
 def test_watchers_that_are_killed_or_stopped_change_nothing():
@@ -128,7 +130,7 @@ def test_a_run_is_found_shown_traced_recorded_and_replayed(tmp_path):
         state = json.loads(watch(str(folder), "--once", "--json")[1])
         assert state["num_workers"] == 2 and state["lost"]["sentence"]
         for ahead in (200, 600, 2000):  # on a busy machine a watcher starts slowly
-            first = Board(folder / "worker-0").live().step + ahead
+            first = step_of(folder) + ahead
             code, out, err = watch(name, "--trace", tmp_path / "t.json", "--steps", f"{first}-{first + 2}")
             if code == 0:
                 break
@@ -137,7 +139,7 @@ def test_a_run_is_found_shown_traced_recorded_and_replayed(tmp_path):
         trace = json.loads((tmp_path / "t.json").read_text())
         assert {e["args"]["step"] for e in trace["traceEvents"] if e["ph"] == "X"} == {first, first + 1, first + 2}
         assert trace["otherData"] == {"clock_error_ms": 0.0}
-        until_step(folder, MOST_STEPS + 1)
+        until_step(folder, 3000)  # a board keeps fewer
         code, _, err = watch(name, "--trace", tmp_path / "t.json", "--steps", "0-1")
         assert code == 2 and "--steps 0-1: step 0 is over; the earliest still there is" in err
         recording = tmp_path / "run.jsonl"
@@ -176,7 +178,7 @@ def test_a_program_alone_can_be_watched_and_leaves_nothing(tmp_path):
     with processes.start(tmp_path / "train.py", 120) as run:
         folder = run_folders.root() / f"run-{run.pid}"
         deadline = time.monotonic() + 60
-        while len(read_boards(folder)) < 2 and time.monotonic() < deadline:
+        while len(headers_in(folder)) < 2 and time.monotonic() < deadline:
             time.sleep(0.05)
         code, out, err = watch(folder.name, "--once")
         assert code == 0 and "1f1b on 2 workers" in out, out + err
@@ -207,7 +209,7 @@ def test_workers_of_another_machine_are_seen_through_rpc(tmp_path):
             time.sleep(0.2)
         assert len(view.rows()) == 2 and len(view.complete_steps(0)) >= 5 and view.lost() is not None
         assert view.rows()[1].state in ("runs", "waits", "between") and 0 < view.clock_error_ms < 1000
-        assert len(read_boards(tmp_path / "machine-1")) == 1  # nobody looks there, so nothing is mirrored
+        assert len(headers_in(tmp_path / "machine-1")) == 1  # nobody looks there, so nothing is mirrored
         assert [run.wait(60) for run in workers] == [0, 0]
     finally:
         for run in workers:
@@ -217,7 +219,7 @@ def test_workers_of_another_machine_are_seen_through_rpc(tmp_path):
 
 def test_what_a_killed_run_left_is_swept(tmp_path):
     with training(*TRAIN, "--steps", 100000) as (run, folder):
-        workers = [board.header["process"] for board in read_boards(folder).values()]
+        workers = [header["process"] for header in headers_in(folder).values()]
         killed = psutil.Process(run.pid).children(recursive=True)
         for worker in killed:  # or they would remove it
             worker.suspend()
