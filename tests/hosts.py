@@ -21,9 +21,21 @@ import time
 import uuid
 from pathlib import Path
 
+from fork_server import Started
+from processes import start
+
 _TUNSETIFF, _TUN_WITHOUT_HEADER = 0x400454CA, 0x1001
 _SETUP = "hostname h{host} && mount --bind {names} /etc/hosts && mount --bind {boot} {boot_id} && echo ready && cat"
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
+#: a script in the namespaces of a process
+_ENTER = """
+import ctypes, os, runpy, sys
+libc, (_, host, *sys.argv) = ctypes.CDLL(None, use_errno=True), sys.argv
+for kind in ("net", "uts", "mnt"):
+    if libc.setns(os.open(f"/proc/{host}/ns/{kind}", os.O_RDONLY), 0):
+        raise OSError(ctypes.get_errno(), f"setns {kind}")
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 
 
 def why_not() -> str:
@@ -59,7 +71,7 @@ class Hosts:
         self._draw = random.Random(0)
         self._folder = tempfile.TemporaryDirectory()
         self._hosts: list[subprocess.Popen[bytes]] = []
-        self._started: list[subprocess.Popen[str]] = []
+        self._started: list[Started | subprocess.Popen[str]] = []
         #: (network, host) -> device
         self._devices: dict[tuple[int, int], int] = {}
         self._over = threading.Event()
@@ -69,14 +81,11 @@ class Hosts:
         """Return the address of a host."""
         return f"fd88:{network}::{host + 1}" if self._ipv6 else f"10.88.{network}.{host + 1}"
 
-    def start(self, host: int, command: list[str], environment: dict[str, str]) -> subprocess.Popen[str]:
-        """Start a process in a host; its output is one stream of text."""
-        inside = ["nsenter", "--target", str(self._hosts[host].pid), "--net", "--mount", "--uts", *command]
-        started = subprocess.Popen(
-            inside, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-        )
-        self._started.append(started)
-        return started
+    def start(self, host: int, script: Path, *arguments: str, **environment: str) -> Started | subprocess.Popen[str]:
+        """Start a Python script in a host, with `environment` besides this process's; its output is one stream."""
+        inside = ["-c", _ENTER, self._hosts[host].pid, script, *arguments]
+        self._started.append(start(*inside, merged=True, **environment))
+        return self._started[-1]
 
     def __enter__(self) -> Hosts:
         try:
@@ -91,10 +100,7 @@ class Hosts:
     def __exit__(self, *_: object) -> None:
         self._over.set()
         for process in self._started:
-            try:
-                os.killpg(process.pid, 9)
-            except ProcessLookupError:
-                pass
+            process.kill()
             process.communicate()
         if self._carrier.ident is not None:
             self._carrier.join()

@@ -1,6 +1,7 @@
 """What a training run loads: the core, and nothing that plans, simulates, draws or watches."""
 
 import ast
+import functools
 import os
 import subprocess
 import sys
@@ -26,6 +27,7 @@ open(sys.argv[1] + str(pipe.worker), "w").write(" ".join(name for name in sys.mo
 """
 
 
+@functools.cache
 def code_lines(path):
     """Return the number of lines with code: without blanks, comments and docstrings."""
     with path.open("rb") as source:

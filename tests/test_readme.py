@@ -12,8 +12,8 @@ def blocks(language):
     return [text for page in PAGES for text in re.findall(rf"```{language}\n(.*?)```", page.read_text(), re.DOTALL)]
 
 
-def run(arguments, folder, *, refused=False, anew=False):
-    done = python(*arguments, cwd=folder, anew=anew, COLUMNS="100", OMP_NUM_THREADS="1")
+def run(arguments, folder, *, refused=False):
+    done = python(*arguments, cwd=folder, COLUMNS="100", OMP_NUM_THREADS="1")
     assert done.returncode == (2 if refused else 0), done.stdout + done.stderr
     return done.stderr if refused else done.stdout
 
@@ -29,10 +29,10 @@ def rpc_pipe(arguments):
 
 def test_the_training_script_runs_alone_and_launched(tmp_path):
     (tmp_path / "train.py").write_text(python_block(""))
-    alone = run(["train.py"], tmp_path, anew=True)
+    alone = run(["train.py"], tmp_path)
     assert float(re.match(r"loss (\d\.\d+), held out", alone)[1]) < 0.9
     assert (tmp_path / "model.safetensors").is_file()
-    launched = run(rpc_pipe("run train.py --workers 2"), tmp_path, anew=True)
+    launched = run(rpc_pipe("run train.py --workers 2"), tmp_path)
     assert launched.count(f"| {alone.strip()}") == 2, "every worker prints what one process does"
 
 

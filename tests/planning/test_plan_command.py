@@ -106,7 +106,7 @@ def test_a_model_is_planned_and_what_was_measured_is_kept(model, capsys, name, b
 
 def test_a_plan_is_run_as_it_says(model, capsys, tmp_path):
     out = tmp_path / "plan.json"
-    sizes = ["--workers", "2", "--batch", "8", "--microbatches", "4"]
+    sizes = ["--workers", "2", "--batch", "8", "--microbatches", "4", "--seconds", "1"]
     main(["plan", f"{model}:make", "--alone", *sizes, "--output", str(out)])
     drawn = capsys.readouterr().out
     assert "proven" in drawn and "…" not in drawn
@@ -139,7 +139,7 @@ def test_a_plan_says_how_many_replicas_there_are(model, capsys, tmp_path):
 def test_a_plan_of_another_model_is_said_to_be_one(model, caplog, tmp_path):
     """It said nothing of the model, so that one of another with as many blocks ran without a word."""
     out = tmp_path / "plan.json"
-    main(["plan", f"{model}:make", "--alone", "--workers", "2", "--output", str(out)])
+    main(["plan", f"{model}:make", "--alone", "--workers", "2", "--seconds", "1", "--output", str(out)])
     made = load_user_model(f"{model}:make")
     with Pipeline(made.model, made.loss_fn, plan=out, training=Training()) as pipe:
         pipe.step(made.batch)

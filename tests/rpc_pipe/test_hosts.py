@@ -1,13 +1,11 @@
 """Workers on several hosts: names that resolve to themselves, several interfaces, losses, a cable that is pulled."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from hosts import Hosts, why_not
+from processes import python
 
 from rpc_pipe.launching.interfaces import make_key
 
@@ -44,12 +42,12 @@ def start(tmp_path):
         workers = []
         for host in range(count):
             environment = {
-                **os.environ, "PYTHONPATH": str(ROOT), "RANK": str(host), "WORLD_SIZE": str(count), "LOCAL_RANK": "0",
+                "PYTHONPATH": str(ROOT), "RANK": str(host), "WORLD_SIZE": str(count), "LOCAL_RANK": "0",
                 "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": hosts.address(0), "MASTER_PORT": "29600",
                 "RPC_PIPE_TRANSPORT": "zmq", "RPC_PIPE_KEY_FILE": str(tmp_path / "key"), "OMP_NUM_THREADS": "1",
                 "RPC_PIPE_JOIN_TIMEOUT": "60", **more,
             }  # fmt: skip
-            workers.append(hosts.start(host, [sys.executable, str(tmp_path / "train.py"), *arguments], environment))
+            workers.append(hosts.start(host, tmp_path / "train.py", *arguments, **environment))
         return workers
 
     return started
@@ -61,10 +59,7 @@ def test_hosts_meet_whatever_their_names_say_and_lose_nothing(start, tmp_path):
         workers = start(hosts, "6", "0")
         said = [worker.communicate(timeout=60)[0] for worker in workers]
     assert [worker.returncode for worker in workers] == [0, 0], said
-    alone = subprocess.run(
-        [sys.executable, str(tmp_path / "train.py"), "6", "0"], capture_output=True, text=True, timeout=60,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "RPC_PIPE_TRANSPORT": "local"},
-    )  # fmt: skip
+    alone = python(tmp_path / "train.py", "6", "0", RPC_PIPE_TRANSPORT="local")
     assert re.findall("loss .*", said[0])[:1] == re.findall("loss .*", alone.stdout)[:1] != []
 
 
