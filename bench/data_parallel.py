@@ -203,7 +203,8 @@ def emulated(steps: int = _STEPS, speed: float = 1) -> tuple[Contest, list[float
     uplink = one * _PARTS / _STAGES / _LINK_MS * 1e3 * speed
 
     def stage(index: int, count: int) -> nn.Module:
-        return nn.Sequential(*[devices.Device(*each) for _ in range(_PARTS // count)])
+        parts = _PARTS // count
+        return nn.Sequential(*[devices.Device(*each, part=part, parts=parts) for part in range(parts)])
 
     batch = [(x.detach(), y) for x, y in devices.batch(_MICROBATCHES)]
     workload = Connected(stage, nn.functional.mse_loss, lambda _: batch, uplink=uplink, bucket=one / 2**20)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import random
 import statistics
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -46,11 +47,23 @@ def calibrate() -> None:
         _oversleep[seconds] = statistics.median(late)
 
 
-def work(seconds: float) -> None:
-    """Be busy for `seconds`."""
+class _Queue(threading.local):
+    """The device of a thread."""
+
+    #: when the part that it was given last ends
+    ends = 0.0
+
+
+_queue = _Queue()
+
+
+def work(seconds: float, *, queued: bool = False) -> None:
+    """Be busy for `seconds`: from now on, or `queued`, from the end of the part before."""
     if seconds > 0 and not _instantly:
+        now = time.perf_counter()
+        _queue.ends = (_queue.ends if queued else now) + seconds
         nearest = min(_oversleep, key=lambda known: abs(known - seconds))
-        time.sleep(max(0.0, seconds - _oversleep[nearest]))
+        time.sleep(max(0.0, _queue.ends - now - _oversleep[nearest]))
 
 
 @contextmanager
@@ -80,15 +93,17 @@ class _Fused(torch.autograd.Function):
     """Forward and the whole backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, forward_s: float, backward_s: float) -> Tensor:
-        ctx.backward_s = backward_s
-        work(forward_s)
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, forward_s: float, backward_s: float, part: int, parts: int
+    ) -> Tensor:
+        ctx.backward_s, ctx.queued = backward_s, part < parts - 1
+        work(forward_s, queued=part > 0)
         return x * weight
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        work(ctx.backward_s)
-        return grad, grad.sum(0), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
+        work(ctx.backward_s, queued=ctx.queued)
+        return grad, grad.sum(0), None, None, None, None
 
 
 class _Path(torch.autograd.Function):
@@ -112,10 +127,22 @@ class Device(nn.Module):
     Args:
         weights: if given, the backward is in two parts that can run apart: `backward` for the inputs and
             `weights` for the weights.
+        part: which of a stage's `parts` devices in a row this is. As on a GPU, which has a queue, a stage's
+            parts follow each other at once, in forward and in backward.
     """
 
-    def __init__(self, forward: Times, backward: Times, weights: Times | None = None, *, width: int = WIDTH) -> None:
+    def __init__(
+        self,
+        forward: Times,
+        backward: Times,
+        weights: Times | None = None,
+        *,
+        width: int = WIDTH,
+        part: int = 0,
+        parts: int = 1,
+    ) -> None:
         super().__init__()
+        self._place = part, parts
         self.weight = nn.Parameter(torch.linspace(0.5, 1.5, width))
         self._times: Sequence[Times] = (forward, backward, weights or backward)
         self._split = weights is not None
@@ -126,7 +153,7 @@ class Device(nn.Module):
         self._count += 1
         forward, backward, weights = (times.of[m] for times in self._times)
         if not self._split:
-            fused: Tensor = _Fused.apply(x, self.weight, forward, backward)  # type: ignore[no-untyped-call]
+            fused: Tensor = _Fused.apply(x, self.weight, forward, backward, *self._place)  # type: ignore[no-untyped-call]
             return fused
         inputs: Tensor = _Path.apply(x, forward, backward)  # type: ignore[no-untyped-call]
         weight: Tensor = _Path.apply(self.weight, 0.0, weights)  # type: ignore[no-untyped-call]

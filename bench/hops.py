@@ -108,10 +108,10 @@ class Observed(Ours):
         before(Stream, "_execute", "started", self._starts)
         work = devices.work
 
-        def noted_work(seconds: float) -> None:
+        def noted_work(seconds: float, *, queued: bool = False) -> None:
             if seconds:
                 self._note("works", "")
-                work(seconds)
+                work(seconds, queued=queued)
                 self._note("worked", self._running)
 
         _replace(devices, "work", noted_work)

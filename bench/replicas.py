@@ -104,7 +104,7 @@ def _train(out: Path) -> None:
 
     def stage() -> nn.Module:
         each = [devices.Times(ms / 1e3 / _PARTS, 1) for ms in (_FORWARD_MS, _BACKWARD_MS)]
-        return nn.Sequential(*[devices.Device(*each) for _ in range(_PARTS)])
+        return nn.Sequential(*[devices.Device(*each, part=part, parts=_PARTS) for part in range(_PARTS)])
 
     training = Training(lambda named: torch.optim.SGD([parameter for _, parameter in named], lr=1e-9))
     pipe = Pipeline([stage] * _STAGES, nn.functional.mse_loss, training=training, num_microbatches=_MICROBATCHES)
