@@ -19,11 +19,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from statistics import median, median_low
 
 from ..dependency import Action, B, F, Kind
-from ..planning.bounds import least_bottleneck
 from ..planning.simulator import Cost, Link, simulate
 from ..schedules import name_of
 from .trace import Trace, transfers
@@ -36,8 +35,8 @@ _SLOW = 1.1
 _BUSIER = 1.05
 #: number of steps simulated in sequence, as steps may overlap
 _STEPS = 3
-#: share of a step below which a cause is not named; share that a proposed cut must save
-_NEGLIGIBLE, _WORTHWHILE = 0.04, 0.02
+#: share of a step below which a cause is not named
+_NEGLIGIBLE = 0.04
 #: share of the waits between steps that reading batches must explain to be named as their cause
 _KNOWN = 0.5
 #: by cause of waiting for data: what is waited for, and advice
@@ -89,13 +88,13 @@ class LostTime:
 
 
 def attribute_lost_time(
-    trace: Trace, shards: Sequence[Sequence[Sequence[int]]] = (), cores: int | None = None, one_process: bool = False
+    trace: Trace, shards: Sequence[Sequence[Sequence[int]]], cores: int | None = None, one_process: bool = False
 ) -> LostTime:
     """Attribute the time of a step of `trace`, which should have several steps.
 
     Args:
         shards: of each worker, (stage, route, number of layers, form) of its shards; stages of one form should take
-            equally long. Without it no other cut is proposed, and no worker counts as slow.
+            equally long.
         cores: cores of the machine, if all workers compute on the CPU of one machine.
         one_process: whether the workers are threads of one process, which take turns.
     """
@@ -110,11 +109,10 @@ class _Case:
         self._spec = trace.spec
         self._records = [trace.steps[step] for step in sorted(trace.steps)]
         self._actual = trace.cost()
-        # A version before had no forms.
-        self._shards = shards if all(len(each) == 4 for own in shards for each in own) else ()
+        self._shards = shards
         self._cores, self._one_process = cores, one_process
         #: by worker, the ratio of its times to those of other workers for stages of the same form
-        self._slowness, self._compared = self._compare()
+        self._slowness = self._compare()
         #: (source, target) -> median transfer time in ms
         self._delays = {pair: median(way.ms for way in found) for pair, found in transfers(self._records).items()}
         self._actions = [r.action for records in self._records[-1:] for record in records for r in record.actions]
@@ -140,7 +138,7 @@ class _Case:
         overhead = max(0.0, room - scale * sum(parts))
         cause, limit = self._data_cause(), min(limit, step)
         lost = LostTime(step, limit, bubble, imbalance, slow_worker, link, data, overhead, cause)
-        return replace(lost, sentence=self._sentence(lost, slow))
+        return replace(lost, sentence=self._sentence(lost))
 
     # --- costs of actions
 
@@ -185,18 +183,9 @@ class _Case:
         between = max(self._data_waits(), default=0.0) * len(self._records)
         return worst if waited[worst] / 1e6 > _KNOWN * between else ""
 
-    def _pauses(self) -> list[float]:
-        """Return for each worker the median ms between the end of a call and the next."""
-        pauses: dict[int, list[float]] = defaultdict(list)
-        for before, after in pairwise(self._records):
-            ended = {record.worker: record.end_ns for record in before}
-            for record in after:
-                pauses[record.worker].append((record.start_ns - ended[record.worker]) / 1e6)
-        return [median(found) for found in pauses.values()]
-
     # --- words
 
-    def _sentence(self, lost: LostTime, slow_ms: float) -> str:
+    def _sentence(self, lost: LostTime) -> str:
         parts = lost.parts()
         own = parts.pop("bubble")
         worst = max(parts, key=lambda cause: parts[cause] * (_VAGUE if cause == "overhead" else 1))
@@ -209,12 +198,12 @@ class _Case:
                 f"the run reaches {reached:.0f} % of what {name} allows; "
                 f"its own bubble is {100 * own / lost.step_ms:.0f} %{advice}"
             )
-        sentence = self._blame(worst, f"costs about {100 * share:.0f} % of a step", lost, slow_ms)
+        sentence = self._blame(worst, f"costs about {100 * share:.0f} % of a step", lost)
         if own > parts[worst]:
             sentence += f"; {name}'s own bubble is {100 * own / lost.step_ms:.0f} %, less with more microbatches"
         return sentence
 
-    def _blame(self, worst: str, costs: str, lost: LostTime, slow_ms: float) -> str:
+    def _blame(self, worst: str, costs: str, lost: LostTime) -> str:
         if worst == "data":
             return self._late_data(costs, lost.data_cause)
         if worst == "overhead" and self._one_process:
@@ -236,8 +225,7 @@ class _Case:
             worker = max(range(len(busy)), key=by.__getitem__)
             times = busy[worker] / usual
             busier = f"is {times:.1f} x the median" if times >= _BUSIER else "is slow"  # it may have less to do
-            advice = self._better_cut(lost.step_ms, slow_ms)
-            return f"worker {worker} {busier} ({self._reason(worker, uneven)}), which {costs}{advice}"
+            return f"worker {worker} {busier} ({self._reason(worker, uneven)}), which {costs}"
         if worst == "imbalance" and len(self._spec.slice_sizes) > 1:
             return (
                 f"some slices take longer than others, which {costs}: rpc-pipe plan --slices auto chooses their sizes"
@@ -255,25 +243,18 @@ class _Case:
     def _late_data(self, costs: str, cause: str) -> str:
         waits = self._data_waits()
         worker = max(range(len(waits)), key=waits.__getitem__)
-        everybody = min(self._pauses()) > 0.7 * waits[worker]
-        who = "workers wait" if everybody else f"worker {worker} waits"
         what, advice = _DATA[cause]
-        return f"{who} {waits[worker]:.1f} ms for data between steps ({what}), which {costs}; {advice}"
+        return f"worker {worker} waits {waits[worker]:.1f} ms for data between steps ({what}), which {costs}; {advice}"
 
     def _reason(self, worker: int, uneven: bool) -> str:
-        """Say why a worker takes longer, which is not always that it has more layers."""
+        """Say why a worker takes longer."""
         if not uneven:
             times = f"{self._slowness[worker]:.1f} x as long there as elsewhere"
             return f"stages of the same form take {times}: a slow worker, unless they are heavier"
-        if not self._compared:
-            return "it has more to compute or is slower; its stages cannot be compared with others"
         counts = [sum(count for _, route, count, _ in shards if route == 0) for shards in self._shards]
-        if not counts:
-            return "it has more to compute, so the cut is uneven"
-        held = f"{counts[worker]} of {sum(counts)} layers"
-        if counts[worker] * len(counts) > sum(counts):
-            return f"it has more to compute ({held}), so the cut is uneven"
-        return f"it has {held}, which take longer than those of others, so the cut is uneven"
+        return (
+            f"its {counts[worker]} of {sum(counts)} layers take longer than others': rpc-pipe plan finds cuts"
+        )
 
     def _slow_link(self, costs: str) -> str:
         source, target = max(self._delays, key=lambda pair: self._delays[pair])
@@ -282,44 +263,15 @@ class _Case:
         way = f"payloads take {slowest:.1f} ms from worker {source} to worker {target}{compared}"
         return f"{way}: a slow link, which {costs}; eager-1f1b or a wider window hides it for more activations"
 
-    def _better_cut(self, step_ms: float, now_ms: float) -> str:
-        """Propose the cut that is best for the workers' speeds if a stage's layers are alike, if it is worth it."""
-        held = {stage: count for shards in self._shards for stage, route, count, _ in shards if route == 0}
-        if sorted(held) != list(range(self._spec.num_stages)):
-            return ""
-        old = [held[stage] for stage in range(len(held))]
-        speeds = [self._slowness[self._spec.place(stage, 0)] for stage in range(len(old))]
-        took = [self._stage_ms(stage, 0) / speed for stage, speed in enumerate(speeds)]
-        layers = [[ms / count] * count for ms, count in zip(took, old, strict=True)]
-        up_to = [0.0, *accumulate(time for times in layers for time in times)]
-        ends = least_bottleneck(sum(old), len(old), lambda stage, a, b: speeds[stage] * (up_to[b] - up_to[a]))
-        assert ends is not None
-        new = [b - a for a, b in pairwise(ends)]
-        now = zip(pairwise(ends), map(sum, layers), strict=True)
-        ratio = [(up_to[b] - up_to[a]) / before if before else 1.0 for (a, b), before in now]
-        saved = (now_ms - self._simulate(lambda a: self._actual(a) * ratio[a.stage])) / step_ms
-        if saved < _WORTHWHILE:
-            return ""
-        return f"; {self._moves(old, new)} would save about {100 * saved:.0f} %"
-
-    def _moves(self, old: Sequence[int], new: Sequence[int]) -> str:
-        changed = [stage for stage, (a, b) in enumerate(zip(old, new, strict=True)) if a != b]
-        cut = f"split {','.join(map(str, new))}"
-        if len(changed) == 2 and changed[1] == changed[0] + 1:
-            giver, taker = changed if old[changed[0]] > new[changed[0]] else changed[::-1]
-            count = old[giver] - new[giver]
-            return f"moving {count} layer{'s' * (count > 1)} to worker {self._spec.place(taker, 0)} ({cut})"
-        return f"the {cut}"
-
     def _stage_ms(self, stage: int, route: int) -> float:
         """Return how long a worker computes for a microbatch of a stage."""
         first = next((m for m in range(self._spec.num_microbatches) if self._spec.route(m) == route), 0)
         return sum(self._actual(action) for action in self._spec.actions(stage, first))
 
-    def _compare(self) -> tuple[list[float], bool]:
+    def _compare(self) -> list[float]:
         """Return, by worker, the ratio of its times to those of other workers, for forms of stages that both have.
 
-        1 where that is not known; the flag tells whether it is known of anyone.
+        1 where that is not known.
         """
         times: dict[int, dict[int, float]] = defaultdict(dict)
         for worker, shards in enumerate(self._shards):
@@ -330,5 +282,4 @@ class _Case:
             usual = median_low(by_worker.values()) if len(by_worker) > 1 else 0.0
             for worker, own in by_worker.items() if usual else ():
                 ratios[worker].append(own / usual)
-        workers = range(self._spec.num_workers)
-        return [max(1.0, median(ratios[worker])) if worker in ratios else 1.0 for worker in workers], bool(ratios)
+        return [max(1.0, median(ratios.get(worker, [1.0]))) for worker in range(self._spec.num_workers)]

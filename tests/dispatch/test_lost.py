@@ -44,15 +44,14 @@ def test_a_slow_worker_is_named():
     assert lost.sentence.startswith("worker 2 is 1.5 x the median (stages of the same form take 1.5 x as long there")
 
 
-def test_uneven_stages_are_named_with_a_better_cut():
+def test_uneven_stages_are_named():
     def cost(action):
         return {F: 5, B: 10, U: 1}.get(action.kind, 0) * (1, 3, 2, 2)[action.stage]
 
     shards = [[(0, 0, 1, 1)], [(1, 0, 3, 3)], [(2, 0, 2, 2)], [(3, 0, 2, 2)]]
     lost = attribute_lost_time(trace_of(cost=cost), shards)
     assert worst(lost) == "imbalance"
-    assert lost.sentence.startswith("worker 1 is 1.5 x the median (it has more to compute (3 of 8 layers)")
-    assert "moving 1 layer to worker 0 (split 2,2,2,2) would save about" in lost.sentence
+    assert lost.sentence.startswith("worker 1 is 1.5 x the median (its 3 of 8 layers take longer than others'")
 
 
 def test_workers_that_compute_equally_long_are_not_said_to_have_more():
@@ -72,13 +71,7 @@ def test_heavier_layers_are_not_said_to_be_more_layers():
     shards = [[(stage, 0, 2, 1 + (stage == 1))] for stage in range(4)]
     lost = attribute_lost_time(trace_of(cost=heavier(1, 1.5)), shards)
     assert worst(lost) == "imbalance"
-    assert "(it has 2 of 8 layers, which take longer than those of others, so the cut is uneven)" in lost.sentence
-
-
-def test_a_slow_worker_gets_fewer_layers_proposed():
-    shards = [[(stage, 0, 4, 1)] for stage in range(4)]
-    lost = attribute_lost_time(trace_of(cost=heavier(2, 2.0)), shards)
-    assert "worker 2 is 2.0 x the median" in lost.sentence and "the split 5,5,2,4" in lost.sentence
+    assert "(its 2 of 8 layers take longer than others': rpc-pipe plan finds cuts)" in lost.sentence
 
 
 def test_a_slow_link_is_named():
@@ -101,7 +94,7 @@ def test_a_link_is_slow_where_others_take_no_time():
 def test_a_slow_data_loader_is_named():
     lost = attribute_lost_time(trace_of(pause_ms=150.0), SHARDS)
     assert parts(lost)["data"] == pytest.approx(150 / (150 + 33 * 10 + 5), abs=0.05)
-    assert lost.sentence.startswith("workers wait 150.0 ms for data between steps")
+    assert lost.sentence.startswith("worker 0 waits 150.0 ms for data between steps")
 
 
 @pytest.mark.parametrize(
@@ -147,12 +140,6 @@ def _late(record, first, ns):
     return replace(record, start_ns=start, arrivals=arrivals)
 
 
-def test_without_the_stages_forms_the_heavy_worker_is_still_named():
-    lost = attribute_lost_time(trace_of(cost=heavier(1, 1.8)))
-    assert lost.sentence.startswith("worker 1 is 1.8 x the median (it has more to compute or is slower")
-    assert "split" not in lost.sentence
-
-
 def test_crowded_machines_are_told_so():
     trace = trace_of(hop_ms=0.9, cost=lambda a: {F: 1, B: 2}.get(a.kind, 0.1))
     assert attribute_lost_time(trace, SHARDS, cores=2).sentence.endswith("4 workers share 2 cores of one machine")
@@ -168,9 +155,11 @@ def test_threads_that_take_turns_are_told_so():
 
 @pytest.mark.parametrize("schedule", ["interleaved", "zb-v", "chimera", "gpipe", "dualpipe"])
 def test_every_kind_of_schedule_can_be_looked_at(schedule):
-    lost = attribute_lost_time(trace_of(schedule))
+    trace = trace_of(schedule)
+    shards = [[(*shard, 2, 1) for shard in trace.spec.hosted(worker)] for worker in range(4)]
+    lost = attribute_lost_time(trace, shards)
     assert parts(lost)["overhead"] < 0.3 and lost.sentence
 
 
 def test_a_single_step_is_enough():
-    assert attribute_lost_time(trace_of(steps=1)).step_ms == pytest.approx(33 * 10 + 6 * 0.5 + 1, rel=0.02)
+    assert attribute_lost_time(trace_of(steps=1), SHARDS).step_ms == pytest.approx(33 * 10 + 6 * 0.5 + 1, rel=0.02)
