@@ -30,9 +30,9 @@ MAY_IMPORT = {
     "planning": "system model schedules dependency",
     "drawing": "planning dependency",
     "tracing": "system drawing planning model workers workers/transport schedules dependency",
-    # the watching node; nobody knows it but the launcher, which shows what it sees, and the command line
+    # the watching node; nobody knows it but the command line
     "dispatch": "system tracing drawing planning workers dependency",
-    "launching": "system dispatch tracing workers/transport dependency",
+    "launching": "system tracing workers/transport dependency",
     "checkpoints": "system model workers workers/compute workers/transport dependency",
     "pipeline": "checkpoints launching model model/batches planning workers workers/compute workers/transport "
     "schedules dependency",
@@ -48,8 +48,6 @@ MAY_IMPORT = {
     "planning/measuring schedules dependency",
     "rpc_pipe": "commands pipeline planning workers schedules dependency",
 }
-#: of `launching`, the launcher's attempts alone may import `dispatch`
-LAUNCHER = "rpc_pipe.launching.attempt"
 MOST_LINES, MOST_FUNCTION_LINES = 400, 60
 
 
@@ -142,8 +140,6 @@ def check_imports(name, own):
     for target in imported(name):
         if folder(target) != own:
             assert folder(target) in MAY_IMPORT[own].split(), f"{name} must not import {target}"
-        if folder(target) == "dispatch" and own == "launching":
-            assert name == LAUNCHER, f"{name} must not import {target}"
     for module in absolute(name):
         top = module.split(".")[0]
         assert top not in {"dependency", "schedules", "workers", "rpc_pipe"}, f"{name}: import {module} relatively"

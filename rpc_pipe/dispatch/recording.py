@@ -25,7 +25,7 @@ from ..tracing.board import Live, State, encode_record, number_or_word
 from ..tracing.board_reader import decode_record
 from ..tracing.boards import RunBoards, RunUpdate
 from ..tracing.run_folders import Ending
-from .view import View
+from ..tracing.view import View
 
 #: a run as a watcher sees it
 Source = Union[RunBoards, "Replay"]
@@ -54,15 +54,15 @@ class Recording:
 
     def write(self, view: View) -> None:
         """Write everything that is new since the last call."""
-        if view.spec is not None and (view.pipelines != self._run or len(view.listings) != self._num_listed):
+        if view.spec is not None and (view.pipelines != self._run or len(view.latest.listings) != self._num_listed):
             if view.pipelines != self._run:
                 self._run, self._last_step = view.pipelines, -1
-            self._num_listed = len(view.listings)
+            self._num_listed = len(view.latest.listings)
             self._line(
                 kind="run",
                 workers=[view.headers[worker] for worker in sorted(view.headers)],
-                listings=[view.listings[key] for key in sorted(view.listings)],
-                clock_error_ms=view.clock_error_ms,
+                listings=[view.latest.listings[key] for key in sorted(view.latest.listings)],
+                clock_error_ms=view.latest.clock_error_ms,
             )
         steps = [step for step in view.complete_steps(0) if step > self._last_step] if self._run else []
         for step in steps:
@@ -72,9 +72,9 @@ class Recording:
             if at > self._last_event:
                 self._line(kind="event", at=at, text=text, warning=warning)
                 self._last_event = at
-        if view.ending is not None and view.ending != self._ending:
-            self._line(kind="end", **view.ending._asdict())
-        self._ending = view.ending
+        if view.latest.ending is not None and view.latest.ending != self._ending:
+            self._line(kind="end", **view.latest.ending._asdict())
+        self._ending = view.latest.ending
         self._file.flush()
 
     def close(self) -> None:

@@ -11,7 +11,8 @@ from rich.text import Text
 
 from ..drawing.timeline import draw
 from ..tracing.stall_report import duration
-from .view import View, WorkerRow
+from ..tracing.view import View
+from .rows import WorkerRow, worker_rows
 
 #: a worker that has waited longer than this is coloured
 _LONG_WAIT_S = 1.0
@@ -40,7 +41,7 @@ class Screen:
         if not view.headers:
             return Text(f"{self._name}: no worker can be seen yet", style="dim")
         parts: list[Text | Table] = [self.title()]
-        rows = view.rows()
+        rows = worker_rows(view)
         free = height - 7
         parts.append(self._table(rows, width) if len(rows) <= free - 1 else self._cells(rows, width))
         taken = len(rows) + 1 if len(rows) <= free - 1 else math.ceil(len(rows) / max(1, width // _CELL)) + 2
@@ -63,7 +64,7 @@ class Screen:
         view = self._view
         header = next(iter(view.headers.values()))
         seen = f"{len(view.headers)} of " * (len(view.headers) < view.num_workers) + f"{view.num_workers} workers"
-        ended = f" {view.ending.what}:" if view.ending is not None else ":"
+        ended = f" {view.latest.ending.what}:" if view.latest.ending is not None else ":"
         parts = [f"{self._name}{ended} {header['schedule']} on {seen}"]
         if steps := view.complete_steps(1):
             parts.append(f"step {steps[0]}")

@@ -15,11 +15,11 @@ from rich.text import Text
 
 from ..dependency import ConfigError
 from ..tracing.boards import RunBoards
-from ..tracing.stall_report import newest_frames
 from ..tracing.trace import Trace
+from ..tracing.view import View
 from .recording import Recording, Replay, Source
+from .rows import describe
 from .terminal import Screen
-from .view import View
 
 #: seconds between polls; boards keep more steps than pass meanwhile, unless steps are very short
 _LOOK_EVERY_S = 0.5
@@ -101,15 +101,10 @@ class Watcher:
         stalled = self._view.stalled
         self._view.take(self._source.look())
         if self._view.stalled and not stalled and isinstance(self._source, RunBoards):
-            culprit = self._view.culprit()
-            if culprit is not None and (where := self._frames(culprit)):
-                self._view.note(f"worker {culprit} is in {where}", warning=True)
+            for line in self._source.stacks(self._view.culprit()):
+                self._view.note(line, warning=True)
         for sink in sinks:
             sink.write(self._view)
-
-    def _frames(self, worker: int) -> str:
-        assert isinstance(self._source, RunBoards)
-        return newest_frames(self._source.stacks(worker), self._view.lives[worker].thread)
 
     async def _follow(self, stack: contextlib.AsyncExitStack, sinks: list[Any]) -> None:
         screen = Screen(self._view, self._source.name)
@@ -137,7 +132,7 @@ class Watcher:
             await asyncio.sleep(0 if self._hurry else _LOOK_EVERY_S)
 
     def _say_the_end(self) -> None:
-        ending = self._view.ending
+        ending = self._view.latest.ending
         how = "has ended" if ending is None else str(ending)
         style = "bold red" if ending is not None else None
         self.console.print(f"{self._source.name} {how}", style=style, markup=False, soft_wrap=True)
@@ -156,8 +151,6 @@ class Watcher:
             await asyncio.sleep(0 if self._hurry else _LOOK_EVERY_S / 5)
             self._look(sinks)
         if self._wishes.json:
-            from .view import describe
-
             print(json.dumps({"name": self._source.name, **describe(self._view)}))
         else:
             self.console.print(Screen(self._view, self._source.name))

@@ -28,8 +28,9 @@ from prometheus_client.openmetrics.exposition import CONTENT_TYPE_LATEST, genera
 
 from ..dependency import ConfigError
 from ..drawing.page import encode, with_parts
+from ..tracing.view import View
 from .recording import Source
-from .view import STATES, View, WorkerRow, describe, draw_steps, finite
+from .rows import STATES, WorkerRow, describe, draw_steps, finite, link_rows, mean_bubble, worker_rows
 
 #: for one more the eldest is closed, so who connects and stays keeps nobody out; as many again may come at once
 _MOST_CONNECTIONS = 64
@@ -214,13 +215,19 @@ class _Collector:
 
     def collect(self) -> Iterator[Metric]:
         view, steps, step_ms = self._view, self._view.complete_steps(1), self._view.step_ms()
+        rows = worker_rows(view)
         if steps:
             yield CounterMetricFamily("rpc_pipe_steps", "Steps that all workers have finished.", steps[0] + 1)
         figures: list[tuple[str, str, str, float | None]] = [
             ("workers", "Workers that can be seen.", "", len(view.headers)),
             ("loss", "Loss of the last step.", "", view.losses[-1][1] if view.losses else None),
             ("step_seconds", "Median time of the recent steps.", "seconds", step_ms and step_ms / 1e3),
-            ("bubble_ratio", "Share of the workers' time without computing, for any cause.", "ratio", view.bubble()),
+            (
+                "bubble_ratio",
+                "Share of the workers' time without computing, for any cause.",
+                "ratio",
+                mean_bubble(rows),
+            ),
             ("stalled", "1 if nothing finishes.", "", int(view.stalled)),
         ]
         if rate := view.throughput():
@@ -230,7 +237,7 @@ class _Collector:
         if lost := view.lost():
             causes = {(cause,): ms / 1e3 for cause, ms in {"work": lost.limit_ms, **lost.parts()}.items()}
             yield _gauges("lost_seconds", "Time of a step by cause.", ["cause"], causes, "seconds")
-        rows, links = view.rows(), view.links()
+        links = link_rows(view)
         of_workers: tuple[tuple[str, str, str, Callable[[WorkerRow], float]], ...] = (
             ("bubble_ratio", "Share of time without computing.", "ratio", lambda row: row.bubble),
             ("action_seconds", "Mean time of an action.", "seconds", lambda row: row.action_ms / 1e3),

@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..dependency import ConfigError
-from ..dispatch.view import View
 from ..tracing.board import Live, State
 from ..tracing.boards import RunBoards
 from ..tracing.run_summary import figures
-from ..tracing.stall_report import told_stacks, waits_for_unseen
+from ..tracing.stall_report import waits_for_unseen
+from ..tracing.view import View
 from .job import FAILED, INTERRUPTED, WRONG_INPUT
 from .report import Reporter
 from .worker_process import MOST_UNREAD, Events, Logs, WorkerEvent, WorkerProcess
@@ -207,8 +207,9 @@ class Attempt:
     def _who_stalls(self, told: str) -> Cause:
         self._look()
         culprit, view = self._view.culprit(), self._view
-        stacks = "" if culprit is None or self._boards is None else self._boards.stacks(culprit)
-        return of_stall(told, culprit, view.lives, view.roll_call() if view.lives else [], stacks, view.now_ns)
+        calls = [f"  {line}" for line in view.roll_call()]
+        stacks = self._boards.stacks(culprit) if self._boards is not None else []
+        return of_stall(told, culprit, view.latest.lives, [*calls, *stacks], view.latest.now_ns)
 
     def _blame_death(self, rank: int, code: int) -> None:
         if rank in self._done and code < 0:  # killed during teardown, as by a device library
@@ -225,7 +226,7 @@ class Attempt:
     def _live(self, rank: int) -> Live | None:
         """Return the last state of a worker; None: unknown, although it has met the others."""
         unseen = rank in self._joined and (self._boards is None or not self._boards.folder.exists())
-        return self._view.lives.get(rank, None if unseen else Live())
+        return self._view.latest.lives.get(rank, None if unseen else Live())
 
     def _without_cause(self) -> Cause | None:
         if not self._consequences:
@@ -255,9 +256,7 @@ class Attempt:
             return
         self._view.take(self._boards.look())
         if self._view.stalled and not self._told_stall:
-            culprit = self._view.culprit()
-            stacks = "" if culprit is None else self._boards.stacks(culprit)
-            self._reporter.roll_call(self._view.roll_call(), told_stacks(culprit, stacks))
+            self._reporter.roll_call(self._view.roll_call(), self._boards.stacks(self._view.culprit()))
         self._told_stall = self._view.stalled
 
 
@@ -302,14 +301,12 @@ def killed(worker: int, code: int) -> str:
     return f"worker {worker} was killed by signal {-code}{name}"
 
 
-def of_stall(
-    told: str, culprit: int | None, lives: Mapping[int, Live], roll_call: Sequence[str], stacks: str, now_ns: int
-) -> Cause:
+def of_stall(told: str, culprit: int | None, lives: Mapping[int, Live], details: Sequence[str], now_ns: int) -> Cause:
     """Return the cause when a worker has reported (`told`) that it waited for too long.
 
     Args:
         culprit: the worker at the end of the chain of waits.
-        stacks: of the culprit's threads.
+        details: what each worker does, and the stacks of the culprit, line by line.
     """
     live = lives.get(culprit) if culprit is not None else None
     if live is None:
@@ -329,8 +326,7 @@ def of_stall(
         text = f"worker {culprit} was stopped by a signal, as Ctrl-Z sends it, in step {live.step}"
     else:
         title, text = f"worker {culprit} hangs", f"worker {culprit} hangs: {live} for {for_s:.0f} s"
-    lines = [text, told, "what the workers do:", *(f"  {line}" for line in roll_call), *told_stacks(culprit, stacks)]
-    return Cause(title, "\n".join(lines))
+    return Cause(title, "\n".join([text, told, "what the workers do:", *details]))
 
 
 def memory_kills() -> int:

@@ -115,28 +115,29 @@ class RunBoards:
         # While the launcher lives, it may report the cause or restart the workers.
         return self._latest.all_gone and not run_folders.has_launcher(self.folder)
 
-    def stacks(self, worker: int) -> str:
-        """Return the stack of a worker's computing thread, which its process writes on a signal; "" if it cannot.
+    def stacks(self, worker: int | None) -> list[str]:
+        """Return lines with the stack of a worker's computing thread, which its process writes on a signal, if it can.
 
         The signal's handler does nothing else, and what it interrupts goes on.
         """
-        header = self._boards[worker].header
-        number = header["process"].partition("/")[0]
+        header = {} if worker is None else self._latest.headers[worker]
+        number = header.get("process", "").partition("/")[0]
         file = self.folder / f"stacks-{number}"
-        try:
-            before = file.stat().st_size  # the file exists, so the handler is installed
-            if run_folders.state_of(header["process"]) in ("", "?"):
-                return ""  # another process may have its number now
+        # Another process may have its number now, and a worker of another machine has no signal.
+        if worker is None or "stacks_signal" not in header or run_folders.state_of(header["process"]) in ("", "?"):
+            return []
+        with suppress(OSError):  # it has gone, or the handler is not installed
+            before = file.stat().st_size
             os.kill(int(number), header["stacks_signal"])
             deadline = time.monotonic() + _STACKS_S
             while file.stat().st_size == before and time.monotonic() < deadline:
                 time.sleep(0.02)
             time.sleep(0.05)  # the rest of it
             blocks = file.read_bytes()[before:].decode(errors="replace").split("\n\n")
-        except (OSError, KeyError):  # gone, or on another machine
-            return ""
-        computing = f"{self._boards[worker].live.thread:#018x}"
-        return "\n\n".join(block.strip() for block in blocks if computing in block)
+            computing = f"{self._latest.lives[worker].thread:#018x}"
+            found = [f"  {line}" for block in blocks if computing in block for line in block.strip().splitlines()]
+            return [f"stacks of worker {worker}, most recent call first:", *found] if found else []
+        return []
 
 
 def _deaths(update: RunUpdate) -> Ending | None:

@@ -252,9 +252,7 @@ class _Case:
             times = f"{self._slowness[worker]:.1f} x as long there as elsewhere"
             return f"stages of the same form take {times}: a slow worker, unless they are heavier"
         counts = [sum(count for _, route, count, _ in shards if route == 0) for shards in self._shards]
-        return (
-            f"its {counts[worker]} of {sum(counts)} layers take longer than others': rpc-pipe plan finds cuts"
-        )
+        return f"its {counts[worker]} of {sum(counts)} layers take longer than others': rpc-pipe plan finds cuts"
 
     def _slow_link(self, costs: str) -> str:
         source, target = max(self._delays, key=lambda pair: self._delays[pair])

@@ -35,7 +35,7 @@ from .run_folders import END, RUN_FAILED, RUN_STOPPED, Ending, tell_end
 if TYPE_CHECKING:
     from ..workers.actor import WorkerActor
     from ..workers.transport.carrier import Carrier
-    from .history import History
+    from .view import View
 
 #: signal on which a worker writes the stacks of its threads to `stacks-<process>`
 _STACKS = signal.SIGRTMIN + 7
@@ -194,7 +194,7 @@ def keep_boards(training: Watchable) -> bool:
 
 def roll_call_here() -> str:
     """Return the stall report on the workers of this host; "" if there is none."""
-    from .stall_report import describe_stall
+    from .view import describe_stall
 
     folder = _folder()
     try:
@@ -229,7 +229,7 @@ def _keep(training: Watchable, folder: Path | None) -> None:
                 _keep_mirror(_carrier, folder)
 
 
-def collect() -> History:
+def collect() -> View:
     """Return the last steps of all workers. Called by worker 0 at the end of a run."""
     from .remote import collected
 

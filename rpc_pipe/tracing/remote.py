@@ -26,8 +26,8 @@ from . import run_folders
 from .board import COLLECT_S, EVERYTHING, HEAD, MOST_BYTES, NO_MORE, json_line
 from .board_reader import Board
 from .boards import COPY, OWN, open_boards, poll
-from .history import History
 from .run_folders import WATCHED
+from .view import View
 
 if TYPE_CHECKING:
     from ..workers.transport.carrier import Carrier
@@ -73,7 +73,7 @@ class Peer:
         return answer[: HEAD.size] + json_line(**kept | own) + events
 
 
-def collected(own: Mapping[int, Callable[[int], bytes]], folder: Path | None, carrier: Carrier | None) -> History:
+def collected(own: Mapping[int, Callable[[int], bytes]], folder: Path | None, carrier: Carrier | None) -> View:
     """Return the last steps of all workers.
 
     Args:
@@ -87,13 +87,13 @@ def collected(own: Mapping[int, Callable[[int], bytes]], folder: Path | None, ca
     if carrier is not None:
         others = [worker for worker in range(carrier.num_workers) if worker not in boards]
         boards |= {worker: Board(Peer(carrier, worker).since) for worker in others}
-    history, update = History(), poll(boards)
+    view, update = View(), poll(boards)
     last = max((record.step for record in update.records if record.worker in own), default=-1)
     while True:
-        history.take(update)
+        view.take(update)
         # The last step may not have ended on the other workers.
-        if [last] == history.complete_steps(1) or last < 0 or time.monotonic() > deadline:
-            return history
+        if [last] == view.complete_steps(1) or last < 0 or time.monotonic() > deadline:
+            return view
         time.sleep(_PAUSE_S)
         update = poll(boards)
 

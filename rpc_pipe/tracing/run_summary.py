@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from ..dependency import ConfigError
 
 if TYPE_CHECKING:
-    from .history import History
     from .trace import Trace
+    from .view import View
 
 #: option -> content of the file that it names
 FILES = {"save": "weights", "trace": "trace", "html": "page"}
@@ -17,21 +17,21 @@ FILES = {"save": "weights", "trace": "trace", "html": "page"}
 _STEPS = 12
 
 
-def last_steps(history: History) -> Trace | None:
+def last_steps(view: View) -> Trace | None:
     """Return the steps that are summarised; None if none is complete."""
-    return history.trace(_STEPS)
+    return view.trace(_STEPS)
 
 
-def figures(history: History) -> dict[str, Any] | None:
+def figures(view: View) -> dict[str, Any] | None:
     """Return the figures of a run, for JSON; None if no step is complete."""
-    trace, lost = last_steps(history), history.lost(fresh=True)
+    trace, lost = last_steps(view), view.lost(fresh=True)
     if trace is None or lost is None:
         return None
-    planned, throughput = trace.simulated(), history.throughput()
+    planned, throughput = trace.simulated(), view.throughput()
     return {
-        "steps": history.complete_steps(1)[0] + 1,
-        "workers": history.num_workers,
-        "loss": history.losses[-1][1],
+        "steps": view.complete_steps(1)[0] + 1,
+        "workers": view.num_workers,
+        "loss": view.losses[-1][1],
         "step_ms": trace.step_ms,
         **({f"{throughput[1]}_per_s": throughput[0]} if throughput else {}),
         "bubble_planned": planned.bubble,

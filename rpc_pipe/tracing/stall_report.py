@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from .board import Live, State
-from .boards import RunBoards
-
-#: number of newest frames that are shown
-_FRAMES = 3
 
 
 def roll_call(lives: Mapping[int, Live], last_host: int, now_ns: int) -> list[str]:
@@ -37,12 +31,6 @@ def roll_call(lives: Mapping[int, Live], last_host: int, now_ns: int) -> list[st
         else:
             lines.append(f"{names}: everybody waits for worker {chain[-1]}, which is {end}")
     return lines
-
-
-def told_stacks(worker: int | None, stacks: str) -> list[str]:
-    """Return lines with the stacks of a worker; none if there are no stacks."""
-    lines = [f"  {line}" for line in stacks.splitlines()]
-    return [f"stacks of worker {worker}, most recent call first:", *lines] if lines else []
 
 
 def waits_for_unseen(lives: Mapping[int, Live], worker: int) -> int | None:
@@ -73,13 +61,6 @@ def _chain(lives: Mapping[int, Live], worker: int, last_host: int) -> list[int]:
     return chain
 
 
-def newest_frames(stacks: str, thread: int) -> str:
-    """Return the newest frames of a thread in one line, from faulthandler's output."""
-    current = next((block for block in stacks.split("\n\n") if f"{thread:#018x}" in block), "")
-    frames = re.findall(r'File "([^"]*)", line (\d+) in (\S+)', current)[:_FRAMES]
-    return ", called from ".join(f"{name} ({Path(file).name}:{line})" for file, line, name in frames)
-
-
 def duration(ns: float) -> str:
     """Return a duration as text: 3 s, 2 min."""
     seconds = max(0.0, ns / 1e9)
@@ -88,18 +69,3 @@ def duration(ns: float) -> str:
     if seconds < 10:
         return f"{seconds:.1f} s"
     return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
-
-
-def describe_stall(folder: Path) -> str:
-    """Return the report on the workers whose boards are in `folder`, with the stacks of the one that hangs."""
-    boards = RunBoards(folder)
-    update = boards.look()
-    if not update.lives:
-        return ""
-    last = max(update.headers, key=lambda w: max((stage for stage, *_ in update.headers[w]["shards"]), default=0))
-    calls = roll_call(update.lives, last, update.now_ns)
-    lines = ["what the workers of this host do:", *(f"  {line}" for line in calls)]
-    culprit = waiting_chain(update.lives, last)[-1]
-    if waits_for_unseen(update.lives, culprit) is None:
-        lines += told_stacks(culprit, boards.stacks(culprit))
-    return "\n".join(lines)

@@ -47,11 +47,8 @@ class Trace:
 
     @property
     def step_ms(self) -> float:
-        """Median time from the end of a step to the end of the next; of a single step its makespan."""
-        ends = [max(s.end for s in spans_of(self.steps[step])) for step in sorted(self.steps)]
-        if len(ends) > 1:
-            return median(after - before for before, after in pairwise(ends))
-        return ends[0] - min(s.start for s in self.spans())
+        """`step_ms` of these steps."""
+        return step_ms([self.steps[step] for step in sorted(self.steps)])
 
     def cost(self) -> Cost:
         """Return, for the simulator, the median ms of actions by worker, stage, kind and slice."""
@@ -74,6 +71,13 @@ class Trace:
         """Write Chrome's trace event format, which Perfetto reads."""
         steps = {step: spans_of(records) for step, records in self.steps.items()}
         write_chrome(path, self.spec, steps, device=device, clock_error_ms=self.clock_error_ms)
+
+
+def step_ms(steps: Sequence[Sequence[StepRecord]]) -> float:
+    """Return the median time from the end of a step to the end of the next; of a single step its makespan."""
+    ends = [max(record.end_ns for record in records) for records in steps]
+    times = [after - before for before, after in pairwise(ends)]
+    return median(times or [ends[0] - min(record.start_ns for record in steps[0])]) / 1e6
 
 
 def spans_of(records: Sequence[StepRecord]) -> list[Span]:

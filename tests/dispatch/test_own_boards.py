@@ -8,13 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from rpc_pipe.dispatch.view import View
+from rpc_pipe.dispatch.rows import worker_rows
 from rpc_pipe.pipeline import Pipeline
 from rpc_pipe.tracing import own_boards, run_folders
 from rpc_pipe.tracing.board_reader import Board
 from rpc_pipe.tracing.boards import RunBoards, headers_in
 from rpc_pipe.tracing.remote import Copy, Peer
 from rpc_pipe.tracing.run_summary import figures, sentence
+from rpc_pipe.tracing.view import View
 from rpc_pipe.workers.transport.call import Call
 from rpc_pipe.workers.transport.local import local_carriers
 
@@ -59,10 +60,10 @@ def test_steps_of_any_number_of_microbatches_are_recorded(folder, schedule):
     view.take(boards.look())
     steps(pipe, 40, 40, 40)
     view.take(boards.look())
-    assert view.complete_steps(0) == [0, 1, 2] and view.lost(fresh=True) is not None and view.dropped == 0
+    assert view.complete_steps(0) == [0, 1, 2] and view.lost(fresh=True) is not None and view.latest.dropped == 0
     steps(pipe, 2, 6, 4)
     view.take(boards.look())
-    assert view.complete_steps(0) == list(range(6)) and view.dropped == 0
+    assert view.complete_steps(0) == list(range(6)) and view.latest.dropped == 0
     for step, count in enumerate([40, 40, 40, 2, 6, 4]):
         trace = view.trace_of([step])
         assert trace is not None and trace.spec.num_microbatches == count
@@ -74,10 +75,10 @@ def test_the_next_pipeline_of_a_process_replaces_the_one_before(folder):
     view, boards = View(), RunBoards(folder)
     steps(pipeline(num_microbatches=4), 4, 8)
     view.take(boards.look())
-    assert {count for _, count in view.listings} == {4, 8}
+    assert {count for _, count in view.latest.listings} == {4, 8}
     steps(pipeline(num_microbatches=2, schedule="gpipe"), 2)
     view.take(boards.look())
-    assert {count for _, count in view.listings} == {2} and view.complete_steps(0) == [0]
+    assert {count for _, count in view.latest.listings} == {2} and view.complete_steps(0) == [0]
     assert type(view.spec).__name__ == "gpipe"
 
 
@@ -109,8 +110,8 @@ def test_a_board_of_another_machine_is_mirrored_with_all_that_is_listed_later(fo
     there = Board(own_boards._boards[1].since).look()
     seen = [view._steps[step][1] for step in range(3)]
     assert [r.start_ns for r in seen] == [r.start_ns + 5_000_000 for r in there]
-    assert [(r.step, r.num_microbatches) for r in seen] == [(0, 2), (1, 6), (2, 4)] and view.dropped == 0
-    assert {count for _, count in view.listings} == {2, 4, 6} and view.clock_error_ms == 1e-3
+    assert [(r.step, r.num_microbatches) for r in seen] == [(0, 2), (1, 6), (2, 4)] and view.latest.dropped == 0
+    assert {count for _, count in view.latest.listings} == {2, 4, 6} and view.latest.clock_error_ms == 1e-3
 
 
 def test_a_fork_leaves_the_boards_of_its_parent(folder, monkeypatch):
@@ -140,7 +141,7 @@ def test_boards_of_an_earlier_pipeline_with_more_workers_do_not_count(folder):
     steps(pipeline(num_microbatches=4), 4, 4)
     view = View()
     view.take(RunBoards(folder).look())
-    assert len(view.rows()) == 2 and view.complete_steps(0) == [0, 1]
+    assert len(worker_rows(view)) == 2 and view.complete_steps(0) == [0, 1]
 
 
 def test_a_worker_that_ends_alone_tells_it_before_it_waits_for_the_last_look(monkeypatch):

@@ -2,7 +2,7 @@
 
 from rpc_pipe.dependency import B, F
 from rpc_pipe.tracing.board import Live, State
-from rpc_pipe.tracing.stall_report import duration, newest_frames, roll_call, waiting_chain
+from rpc_pipe.tracing.stall_report import duration, roll_call, waiting_chain
 
 S = 10**9
 
@@ -55,16 +55,6 @@ def test_who_waits_for_a_worker_that_cannot_be_seen_is_the_end():
         assert roll_call(seen, 2, S)[-1].startswith(
             f"{names} -> worker 2: everybody waits for worker 2, of which nothing can be seen here"
         )
-
-
-def test_stacks_are_told_in_a_line():
-    stacks = (
-        'Thread 0x1 (most recent call first):\n  File "/a/b.py", line 3 in other\n\n'
-        'Current thread 0x0000000000000002:\n  File "/x/train.py", line 15 in forward\n'
-        '  File "/x/module.py", line 9 in call\n'
-    )
-    assert newest_frames(stacks, 2) == "forward (train.py:15), called from call (module.py:9)"
-    assert newest_frames("", 2) == ""
 
 
 def test_durations_are_told_as_readers_want_them():

@@ -12,12 +12,13 @@ from synthetic import COST, news_of, records_of, view_of
 
 from rpc_pipe.dependency import B, ConfigError, F
 from rpc_pipe.dispatch.recording import Recording, Replay
+from rpc_pipe.dispatch.rows import describe, link_rows, worker_rows
 from rpc_pipe.dispatch.terminal import Screen
-from rpc_pipe.dispatch.view import View, describe
 from rpc_pipe.planning.specs import make_spec
 from rpc_pipe.schedules import SCHEDULES
 from rpc_pipe.tracing.board import Live, State
 from rpc_pipe.tracing.boards import RunUpdate
+from rpc_pipe.tracing.view import View
 
 SPEC = make_spec("1f1b", 4, 8, {})
 
@@ -35,7 +36,7 @@ def test_rows_say_what_each_worker_does():
         2: Live(State.WAITING, 4, since_ns=1),
         3: Live(State.BETWEEN, 3, since_ns=1),
     }
-    rows = view_of(lives=lives).rows()
+    rows = worker_rows(view_of(lives=lives))
     assert [(r.state, r.action, r.waits_for) for r in rows] == [
         ("runs", "0F3", ""), ("waits", "", "0F3 of 0"), ("waits", "", "the result"), ("between", "", ""),
     ]  # fmt: skip
@@ -49,7 +50,7 @@ def test_figures_of_the_run():
     assert view.complete_steps(2) == [2, 3] and view.losses[-1] == (3, pytest.approx(2.7))
     assert view.step_ms() == pytest.approx(33 * 10 + 6 * 0.5 + 1, rel=0.02)
     assert view.throughput() == (pytest.approx(1e3 * 1024 / view.step_ms()), "tokens")
-    (first, *_) = view.links()
+    (first, *_) = link_rows(view)
     assert (first.source, first.target, first.payloads) == (0, 1, 32) and first.ms == pytest.approx(0.5)
 
 
@@ -100,9 +101,9 @@ def test_a_stall_is_told_once_with_a_roll_call_and_ends():
 
 def test_a_worker_that_dies_is_told():
     view = view_of()
-    news = RunUpdate(view.headers, view.listings, view.lives, gone=frozenset({2}))
+    news = RunUpdate(view.headers, view.latest.listings, view.latest.lives, gone=frozenset({2}))
     view.take(news)
-    assert view.rows()[2].state == "gone"
+    assert worker_rows(view)[2].state == "gone"
     assert view.events[-1][1:] == ("worker 2 has gone", True)
 
 
@@ -114,7 +115,7 @@ def test_a_slow_step_is_told():
     offset = max(r.end_ns for r in steps[9])
     view.take(
         RunUpdate(
-            view.headers, view.listings, view.lives,
+            view.headers, view.latest.listings, view.latest.lives,
             [replace(r, step=10, start_ns=r.start_ns + offset, end_ns=r.end_ns + offset) for r in late],
         )
     )  # fmt: skip
@@ -184,7 +185,7 @@ def test_a_step_of_fewer_microbatches_is_not_compared_with_the_others():
     assert few.trace().spec.num_microbatches == 3 and few.lost().parts()["overhead"] < 0.1 * few.step_ms()
     many = View()
     many.take(news_of(SPEC, records_of(make_spec("1f1b", 4, 12, {}))))
-    assert many.trace() is None and many.lost() is None and many.rows()[0].action_ms > 0
+    assert many.trace() is None and many.lost() is None and worker_rows(many)[0].action_ms > 0
 
 
 def test_a_loss_that_is_not_finite_is_told_and_shown(tmp_path):

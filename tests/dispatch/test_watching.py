@@ -12,9 +12,10 @@ import psutil
 import pytest
 from processes import SMALL, TEXT
 
-from rpc_pipe.dispatch.view import View
+from rpc_pipe.dispatch.rows import worker_rows
 from rpc_pipe.tracing import run_folders
 from rpc_pipe.tracing.boards import RunBoards, headers_in
+from rpc_pipe.tracing.view import View
 
 TRAIN = ["--workers", "2", *SMALL, *TEXT]
 
@@ -48,7 +49,7 @@ pipe.barrier()
 IMPATIENT = """
 import sys
 from rpc_pipe.commands.main import main
-from rpc_pipe.dispatch import view
+from rpc_pipe.tracing import view
 
 view._STALL_S = 1.5
 if __name__ == "__main__":
@@ -207,8 +208,8 @@ def test_workers_of_another_machine_are_seen_through_rpc(tmp_path):
         while len(view.complete_steps(0)) < 5 and time.monotonic() < deadline:
             view.take(boards.look())
             time.sleep(0.2)
-        assert len(view.rows()) == 2 and len(view.complete_steps(0)) >= 5 and view.lost() is not None
-        assert view.rows()[1].state in ("runs", "waits", "between") and 0 < view.clock_error_ms < 1000
+        assert len(worker_rows(view)) == 2 and len(view.complete_steps(0)) >= 5 and view.lost() is not None
+        assert worker_rows(view)[1].state in ("runs", "waits", "between") and 0 < view.latest.clock_error_ms < 1000
         assert len(headers_in(tmp_path / "machine-1")) == 1  # nobody looks there, so nothing is mirrored
         assert [run.wait(60) for run in workers] == [0, 0]
     finally:

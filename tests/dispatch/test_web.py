@@ -17,9 +17,9 @@ web = pytest.importorskip("rpc_pipe.dispatch.web")
 
 from rpc_pipe.dependency import ConfigError  # noqa: E402
 from rpc_pipe.dispatch import watcher  # noqa: E402
-from rpc_pipe.dispatch.view import View  # noqa: E402
 from rpc_pipe.drawing.page import with_parts  # noqa: E402
 from rpc_pipe.planning.specs import make_spec  # noqa: E402
+from rpc_pipe.tracing.view import View  # noqa: E402
 
 
 class Source:

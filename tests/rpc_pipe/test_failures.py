@@ -147,16 +147,16 @@ def test_deaths_are_told_with_what_is_known_of_them():
 def test_a_stall_names_who_hangs_and_not_who_waits():
     waiting = Live(State.WAITING, 3, F(2, 2), F(1, 2), 1)
     lives, told = {1: RUNNING, 2: waiting}, "worker 2: nothing arrived"
-    cause = of_stall(told, 1, lives, ["roll call"], "Thread 1", 9 * 10**9)
+    cause = of_stall(told, 1, lives, ["  roll call", "Thread 1"], 9 * 10**9)
     assert cause.title == "worker 1 hangs" and "worker 1 hangs: running 1F2, step 3 for 4 s" in cause.text
-    assert "  roll call" in cause.text and told in cause.text and "  Thread 1" in cause.text
-    stopped = of_stall(told, 1, {**lives, 1: RUNNING._replace(state=State.STOPPED)}, [], "", 0)
+    assert "  roll call" in cause.text and told in cause.text and "Thread 1" in cause.text
+    stopped = of_stall(told, 1, {**lives, 1: RUNNING._replace(state=State.STOPPED)}, [], 0)
     assert stopped.title == "worker 1 is stopped"
-    assert of_stall(told, 2, {2: waiting}, [], "", 0).title == "worker 1 has not begun"
-    assert of_stall(told, None, {}, [], "", 0).text == told
+    assert of_stall(told, 2, {2: waiting}, [], 0).title == "worker 1 has not begun"
+    assert of_stall(told, None, {}, [], 0).text == told
     # One of those that had waited for as long was on its way out, and "hangs: leaving for 0 s" was told of it.
     leaving = Live(State.LEFT, 0)
-    assert of_stall(told, 1, {**lives, 1: leaving}, [], "", 0).title == "no worker goes on"
+    assert of_stall(told, 1, {**lives, 1: leaving}, [], 0).title == "no worker goes on"
 
 
 def test_a_run_folder_that_was_cut_off_by_full_memory_is_no_end(tmp_path, monkeypatch):

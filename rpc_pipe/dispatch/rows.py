@@ -1,0 +1,150 @@
+"""What displays show of a run: a row for each worker and link, pictures of its last steps, and all of it for JSON."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+from ..drawing.page import Picture
+from ..planning.span import waits
+from ..tracing.board import Live, State
+from ..tracing.trace import spans_of, transfers
+from ..tracing.view import RECENT, View
+
+#: most spans that are shown (fewer steps are shown then), and most for which causes of waits are computed
+_MOST_SPANS, _MOST_EXPLAINED = 100_000, 6_000
+#: the words for states of workers, in their order; `gone` is one that has ended without leaving
+STATES = "starts", "runs", "waits", "between", "left", "stopped", "gone"
+
+
+@dataclass(frozen=True)
+class WorkerRow:
+    """The statistics of a worker."""
+
+    worker: int
+    state: str
+    action: str
+    stages: str
+    step: int
+    #: mean ms of an action over the recent steps
+    action_ms: float
+    #: share of the recent steps in which it did not compute, 0 to 1
+    bubble: float
+    #: the action that it waits for, with its worker, as text
+    waits_for: str
+    for_s: float
+    peak_mb: float
+    outbox: int
+
+
+@dataclass(frozen=True)
+class LinkRow:
+    """The statistics of transfers from one worker to another, over the recent steps."""
+
+    source: int
+    target: int
+    #: median transfer time of a payload
+    ms: float
+    mb_per_s: float
+    payloads: int
+    per_step: float
+
+
+def worker_rows(view: View) -> list[WorkerRow]:
+    """Return a row for each visible worker."""
+    steps = [view.records(step) for step in view.complete_steps(RECENT)]
+    return [_row(view, worker, [records[worker] for records in steps]) for worker in sorted(view.headers)]
+
+
+def _row(view: View, worker: int, records: list[Any]) -> WorkerRow:
+    live = view.latest.lives.get(worker, Live())
+    busy = sum(record.busy_ns for record in records)
+    # From the start of the first to the end of the last step, the time between steps included.
+    length = records[-1].end_ns - records[0].start_ns if records else 0
+    timed = [span.end - span.start for span in spans_of(records)]
+    waits_for = ""
+    if live.state is State.WAITING:
+        waits_for = "the result" if live.missing is None else f"{live.missing} of {live.peer}"
+    return WorkerRow(
+        worker=worker,
+        state="gone" if worker in view.latest.gone and live.state is not State.LEFT else STATES[live.state],
+        action=str(live.action) if live.state is State.RUNNING else "",
+        stages=",".join(map(str, sorted({stage for stage, *_ in view.headers[worker]["shards"]}))),
+        step=live.step,
+        action_ms=sum(timed) / len(timed) if timed else math.nan,
+        bubble=1 - busy / length if length else math.nan,
+        waits_for=waits_for,
+        for_s=max(0.0, (view.latest.now_ns - live.since_ns) / 1e9) if live.since_ns else 0.0,
+        peak_mb=records[-1].peak_bytes / 1e6 if records else math.nan,
+        outbox=records[-1].outbox if records else 0,
+    )
+
+
+def link_rows(view: View) -> list[LinkRow]:
+    """Return the statistics of transfers by link."""
+    steps = view.complete_steps(RECENT)
+    seconds = len(steps) * (view.step_ms() or 0.0) / 1e3
+    found = sorted(transfers(map(view.records, steps)).items()) if seconds else []
+    return [
+        LinkRow(
+            *pair,
+            ms=median(way.ms for way in there),
+            mb_per_s=sum(way.num_bytes for way in there) / 1e6 / seconds,
+            payloads=len(there),
+            per_step=len(there) / len(steps),
+        )
+        for pair, there in found
+    ]
+
+
+def mean_bubble(rows: list[WorkerRow]) -> float | None:
+    """Return the share of the workers' time in the recent steps in which they did not compute."""
+    shares = [row.bubble for row in rows if not math.isnan(row.bubble)]
+    return sum(shares) / len(shares) if shares else None
+
+
+def draw_steps(view: View, count: int) -> list[Picture]:
+    """Return the last `count` steps, planned and actual; fewer if they are very large."""
+    trace = view.trace(count)
+    if trace is None:
+        return [Picture("planned", [], view.num_workers), Picture("actual", [], view.num_workers)]
+    largest = max(sum(len(record.actions) for record in records) for records in trace.steps.values())
+    trace = view.trace(max(1, min(count, _MOST_SPANS // max(1, largest)))) or trace
+    workers, spec, found = view.num_workers, trace.spec, []
+    planned = trace.simulated(len(trace.steps)).spans
+    for name, spans in (("planned", planned), ("actual", trace.spans())):
+        causes = waits(spec, spans, slack=trace.clock_error_ms) if len(spans) <= _MOST_EXPLAINED else {}
+        found.append(Picture(name, spans, workers, "ms", "idle", causes, len(spec.slice_sizes)))
+    return found
+
+
+def describe(view: View) -> dict[str, Any]:
+    """Return the present state of the run, for JSON; unknown numbers are null."""
+    lost, steps, rows = view.lost(), view.complete_steps(1), worker_rows(view)
+    rate, unit = view.throughput() or (None, None)
+    ending = view.latest.ending
+    return {
+        "schedule": next(iter(view.headers.values()), {}).get("schedule"),
+        "num_workers": view.num_workers,
+        "step": steps[0] if steps else None,
+        "loss": finite(view.losses[-1][1]) if view.losses else None,
+        "step_ms": view.step_ms(),
+        "rate": rate,
+        "unit": unit,
+        "bubble": mean_bubble(rows),
+        "stalled": view.stalled,
+        "ending": ending._asdict() if ending is not None else None,
+        "clock_error_ms": view.latest.clock_error_ms,
+        "dropped": view.latest.dropped,
+        "workers": [{key: finite(value) for key, value in asdict(row).items()} for row in rows],
+        "links": list(map(asdict, link_rows(view))),
+        "events": list(view.events)[-100:],
+        "lost": lost.as_json() if lost else None,
+    }
+
+
+def finite(value: Any) -> Any:
+    """Return a number, or None if it is not finite, which JSON cannot express."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,247 @@
+"""What is known of a run: the last steps of all workers, their states, a log, and statistics. Loads without torch."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter, deque
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from ..dependency import ConfigError, Spec
+from ..workers.hooks import StepRecord
+from .board import State
+from .boards import RunBoards, RunUpdate
+from .listed_relation import spec_of_listings
+from .lost_time import LostTime, attribute_lost_time
+from .stall_report import duration, roll_call, waiting_chain
+from .trace import Trace, step_ms
+
+#: steps kept in full, and points of the loss curve
+KEPT_STEPS, _KEPT_LOSSES = 64, 20_000
+#: number of recent steps for statistics of the present
+RECENT = 8
+#: how often, at most, the lost time is attributed: it simulates the schedule
+_ATTRIBUTE_EVERY_S = 2.0
+#: a stall: nothing has finished for this many seconds, and this many times a usual step
+_STALL_S, _STALL_STEPS = 10.0, 10
+#: factor of both if no worker has been called
+_MORE_BETWEEN = 6
+#: a step is reported as slow above this multiple of the usual time, and this many ms more
+_SLOW_STEP, _SLOWER_MS = 2.0, 50.0
+
+
+class View:
+    """Collects updates of a run, of any source, and computes statistics.
+
+    Args:
+        keep: number of steps to keep.
+    """
+
+    def __init__(self, keep: int = KEPT_STEPS) -> None:
+        self._keep = keep
+        self.latest = RunUpdate()
+        #: constant properties by worker, of the workers of the latest pipeline
+        self.headers: dict[int, dict[str, Any]] = {}
+        #: (step, the loss of its batch)
+        self.losses: deque[tuple[int, float]] = deque(maxlen=_KEPT_LOSSES)
+        #: log: (seconds since the epoch, message, whether it is a warning)
+        self.events: deque[tuple[float, str, bool]] = deque(maxlen=200)
+        #: whether the run stalls
+        self.stalled = False
+        self._steps: dict[int, dict[int, StepRecord]] = {}
+        #: by number of microbatches, and number of listings that were there
+        self._specs: dict[tuple[int, int], Spec | None] = {}
+        self._lost: tuple[float, int, LostTime | None] = (0.0, -1, None)
+        self._progress_ns = self._longest_ns = 0
+
+    # --- news
+
+    def take(self, update: RunUpdate) -> None:
+        """Add an update."""
+        before, self.latest = self.latest, update
+        for worker in sorted(update.gone - before.gone):
+            self.note(f"worker {worker} has gone", warning=update.lives[worker].state is not State.LEFT)
+        earlier = self.pipelines
+        newest = max(update.headers.values(), key=lambda header: header["clock_ns"], default={"num_workers": 0})
+        # An earlier pipeline of the same process may have had more workers.
+        self.headers = {worker: found for worker, found in update.headers.items() if worker < newest["num_workers"]}
+        if any(earlier.get(worker, made) != made for worker, made in self.pipelines.items()):
+            self._steps.clear()
+            self.losses.clear()
+            self._specs.clear()
+            self._lost = 0.0, -1, None
+        for record in (record for record in update.records if record.worker in self.headers):
+            self._longest_ns = max(self._longest_ns, record.end_ns - record.start_ns)
+            self._steps.setdefault(record.step, {})[record.worker] = record
+            if len(self._steps[record.step]) == self.num_workers:
+                self._completed(record.step)
+        while len(self._steps) > self._keep:
+            del self._steps[min(self._steps)]
+        self.events.extend(update.events)
+        if update.ending not in (None, before.ending):
+            self.note(f"the run {update.ending}".splitlines()[0], warning=True)
+        if update.dropped and not before.dropped:
+            self.note("some steps are left out: they come too fast, or are too large", warning=True)
+        self._watch_for_stall()
+
+    def note(self, text: str, *, warning: bool = False) -> None:
+        """Add a message to the log."""
+        self.events.append((time.time(), text, warning))
+
+    def _completed(self, step: int) -> None:
+        """Handle a step that all workers have finished."""
+        before = self.losses[-1][1] if self.losses else 0.0
+        loss = next(iter(self._steps[step].values())).loss
+        self.losses.append((step, loss))
+        if not math.isfinite(loss) and math.isfinite(before):
+            self.note(f"step {step}: the loss is {loss}", warning=True)
+        times = [self.length_ms(s) for s in self.complete_steps(RECENT)]
+        if len(times) >= RECENT and times[-1] > max(_SLOW_STEP * median(times), median(times) + _SLOWER_MS):
+            self.note(f"step {step} took {times[-1]:.0f} ms, usually {median(times):.0f} ms", warning=True)
+
+    def _watch_for_stall(self) -> None:
+        lives = self.latest.lives.values()
+        latest = max((live.since_ns for live in lives), default=0)
+        idle = all(live.state in (State.STARTING, State.LEFT) for live in lives)
+        patience = max(_STALL_S * 1e9, _STALL_STEPS * self._longest_ns)
+        if all(live.state is State.BETWEEN for live in lives):  # perhaps saving or loading data
+            patience *= _MORE_BETWEEN
+        if latest > self._progress_ns or idle or self.latest.all_gone:
+            self._progress_ns = max(latest, self._progress_ns)
+            self.stalled = False
+        elif not self.stalled and self.latest.now_ns - latest > patience:
+            self.stalled = True
+            self.note(f"nothing has finished for {duration(self.latest.now_ns - latest)}", warning=True)
+            for line in self.roll_call():
+                self.note(line, warning=True)
+
+    def roll_call(self) -> list[str]:
+        """Return the lines of the stall report; none if no worker can be seen."""
+        lives = self.latest.lives
+        return roll_call(lives, self._last_host(), self.latest.now_ns) if lives else []
+
+    def culprit(self) -> int | None:
+        """Return the worker at the end of the chain of waits."""
+        return waiting_chain(self.latest.lives, self._last_host())[-1] if self.latest.lives else None
+
+    def _last_host(self) -> int:
+        """Return a worker of the last stage, which has the result."""
+        return max(self.headers, key=lambda w: max(stage for stage, *_ in self.headers[w]["shards"]), default=0)
+
+    # --- the run
+
+    @property
+    def num_workers(self) -> int:
+        """The number of workers of the run, visible or not."""
+        return next((header["num_workers"] for header in self.headers.values()), 0)
+
+    @property
+    def pipelines(self) -> dict[int, int]:
+        """By worker, an id of its pipeline, as steps of a process's next pipeline count from 0 again."""
+        return {worker: header["clock_ns"] for worker, header in self.headers.items()}
+
+    @property
+    def spec(self) -> Spec | None:
+        """The schedule, with the pipeline's number of microbatches; None until it is known."""
+        header = next(iter(self.headers.values()), None)
+        return None if header is None else self._spec_of(header["microbatches"])
+
+    def _spec_of(self, num_microbatches: int) -> Spec | None:
+        """Return the schedule for a number of microbatches, from the listings of all workers; None: not all are there.
+
+        It is taken from listings for more microbatches if there are none for this number.
+        """
+        listings = self.latest.listings
+        key = num_microbatches, len(listings)
+        if key not in self._specs:
+            listed = Counter(count for _, count in listings)
+            enough = [count for count, workers in listed.items() if workers == self.num_workers]
+            least = min((count for count in enough if count >= num_microbatches), default=None)
+            if least is None:
+                return None
+            found = [listings[worker, least] for worker in range(self.num_workers)]
+            try:
+                self._specs[key] = spec_of_listings(found, num_microbatches)
+            except ConfigError as error:
+                self._specs[key] = None
+                self.note(str(error), warning=True)
+        return self._specs[key]
+
+    # --- steps
+
+    def complete_steps(self, count: int) -> list[int]:
+        """Return the last `count` steps that all workers have finished; 0: all that there are."""
+        return [step for step in sorted(self._steps) if len(self._steps[step]) == self.num_workers][-count:]
+
+    def records(self, step: int) -> list[StepRecord]:
+        """Return the records of a complete step, in order of workers."""
+        return [record for _, record in sorted(self._steps[step].items())]
+
+    def trace(self, count: int = RECENT) -> Trace | None:
+        """Return the last `count` complete consecutive steps with equal numbers of microbatches; 0: all that there are.
+
+        None if there is none, or the schedule is unknown. A batch of few rows has fewer microbatches; steps of the most
+        common number are returned.
+        """
+        sizes = {step: self.records(step)[0].num_microbatches for step in self.complete_steps(0)}
+        if not sizes:
+            return None
+        usual = Counter(list(sizes.values())[-max(count, RECENT) :]).most_common(1)[0][0]
+        alike = [step for step, size in sizes.items() if size == usual]
+        runs = [[step for _, step in run] for _, run in groupby(enumerate(alike), lambda at: at[1] - at[0])]
+        return self.trace_of(runs[-1][-count:])
+
+    def trace_of(self, steps: Sequence[int]) -> Trace | None:
+        """Return these complete steps; None if the schedule for their number of microbatches is unknown."""
+        spec = self._spec_of(self.records(steps[0])[0].num_microbatches)
+        if spec is None:
+            return None
+        run = next(iter(self.headers.values())).get("script", "")
+        return Trace(spec, {step: self.records(step) for step in steps}, self.latest.clock_error_ms, run)
+
+    def lost(self, *, fresh: bool = False) -> LostTime | None:
+        """Return the lost time of the recent steps; at most two seconds old, or `fresh`."""
+        at, step, lost = self._lost
+        complete = self.complete_steps(1)
+        if complete and complete[0] != step and (fresh or time.monotonic() > at + _ATTRIBUTE_EVERY_S):
+            trace = self.trace(RECENT + 1)
+            if trace is not None:
+                headers = [header for _, header in sorted(self.headers.items())]
+                one_machine = len({header["host"] for header in headers}) == 1
+                cores = headers[0].get("cores") if one_machine and headers[0]["device"] == "cpu" else None
+                seen_here = all("clock_error_ms" not in header for header in headers)  # others' name who copies them
+                one = seen_here and len(headers) > 1 and len({header["process"] for header in headers}) == 1
+                lost = attribute_lost_time(trace, [header["shards"] for header in headers], cores, one)
+                self._lost = time.monotonic(), complete[0], lost
+        return lost
+
+    def length_ms(self, step: int) -> float:
+        """Return the time from the first start to the last end of a complete step."""
+        return step_ms([self.records(step)])
+
+    def step_ms(self) -> float | None:
+        """Return the median time from the end of a step to the end of the next, over the recent steps."""
+        steps = self.complete_steps(RECENT + 1)
+        return step_ms([self.records(step) for step in steps]) if steps else None
+
+    def throughput(self) -> tuple[float, str] | None:
+        """Return tokens, or else rows, a second over the recent steps, and which of them."""
+        ms, steps = self.step_ms(), self.complete_steps(RECENT)
+        if not ms:
+            return None
+        records = [self.records(step)[0] for step in steps]
+        tokens = sum(record.tokens for record in records)
+        count = tokens or sum(record.rows for record in records)
+        return 1e3 * count / (len(records) * ms), "tokens" if tokens else "rows"
+
+
+def describe_stall(folder: Path) -> str:
+    """Return the report on the workers whose boards are in `folder`, with the stacks of the one that hangs."""
+    boards, view = RunBoards(folder), View()
+    view.take(boards.look())
+    calls = [f"  {line}" for line in view.roll_call()]
+    return "\n".join(["what the workers of this host do:", *calls, *boards.stacks(view.culprit())]) if calls else ""
