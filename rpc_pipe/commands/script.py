@@ -20,7 +20,7 @@ from ..launching import overrides
 from ..launching.job import Job
 from ..pipeline import Pipeline
 from ..tracing.own_boards import collect, record, write_out
-from ..tracing.run_summary import FILES, figures, last_steps, sentence, write_timelines
+from ..tracing.run_summary import FILES, figures, last_steps, sentence
 from .options import NOTED_PLAN, refuse_typed, typed_checkpoints
 
 #: below which the scripts are that `run` has itself: of `run --model`, and the built-in GPT
@@ -137,7 +137,10 @@ class _Ending:
             from .auto import note
 
             note(trace, lost)
-        write_timelines(trace, device, lost.line(), chrome=typed.get("trace"), html=typed.get("html"))
+        if "trace" in typed:
+            trace.write_chrome(typed["trace"], device)
+        if "html" in typed:
+            trace.write_page(typed["html"], lost.line())
         files = {name: typed[name] for name in FILES if name in typed}
         link.tell(
             kind="summary",

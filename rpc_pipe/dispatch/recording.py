@@ -24,6 +24,7 @@ from ..system.files import DAMAGED, read_file
 from ..tracing.board import Live, State, encode_record, number_or_word
 from ..tracing.board_reader import decode_record
 from ..tracing.boards import RunBoards, RunUpdate
+from ..tracing.lost_time import LostTime
 from ..tracing.run_folders import Ending
 from ..tracing.view import View
 
@@ -33,7 +34,29 @@ Source = Union[RunBoards, "Replay"]
 _MOST_STEPS = 32
 
 
-class Recording:
+class _Sink:
+    """Something that each step of a view is written to once."""
+
+    def __init__(self) -> None:
+        self._run: dict[int, int] = {}
+        self._last_step = -1
+        self._last_lost: LostTime | None = None
+
+    def _new_steps(self, view: View) -> list[int]:
+        """Return the complete steps since the last call."""
+        if view.pipelines != self._run:
+            self._run, self._last_step = view.pipelines, -1
+        steps = [step for step in view.complete_steps(0) if step > self._last_step]
+        self._last_step = max(steps, default=self._last_step)
+        return steps
+
+    def _new_lost(self, view: View) -> LostTime | None:
+        """Return the lost time if it was worked out since the last call."""
+        before, self._last_lost = self._last_lost, view.lost()
+        return None if self._last_lost is before else self._last_lost
+
+
+class Recording(_Sink):
     """Writes the updates of a view to a file.
 
     Raises:
@@ -41,66 +64,61 @@ class Recording:
     """
 
     def __init__(self, path: str | Path) -> None:
+        super().__init__()
         try:
             self._file: TextIO = Path(path).open("x", encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"--record {path}: {error.strerror}") from error
-        self._run: dict[int, int] = {}
-        self._num_listed = 0
-        self._last_step = -1
+        #: the run that was written last, and how many listings there were
+        self._told: tuple[dict[int, int], int] | None = None
         self._last_event = 0.0
-        self._last_lost: object = None
         self._ending: Ending | None = None
 
     def write(self, view: View) -> None:
         """Write everything that is new since the last call."""
-        if view.spec is not None and (view.pipelines != self._run or len(view.latest.listings) != self._num_listed):
-            if view.pipelines != self._run:
-                self._run, self._last_step = view.pipelines, -1
-            self._num_listed = len(view.latest.listings)
+        now = view.latest
+        run = view.pipelines, len(now.listings)
+        if view.spec is not None and run != self._told:
+            self._told = run
             self._line(
                 kind="run",
-                workers=[view.headers[worker] for worker in sorted(view.headers)],
-                listings=[view.latest.listings[key] for key in sorted(view.latest.listings)],
-                clock_error_ms=view.latest.clock_error_ms,
+                workers=[header for _, header in sorted(view.headers.items())],
+                listings=[listing for _, listing in sorted(now.listings.items())],
+                clock_error_ms=now.clock_error_ms,
             )
-        steps = [step for step in view.complete_steps(0) if step > self._last_step] if self._run else []
+        steps = self._new_steps(view) if self._told else []
+        lost = self._new_lost(view) if steps else None
         for step in steps:
-            self._line(**self._step(view, step, last=step == steps[-1]))
-            self._last_step = step
+            more = {"lost": lost.as_json()} if lost is not None and step == steps[-1] else {}
+            records = [encode_record(record) for record in view.records(step)]
+            self._line(kind="step", step=step, **_figures(view, step), **more, records=records)
         for at, text, warning in view.events:
             if at > self._last_event:
                 self._line(kind="event", at=at, text=text, warning=warning)
                 self._last_event = at
-        if view.latest.ending is not None and view.latest.ending != self._ending:
-            self._line(kind="end", **view.latest.ending._asdict())
-        self._ending = view.latest.ending
+        if now.ending not in (None, self._ending):
+            self._line(kind="end", **now.ending._asdict())
+        self._ending = now.ending
         self._file.flush()
 
     def close(self) -> None:
         self._file.close()
 
-    def _step(self, view: View, step: int, *, last: bool) -> dict[str, Any]:
-        records = view.records(step)
-        seconds = view.length_ms(step) / 1e3
-        found: dict[str, Any] = {
-            "kind": "step",
-            "step": step,
-            "loss": number_or_word(records[0].loss),
-            "step_ms": 1e3 * seconds,
-            "tokens_per_s": records[0].tokens / seconds if records[0].tokens else None,
-            "rows_per_s": records[0].rows / seconds,
-            "bubble": 1 - sum(r.busy_ns for r in records) / 1e9 / (len(records) * seconds),
-            "at": time.time(),
-        }
-        lost = view.lost() if last else None
-        if lost is not None and lost is not self._last_lost:
-            self._last_lost = lost
-            found["lost"] = lost.as_json()
-        return {**found, "records": [encode_record(record) for record in records]}
-
     def _line(self, **content: Any) -> None:
         self._file.write(json.dumps(content, separators=(",", ":")) + "\n")
+
+
+def _figures(view: View, step: int) -> dict[str, Any]:
+    """Return what a recording says of a step for other programs."""
+    records, seconds = view.records(step), view.length_ms(step) / 1e3
+    return {
+        "loss": number_or_word(records[0].loss),
+        "step_ms": 1e3 * seconds,
+        "tokens_per_s": records[0].tokens / seconds if records[0].tokens else None,
+        "rows_per_s": records[0].rows / seconds,
+        "bubble": 1 - sum(r.busy_ns for r in records) / 1e9 / (len(records) * seconds),
+        "at": time.time(),
+    }
 
 
 class Replay:
@@ -127,14 +145,13 @@ class Replay:
 
     def look(self) -> RunUpdate:
         now = self._first_ns + 1e9 * (time.monotonic() - self._began) * (self.speed or math.inf)
-        update = replace(self._update, records=[], events=[])
+        self._update = update = replace(self._update, records=[], events=[])
         while self._at < len(self._lines) and len(update.records) < _MOST_STEPS * len(update.headers or "1"):
             line = self._lines[self._at]
             if line["kind"] == "run":
                 update.headers = {header["worker"]: header for header in line["workers"]}
                 update.listings = {(found["worker"], found["microbatches"]): found for found in line["listings"]}
-                update.clock_error_ms = line["clock_error_ms"]
-                update.ending = None
+                update.clock_error_ms, update.ending = line["clock_error_ms"], None
             elif line["kind"] == "step":
                 if max(record.end_ns for record in line["records"]) > now:
                     break
@@ -144,13 +161,10 @@ class Replay:
             elif line["kind"] == "end":
                 update.ending = Ending(line["what"], line["text"], line["consequence"])
             self._at += 1
-        if update.records:
-            update.lives = {
-                record.worker: Live(State.BETWEEN, record.step, since_ns=record.end_ns)
-                for record in update.records
-            }  # fmt: skip
+        update.lives = update.lives | {
+            record.worker: Live(State.BETWEEN, record.step, since_ns=record.end_ns) for record in update.records
+        }
         update.now_ns = max((live.since_ns for live in update.lives.values()), default=0)
-        self._update = update
         return update
 
     @property
@@ -176,35 +190,25 @@ def _read(path: Path) -> Iterator[dict[str, Any]]:
             raise ConfigError(f"watch {path}: line {number} is not of a recording: {kind}: {error}") from None
 
 
-class Scalars:
-    """Writes loss, times and bubbles of every step.
+class Scalars(_Sink):
+    """Writes loss, times and bubbles of every step for TensorBoard.
 
     Raises:
         ConfigError: TensorBoard is not installed.
     """
 
     def __init__(self, folder: str | Path) -> None:
+        super().__init__()
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise ConfigError(f"--tensorboard: needs {error.name}; pip install 'rpc-pipe[tensorboard]'") from error
         self._writer = SummaryWriter(str(folder))
-        self._last_step = -1
-        self._run: dict[int, int] = {}
-        self._last_lost: object = None
 
     def write(self, view: View) -> None:
         """Write the steps that are new since the last call."""
-        run = view.pipelines
-        if run.keys() == self._run.keys() and run != self._run:
-            self._last_step = -1
-        self._run = run
-        for step in view.complete_steps(0):
-            if step <= self._last_step:
-                continue
-            self._last_step = step
-            records = view.records(step)
-            length_ms = view.length_ms(step)
+        for step in self._new_steps(view):
+            records, length_ms = view.records(step), view.length_ms(step)
             scalars = {"loss": records[0].loss, "step/ms": length_ms}
             for record in records:
                 scalars[f"bubble/worker {record.worker}"] = 1 - record.busy_ns / 1e6 / length_ms
@@ -212,11 +216,9 @@ class Scalars:
             for name, value in scalars.items():
                 if not math.isnan(value):
                     self._writer.add_scalar(name, value, step)
-        lost = view.lost()
-        if lost is not None and lost is not self._last_lost:
-            self._last_lost = lost
-            for cause, ms in lost.parts().items():
-                self._writer.add_scalar(f"lost ms/{cause}", ms, self._last_step)
+        lost = self._new_lost(view)
+        for cause, ms in lost.parts.items() if lost is not None else ():
+            self._writer.add_scalar(f"lost ms/{cause}", ms, self._last_step)
         self._writer.flush()
 
     def close(self) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.console import Console
@@ -159,35 +159,31 @@ class Watcher:
         """Collect the wanted steps until the last is done, then write them."""
         deadline = time.monotonic() + _ONCE_S
         found: dict[int, Trace] = {}
-        wanted, told = "-".join(map(str, self._wishes.steps or ())), False
+        asked = self._wishes.steps
+        option, told = "--trace" if asked is None else f"--steps {asked[0]}-{asked[1]}", False
         while True:
             over = self._source.over
             self._look([])
-            there = self._view.complete_steps(0)
-            first, last = self._wishes.steps or ((there[0], there[-1]) if there else (0, -1))
-            if there and not self._hurry and first < there[0] and first not in found:
-                raise ConfigError(f"--steps {wanted}: step {first} is over; the earliest still there is {there[0]}")
-            if there and not told and there[-1] < last and not self._hurry:
+            there = self._view.complete_steps(0) or [-1]
+            first, last = asked or (there[0], there[-1])
+            if not self._hurry and first < there[0] and first not in found:
+                raise ConfigError(f"{option}: step {first} is over; the earliest still there is {there[0]}")
+            if not self._hurry and not told and 0 <= there[-1] < last:
                 told = True
                 self.console.print(f"waiting for step {last}; the last one done is {there[-1]}")
-            for step in there:
+            for step in self._view.complete_steps(0):
                 if first <= step <= last and step not in found and (trace := self._view.trace_of([step])):
                     found[step] = trace
-            if over or (there and there[-1] >= last and not (self._hurry and self._wishes.steps is None)):
-                break
-            if not there and time.monotonic() > deadline:
+            # Without --steps: all of a recording, of a run what there is now.
+            done = there[-1] >= max(last, 0) and not (self._hurry and asked is None)
+            if over or done or (there[-1] < 0 and time.monotonic() > deadline):
                 break
             await asyncio.sleep(0 if self._hurry else _LOOK_EVERY_S / 5)
-        asked = range(first, last + 1) if self._wishes.steps else ()
-        missing = next((step for step in asked if step not in found), None)
+        missing = next((step for step in range(first, last + 1) if step not in found), None) if asked else None
         if not found or missing is not None:
             what = "it has no complete step" if missing is None else f"step {missing} is not there"
-            raise ConfigError(f"--steps {wanted}: {self._source.name}: {what}" if wanted else f"--trace: {what}")
-        self._write_trace(found)
-
-    def _write_trace(self, found: dict[int, Trace]) -> None:
-        *_, newest = found.values()
-        whole = Trace(newest.spec, {step: trace.steps[step] for step, trace in found.items()}, newest.clock_error_ms)
+            raise ConfigError(f"{option}: {self._source.name}: {what}")
+        whole = replace(found[max(found)], steps={step: found[step].steps[step] for step in found})
         assert self._wishes.trace is not None
         whole.write_chrome(self._wishes.trace)
         self.console.print(

@@ -235,7 +235,7 @@ class _Collector:
         for name, text, unit, value in figures:
             yield _gauges(name, text, [], {} if value is None else {(): value}, unit)
         if lost := view.lost():
-            causes = {(cause,): ms / 1e3 for cause, ms in {"work": lost.limit_ms, **lost.parts()}.items()}
+            causes = {(cause,): ms / 1e3 for cause, ms in {"work": lost.limit_ms, **lost.parts}.items()}
             yield _gauges("lost_seconds", "Time of a step by cause.", ["cause"], causes, "seconds")
         links = link_rows(view)
         of_workers: tuple[tuple[str, str, str, Callable[[WorkerRow], float]], ...] = (

@@ -7,7 +7,6 @@ worker differ by a dark stripe along the bottom of the cell, the higher the late
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Sequence
 from xml.sax.saxutils import escape, quoteattr
 
@@ -42,7 +41,6 @@ def draw_svg(
     title; by default it is the highest stage that ran, plus one. `slices` is the number of slices of a
     microbatch's sequence.
     """
-    title = _printable(title)
     about = summarize(spans, num_workers, num_stages=num_stages)
     layout = _Layout(spans, num_workers, slices)
     held = held_stages(spans, num_workers)
@@ -239,11 +237,6 @@ def _fit(text: str, size: float, width: float) -> str:
 def _text(x: float, y: float, text: str, name: str, size: float, more: str = "") -> str:
     place = f'x="{_number(x)}" y="{_number(y)}"'
     return f'<text class="{name}" {place} font-size="{_number(size)}"{more}>{escape(text)}</text>'
-
-
-def _printable(text: str) -> str:
-    """Replace what no XML document may hold, not even escaped."""
-    return re.sub("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "\ufffd", text)
 
 
 def _number(value: float) -> str:

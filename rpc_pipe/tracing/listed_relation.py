@@ -6,11 +6,11 @@ of the relation (`own_boards.list_program`); the parts of all workers are the wh
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
 from typing import Any, ClassVar
 
-from ..dependency import Action, ConfigError, Order, Spec, updates_a_step
+from ..dependency import Action, ConfigError, Spec, updates_a_step
 
 
 def spec_of_listings(listings: Sequence[Mapping[str, Any]], num_microbatches: int | None = None) -> Spec:
@@ -22,90 +22,83 @@ def spec_of_listings(listings: Sequence[Mapping[str, Any]], num_microbatches: in
     Raises:
         ConfigError: the listings do not fit together.
     """
+    count: int = num_microbatches or listings[0]["microbatches"]
     try:
-        relation = _Listings(listings, num_microbatches)
+        cls: type[ListedRelation] = type(listings[0]["schedule"], (ListedRelation,), _relation(listings, count))
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"listing: cannot be read: {error}") from error
-    every = listings[0].get("update_every", Spec.update_every)
-    own = {"relation": relation, "synchronous": relation.period is None, "update_every": every}
-    own["replicas"] = listings[0].get("replicas", 1)
-    own["slice_sizes"] = tuple(listings[0].get("slices", Spec.slice_sizes))
-    cls: type[ListedRelation] = type(listings[0]["schedule"], (ListedRelation,), own)
-    return cls(num_workers=len(listings), num_microbatches=relation.num_microbatches)
+    return cls(num_workers=len(listings), num_microbatches=count)
 
 
-class _Listings:
-    def __init__(self, listings: Sequence[Mapping[str, Any]], num_microbatches: int | None) -> None:
-        self.order: Order = listings[0]["order"]
-        self.num_microbatches: int = num_microbatches or listings[0]["microbatches"]
-        self.routes: list[int] = listings[0]["routes"]
-        self.place: dict[tuple[int, int], int] = {
-            (stage, route): worker for worker, own in enumerate(listings) for stage, route in own["shards"]
-        }
-        #: (number of steps before, action)
-        self.needs: dict[Action, list[tuple[int, Action]]] = {}
-        self.slots: dict[Action, int] = {}
-        for listing in listings:
-            slots = listing.get("slots") or range(len(listing["program"]))
-            earlier = listing.get("earlier") or [()] * len(listing["program"])
-            for slot, (name, *needs), before in zip(slots, listing["program"], earlier, strict=True):
-                action = Action.parse(name)
-                if action.index < self.num_microbatches:
-                    self.slots[action] = slot
-                    parsed = [(0, Action.parse(need)) for need in needs]
-                    parsed += [(back, Action.parse(need)) for back, need in before]
-                    self.needs[action] = [(back, need) for back, need in parsed if need.index < self.num_microbatches]
-        #: of a stream of overlapping steps: growth of slots from step to step
-        self.period: int | None = listings[0].get("period")
-        self.num_stages: int = 1 + max(stage for stage, _ in self.place)
-        self.num_routes: int = 1 + max(route for _, route in self.place)
-
-    @cached_property
-    def done(self) -> dict[tuple[int, int], tuple[Action, ...]]:
-        """The actions by (stage, microbatch of a step), in order."""
-        found: dict[tuple[int, int], list[Action]] = {}
-        for action in sorted(self.slots, key=self.slots.__getitem__):
-            if action.kind.per_microbatch:
-                found.setdefault((action.stage, action.index), []).append(action)
-        return {place: tuple(actions) for place, actions in found.items()}
+def _relation(listings: Sequence[Mapping[str, Any]], num_microbatches: int) -> dict[str, Any]:
+    """Return what the class of the spec declares."""
+    needs: dict[Action, list[tuple[int, Action]]] = {}
+    slots: dict[Action, int] = {}
+    for listing in listings:
+        earlier = listing.get("earlier") or [()] * len(listing["program"])
+        listed = zip(listing.get("slots") or range(len(earlier)), listing["program"], earlier, strict=True)
+        for slot, (name, *own), before in listed:
+            action = Action.parse(name)
+            if action.index < num_microbatches:
+                slots[action] = slot
+                parsed = [(back, Action.parse(need)) for back, need in [*((0, need) for need in own), *before]]
+                needs[action] = [(back, need) for back, need in parsed if need.index < num_microbatches]
+    done: dict[tuple[int, int], list[Action]] = defaultdict(list)
+    for action in sorted(slots, key=slots.__getitem__):
+        done[action.stage, action.index].append(action)
+    first = listings[0]
+    hosts = {(stage, route): worker for worker, own in enumerate(listings) for stage, route in own["shards"]}
+    return {
+        "needs_of": needs,
+        "slots": slots,
+        "done": {at: tuple(a for a in actions if a.kind.per_microbatch) for at, actions in done.items()},
+        "hosts": hosts,
+        "num_stages": 1 + max(stage for stage, _ in hosts),
+        "num_routes": 1 + max(route for _, route in hosts),
+        "routes": first["routes"],
+        "order": first["order"],
+        "period": first.get("period", 0),
+        "synchronous": "period" not in first,
+        "update_every": first.get("update_every", Spec.update_every),
+        "replicas": first.get("replicas", 1),
+        "slice_sizes": tuple(first.get("slices", Spec.slice_sizes)),
+    }
 
 
 class ListedRelation(Spec):
     """A schedule whose relation is listed action by action."""
 
-    relation: ClassVar[_Listings]
-
-    @property
-    def num_stages(self) -> int:
-        return self.relation.num_stages
-
-    @property
-    def num_routes(self) -> int:
-        return self.relation.num_routes
-
-    @property
-    def order(self) -> Order:
-        return self.relation.order
+    #: (number of steps before, action)
+    needs_of: ClassVar[Mapping[Action, Sequence[tuple[int, Action]]]]
+    slots: ClassVar[Mapping[Action, int]]
+    #: the actions by (stage, microbatch of a step), in order
+    done: ClassVar[Mapping[tuple[int, int], tuple[Action, ...]]]
+    #: worker by (stage, route)
+    hosts: ClassVar[Mapping[tuple[int, int], int]]
+    #: by microbatch, if there are several
+    routes: ClassVar[Sequence[int]]
+    #: of a stream of overlapping steps: growth of slots from step to step
+    period: ClassVar[int]
 
     def place(self, stage: int, route: int) -> int:
-        return self.relation.place[stage, route]
+        return self.hosts[stage, route]
 
     def route(self, microbatch: int) -> int:
-        return self.relation.routes[microbatch % self.num_microbatches] if self.relation.routes else 0
+        return self.routes[microbatch % self.num_microbatches] if self.routes else 0
 
     def actions(self, stage: int, microbatch: int) -> tuple[Action, ...]:
         step, m = divmod(microbatch, self.num_microbatches)
-        done = self.relation.done[stage, m]
+        done = self.done[stage, m]
         return tuple([self._of(step, action) for action in done]) if step else done
 
     def after(self, action: Action) -> Iterable[Action]:
         step, own = self._within(action)
-        found = self.relation.needs.get(own, ())
+        found = self.needs_of.get(own, ())
         return [self._of(step - back, need) for back, need in found if self.orders(need) and step >= back]
 
     def slot(self, action: Action) -> int:
         step, own = self._within(action)
-        return self.relation.slots[own] + step * (self.relation.period or 0)
+        return self.slots[own] + step * self.period
 
     def version(self, stage: int, microbatch: int) -> int:
         return 0  # the listed needs say it

@@ -59,31 +59,22 @@ class LostTime:
 
     step_ms: float
     limit_ms: float
-    bubble_ms: float
-    imbalance_ms: float
-    slow_worker_ms: float
-    link_ms: float
-    data_ms: float
-    overhead_ms: float
+    #: the causes with their ms, in the order in which they are charged
+    parts: dict[str, float]
     #: what data are waited for: disk, network or decode; empty: unknown
     data_cause: str = ""
     #: the worst cause, with advice
     sentence: str = ""
 
-    def parts(self) -> dict[str, float]:
-        """Return the causes with their ms, in the order in which they are charged."""
-        return {
-            "bubble": self.bubble_ms, "imbalance": self.imbalance_ms, "slow worker": self.slow_worker_ms,
-            "link": self.link_ms, "data": self.data_ms, "overhead": self.overhead_ms,
-        }  # fmt: skip
-
     def as_json(self) -> dict[str, float | str]:
         """Return all values by name, for JSON."""
-        return {**vars(self), "line": self.line()}
+        parts = {f"{cause.replace(' ', '_')}_ms": ms for cause, ms in self.parts.items()}
+        own = {"data_cause": self.data_cause, "sentence": self.sentence, "line": self.line()}
+        return {"step_ms": self.step_ms, "limit_ms": self.limit_ms, **parts, **own}
 
     def line(self) -> str:
         """Return the shares of a step in one line."""
-        shares = {cause: 100 * ms / self.step_ms for cause, ms in {"work": self.limit_ms, **self.parts()}.items()}
+        shares = {cause: 100 * ms / self.step_ms for cause, ms in {"work": self.limit_ms, **self.parts}.items()}
         return ", ".join(f"{cause} {share:.0f} %" for cause, share in shares.items() if share >= 0.5)
 
 
@@ -129,15 +120,20 @@ class _Case:
         uneven = self._simulate(self._nominal)
         slow = self._simulate(self._actual)
         linked = self._simulate(self._actual, self._excess())
-        data = max(self._data_waits(), default=0.0)
-        parts = [max(0.0, part) for part in (equal - limit, uneven - equal, slow - uneven, linked - slow, data)]
+        charged = {
+            "bubble": equal - limit,
+            "imbalance": uneven - equal,
+            "slow worker": slow - uneven,
+            "link": linked - slow,
+            "data": max(self._data_waits(), default=0.0),
+        }
+        parts = {cause: max(0.0, ms) for cause, ms in charged.items()}
         # A simulation with medians may exceed the measured time; the parts are then scaled down alike.
         room = max(0.0, step - limit)
-        scale = min(1.0, room / sum(parts)) if sum(parts) else 1.0
-        bubble, imbalance, slow_worker, link, data = (part * scale for part in parts)
-        overhead = max(0.0, room - scale * sum(parts))
-        cause, limit = self._data_cause(), min(limit, step)
-        lost = LostTime(step, limit, bubble, imbalance, slow_worker, link, data, overhead, cause)
+        scale = min(1.0, room / max(sum(parts.values()), 1e-9))
+        parts = {cause: scale * ms for cause, ms in parts.items()}
+        parts["overhead"] = max(0.0, room - sum(parts.values()))
+        lost = LostTime(step, min(limit, step), parts, self._data_cause())
         return replace(lost, sentence=self._sentence(lost))
 
     # --- costs of actions
@@ -186,7 +182,7 @@ class _Case:
     # --- words
 
     def _sentence(self, lost: LostTime) -> str:
-        parts = lost.parts()
+        parts = dict(lost.parts)
         own = parts.pop("bubble")
         worst = max(parts, key=lambda cause: parts[cause] * (_VAGUE if cause == "overhead" else 1))
         share = parts[worst] / lost.step_ms

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from ..dependency import ConfigError
 
 if TYPE_CHECKING:
     from .trace import Trace
@@ -58,23 +55,3 @@ def _count(number: int, what: str) -> str:
 def lost_lines(found: dict[str, Any]) -> list[str]:
     """Return lines on the lost time of a run, from its figures."""
     return [f"a step's time: {found['lost']['line']}", f"worst: {found['lost']['sentence']}"]
-
-
-def write_timelines(trace: Trace, device: str, lost: str, *, chrome: str | None, html: str | None) -> None:
-    """Write the recorded steps in Chrome's trace format, and the last one, planned and actual, as a page.
-
-    `lost` is the line of the lost time.
-
-    Raises:
-        ConfigError: a file cannot be written.
-    """
-    try:
-        if chrome is not None:
-            trace.write_chrome(chrome, device)
-        if html is not None:
-            from .trace import planned_and_actual
-
-            Path(html).write_text(planned_and_actual(trace, lost), encoding="utf-8")
-    except OSError as error:
-        named = " or ".join(filter(None, (chrome, html)))
-        raise ConfigError(f"{named}: cannot be written: {error.strerror}") from error

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from ..dependency import Action, Kind, Spec
+from ..dependency import Action, ConfigError, Kind, Spec
 from ..drawing.page import Picture, draw_page, write_chrome
 from ..planning.simulator import Cost, Simulation, simulate
 from ..planning.span import Span, waits
@@ -68,9 +69,31 @@ class Trace:
         return simulate(self.spec, self.cost(), steps=steps)
 
     def write_chrome(self, path: str | Path, device: str = "cpu") -> None:
-        """Write Chrome's trace event format, which Perfetto reads."""
+        """Write Chrome's trace event format, which Perfetto reads.
+
+        Raises:
+            ConfigError: the file cannot be written.
+        """
         steps = {step: spans_of(records) for step, records in self.steps.items()}
-        write_chrome(path, self.spec, steps, device=device, clock_error_ms=self.clock_error_ms)
+        with _writing(path):
+            write_chrome(path, self.spec, steps, device=device, clock_error_ms=self.clock_error_ms)
+
+    def write_page(self, path: str | Path, lost: str) -> None:
+        """Write `planned_and_actual` as a page.
+
+        Raises:
+            ConfigError: the file cannot be written.
+        """
+        with _writing(path):
+            Path(path).write_text(planned_and_actual(self, lost), encoding="utf-8")
+
+
+@contextmanager
+def _writing(path: str | Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written: {error.strerror}") from error
 
 
 def step_ms(steps: Sequence[Sequence[StepRecord]]) -> float:

@@ -21,7 +21,7 @@ def heavier(worker, times):
 
 
 def parts(lost):
-    shares = {cause: ms / lost.step_ms for cause, ms in lost.parts().items()}
+    shares = {cause: ms / lost.step_ms for cause, ms in lost.parts.items()}
     assert lost.limit_ms / lost.step_ms + sum(shares.values()) == pytest.approx(1)
     assert all(share >= 0 for share in shares.values())
     return shares

@@ -182,7 +182,7 @@ def test_a_step_of_fewer_microbatches_is_not_compared_with_the_others():
     assert sorted(view.trace().steps) == [0, 1, 2, 3, 4] and view.lost() is not None
     few = View()
     few.take(news_of(SPEC, records_of(make_spec("1f1b", 4, 3, {}))))
-    assert few.trace().spec.num_microbatches == 3 and few.lost().parts()["overhead"] < 0.1 * few.step_ms()
+    assert few.trace().spec.num_microbatches == 3 and few.lost().parts["overhead"] < 0.1 * few.step_ms()
     many = View()
     many.take(news_of(SPEC, records_of(make_spec("1f1b", 4, 12, {}))))
     assert many.trace() is None and many.lost() is None and worker_rows(many)[0].action_ms > 0
