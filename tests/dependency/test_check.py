@@ -2,6 +2,7 @@
 
 import time
 import tracemalloc
+from dataclasses import replace
 from itertools import islice
 
 import pytest
@@ -195,12 +196,13 @@ def test_one_worker_of_a_huge_run_checks_itself_quickly():
     begin = time.process_time()
     check(spec, 500)
     assert time.process_time() - begin < 3  # generous: the machine may be shared
+    fewer = replace(spec, num_microbatches=2048)  # tracing makes it four times as slow
     tracemalloc.start()
-    check(spec, 500)
-    program = list(entries(spec, 500))
-    assert tracemalloc.get_traced_memory()[1] < 100e6
+    check(fewer, 500)
+    program = list(entries(fewer, 500))
+    assert tracemalloc.get_traced_memory()[1] < 25e6
     tracemalloc.stop()
-    assert len(program) == 2 * 8192 + 2, "an update, and what is told of the loss"
+    assert len(program) == 2 * 2048 + 2, "an update, and what is told of the loss"
 
 
 def test_gradients_are_summed_in_slot_order_by_an_edge():

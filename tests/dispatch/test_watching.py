@@ -97,16 +97,16 @@ def until_step(folder, step):
 
 
 def test_watchers_that_are_killed_or_stopped_change_nothing():
-    arguments = [*TRAIN, "--json", "--steps", 60]
+    arguments = [*TRAIN, "--json", "--steps", 40]
     with start("run", *arguments) as alone:
         expected = json.loads(alone.communicate(timeout=120)[0])
     with training(*arguments) as (run, _):
         name, stopped = f"run-{run.pid}", start("watch", f"run-{run.pid}")
         time.sleep(0.5)
         stopped.send_signal(signal.SIGSTOP)
-        for i in range(4):
+        for i in range(2):
             watcher = start("watch", name)
-            time.sleep(0.1 + 0.1 * i)
+            time.sleep(0.1 + 0.2 * i)
             watcher.kill()
             watcher.communicate()
         out, _ = run.communicate(timeout=120)
@@ -121,7 +121,8 @@ def test_watchers_that_are_killed_or_stopped_change_nothing():
 
 def test_a_run_is_found_shown_traced_recorded_and_replayed(tmp_path):
     script = tmp_path / "train.py"
-    script.write_text(SCRIPT.replace("0.02", "0.002"))
+    short = "from rpc_pipe.tracing import board\nboard.MOST_BYTES = 2**18\n"
+    script.write_text(short + SCRIPT.replace("0.02", "0.002"))
     with training(script, "--workers", 2, "--", 100000) as (run, folder):
         name = folder.name
         until_step(folder, 3)
@@ -140,7 +141,7 @@ def test_a_run_is_found_shown_traced_recorded_and_replayed(tmp_path):
         trace = json.loads((tmp_path / "t.json").read_text())
         assert {e["args"]["step"] for e in trace["traceEvents"] if e["ph"] == "X"} == {first, first + 1, first + 2}
         assert trace["otherData"] == {"clock_error_ms": 0.0}
-        until_step(folder, 3000)  # a board keeps fewer
+        until_step(folder, 1000)  # a short board keeps fewer
         code, _, err = watch(name, "--trace", tmp_path / "t.json", "--steps", "0-1")
         assert code == 2 and "--steps 0-1: step 0 is over; the earliest still there is" in err
         recording = tmp_path / "run.jsonl"

@@ -122,7 +122,7 @@ def test_an_adapted_encoder_and_decoder_moves_between_workers(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("schedule, num_workers", [("zb-h1", 4), ("gpipe-recompute", 2)])
+@pytest.mark.parametrize("schedule, num_workers", [("zb-h1", 3), ("gpipe-recompute", 2)])
 def test_a_router_loss_past_the_blocks_with_lengths_that_differ(schedule, num_workers):
     """A mixture of experts whose router loss bypasses the blocks; caches on; each microbatch of another length."""
     transformers = pytest.importorskip("transformers")
@@ -134,7 +134,7 @@ def test_a_router_loss_past_the_blocks_with_lengths_that_differ(schedule, num_wo
     model = transformers.MixtralForCausalLM(config)
     plain = Plain(copy.deepcopy(model))
     pipe = pipeline(model, num_workers, schedule)
-    for lengths in ((6, 4), (5, 7), (6, 4)):
+    for lengths in ((6, 4), (4, 6)):
         batch = []
         for length in lengths:
             ids, mask = words(length, 2, length), torch.ones(2, length, dtype=torch.long)
