@@ -49,7 +49,7 @@ class Screen:
         if trace is not None and taken + len(rows) <= free:
             parts.append(_cropped(f"step {max(trace.steps)} as it ran", width, "bold"))
             spec = trace.spec
-            parts.append(draw(trace.last_steps(1), spec.num_workers, width=width, slices=len(spec.slice_sizes)))
+            parts.append(draw(trace.spans(last=1), spec.num_workers, width=width, slices=len(spec.slice_sizes)))
             taken += len(rows) + 1
         lost = view.lost()
         if lost is not None:

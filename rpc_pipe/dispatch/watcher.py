@@ -17,7 +17,7 @@ from ..dependency import ConfigError
 from ..tracing.boards import RunBoards
 from ..tracing.trace import Trace
 from ..tracing.view import View
-from .recording import Recording, Replay, Source
+from .recording import Recording, Replay, Scalars, Source
 from .rows import describe
 from .terminal import Screen
 
@@ -77,8 +77,6 @@ class Watcher:
         if self._wishes.record:
             sinks.append(Recording(self._wishes.record))
         if self._wishes.tensorboard:
-            from .recording import Scalars
-
             sinks.append(Scalars(self._wishes.tensorboard))
         for sink in sinks:
             stack.callback(sink.close)

@@ -30,7 +30,7 @@ from ..dependency import ConfigError
 from ..drawing.page import encode, with_parts
 from ..tracing.view import View
 from .recording import Source
-from .rows import STATES, WorkerRow, describe, draw_steps, finite, link_rows, mean_bubble, worker_rows
+from .rows import STATES, describe, draw_steps, finite, link_rows, mean_bubble, worker_rows
 
 #: for one more the eldest is closed, so who connects and stays keeps nobody out; as many again may come at once
 _MOST_CONNECTIONS = 64
@@ -215,43 +215,37 @@ class _Collector:
 
     def collect(self) -> Iterator[Metric]:
         view, steps, step_ms = self._view, self._view.complete_steps(1), self._view.step_ms()
-        rows = worker_rows(view)
         if steps:
             yield CounterMetricFamily("rpc_pipe_steps", "Steps that all workers have finished.", steps[0] + 1)
-        figures: list[tuple[str, str, str, float | None]] = [
+        rows, links, lost, rate = worker_rows(view), link_rows(view), view.lost(), view.throughput()
+        whole = [
             ("workers", "Workers that can be seen.", "", len(view.headers)),
             ("loss", "Loss of the last step.", "", view.losses[-1][1] if view.losses else None),
             ("step_seconds", "Median time of the recent steps.", "seconds", step_ms and step_ms / 1e3),
-            (
-                "bubble_ratio",
-                "Share of the workers' time without computing, for any cause.",
-                "ratio",
-                mean_bubble(rows),
-            ),
+            ("bubble_ratio", "Share of the workers' time without computing.", "ratio", mean_bubble(rows)),
             ("stalled", "1 if nothing finishes.", "", int(view.stalled)),
+            *([(f"{rate[1]}_per_second", "Throughput of the recent steps.", "", rate[0])] if rate else []),
         ]
-        if rate := view.throughput():
-            figures.append((f"{rate[1]}_per_second", "Throughput of the recent steps.", "", rate[0]))
-        for name, text, unit, value in figures:
+        for name, text, unit, value in whole:
             yield _gauges(name, text, [], {} if value is None else {(): value}, unit)
-        if lost := view.lost():
+        if lost:
             causes = {(cause,): ms / 1e3 for cause, ms in {"work": lost.limit_ms, **lost.parts}.items()}
             yield _gauges("lost_seconds", "Time of a step by cause.", ["cause"], causes, "seconds")
-        links = link_rows(view)
-        of_workers: tuple[tuple[str, str, str, Callable[[WorkerRow], float]], ...] = (
-            ("bubble_ratio", "Share of time without computing.", "ratio", lambda row: row.bubble),
-            ("action_seconds", "Mean time of an action.", "seconds", lambda row: row.action_ms / 1e3),
-            ("memory_peak_bytes", "Most memory held.", "bytes", lambda row: row.peak_mb * 1e6),
-            ("outbox_payloads", "Payloads not taken yet.", "", lambda row: row.outbox),
-        )
-        for name, text, unit, of in of_workers:
-            yield _gauges(f"worker_{name}", text, ["worker"], {(row.worker,): of(row) for row in rows}, unit)
+        by_worker: dict[tuple[str, str, str], list[float]] = {
+            ("bubble_ratio", "Share of time without computing.", "ratio"): [row.bubble for row in rows],
+            ("action_seconds", "Mean time of an action.", "seconds"): [row.action_ms / 1e3 for row in rows],
+            ("memory_peak_bytes", "Most memory held.", "bytes"): [row.peak_mb * 1e6 for row in rows],
+            ("outbox_payloads", "Payloads not taken yet.", ""): [row.outbox for row in rows],
+        }
+        for (name, text, unit), values in by_worker.items():
+            labelled = {(row.worker,): value for row, value in zip(rows, values, strict=True)}
+            yield _gauges(f"worker_{name}", text, ["worker"], labelled, unit)
         states = {(row.worker, state): int(row.state == state) for row in rows for state in STATES}
         yield _gauges("worker_state", "1 for the state it is in.", ["worker", "state"], states)
-        latency = {(link.source, link.target): link.ms / 1e3 for link in links}
-        way = {(link.source, link.target): link.mb_per_s * 1e6 for link in links}
         ends = ["source", "target"]
+        latency = {(link.source, link.target): link.ms / 1e3 for link in links}
         yield _gauges("link_latency_seconds", "Median way of a payload.", ends, latency, "seconds")
+        way = {(link.source, link.target): link.mb_per_s * 1e6 for link in links}
         yield _gauges("link_bytes_per_second", "Payload bytes a second.", ends, way)
 
 

@@ -29,7 +29,6 @@ from ..tracing.own_boards import (
     end_calls,
     keep_boards,
     leave,
-    release,
     roll_call_here,
     stay,
     tell_failure,
@@ -266,8 +265,6 @@ def _say_how_it_went() -> None:
             print(sentence(found), *lost_lines(found), sep="\n", file=sys.stderr)
     except Exception as error:
         logger.warning("this run has no summary: %s: %s", type(error).__name__, error)
-    finally:
-        release()
 
 
 def _has_failed() -> bool:

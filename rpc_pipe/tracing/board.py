@@ -42,8 +42,8 @@ HEAD = struct.Struct("<16s7qQq")
 #: a file with more bytes of steps is replaced by one with the latest half
 MOST_BYTES = 2**20
 
-#: in place of the number of the event seen last: everything is wanted; nothing will be asked any more
-EVERYTHING, NO_MORE = 0, -2
+#: in place of the number of the event seen last: everything is wanted
+EVERYTHING = 0
 #: most steps in a message; the latest are sent
 MOST_SENT = 16
 #: seconds that worker 0 waits for the end of the last step everywhere, and for answers

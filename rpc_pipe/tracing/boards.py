@@ -16,7 +16,7 @@ from ..workers.hooks import StepRecord
 from . import run_folders
 from .board import File, Live, State
 from .board_reader import Board, BoardFile
-from .run_folders import END, RUN_FAILED, WATCHED, Ending
+from .run_folders import END, WATCHED, Ending
 
 #: the files in a run's folder: boards of this machine's workers, and copies of other machines', by worker
 OWN, COPY = "worker-", "copy-"
@@ -94,7 +94,7 @@ class RunBoards:
             elif process == "T" and "stacks_signal" in header:  # not of a mirror's process
                 update.lives[worker] = update.lives[worker]._replace(state=State.STOPPED)
         update.gone = frozenset(gone)
-        update.ending = self._read_end() or _deaths(update)
+        update.ending = self._read_end()
         return update
 
     def _read_end(self) -> Ending | None:
@@ -138,13 +138,6 @@ class RunBoards:
             found = [f"  {line}" for block in blocks if computing in block for line in block.strip().splitlines()]
             return [f"stacks of worker {worker}, most recent call first:", *found] if found else []
         return []
-
-
-def _deaths(update: RunUpdate) -> Ending | None:
-    """Return how the run ended if all workers have gone, and some died in the middle of a step."""
-    amid = State.RUNNING, State.WAITING, State.STOPPED
-    died = [f"worker {worker} ended while {live}" for worker, live in update.lives.items() if live.state in amid]
-    return Ending(RUN_FAILED, "; ".join(died)) if died and update.all_gone else None
 
 
 def open_boards(folder: Path, boards: dict[int, Board], *prefixes: str) -> dict[int, Board]:

@@ -13,7 +13,6 @@ import os
 import signal
 import socket
 import sys
-import threading
 import time
 import traceback
 import zlib
@@ -29,7 +28,7 @@ from ..dependency.kinds import BUILT_IN
 from ..schedules import name_of
 from ..workers.hooks import Blocked, Listener, StepRecord
 from . import run_folders
-from .board import COLLECT_S, NO_MORE, BoardWriter
+from .board import COLLECT_S, BoardWriter
 from .run_folders import END, RUN_FAILED, RUN_STOPPED, Ending, tell_end
 
 if TYPE_CHECKING:
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
 _STACKS = signal.SIGRTMIN + 7
 #: most numbers of microbatches with a listed program; others are parts of larger ones
 _MOST_LISTED = 32
-#: how long the others wait for worker 0 to release them
+#: how long the others wait for worker 0 to leave
 _STAY_S = 10.0
 _PAUSE_S = 0.01
 
@@ -51,8 +50,6 @@ _boards: dict[int, OwnBoard] = {}
 _owner = 0
 #: carrier to the workers in other processes
 _carrier: Carrier | None = None
-#: set when worker 0 has sent its last request
-_released = threading.Event()
 
 
 class Watchable(Protocol):
@@ -119,13 +116,6 @@ class OwnBoard(BoardWriter):
     def close(self) -> None:
         self.write_out()
         super().close()
-
-    def answer(self, seen: int) -> bytes:
-        """Answer a request of another machine for the events after number `seen`."""
-        if seen == NO_MORE:
-            _released.set()
-            return b""
-        return self.since(seen)
 
     def _list(self, num_microbatches: int) -> None:
         training = self.training()
@@ -224,7 +214,7 @@ def _keep(training: Watchable, folder: Path | None) -> None:
     for actor in training.actors:
         if not actor.carrier.post.within_process:  # to workers in other processes
             _carrier = actor.carrier
-            _carrier.serve_board = _boards[actor.worker].answer
+            _carrier.serve_board = _boards[actor.worker].since
             if folder is not None:
                 _keep_mirror(_carrier, folder)
 
@@ -252,23 +242,16 @@ def end_calls() -> None:
 
 
 def stay() -> None:
-    """Wait for a limited time until worker 0 has collected the boards, which end with this process.
+    """Wait for a limited time until worker 0 has left, which collects the boards that end with this process.
 
     It collects nothing of a failed run; a worker that has left in the middle of a step shortens the wait.
     """
     if _carrier is None or run_folders.FOLDER in os.environ:
         return
-    deadline = time.monotonic() + (COLLECT_S if _carrier.outbox.asked_in_vain else _STAY_S)
-    while _carrier.outbox.failure is None and time.monotonic() < deadline and not _released.wait(_PAUSE_S):
-        pass
-
-
-def release() -> None:
-    """Let the workers in `stay` end: nothing more is collected."""
-    if _carrier is not None and run_folders.FOLDER not in os.environ:
-        from .remote import tell_no_more
-
-        tell_no_more(_carrier, range(1, _carrier.num_workers))
+    outbox = _carrier.outbox
+    deadline = time.monotonic() + (COLLECT_S if outbox.asked_in_vain else _STAY_S)
+    while outbox.failure is None and not outbox.has_left(0) and time.monotonic() < deadline:
+        time.sleep(_PAUSE_S)
 
 
 @cache

@@ -11,7 +11,6 @@ other, and none while nobody watches; what a slow link does not deliver in time 
 from __future__ import annotations
 
 import json
-import logging
 import math
 import os
 import threading
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from . import run_folders
-from .board import COLLECT_S, EVERYTHING, HEAD, MOST_BYTES, NO_MORE, json_line
+from .board import COLLECT_S, EVERYTHING, HEAD, MOST_BYTES, json_line
 from .board_reader import Board
 from .boards import COPY, OWN, open_boards, poll
 from .run_folders import WATCHED
@@ -31,8 +30,6 @@ from .view import View
 
 if TYPE_CHECKING:
     from ..workers.transport.carrier import Carrier
-
-logger = logging.getLogger(__name__)
 
 #: seconds between two looks
 _PAUSE_S = 0.01
@@ -98,37 +95,21 @@ def collected(own: Mapping[int, Callable[[int], bytes]], folder: Path | None, ca
         update = poll(boards)
 
 
-def tell_no_more(carrier: Carrier, peers: Iterable[int]) -> None:
-    """Tell `peers` that no more requests will come."""
-    asked = []
-    for peer in peers:
-        with suppress(RuntimeError):
-            asked.append(carrier.look(peer, NO_MORE))
-    futures.wait(asked, COLLECT_S)
-
-
 class Mirror(threading.Thread):
     """A thread that keeps copies of other machines' boards in `folder` while somebody watches there."""
 
     def __init__(self, carrier: Carrier, folder: Path, remote: Iterable[int]) -> None:
         super().__init__(name="mirror", daemon=True)
         self._watched = folder / WATCHED
-        self._copies = {worker: Copy(Peer(carrier, worker), folder / f"{COPY}{worker}") for worker in remote}
+        self._copies = [Copy(Peer(carrier, worker), folder / f"{COPY}{worker}") for worker in remote]
 
     def run(self) -> None:
         while True:
             time.sleep(_PULL_EVERY_S)
-            with suppress(OSError):  # nobody has ever watched
-                if time.time() < self._watched.stat().st_mtime + _FRESH_S:
-                    self._refresh()
-
-    def _refresh(self) -> None:
-        for worker, copy in list(self._copies.items()):
-            try:
-                copy.refresh()
-            except Exception as error:  # the others can still be shown
-                logger.warning("worker %d cannot be shown here: %s", worker, error)
-                del self._copies[worker]
+            for copy in self._copies:
+                with suppress(OSError):  # nobody has ever watched, or there is no memory for it
+                    if time.time() < self._watched.stat().st_mtime + _FRESH_S:
+                        copy.refresh()
 
 
 class Copy:

@@ -30,13 +30,9 @@ class Trace:
     #: what ran, such as the name of the script
     run: str = ""
 
-    def spans(self) -> list[Span]:
-        """Return what ran, in ms."""
-        return [span for step in sorted(self.steps) for span in spans_of(self.steps[step])]
-
-    def last_steps(self, count: int) -> list[Span]:
-        """Return what ran in the last `count` steps, in ms."""
-        return [span for step in sorted(self.steps)[-count:] for span in spans_of(self.steps[step])]
+    def spans(self, last: int = 0) -> list[Span]:
+        """Return what ran, in ms, in the last so many steps; 0: in all."""
+        return [span for step in sorted(self.steps)[-last:] for span in spans_of(self.steps[step])]
 
     @property
     def bubble(self) -> float:
@@ -141,7 +137,7 @@ def planned_and_actual(trace: Trace, lost: str = "") -> str:
     Args:
         lost: the line of the lost time.
     """
-    spec, planned, actual = trace.spec, trace.simulated().spans, trace.last_steps(1)
+    spec, planned, actual = trace.spec, trace.simulated().spans, trace.spans(last=1)
     last = max(trace.steps)
     slices = len(spec.slice_sizes)
     schedule = f"{name_of(spec)}, {spec.num_microbatches // slices} microbatches"

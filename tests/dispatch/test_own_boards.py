@@ -1,6 +1,5 @@
 """What a real pipeline of this process writes for those who watch."""
 
-import threading
 from concurrent.futures import Future
 from functools import partial
 
@@ -89,7 +88,7 @@ class Network:
 
     def look(self, peer, seen):
         future = Future()
-        future.set_result(own_boards._boards[peer].answer(seen))
+        future.set_result(own_boards._boards[peer].since(seen))
         return future
 
     def clock_offset(self, peer):
@@ -149,7 +148,6 @@ def test_a_worker_that_ends_alone_tells_it_before_it_waits_for_the_last_look(mon
     ending, other = local_carriers(2)
     monkeypatch.delenv(run_folders.FOLDER, raising=False)
     monkeypatch.setattr(own_boards, "_carrier", ending)
-    monkeypatch.setattr(own_boards, "_released", threading.Event())
     monkeypatch.setattr(own_boards, "_STAY_S", 300)
     other.begin(Call(1, "step 3"))
     other.pull(0, 1, ["0F0"])

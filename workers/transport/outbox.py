@@ -140,6 +140,10 @@ class Outbox:
             waited = [key for key, (_, waiting) in self._payloads.items() if consumer in waiting]
         self.taken(waited, consumer)
 
+    def has_left(self, consumer: int) -> bool:
+        """Whether `consumer` takes nothing more."""
+        return consumer in self._left
+
     def fail(self, failure: PipeError) -> None:
         """Answer every question, now and from now on, with the reason why there is no payload."""
         with self._lock:
