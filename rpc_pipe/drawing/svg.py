@@ -63,9 +63,9 @@ class _Layout:
 
     def __init__(self, spans: Sequence[Span], num_workers: int, slices: int) -> None:
         self.num_workers, self.slices = num_workers, slices
-        #: first start, and time from there to the last end
+        #: first start, and time from there to the last end; 1 where no time passed
         self.first = min((span.start for span in spans), default=0.0)
-        self.length = max((span.end for span in spans), default=1.0) - self.first
+        self.length = (max((span.end for span in spans), default=0.0) - self.first) or 1.0
         #: height of a cell, and from row to row
         self.pitch = min(_HIGHEST, max(_LOWEST, _ROWS // max(1, num_workers)))
         self.cell = self.pitch - 2 if self.pitch > 12 else self.pitch - 1
@@ -78,20 +78,14 @@ class _Layout:
         labels = (self.longest * self.font * _CHARACTER + 4) * self.length / shortest
         self.plot, self.top = min(_WIDEST, max(_NARROWEST, labels)), 56
         #: width of the line that parts neighbouring cells
-        self.seam = min(1.0, 0.15 * shortest * self.plot / self.length) if self.length > 0 else 0
-
-    @property
-    def width(self) -> float:
-        return self.left + self.plot + _MARGIN
-
-    @property
-    def bottom(self) -> float:
-        """Lower edge of the last row, or of the heading where nothing ran."""
-        return self.top + self.num_workers * self.pitch if self.length > 0 else self.top
+        self.seam = min(1.0, 0.15 * shortest * self.plot / self.length)
+        #: width of the picture, and lower edge of the last row
+        self.width = self.left + self.plot + _MARGIN
+        self.bottom = self.top + (num_workers * self.pitch if spans else 0)
 
     def x(self, time: float) -> float:
         """Return where `time` is, from the left edge of the plot."""
-        return (time - self.first) / self.length * self.plot if self.length > 0 else 0.0
+        return (time - self.first) / self.length * self.plot
 
 
 def _style(layout: _Layout, spans: Sequence[Span]) -> str:
@@ -130,10 +124,9 @@ def _axis(layout: _Layout) -> Iterator[str]:
         )
     yield "</g>"
     step = nice_step(layout.length, layout.plot / 64)
-    count = math.floor(layout.length / step * (1 + 1e-9)) if step else 0
-    decimals = max(0, -math.floor(math.log10(step))) if step else 0
-    for i in range(count + 1):
-        x = layout.left + i * step / layout.length * layout.plot if step else layout.left
+    decimals = max(0, -math.floor(math.log10(step)))
+    for i in range(math.floor(layout.length / step * (1 + 1e-9)) + 1):
+        x = layout.left + i * step / layout.length * layout.plot
         yield f'<path class="grid" d="M{_number(x)} {_number(layout.bottom)}v5"/>'
         yield _text(x, layout.bottom + 17, f"{i * step:.{decimals}f}", "dim", 11, " text-anchor='middle'")
 
@@ -213,8 +206,6 @@ def _legend(layout: _Layout, spans: Sequence[Span], num_held: int) -> tuple[floa
 
 def nice_step(length: float, most: float) -> float:
     """Return the smallest of 1, 2, 5, 10, ... times a power of ten that divides `length` into at most `most` parts."""
-    if length <= 0:
-        return 0.0
     least = length / max(most, 1.0)
     power = 10.0 ** math.floor(math.log10(least))
     return next(m * power for m in (1, 2, 5, 10, 20) if m * power >= least * (1 - 1e-9))

@@ -49,11 +49,6 @@ class RunUpdate:
     #: how the run ended; None: it goes on, or nobody has said
     ending: Ending | None = None
 
-    @property
-    def all_gone(self) -> bool:
-        """Whether every worker that was seen has gone."""
-        return bool(self.headers) and self.gone.issuperset(self.headers)
-
 
 def poll(boards: Mapping[int, Board]) -> RunUpdate:
     """Return what is new on the boards that can be read."""
@@ -110,10 +105,8 @@ class RunBoards:
     @property
     def over(self) -> bool:
         """Whether nothing new will come."""
-        if not self._latest.headers:
-            return self.folder not in running()
         # While the launcher lives, it may report the cause or restart the workers.
-        return self._latest.all_gone and not run_folders.has_launcher(self.folder)
+        return not run_folders.in_use(self.folder)
 
     def stacks(self, worker: int | None) -> list[str]:
         """Return lines with the stack of a worker's computing thread, which its process writes on a signal, if it can.
@@ -158,7 +151,7 @@ def headers_in(folder: Path) -> dict[int, dict[str, Any]]:
 def running() -> Iterator[Path]:
     """Yield the folders of the runs on this machine, the newest first."""
     for path in sorted(run_folders.root().iterdir(), key=lambda path: -path.stat().st_mtime):
-        if not path.name.startswith(run_folders.SOCKETS) and any(map(run_folders.alive, run_folders.processes(path))):
+        if not path.name.startswith(run_folders.SOCKETS) and run_folders.in_use(path):
             yield path
 
 

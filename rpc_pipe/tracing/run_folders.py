@@ -142,7 +142,7 @@ def enter(path: Path) -> None:
 def leave(path: Path) -> None:
     """Unregister this process; the last one removes the folder."""
     (path / f"{_MEMBER}{os.getpid()}").unlink(missing_ok=True)
-    if not any(map(alive, processes(path))):
+    if not in_use(path):
         shutil.rmtree(path, ignore_errors=True)
 
 
@@ -155,11 +155,9 @@ def processes(path: Path) -> set[str]:
     return found - {""}  # of a run that is just starting, or for which the memory was full
 
 
-def has_launcher(path: Path) -> bool:
-    """Return whether the launcher of the run in the folder `path` lives."""
-    with suppress(OSError):
-        return alive((path / LAUNCHER).read_text())
-    return False
+def in_use(path: Path) -> bool:
+    """Return whether a process that uses the folder `path` lives."""
+    return any(map(alive, processes(path)))
 
 
 def identity() -> str:

@@ -110,7 +110,7 @@ class View:
         patience = max(_STALL_S * 1e9, _STALL_STEPS * self._longest_ns)
         if all(live.state is State.BETWEEN for live in lives):  # perhaps saving or loading data
             patience *= _MORE_BETWEEN
-        if latest > self._progress_ns or idle or self.latest.all_gone:
+        if latest > self._progress_ns or idle or self.latest.gone.issuperset(self.latest.lives):
             self._progress_ns = max(latest, self._progress_ns)
             self.stalled = False
         elif not self.stalled and self.latest.now_ns - latest > patience:

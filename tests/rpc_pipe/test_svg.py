@@ -128,7 +128,7 @@ def test_nothing_is_drawn_of_nothing():
     assert "nothing ran" in draw_svg([], 3)
 
 
-@pytest.mark.parametrize("length, step", [(33, 5), (117, 20), (0.5, 0.05), (10, 1), (7e4, 1e4), (0, 0)])
+@pytest.mark.parametrize("length, step", [(33, 5), (117, 20), (0.5, 0.05), (10, 1), (7e4, 1e4)])
 def test_ticks_stand_at_round_times(length, step):
     assert nice_step(length, 10) == pytest.approx(step)
 
