@@ -149,7 +149,8 @@ class Stream:
 
     def _advance(self) -> None:
         """Do what can be done next, or wait until there is something."""
-        self._take_arrivals()
+        for arrival in self._mailbox.arrivals(self._steps):  # as `_take_arrivals`, before each action
+            self._take_in(arrival)
         if not self._act():
             self._wait()
             self._act()

@@ -158,7 +158,8 @@ def stage_inputs(payload: Payload, *, copied: bool = False) -> StageInputs:
         given.append((tensor, free, -1 if free.is_inference() else free._version))
         return free
 
-    return StageInputs(without_views(unpack(payload, take)), owing, given)
+    tree = unpack(payload, take)
+    return StageInputs(tree.tree if type(tree) is WithViews else tree, owing, given)
 
 
 def _other(leaf: Tensor) -> Tensor:

@@ -25,7 +25,6 @@ from torch import Tensor, nn
 
 from ..transport.payload import Payload, Tree, distinct_tensors, map_tensors, tensors_of, unpack
 from .borders import without_views
-from .randomness import Seed
 from .shard import Shard
 from .slice_check import Noted, compare, refused
 from .slice_draws import SliceDraws
@@ -334,14 +333,14 @@ class SlicedShard(Shard):
         self.train(True)
 
     def _compute(
-        self, step: int, microbatch: int, inputs: Tree, fields: Tree, target: Tree, share: float | None
+        self, step: int, microbatch: int, inputs: Tree, fields: Tree, target: Tree, share: float | None, **drawing: int
     ) -> Tree:
-        compute = partial(super()._compute, step, microbatch, inputs, fields, target, share)
+        compute = partial(super()._compute, step, microbatch, inputs, fields, target, share, **drawing)
         if not torch.is_grad_enabled():
             with self._carrier.carrying(None):
                 return compute()
         m, number = divmod(microbatch, self._count)
-        left = self._left.setdefault(m, Left())
+        left, compute = self._left.setdefault(m, Left()), partial(compute, drawing=m)
         with self._carrier.carrying(Piece(left, number, self._count)):
             if number and not left.draws:
                 return compute()
@@ -349,9 +348,6 @@ class SlicedShard(Shard):
                 tree = compute()
             left.draws |= draws.found
             return tree
-
-    def _seeding(self, step: int, microbatch: int) -> Seed:
-        return super()._seeding(step, microbatch // self._count if torch.is_grad_enabled() else microbatch)
 
     def _weigh(self, microbatch: int, loss: Any, share: float) -> Tensor:
         root = super()._weigh(microbatch, loss, share)

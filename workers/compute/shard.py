@@ -225,9 +225,19 @@ class Shard:
         return tree
 
     def _compute(
-        self, step: int, microbatch: int, inputs: Tree, fields: Tree, target: Tree, share: float | None
+        self,
+        step: int,
+        microbatch: int,
+        inputs: Tree,
+        fields: Tree,
+        target: Tree,
+        share: float | None,
+        *,
+        drawing: int = -1,
     ) -> Tree:
-        tree = self.slice.forward(inputs, fields, self._seeding(step, microbatch))
+        """Compute; `drawing` is the microbatch whose random numbers layers draw, if that is another one."""
+        seed: Seed = partial(self._randomness.seed_forward, step, microbatch if drawing < 0 else drawing)
+        tree = self.slice.forward(inputs, fields, seed)
         if share is None:
             return tree
         try:
@@ -236,10 +246,6 @@ class Shard:
             note(error, "in the loss function")
             raise
         return self._weigh(microbatch, loss, share)
-
-    def _seeding(self, step: int, microbatch: int) -> Seed:
-        """Return what seeds for each layer in the forward of a microbatch."""
-        return partial(self._randomness.seed_forward, step, microbatch)
 
     def _loss(self, step: int, microbatch: int, output: Tree, target: Tree) -> Any:
         """Return what the loss function gives; what it draws in Python is its own for each microbatch."""

@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +29,7 @@ _SPARSE = {
     str(layout): layout
     for layout in (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 }
+_NUM_BYTES = attrgetter("nbytes")
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.Size)
 
 
@@ -60,7 +62,7 @@ class Payload:
     @property
     def num_bytes(self) -> int:
         """Of the tensors."""
-        return sum([tensor.nbytes for tensor in self.tensors])
+        return sum(map(_NUM_BYTES, self.tensors))
 
 
 def pack(tree: Tree) -> Payload:
