@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
 
+from rich.columns import Columns
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
@@ -20,8 +22,6 @@ _COLOURS = {
     "runs": "green", "waits": "yellow", "between": "cyan", "starts": "dim", "left": "dim",
     "gone": "bold red", "stopped": "bold red",
 }  # fmt: skip
-#: width of a worker's cell where workers are too many for a line each
-_CELL = 19
 _LEAST_ROWS = 24
 
 
@@ -34,30 +34,27 @@ class Screen:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width, height = options.max_width, options.height or max(_LEAST_ROWS, console.height)
-        yield self._whole(width, height)
+        state = Group(*self._state(width, height - 7))
+        yield state
+        taken = len(console.render_lines(state, options.update(height=None), pad=False))
+        yield from self._events(max(1, height - taken - 2), width)
 
-    def _whole(self, width: int, height: int) -> RenderableType:
+    def _state(self, width: int, free: int) -> Iterator[RenderableType]:
+        """Yield what is known now; workers, and the step as it ran, have so many lines."""
         view = self._view
         if not view.headers:
-            return Text(f"{self._name}: no worker can be seen yet", style="dim")
-        parts: list[Text | Table] = [self.title()]
-        rows = worker_rows(view)
-        free = height - 7
-        parts.append(self._table(rows, width) if len(rows) <= free - 1 else self._cells(rows, width))
-        taken = len(rows) + 1 if len(rows) <= free - 1 else math.ceil(len(rows) / max(1, width // _CELL)) + 2
-        trace = view.trace(1)
-        if trace is not None and taken + len(rows) <= free:
-            parts.append(_cropped(f"step {max(trace.steps)} as it ran", width, "bold"))
+            yield Text(f"{self._name}: no worker can be seen yet", style="dim")
+            return
+        yield self.title()
+        rows, trace, lost = worker_rows(view), view.trace(1), view.lost()
+        yield self._table(rows, width) if len(rows) < free else self._cells(rows)
+        if trace is not None and 2 * len(rows) < free:
+            yield _cropped(f"step {max(trace.steps)} as it ran", width, "bold")
             spec = trace.spec
-            parts.append(draw(trace.spans(last=1), spec.num_workers, width=width, slices=len(spec.slice_sizes)))
-            taken += len(rows) + 1
-        lost = view.lost()
+            yield draw(trace.spans(last=1), spec.num_workers, width=width, slices=len(spec.slice_sizes))
         if lost is not None:
-            parts.append(_cropped(lost.line(), width, "bold"))
-            parts.append(Text(lost.sentence, overflow="fold"))
-            taken += 1 + math.ceil(len(lost.sentence) / width)
-        parts += self._events(max(1, height - taken - 3), width)
-        return Group(*parts)
+            yield _cropped(lost.line(), width, "bold")
+            yield Text(lost.sentence, overflow="fold")
 
     def title(self) -> Text:
         """Return the state of the run in one line."""
@@ -74,7 +71,7 @@ class Screen:
             parts.append(f"{step_ms:.0f} ms/step")
         if throughput := view.throughput():
             parts.append(f"{throughput[0]:,.0f} {throughput[1]}/s")
-        return _folded("  ".join(parts), "bold")
+        return Text("  ".join(parts), style="bold", overflow="fold")
 
     def _table(self, rows: list[WorkerRow], width: int) -> Table:
         table = Table(box=None, padding=(0, 1, 0, 0), width=width, header_style="dim", show_edge=False)
@@ -97,28 +94,22 @@ class Screen:
             )
         return table
 
-    def _cells(self, rows: list[WorkerRow], width: int) -> Text:
-        """Draw many workers, several on a line: number, action or awaited worker, bubble."""
-        columns = max(1, width // _CELL)
-        text = _cropped("worker, what it does or waits for, idle", width, "dim")
-        for i, row in enumerate(rows):
-            if i % columns == 0:
-                text.append("\n")
+    def _cells(self, rows: list[WorkerRow]) -> Group:
+        """Draw many workers, several on a line: number, action or awaited worker, idle time."""
+        cells = []
+        for row in rows:
             does = row.action or (f"<{row.waits_for.replace(' of ', '@')}" if row.waits_for else row.state)
             cell = f"{row.worker:>3} {does[:9]:<9} {_number(100 * row.bubble, '.0f', '%'):>4}"
-            text.append(cell.ljust(_CELL), style="bold red" if self._late(row) else _COLOURS.get(row.state, ""))
-        text.append("\n")
-        return text
+            cells.append(Text(cell, style="bold red" if self._late(row) else _COLOURS.get(row.state, "")))
+        return Group(Text("worker, what it does or waits for, idle", style="dim"), Columns(cells))
 
     def _late(self, row: WorkerRow) -> bool:
         return row.state == "waits" and row.for_s > _LONG_WAIT_S
 
-    def _events(self, room: int, width: int) -> list[Text]:
-        lines: list[Text] = []
+    def _events(self, room: int, width: int) -> Iterator[Text]:
         for at, text, warning in list(self._view.events)[-room:]:
             clock = time.strftime("%H:%M:%S", time.localtime(at))
-            lines.append(_cropped(f"{clock} {text}", width, "yellow" if warning else "dim"))
-        return lines
+            yield _cropped(f"{clock} {text}", width, "yellow" if warning else "dim")
 
 
 def _number(value: float, form: str, unit: str = "") -> str:
@@ -129,7 +120,3 @@ def _cropped(text: str, width: int, style: str = "") -> Text:
     line = Text(text, style=style, no_wrap=True, overflow="ellipsis", end="\n")
     line.truncate(width, overflow="ellipsis")
     return line
-
-
-def _folded(text: str, style: str = "") -> Text:
-    return Text(text, style=style, overflow="fold")
