@@ -17,7 +17,7 @@ from ..dependency import (
 )
 from ..drawing.page import Picture, draw_page, write_chrome
 from ..drawing.svg import draw_svg
-from ..drawing.timeline import draw
+from ..drawing.timeline import count_microbatches, draw
 from ..launching.report import Reporter
 from ..planning.compare import describe_staleness
 from ..planning.simulator import Cost, Link, Simulation, simulate
@@ -190,7 +190,7 @@ def _report(schedule: str, result: Simulation) -> dict[str, Any]:
 
 def _write_pictures(typed: Mapping[str, Any], name: str, result: Simulation) -> None:
     spec, slices = result.spec, len(result.spec.slice_sizes)
-    title = f"{name}, {spec.num_workers} workers, {_count(spec)}"
+    title = f"{name}, {spec.num_workers} workers, {count_microbatches(spec)}"
     if "svg" in typed:
         stages = spec.num_stages
         drawn = draw_svg(result.spans, spec.num_workers, title=title, num_stages=stages, slices=slices)
@@ -203,13 +203,6 @@ def _write_pictures(typed: Mapping[str, Any], name: str, result: Simulation) -> 
         write(typed["html"], draw_page([picture]))
     if "chrome" in typed:
         write_chrome(typed["chrome"], spec, _by_step(result.spans))
-
-
-def _count(spec: Spec) -> str:
-    """Return how many microbatches a step has, and of how many slices each."""
-    slices = len(spec.slice_sizes)
-    of_slices = f" of {slices} slices" if slices > 1 else ""
-    return f"{spec.num_microbatches // slices} microbatches{of_slices}"
 
 
 def _by_step(spans: Iterable[Span]) -> dict[int, list[Span]]:

@@ -12,7 +12,7 @@ from itertools import pairwise
 
 from rich.text import Text
 
-from ..dependency import Action
+from ..dependency import Action, Spec
 from ..planning.span import Span
 
 
@@ -65,6 +65,12 @@ def summarize(
 def tell(time: float) -> str:
     """Write a time with the digits that a reader uses, and without an exponent where it is large."""
     return f"{time:.6g}" if abs(time) < 1e6 else f"{time:.0f}"
+
+
+def count_microbatches(spec: Spec) -> str:
+    """Return how many microbatches a step has, and of how many slices each, as text."""
+    slices = len(spec.slice_sizes)
+    return f"{spec.num_microbatches // slices} microbatches" + (f" of {slices} slices" if slices > 1 else "")
 
 
 def name_index(action: Action, slices: int) -> str:

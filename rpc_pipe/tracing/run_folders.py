@@ -86,11 +86,9 @@ def new_folder() -> Path:
     """
     sweep()
     path = root() / f"run-{os.getpid()}"
-    try:
-        path.mkdir()
-    except FileExistsError:  # of a process that had our number before, perhaps in another container
+    if path.exists():  # of a process that had our number before, perhaps in another container
         path = root() / f"run-{os.getpid()}-{secrets.token_hex(3)}"
-        path.mkdir()
+    path.mkdir()
     return path
 
 

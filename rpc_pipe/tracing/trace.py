@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from ..dependency import Action, ConfigError, Kind, Spec
 from ..drawing.page import Picture, draw_page, write_chrome
+from ..drawing.timeline import count_microbatches
 from ..planning.simulator import Cost, Simulation, simulate
 from ..planning.span import Span, waits
 from ..schedules import name_of
@@ -138,20 +139,15 @@ def planned_and_actual(trace: Trace, lost: str = "") -> str:
         lost: the line of the lost time.
     """
     spec, planned, actual = trace.spec, trace.simulated().spans, trace.spans(last=1)
-    last = max(trace.steps)
-    slices = len(spec.slice_sizes)
-    schedule = f"{name_of(spec)}, {spec.num_microbatches // slices} microbatches"
-    schedule += f" of {slices} slices" if slices > 1 else ""
+    last, slices = max(trace.steps), len(spec.slice_sizes)
+    schedule = f"{name_of(spec)}, {count_microbatches(spec)}"
     memory = [f"{record.peak_bytes / 1e6:,.0f} MB" for record in trace.steps[last]]
-    peaks = [max(record.peak_bytes for record in trace.steps[step]) / 1e6 for step in sorted(trace.steps)]
+    measured = any(record.peak_bytes for record in trace.steps[last])
     notes = [f"a step's time: {lost}"] if lost else []
-    if peaks[-1]:
-        every = ", ".join(f"{peak:,.0f}" for peak in peaks)
-        notes.append(f"largest memory of a worker until the end of steps {min(trace.steps)} to {last}, in MB: {every}")
     return draw_page([
         Picture(f"planned: {schedule}", planned, spec.num_workers, "ms", "idle", waits(spec, planned), slices),
         Picture(
             f"actual: step {last} of {trace.run or 'the run'}, {schedule}", actual, spec.num_workers, "ms", "idle",
-            waits(spec, actual, slack=trace.clock_error_ms), slices, notes=notes, memory=memory if peaks[-1] else (),
+            waits(spec, actual, slack=trace.clock_error_ms), slices, notes=notes, memory=memory if measured else (),
         ),
     ])  # fmt: skip

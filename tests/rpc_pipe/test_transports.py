@@ -137,7 +137,7 @@ def test_torchrun_on_one_host_needs_neither_port_nor_key(script):
     before = set(run_folders.root().glob("sockets-*"))
     done = python(*torchrun, script, 3, "--without-rpc", RPC_PIPE_TRANSPORT="zmq")
     others = set(run_folders.root().glob("sockets-*")) - before  # of jobs that run beside this test
-    assert all(any(map(run_folders.alive, run_folders._members(folder))) for folder in others), "nothing is left"
+    assert all(map(run_folders.in_use, others)), "nothing is left"
     assert done.returncode == 0, done.stderr
     alone = python(script, 3, OMP_NUM_THREADS="1")
     (loss,) = re.findall(r"loss (\S+) LocalPost", alone.stdout)
