@@ -8,13 +8,12 @@ from statistics import median
 from typing import Any
 
 from ..drawing.page import Picture
-from ..planning.span import waits
 from ..tracing.board import Live, State
 from ..tracing.trace import spans_of, transfers
 from ..tracing.view import RECENT, View
 
-#: most spans that are shown (fewer steps are shown then), and most for which causes of waits are computed
-_MOST_SPANS, _MOST_EXPLAINED = 100_000, 6_000
+#: most spans that are shown: fewer steps are shown then
+_MOST_SPANS = 100_000
 #: the words for states of workers, in their order; `gone` is one that has ended without leaving
 STATES = "starts", "runs", "waits", "between", "left", "stopped", "gone"
 
@@ -112,12 +111,7 @@ def draw_steps(view: View, count: int) -> list[Picture]:
         return [Picture("planned", [], view.num_workers), Picture("actual", [], view.num_workers)]
     largest = max(sum(len(record.actions) for record in records) for records in trace.steps.values())
     trace = view.trace(max(1, min(count, _MOST_SPANS // max(1, largest)))) or trace
-    workers, spec, found = view.num_workers, trace.spec, []
-    planned = trace.simulated(len(trace.steps)).spans
-    for name, spans in (("planned", planned), ("actual", trace.spans())):
-        causes = waits(spec, spans, slack=trace.clock_error_ms) if len(spans) <= _MOST_EXPLAINED else {}
-        found.append(Picture(name, spans, workers, "ms", "idle", causes, len(spec.slice_sizes)))
-    return found
+    return list(trace.pictures())
 
 
 def describe(view: View) -> dict[str, Any]:

@@ -11,10 +11,10 @@ from typing import Any
 
 from rich.console import Console
 from rich.live import Live as Display
-from rich.text import Text
 
 from ..dependency import ConfigError
 from ..tracing.boards import RunBoards
+from ..tracing.run_summary import lost_lines
 from ..tracing.trace import Trace
 from ..tracing.view import View
 from .recording import Recording, Replay, Scalars, Source
@@ -136,8 +136,8 @@ class Watcher:
         self.console.print(f"{self._source.name} {how}", style=style, markup=False, soft_wrap=True)
         lost = self._view.lost(fresh=True)
         if lost is not None:
-            self.console.print(Text(f"a step's time: {lost.line()}"), soft_wrap=True)
-            self.console.print(Text(f"worst: {lost.sentence}"), soft_wrap=True)
+            for line in lost_lines({"lost": lost.as_json()}):
+                self.console.print(line, markup=False, soft_wrap=True)
 
     async def _once(self, sinks: list[Any]) -> None:
         deadline = time.monotonic() + _ONCE_S

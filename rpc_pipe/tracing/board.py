@@ -186,10 +186,8 @@ class BoardWriter(Listener):
     def since(self, seen: int, most: int = MOST_SENT) -> bytes:
         """Return the head, the header, and the events after number `seen`, of steps the latest `most`."""
         # The thread that trains writes others meanwhile.
-        steps = self._steps.copy()
-        left_out = dict.fromkeys(list(steps)[: max(0, len(steps) - most)])
-        kept = self._programs | {number: line for number, line in steps.items() if number not in left_out}
-        new = [line for number, line in sorted(kept.items()) if number > seen]
+        steps = list(self._steps.copy().items())[-most:]
+        new = [line for number, line in sorted((*self._programs.items(), *steps)) if number > seen]
         return b"".join([self._head[:], json_line(kind="header", **self.header), *new])
 
     def _write(self, state: State, step: int, action: int = NONE, missing: int = NONE, peer: int = NONE) -> None:

@@ -92,16 +92,16 @@ def attribute_lost_time(
     return _Case(trace, shards, cores, one_process).lost()
 
 
+@dataclass
 class _Case:
-    def __init__(
-        self, trace: Trace, shards: Sequence[Sequence[Sequence[int]]], cores: int | None, one_process: bool
-    ) -> None:
-        self._trace = trace
-        self._spec = trace.spec
-        self._records = [trace.steps[step] for step in sorted(trace.steps)]
-        self._actual = trace.cost()
-        self._shards = shards
-        self._cores, self._one_process = cores, one_process
+    trace: Trace
+    shards: Sequence[Sequence[Sequence[int]]]
+    cores: int | None
+    one_process: bool
+
+    def __post_init__(self) -> None:
+        self._spec, self._actual = self.trace.spec, self.trace.cost()
+        self._records = [self.trace.steps[step] for step in sorted(self.trace.steps)]
         #: by worker, the ratio of its times to those of other workers for stages of the same form
         self._slowness = self._compare()
         #: (source, target) -> median transfer time in ms
@@ -110,7 +110,7 @@ class _Case:
 
     def lost(self) -> LostTime:
         spec = self._spec
-        step = self._trace.step_ms
+        step = self.trace.step_ms
         nominal_work: dict[Kind, list[float]] = defaultdict(list)
         for action in self._actions:
             nominal_work[action.kind].append(self._nominal(action))
@@ -202,7 +202,7 @@ class _Case:
     def _blame(self, worst: str, costs: str, lost: LostTime) -> str:
         if worst == "data":
             return self._late_data(costs, lost.data_cause)
-        if worst == "overhead" and self._one_process:
+        if worst == "overhead" and self.one_process:
             return (
                 f"the workers are threads of one process and take turns, which {costs}: that is for looking and "
                 "debugging; rpc-pipe run gives each a process"
@@ -212,9 +212,9 @@ class _Case:
             busy[self._spec.worker(action)] += self._actual(action)
         usual = max(median_low(busy), 1e-9)
         uneven = worst == "imbalance" and max(busy) >= _BUSIER * usual
-        if self._cores is not None and self._cores < len(busy) and not uneven:
+        if self.cores is not None and self.cores < len(busy) and not uneven:
             # Who waits for a core looks slow, and so does a link to it; which one it is changes from run to run.
-            shared = f"{len(busy)} workers share {self._cores} cores of one machine"
+            shared = f"{len(busy)} workers share {self.cores} cores of one machine"
             return f"the workers wait for a core, which {costs}: {shared}"
         if worst == "slow worker" or uneven:
             by = self._slowness if worst == "slow worker" else busy
@@ -247,7 +247,7 @@ class _Case:
         if not uneven:
             times = f"{self._slowness[worker]:.1f} x as long there as elsewhere"
             return f"stages of the same form take {times}: a slow worker, unless they are heavier"
-        counts = [sum(count for _, route, count, _ in shards if route == 0) for shards in self._shards]
+        counts = [sum(count for _, route, count, _ in shards if route == 0) for shards in self.shards]
         return f"its {counts[worker]} of {sum(counts)} layers take longer than others': rpc-pipe plan finds cuts"
 
     def _slow_link(self, costs: str) -> str:
@@ -268,7 +268,7 @@ class _Case:
         1 where that is not known.
         """
         times: dict[int, dict[int, float]] = defaultdict(dict)
-        for worker, shards in enumerate(self._shards):
+        for worker, shards in enumerate(self.shards):
             for stage, route, _, form in shards:
                 times[form][worker] = self._stage_ms(stage, route)
         ratios: dict[int, list[float]] = defaultdict(list)

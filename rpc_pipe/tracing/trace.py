@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -18,6 +18,9 @@ from ..planning.simulator import Cost, Simulation, simulate
 from ..planning.span import Span, waits
 from ..schedules import name_of
 from ..workers.hooks import StepRecord
+
+#: most spans for which causes of waits are computed
+_MOST_EXPLAINED = 6_000
 
 
 @dataclass(frozen=True)
@@ -76,13 +79,33 @@ class Trace:
             write_chrome(path, self.spec, steps, device=device, clock_error_ms=self.clock_error_ms)
 
     def write_page(self, path: str | Path, lost: str) -> None:
-        """Write `planned_and_actual` as a page.
+        """Write a page with a simulated step above the last one as it ran, and the line of the lost time.
 
         Raises:
             ConfigError: the file cannot be written.
         """
+        last = max(self.steps)
+        planned, actual = replace(self, steps={last: self.steps[last]}).pictures()
         with _writing(path):
-            Path(path).write_text(planned_and_actual(self, lost), encoding="utf-8")
+            page = draw_page([planned, replace(actual, notes=[f"a step's time: {lost}"])])
+            Path(path).write_text(page, encoding="utf-8")
+
+    def pictures(self) -> tuple[Picture, Picture]:
+        """Return these steps as planned and as they ran, in milliseconds."""
+        spec, last, slices = self.spec, max(self.steps), len(self.spec.slice_sizes)
+        schedule = f"{name_of(spec)}, {count_microbatches(spec)}"
+        planned, actual = self.simulated(len(self.steps)).spans, self.spans()
+        why_planned, why_actual = (
+            waits(spec, spans, slack=slack) if len(spans) <= _MOST_EXPLAINED else {}
+            for spans, slack in ((planned, 0.0), (actual, self.clock_error_ms))
+        )
+        measured = any(record.peak_bytes for record in self.steps[last])
+        memory = [f"{record.peak_bytes / 1e6:,.0f} MB" for record in self.steps[last]] if measured else []
+        ran = f"actual: step {last} of {self.run or 'the run'}, {schedule}"
+        return (
+            Picture(f"planned: {schedule}", planned, spec.num_workers, "ms", "idle", why_planned, slices),
+            Picture(ran, actual, spec.num_workers, "ms", "idle", why_actual, slices, memory=memory),
+        )
 
 
 @contextmanager
@@ -130,24 +153,3 @@ def transfers(steps: Iterable[Sequence[StepRecord]]) -> dict[tuple[int, int], li
                     ns = arrived.at_ns - max(made, record.start_ns)
                     found[arrived.peer, record.worker].append(Transfer(max(0, ns) / 1e6, arrived.num_bytes))
     return found
-
-
-def planned_and_actual(trace: Trace, lost: str = "") -> str:
-    """Return a page with a simulated step above the last one as it ran, in milliseconds.
-
-    Args:
-        lost: the line of the lost time.
-    """
-    spec, planned, actual = trace.spec, trace.simulated().spans, trace.spans(last=1)
-    last, slices = max(trace.steps), len(spec.slice_sizes)
-    schedule = f"{name_of(spec)}, {count_microbatches(spec)}"
-    memory = [f"{record.peak_bytes / 1e6:,.0f} MB" for record in trace.steps[last]]
-    measured = any(record.peak_bytes for record in trace.steps[last])
-    notes = [f"a step's time: {lost}"] if lost else []
-    return draw_page([
-        Picture(f"planned: {schedule}", planned, spec.num_workers, "ms", "idle", waits(spec, planned), slices),
-        Picture(
-            f"actual: step {last} of {trace.run or 'the run'}, {schedule}", actual, spec.num_workers, "ms", "idle",
-            waits(spec, actual, slack=trace.clock_error_ms), slices, notes=notes, memory=memory if measured else (),
-        ),
-    ])  # fmt: skip
