@@ -202,15 +202,11 @@ def record(training: Watchable) -> None:
 
 def _keep(training: Watchable, folder: Path | None) -> None:
     global _carrier, _owner
-
-    def board(worker: int) -> OwnBoard:
-        made = _boards[worker] = OwnBoard(training, worker, folder, written)
-        return made
-
     written = max((own.written for own in _boards.values()), default=0)
     _boards.clear()
+    _boards.update({actor.worker: OwnBoard(training, actor.worker, folder, written) for actor in training.actors})
     _owner = os.getpid()
-    training.listen(board)
+    training.listen(_boards.__getitem__)
     for actor in training.actors:
         if not actor.carrier.post.within_process:  # to workers in other processes
             _carrier = actor.carrier
@@ -261,9 +257,8 @@ def _keep_mirror(carrier: Carrier, folder: Path) -> None:
     if local == "0" and size.isdecimal() and int(size) < carrier.num_workers:
         from .remote import Mirror
 
-        own = range(carrier.worker, carrier.worker + int(size))
-        remote = [worker for worker in range(carrier.num_workers) if worker not in own]
-        Mirror(carrier, folder, remote).start()
+        here = range(carrier.worker, carrier.worker + int(size))
+        Mirror(carrier, folder, set(range(carrier.num_workers)).difference(here)).start()
 
 
 @cache
@@ -279,23 +274,17 @@ def tell_failure(text: str, *, consequence: bool = False, what: str = RUN_FAILED
         tell_end(folder, Ending(what, text, consequence))
 
 
-def _tell_error(error: BaseException) -> None:
-    """Tell watchers of the uncaught exception that ends this process."""
-    text = str(error) if isinstance(error, PipeError) else traceback.format_exception_only(error)[-1].strip()
-    if isinstance(error, KeyboardInterrupt):
-        tell_failure("by Ctrl-C", what=RUN_STOPPED)
-    else:
-        tell_failure(text, consequence=isinstance(error, PeerLost))
-
-
 @atexit.register
 def leave() -> None:
     """Mark the workers as left, and leave the run's folder, unless a launcher removes it after reading it."""
     if _owner != os.getpid():
         return
     error = getattr(sys, "last_value", None)
-    if error is not None:
-        _tell_error(error)
+    if isinstance(error, KeyboardInterrupt):
+        tell_failure("by Ctrl-C", what=RUN_STOPPED)
+    elif error is not None:
+        text = str(error) if isinstance(error, PipeError) else traceback.format_exception_only(error)[-1].strip()
+        tell_failure(text, consequence=isinstance(error, PeerLost))
     for board in _boards.values():
         board.close()
     if run_folders.FOLDER not in os.environ:
