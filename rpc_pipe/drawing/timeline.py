@@ -7,7 +7,7 @@ What every picture shares stands here: the bubble. `draw` is the terminal's pict
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from rich.text import Text
@@ -91,85 +91,66 @@ def draw(spans: Sequence[Span], num_workers: int, *, width: int = 100, most_line
     if not spans:
         return Text("nothing ran")
     held = held_stages(spans, num_workers)
-    grid = _Grid(spans, num_workers, width, several=any(len(stages) > 1 for stages in held), slices=slices)
-    rows = grid.rows(most_lines)
+    several = any(len(stages) > 1 for stages in held)
+    names = {a: f"{a.stage if several else ''}{a.kind.letter}{name_index(a, slices)}" for _, a, *_ in spans}
+    longest, label = max(map(len, names.values())), len(f"worker {num_workers - 1} ")
+    # One column parts names; if none is left for that, the digits of the next name must not touch.
+    scale, rows = _scale(spans, max(10, width - label), longest + several, longest + 1, most_lines // (num_workers + 1))
     picture = Text()
     for first, last in rows:
         if len(rows) > 1:
             picture.append(f"{tell(first)} to {tell(last)}\n", style="dim")
         for worker in range(num_workers):
-            picture.append(f"worker {worker} ".ljust(grid.label), style="bold")
-            picture.append_text(grid.line(worker, held[worker], first, last))
+            own = [span for span in spans if span.worker == worker and span.end > first and span.start < last]
+            picture.append(f"worker {worker} ".ljust(label), style="bold")
+            picture.append_text(_line(own, names, held[worker], first, last, scale))
             picture.append("\n")
-    if most_lines and len(rows) == 1 and not grid.fits:
+    if most_lines and len(rows) == 1 and scale * _shortest(spans) < longest + several:
         picture.append("cells are too small for names: a wider terminal, --svg or --html shows them", style="dim")
     picture.rstrip()
     return picture
 
 
-class _Grid:
-    """The mapping of times to columns."""
+def _shortest(spans: Sequence[Span]) -> float:
+    return min((span.end - span.start for span in spans if span.end > span.start), default=1.0)
 
-    def __init__(self, spans: Sequence[Span], num_workers: int, width: int, *, several: bool, slices: int) -> None:
-        self._several, self._slices = several, slices
-        self._first = min(span.start for span in spans)
-        self._last = max(span.end for span in spans)
-        self._by_worker: list[list[Span]] = [[] for _ in range(num_workers)]
-        for span in sorted(spans, key=lambda s: s.start):
-            self._by_worker[span.worker].append(span)
-        self.label = len(f"worker {num_workers - 1} ")
-        self._columns = max(10, width - self.label)
-        self._shortest = min((span.end - span.start for span in spans if span.end > span.start), default=1.0)
-        self._longest = max(len(self._name(span.action)) for span in spans)
-        # One unit takes the columns its name needs, unless the picture would not fit.
-        self._per_unit = self._even(
-            min((self._longest + 1) / self._shortest, self._columns / max(self._last - self._first, 1e-12))
-        )
 
-    def _even(self, per_unit: float) -> float:
-        """Return columns of a unit such that equal times get equal columns."""
-        return math.floor(per_unit * self._shortest) / self._shortest if per_unit * self._shortest >= 1 else per_unit
+def _scale(
+    spans: Sequence[Span], columns: int, least: int, usual: int, most_rows: int
+) -> tuple[float, list[tuple[float, float]]]:
+    """Return the columns of a unit of time, and (from, to) of each row: one, unless names fit into several only.
 
-    @property
-    def fits(self) -> bool:
-        """Whether each name fits into its cell."""
-        least = self._longest + self._several  # digits of the next name must not touch
-        return self._per_unit * self._shortest >= least
+    Args:
+        least, usual: columns that the shortest action needs, and takes if there is room.
+        most_rows: more rows are not drawn.
+    """
+    first, last = min(span.start for span in spans), max(span.end for span in spans)
+    shortest = _shortest(spans)
+    cell = min(usual, columns * shortest / max(last - first, 1e-12))
+    cell = math.floor(cell) if cell >= 1 else cell  # equal times get equal columns
+    units = math.ceil((last - first) / shortest * (1 - 1e-9))
+    count = math.ceil(units / max(1, columns // usual))
+    if cell >= least or count > most_rows:
+        return cell / shortest, [(first, last)]
+    row = math.ceil(units / count) * shortest
+    return usual / shortest, list(pairwise([*(first + i * row for i in range(count)), last]))
 
-    def rows(self, most_lines: int) -> list[tuple[float, float]]:
-        """Return (from, to) of each row of time: one, unless names fit into several only."""
-        if self.fits:
-            return [(self._first, self._last)]
-        most = max(1, math.floor(self._columns / (self._longest + 1)))  # of the shortest actions, in a row
-        units = math.ceil((self._last - self._first) / self._shortest * (1 - 1e-9))
-        count = math.ceil(units / most)
-        if count * (len(self._by_worker) + 1) > most_lines:
-            return [(self._first, self._last)]
-        self._per_unit = (self._longest + 1) / self._shortest
-        row = math.ceil(units / count) * self._shortest
-        return list(pairwise([*(self._first + i * row for i in range(count)), self._last]))
 
-    def line(self, worker: int, held: Sequence[int], first: float, last: float) -> Text:
-        """Draw what `worker`, which holds the stages `held`, does from `first` to `last`."""
-        line, at = Text(), 0
-        for span in self._by_worker[worker]:
-            if span.end <= first or span.start >= last:
-                continue
-            begin = round((max(span.start, first) - first) * self._per_unit)
-            end = round((min(span.end, last) - first) * self._per_unit)
-            if end <= max(begin, at):
-                continue  # too short to be seen at this scale
-            line.append("·" * (begin - at), style="dim")
-            cells = end - max(begin, at)
-            name = self._name(span.action) if span.start >= first else "…"  # goes on from the row before
-            line.append(_fit(name, cells), style=_style(span.action, held.index(span.action.stage)))
-            at = end
-        line.append("·" * (round((last - first) * self._per_unit) - at), style="dim")
-        return line
-
-    def _name(self, action: Action) -> str:
-        name = f"{action.kind.letter}{name_index(action, self._slices)}"
-        return f"{action.stage}{name}" if self._several else name
+def _line(
+    own: Sequence[Span], names: Mapping[Action, str], held: Sequence[int], first: float, last: float, scale: float
+) -> Text:
+    """Draw what a worker, which holds the stages `held`, does from `first` to `last`."""
+    line, at = Text(), 0
+    for span in sorted(own, key=lambda s: s.start):
+        begin = max(at, round((max(span.start, first) - first) * scale))
+        end = round((min(span.end, last) - first) * scale)
+        if end <= begin:
+            continue  # too short to be seen at this scale
+        line.append("·" * (begin - at), style="dim")
+        name = names[span.action] if span.start >= first else "…"  # goes on from the row before
+        line.append(_fit(name, end - begin), style=_style(span.action, held.index(span.action.stage)))
+        at = end
+    return line.append("·" * (round((last - first) * scale) - at), style="dim")
 
 
 def _style(action: Action, level: int) -> str:
