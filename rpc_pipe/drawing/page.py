@@ -7,6 +7,7 @@ alone. Loads without torch.
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
@@ -78,19 +79,11 @@ def _encode(picture: Picture) -> dict[str, object]:
     at = {span: i for i, span in enumerate(spans)}
     rows: list[list[object]] = []
     for span in spans:
-        stage, kind, microbatch = span.action
-        row: list[object] = [
-            span.worker,
-            stage,
-            kind.letter,
-            microbatch if picture.slices == 1 else name_index(span.action, picture.slices),
-            _short(span.start - first),
-            _short(span.end - first),
-        ]
-        wait = picture.waits.get(span)
-        if wait is not None:
-            row += [_short(wait.time), -1 if wait.cause is None else at.get(wait.cause, -1)]
-        rows.append(row)
+        (stage, kind, index), times = span.action, (_short(span.start - first), _short(span.end - first))
+        named = index if picture.slices == 1 else name_index(span.action, picture.slices)
+        rows.append([span.worker, stage, kind.letter, named, *times])
+        if (wait := picture.waits.get(span)) is not None:
+            rows[-1] += [_short(wait.time), -1 if wait.cause is None else at.get(wait.cause, -1)]
     return {
         "name": picture.name,
         "unit": picture.unit,
@@ -110,8 +103,7 @@ def _held(picture: Picture, first: float) -> list[list[tuple[float, float]]]:
     """Return of each worker how many microbatches' activations it holds: (time, number from then on)."""
     changes: list[list[tuple[float, int]]] = [[] for _ in range(picture.num_workers)]
     for span in picture.spans:
-        holds = span.action.kind.holds
-        if holds:
+        if holds := span.action.kind.holds:
             changes[span.worker].append((span.start if holds > 0 else span.end, holds))
     curves = []
     for own in changes:
@@ -128,11 +120,10 @@ def _table(picture: Picture, held: Sequence[Sequence[tuple[float, float]]]) -> l
     shares, unit = idle(picture.spans, picture.num_workers), f" {picture.unit}" if picture.unit else ""
     if not shares:
         return []
-    causes: list[dict[str, float]] = [{} for _ in shares]
+    causes: list[dict[str, float]] = [defaultdict(float) for _ in shares]
     for span, wait in picture.waits.items():
         if wait.cause is not None:
-            own, name = causes[span.worker], f"{wait.cause.action.kind} of worker {wait.cause.worker}"
-            own[name] = own.get(name, 0) + wait.time
+            causes[span.worker][f"{wait.cause.action.kind} of worker {wait.cause.worker}"] += wait.time
     rows = [["", picture.gaps, "waited for", "most activations held, in microbatches"]]
     for worker, share in enumerate(shares):
         longest = sorted(causes[worker].items(), key=lambda cause: -cause[1])[:_MOST_CAUSES]
