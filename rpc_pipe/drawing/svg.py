@@ -117,11 +117,7 @@ def _axis(layout: _Layout) -> Iterator[str]:
     """Yield the tracks, whose visible part is the bubble, and a line and a number at round times."""
     yield "<g>"
     for worker in range(layout.num_workers):
-        y = layout.top + worker * layout.pitch
-        yield (
-            f'<rect class="bubble" x="{_number(layout.left)}" y="{_number(y)}" '
-            f'width="{_number(layout.plot)}" height="{_number(layout.cell)}"/>'
-        )
+        yield _rect("bubble", layout.left, layout.top + worker * layout.pitch, layout.plot, layout.cell)
     yield "</g>"
     step = nice_step(layout.length, layout.plot / 64)
     decimals = max(0, -math.floor(math.log10(step)))
@@ -193,12 +189,9 @@ def _legend(layout: _Layout, spans: Sequence[Span], num_held: int) -> tuple[floa
         taken = 17 + _width(words, 12) + 16
         if x > layout.left and x + taken > layout.width:
             x, y = layout.left, y + 20
-        if name == "stripe":
-            parts.append(f'<rect class="bubble" x="{_number(x)}" y="{_number(y)}" width="12" height="12"/>')
-            # In the colour of words, as a dark one would not be seen where the page is dark.
-            parts.append(f'<rect class="dim" x="{_number(x)}" y="{_number(y + 8)}" width="12" height="4"/>')
-        else:
-            parts.append(f'<rect class="{name}" x="{_number(x)}" y="{_number(y)}" width="12" height="12"/>')
+        parts.append(_rect("bubble" if name == "stripe" else name, x, y, 12, 12))
+        if name == "stripe":  # in the colour of words, as a dark one would not be seen where the page is dark
+            parts.append(_rect("dim", x, y + 8, 12, 4))
         parts.append(_text(x + 17, y + 10.5, words, "ink", 12))
         x += taken
     return y + 14, parts
@@ -223,6 +216,11 @@ def _width(text: str, size: float) -> float:
 def _fit(text: str, size: float, width: float) -> str:
     most = max(1, int(width / (size * _CHARACTER)))
     return text if len(text) <= most else text[: most - 1] + "…"
+
+
+def _rect(name: str, x: float, y: float, width: float, height: float) -> str:
+    place = f'x="{_number(x)}" y="{_number(y)}"'
+    return f'<rect class="{name}" {place} width="{_number(width)}" height="{_number(height)}"/>'
 
 
 def _text(x: float, y: float, text: str, name: str, size: float, more: str = "") -> str:
