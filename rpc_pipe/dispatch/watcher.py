@@ -73,11 +73,8 @@ class Watcher:
                 await self._follow(stack, sinks)
 
     def _sinks(self, stack: contextlib.AsyncExitStack) -> list[Any]:
-        sinks: list[Any] = []
-        if self._wishes.record:
-            sinks.append(Recording(self._wishes.record))
-        if self._wishes.tensorboard:
-            sinks.append(Scalars(self._wishes.tensorboard))
+        wanted = (Recording, self._wishes.record), (Scalars, self._wishes.tensorboard)
+        sinks = [sink(path) for sink, path in wanted if path]
         for sink in sinks:
             stack.callback(sink.close)
         return sinks

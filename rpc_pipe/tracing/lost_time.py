@@ -16,7 +16,7 @@ A worker counts as slow, and not as having more work, if stages like its own tak
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -171,13 +171,12 @@ class _Case:
 
     def _data_cause(self) -> str:
         """Return the main cause of waiting for batches, if reading them explains the waits between steps."""
-        waited: dict[str, int] = defaultdict(int)
-        for records in self._records:
-            for record in records:
-                waited[record.data_cause] += record.data_wait_ns
-        worst = max(waited, key=lambda cause: waited[cause], default="")
+        waited: Counter[str] = Counter()
+        for record in (record for records in self._records for record in records):
+            waited[record.data_cause] += record.data_wait_ns
+        ((worst, ns),) = waited.most_common(1)
         between = max(self._data_waits(), default=0.0) * len(self._records)
-        return worst if waited[worst] / 1e6 > _KNOWN * between else ""
+        return worst if ns / 1e6 > _KNOWN * between else ""
 
     # --- words
 
