@@ -44,11 +44,14 @@ MOST_BYTES = 2**20
 
 #: in place of the number of the event seen last: everything is wanted
 EVERYTHING = 0
+#: most numbers of microbatches with a listed program; others are parts of larger ones
+_MOST_LISTED = 32
 #: most steps in a message; the latest are sent
 MOST_SENT = 16
 #: seconds that worker 0 waits for the end of the last step everywhere, and for answers
 COLLECT_S = 2.0
 NONE = -1
+ProgramLister = Callable[[int], "dict[str, Any] | None"]
 
 
 class State(IntEnum):
@@ -106,22 +109,31 @@ class BoardWriter(Listener):
     Args:
         path: None: nobody but this process can read the board.
         header: constant properties, for JSON.
+        list_program: returns the listing of this worker's program for a number of microbatches; None: it cannot.
         written: number of events that this process has written before, on the board of an earlier pipeline.
     """
 
-    def __init__(self, path: Path | None, header: dict[str, Any], written: int = 0) -> None:
+    def __init__(
+        self, path: Path | None, header: dict[str, Any], list_program: ProgramLister, written: int = 0
+    ) -> None:
         self.path = path
         self.header = header
+        self._list_program = list_program
         #: number of events written, also of those that there was no room for
         self.written = written
         #: what a new file begins with, by number: listings of programs, and the latest steps
         self._programs: dict[int, bytes] = {}
+        #: numbers of microbatches
+        self._listed: set[int] = set()
+        #: the last step, while it has not been written
+        self._ended: StepRecord | None = None
         self._steps: dict[int, bytes] = {}
         self._bytes = self._version = 0
         self._head: mmap.mmap | bytearray = bytearray(HEAD.size)
         self._file: File | None = None
         self._write(State.STARTING, 0)
         self._begin()
+        self._list(header["microbatches"])
 
     def _begin(self) -> None:
         """Make a file with what is kept, in place of the one before.
@@ -153,8 +165,20 @@ class BoardWriter(Listener):
         else:
             need = blocked.missing[0]
             self._write(State.WAITING, step, _code(blocked.action), _code(need.action), need.worker)
+        if self._ended is not None:
+            self.write_out()
 
     def step_finished(self, record: StepRecord) -> None:
+        # Others wait for the next step's first payloads: it is written when this worker waits.
+        self.write_out()
+        self._ended = record
+
+    def write_out(self) -> None:
+        """Write the last step if that has not been done."""
+        record, self._ended = self._ended, None
+        if record is None:
+            return
+        self._list(record.num_microbatches)
         line = self._put(self._steps, kind="step", record=encode_record(record))
         self._bytes += len(line)
         if self._bytes > MOST_BYTES:
@@ -163,9 +187,11 @@ class BoardWriter(Listener):
             with suppress(OSError):
                 self._begin()
 
-    def list_program(self, listing: dict[str, Any]) -> None:
-        """Add the listing of a program of this worker."""
-        self._put(self._programs, kind="program", **listing)
+    def _list(self, num_microbatches: int) -> None:
+        if num_microbatches not in self._listed and len(self._listed) < _MOST_LISTED:
+            self._listed.add(num_microbatches)
+            if (listing := self._list_program(num_microbatches)) is not None:
+                self._put(self._programs, kind="program", **listing)
 
     def _put(self, kept: dict[int, bytes], **event: Any) -> bytes:
         """Append an event; if there is no room for it, readers see that its number is missing."""
@@ -181,6 +207,7 @@ class BoardWriter(Listener):
 
     def close(self) -> None:
         """Record that the worker has left."""
+        self.write_out()
         self._write(State.LEFT, 0)
 
     def since(self, seen: int, most: int = MOST_SENT) -> bytes:

@@ -26,9 +26,9 @@ from weakref import ref
 from ..dependency import Entry, Kind, Order, PeerLost, PipeError, Spec, period, reaches
 from ..dependency.kinds import BUILT_IN
 from ..schedules import name_of
-from ..workers.hooks import Blocked, Listener, StepRecord
+from ..workers.hooks import Listener
 from . import run_folders
-from .board import COLLECT_S, BoardWriter
+from .board import COLLECT_S, BoardWriter, ProgramLister
 from .run_folders import END, RUN_FAILED, RUN_STOPPED, Ending, tell_end
 
 if TYPE_CHECKING:
@@ -38,14 +38,14 @@ if TYPE_CHECKING:
 
 #: signal on which a worker writes the stacks of its threads to `stacks-<process>`
 _STACKS = signal.SIGRTMIN + 7
-#: most numbers of microbatches with a listed program; others are parts of larger ones
-_MOST_LISTED = 32
 #: how long the others wait for worker 0 to leave
 _STAY_S = 10.0
 _PAUSE_S = 0.01
 
 #: boards of the latest pipeline, by worker, kept until the process ends
-_boards: dict[int, OwnBoard] = {}
+_boards: dict[int, BoardWriter] = {}
+#: that pipeline
+_recorded: ref[Watchable] | None = None
 #: the process that owns them; its forks do not touch them
 _owner = 0
 #: carrier to the workers in other processes
@@ -75,55 +75,17 @@ class Watchable(Protocol):
         """Add `listener(worker)` to every worker of this process."""
 
 
-class OwnBoard(BoardWriter):
-    """The board of a worker of this process, with listings of its programs.
+def _lister(training: Watchable, worker: int) -> ProgramLister:
+    """Return what lists programs of `worker` as long as `training` lives."""
+    made, spec, order = ref(training), training.spec, training.order
 
-    Args:
-        folder: folder of the run; None: only this process can read the board.
-        written: number of events on the boards of an earlier pipeline.
-    """
+    def listing(num_microbatches: int) -> dict[str, Any] | None:
+        if (alive := made()) is None:
+            return None
+        program = alive.program(worker, num_microbatches)
+        return list_program(replace(spec, num_microbatches=num_microbatches), worker, order, program)
 
-    def __init__(self, training: Watchable, worker: int, folder: Path | None, written: int) -> None:
-        self.training = ref(training)
-        self._spec, self._order = training.spec, training.order
-        self._worker = worker
-        #: numbers of microbatches
-        self._listed: set[int] = set()
-        #: the last step, while it has not been written
-        self._ended: StepRecord | None = None
-        path = None if folder is None else folder / f"worker-{worker}"
-        super().__init__(path, _header(training, worker), written)
-        self._list(training.spec.num_microbatches)
-
-    def step_finished(self, record: StepRecord) -> None:
-        # Others wait for the next step's first payloads: it is written when this worker waits.
-        self.write_out()
-        self._ended = record
-
-    def waiting(self, step: int, what: Callable[[], Blocked]) -> None:
-        super().waiting(step, what)
-        self.write_out()
-
-    def write_out(self) -> None:
-        """Write the last step if that has not been done."""
-        record, self._ended = self._ended, None
-        if record is None:
-            return
-        if record.num_microbatches not in self._listed and len(self._listed) < _MOST_LISTED:
-            self._list(record.num_microbatches)
-        super().step_finished(record)
-
-    def close(self) -> None:
-        self.write_out()
-        super().close()
-
-    def _list(self, num_microbatches: int) -> None:
-        training = self.training()
-        if training is not None:
-            self._listed.add(num_microbatches)
-            spec = replace(self._spec, num_microbatches=num_microbatches)
-            program = training.program(self._worker, num_microbatches)
-            self.list_program(list_program(spec, self._worker, self._order, program))
+    return listing
 
 
 def _script() -> str:
@@ -195,17 +157,18 @@ def roll_call_here() -> str:
 
 def record(training: Watchable) -> None:
     """Make sure that `collect` gets the last steps of `training`, even if it has no boards for others."""
-    boards = [_boards.get(actor.worker) for actor in training.actors]
-    if any(board is None or board.training() is not training for board in boards):
+    if _recorded is None or _recorded() is not training:
         _keep(training, None)
 
 
 def _keep(training: Watchable, folder: Path | None) -> None:
-    global _carrier, _owner
+    global _carrier, _owner, _recorded
     written = max((own.written for own in _boards.values()), default=0)
     _boards.clear()
-    _boards.update({actor.worker: OwnBoard(training, actor.worker, folder, written) for actor in training.actors})
-    _owner = os.getpid()
+    for worker in (actor.worker for actor in training.actors):
+        path = None if folder is None else folder / f"worker-{worker}"
+        _boards[worker] = BoardWriter(path, _header(training, worker), _lister(training, worker), written)
+    _owner, _recorded = os.getpid(), ref(training)
     training.listen(_boards.__getitem__)
     for actor in training.actors:
         if not actor.carrier.post.within_process:  # to workers in other processes

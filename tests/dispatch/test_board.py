@@ -41,6 +41,15 @@ def board_at(path):
     return Board(BoardFile(path).since)
 
 
+def board_of(path, **header):
+    return BoardWriter(path, {"microbatches": 4, **header}, lambda count: {"microbatches": count})
+
+
+def finish(writer, record):
+    writer.step_finished(record)
+    writer.write_out()
+
+
 def live(board):
     board.look()
     return board.live
@@ -48,7 +57,7 @@ def live(board):
 
 @pytest.fixture
 def writer(tmp_path):
-    return BoardWriter(tmp_path / "worker-0", {"pid": 1, "name": "ä"})
+    return board_of(tmp_path / "worker-0", name="ä")
 
 
 @given(records)
@@ -66,9 +75,9 @@ def test_kinds_of_a_schedule_of_ones_own_are_read_where_its_code_is_not(tmp_path
     """A watcher, or the launcher after a failure, ended in KeyError: 'X'."""
     monkeypatch.setattr(Kind, "_rows", dict(Kind._rows))
     made = Kind("X", "exchange halos", resource="copy", colour="#123456")
-    written = BoardWriter(tmp_path / "worker-0", {"kinds": [made.row]})
+    written = board_of(tmp_path / "worker-0", kinds=[made.row])
     written.action_started(3, made(1, 2))
-    written.step_finished(StepRecord(0, 3, 10, 20, [Record(made(0, 1), 11, 19)]))
+    finish(written, StepRecord(0, 3, 10, 20, [Record(made(0, 1), 11, 19)]))
     del Kind._rows["X"]
     board = board_at(tmp_path / "worker-0")
     assert str(board.look()[0].actions[0].action) == "0X1" and str(board.live) == "running 1X2, step 3"
@@ -85,7 +94,7 @@ def test_what_a_worker_does_is_read_live(writer, tmp_path):
     assert str(live(board)) == "waiting for 2B0 of worker 4 to run 1B0, step 3" and board.live.peer == 4
     writer.waiting(3, lambda: Blocked(None, []))
     assert str(live(board)) == "waiting for the result of step 3"
-    writer.step_finished(record(3))
+    finish(writer, record(3))
     writer.idle(3)
     assert str(live(board)) == "between steps, after step 3"
     writer.close()
@@ -95,11 +104,11 @@ def test_what_a_worker_does_is_read_live(writer, tmp_path):
 def test_a_slow_reader_misses_steps_and_knows_how_many(writer, tmp_path, monkeypatch):
     board = board_at(tmp_path / "worker-0")
     for step in range(3):
-        writer.step_finished(record(step))
+        finish(writer, record(step))
     assert [r.step for r in board.look()] == [0, 1, 2] and board.dropped == 0
     monkeypatch.setattr(boards, "MOST_BYTES", 2**15)
     for step in range(3, 1003):
-        writer.step_finished(record(step))
+        finish(writer, record(step))
     steps = [r.step for r in board.look()]
     assert steps == sorted(set(steps)) and steps[-10:] == list(range(993, 1003))  # of the first file, and the last
     assert board.dropped == 1000 - len(steps) > 0
@@ -109,12 +118,12 @@ def test_a_slow_reader_misses_steps_and_knows_how_many(writer, tmp_path, monkeyp
 
 def test_many_readers_do_not_disturb_each_other(writer, tmp_path):
     boards = [board_at(tmp_path / "worker-0") for _ in range(3)]
-    writer.step_finished(record(0))
+    finish(writer, record(0))
     assert [[r.step for r in board.look()] for board in boards] == [[0]] * 3
 
 
 def test_a_record_that_is_being_written_is_left_for_later(writer, tmp_path):
-    board, line = board_at(tmp_path / "worker-0"), json_line(kind="step", number=1, record=encode_record(record(0)))
+    board, line = board_at(tmp_path / "worker-0"), json_line(kind="step", number=2, record=encode_record(record(0)))
     writer._file.write(line[:40])
     assert board.look() == []
     writer._file.write(line[40:])
@@ -137,11 +146,10 @@ def large(step, num_actions=1000):
 def test_a_long_board_is_replaced_by_one_with_the_latest_steps_and_readers_go_on(writer, tmp_path, monkeypatch):
     monkeypatch.setattr(boards, "MOST_BYTES", 2**16)
     board, seen = board_at(tmp_path / "worker-0"), [large(0, 1), large(1), large(2, 1)]
-    writer.list_program({"microbatches": 4})
     for step in seen:
-        writer.step_finished(step)
+        finish(writer, step)
     for step in range(3, 40):
-        writer.step_finished(large(step, 2_000))
+        finish(writer, large(step, 2_000))
     writer.action_started(40, F(1, 2))
     steps = board.look()
     numbers = [r.step for r in steps]
@@ -152,11 +160,11 @@ def test_a_long_board_is_replaced_by_one_with_the_latest_steps_and_readers_go_on
 
 def test_a_step_that_there_is_no_room_for_is_left_out_and_the_run_goes_on(writer, tmp_path, monkeypatch):
     board = board_at(tmp_path / "worker-0")
-    writer.step_finished(record(0))
+    finish(writer, record(0))
     monkeypatch.setattr(writer, "_file", boards.File("/dev/full", "w"))
-    writer.step_finished(record(1))
+    finish(writer, record(1))
     monkeypatch.undo()
-    writer.step_finished(record(2))
+    finish(writer, record(2))
     assert [r.step for r in board.look()] == [0, 2] and board.dropped == 1
     assert [path.name for path in tmp_path.iterdir()] == ["worker-0"]
 

@@ -113,8 +113,14 @@ def test_a_run_is_found_by_its_script(root):
     boards = []
     for name, script in (("run-1", "train.py"), ("run-2", "tune.py"), ("run-3", "tune.py")):
         (root / name).mkdir()
-        header = {"process": run_folders.identity(), "script": script, "started": 0.0, "schedule": "1f1b"}
-        boards.append(BoardWriter(root / name / "worker-0", header))
+        header = {
+            "process": run_folders.identity(),
+            "script": script,
+            "started": 0.0,
+            "schedule": "1f1b",
+            "microbatches": 4,
+        }
+        boards.append(BoardWriter(root / name / "worker-0", header, lambda _: None))
         run_folders.enter(root / name)
     assert find("train.py").name == find("folder/train.py").name == "run-1"
     with pytest.raises(
