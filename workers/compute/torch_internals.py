@@ -1,24 +1,22 @@
 """What computing uses of torch that is not public, in one place: a new torch can break it here alone.
 
-Where there is a public function that does the same, it takes over; where there is none, importing this says which
-torch is meant. Fake tensors are the business of `model/placeholder.py`, the RPC agent that of `transport/rpc.py`.
+Importing this by a torch that has it not says so. Fake tensors are the business of `model/placeholder.py`, the RPC
+agent that of `transport/rpc.py`.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
-from typing import Any
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 try:
+    from torch.autograd.graph import _engine_run_backward
     from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
     from torch.nn.modules.batchnorm import _NormBase as NormBase
     from torch.overrides import TorchFunctionMode, _get_current_function_mode
+    from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
     from torch.utils._python_dispatch import TorchDispatchMode
 
     #: a context in which no function mode and no subclass sees what is called
@@ -27,20 +25,6 @@ except (ImportError, AttributeError) as error:
     raise ImportError(f"rpc-pipe was not made for torch {torch.__version__}: {error}") from error
 
 __all__ = ["BatchNorm", "NormBase"]
-
-_engine: Callable[..., Any] | None
-try:
-    from torch.autograd.graph import _engine_run_backward as _engine
-except ImportError:
-    _engine = None
-
-#: attributes of every module that are read and restored
-_OF_MODULES = frozenset((
-    "_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks",
-    "_backward_pre_hooks",
-))  # fmt: skip
-if _missing := _OF_MODULES - vars(nn.Module()).keys():
-    raise ImportError(f"rpc-pipe was not made for torch {torch.__version__}: modules have no {min(_missing)}")
 
 
 # --- autograd
@@ -52,12 +36,11 @@ def run_backward(roots: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Non
     Of a microbatch of two small layers its looks for subclasses, batches of gradients and symbolic shapes are a fifth.
     The engine itself checks shapes, types and devices once more.
     """
-    pairs = zip(roots, grads, strict=True)
-    if _engine is None or not all([_is_plain(root, grad) for root, grad in pairs]):
+    if not all([_is_plain(root, grad) for root, grad in zip(roots, grads, strict=True)]):
         torch.autograd.backward(roots, grads)
         return
     begun = [torch.ones_like(root) if grad is None else grad for root, grad in zip(roots, grads, strict=True)]
-    _engine(tuple(roots), tuple(begun), False, False, (), allow_unreachable=True, accumulate_grad=True)
+    _engine_run_backward(tuple(roots), tuple(begun), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def _is_plain(root: Tensor, grad: Tensor | None) -> bool:
@@ -79,9 +62,8 @@ def no_view(tensor: Tensor) -> Tensor:
 
 
 def has_saved_tensor_hooks() -> bool:
-    """Tell whether the caller has set hooks of saved tensors; True if torch does not say."""
-    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: True)
-    return top(False) is not None
+    """Tell whether the caller has set hooks of saved tensors."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 def keep_donated_buffers() -> None:
@@ -89,10 +71,9 @@ def keep_donated_buffers() -> None:
 
     The default is set, as what is set by its name counts in one thread, and autograd has its own.
     """
-    with suppress(ImportError, AttributeError, KeyError):
-        from torch._functorch import config
+    from torch._functorch import config
 
-        config._config["donated_buffer"].default = False  # type: ignore[attr-defined]
+    config._config["donated_buffer"].default = False  # type: ignore[attr-defined]
 
 
 # --- modes
@@ -114,31 +95,16 @@ def is_current(mode: TorchFunctionMode) -> bool:
     return _get_current_function_mode() is mode
 
 
-# --- gradients and optimizers
+# --- gradients
 
 
 def norms_of(tensors: Sequence[Tensor], order: float = 2.0) -> Sequence[Tensor]:
     """Return the norm of each tensor, with the bits of `clip_grad_norm_`."""
-    if hasattr(torch, "_foreach_norm"):
-        norms: Sequence[Tensor] = torch._foreach_norm(list(tensors), order) if tensors else ()
-        return norms
-    return [torch.linalg.vector_norm(tensor, order) for tensor in tensors]
+    norms: Sequence[Tensor] = torch._foreach_norm(list(tensors), order) if tensors else ()
+    return norms
 
 
 def by_type(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     """Group tensors of one device by type, in the order in which torch goes through the groups."""
-    try:
-        from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype as group
-
-        groups = group([list(tensors)]).values()
-        return [[each for each in of_type if each is not None] for ([of_type], _) in groups]
-    except (ImportError, TypeError, ValueError):
-        return [[each for each in tensors if each.dtype is kind] for kind in dict.fromkeys(t.dtype for t in tensors)]
-
-
-def step_hooks(optimizer: Optimizer) -> Iterable[Any]:
-    """Return the hooks of an optimizer's step, those of all optimizers included."""
-    everybodys = vars(sys.modules[Optimizer.__module__])
-    own = [getattr(optimizer, f"_optimizer_step_{when}_hooks", ()) for when in ("pre", "post")]
-    own += [everybodys.get(f"_global_optimizer_{when}_hooks", ()) for when in ("pre", "post")]
-    return [hook for hooks in own for hook in hooks]
+    groups = _group_tensors_by_device_and_dtype([list(tensors)]).values()
+    return [[each for each in of_type if each is not None] for ([of_type], _) in groups]
