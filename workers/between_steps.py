@@ -51,10 +51,10 @@ class BetweenSteps:
                 )
         if step is not None and self.has_evaluated:
             for shard in self._under_way:
-                if changed := step.before[shard].overwritten():
+                if step.before[shard].overwritten():
                     raise ConfigError(
-                        f"stage {shard.stage}: an evaluation changed {changed}, which forwards of the next step under "
-                        "way have read: call `step` for each batch instead of `train`, or evaluate behind it"
+                        f"stage {shard.stage}: an evaluation changed a weight or a buffer, which forwards of the next "
+                        "step under way have read: call `step` for each batch instead of `train`, or evaluate behind it"
                     )
         for module_state in self._under_way.values():
             module_state.put_back()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -18,7 +18,7 @@ from .torch_internals import set_version
 #: what every module has, which is torch's
 OF_TORCH = frozenset(vars(nn.Module()))
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
-BOXES = frozenset((list, dict, set, deque))
+BOXES = frozenset((list, dict, OrderedDict, set, deque))
 #: so many runs show which modules they change
 _LOOKS = 2
 #: larger ones of these are taken for tables, which nobody changes
@@ -34,37 +34,24 @@ class Attributes:
     """What modules have now: attributes, what is inside of them, and hooks of their calls; not the numbers of tensors.
 
     Args:
-        called: modules whose hooks count; by default the same. A forward may register some, such as those that capture
-            outputs.
         places: attributes that are looked into; by default all that can be.
     """
 
-    def __init__(
-        self,
-        modules: Iterable[nn.Module],
-        called: Iterable[nn.Module] | None = None,
-        places: Sequence[Place] | None = None,
-    ) -> None:
+    def __init__(self, modules: Iterable[nn.Module], places: Sequence[Place] | None = None) -> None:
         #: by module, its attributes
         self.held = [(module, dict(vars(module))) for module in modules]
-        of_modules = [module for module, _ in self.held]
-        self._called = of_modules if called is None else called
-        self._hooks = [
-            (module, hooks, dict(hooks))
-            for module in self._called
-            for name, hooks in vars(module).items()
-            if "_hooks" in name and isinstance(hooks, dict)
-        ]
-        self.places = places_in(of_modules) if places is None else places
+        self.places = places_in([module for module, _ in self.held]) if places is None else places
         inside = [(module, vars(module).get(name)) for module, name in self.places]
+        # A forward may register hooks, such as those that capture outputs.
+        inside += [(module, value) for module, held in self.held for name, value in held.items() if "_hooks" in name]
         self._inside = [(module, value, state) for module, value in inside if (state := _inside(value)) is not None]
 
     def now(self) -> Attributes:
         """Return what the same modules have now."""
-        return Attributes([module for module, _ in self.held], self._called, self.places)
+        return Attributes([module for module, _ in self.held], self.places)
 
     def changed(self) -> set[nn.Module]:
-        """Return the modules that have something else now, beside hooks."""
+        """Return the modules that have something else now."""
         return {module for module, _ in self.changed_places()}
 
     def changed_places(self) -> set[Place]:
@@ -75,19 +62,14 @@ class Attributes:
             found |= {(module, name) for name in {*now, *held} if now.get(name, _ABSENT) is not held.get(name, _ABSENT)}
         return found
 
-    def put_back(self) -> set[nn.Module]:
-        """Give the modules what they had, in the same dicts, which others know; return those that had other hooks."""
+    def put_back(self) -> None:
+        """Give the modules what they had, in the same dicts, which others know."""
         for module, held in self.held:
             for name in vars(module).keys() - held.keys() - OF_TORCH:
                 del vars(module)[name]
             vars(module).update(held)
-        changed = [(module, hooks, before) for module, hooks, before in self._hooks if hooks.keys() != before.keys()]
-        for _, hooks, before in changed:
-            hooks.clear()
-            hooks.update(before)
         for _, value, state in self._inside:
             _set(value, state)
-        return {module for module, _, _ in changed}
 
 
 class Tensors:
@@ -126,7 +108,6 @@ class ModuleState:
     """What modules hold besides trained parameters at this moment: buffers such as running means, counters, modes.
 
     Args:
-        called: modules whose hooks are kept; also stand-ins for modules of other stages are called.
         places: attributes whose inside is kept too; by default all whose type is known.
         weights: parameters that forwards write.
     """
@@ -134,20 +115,18 @@ class ModuleState:
     def __init__(
         self,
         modules: Sequence[nn.Module],
-        called: Sequence[nn.Module] | None = None,
         places: Sequence[Place] | None = None,
         weights: Iterable[nn.Parameter] = (),
     ) -> None:
-        self._given, self._weights = (modules, called, places), list(weights)
+        self._modules, self._places, self._weights = modules, places, list(weights)
         # The attributes of a ScriptModule cannot be replaced, and its forward does not change them.
         own = [module for module in modules if not isinstance(module, torch.jit.ScriptModule)]
         places = [*(places_in(own) if places is None else places), *((module, "_buffers") for module in own)]
-        self._attributes = Attributes(own, modules if called is None else called, places)
-        self._tensors = Tensors(modules, self._weights)
+        self._attributes, self._tensors = Attributes(own, places), Tensors(modules, self._weights)
 
     def now(self) -> ModuleState:
         """Return the present state of the same modules and weights."""
-        return ModuleState(*self._given, self._weights)
+        return ModuleState(self._modules, self._places, self._weights)
 
     def forget_weights(self) -> None:
         """Do not restore weights: another update has written them."""
@@ -158,18 +137,11 @@ class ModuleState:
     def written(self) -> list[nn.Module]:
         """Return the modules that hold something else now, or of which a tensor was written, even with equal values."""
         changed = self._attributes.changed() | {module for module, _ in self._tensors.written()}
-        return [module for module in self._given[0] if module in changed]
+        return [module for module in self._modules if module in changed]
 
-    def overwritten(self) -> str:
-        """Name a parameter or buffer that has other numbers now, "" if all have the same."""
-        for weight in self._weights:
-            if not torch.equal(weight, self._tensors.copies[weight][0]):
-                return "a parameter"
-        for (module, name), before in self._tensors.held:
-            now = module._buffers[name] if name in module._buffers else before
-            if now is not before or not torch.equal(now, self._tensors.copies[now][0]):
-                return f"buffer {name} of a {type(module).__name__}"
-        return ""
+    def overwritten(self) -> bool:
+        """Tell whether a parameter or buffer has other numbers now."""
+        return not all(torch.equal(tensor, copy) for tensor, (copy, _) in self._tensors.copies.items())
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -215,11 +187,10 @@ class ChangingModules:
 
     Args:
         modules: to be looked at.
-        called: as of `ModuleState`.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], called: Sequence[nn.Module]) -> None:
-        self._modules, self._called = modules, called
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modules = modules
         self._nothing = ModuleState([])
         #: kind of a run -> modules that it changes, each time
         self._seen: dict[Any, list[list[nn.Module]]] = {}
@@ -237,12 +208,12 @@ class ChangingModules:
         if self._places is None:
             self._places = places_in(self._modules)
         if len(seen) < _LOOKS:
-            return ModuleState(self._modules, self._called, self._places, weights)
+            return ModuleState(self._modules, self._places, weights)
         changing = dict.fromkeys(chain(known, *seen))
         if not (changing or weights):
             return self._nothing
         places = [place for place in self._places if place[0] in changing]
-        return ModuleState(list(changing), list(changing), places, weights)
+        return ModuleState(list(changing), places, weights)
 
     def note(self, kind: Any, before: ModuleState) -> None:
         """Observe what a run has changed."""
@@ -305,12 +276,11 @@ def _set(value: Any, state: Any) -> None:
 
 
 def _same(some: Any, other: Any) -> bool:
-    if isinstance(some, torch.Tensor):
+    if isinstance(some, Tensor):
         return torch.equal(some, other)
     if isinstance(some, dict):
-        return list(some) == list(other) and _same([*some.values()], [*other.values()])
+        some, other = [*some, *some.values()], [*other, *other.values()]
     if isinstance(some, (list, deque)):
-        return len(some) == len(other) and all(
-            a is b or (isinstance(a, _PLAIN) and a == b) for a, b in zip(some, other, strict=True)
-        )
+        pairs = zip(some, other, strict=False)
+        return len(some) == len(other) and all(a is b or (isinstance(a, _PLAIN) and a == b) for a, b in pairs)
     return repr(some) == repr(other)

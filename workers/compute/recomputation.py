@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from contextlib import nullcontext
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from ...dependency import ConfigError
 from ..transport.payload import Tree, tensors_of
@@ -32,15 +30,12 @@ class Recomputation:
 
     Args:
         modules: the modules of the stage.
-        called: these, and stand-ins for modules of other stages that are called in its forwards.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], called: Sequence[nn.Module]) -> None:
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = modules
         #: by training modes, and whether by a whole training step or by one forward of it
-        self._changing = ChangingModules(modules, called)
-        #: whether first runs drop what autograd saves; some forwards need it themselves
-        self._drops = True
+        self._changing = ChangingModules(modules)
         #: one flag on the device for each output that was recomputed: whether it differs
         self._differ: list[Tensor] = []
 
@@ -60,17 +55,9 @@ class Recomputation:
         return tuple([module.training for module in self._modules])
 
     def first(self, forward: Callable[[], Tree]) -> tuple[Tree, FirstRun]:
-        """Run `forward` without keeping its activations; the graph of the output tells only what requires gradients."""
+        """Run `forward` for the first time; its caller lets go of the graph, and of the activations in it."""
         module_state = self._changing.state((self._modes(), False))
-        try:
-            with saved_tensors_hooks(lambda tensor: None, _needed) if self._drops else nullcontext():
-                tree = forward()
-        except (_NeededError, RuntimeError, ConfigError) as error:
-            if not isinstance(error, _NeededError) and "saved tensor hooks" not in str(error):
-                raise
-            self._drops = False
-            module_state.put_back()
-            tree = forward()
+        tree = forward()
         self._changing.note((self._modes(), False), module_state)
         return tree, FirstRun(module_state, _sample(tree))
 
@@ -97,14 +84,6 @@ class Recomputation:
                 "parameters, buffers, attributes and random numbers, such as a file or a queue that grows; schedules "
                 "that do not recompute may run it, by the numbers of one forward"
             )
-
-
-class _NeededError(Exception):
-    """The forward itself runs backward, which needs what autograd saved, and that was dropped."""
-
-
-def _needed(_: None) -> NoReturn:
-    raise _NeededError
 
 
 def _sample(tree: Tree) -> list[Tensor]:

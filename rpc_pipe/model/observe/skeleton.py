@@ -166,8 +166,8 @@ class Skeleton:
         try:
             yield before
         finally:
-            changed = before.changed()
-            self.counting |= changed | before.put_back()
+            self.counting |= before.changed()
+            before.put_back()
             self._buffer_copies = []
             self.put(real)
             for parameters, name, version in held:  # of the weights, where several are in use

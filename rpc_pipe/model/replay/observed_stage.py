@@ -68,7 +68,7 @@ class ObservedStage:
         self.modules = list(self.module.modules())
         inside_others = {module for block in foreign for module in block.modules()}
         self.own = [module for module in self.modules if module not in inside_others]
-        self._changing = ChangingModules(self.own, self.own)
+        self._changing = ChangingModules(self.own)
         #: buffers and weights that observed forwards have written: a real one may write equal values, unnoticed
         self._writes: tuple[dict[Place, None], dict[nn.Parameter, None]] = {}, {}
         self._draws = PythonDraws()
