@@ -354,7 +354,7 @@ class Normed(nn.Module):
 @pytest.mark.parametrize(
     ("kind", "named"),
     [
-        (Mixing, r"2.conv \(Conv1d\)"), (Both, r"2.lstm \(LSTM\)"), (Normed, r"2.norm \(BatchNorm1d\)"),
+        (Mixing, r"2 \(Mixing\)"), (Both, r"2.lstm \(LSTM\)"), (Normed, r"2.norm \(BatchNorm1d\)"),
         (Attending, r"2.attend \(MultiheadAttention\)"),
     ],
 )  # fmt: skip

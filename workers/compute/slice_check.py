@@ -48,8 +48,7 @@ def compare(
     with torch.no_grad():
         whole = run(None, inputs, fields)
         parts = [run(number, each.inputs, each.fields) for number, each in enumerate(noted)]
-        expected, found = ([t for t in _sequences(each) if t.is_floating_point()] for each in ([whole], parts))
-        if not _same(expected, found):
+        if not _same(_sequences([whole]), parts):
             raise _culprit(noted, run, modules, inputs, fields)
         if loss_fn is not None:
             losses = [(loss_fn(part, each.target), each.share or 0.0) for part, each in zip(parts, noted, strict=True)]
@@ -57,7 +56,7 @@ def compare(
             share = losses[0][1] if added_up else sum(share for _, share in losses)
             mean = _mean([(loss_fn(whole, joined([each.target for each in noted])), share)], share)
             by_slices = _mean(losses, share)
-    if loss_fn is not None and not _same([mean], [by_slices], _TOLERANCE_OF_LOSS):
+    if loss_fn is not None and not _close(mean, by_slices, _TOLERANCE_OF_LOSS):
         raise ConfigError(
             f"slices: the loss of a sequence is {float(mean):.6g}, and {float(by_slices):.6g} by its slices: shift "
             "labels before the batch is given, and let a loss_fn that leaves out tokens return (sum, weight)"
@@ -92,45 +91,39 @@ def _mean(losses: Sequence[tuple[Any, float]], share: float) -> Tensor:
 
 
 def _sequences(parts: Sequence[Tree]) -> list[Tensor]:
-    return [tensor for tensor in _columns(parts) if tensor.dim() > 1]
+    return [tensor for tensor in _columns(parts) if tensor.dim() > 1 and tensor.is_floating_point()]
 
 
-def _same(expected: Sequence[Tensor], found: Sequence[Tensor], least: float = _TOLERANCE) -> bool:
-    if [tensor.shape for tensor in expected] != [tensor.shape for tensor in found]:
+def _same(expected: Sequence[Tensor], parts: Sequence[Tree]) -> bool:
+    """Tell whether what slices have given is, as a whole, what is expected."""
+    try:
+        return all(_close(*pair) for pair in zip(expected, _sequences(parts), strict=True))
+    except (RuntimeError, ValueError):  # shapes that make no whole
         return False
-    for one, other in zip(expected, found, strict=True):
-        if not one.is_floating_point():
-            if torch.equal(one, other):
-                continue
-            return False
-        kind = one.device.type
-        dtypes = [one.dtype, *([torch.get_autocast_dtype(kind)] if torch.is_autocast_enabled(kind) else [])]
-        most = max(least, *(_UNITS * torch.finfo(dtype).eps for dtype in dtypes))
-        if one.numel() and not bool((one - other).abs().max() <= most * one.abs().max()):
-            return bool(one.isnan().any())  # which says nothing
-    return True
+
+
+def _close(one: Tensor, other: Tensor, least: float = _TOLERANCE) -> bool:
+    kind = one.device.type
+    dtypes = [one.dtype, *([torch.get_autocast_dtype(kind)] if torch.is_autocast_enabled(kind) else [])]
+    most = max(least, *(_UNITS * torch.finfo(dtype).eps for dtype in dtypes))
+    if not one.numel() or one.isnan().any():  # which says nothing
+        return one.shape == other.shape
+    return one.shape == other.shape and bool((one - other).abs().max() <= most * one.abs().max())
 
 
 def _culprit(
     noted: Sequence[Noted], run: Run, modules: dict[nn.Module, str], inputs: Tree, fields: Tree
 ) -> ConfigError:
     """Return the error that names the first module that is given the same and gives something else."""
-    with _recorded(modules) as whole:
-        run(None, inputs, fields)
-    parts = []
-    for number, each in enumerate(noted):
-        with _recorded(modules) as part:
-            run(number, each.inputs, each.fields)
-        parts.append(part)
-    for (module, given, gave), *others in zip(whole, *parts, strict=False):
-        if len({module, *(other for other, _, _ in others)}) > 1:
+    runs = []
+    for number, *given in ((None, inputs, fields), *((n, each.inputs, each.fields) for n, each in enumerate(noted))):
+        with _recorded(modules) as found:
+            run(number, *given)
+        runs.append(found)
+    for (module, given, gave), *parts in zip(*runs, strict=False):
+        if any(part[0] is not module for part in parts):
             break
-        try:
-            same = _same(given, [torch.cat(each, 1) for each in zip(*(taken for _, taken, _ in others), strict=True)])
-            other = [torch.cat(each, 1) for each in zip(*(made for _, _, made in others), strict=True)]
-        except (RuntimeError, ValueError):  # shapes that make no whole
-            same, other = True, []
-        if same and not _same(gave, other):
+        if _same(given, [part[1] for part in parts]) and not _same(gave, [part[2] for part in parts]):
             return refused(module, modules[module], "mixes a sequence otherwise than from its beginning on")
     module, name = next(iter(modules.items()))
     return refused(module, name, "or something behind it mixes a sequence otherwise than from its beginning on")
