@@ -177,14 +177,16 @@ class PythonDraws:
         self.found = False
         self._before: Any = None
 
-    def seeding(self, seed: Seed, whole: Seed) -> Seed:
-        """Return how a call shall seed: by `seed`, or by `whole`, which seeds these generators too, if they matter."""
-        self._before, grad = None, torch.is_grad_enabled()
+    def seeding(self, seed: Seed) -> Seed:
+        """Return what seeds a call as `seed` does, and these generators too, while it is not known that none draws."""
+        self.looks[torch.is_grad_enabled()] -= not self.found
+        self._before = None
+        return self.noting(python_too(seed))
+
+    def noting(self, whole: Seed) -> Seed:
+        """Return `whole`, or what notes besides whether anything has been drawn since it was called last."""
         if self.found:
             return whole
-        if not self.looks[grad]:
-            return seed
-        self.looks[grad] -= 1
 
         def seeds(unit: int, operation: int) -> None:
             self.end()

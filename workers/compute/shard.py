@@ -64,13 +64,13 @@ class Shard:
     ) -> None:
         self.stage = stage
         self.slice = slice
-        self.loss_fn = self._own_loss_fn = loss_fn
+        self.loss_fn = loss_fn
         self.num_updates = 0
         self.losses = Losses()
         self._randomness = randomness
         #: while all modules are in evaluation mode: their training modes before that
         self._modes: dict[nn.Module, bool] = {}
-        self._loss_draws = PythonDraws()
+        self._draws = PythonDraws()
         self.statistics = Statistics(slice.own)
         self._forwarded: dict[int, Forwarded] = {}
         self._owed = InputGradients()
@@ -237,28 +237,22 @@ class Shard:
     ) -> Tree:
         """Compute; `drawing` is the microbatch whose random numbers layers draw, if that is another one."""
         seed: Seed = partial(self._randomness.seed_forward, step, microbatch if drawing < 0 else drawing)
-        tree = self.slice.forward(inputs, fields, seed)
-        if share is None:
-            return tree
-        try:
-            loss = self._loss(step, microbatch, tree, target)
-        except Exception as error:
-            note(error, "in the loss function")
-            raise
-        return self._weigh(microbatch, loss, share)
-
-    def _loss(self, step: int, microbatch: int, output: Tree, target: Tree) -> Any:
-        """Return what the loss function gives; what it draws in Python is its own for each microbatch."""
-        draws, loss_fn = self._loss_draws, self.loss_fn
-        assert loss_fn is not None
-        is_metric = loss_fn is not self._own_loss_fn  # another in each call, perhaps
-        if not (is_metric or draws.found or draws.looks[torch.is_grad_enabled()]):
-            return loss_fn(output, target)
-        seed: Seed = partial(self._randomness.seed_loss, step, microbatch)
-        draws.seeding(seed, seed)(0, 0)
-        loss = loss_fn(output, target)
-        draws.end()
-        return loss
+        draws = self._draws
+        draws_too = draws.found or draws.looks[torch.is_grad_enabled()] > 0
+        tree = self.slice.forward(inputs, fields, draws.seeding(seed) if draws_too else seed)
+        if share is not None:
+            if draws_too:  # of torch's numbers the loss function takes those behind the last layer's
+                draws.noting(partial(self._randomness.seed_loss, step, microbatch))(0, 0)
+            assert self.loss_fn is not None
+            try:
+                loss = self.loss_fn(tree, target)
+            except Exception as error:
+                note(error, "in the loss function")
+                raise
+            tree = self._weigh(microbatch, loss, share)
+        if draws_too:
+            draws.end()
+        return tree
 
     def _staying(self) -> Iterable[Tensor]:
         """Return the tensors that outlive a forward: parameters and buffers."""

@@ -7,11 +7,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 
 from ..transport.payload import Tree
-from .randomness import PythonDraws, Seed, may_draw, python_too
+from .randomness import Seed, may_draw
 
 #: ranks of parameters of one layer lie below so many
 _MOST_IN_LAYER = 2**20
@@ -72,7 +71,7 @@ class Layers:
         layers: (index in the whole model, module), in order.
         names: of parameters that the unsplit model calls by another layer, which has them too.
         shared: as in `Slice`.
-        look: called after the first forwards.
+        look: called after each forward.
     """
 
     takes_fields = False
@@ -89,10 +88,9 @@ class Layers:
         self.first = self.layers[0][0]
         self.modules = list(dict.fromkeys(part for _, module in self.layers for part in module.modules()))
         self.own = self.modules
-        self._draws = PythonDraws()
-        #: layers that are seeded: the last one too, from where a loss function draws on
         #: layers of the user's with a state, which begins with this forward and ends with it
         self._stateful = {index for index, module in self.layers if has_own_state(module)}
+        #: layers that are seeded: the last one too, from where a loss function draws on
         self._seeded = {index for index, module in self.layers if may_draw(module)} | {self.layers[-1][0]}
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
@@ -118,10 +116,6 @@ class Layers:
         return {f"{index}.{name}".rstrip("."): each for index, found in named for name, each in found.items()}
 
     def forward(self, tree: Tree, fields: Tree, seed: Seed) -> Tree:
-        draws = self._draws
-        looks = draws.looks[torch.is_grad_enabled()]
-        if looks or draws.found:
-            seed = draws.seeding(seed, python_too(seed))
         for index, module in self.layers:
             if index in self._seeded:
                 seed(index, 0)
@@ -130,10 +124,8 @@ class Layers:
             except Exception as error:
                 note(error, f"in layer {index} ({type(module).__name__})")
                 raise
-        if looks:
-            draws.end()
-            if self._look is not None:
-                self._look()
+        if self._look is not None:
+            self._look()
         return tree
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ...dependency import ConfigError, ModelError
 from ...workers.compute.module_state import Attributes, ChangingModules, Place
-from ...workers.compute.randomness import PythonDraws, Seed, python_too
+from ...workers.compute.randomness import Seed
 from ...workers.compute.slices import note, versions_of
 from ...workers.transport.payload import Tree
 from ..assign.assignment import Owners
@@ -71,7 +71,6 @@ class ObservedStage:
         self._changing = ChangingModules(self.own)
         #: buffers and weights that observed forwards have written: a real one may write equal values, unnoticed
         self._writes: tuple[dict[Place, None], dict[nn.Parameter, None]] = {}, {}
-        self._draws = PythonDraws()
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return [(name, self._skeleton.parameters[name]) for name in self._names]
@@ -121,8 +120,6 @@ class ObservedStage:
         Raises:
             ModelError: the model cannot run in stages on these inputs.
         """
-        if seed is not None:
-            seed = self._draws.seeding(seed, python_too(seed))
         modes = self._modes()
         scripts = self._scripts_of((_signature((args, kwargs)), modes))
         divergences: list[Diverged] = []
@@ -153,7 +150,6 @@ class ObservedStage:
                 before.put_back()
                 continue
             self._changing.note(modes, before)
-            self._draws.end()
             return output
 
     def _diverges_each_time(self, script: Script, diverged: Diverged) -> ModelError:
