@@ -121,7 +121,7 @@ class WorkerActor(Context):
         self.running, self.step, self.next_step = "", step, step
         for shard in self.shards.values():
             shard.abandon()
-        self.listeners.idle(step - 1)
+        self.listeners.tell("idle", step - 1)
 
     def _bound_for(self, batch: StepInput) -> Bound:
         if batch.part not in self._bound:

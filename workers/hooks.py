@@ -90,42 +90,20 @@ class Listener:
         """What the worker was asked to do is done, be it a training step, an evaluation or a prediction."""
 
 
-class Listeners(Listener):
+class Listeners:
     """Tells several listeners; one that raises is reported once and removed, and the run goes on."""
 
-    def __init__(self, *listeners: Listener) -> None:
-        self._listeners = listeners
+    def __init__(self) -> None:
+        self._listeners: tuple[Listener, ...] = ()
 
     def add(self, listener: Listener) -> None:
         self._listeners = (*self._listeners, listener)
 
-    def action_started(self, step: int, action: Action) -> None:
-        for listener in self._listeners:  # as `_tell` does: this is told most often
-            try:
-                listener.action_started(step, action)
-            except Exception:
-                self._remove(listener, "action_started")
-
-    def waiting(self, step: int, what: Callable[[], Blocked]) -> None:
-        for listener in self._listeners:  # as `action_started`
-            try:
-                listener.waiting(step, what)
-            except Exception:
-                self._remove(listener, "waiting")
-
-    def step_finished(self, record: StepRecord) -> None:
-        self._tell("step_finished", record)
-
-    def idle(self, step: int) -> None:
-        self._tell("idle", step)
-
-    def _tell(self, hook: str, *args: object) -> None:
+    def tell(self, hook: str, *args: object) -> None:
+        """Call a method of all, by its name."""
         for listener in self._listeners:
             try:
                 getattr(listener, hook)(*args)
             except Exception:
-                self._remove(listener, hook)
-
-    def _remove(self, listener: Listener, hook: str) -> None:
-        logger.exception("listener %r raised in %s and is removed", listener, hook)
-        self._listeners = tuple(other for other in self._listeners if other is not listener)
+                logger.exception("listener %r raised in %s and is removed", listener, hook)
+                self._listeners = tuple(other for other in self._listeners if other is not listener)

@@ -205,7 +205,7 @@ class Stream:
             step.state.arrived(action)
 
     def _wait(self) -> None:
-        self._worker.listeners.waiting(next(iter(self._steps.values())).number, self._blocked)
+        self._worker.listeners.tell("waiting", next(iter(self._steps.values())).number, self._blocked)
         for arrival in self._mailbox.next_arrivals(self._steps, lambda: str(self._blocked()), looked=True):
             self._take_in(arrival)
 
@@ -226,7 +226,7 @@ class Stream:
         if step.undoable and action.kind.way == 1 and task.shard not in step.before:
             step.before[task.shard] = task.shard.recomputation.before_step(task.shard.state.weights)
         worker.running, worker.running_step, worker.given = task.name, step.number, None
-        worker.listeners.action_started(step.number, action)
+        worker.listeners.tell("action_started", step.number, action)
         begin = worker.backend.timestamp()
         try:
             payload = task.handler(ActionContext(worker, step, task))
@@ -259,7 +259,7 @@ class Stream:
     def _copy(self, step: Step, entry: Entry) -> None:
         """Let an action run beside compute; that it is finished arrives like everything else."""
         task = step.tasks[entry.action]
-        self._worker.listeners.action_started(step.number, entry.action)
+        self._worker.listeners.tell("action_started", step.number, entry.action)
         begin, follow = self._worker.backend.timestamp(), self._worker.backend.as_here()
 
         def does() -> Payload | None:
@@ -293,7 +293,7 @@ class Stream:
             forget_casts()  # made without gradients
             worker.evaluated += 1
         # The count goes up only after a training step, which this may not have been.
-        worker.listeners.idle(worker.step - 1)
+        worker.listeners.tell("idle", worker.step - 1)
         assert step.result is not None
         self._ended |= step.result.stop
         self._confirm(step)
@@ -339,7 +339,8 @@ class Stream:
         times = worker.backend.resolve([*begins, *ends])
         records = list(map(Record, actions, times[: len(begins)], times[len(begins) :]))
         loss = step.result.loss if step.result is not None else None
-        worker.listeners.step_finished(
+        worker.listeners.tell(
+            "step_finished",
             StepRecord(
                 worker.worker,
                 step.number,
@@ -354,7 +355,7 @@ class Stream:
                 len(self._carrier.outbox),
                 len(step.batch.shares),
                 *step.batch.waited,
-            )
+            ),
         )
 
 

@@ -147,21 +147,6 @@ def test_what_a_loop_that_is_left_has_begun_counts_nowhere():
     pipe.close()
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
-def test_clipping_sparse_gradients_is_refused_by_name(schedule):
-    """It was a bare NotImplementedError about `aten::_foreach_norm`."""
-    layers = [partial(nn.Embedding, 4, 4, sparse=True), partial(nn.Linear, 4, 2)]
-    sgd = partial(torch.optim.SGD, lr=0.1)
-    pipe = Pipeline(
-        layers, nn.functional.cross_entropy, num_microbatches=2, optimizer=sgd, max_grad_norm=1.0, schedule=schedule
-    )
-    before = {name: tensor.clone() for name, tensor in pipe.weights.state_dict().items()}
-    with pytest.raises(WorkerFailure, match=r"max_grad_norm: the gradient of parameter 0\.weight is sparse"):
-        pipe.step((torch.arange(4), torch.arange(4) % 2))
-    assert all(torch.equal(tensor, before[name]) for name, tensor in pipe.weights.state_dict().items())
-    pipe.close()
-
-
 def shifted(output, target):
     return nn.functional.mse_loss(output, target.sub_(1))
 

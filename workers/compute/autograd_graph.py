@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from typing import Any
-from weakref import ref
 
 from torch import Tensor, nn
 from torch.autograd.graph import Node
@@ -41,42 +40,24 @@ def children_first(roots: Iterable[Node]) -> list[Node]:
     return order
 
 
-class UnownedParameters:
-    """Refuses parameters that the loss depends on and no layer of the stage has, such as a loss function's own.
+def refuse_unowned(loss: Tensor, own: Iterable[Tensor]) -> None:
+    """Refuse parameters that the loss depends on and no layer of the stage has, such as a loss function's own.
 
     Each replica of a stage would have its own, and none scales, clips, divides or stores them.
+
+    Args:
+        own: what an optimizer of this stage has, or could have.
+
+    Raises:
+        ConfigError: there is one.
     """
-
-    def __init__(self) -> None:
-        #: None until a forward has been seen; weak, as a forward may make some that end with it
-        self._found: list[ref[nn.Parameter]] | None = None
-
-    def look(self, loss: Tensor, own: Iterable[Tensor]) -> None:
-        """Find them by the graph of the first forward.
-
-        Args:
-            own: what an optimizer of this stage has, or could have.
-        """
-        if self._found is None:
-            known = {key for tensor in own for key in (id(tensor), tensor.data_ptr())}  # versions are other objects
-            nodes = children_first([] if loss.grad_fn is None else [loss.grad_fn])
-            leaves = (getattr(node, "variable", None) for node in nodes)
-            found = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter)]
-            self._found = [ref(leaf) for leaf in found if known.isdisjoint((id(leaf), leaf.data_ptr()))]
-
-    def check(self) -> None:
-        """Look, before the first update, whether there are any.
-
-        Raises:
-            ConfigError: there is one.
-        """
-        for parameter in (found() for found in self._found or ()):
-            # Whether it has a gradient now says nothing: where stages are threads its own may have taken that already.
-            if parameter is not None:
-                raise ConfigError(
-                    f"a parameter of shape {tuple(parameter.shape)} has a gradient of the loss here, and no layer of "
-                    "this stage has it, so no optimizer would use that gradient: if the parameter is the loss "
-                    "function's own, put it into the last layer; if another stage's layer has it, as with a penalty on "
-                    "all weights, let the optimizer do that (weight_decay), or that layer"
-                )
-        self._found = self._found and []
+    known = {key for tensor in own for key in (id(tensor), tensor.data_ptr())}  # versions are other objects
+    for node in children_first([] if loss.grad_fn is None else [loss.grad_fn]):
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, nn.Parameter) and known.isdisjoint((id(leaf), leaf.data_ptr())):
+            raise ConfigError(
+                f"the loss depends here on a parameter of shape {tuple(leaf.shape)} that no layer of this stage has, "
+                "so no optimizer would use its gradient: if it is the loss function's own, put it into the last "
+                "layer; if another stage's layer has it, as with a penalty on all weights, let the optimizer do that "
+                "(weight_decay), or that layer"
+            )

@@ -5,9 +5,9 @@ Whole parameters are owned, so that any optimizer can update a part of a stage a
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -92,8 +92,6 @@ class Pieces:
         told = {name for name, holder in first.items() if holder != (stage, route)}
         self.told = parameters.keys() - self.owned if self.zero else told
         self.done: set[int] = set()
-        #: parameters whose gradients a backward adds once; None: none has been watched
-        self._once: set[str] | None = None
 
     def _size(self, name: str) -> int:
         parameter = self._parameters[name]
@@ -103,33 +101,29 @@ class Pieces:
     def exchanged_within(self, numbers: Iterable[int], exchanged: Callable[[int], bool]) -> Iterator[None]:
         """Call `exchanged(number)` within a backward for each piece, when the last of its gradients has been added.
 
-        It returns whether it could, and else is called again when more gradients have been added.
+        It returns whether it could, and else is called again when another piece is whole.
 
-        The first such backward only counts: of parts that are computed again in backward (reentrant checkpoints), a
-        gradient may be added several times, and its piece comes behind the backward.
+        Raises:
+            ConfigError: a gradient is added once more, behind what has left.
         """
         self.done.clear()
-        whole = dict[int, None]()
-        once, counts = self._once, Counter[str]()
+        whole: list[int] = []
         within = [number for number in numbers if number != self._last]
         missing = {n: {name for name in self._names[n] if self._parameters[name].requires_grad} for n in within}
 
-        def added(name: str, number: int) -> None:
-            counts[name] += 1
-            if number in self.done:
+        def added(name: str, number: int, _: Tensor) -> None:
+            if name not in missing[number]:
                 raise ConfigError(
-                    f"{name}: its gradient is added {counts[name]} times in a backward, and once in the first; with "
-                    "replicas a forward must use its parameters alike in every step"
+                    f"{name}: its gradient is added several times in a backward, as by a checkpoint with "
+                    "use_reentrant=True around a layer that is called twice; with replicas, pass use_reentrant=False"
                 )
-            if once is not None and missing[number] <= once and missing[number] <= counts.keys():
-                whole[number] = None
+            missing[number].remove(name)
+            if not missing[number]:
+                whole.append(number)
                 self.done |= {each for each in whole if each not in self.done and exchanged(each)}
 
-        def hook(name: str, number: int) -> Callable[[Tensor], None]:
-            return lambda parameter: added(name, number)
-
         handles = [
-            self._parameters[name].register_post_accumulate_grad_hook(hook(name, number))
+            self._parameters[name].register_post_accumulate_grad_hook(partial(added, name, number))
             for number, names in missing.items()
             for name in names
         ]
@@ -138,8 +132,6 @@ class Pieces:
         finally:
             for handle in handles:
                 handle.remove()
-        if once is None:
-            self._once = {name for name, count in counts.items() if count == 1}
 
     def was_done(self, number: int) -> bool:
         """Tell once whether a piece was given or summed within the last backward; a replica may have none in a step."""

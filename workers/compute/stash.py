@@ -9,7 +9,7 @@ backward that needs it is over.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -136,7 +136,7 @@ class StashingShard(Shard):
             scale: with a share, the microbatch's share of the rows of the update that takes its gradients.
         """
         if not torch.is_grad_enabled():
-            with nullcontext() if self.reference is None else Holding(self._places, self.reference, self._trained):
+            with self._evaluating():
                 return super().forward(step, microbatch, inputs, **settings)
         if scale is not None:
             self._scales[microbatch] = scale
@@ -214,12 +214,12 @@ class StashingShard(Shard):
 
     def evaluated_state_dict(self) -> dict[str, Tensor]:
         """Return the tensors by which the shard evaluates: of weights the reference, if there is one."""
-        state = self.state_dict()
-        if self.reference is None:
-            return state
-        places = {parameter.data_ptr(): n for n, parameter in enumerate(self._trained) if parameter.numel()}
-        numbers = {name: places.get(tensor.data_ptr()) for name, tensor in state.items()}
-        return {name: t if (n := numbers[name]) is None else self.reference[n] for name, t in state.items()}
+        with self._evaluating():
+            return self.state_dict()
+
+    def _evaluating(self) -> AbstractContextManager[object]:
+        """Return a context in which the modules hold the weights by which the shard evaluates."""
+        return nullcontext() if self.reference is None else Holding(self._places, self.reference, self._trained)
 
     def go_on_at(self, step: int, updates: int) -> None:
         super().go_on_at(step, updates)

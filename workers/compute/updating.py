@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 
 from ...dependency import ConfigError
 from ...dependency.errors import first_sentence
 from . import autocast
-from .autograd_graph import UnownedParameters
+from .autograd_graph import refuse_unowned
 from .randomness import Randomness
 from .slices import Slice
 from .torch_internals import norms_of
@@ -62,6 +62,10 @@ class Training:
     check: Literal["first", "always"] = "first"
 
 
+#: parameters of a step for which a pipeline has nothing
+_UNKNOWN = ("closure", "metrics")
+
+
 class Updating:
     """The optimizer of a shard, and what goes with it.
 
@@ -86,11 +90,6 @@ class Updating:
         self.owned = pieces.owned if pieces is not None and pieces.zero else None
         own = [pair for pair in trained if self.owned is None or pair[0] in self.owned]
         self.optimizer = _made("optimizer", training.optimizer, own) if training.optimizer and own else None
-        if self.optimizer is not None and _needs_closure(self.optimizer):
-            raise ConfigError(
-                f"optimizer {type(self.optimizer).__name__}: its step runs the model again, by a closure, which a "
-                "pipeline cannot; use one whose step needs no closure, such as AdamW"
-            )
         #: whose gradients nobody has asked for
         self._frozen = [] if training.optimizer is None else [pair for pair in named if not pair[1].requires_grad]
         if self.optimizer is not None:
@@ -99,11 +98,6 @@ class Updating:
         if self.optimizer is not None and training.lr_scheduler is not None:
             _own_rates(self.optimizer)
             self.lr_scheduler = _made("lr_scheduler", training.lr_scheduler, self.optimizer)
-        if isinstance(self.lr_scheduler, ReduceLROnPlateau):
-            raise ConfigError(
-                "lr_scheduler ReduceLROnPlateau: its step takes a metric, and schedulers are stepped after every "
-                "update without one; use one whose step takes nothing, such as CosineAnnealingLR"
-            )
         self.scale = LossScale(training.grad_scaler)
         self.average: Average | None = None
         if training.ema_decay is not None:
@@ -118,12 +112,14 @@ class Updating:
         self._finite = True
         #: functions of the user, called with whole gradients before they are clipped and applied
         self.on_gradients: list[Callable[[Mapping[str, nn.Parameter]], object]] = []
-        self._unowned = UnownedParameters()
+        #: whether it is known that the loss depends on no other parameters
+        self._is_known = training.optimizer is None
 
     def root(self, loss: Tensor, summed: bool) -> Tensor:
         """Return what backward starts from: the loss's part in the update, scaled; of sums the weight comes later."""
-        if loss.requires_grad and self.training.optimizer is not None:
-            self._unowned.look(loss, self.parameters.values())
+        if not self._is_known and loss.requires_grad:
+            refuse_unowned(loss, self.parameters.values())
+            self._is_known = True
         if self.training.accumulate > 1 and not summed:
             loss = loss / self.training.accumulate
         return loss * self.scale.scale if self.scale.enabled else loss
@@ -140,7 +136,6 @@ class Updating:
         """
         elsewhere = {name for name, stages in self._shared.items() if min(stages) < self._stage}
         named = [(n, p.grad) for n, p in self.parameters.items() if p.grad is not None and n not in elsewhere]
-        refuse_sparse(named)
         norms = norms_of([grad for _, grad in named])
         # Of the gradient's own type, also if that is complex: by it `clip_grad_norm_` takes them together.
         return {self._ranks[name]: norm.to(grad.dtype) for (name, grad), norm in zip(named, norms, strict=True)}
@@ -165,12 +160,10 @@ class Updating:
 
     def clip_by_own_norm(self, max_norm: float) -> None:
         """Clip the gradients of this stage by their own norm."""
-        refuse_sparse((name, parameter.grad) for name, parameter in self.parameters.items())
         torch.nn.utils.clip_grad_norm_(self.parameters.values(), max_norm)
 
     def hold(self, weight: float) -> None:
         """Keep the gradients for a later update; `weight`: of the loss, where it is known only now."""
-        self._unowned.check()
         self.held = {name: p.grad.clone() for name, p in self.parameters.items() if p.grad is not None}
         self.weight += weight
 
@@ -181,12 +174,7 @@ class Updating:
             parameter.grad = None if held is None else held.clone()
 
     def update(self, finite: bool) -> None:
-        """Let the optimizer make one step, unless gradients have overflowed, and forget them.
-
-        Raises:
-            ConfigError: the loss depends on a parameter that it does not have.
-        """
-        self._unowned.check()
+        """Let the optimizer make one step, unless gradients have overflowed, and forget them."""
         self.held, self.weight = {}, 0.0
         self._finite = finite
         if self.scale.enabled:  # also where nothing is trained: there the loss may be computed
@@ -287,12 +275,13 @@ def _made(name: str, factory: Callable[[Any], Any], given: object) -> Any:
         raise ConfigError(f"{name} could not be made: {type(error).__name__}: {first_sentence(error)}") from error
     if not callable(getattr(made, "step", None)):
         raise ConfigError(f"{name} made a {type(made).__name__}, which has no step: it must return what it makes")
+    parameters = inspect.signature(made.step).parameters.values()
+    if needed := [each.name for each in parameters if each.name in _UNKNOWN and each.default is each.empty]:
+        raise ConfigError(
+            f"{name} {type(made).__name__}: its step needs {needed[0]}, which a pipeline has not: use one whose step "
+            "needs nothing, such as AdamW or CosineAnnealingLR"
+        )
     return made
-
-
-def _needs_closure(optimizer: Optimizer) -> bool:
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def _refuse_others(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -318,13 +307,3 @@ def _own_rates(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         tensors = [(key, value) for key, value in group.items() if isinstance(value, Tensor)]
         group.update((key, copies.setdefault(id(value), value.clone())) for key, value in tensors)
-
-
-def refuse_sparse(named: Iterable[tuple[str, Tensor | None]]) -> None:
-    """Refuse gradients that `clip_grad_norm_` of torch 2.13 cannot take either, before any weight is changed."""
-    for name, grad in named:
-        if grad is not None and grad.layout is not torch.strided:
-            raise ConfigError(
-                f"max_grad_norm: the gradient of parameter {name} is sparse, which clipping does not take; make its "
-                "layer with sparse=False, or leave max_grad_norm out"
-            )
