@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 
 from ..dependency import A, G, P, S, reduction_tree
 from .compute.pieces import Pieces
@@ -12,23 +11,17 @@ from .transport.payload import Payload
 
 
 def _pieces(ctx: ActionContext) -> tuple[Pieces, int]:
-    """Return the pieces of the shard, and the number of that of the action."""
-    pieces = ctx.task.shard.updating.pieces
-    assert pieces is not None
-    return pieces, ctx.task.entry.action.index // ctx.step.batch.spec.num_routes
+    """Return the pieces of the shard, with the gradients of the action's update, and the number of its piece."""
+    (_, _, index), shard, routes = ctx.task.entry.action, ctx.task.shard, ctx.step.batch.spec.num_routes
+    assert shard.updating.pieces is not None
+    shard.turn_to(ctx.step.first_update + index % routes)
+    return shard.updating.pieces, index // routes
 
 
 @carries_out(G)
 def _give(ctx: ActionContext) -> Payload | None:
     pieces, number = _pieces(ctx)
-    with _showing(ctx):
-        return None if pieces.was_done(number) else pieces.give(number)
-
-
-def _showing(ctx: ActionContext) -> AbstractContextManager[None]:
-    """Return a context in which the parameters have the gradients that the update of the action takes."""
-    _, _, index = ctx.task.entry.action
-    return ctx.task.shard.showing(ctx.step.first_update + index % ctx.step.batch.spec.num_routes)
+    return None if pieces.was_done(number) else pieces.give(number)
 
 
 def exchanging(backward: Task, tasks: Sequence[Task]) -> Task:
@@ -73,8 +66,7 @@ def _sum(ctx: ActionContext) -> Payload | None:
         return None
     (piece,) = (p for p in reduction_tree(spec).pieces(stage, ctx.step.batch.reductions) if p.number == number)
     parts = [ctx.worker.backend.ready(ctx.step.payloads.pop(source)) for source in ctx.task.entry.sources]
-    with _showing(ctx):
-        return pieces.sum(number, parts, piece.holders(spec.num_routes).index((stage, index % spec.num_routes)))
+    return pieces.sum(number, parts, piece.holders(spec.num_routes).index((stage, index % spec.num_routes)))
 
 
 @carries_out(P)

@@ -226,23 +226,18 @@ def _forward(ctx: ActionContext) -> Payload | None:
     elif payload is None:
         payload = worker.given = pack(worker.backend.load(batch.inputs[at]))
     more: dict[str, Any] = {} if batch.places is None else {"place": batch.places[at]}
-    if not task.is_last:
-        return shard.forward(
-            step.number, m, payload, fields=fields, split=task.saves, recompute=task.recomputes, **more
-        )  # fmt: skip
-    if batch.targets is None:
-        output = shard.forward(step.number, m, payload, fields=fields, **more)
-        assert output is not None
-        step.outputs[m] = unpack(output)
-    else:
-        target, share = worker.backend.load(batch.targets[at]), batch.shares[at]
+    if task.is_last and batch.targets is not None:
         shard.losses = step.losses
+        more |= {"target": worker.backend.load(batch.targets[at]), "share": batch.shares[at]}
         if batch.scales is not None:
             more["scale"] = batch.scales[at]
-        shard.forward(
-            step.number, m, payload, fields=fields, target=target, share=share, split=task.saves,
-            recompute=task.recomputes, **more,
-        )  # fmt: skip
+    output = shard.forward(
+        step.number, m, payload, fields=fields, split=task.saves, recompute=task.recomputes, **more
+    )  # fmt: skip
+    if not task.is_last:
+        return output
+    if output is not None:
+        step.outputs[m] = unpack(output)
     return None
 
 
@@ -303,13 +298,12 @@ def _collect_norms(ctx: ActionContext) -> Payload:
     if _is_first_node(ctx) and not ctx.step.batch.reductions.validated:
         for (_, route), shard in ctx.worker.shards.items():
             if route == 0 or ctx.step.batch.spec.zero:
-                update = ctx.step.first_update + route
-                with shard.showing(update):
-                    _complete_gradients(ctx, shard, route)
-                    if ctx.worker.max_grad_norm is not None:
-                        norms |= shard.updating.gradient_norms()
-                    if shard.updating.scale.enabled:
-                        finite.append(ctx.step.finite[shard])
+                shard.turn_to(ctx.step.first_update + route)
+                _complete_gradients(ctx, shard, route)
+                if ctx.worker.max_grad_norm is not None:
+                    norms |= shard.updating.gradient_norms()
+                if shard.updating.scale.enabled:
+                    finite.append(ctx.step.finite[shard])
     return pack((norms, finite))
 
 
@@ -334,8 +328,7 @@ def _update(ctx: ActionContext) -> None:
     if not step.batch.updates:
         shard.hold(result.divisor if result is not None and result.summed else 0.0)
         return
-    if shard.has_versions:  # only the gradients that this update takes
-        _as_stashing(shard).take_gradients(step.first_update + index)
+    shard.turn_to(step.first_update + index)
     _complete_gradients(ctx, shard, index)
     if step.batch.reductions.validated:
         if index == 0:

@@ -9,7 +9,7 @@ No worker, no stash and no timing: versions are copies in a dictionary, one micr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any
@@ -24,10 +24,10 @@ from ..model.observe.trees import mapped
 from ..model.observed_partition import ObservedPartition
 from ..model.partition import LayerPartition
 from ..workers.compute.batch_norm import Statistics, defer
-from ..workers.compute.module_state import ModuleState
+from ..workers.compute.module_state import ModuleState, Value
 from ..workers.compute.randomness import Randomness, preserved
 from ..workers.compute.shard import LossFn
-from ..workers.compute.stash import Holding, places_of
+from ..workers.compute.stage_state import shown
 from ..workers.transport.payload import Tree
 from .keyed import Keyed
 from .shares import Shares
@@ -48,7 +48,6 @@ class _Stage:
         trained = [(name, parameter) for name, parameter in self.named if parameter.requires_grad]
         self.optimizer = optimizer(trained) if trained else None
         self.lr_scheduler = schedule(self.optimizer) if schedule and self.optimizer else None
-        self.places = places_of(module.modules(), {parameter: n for n, parameter in enumerate(self.own)})
         self.num_updates = self.newest = 0
         self.versions: dict[int, list[Tensor]] = {}
 
@@ -56,11 +55,11 @@ class _Stage:
         """Keep the newest version."""
         self.versions[self.newest] = [parameter.detach().clone() for parameter in self.own]
 
-    def leaves(self, version: int) -> list[Tensor]:
-        """Return leaves with the numbers of a version; versions before it are dropped."""
+    def at(self, version: int) -> AbstractContextManager[object]:
+        """Return a context in which the parameters hold a version; versions before it are dropped."""
         self.versions = {number: tensors for number, tensors in self.versions.items() if number >= version}
-        pairs = zip(self.versions[version], self.own, strict=True)
-        return [tensor.detach().requires_grad_(parameter.requires_grad) for tensor, parameter in pairs]
+        pairs = zip(self.own, self.versions[version], strict=True)
+        return shown([Value(parameter, tensor, parameter._version, None) for parameter, tensor in pairs])
 
 
 @dataclass
@@ -192,10 +191,8 @@ class Reference:
         used = [[replica.shares.of(parameter) for parameter in stage.own] for stage in replica.stages]
         with ExitStack() as stack:  # backward too, as a checkpoint computes again
             if not spec.synchronous:
-                versions = [stage.leaves(spec.version(s, m)) for s, stage in enumerate(replica.stages)]
-                used = [[[leaf] for leaf in leaves] for leaves in versions]
-                for stage, leaves in zip(replica.stages, versions, strict=True):
-                    stack.enter_context(Holding(stage.places, leaves, stage.own))
+                for number, stage in enumerate(replica.stages):
+                    stack.enter_context(stage.at(spec.version(number, m)))
             loss = self._loss(replica, m, step.pieces.inputs[at], step.pieces.targets[at])
             step.summed = isinstance(loss, tuple)
             total, weight = loss if isinstance(loss, tuple) else (loss, 0.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -9,7 +10,45 @@ from torch import Tensor, nn
 from ..model.observe.trees import mapped
 from ..model.observed_partition import ObservedPartition
 from ..model.partition import LayerPartition
-from ..workers.compute.stash import Holding, places_of
+from ..workers.compute.randomness import computing
+
+#: where a module has a parameter: the container, the key there, the parameter's number
+Place = tuple[Any, Any, int]
+
+
+def places_of(modules: Iterable[nn.Module], number: Mapping[nn.Parameter, int]) -> list[Place]:
+    """Return all places where modules have these parameters."""
+    found: list[tuple[Any, Any, nn.Parameter | None]] = []
+    for module in modules:
+        found += [(module._parameters, name, parameter) for name, parameter in module._parameters.items()]
+        if isinstance(module, nn.RNNBase):  # it computes by a list of its own
+            found += [(module._flat_weights, i, weight) for i, weight in enumerate(module._flat_weights)]
+    return [(container, key, number[p]) for container, key, p in found if p is not None and p in number]
+
+
+class Holding:
+    """A context, on this thread alone, in which modules have other weights than their own, by their numbers."""
+
+    def __init__(self, places: Iterable[Place], weights: Sequence[Tensor], own: Sequence[Tensor]) -> None:
+        self._places, self._weights, self._own = places, weights, own
+
+    def __enter__(self) -> None:
+        computing.acquire()  # modules may be other threads' too
+        try:
+            self._put(self._weights)
+        except BaseException:  # Ctrl-C
+            self.__exit__()
+            raise
+
+    def __exit__(self, *error: object) -> None:
+        try:
+            self._put(self._own)
+        finally:
+            computing.release()
+
+    def _put(self, weights: Sequence[Tensor]) -> None:
+        for container, key, number in self._places:
+            container[key] = weights[number]
 
 
 class Shares:
@@ -41,7 +80,7 @@ class Shares:
         """Return the leaves of a parameter, in the order of stages."""
         return list(self._leaves.get(parameter, {0: parameter}).values())
 
-    def within(self, call: int) -> Holding[list[Tensor]]:
+    def within(self, call: int) -> Holding:
         """Return a context for a call of a block."""
         return Holding(self._places, self._at(call, 0), self._own)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields as fields_of
 from dataclasses import is_dataclass
 from functools import partial
@@ -348,10 +347,8 @@ class Shard:
         self.updating.clip(max_norm, norm)
         self.updating.update(finite=True)
 
-    def showing(self, update: int) -> AbstractContextManager[None]:
-        """Return a context in which the parameters have the gradients that an update will take: where steps overlap,
-        later ones may be made before it takes them."""
-        return nullcontext()
+    def turn_to(self, update: int) -> None:
+        """Let the parameters have the gradients that an update takes: where steps overlap, later ones may be made."""
 
     def hold(self, weight: float) -> None:
         """Keep the gradients for a later update; `weight`: of a loss that is a sum, known only now."""

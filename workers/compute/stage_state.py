@@ -123,10 +123,12 @@ def _shown(left: Sequence[Value]) -> Iterator[None]:
     with computing:
         held = [(value.place, value.tensor if value.place is None else getattr(*value.place, None)) for value in left]
         now = [Value.now(tensor, place) for place, tensor in held if isinstance(tensor, Tensor)]
-        for value in left:
-            value.put()
         try:
+            for value in left:
+                value.put()
+            forget_casts()  # of weights
             yield
         finally:
             for value in now:
                 value.put()
+            forget_casts()

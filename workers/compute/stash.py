@@ -1,64 +1,24 @@
 """A shard of which several versions of the weights are in use: each microbatch keeps to the one declared for it.
 
-The parameters themselves always hold the newest version, which the optimizer updates in place. What a forward uses are
-leaves beside them that share the newest version's memory; an update gives the parameters other memory first if a
-microbatch still needs the version that they held. So a copy is made only where it must be, and is free when the last
-backward that needs it is over.
+The parameters hold the newest version, which the optimizer updates in place; an update gives them other memory first
+if a microbatch still needs the version that they held. A forward or backward by an older version is shown the memory of
+that. So a copy is made only where it must be, and is free when the last backward that needs it is over.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Generic, TypeVar
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ...dependency import ConfigError, Spec, microbatches_on, update_of
 from ..transport.payload import Payload
-from .randomness import computing
+from .module_state import Value
 from .shard import Shard
-
-#: where a module has a parameter: the container, the key there, the parameter's number
-Place = tuple[Any, Any, int]
-Weights = TypeVar("Weights", bound=Sequence[Tensor])
-
-
-def places_of(modules: Iterable[nn.Module], number: Mapping[nn.Parameter, int]) -> list[Place]:
-    """Return all places where modules have these parameters."""
-    found: list[tuple[Any, Any, nn.Parameter | None]] = []
-    for module in modules:
-        found += [(module._parameters, name, parameter) for name, parameter in module._parameters.items()]
-        if isinstance(module, nn.RNNBase):  # it computes by a list of its own
-            found += [(module._flat_weights, i, weight) for i, weight in enumerate(module._flat_weights)]
-    return [(container, key, number[p]) for container, key, p in found if p is not None and p in number]
-
-
-class Holding(Generic[Weights]):
-    """A context, on this thread alone, in which modules have other weights than their own, by their numbers."""
-
-    def __init__(self, places: Iterable[Place], weights: Weights, own: Sequence[Tensor]) -> None:
-        self._places, self._weights, self._own = places, weights, own
-
-    def __enter__(self) -> Weights:
-        computing.acquire()  # modules may be other threads' too
-        try:
-            self._put(self._weights)
-        except BaseException:  # Ctrl-C
-            self.__exit__()
-            raise
-        return self._weights
-
-    def __exit__(self, *error: object) -> None:
-        try:
-            self._put(self._own)
-        finally:
-            computing.release()
-
-    def _put(self, weights: Sequence[Tensor]) -> None:
-        for container, key, number in self._places:
-            container[key] = weights[number]
+from .stage_state import shown
 
 
 class StashingShard(Shard):
@@ -76,15 +36,16 @@ class StashingShard(Shard):
         self._uncounted: int | None = None
         #: microbatch -> its share of the rows of the update that takes its gradients, on the last stage
         self._scales: dict[int, float] = {}
-        self._leaves: dict[int, list[nn.Parameter]] = {}
+        #: older versions that microbatches use
+        self._versions: dict[int, list[Value]] = {}
         #: version -> how many microbatches use it whose backward is not over
         self._left: dict[int, int] = {}
-        #: update -> the gradients that it takes, by parameter
+        #: the update whose gradients the parameters have, and those that others take, by parameter
+        self._update = 0
         self._gradients: dict[int, list[Tensor | None]] = {}
         #: weights that all routes have in common and are pulled to; None: there are none
         self.reference: list[Tensor] | None = None
         self._trained: list[nn.Parameter] = []
-        self._places: list[Place] = []
 
     def begin(self, spec: Spec, route: int, first: StashingShard) -> None:
         """Begin a stream of `spec`: version 0 is what the parameters hold now.
@@ -92,6 +53,7 @@ class StashingShard(Shard):
         Args:
             first: the shard of the stage on the first route, whose reference the others share if there is one.
         """
+        self._trained = self._found()
         if spec.elasticity and first.reference is None:
             first.reference = [parameter.detach().clone() for parameter in first._found()]
         self.reference = first.reference
@@ -99,18 +61,11 @@ class StashingShard(Shard):
         self._microbatches = microbatches_on(spec, route)
         self._uncounted = next(self._microbatches, None)
         self._forget()
-        self._look()
         if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in self._trained):
             raise ConfigError(
                 f"stage {self.stage}: hooks of parameters' gradients do not run where several versions of the weights "
                 "are in use; remove them, or use a synchronous schedule"
             )
-
-    def _look(self) -> None:
-        """Note which parameters are trained, and where modules hold them."""
-        self._trained = self._found()
-        number = {parameter: n for n, parameter in enumerate(self._trained)}
-        self._places = places_of(self.slice.modules, number)
 
     def _found(self) -> list[nn.Parameter]:
         # In the order of the beginning, alike on all routes: a forward may exchange modules.
@@ -118,14 +73,14 @@ class StashingShard(Shard):
 
     def refer_to(self, weights: Mapping[str, Tensor]) -> None:
         """Go on with these, by name, as the weights that all routes are pulled to."""
-        self._look()
+        self._trained = self._found()
         names = {parameter: name for name, parameter in self.named_parameters()}
         self.reference = [weights[names[parameter]].to(parameter.device, copy=True) for parameter in self._trained]
 
     @property
     def num_copies(self) -> int:
         """How many versions of the weights are held now."""
-        return len(self._leaves.keys() | {self.newest})
+        return len(self._versions) + 1
 
     def forward(
         self, step: int, microbatch: int, inputs: Payload, *, scale: float | None = None, **settings: Any
@@ -176,30 +131,23 @@ class StashingShard(Shard):
         with self._accumulating(microbatch):
             super().backward_weights(microbatch)
 
-    def take_gradients(self, update: int) -> None:
-        """Give the parameters the gradients that an update takes, once."""
-        found = self._gradients.pop(update, [None] * len(self._trained))
-        for parameter, gradient in zip(self._trained, found, strict=True):
-            parameter.grad = gradient
-
-    @contextmanager
-    def showing(self, update: int) -> Iterator[None]:
-        self.take_gradients(update)
-        try:
-            yield
-        finally:
-            self._gradients[update] = [parameter.grad for parameter in self._trained]
-            for parameter in self._trained:
-                parameter.grad = None
+    def turn_to(self, update: int) -> None:
+        if update != self._update:
+            if any(parameter.grad is not None for parameter in self._trained):
+                self._gradients[self._update] = [parameter.grad for parameter in self._trained]
+            found = self._gradients.pop(update, [None] * len(self._trained))
+            for parameter, gradient in zip(self._trained, found, strict=True):
+                parameter.grad = gradient
+            self._update = update
 
     def update(self, *, finite: bool = True) -> None:
         self._count_uses(self.newest)
         if self._left.get(self.newest):
-            self._leaves_of(self.newest)
+            self._versions[self.newest] = list(map(Value.now, self._trained))
             for parameter in self._trained:
                 parameter.data = parameter.data.clone()
         else:
-            self._drop(self.newest)
+            self._left.pop(self.newest, None)
         self.newest += 1
         super().update(finite=finite)
 
@@ -218,8 +166,9 @@ class StashingShard(Shard):
             return self.state_dict()
 
     def _evaluating(self) -> AbstractContextManager[object]:
-        """Return a context in which the modules hold the weights by which the shard evaluates."""
-        return nullcontext() if self.reference is None else Holding(self._places, self.reference, self._trained)
+        """Return a context in which the parameters hold the weights by which the shard evaluates."""
+        pairs = zip(self._trained, self.reference or (), strict=False)
+        return shown([Value(parameter, weight, parameter._version, None) for parameter, weight in pairs])
 
     def go_on_at(self, step: int, updates: int) -> None:
         super().go_on_at(step, updates)
@@ -230,49 +179,36 @@ class StashingShard(Shard):
         self._forget()
 
     def _forget(self) -> None:
-        for held in (self._leaves, self._left, self._gradients, self._scales):
+        for held in (self._versions, self._left, self._gradients, self._scales):
             held.clear()
+        self._update = 0
 
-    def _using(self, microbatch: int) -> Holding[list[nn.Parameter]]:
-        """Return a context in which the modules hold the version that a microbatch uses."""
-        leaves = self._leaves_of(self._spec.version(self.stage, microbatch))
-        return Holding(self._places, leaves, self._trained)
+    def _using(self, microbatch: int) -> AbstractContextManager[object]:
+        """Return a context in which the parameters hold the version that a microbatch uses.
+
+        Raises:
+            ConfigError: it is not there, so something else than what was declared would be trained.
+        """
+        version = self._spec.version(self.stage, microbatch)
+        if version != self.newest and version not in self._versions:
+            raise ConfigError(
+                f"stage {self.stage}: version {version} of the weights is declared, but held are "
+                f"{sorted(self._versions.keys() | {self.newest})}: the schedule's edges do not keep its versions"
+            )
+        return shown(self._versions.get(version, ()))
 
     @contextmanager
     def _accumulating(self, microbatch: int) -> Iterator[None]:
         """Return a context in which a backward adds to the gradients of the update that takes them."""
-        update = update_of(self._spec, self.stage, microbatch).index
-        with self._using(microbatch) as leaves:
-            before = self._gradients.get(update)
-            for number, leaf in enumerate(leaves):
-                leaf.grad = None if before is None else before[number]
-            try:
-                yield
-            finally:
-                self._gradients[update] = [leaf.grad for leaf in leaves]
-                for leaf in leaves:
-                    leaf.grad = None
-        self._refuse_other_uses()
+        self.turn_to(update_of(self._spec, self.stage, microbatch).index)
+        with self._using(microbatch):
+            yield
         version = self._spec.version(self.stage, microbatch)
         self._scales.pop(microbatch, None)
         self._count_uses(version)
         self._left[version] -= 1
         if not self._left[version] and version != self.newest:
-            self._drop(version)
-
-    def _refuse_other_uses(self) -> None:
-        """Refuse a layer that has computed by the newest weights, as it does not ask its module for them.
-
-        Raises:
-            ConfigError: there is one.
-        """
-        for name, parameter in self.named_parameters() if any(p.grad is not None for p in self._trained) else ():
-            if parameter.grad is not None and self.optimizer is not None:
-                raise ConfigError(
-                    f"stage {self.stage}: parameter {name} is used otherwise than as an attribute of its module, such "
-                    "as from a list, so that a forward cannot have the version of it that is declared; use a "
-                    "synchronous schedule, or a ParameterList"
-                )
+            del self._left[version], self._versions[version]
 
     def _count_uses(self, version: int) -> None:
         """Count the microbatches that use versions up to this one."""
@@ -282,23 +218,3 @@ class StashingShard(Shard):
                 break
             self._left[used] = self._left.get(used, 0) + 1
             self._uncounted = next(self._microbatches, None)
-
-    def _drop(self, version: int) -> None:
-        self._leaves.pop(version, None)
-        self._left.pop(version, None)
-
-    def _leaves_of(self, version: int) -> list[nn.Parameter]:
-        """Return leaves that hold a version.
-
-        Raises:
-            ConfigError: it is not there, so something else than what was declared would be trained.
-        """
-        leaves = self._leaves.get(version)
-        if leaves is None:
-            if version != self.newest:
-                raise ConfigError(
-                    f"stage {self.stage}: version {version} of the weights is declared, but held are "
-                    f"{sorted(self._leaves.keys() | {self.newest})}: the schedule's edges do not keep its versions"
-                )
-            leaves = self._leaves[version] = [nn.Parameter(parameter.data) for parameter in self._trained]
-        return leaves
