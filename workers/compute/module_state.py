@@ -18,11 +18,9 @@ from .torch_internals import set_version
 #: what every module has, which is torch's
 OF_TORCH = frozenset(vars(nn.Module()))
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
-BOXES = frozenset((list, dict, OrderedDict, set, deque))
+_BOXES = frozenset((list, dict, OrderedDict, set, deque))
 #: so many runs show which modules they change
 _LOOKS = 2
-#: larger ones of these are taken for tables, which nobody changes
-MOST_INSIDE = 1024
 
 _ABSENT = object()
 
@@ -34,21 +32,25 @@ class Attributes:
     """What modules have now: attributes, what is inside of them, and hooks of their calls; not the numbers of tensors.
 
     Args:
-        places: attributes that are looked into; by default all that can be.
+        buffers: whether to keep which tensors their buffers are, too.
     """
 
-    def __init__(self, modules: Iterable[nn.Module], places: Sequence[Place] | None = None) -> None:
+    def __init__(self, modules: Iterable[nn.Module], *, buffers: bool = False) -> None:
         #: by module, its attributes
         self.held = [(module, dict(vars(module))) for module in modules]
-        self.places = places_in([module for module, _ in self.held]) if places is None else places
-        inside = [(module, vars(module).get(name)) for module, name in self.places]
-        # A forward may register hooks, such as those that capture outputs.
-        inside += [(module, value) for module, held in self.held for name, value in held.items() if "_hooks" in name]
-        self._inside = [(module, value, state) for module, value in inside if (state := _inside(value)) is not None]
+        self._buffers = buffers
+        self._inside = [
+            (module, value, state)
+            for module, held in self.held
+            for name, value in held.items()
+            # A forward may register hooks, such as those that capture outputs.
+            if name not in OF_TORCH or name == "_modules" or "_hooks" in name or (buffers and name == "_buffers")
+            if (state := _inside(value)) is not None
+        ]
 
     def now(self) -> Attributes:
         """Return what the same modules have now."""
-        return Attributes([module for module, _ in self.held], self.places)
+        return Attributes([module for module, _ in self.held], buffers=self._buffers)
 
     def changed(self) -> set[nn.Module]:
         """Return the modules that have something else now."""
@@ -108,25 +110,18 @@ class ModuleState:
     """What modules hold besides trained parameters at this moment: buffers such as running means, counters, modes.
 
     Args:
-        places: attributes whose inside is kept too; by default all whose type is known.
         weights: parameters that forwards write.
     """
 
-    def __init__(
-        self,
-        modules: Sequence[nn.Module],
-        places: Sequence[Place] | None = None,
-        weights: Iterable[nn.Parameter] = (),
-    ) -> None:
-        self._modules, self._places, self._weights = modules, places, list(weights)
+    def __init__(self, modules: Sequence[nn.Module], weights: Iterable[nn.Parameter] = ()) -> None:
+        self._modules, self._weights = modules, list(weights)
         # The attributes of a ScriptModule cannot be replaced, and its forward does not change them.
         own = [module for module in modules if not isinstance(module, torch.jit.ScriptModule)]
-        places = [*(places_in(own) if places is None else places), *((module, "_buffers") for module in own)]
-        self._attributes, self._tensors = Attributes(own, places), Tensors(modules, self._weights)
+        self._attributes, self._tensors = Attributes(own, buffers=True), Tensors(modules, self._weights)
 
     def now(self) -> ModuleState:
         """Return the present state of the same modules and weights."""
-        return ModuleState(self._modules, self._places, self._weights)
+        return ModuleState(self._modules, self._weights)
 
     def forget_weights(self) -> None:
         """Do not restore weights: another update has written them."""
@@ -194,8 +189,6 @@ class ChangingModules:
         self._nothing = ModuleState([])
         #: kind of a run -> modules that it changes, each time
         self._seen: dict[Any, list[list[nn.Module]]] = {}
-        #: attributes whose inside can be kept; None: not searched yet
-        self._places: list[Place] | None = None
 
     def state(self, kind: Any, weights: Collection[nn.Parameter] = (), known: Iterable[nn.Module] = ()) -> ModuleState:
         """Return the state of the modules that runs of a kind change: of all, until that has been observed.
@@ -205,15 +198,10 @@ class ChangingModules:
             known: modules that they may change in any case.
         """
         seen = self._seen.get(kind, [])
-        if self._places is None:
-            self._places = places_in(self._modules)
         if len(seen) < _LOOKS:
-            return ModuleState(self._modules, self._places, weights)
+            return ModuleState(self._modules, weights)
         changing = dict.fromkeys(chain(known, *seen))
-        if not (changing or weights):
-            return self._nothing
-        places = [place for place in self._places if place[0] in changing]
-        return ModuleState(list(changing), places, weights)
+        return ModuleState(list(changing), weights) if changing or weights else self._nothing
 
     def note(self, kind: Any, before: ModuleState) -> None:
         """Observe what a run has changed."""
@@ -233,17 +221,6 @@ def may_count(module: nn.Module) -> bool:
     return not type(module).__module__.startswith("torch.")
 
 
-def places_in(modules: Sequence[nn.Module]) -> list[Place]:
-    """Return the attributes that can be looked into."""
-    return [
-        (module, name)
-        for module in modules
-        for name, value in vars(module).items()
-        if (name not in OF_TORCH or (name == "_modules" and value)) and _inside(value) is not None
-        if not (type(value) in BOXES and len(value) > MOST_INSIDE)
-    ]
-
-
 def _generators() -> tuple[Any, ...]:
     """Return the types of generators whose state is got and set alike."""
     numpy = sys.modules.get("numpy")
@@ -254,7 +231,7 @@ def _inside(value: Any) -> Any:
     """Return a copy of what is inside; None: there is nothing, or nothing known."""
     if isinstance(value, _PLAIN):
         return None
-    if type(value) in BOXES:
+    if type(value) in _BOXES:
         return value.copy()
     if isinstance(value, random.Random):
         return value.getstate()
@@ -264,7 +241,7 @@ def _inside(value: Any) -> Any:
 
 
 def _set(value: Any, state: Any) -> None:
-    if type(value) in BOXES:
+    if type(value) in _BOXES:
         value.clear()
         (value.update if isinstance(value, (dict, set)) else value.extend)(state)
     elif isinstance(value, random.Random):
