@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from ..transport.payload import Tree
@@ -14,6 +15,8 @@ from .randomness import Seed, may_draw
 
 #: ranks of parameters of one layer lie below so many
 _MOST_IN_LAYER = 2**20
+#: so many forwards are looked at
+_LOOKS = 2
 
 
 class Slice(Protocol):
@@ -71,7 +74,7 @@ class Layers:
         layers: (index in the whole model, module), in order.
         names: of parameters that the unsplit model calls by another layer, which has them too.
         shared: as in `Slice`.
-        look: called after each forward.
+        look: called after the first forwards in training.
     """
 
     takes_fields = False
@@ -83,7 +86,8 @@ class Layers:
         shared: Mapping[str, Sequence[int]] = {},
         look: Callable[[], None] | None = None,
     ) -> None:
-        self.layers, self._look = list(layers), look
+        self.layers = list(layers)
+        self._looks = [] if look is None else [look] * _LOOKS
         self._names, self.shared = names, shared
         self.first = self.layers[0][0]
         self.modules = list(dict.fromkeys(part for _, module in self.layers for part in module.modules()))
@@ -124,8 +128,8 @@ class Layers:
             except Exception as error:
                 note(error, f"in layer {index} ({type(module).__name__})")
                 raise
-        if self._look is not None:
-            self._look()
+        if self._looks and torch.is_grad_enabled():
+            self._looks.pop()()
         return tree
 
 
