@@ -29,7 +29,7 @@ class Recomputation:
     """Runs forwards that will be recomputed, and recomputes them.
 
     Args:
-        modules: the modules of the stage.
+        modules: the modules of the stage, and stand-ins for modules of other stages, which forwards may hook too.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:

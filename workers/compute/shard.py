@@ -77,7 +77,7 @@ class Shard:
         self._inputs: dict[int, tuple[Callable[[], Tree], FirstRun]] = {}
         #: microbatch -> step, state, and the part of its backward that is left for the weights
         self._deferred: dict[int, tuple[int, list[Value], WeightBackward]] = {}
-        self.recomputation = Recomputation(slice.own)
+        self.recomputation = Recomputation(slice.modules)
         #: the last step of which a forward was run once more, to compare; None: none is
         self._checked = -1 if training.check == "always" else None
         self.state = StageState(slice)
