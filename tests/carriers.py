@@ -154,6 +154,11 @@ class Cable:
         """Carry nothing more, silently."""
         self.stopped = True
 
+    def pause(self, seconds):
+        """Carry nothing for a while."""
+        self.stopped = True
+        threading.Timer(seconds, setattr, (self, "stopped", False)).start()
+
     def close(self):
         self.stopped = False
         self.listener.close()

@@ -113,12 +113,9 @@ def kinds(transport: str, *, torchrun: bool = False) -> list[str]:
     return [*own, *FROM_OUTSIDE, *TO_LAUNCHER, *AROUND, *(STRANGERS if transport == "rpc" else ())]
 
 
-def survives(what: str, transport: str) -> bool:
+def survives(what: str) -> bool:
     """Tell whether training must go on to its end all the same."""
-    return (
-        what in (*AROUND, "interrupted from outside", "full later in script")
-        or (transport == "zmq" and what.startswith("lost connections"))
-    )  # fmt: skip
+    return what in (*AROUND, "interrupted from outside", "full later in script")
 
 
 def said_of(what: str) -> str:

@@ -197,7 +197,7 @@ class Trial:
 
     def _wrong(self, code: int, seconds: float, temporary: Path) -> str:
         said = "".join(self._lines)
-        if fault_kinds.survives(self._what, self._transport):
+        if fault_kinds.survives(self._what):
             ended = len(list(temporary.glob("done-*")))
             if self._kind.fault == "full later" and not self._must.search(said):
                 return "it is not told"

@@ -13,7 +13,7 @@ import select
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 
 import zmq
 
@@ -31,7 +31,7 @@ class Hearing:
         sockets: by which others are heard.
         wakeup: what the compute thread sleeps on, from now on also until something comes.
         take_in: called for each message.
-        answering_for_errors: entered by the hearer's thread.
+        guard: entered for each message.
     """
 
     def __init__(
@@ -39,10 +39,9 @@ class Hearing:
         sockets: Sequence[Sockets],
         wakeup: Wakeup,
         take_in: Callable[[Pieces], None],
-        answering_for_errors: AbstractContextManager[None],
+        guard: AbstractContextManager[None],
     ) -> None:
-        self._sockets, self._take_in = sockets, take_in
-        self._answering_for_errors = answering_for_errors
+        self._sockets, self._take_in, self._guard = sockets, take_in, guard
         self._lock = threading.Lock()
         #: on which the hearer's thread sleeps, and the compute thread looks
         self._sleeps_on, self._looks_at = select.poll(), select.poll()
@@ -70,18 +69,18 @@ class Hearing:
             self._times += 1
             if self._looks_at.poll(0):
                 try:
-                    self._hear(nullcontext())
-                except BaseException:  # an error, and Ctrl-C, is for the caller, once the rest has been heard
-                    self._hear(self._answering_for_errors)
+                    self._hear()
+                except KeyboardInterrupt:
+                    self._hear()  # the rest, as the descriptor tells nothing of what comes until all has been heard
                     raise
 
-    def _hear(self, answering_for_errors: AbstractContextManager[None]) -> None:
-        # Until there is nothing more: a descriptor tells of what has come since then alone.
+    def _hear(self) -> None:
+        # Until there is nothing more: the descriptor tells of what has come since then alone.
         with self._lock:
             for by in self._sockets:
                 try:
                     while (pieces := by.hear()) is not None:
-                        with answering_for_errors:
+                        with self._guard:
                             self._take_in(pieces)
                 except zmq.ContextTerminated:
                     self._over = True
@@ -95,8 +94,8 @@ class Hearing:
                 if self._waits or self._times != times:
                     continue
                 self._by_compute = False
-            with self._answering_for_errors:
-                self._hear(self._answering_for_errors)
+            with self._guard:
+                self._hear()
             if not self._over:
                 self._sleeps_on.poll()
         for by in self._sockets:

@@ -93,7 +93,7 @@ class AnsweringForErrors:
         pass
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> bool:
-        if error is None:
+        if error is None or isinstance(error, KeyboardInterrupt):  # Ctrl-C comes to the compute thread, as it hears
             return False
         # SystemExit, or a panic of a library: raised again in the compute thread, it would end the script instead.
         self._fault(error if isinstance(error, Exception) else PipeError(f"a thread of the worker ended: {error!r}"))

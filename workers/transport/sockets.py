@@ -13,10 +13,10 @@ import os
 import re
 import socket as sockets
 import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy
 import zmq
@@ -55,7 +55,6 @@ _CAME = (
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
-_HEARD = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
 #: no enum, whose operators are functions in Python
 _READABLE = int(zmq.POLLIN)
 
@@ -63,16 +62,8 @@ Context = zmq.Context[zmq.Socket[bytes]]
 Socket = zmq.Socket[bytes]
 
 
-class Change(NamedTuple):
-    """What became of the connection by which `peer` is heard."""
-
-    peer: int
-    #: it can be heard again, or it cannot
-    connected: bool
-
-
 class Sockets:
-    """By which a worker says and hears. Saying is for whoever holds `lock`, hearing for one thread at a time.
+    """By which a worker says and hears. Saying is for all threads, hearing for one at a time.
 
     Args:
         keys: of the job; None: everybody who can reach the sockets is of this job.
@@ -80,23 +71,20 @@ class Sockets:
     """
 
     def __init__(self, context: Context, worker: int, keys: Keys | None, lost_after_s: float | None) -> None:
-        self.lock = threading.Lock()
+        self._lock = threading.Lock()
         self._worker, self._keys = worker, keys
         self._piece_bytes = PIECE_BYTES if keys is None else SECRET_PIECE_BYTES
         self._speaks, self._hears = context.socket(zmq.ROUTER), context.socket(zmq.DEALER)
         for socket in (self._speaks, self._hears):
             _set(socket, lost_after_s)
-        self._speaks.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._speaks.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._hears.setsockopt(zmq.ROUTING_ID, str(worker).encode())
         if keys is not None:
             keys.listen(self._speaks, worker)
-        self.monitors = self._speaks.get_monitor_socket(_CAME), self._hears.get_monitor_socket(_HEARD)
+        self.monitors = self._speaks.get_monitor_socket(_CAME), self._hears.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         #: where this worker is reached over a network
         self.bound = ""
         self._peers: dict[str, int] = {}
-        #: how often a peer was found to listen by a connection that said nothing
-        self.probes: Counter[int] = Counter()
         #: connections that were accepted, and of those the ones that proved who they were
         self._came = self._known = 0
         self._closed = False
@@ -159,15 +147,11 @@ class Sockets:
         self._hears.connect(address)
 
     def say(self, peer: int, head: bytes, body: bytes = b"", tensors: Iterable[Tensor] = ()) -> None:
-        """Hand a message on to be sent to `peer`, if it is connected; for who holds `lock`."""
-        if self._closed:
-            return
-        frames = frames_of(head, body, tensors, self._piece_bytes)
-        try:
-            self._speaks.send_multipart([str(peer).encode(), *frames], zmq.DONTWAIT, copy=False)
-        except zmq.ZMQError as error:
-            if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
-                raise
+        """Hand a message on to be sent to `peer`, if it is connected."""
+        frames = [str(peer).encode(), *frames_of(head, body, tensors, self._piece_bytes)]
+        with self._lock:
+            if not self._closed:
+                self._speaks.send_multipart(frames, zmq.DONTWAIT, copy=False)
 
     @property
     def descriptor(self) -> int:
@@ -188,47 +172,25 @@ class Sockets:
             rest.append(self._hears.recv(copy=False))
         return Pieces(first, rest)
 
-    def changes(self, monitor: Socket) -> Iterator[Change]:
-        """Yield what became of connections since the last call; for the thread that watches."""
+    def broken(self, monitor: Socket) -> Iterator[int]:
+        """Yield the peers that cannot be heard any more since the last call; for the thread that watches."""
         while monitor.poll(0):
             event = parse_monitor_message(monitor.recv_multipart())
             kind = event["event"]
-            if monitor is self.monitors[1]:
-                peer = self._peers.get(_MAPPED.sub(r"\1", event["endpoint"].decode(errors="replace")))
-                if peer is not None:
-                    yield Change(peer, kind == zmq.EVENT_HANDSHAKE_SUCCEEDED)
-            elif kind == zmq.EVENT_ACCEPTED:
-                self._came += 1
-            elif kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._known += 1
+            if monitor is self.monitors[0]:
+                self._came += kind == zmq.EVENT_ACCEPTED
+                self._known += kind == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            elif (address := _MAPPED.sub(r"\1", event["endpoint"].decode(errors="replace"))) in self._peers:
+                yield self._peers[address]
 
     @property
     def refused(self) -> int:
-        """How many connections there have been that did not prove to be a worker of this job, probes of peers too."""
+        """How many connections there have been that did not prove to be a worker of this job."""
         return self._came - self._known
-
-    def is_gone(self, peer: int) -> bool:
-        """Tell whether nobody listens any more where `peer` did. Waits a second at most."""
-        address = next(address for address, other in self._peers.items() if other == peer)
-        where: Any = address.removeprefix("ipc://")
-        family = sockets.AF_UNIX
-        if (found := _ADDRESS.fullmatch(address)) is not None:
-            host = found[1].strip("[]")
-            where, family = (host, int(found[2])), _family(host)
-        with sockets.socket(family, sockets.SOCK_STREAM) as probe:
-            probe.settimeout(1)
-            try:
-                probe.connect(where)
-            except (ConnectionRefusedError, FileNotFoundError):
-                return True
-            except OSError:
-                return False
-        self.probes[peer] += 1
-        return False
 
     def fall_silent(self) -> None:
         """Say nothing more, once what has been said is sent, which is tried for a second."""
-        with self.lock:
+        with self._lock:
             self._closed = True
             self._speaks.close(1000)
 
@@ -310,7 +272,7 @@ def _set(socket: Socket, lost_after_s: float | None) -> None:
     else:
         socket.setsockopt(zmq.CONNECT_TIMEOUT, _CONNECT_MS)
         socket.setsockopt(zmq.HEARTBEAT_IVL, max(1, int(1000 * lost_after_s / 8)))
-        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(1, int(1000 * lost_after_s / 2)))
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(1, int(1000 * lost_after_s)))
 
 
 def _path(folder: Path, worker: int) -> str:

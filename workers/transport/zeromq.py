@@ -1,18 +1,17 @@
 """Workers as processes over ZeroMQ: no port and no key inside a host, proved and encrypted between hosts.
 
-    send ──> numbered, ROUTER ──────> the peer's DEALER ──> who hears there: see `hearing.py`
+    send ──> ROUTER ──────> the peer's DEALER ──> who hears there: see `hearing.py`
 
-Of a peer's death its connection tells. What is said is kept until it has arrived, so a connection may break and come
-back; see `delivery.py`.
+Of a peer's death its connection tells: what goes over it arrives in order, or it breaks, and then the peer is lost.
+libzmq connects again to who is lost, which is for nobody.
 """
 
 from __future__ import annotations
 
-import logging
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -25,7 +24,6 @@ from torch import Tensor
 from ...dependency import ConfigError, NotMet
 from .congestion import CONGESTION
 from .deadline import within
-from .delivery import Delivery, Said
 from .hearing import Hearing
 from .keys import Doorkeeper, Keys
 from .link import Ears, Message
@@ -34,14 +32,13 @@ from .sockets import Pieces, Sockets
 from .values import Malformed
 from .wakeup import Wakeup
 
-logger = logging.getLogger(__name__)
-
-_VERSION = 2
-#: version, what, who says so, size of the body, number, arrived, followed; of ticks and requests, more
-_HEAD = struct.Struct("<BBHQQQII")
-_TICK, _AGAIN, _MESSAGE = 0, 1, 2
-#: how often silent peers are looked after, and those that have not been met yet
-_TICK_S, _MEET_S = 0.5, 0.02
+_VERSION = 3
+#: version, what, who says so, size of the body
+_HEAD = struct.Struct("<BBHQ")
+#: that one is there, and, once the other has been heard, that it has been; or a message
+_THERE, _HEARD, _MESSAGE = 0, 1, 2
+#: how often those are told that one is there who have not been met yet
+_MEET_S = 0.02
 #: what a peer said last may still be on its way through this process when its connection has broken
 _LAST_S = 0.3
 _ENDING_S = 1.0
@@ -58,7 +55,7 @@ class Network(NamedTuple):
     tell: Callable[[str, str], None]
     #: returns what a worker told, or raises TimeoutError
     ask: Callable[[int, float], tuple[str, str]]
-    #: how long a connection may be broken before the worker counts as lost; a silent one is broken after 5/8 of that
+    #: how long a worker may be silent before it counts as lost
     lost_after_s: float = 20.0
     congestion: str = CONGESTION
 
@@ -89,23 +86,13 @@ class ZmqLink:
         self._worker, self._num_workers = worker, num_workers
         self._folder, self._network, self._timeout_s = folder, network, join_timeout_s
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        peers = [peer for peer in range(num_workers) if peer != worker]
-        self._deliveries = {peer: Delivery() for peer in peers}
+        self._peers = {peer for peer in range(num_workers) if peer != worker}
         #: all that there are, and those by which each peer is talked to
         self._all: list[Sockets] = []
         self._by: dict[int, Sockets] = {}
-        self._lost_after_s = network.lost_after_s if network is not None else _TICK_S
         #: those heard, and those that have heard this worker
         self._met: set[int] = set()
         self._met_by: set[int] = set()
-        #: how often peers have looked whether this worker is there
-        self._probed_by: dict[int, int] = {}
-        #: since when connections are broken
-        self._broken_since: dict[int, float] = {}
-        #: of these, the ones that have been told of
-        self._told_broken: set[int] = set()
-        #: those that are lost
-        self._lost: set[int] = set()
         #: why one of those that are met is none of this job
         self._misfit = ""
 
@@ -119,7 +106,7 @@ class ZmqLink:
             self.look = self._hearing.look
             self._meet(deadline)
         except (ConfigError, TimeoutError) as error:
-            self._end()
+            self.close()
             kind = ConfigError if isinstance(error, ConfigError) else NotMet
             raise kind(
                 f"worker {self._worker} could not meet the other {self._num_workers - 1} workers by ZeroMQ "
@@ -129,7 +116,7 @@ class ZmqLink:
     @property
     def refused(self) -> int:
         """How many connections to this worker's port there have been that no worker of the job made."""
-        return max(0, sum(by.refused for by in self._all) - sum(self._probed_by.values()))
+        return sum(by.refused for by in self._all)
 
     # --- meeting
 
@@ -144,7 +131,7 @@ class ZmqLink:
             outside = self._sockets(network.keys, network.lost_after_s)
             address = outside.bind_tcp(network.host, network.port, network.congestion)
             network.tell("" if folder is None else _place(folder), address)
-        for peer in self._deliveries:
+        for peer in self._peers:
             address = ""
             if network is not None:
                 there, address = network.ask(peer, max(0.0, deadline - time.monotonic()))
@@ -162,46 +149,26 @@ class ZmqLink:
 
     def _meet(self, deadline: float) -> None:
         """Return when this worker has heard all others, and they it."""
-        while missing := self._deliveries.keys() - (self._met & self._met_by):
+        while missing := self._peers - (self._met & self._met_by):
             if self._misfit:
                 raise ConfigError(self._misfit)
             if time.monotonic() > deadline:
                 raise TimeoutError(f"nothing was heard of workers {sorted(missing)}")
-            self._tick_all()
+            self._greet()
             time.sleep(_MEET_S)
-        self._tick_all()
+        self._greet()  # also those that are met: they may not know yet that they are
 
-    def _tick_all(self) -> None:
-        """Tick also those that are met and heard: they may not know yet that they are."""
-        for peer in self._deliveries:
-            self._tick(peer)
+    def _greet(self) -> None:
+        for peer in self._peers:
+            self._say(peer, _HEARD if peer in self._met else _THERE)
 
     # --- saying
 
     def send(self, peer: int, message: Message) -> None:
-        content = encode(message)
-        by = self._by[peer]
-        with by.lock:
-            self._say_numbered(peer, self._deliveries[peer].say(content), content)
+        self._say(peer, _MESSAGE, *encode(message))
 
-    def _say_numbered(self, peer: int, said: Said, content: tuple[bytes, list[Tensor]]) -> None:
-        body, tensors = content
-        self._by[peer].say(peer, self._head(_MESSAGE, len(body), said), body, tensors)
-
-    def _head(self, what: int, size: int, said: Said, more: int = 0) -> bytes:
-        return _HEAD.pack(_VERSION, what, self._worker, size, *said, more)
-
-    def _tick(self, peer: int) -> None:
-        """Say how far one has come, so that the peer sees what it has missed, and how often it was probed."""
-        by = self._by[peer]
-        with by.lock:
-            news = by.probes[peer] << 1 | (peer in self._met)
-            by.say(peer, self._head(_TICK, 0, self._deliveries[peer].tick(), news))
-
-    def _ask_again(self, peer: int, request: int) -> None:
-        by = self._by[peer]
-        with by.lock:
-            by.say(peer, self._head(_AGAIN, 0, self._deliveries[peer].tick(), request))
+    def _say(self, peer: int, what: int, body: bytes = b"", tensors: Sequence[Tensor] = ()) -> None:
+        self._by[peer].say(peer, _HEAD.pack(_VERSION, what, self._worker, len(body)), body, tensors)
 
     # --- hearing: see `hearing.py`
 
@@ -210,99 +177,43 @@ class ZmqLink:
 
     def _take_in(self, pieces: Pieces) -> None:
         try:
-            version, what, peer, size, number, arrived, followed, more = _HEAD.unpack_from(pieces.first)
+            version, what, peer, size = _HEAD.unpack_from(pieces.first)
         except struct.error as error:
             raise Malformed(f"malformed message: {error}") from error
-        if version != _VERSION or peer not in self._deliveries:
+        if version != _VERSION or peer not in self._peers:
             self._misfit = f"a message of version {version} of worker {peer}: do all workers run the same rpc-pipe?"
             raise Malformed(self._misfit)
-        delivery, said = self._deliveries[peer], Said(number, arrived, followed)
         self._met.add(peer)
-        if what == _AGAIN:
-            with self._by[peer].lock:
-                for again, content in delivery.again(more, arrived):
-                    self._say_numbered(peer, again, content)
-            return
-        if what == _TICK:
-            self._ticked(peer, said, more)
-        elif delivery.take(said, pieces.num_bytes):
+        if what == _HEARD:
+            self._met_by.add(peer)
+        elif what == _MESSAGE:
             body = pieces.first[_HEAD.size :]
             self._ears.on_message(peer, decode(body + pieces.read(size - len(body)), pieces.tensor))
-        if (missed := delivery.gap(said)) is not None:
-            self._ask_again(peer, missed)
-        elif delivery.owes:
-            self._tick(peer)
 
-    def _ticked(self, peer: int, said: Said, news: int) -> None:
-        self._deliveries[peer].ticked(said)
-        self._probed_by[peer] = news >> 1
-        if news & 1:
-            self._met_by.add(peer)
-
-    # --- watching: a thread that wakes up twice a second
+    # --- watching: a thread that waits until a connection breaks
 
     def _watch(self) -> None:
         poller = zmq.Poller()
         monitors = {monitor: by for by in self._all for monitor in by.monitors}
         for monitor in monitors:
             poller.register(monitor, zmq.POLLIN)
-        looked = time.monotonic()
         while True:
             with self._ears.guard:
                 try:
-                    for monitor, _ in poller.poll(int(1000 * _TICK_S)):
-                        for change in monitors[monitor].changes(monitor):
-                            self._changed(*change)
+                    for monitor, _ in poller.poll():
+                        for peer in monitors[monitor].broken(monitor):
+                            self._lose(peer)
                 except zmq.ContextTerminated:
                     for monitor in monitors:
                         monitor.close(0)
                     return
-                # Not at each event: a peer that probes whether this worker is there makes one, and is probed then.
-                if time.monotonic() >= looked + _LAST_S:
-                    looked = time.monotonic()
-                    self._look_after()
 
-    def _changed(self, peer: int, connected: bool) -> None:
-        if connected:
-            self._broken_since.pop(peer, None)
-            self._tick(peer)  # it has been probed, maybe
-            if peer in self._told_broken:
-                self._told_broken.remove(peer)
-                logger.warning("worker %d: the connection to worker %d is back", self._worker, peer)
-        elif peer in self._met:
-            self._broken_since.setdefault(peer, time.monotonic())
-
-    def _look_after(self) -> None:
-        now = time.monotonic()
-        for peer, since in list(self._broken_since.items()):
-            if now < since + _LAST_S:
-                continue
-            if self._by[peer].is_gone(peer):
-                self._lose(peer, "its process has ended: the connection broke and nobody listens any more")
-            elif now > since + self._lost_after_s:
-                self._lose(peer, f"it does not answer: no connection for {now - since:.0f} s")
-            elif peer not in self._told_broken:
-                self._told_broken.add(peer)
-                logger.warning(
-                    "worker %d: the connection to worker %d is broken; the worker counts as lost if it does not "
-                    "come back within %g s", self._worker, peer, self._lost_after_s,
-                )  # fmt: skip
-        for peer, delivery in self._deliveries.items():
-            if peer in self._met and peer not in self._lost and delivery.is_open:
-                self._tick(peer)
-                if (missed := delivery.unanswered) is not None:
-                    self._ask_again(peer, missed)
-
-    def _lose(self, peer: int, why: str) -> None:
-        self._broken_since.pop(peer, None)
-        self._lost.add(peer)
-        self._ears.on_lost(peer, why)
+    def _lose(self, peer: int) -> None:
+        if peer in self._met:
+            time.sleep(_LAST_S)
+            self._ears.on_lost(peer, "its process has ended, or the network is down: the connection broke")
 
     def close(self) -> None:
-        self._tick_all()  # so that peers count whom they have refused
-        self._end()
-
-    def _end(self) -> None:
         """Send what has been said, and end the threads."""
         for by in self._all:
             by.fall_silent()
