@@ -117,14 +117,14 @@ def commit(place: Path, step: int, keep: int | None) -> Path:
     Args:
         keep: how many stay, this one included; None: all.
     """
-    sync(place)
+    files.sync(place)
     folder, final = place.parent, place.parent / name(step)
     count = 0
     while final.exists():  # the same step was saved before: what is there stays until this is
         count += 1
         final = folder / f"{name(step)}.{count}"
     place.rename(final)
-    sync(folder)
+    files.sync(folder)
     others = [path for path in complete(folder) if path != final]
     for old in others[: max(0, len(others) + 1 - keep)] if keep else ():
         # No longer a checkpoint before it loses its first file.
@@ -134,21 +134,10 @@ def commit(place: Path, step: int, keep: int | None) -> Path:
     return final
 
 
-def sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def write_json(path: Path, value: Any) -> None:
     """Write a file of JSON that is there whole or not at all, and on the disk."""
-    temporary = path.with_name(f".{path.name}")
-    temporary.write_text(json.dumps(value, indent=1), encoding="utf-8")
-    sync(temporary)
-    temporary.replace(path)
+    with files.replacing(path) as partial:
+        partial.write_text(json.dumps(value, indent=1), encoding="utf-8")
 
 
 def sum_of(value: Any) -> int:

@@ -22,8 +22,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..dependency import ConfigError
+from ..system.files import sync
 from ..workers.compute.digest import memory_of
-from .folder import sync, umask
+from .folder import umask
 
 _TUPLE, _PAIRS, _TENSOR = "$tuple", "$pairs", "$tensor"
 _PREFIX = "random."

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from ..dependency import ConfigError, StorageError
+from ..system.files import replacing
 from ..workers.actor import WorkerActor
 from .together import together
 from .values import write
@@ -54,14 +54,11 @@ def save_whole(state: Mapping[str, Tensor], path: str | Path) -> None:
     """
     if Path(path).exists() and not Path(path).is_file():
         raise ConfigError(f"{path}: is not a regular file")
-    path = Path(path).absolute()
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         versions = {"versions": json.dumps(getattr(state, _VERSIONS))} if hasattr(state, _VERSIONS) else {}
-        write(temporary, {name: tensor.contiguous() for name, tensor in state.items()}, versions)
-        temporary.replace(path)
+        with replacing(Path(path).absolute()) as partial:
+            write(partial, {name: tensor.contiguous() for name, tensor in state.items()}, versions)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise StorageError(
             f"{path}: cannot be written: {error.strerror or error}; what was there is as it was"
         ) from error

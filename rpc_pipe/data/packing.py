@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..dependency import ConfigError, DataError
+from ..system.files import replacing
 from .shards import INDEX, Roots, ShardFile, find_shards, fingerprint
 from .source import Source, need
 from .storage import Storage, checksum
@@ -213,18 +214,11 @@ def _write_index(folder: Path, packed: Packed) -> None:
 
 
 def _write_file(path: Path, content: bytes | memoryview) -> None:
-    """Write a file that is complete whenever it is there."""
-    partial = path.with_name(f".{path.name.lstrip('.')}.{os.getpid()}.partial")
     try:
-        with partial.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
+        with replacing(path) as partial:
+            partial.write_bytes(content)
     except OSError as error:
         raise DataError(f"{path}: cannot be written: {error.strerror}") from error
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 class Tokenizer:

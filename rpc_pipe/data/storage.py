@@ -10,7 +10,6 @@ import fcntl
 import hashlib
 import os
 import shutil
-import threading
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 from ..dependency import DataError
+from ..system.files import replacing
 from .shards import ShardFile, file_system, patiently
 from .source import Busy
 
@@ -143,18 +143,14 @@ class Storage:
 
     def _fetch(self, shard: ShardFile, path: Path) -> None:
         files, place = file_system(shard.place, f"shard {shard.name}", self.options)
-        partial = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.partial")
 
         def copied() -> None:
-            try:
+            with replacing(path) as partial:
                 files.get_file(place, str(partial))
                 if (size := partial.stat().st_size) != shard.num_bytes:
                     raise OSError(f"{size} bytes came of {shard.num_bytes}")
                 if shard.checksum is not None and checksum(partial) != shard.checksum:
                     raise OSError("its checksum differs from the index")
-                partial.replace(path)
-            finally:
-                partial.unlink(missing_ok=True)
 
         patiently(copied, f"shard {shard.name}: cannot be fetched from {shard.place}")
         self.fetched += 1

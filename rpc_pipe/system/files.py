@@ -1,10 +1,14 @@
-"""Reading of files that a user names: their content, or one clear error."""
+"""Files that a user names: their content, or one clear error; and files that are there whole or not at all."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -72,3 +76,24 @@ def load_module(path: Path, name: str, said: str, *, first: bool = False) -> Mod
     except (Exception, SystemExit) as error:
         raise ConfigError(f"{said}: {path} raised {type(error).__name__}: {error}") from error
     return module
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Give where to write a file that is at `path` whole or not at all, and then on the disk."""
+    partial = path.with_name(f".{path.name.lstrip('.')}.{os.getpid()}.{threading.get_ident()}.partial")
+    try:
+        yield partial
+        sync(partial)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
