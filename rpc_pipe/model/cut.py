@@ -10,8 +10,6 @@ from ..dependency import ModelError
 def cut(num_layers: int, num_stages: int, split: Sequence[int] | None = None) -> list[range]:
     """Return the layers of each stage: as `split` counts them, or as evenly as possible.
 
-    Args:
-
     Raises:
         ModelError: a stage would be left without a layer, or `split` does not add up.
 
