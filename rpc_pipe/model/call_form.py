@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..dependency import ModelError
+from ..dependency import BatchError, ModelError
 from ..workers.compute.shard import LossFn
 from ..workers.transport.payload import Tree
 
@@ -35,8 +35,6 @@ class CallForm:
 
     def pair(self, batch: Tree) -> tuple[Tree, Tree]:
         """Return ((args, kwargs) of the model, second argument of the loss function)."""
-        if batch is None:
-            raise ModelError("batch is None: every worker runs the model's own forward, so every worker needs it")
         batch = self._joined(batch)
         if self.loss_is_inside:
             self._refuse_pair(batch)
@@ -73,6 +71,8 @@ class CallForm:
 
     def inputs(self, batch: Tree) -> tuple[Tree, Tree]:
         """Return (args, kwargs) of the model."""
+        if batch is None:
+            raise ModelError("batch is None: every worker runs the forward of a whole model, so all need its inputs")
         batch = self._joined(batch)
         if isinstance(batch, Mapping):
             if self._takes_one and not batch.keys() & (self._names or set()):
@@ -81,6 +81,18 @@ class CallForm:
             names = self._names if others_are_of_the_loss else batch.keys()
             return (), {name: value for name, value in batch.items() if name in (names or ())}
         return (tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)), {}
+
+
+def as_pair(batch: Tree) -> tuple[Tree, Tree]:
+    """Return a batch of a list of layers as (inputs, targets).
+
+    Raises:
+        BatchError: it is no pair.
+    """
+    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+        length = f" of {len(batch)}" if isinstance(batch, (tuple, list)) else ""
+        raise BatchError(f"batch is a {type(batch).__name__}{length}: must be (inputs, targets), trees of tensors")
+    return batch[0], batch[1]
 
 
 def _second_name(loss_fn: LossFn) -> str:

@@ -18,6 +18,7 @@ from ..workers.compute.randomness import Randomness
 from ..workers.compute.shard import LossFn
 from ..workers.compute.slices import Layers, Slice
 from ..workers.transport.payload import Tree
+from .call_form import as_pair
 from .cut import cut
 from .module_copies import ModuleCopies, unnamed_parts
 from .observe.given import refuse_lazy
@@ -64,8 +65,7 @@ class LayerPartition:
     loss_is_inside = False
     #: none: peft adapts whole models
     adapters: frozenset[str] = frozenset()
-    #: batches are pairs (inputs, targets) already
-    pair: Callable[[Tree], tuple[Tree, Tree]] | None = None
+    pair = pair_for_metric = staticmethod(as_pair)
 
     def __init__(
         self, model: Layered, num_stages: int, split: Sequence[int] | None = None, loss_fn: LossFn | None = None
@@ -160,8 +160,6 @@ class LayerPartition:
         """Drop the reference to the model, so that layers of other processes can be freed."""
         self._model = None
         self._made.clear()
-
-    pair_for_metric: Callable[[Tree], tuple[Tree, Tree]] | None = None
 
     def observe(self, inputs: Tree, *, trained: bool) -> None:
         """Do nothing: layers are cut without a batch."""

@@ -16,7 +16,7 @@ from ..dependency.errors import first_sentence
 from ..system.files import load_module
 from ..workers.compute.shard import LossFn
 from ..workers.transport.payload import Tree, map_tensors, tensors_of
-from .call_form import CallForm, loss_of_output
+from .call_form import CallForm, as_pair, loss_of_output
 from .deferred import DeferredModel
 from .observe.given import needs_observation
 from .observed_model import ObservedModel, observe
@@ -55,13 +55,11 @@ class UserModel:
         """Return a batch for a list of layers as (inputs, targets).
 
         Raises:
-            ModelError: it is no pair, or there is no loss function.
+            ModelError: there is no loss function.
         """
-        if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-            raise ModelError(f"batch: a list of layers needs (inputs, targets), not a {type(batch).__name__}")
         if self.loss_fn is None:
             raise ModelError("loss_fn: layers compute no loss; let make() return model, batch, loss_fn")
-        return batch[0], batch[1]
+        return as_pair(batch)
 
     def call(self, batch: Tree) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments of the model's own forward."""

@@ -138,9 +138,9 @@ class Reference:
         for batch in batches:
             # Whole, as the model may change it: kernels go by where in memory a microbatch begins.
             batch = mapped(batch, partial(Tensor.to, device=self._randomness.device, copy=True))
-            pieces = Microbatches.of(batch, None, self._spec.num_microbatches, 1, pair=self._cut.pair)
+            pieces = Microbatches.of(batch, None, self._spec.num_microbatches, 1, self._cut.pair)
             count = len(pieces.inputs)
-            if not self.num_steps and self._cut.pair is not None:  # the pipeline has observed one, too
+            if not self.num_steps and not isinstance(self._cut, LayerPartition):  # the pipeline has observed one, too
                 self._settle(pieces)
             if spec is None or count != spec.num_microbatches:
                 spec, begin = replace(self._spec, num_microbatches=count), 0
@@ -178,7 +178,7 @@ class Reference:
                 before.put_back()
 
     def _loss(self, replica: Replica, m: int, inputs: Any, target: Any) -> Any:
-        args, kwargs = inputs if self._cut.pair is not None else ((inputs,), {})
+        args, kwargs = ((inputs,), {}) if isinstance(self._cut, LayerPartition) else inputs
         seed = partial(self._randomness.seed_forward, self.num_steps, m)
         with Keyed(replica.module, self._cut.block_names, seed, replica.shares):
             output = replica.module(*args, **kwargs)

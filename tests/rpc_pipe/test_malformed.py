@@ -89,7 +89,7 @@ def folder(tmp_path_factory):
         ("run exits.py --workers 99999", "one machine starts at most 1024"),
         ("run --save /dev/full", "is not a regular file"),
         ("plan empty.py:make --estimate", "empty.py:make: the batch has no rows; at least 1"),
-        ("verify uneven.py:make --transport local --steps 1", "a batch needs tensors that agree in dimension 0"),
+        ("verify uneven.py:make --transport local --steps 1", "batch: needs tensors that agree in dimension 0"),
         ("run --save /proc/x", "cannot be written"),
         ("run --transport local --port 2000", "has no effect with --transport local"),
         ("run models.py --plan plans.json", "is no plan (KeyError: 0)"),

@@ -137,7 +137,8 @@ class Alone:
         return evaluating([module for layers in self.replicas for layer in layers for module in layer.modules()])
 
     def _cut(self, asked: dict[str, Any]) -> tuple[Microbatches, Spec]:
-        pieces = Microbatches.of(asked.get("batch"), asked.get("microbatches"), self._spec.num_microbatches, 1)
+        count = self._spec.num_microbatches
+        pieces = Microbatches.of(asked.get("batch"), asked.get("microbatches"), count, 1, LayerPartition.pair)
         return pieces, replace(self._spec, num_microbatches=len(pieces.inputs))
 
     def _loss(self, spec: Spec, m: int, pieces: Microbatches) -> Any:
@@ -199,7 +200,7 @@ class Replayed:
     def evaluate(self, asked: dict[str, Any]) -> float:
         """Return the loss of a batch by the newest weights, or the reference."""
         replay = self._replay
-        pieces = Microbatches.of(asked["batch"], None, self._case.microbatches, 1)
+        pieces = Microbatches.of(asked["batch"], None, self._case.microbatches, 1, LayerPartition.pair)
         stages = replay.replicas[0].stages
         modules = [module for layers in self.replicas for layer in layers for module in layer.modules()]
         parts = []

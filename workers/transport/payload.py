@@ -18,8 +18,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...dependency import ConfigError
-
 #: any nesting of tensors and plain values
 Tree = Any
 _TOO_DEEP = (
@@ -261,20 +259,6 @@ def rows_of_parts(rows: int, parts: int) -> list[range]:
     least, more = divmod(rows, parts)
     begins = [number * least + min(number, more) for number in range(parts + 1)]
     return [range(*each) for each in pairwise(begins)]
-
-
-def num_rows(tree: Tree) -> int:
-    """Return the size of dimension 0, which all tensors of a batch share.
-
-    Raises:
-        ConfigError: there is no tensor, a tensor has no dimension, or the sizes differ.
-    """
-    if isinstance(tree, Tensor) and tree.dim():
-        return tree.shape[0]
-    sizes = {tensor.shape[0] if tensor.dim() else None for tensor in tensors_of(tree)}
-    if len(sizes) != 1 or None in sizes:
-        raise ConfigError(f"a batch needs tensors that agree in dimension 0; found {shapes_in(tree)}")
-    return int(sizes.pop() or 0)
 
 
 def shapes_in(tree: Tree) -> str:

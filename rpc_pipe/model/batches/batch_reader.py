@@ -52,7 +52,7 @@ class BatchReader:
         self,
         batch: Tree | None,
         microbatches: Sequence[Tree] | None,
-        pair: Pair | None,
+        pair: Pair,
         *,
         whole: bool = False,
         cuts_model: bool = False,
@@ -73,24 +73,22 @@ class BatchReader:
             self._say_if_fewer(found)
         return found if whole or self._sequences is None else self._sequences.cut(found)
 
-    def _read(self, batch: LazyBatch, pair: Pair | None, cuts_model: bool) -> Microbatches:
+    def _read(self, batch: LazyBatch, pair: Pair, cuts_model: bool) -> Microbatches:
         batch.follow()
         parts = min(self._spec.num_microbatches, batch.rows)
         if not batch.scattered:
             own = None if cuts_model else self._own
-            read = batch.read(*self._used, own) if pair is None else pair(batch.read(True, True, own))
-            return Microbatches.read(batch, read, parts, own)
+            used = (True, True) if self._is_whole else self._used
+            return Microbatches.read(batch, pair(batch.read(*used, own)), parts, own)
         read = batch.read(self._reads, self._reads)
         if cuts_model and not self._has_all:
             handed = self._peer.hand(f"first batch, {batch.label}", read, [self._reader], range(self._spec.num_workers))
             assert handed is not None
             (read,) = handed
-        has_read = self._reads or cuts_model
-        found = Microbatches.read(batch, pair(read) if pair is not None and has_read else read, parts)
+        found = Microbatches.read(batch, pair(read) if self._reads or cuts_model else read, parts)
         if self._has_all or cuts_model:
             return found
-        targets = None if pair is not None and not self._is_whole else found.targets
-        scatter = scatter_whole(self._spec, found.inputs, targets, reads=self._reads, to_all=self._is_whole)
+        scatter = scatter_whole(self._spec, found.inputs, found.targets, reads=self._reads, to_all=self._is_whole)
         return replace(found, scatter=scatter)
 
     def _say_if_fewer(self, found: Microbatches) -> None:

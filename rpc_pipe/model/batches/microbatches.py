@@ -12,7 +12,7 @@ from torch import Tensor
 from ...dependency import Action, BatchError, Spec, update_of
 from ...workers.compute.digest import describe
 from ...workers.transport.call import pack_description
-from ...workers.transport.payload import Tree, map_tensors, num_rows, num_tokens, shapes_in, split_rows, tensors_of
+from ...workers.transport.payload import Tree, map_tensors, num_tokens, shapes_in, split_rows, tensors_of
 from ...workers.transport.scatter import Scatter
 from .lazy_batch import LazyBatch, OwnRows, label_of
 
@@ -49,40 +49,37 @@ class Microbatches:
         microbatches: Sequence[Tree] | None,
         num_microbatches: int,
         number: int,
-        pair: Pair | None = None,
+        pair: Pair,
     ) -> Microbatches:
-        """Split `batch`, (inputs, targets), into at most `num_microbatches`, or take those that the user has split.
+        """Split `batch` into at most `num_microbatches`, or take those that the user has split.
 
         Args:
             number: number of calls so far, by which the tensors are chosen that are compared between workers.
-            pair: makes (inputs, targets) of a batch of another form.
+            pair: makes (inputs, targets) of a batch.
 
         Raises:
-            BatchError: neither was given, or it is no pair, or has no rows.
+            BatchError: neither was given, or it has no rows.
         """
-        refuse_batch(batch, microbatches, pairs=pair is None)
-        count, count_piece = (num_rows, num_rows) if pair is None else (_num_rows, _first_rows)
+        if (batch is None) == (microbatches is None):
+            raise BatchError("pass a batch, or else microbatches=, a list of such")
         if microbatches is not None:
-            pieces = list(microbatches) if pair is None else [pair(each) for each in microbatches]
-            all_inputs, all_targets = map(list, zip(*pieces, strict=True))
+            if not isinstance(microbatches, Sequence) or not microbatches:
+                raise BatchError("microbatches: must be a list of at least one batch")
+            all_inputs, all_targets = map(list, zip(*map(pair, microbatches), strict=True))
             batch = all_inputs, all_targets
         else:
-            assert batch is not None
-            inputs, targets = batch = batch if pair is None else pair(batch)
+            inputs, targets = batch = pair(batch)
             # A worker may have been given inputs or targets only.
             whole = inputs if targets is None else targets if inputs is None else (inputs, targets)
-            num = count(whole)
+            num = _num_rows(whole)
             parts = min(num_microbatches, max(1, num))
             if parts > 1:
                 refuse_lists(whole, num)
-            split_by = None if pair is None else num
-            all_inputs, all_targets = (split_rows(side, parts, split_by) for side in (inputs, targets))
-        rows = [count_piece(t if x is None else x) for x, t in zip(all_inputs, all_targets, strict=True)]
+            all_inputs, all_targets = (split_rows(side, parts, num) for side in (inputs, targets))
+        rows = [_first_rows(t if x is None else x) for x, t in zip(all_inputs, all_targets, strict=True)]
         if 0 in rows:
             which = f"microbatch {rows.index(0)}" if len(rows) > 1 else "the batch"
-            lacks = pair is not None and not list(tensors_of(all_inputs[rows.index(0)]))
-            why = "; every worker runs the forward of a whole model, so all need its inputs" if lacks else ""
-            raise BatchError(f"{which} has no rows: needs at least 1{why}")
+            raise BatchError(f"{which} has no rows: needs at least 1, in tensors that each worker gets")
         all_rows = sum(rows)
         sides = batch
 
@@ -148,30 +145,6 @@ def _split(tree: Tree, rows: Sequence[int], own: Sequence[int]) -> list[Tree]:
         return map_tensors(tree, lambda t: t.new_empty((rows[number], *t.shape[1:]), device="meta"))
 
     return [piece(number) for number in range(len(rows))]
-
-
-def refuse_batch(batch: object, microbatches: object, *, pairs: bool = True) -> None:
-    """Refuse what is neither a batch nor a list of microbatches.
-
-    Args:
-        pairs: whether a batch must be a pair of inputs and targets.
-    """
-    if (batch is None) == (microbatches is None):
-        raise BatchError("pass a batch, (inputs, targets), or else microbatches=, a list of such")
-    if microbatches is None:
-        if pairs:
-            _refuse_pair("batch", batch)
-    elif not isinstance(microbatches, Sequence) or not microbatches:
-        raise BatchError("microbatches: must be a list of at least one (inputs, targets)")
-    elif pairs:
-        for number, pair in enumerate(microbatches):
-            _refuse_pair(f"microbatch {number}", pair)
-
-
-def _refuse_pair(name: str, pair: object) -> None:
-    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-        length = f" of {len(pair)}" if isinstance(pair, (tuple, list)) else ""
-        raise BatchError(f"{name} is a {type(pair).__name__}{length}: must be (inputs, targets), trees of tensors")
 
 
 def refuse_lists(tree: Tree, rows: int) -> None:
