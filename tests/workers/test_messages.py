@@ -11,7 +11,7 @@ from carriers import loopback_carriers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rpc_pipe.dependency import PipeError, WorkerFailure
+from rpc_pipe.dependency import WorkerFailure
 from rpc_pipe.workers.transport import messages
 from rpc_pipe.workers.transport.link import Message
 from rpc_pipe.workers.transport.messages import Talk
@@ -174,9 +174,3 @@ def test_requests_are_replied_to_and_given_up_with_their_peer():
     with pytest.raises(RuntimeError, match="worker 1 cannot be reached"):
         first.look(1, 7).result(10)
     assert first.post.silent() == [1]
-
-
-def test_a_request_that_nobody_knows_is_malformed():
-    carrier, _ = loopback_carriers(2)
-    with pytest.raises(PipeError, match="worker 1 asks for 'run'"):
-        carrier.post.received(1, Message([], [], [], note=(0, "run", None)))

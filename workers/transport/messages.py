@@ -275,7 +275,7 @@ class Messages:
             if answer is None or not by_poll or self.channels is None:
                 continue
             if (offer := self.channels.offer(peer, answer.num_bytes)) is not None:
-                accepted = self.request(peer, "offer", tuple(offer))
+                accepted = self.request(peer, "offer", offer)
                 accepted.add_done_callback(partial(self.channels.decided, peer))
         if message.failure is not None:
             self._takes_nothing(peer)
@@ -306,11 +306,9 @@ class Messages:
         if what == "hurry":
             self._talk(peer).hurry()
             self._say(peer)
-        elif what == "leave":
+        else:  # "leave"
             self._end(peer)
             self._lose_soon(peer, LEFT)
-        else:
-            raise PipeError(f"malformed message: worker {peer} asks for {what[:40]!r}")
         return None
 
     def _see_taken(self, channels: Channels) -> None:

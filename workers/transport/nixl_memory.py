@@ -28,7 +28,6 @@ from torch import Tensor
 from ...dependency import ConfigError
 from .form import Look
 from .peer_memory import addresses_of, fetching
-from .values import Malformed
 from .wakeup import Notifier, Wakeup
 
 #: how long two agents may need to meet, and a read to end
@@ -88,8 +87,6 @@ class NixlMemory:
     lay = staticmethod(addresses_of)
 
     def reach(self, page: Any) -> Callable[[bytes], Callable[[Look], Tensor]]:
-        if type(page) is not tuple or [type(part) for part in page] != [bytes, int, int, int]:
-            raise Malformed("malformed message: not a page of a NIXL agent")
         metadata, address, process, inside = page
         with _Refusals():
             peer = self._reader.add_remote_agent(metadata)

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from .form import Look
-from .values import Malformed
 
 _PR_SET_PTRACER = 0x59616D61
 #: the process that adopts orphans: to let its descendants read would be to let everybody
@@ -67,8 +66,6 @@ class PeerMemory:
         return addresses_of(tensors)
 
     def reach(self, page: Any) -> Callable[[bytes], Callable[[Look], Tensor]]:
-        if type(page) is not tuple or [type(part) for part in page] != [int, int, bytes]:
-            raise Malformed("malformed message: not a page of a process")
         number, address, proof = page
         process = Process(number)
         seen = torch.empty(len(proof), dtype=torch.uint8, device="cpu")

@@ -155,7 +155,7 @@ class RpcLink:
                 too_many = self._held[peer].popleft() if len(self._held[peer]) > _MOST_HELD else None
             if too_many is not None:
                 too_many.set_result(None)
-            self._ears.on_message(peer, decode(*said))
+            self._take_in(peer, *said)
             if not self._lying[peer]:
                 self.send(peer, NOTHING)
 
@@ -170,7 +170,11 @@ class RpcLink:
                 self._ears.on_lost(peer, str(error))
                 return
             if said is not None:
-                self._ears.on_message(peer, decode(*said))
+                self._take_in(peer, *said)
+
+    def _take_in(self, peer: int, data: bytes, tensors: list[Tensor]) -> None:
+        beside = iter(tensors)
+        self._ears.on_message(peer, decode(data, lambda _: next(beside)))
 
     def wait(self, timeout_s: float) -> bool:
         return self.wakeup.wait(timeout_s)

@@ -43,7 +43,6 @@ from .link import Written
 from .message import copy_memory
 from .outbox import Answer, Key
 from .ring_buffer import ASLEEP, LINE, OVERHEAD_BYTES, TOKEN_BYTES, WAY, WRITTEN, RingBuffer
-from .values import Malformed
 from .wakeup import Notifier, Wakeup
 from .ways import Fetch, Way, ways_here
 
@@ -81,17 +80,6 @@ class Offer(NamedTuple):
     size: int
     #: what is at its beginning, so that no other memory is taken for it
     token: bytes
-
-    @classmethod
-    def read(cls, value: Any) -> Offer:
-        """Return the offer that a peer has sent.
-
-        Raises:
-            Malformed: it is none.
-        """
-        if not isinstance(value, tuple) or list(map(type, value)) != [tuple, int, int, int, int, bytes]:
-            raise Malformed("malformed message: not an offer of memory")
-        return cls(*value)
 
 
 def _host() -> tuple[str, ...]:
@@ -163,12 +151,11 @@ class Channels:
         how = reader.choose(self._ways, pages.result())
         logger.info("worker %d: large payloads of worker %d are %s", self._worker, peer, how)
 
-    def accept(self, peer: int, offered: Any) -> dict[str, Any] | None:
+    def accept(self, peer: int, offer: Offer) -> dict[str, Any] | None:
         """Write to `peer` through the channel that it offers; return the pages of this worker's ways, for it to try.
 
         None: it is on another host.
         """
-        offer = Offer.read(offered)
         if offer.host != self._host or (writer := _accepted(offer, [*self._ways.values()])) is None:
             return None
         with self._lock:
@@ -328,8 +315,6 @@ class _Reader:
 
     def choose(self, ways: Mapping[str, Way], pages: Any) -> str:
         """Have large payloads lent by the first of the writer's ways that works. Return how they come."""
-        if type(pages) is not dict:
-            raise Malformed("malformed message: not the pages of ways")
         why = ""
         for number, (name, page) in enumerate(pages.items(), 1):
             try:
