@@ -145,9 +145,8 @@ class ObservedPartition:
         assert self._observed is not None, "not observed, or released"
         made = self._observed.build(stage, self.ranges, randomness.device, copied=route > 0)
         if isinstance(self._source, nn.Module):
-            self.module_copies.add(self._source, made.module, runs=False, used=set(made.own))
-            if route == 0:
-                self.module_copies.mirror(self._source, made)
+            mirrored = made.buffers if route == 0 else ()
+            self.module_copies.add(self._source, made.module, runs=False, used=set(made.own), mirrored=mirrored)
         return made
 
     def only_inputs(self, inputs: Tree) -> tuple[Tree, Tree]:

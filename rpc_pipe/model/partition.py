@@ -20,7 +20,7 @@ from ..workers.compute.slices import Layers, Slice
 from ..workers.transport.payload import Tree
 from .call_form import as_pair
 from .cut import cut
-from .module_copies import ModuleCopies, unnamed_parts
+from .module_copies import ModuleCopies, structure, unnamed_parts
 from .observe.given import refuse_lazy
 from .parameter_hooks import copy_attachments
 from .sharing import Ties, refuse_handed_on, shared_holders
@@ -76,7 +76,7 @@ class LayerPartition:
         self._made: set[nn.Module] = set()
         self.module_copies = ModuleCopies()
         if isinstance(model, nn.Sequential):
-            self.module_copies.watch(model)
+            self.module_copies.watch(model, structure)
         self._num_stages = num_stages
         layers = list(model) if isinstance(model, (nn.Sequential, Sequence)) else []
         is_list = isinstance(model, (nn.Sequential, Sequence))
@@ -121,7 +121,7 @@ class LayerPartition:
                 self.module_copies.add(module, copy_of, runs=True)
         for module in {module for layer, module in pairs if layer is module} - copies.keys():
             for part in module.modules():
-                self.module_copies.watch_own(part, unnamed_parts)
+                self.module_copies.watch(part, unnamed_parts)
         return [(i, copies.get(module, module)) for i, module in zip(layers, made, strict=True)]
 
     def _was_made(self, module: nn.Module, route: int) -> bool:
