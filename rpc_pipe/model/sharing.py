@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ..dependency import ModelError
 from ..workers.compute.module_state import OF_TORCH
+from .observe.trees import tensors
 from .parameter_hooks import refuse_hooks
 from .separate import mentioned, modules_in
 
@@ -117,7 +118,7 @@ def refuse_handed_on(holders: Sequence[Holder]) -> None:
         ModelError: there is one.
     """
     for layer, name, held in holders:
-        if any(tensor.grad_fn is not None for tensor in _tensors(held, 3)):
+        if any(tensor.grad_fn is not None for tensor in tensors(held)):
             raise ModelError(
                 f"model: layer {layer} leaves a tensor in {name}, which layers of other stages or the loss function "
                 "use too: only what layers return reaches other stages; return it beside the output, as in (x, extra), "
@@ -132,13 +133,3 @@ def _holders(part: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, value in values.items():
         if isinstance(value, (list, dict)) or (hasattr(value, "__dict__") and not isinstance(value, _NO_HOLDERS)):
             yield name, value
-
-
-def _tensors(held: Any, depth: int) -> Iterator[Tensor]:
-    if isinstance(held, Tensor):
-        yield held
-    elif depth and isinstance(held, (list, tuple, dict)):
-        for each in held.values() if isinstance(held, dict) else held:
-            yield from _tensors(each, depth - 1)
-    elif depth == 3:
-        yield from _tensors(vars(held), depth - 1)

@@ -125,7 +125,7 @@ class ObservedStage:
         divergences: list[Diverged] = []
         observed: list[Script] = []
         while True:
-            accepting = [each for each in scripts if each in observed or each.accepts(payload)]
+            accepting = [each for each in scripts if each in observed or not each.refusal(payload)]
             script = next((each for each in accepting if all(map(each.allows, divergences))), None)
             if script is None:
                 if len(observed) == _MOST_TRIES:
@@ -133,7 +133,8 @@ class ObservedStage:
                 if observed:
                     divergences.clear()  # the first forward may have changed the model permanently
                 script = self._observed(args, kwargs)
-                script.check(payload)
+                if refusal := script.refusal(payload):
+                    raise ModelError(refusal)
                 observed.append(script)
                 scripts[:] = [script, *scripts][:_MOST_SCRIPTS]
             buffers, weights = self._writes

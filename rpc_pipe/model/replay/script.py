@@ -11,7 +11,6 @@ from typing import Any
 
 from torch import Tensor
 
-from ...dependency import ModelError
 from ...workers.compute.module_state import Attributes
 from ..assign.assignment import Assignment, Owners, Role
 from ..observe.observation import Event, Observation, Output
@@ -174,24 +173,21 @@ class Script:
             line.last = False
         return False
 
-    def accepts(self, payload: Sequence[Tensor]) -> bool:
-        """Return whether what arrives has the shapes of this script; on another path other tensors may cross."""
-        return [shape for _, shape, _ in self.receives] == [tensor.shape for tensor in payload]
-
-    def check(self, payload: Sequence[Tensor]) -> None:
-        """Raise ModelError if the stage before has taken another path, or shapes depend on numbers."""
+    def refusal(self, payload: Sequence[Tensor]) -> str:
+        """Say why what arrives is of another path than this script's, on which other tensors cross; "": it is not."""
         if len(payload) != len(self.receives):
-            raise ModelError(
+            return (
                 f"model: stage {self.stage - 1} handed on {len(payload)} tensors where stage {self.stage} takes "
                 f"{len(self.receives)}: the forward goes another way there on the same inputs; it must depend on its "
                 f"inputs alone"
             )
         for (_, shape, where), tensor in zip(self.receives, payload, strict=True):
             if tensor.shape != shape:
-                raise ModelError(
+                return (
                     f"model: {where} gave a tensor of shape {tuple(tensor.shape)}, and {tuple(shape)} when it was "
                     f"observed: its shape depends on numbers and cannot cross a cut; cut elsewhere"
                 )
+        return ""
 
     def allows(self, diverged: Diverged) -> bool:
         """Return whether this script agrees with the path on which another was left."""
