@@ -49,7 +49,7 @@ class _Reader(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         found: Any = sys.modules.get(module)
         for part in name.split("."):
-            found = getattr(found, part, None)
+            found = getattr(found, "__dict__", {}).get(part)  # a module's own `__getattr__` may import
         is_tuple = isinstance(found, type) and issubclass(found, tuple)
         if is_tuple or isinstance(found, torch.dtype) or found in (complex, OrderedDict):
             return found
