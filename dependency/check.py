@@ -15,18 +15,16 @@ from typing import Any
 from .action import Action
 from .errors import PipeError, ScheduleError
 from .kinds import U
-from .memory import Lives, Memory, peaks_in_order
+from .memory import Lives, Memory
 from .order import has_program, has_slot, local_order
-from .program import entries, order_limit
+from .program import order_limit, peaks_in_order
 from .reductions import on_route
 from .spec import Spec
 from .versions import updates_a_step
 
-#: from so many microbatches on (and eight a stage) they are taken as many, else their multiple is
-_MANY = 256
 _WINDOW = "A window is an edge: let after(F(s, m)) name the B or W of microbatch m - window"
 _NAMES_NOTHING = ". Its `after` names nothing for any action: test a kind by `a.kind is F`, not by a text"
-_UNSURE = ", as far as can be seen (the edges reach too far for all of them to be looked at)"
+_UNSURE = ", as far as its own edges tell (of more than 200,000 actions no others are looked at)"
 
 
 def _drawn(what: str, *arguments: Any) -> str:
@@ -98,7 +96,7 @@ def check(spec: Spec, worker: int) -> None:
     with schedule_errors():
         _check_answers(spec)
         _check_parts(spec, [worker])
-        _check_memory(Memory(spec, entries), worker)
+        _check_memory(Memory(spec), worker)
 
 
 def check_all(spec: Spec) -> None:
@@ -106,7 +104,7 @@ def check_all(spec: Spec) -> None:
     with schedule_errors():
         _check_answers(spec)
         _check_parts(spec, range(spec.num_workers))
-        memory = Memory(spec, entries)
+        memory = Memory(spec)
         for worker in range(spec.num_workers):
             _check_memory(memory, worker)
 
@@ -256,17 +254,13 @@ def _check_growth(memory: Memory, worker: int) -> None:
 
     A flush that holds everything is a choice; what turns into everything when a gradient is late is not.
     """
-    spec, wrong = memory.spec, None
-    if spec.num_microbatches >= max(_MANY, 8 * spec.num_stages):
-        wrong = _grows(memory, worker)
-        if wrong is None:
-            return
+    wrong = None
     # Twice, as the first number of microbatches may be too small for a wide window.
     for _ in range(2):
         try:
             with schedule_errors():
                 memory = memory.of_more
-                if has_slot(spec):
+                if has_slot(memory.spec):
                     _check_runs(memory.spec, [worker])
                 wrong = _grows(memory, worker)
         except PipeError:

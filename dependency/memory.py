@@ -11,32 +11,21 @@ Gradients are summed in order, so the ends form few chains, and what an action n
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 
 from .action import Action, Entry
 from .errors import ScheduleError
+from .program import entries
 from .spec import Spec
 
 #: a relation with more actions is not examined as a whole
 _WHOLE = 200_000
-#: the most actions that are followed to find how a beginning needs an end through other workers
-_PATH = 20_000
 
 #: chain -> how many of its ends
 Ends = Mapping[int, int]
-
-
-def peaks_in_order(program: Iterable[Action]) -> list[int]:
-    """Return the most microbatches held from F to B (or W) in the program's order, by how many have begun."""
-    held, peaks = 0, [0]
-    for action in program:
-        held += action.kind.holds
-        if action.kind.holds > 0:
-            peaks.append(max(peaks[-1], held))
-    return peaks
 
 
 class Lives:
@@ -122,14 +111,12 @@ def _united(all_ends: Iterable[Ends | None]) -> Ends:
 class Memory:
     """The most that the workers of a spec may hold at the worst timing.
 
-    First from a worker's own edges alone, which nearly always is enough; then together with those workers whose edges
-    lead from its beginnings to its ends, while all others only pass payloads on; then from the whole relation, unless
-    that is too large.
+    First from a worker's own edges alone, which nearly always is enough; then from the whole relation, unless that is
+    too large.
     """
 
-    def __init__(self, spec: Spec, compile: Callable[[Spec, int], Iterable[Entry]]) -> None:
+    def __init__(self, spec: Spec) -> None:
         self.spec = spec
-        self._compile = compile
         self._programs: dict[int, list[Entry]] = {}
 
     @cached_property
@@ -143,20 +130,13 @@ class Memory:
         enough = min(8 * (number + num_stages), max(2 * number, 8 * num_stages, 256))
         while number < enough:
             number *= 2
-        return Memory(replace(self.spec, num_microbatches=number), self._compile)
+        return Memory(replace(self.spec, num_microbatches=number))
 
     def program(self, worker: int) -> list[Entry]:
         """Return the program of a worker without what ends a step."""
-        program = self._programs.get(worker)
-        if program is None:
-            program = [entry for entry in self._compile(self.spec, worker) if self.spec.orders(entry.action)]
-            if not self._is_small(program):
-                self._programs.clear()
-            self._programs[worker] = program
-        return program
-
-    def _is_small(self, program: Sequence[Entry]) -> bool:
-        return len(program) * self.spec.num_workers <= _WHOLE
+        if worker not in self._programs:
+            self._programs[worker] = [e for e in entries(self.spec, worker) if self.spec.orders(e.action)]
+        return self._programs[worker]
 
     def at_any_timing(self, worker: int, is_enough: Callable[[Lives], bool]) -> tuple[Lives, bool]:
         """Return the lives on `worker`, apart as far as is enough or can be seen, and whether nothing was left out."""
@@ -164,100 +144,31 @@ class Memory:
         lives = Lives((True, entry.action, entry.own) for entry in program)
         if is_enough(lives) or self.spec.num_workers == 1:
             return lives, True
-        leading = self._leading(worker, program)
-        if leading:
-            lives = Lives(self._together(worker, {worker, *leading}))
-            if is_enough(lives):
-                return lives, True
-        if self._is_small(program):
-            return Lives(self._together(worker, set(range(self.spec.num_workers)))), True
-        return lives, False
+        if len(program) * self.spec.num_workers > _WHOLE:
+            return lives, False
+        return Lives(self._whole(worker)), True
 
-    def _together(self, own: int, workers: Collection[int]) -> Iterator[tuple[bool, Action, list[Action]]]:
-        """Yield what `workers` run, each action after what it needs: a run of all of them in their orders.
+    def _whole(self, own: int) -> Iterator[tuple[bool, Action, list[Action]]]:
+        """Yield what all workers run, each action after what it needs: a run of all of them in their orders.
 
         Raises:
             ScheduleError: they cannot be run so.
         """
-        programs = {worker: self.program(worker) for worker in workers}
-        listed = {entry.action for program in programs.values() for entry in program}
-        stages = sorted({action.stage for action in listed})
+        programs = [deque(self.program(worker)) for worker in range(self.spec.num_workers)]
         done: set[Action] = set()
-        at = dict.fromkeys(programs, 0)
         moved = True
         while moved:
             moved = False
-            for worker, program in programs.items():
-                while at[worker] < len(program):
-                    entry = program[at[worker]]
-                    needs = [*entry.own]
-                    for pulled in entry.pulled:
-                        needs += self._passed_on(pulled.action, workers, stages)
-                    if any(need not in done and need in listed for need in needs):
+            for worker, program in enumerate(programs):
+                while program:
+                    action, within, pulled, *_ = program[0]
+                    needs = [need for need in (*within, *(p.action for p in pulled)) if self.spec.orders(need)]
+                    if not done.issuperset(needs):
                         break
-                    yield worker == own, entry.action, needs
-                    done.add(entry.action)
-                    at[worker] += 1
+                    yield worker == own, action, needs
+                    done.add(action)
+                    program.popleft()
                     moved = True
-        stuck = [str(program[at[worker]].action) for worker, program in programs.items() if at[worker] < len(program)]
+        stuck = [str(program[0].action) for program in programs if program]
         if stuck:
             raise ScheduleError(f"{', '.join(stuck)} can never be run: each waits for another")
-
-    def _passed_on(self, need: Action, workers: Collection[int], stages: Sequence[int]) -> list[Action]:
-        """Return what of `workers` a need follows from by data flow, or itself if one of them runs it."""
-        spec, (stage, kind, microbatch) = self.spec, need
-        if spec.worker(need) in workers:
-            return [need]
-        behind = sorted((s for s in stages if s * kind.way < stage * kind.way), key=lambda s: abs(s - stage))
-        sources = (a for s in behind for a in spec.actions(s, microbatch) if a.kind.way == kind.way)
-        passed_on = next((action for action in sources if spec.worker(action) in workers), None)
-        if passed_on is not None:
-            return [passed_on]
-        before = spec.actions(stage, microbatch)
-        before = before[: before.index(need)] if need in before else ()
-        return self._passed_on(before[-1], workers, stages) if before else []
-
-    def _leading(self, worker: int, program: Sequence[Entry]) -> set[int]:
-        """Return the workers whose edges lead from a few beginnings to own ends that own edges do not lead to."""
-        own = {entry.action: entry for entry in program}
-        beginnings = [action for action in own if action.kind.holds > 0]
-        leading: set[int] = set()
-        for beginning in {beginnings[len(beginnings) * part // 4] for part in (1, 2, 3)}:
-            near, asked = {beginning}, [beginning]
-            for action in asked:
-                new = [need for need in own[action].own if need in own and need not in near]
-                near.update(new)
-                asked += new
-            leading |= self._leading_from(beginning, worker, near)
-        return leading - {worker}
-
-    def _leading_from(self, beginning: Action, worker: int, near: Collection[Action]) -> set[int]:
-        spec = self.spec
-        needed_by: dict[Action, Action] = {}
-        asked = [(-beginning.index, 0, beginning)]  # the latest microbatch first: its ends are what windows name
-        leading: set[int] = set()
-        stages = {stage for stage, _ in spec.hosted(worker)}  # to whose ends no way has been found
-        while asked and stages and len(needed_by) < _PATH:
-            action = heapq.heappop(asked)[-1]
-            if (
-                action.kind.holds < 0
-                and action.stage in stages
-                and action not in near
-                and spec.worker(action) == worker
-            ):
-                stages.remove(action.stage)
-                leading.update(self._leading_back(action, beginning, needed_by))
-                continue
-            for need in spec.needs(action):
-                if need not in needed_by:
-                    needed_by[need] = action
-                    heapq.heappush(asked, (-need.index, len(needed_by), need))
-        return leading
-
-    def _leading_back(self, action: Action, beginning: Action, needed_by: Mapping[Action, Action]) -> Iterator[int]:
-        """Yield the workers whose own edges, and not the flow of data, lead from `beginning` to `action`."""
-        while action != beginning:
-            by = needed_by[action]
-            if action not in self.spec.data(by):
-                yield self.spec.worker(by)
-            action = by

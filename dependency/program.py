@@ -7,13 +7,12 @@ asked about it once for each stage and kind.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from .action import Action, Entry, Kind, Pulled
 from .errors import ScheduleError
 from .kinds import A, C, D, F, G, S, U
-from .memory import peaks_in_order
 from .order import has_program, has_slot, is_uniform, local_order, routes
 from .reductions import NO_REDUCTIONS, Reductions, Replica, reduction_tree
 from .spec import Spec
@@ -157,6 +156,16 @@ class _Flow:
             tuple(need for need in others if not need.kind.per_microbatch),
             worker in consumers,
         )
+
+
+def peaks_in_order(program: Iterable[Action]) -> list[int]:
+    """Return the most microbatches held from F to B (or W) in the program's order, by how many have begun."""
+    held, peaks = 0, [0]
+    for action in program:
+        held += action.kind.holds
+        if action.kind.holds > 0:
+            peaks.append(max(peaks[-1], held))
+    return peaks
 
 
 def order_limit(spec: Spec, worker: int) -> int | None:

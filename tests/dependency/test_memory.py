@@ -15,14 +15,13 @@ from rpc_pipe.dependency import (
     Spec,
     check,
     check_all,
-    entries,
 )
 from rpc_pipe.dependency.memory import Memory
 from rpc_pipe.schedules import OneFOneB
 
 
 def lives_of(spec):
-    memory = Memory(spec, entries)
+    memory = Memory(spec)
     return [memory.at_any_timing(worker, lambda lives: False) for worker in range(spec.num_workers)]
 
 
@@ -64,24 +63,18 @@ class Turns(Spec):
         return self.claim
 
 
-@pytest.mark.parametrize("claim", [1, None])
-def test_a_window_on_a_stage_far_away_is_seen_however_many_workers_there_are(claim):
-    check(Turns(num_workers=1024, num_microbatches=512, on=300, claim=claim), 700)
+def test_a_window_on_another_stage_is_seen_where_the_relation_is_small_enough_to_be_looked_at():
+    check(Turns(num_workers=12, num_microbatches=32, on=8), 10)
+    with pytest.raises(ScheduleError, match=r"may keep 512 .* as far as its own edges tell .*200,000 actions"):
+        check(Turns(num_workers=1024, num_microbatches=512, on=300), 700)
 
 
 def test_a_window_that_ends_is_not_believed_because_it_began():
     """What the first microbatches did was taken for what all do."""
-    with pytest.raises(ScheduleError, match=r"may keep 97 microbatches .* as far as can be seen .* promises 1"):
-        check(Turns(num_workers=256, num_microbatches=4096, last=4000), 100)
     with pytest.raises(
         ScheduleError, match=r"may keep 5 microbatches .* are late, but peak_activations\(1\) promises 1"
     ):
         check(Turns(num_workers=2, num_microbatches=9, last=5), 1)
-
-
-def test_a_window_that_is_downstream_bounds_nothing():
-    with pytest.raises(ScheduleError, match=r"may keep 512 .* as far as can be seen"):
-        check(Turns(num_workers=1024, num_microbatches=512, on=700), 300)
 
 
 def test_a_window_through_the_end_of_another_stage_is_seen():

@@ -24,7 +24,7 @@ class Nowhere(Spec):
     [
         (lambda: unroll(Nowhere(num_workers=2, num_microbatches=2)), "0F1 needs 0F9, which no worker runs"),
         (
-            lambda: Memory(Listed(num_workers=2, num_microbatches=2, mistake="order"), entries).at_any_timing(
+            lambda: Memory(Listed(num_workers=2, num_microbatches=2, mistake="order")).at_any_timing(
                 0, lambda lives: False
             ),
             "0B0, 1B1 can never be run: each waits for another",

@@ -6,7 +6,7 @@ from dataclasses import replace
 from random_specs import random_spec
 from state_machines import run_state_machines
 
-from rpc_pipe.dependency import ScheduleError, check_all, entries
+from rpc_pipe.dependency import ScheduleError, check_all
 from rpc_pipe.dependency.memory import Memory
 
 
@@ -21,7 +21,7 @@ def test_what_is_accepted_never_deadlocks_nor_holds_more_than_was_proved():
             assert str(refusal).splitlines()[0]
             continue
         accepted += 1
-        memory = Memory(spec, entries)
+        memory = Memory(spec)
         most = [memory.at_any_timing(w, lambda lives: False)[0].most[-1] for w in range(spec.num_workers)]
         rng = random.Random(seed)
         for order in ("ready", "fixed"):

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from random_specs import random_spec, random_stream
 
-from rpc_pipe.dependency import Action, Order, PipeError, ScheduleError, Spec, check, check_all, entries
+from rpc_pipe.dependency import Action, Order, PipeError, ScheduleError, Spec, check, check_all
 from rpc_pipe.dependency.memory import Memory
 from rpc_pipe.dependency.replicating import replicated
 from rpc_pipe.planning.simulator import simulate
@@ -60,7 +60,7 @@ def _tried(spec: Spec, draw: random.Random) -> tuple[str, str]:
         return "DIFFERENT", f"all workers together: {refusal}; each alone: {alone}"
     if refusal is not None:
         return "refused", refusal
-    memory = Memory(spec, entries)
+    memory = Memory(spec)
     bounds = [memory.at_any_timing(w, lambda lives: False)[0].most[-1] for w in range(spec.num_workers)]
     if sum(len(memory.program(w)) for w in range(spec.num_workers)) <= _FEW and (truth := most_held(spec)) != bounds:
         return "DIFFERENT", f"{bounds} were proved to be the most that is held, but it is {truth}"
