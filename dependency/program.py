@@ -42,7 +42,7 @@ def entries(
     """
     flow = _Flow(spec, worker, reductions)
     edges = _OrderEdges(spec, worker, reductions, frozenset(chained), forward_only=forward_only)
-    after = None if forward_only or type(spec).after is Spec.after else spec.after
+    after = None if forward_only else spec.after
     versioned = not (forward_only or spec.synchronous)
     for action in local_order(spec, worker, reductions):
         if forward_only and not flow.goes_forward(action):

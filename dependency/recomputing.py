@@ -7,15 +7,14 @@ and from `R` to the backward, instead of once for a long time.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import ClassVar
 
 from .action import Action
 from .errors import ConfigError
 from .kinds import R
-from .spec import Spec, made_once
+from .spec import Spec, Transformation, says, transformed
 
 
-@made_once
 def recomputing(base: type[Spec], stages: frozenset[int] | None) -> type[Spec]:
     """Return `base` with recomputation on `stages`; None: on all.
 
@@ -27,40 +26,37 @@ def recomputing(base: type[Spec], stages: frozenset[int] | None) -> type[Spec]:
         raise ConfigError("recomputes by itself; leave it out")
     if not base.synchronous:
         raise ConfigError("lets steps overlap; only synchronous ones recompute")
-    if base.actions is not Spec.actions:
+    if says(base, "actions"):
         raise ConfigError("says by `actions` what is done with a microbatch; leave it out")
+    said = "all" if stages is None else "+".join(map(str, sorted(stages)))
+    return transformed(Recomputing, base, f"recompute {said}", recomputed=stages)
 
-    def recomputes(self: Spec, stage: int) -> bool:
-        return stages is None or stage in stages
 
-    def after(self: Spec, action: Action) -> Iterable[Action]:
+class Recomputing(Transformation):
+    """A schedule with recomputation."""
+
+    recomputed: ClassVar[frozenset[int] | None]
+
+    def recomputes(self, stage: int) -> bool:
+        return self.recomputed is None or stage in self.recomputed
+
+    def after(self, action: Action) -> Iterable[Action]:
         if action.kind is not R:
-            return base.after(self, action)
-        backward = _backward(self, action)
+            return super().after(action)
+        backward = self._backward(action)
         arriving = self.origin(backward)
-        return [*base.after(self, backward), *([] if arriving is None else [arriving])]
+        return [*super().after(backward), *([] if arriving is None else [arriving])]
 
-    def slot(self: Spec, action: Action) -> int:
+    def slot(self, action: Action) -> int:
         if action.kind is R:
-            return 2 * base.slot(self, _backward(self, action)) - 1
-        return 2 * base.slot(self, action)
+            return 2 * super().slot(self._backward(action)) - 1
+        return 2 * super().slot(action)
 
-    def program(self: Spec, worker: int) -> Iterator[Action]:
-        for action in base.program(self, worker):
+    def program(self, worker: int) -> Iterator[Action]:
+        for action in super().program(worker):
             if action.kind.way == -1 and self.recomputes(action.stage):
                 yield R(action.stage, action.index)
             yield action
 
-    said = "all" if stages is None else "+".join(map(str, sorted(stages)))
-    own: dict[str, Any] = {"recomputes": recomputes, "after": after, "__module__": base.__module__}
-    own["__doc__"] = base.__doc__
-    own["__qualname__"] = f"{base.__qualname__}[recompute {said}]"
-    if base.slot is not Spec.slot:
-        own["slot"] = slot
-    if base.program is not Spec.program:
-        own["program"] = program
-    return type(base.__name__, (base,), own)
-
-
-def _backward(spec: Spec, action: Action) -> Action:
-    return next(a for a in spec.actions(action.stage, action.index) if a.kind.way == -1)
+    def _backward(self, action: Action) -> Action:
+        return next(a for a in self.actions(action.stage, action.index) if a.kind.way == -1)

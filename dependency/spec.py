@@ -16,15 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import cache
-from typing import ParamSpec
 
 from .action import Action
 from .declared import Declared
 from .kinds import F, U
 from .reductions import NO_REDUCTIONS, Reductions, on_route, reduction_tree
 from .versions import before_forward, before_update
-
-_Arguments = ParamSpec("_Arguments")
 
 
 class Spec(Declared):
@@ -99,10 +96,29 @@ class Spec(Declared):
         return action.kind.per_microbatch or (action.kind is U and not self.synchronous)
 
     def unsliced(self) -> Spec:
-        """Return the schedule over whole sequences, by which those that `slicing.sliced` makes evaluate."""
+        """Return the schedule over whole sequences, by which sliced ones evaluate."""
         return self
 
 
-def made_once(make: Callable[_Arguments, type[Spec]]) -> Callable[_Arguments, type[Spec]]:
-    """Make the same class for the same arguments: specs of two that are alike would differ."""
-    return cache(make)  # type: ignore[return-value]
+class Transformation(Spec):
+    """What is the same in every schedule that is transformed in one way, such as `slicing.Sliced`."""
+
+
+def _transformed(way: type[Transformation], base: type[Spec], said: str, **own: object) -> type[Spec]:
+    """Return `base` transformed: the same class for the same arguments, as specs of two that are alike would differ.
+
+    Args:
+        said: what is said of it behind the schedule's name.
+        own: its class attributes.
+    """
+    names = {"__module__": base.__module__, "__doc__": base.__doc__, "__qualname__": f"{base.__qualname__}[{said}]"}
+    return type(base.__name__, (way, base), {**names, **own})
+
+
+transformed: Callable[..., type[Spec]] = cache(_transformed)
+
+
+def says(schedule: type[Spec], name: str) -> bool:
+    """Return whether a schedule says something by itself, transformed or not: whether it has slots, for example."""
+    own = schedule.__mro__[: schedule.__mro__.index(Spec)]
+    return any(name in vars(cls) for cls in own if not issubclass(cls, Transformation))
