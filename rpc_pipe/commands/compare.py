@@ -16,43 +16,29 @@ from ..planning.footprint import Size
 from ..planning.specs import PipeOptions, make_spec, with_replicas
 from .options import (
     MAKE,
+    REPLICAS,
+    Pairs,
     Parser,
-    add_attention,
-    add_costs,
-    add_json,
-    add_order,
-    add_replicas,
-    add_slices,
     filled,
-    parse_assignments,
-    parse_bytes,
-    parse_costs,
-    parse_number,
     refuse_typed,
     schedule_options,
     typed_attention,
+    typed_costs,
     typed_exchange,
     typed_spec,
-    whole,
 )
 from .profile import load, progress
+from .readers import size
 
 
 def add(commands: Any) -> None:
     """Add `compare` to the command line."""
     parser: Parser = commands.add_parser("compare", help="all schedules side by side: time, memory, messages")
-    parser.add_argument("--schedule", help="add path/to/file.py:ClassName, or a built-in one with other parameters")
-    parser.add_argument("--set", action="append", metavar="KEY=VALUE", help="set a parameter of --schedule")
-    parser.add_argument("--workers", type=whole(1), help="number of workers (2)")
-    parser.add_argument("--microbatches", type=whole(1), help="microbatches of a step (8)")
-    add_replicas(parser)
-    add_slices(parser)
-    add_attention(parser)
-    add_order(parser)
-    add_json(parser)
-    add_costs(parser, "of a worker's share of the model: stages of 1/v share cost 1/v")
+    parser.epilog = "--schedule adds one of yours, or a built-in one with other parameters; stages of 1/v cost 1/v."
+    parser.take("schedule", "set", "workers", "microbatches", *REPLICAS, "slices", "attention", "order", "json")
+    parser.take("cost", "comm")
     parser.add_argument(
-        "--memory", metavar="KEY=BYTES,...", action="append",
+        "--memory", metavar="WHAT=BYTES", action=Pairs, const=size,
         help="bytes of a worker's share: weights, gradients, optimizer, activations, after_inputs (kept from I to W), "
         "inputs (between stages), working (while an action runs); limit=BYTES leaves out what does not fit",
     )  # fmt: skip
@@ -63,46 +49,48 @@ def add(commands: Any) -> None:
 def _compare(typed: dict[str, Any], argv: list[str]) -> int:
     if "schedule" not in typed:
         refuse_typed(typed, ["set"], "is of the schedule that --schedule adds; name it")
-    if "model" in typed:
-        return _compare_own(typed)
-    options = filled(PipeOptions, typed)
-    comm = parse_number("--comm", typed.get("comm", "0"))
-    limit, sizes = _memory(typed)
-    model = ModelCosts(options.workers, [parse_costs(typed.get("cost", ""))], sizes)
-    return _show(typed, model, options, comm, limit)
-
-
-def _compare_own(typed: dict[str, Any]) -> int:
-    refuse_typed(typed, ["cost"], f"--model {typed['model']} is measured; leave one of the two out")
-    limit, _ = _memory(typed)
-    options = filled(PipeOptions, typed)
-    from ..planning.measuring.profiling import profile_model
-
-    user_model, of_batch = load(typed)
-    rows = max(1, of_batch // options.microbatches)
-    blocks = profile_model(user_model, [rows]).at(rows)
-    model = ModelCosts(options.workers, [b.times for b in blocks], [b.size for b in blocks], by_layer=True)
-    return _show(typed, model, options, parse_number("--comm", typed.get("comm", "0")), limit)
-
-
-def _show(typed: Mapping[str, Any], model: ModelCosts, options: PipeOptions, comm: float, limit: float | None) -> int:
-    reporter, also = Reporter(), _also(typed)
+    options, reporter, also = filled(PipeOptions, typed), Reporter(), _also(typed)
+    limit, model = _model(typed, options)
     replicas = with_replicas(None, typed.get("replicas", 1), **typed_exchange(typed)) or {}
     slices = typed.get("slices")
     # Otherwise every row would be refused for it.
     make_spec("gpipe", options.workers, options.microbatches, replicas, slices)
     with progress(reporter, "simulating") as tell:
         rows = compare(
-            model, options.microbatches, comm=comm, limit=limit, order=options.order, also=also,
+            model, options.microbatches, comm=typed.get("comm", 0), limit=limit, order=options.order, also=also,
             slices=slices, attention=typed_attention(typed), replicas=replicas, tell=tell,
         )  # fmt: skip
     if "json" in typed:
-        print(json.dumps([_as_json(row) for row in rows]))
+        print(json.dumps([{**dataclasses.asdict(row), "parameters": dict(row.parameters)} for row in rows]))
         return 0
     said = "".join(f", {name} {value}" for name, value in replicas.items())
     reporter.console.print(table(rows, f"{options.workers} workers, {options.microbatches} microbatches{said}"))
     reporter.text(verdict(rows, limit))
     return 0
+
+
+def _model(typed: Mapping[str, Any], options: PipeOptions) -> tuple[float | None, ModelCosts]:
+    """Return the limit of memory, and the costs of --model as measured, or those that were typed."""
+    sizes = {**typed.get("memory", {})}
+    limit = sizes.pop("limit", None)
+    known = [field.name for field in dataclasses.fields(Size) if field.name != "outputs"]
+    for key, value in sizes.items():
+        if key not in known:
+            raise ConfigError(f"--memory {key}: known are {', '.join(known)}, limit")
+        if "model" in typed:
+            raise ConfigError(f"--memory {key}={value:g}: --model measures it; leave one out")
+    if "model" not in typed:
+        if limit is not None and not sizes:
+            raise ConfigError(f"--memory limit={limit:g}: needs sizes, such as activations=64MB, or --model")
+        size = [Size(**sizes, outputs=sizes.get("inputs", 0))] if sizes else []
+        return limit, ModelCosts(options.workers, [typed_costs(typed)], size)
+    refuse_typed(typed, ["cost"], f"--model {typed['model']} is measured; leave one of the two out")
+    from ..planning.measuring.profiling import profile_model
+
+    user_model, of_batch = load(typed)
+    rows = max(1, of_batch // options.microbatches)
+    blocks = profile_model(user_model, [rows]).at(rows)
+    return limit, ModelCosts(options.workers, [b.times for b in blocks], [b.size for b in blocks], by_layer=True)
 
 
 def _also(typed: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
@@ -114,26 +102,6 @@ def _also(typed: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
     values = spec.parameters()
     said = {key: text for key, text in schedule_options(typed).items() if key not in typed}  # these are of all rows
     return typed["schedule"], {key: values.get(key, text) for key, text in said.items()}
-
-
-def _as_json(row: Row) -> dict[str, Any]:
-    return {**dataclasses.asdict(row), "parameters": dict(row.parameters)}
-
-
-def _memory(typed: Mapping[str, Any]) -> tuple[float | None, list[Size]]:
-    """Return the limit of memory, and the bytes of a worker's share, if given."""
-    texts = parse_assignments("--memory", typed.get("memory", []))
-    sizes = {key: parse_bytes(f"--memory {key}=", text) for key, text in texts.items()}
-    limit = sizes.pop("limit", None)
-    known = [field.name for field in dataclasses.fields(Size) if field.name != "outputs"]
-    for key in sizes:
-        if key not in known:
-            raise ConfigError(f"--memory {key}: known are {', '.join(known)}, limit")
-        if "model" in typed:
-            raise ConfigError(f"--memory {key}={texts[key]}: --model measures it; leave one out")
-    if limit is not None and not sizes and "model" not in typed:
-        raise ConfigError(f"--memory limit={texts['limit']}: needs sizes, such as activations=64MB, or --model")
-    return limit, [Size(**sizes, outputs=sizes.get("inputs", 0))] if sizes else []
 
 
 def table(rows: Sequence[Row], title: str) -> Table:

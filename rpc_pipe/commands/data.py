@@ -9,7 +9,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ..dependency import ConfigError
 from ..launching.report import Reporter
-from .options import Parser, add_json, refuse_typed, whole
+from .options import Parser, refuse_typed
+from .readers import whole
 
 if TYPE_CHECKING:
     from ..data.survey import Survey
@@ -27,7 +28,7 @@ def add(commands: Any) -> None:
         "rpc-pipe data pack TEXT... FOLDER: make shards of text; goes on where it was stopped.",
     )
     parser.add_argument("source", nargs="+", metavar="SOURCE", help="files, folders, patterns or URLs; or: pack")
-    add_json(parser)
+    parser.take("json")
     parser.add_argument("--tokenizer", help="of text: bytes, a tokenizer.json or its folder, a model's name (bytes)")
     read = parser.add_argument_group("to look at data")
     read.add_argument("--memory", help="limit for chunks and batches (1GB)")

@@ -7,13 +7,13 @@ from typing import Any
 from ..dependency import check_all
 from ..planning.listed_schedule import export_csv
 from .files import try_files, write
-from .options import add_schedule, typed_spec
+from .options import SCHEDULE, typed_spec
 
 
 def add(commands: Any) -> None:
     """Add `export` to the command line."""
     parser = commands.add_parser("export", help="write a schedule as torch.distributed.pipelining's CSV of actions")
-    add_schedule(parser)
+    parser.take(*SCHEDULE)
     parser.add_argument("file", nargs="?", help="where to; by default it is printed")
     parser.set_defaults(command=export)
 

@@ -73,14 +73,14 @@ def _dispatch(argv: list[str]) -> int:
     namespace, unknown = _parser(argv[:1]).parse_known_args(argv[:at])
     typed = vars(namespace)
     command, parser = typed.pop("command"), typed.pop("parser")
-    if "script" in typed:
-        near = parser.near(unknown, cutoff=0.75)  # --epochs is the script's, and not nearly --steps
-        from .run import refuse_unknown
-
-        refuse_unknown(typed["script"], unknown, near)
-    elif at < len(argv):
+    if unknown:
+        said = " ".join(unknown)
+        rule = f"{parser.prog} --help lists what can be typed"
+        if "script" in typed:
+            rule = f"put the script's own options after --: rpc-pipe run {typed['script']} -- {said}"
+        raise ConfigError(f"{said}: {parser.near(unknown[0])}{rule}")
+    if at < len(argv) and "script" not in typed:
         raise ConfigError(f"{' '.join(argv[at:])}: what follows -- is for a script, but no script is run")
-    parser.refuse(unknown)
     code: int = command(typed, argv)
     return code
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,9 +22,10 @@ from ..planning.search import PlanRequest, PlanResult, default_microbatches, ref
 from ..planning.specs import make_spec, with_replicas
 from .auto import Auto
 from .files import try_files, write
-from .options import MAKE, Parser, add_json, number, parse_bytes, refuse_typed, typed_exchange, whole, wholes
+from .options import MAKE, Parser, refuse_typed, typed_exchange
 from .profile import add_measuring, find_profile, load, progress, with_slices
-from .topology import HERE, machines_of, parse_link, read_topology
+from .readers import link, some, whole, wholes
+from .topology import HERE, machines_of, read_topology
 
 #: default of --seconds, and its upper bound
 _SECONDS = 20.0
@@ -42,17 +44,15 @@ def add(commands: Any) -> None:
     """Add `plan` to the command line."""
     parser: Parser = commands.add_parser("plan", help="find the fastest schedule and cut for a model within memory")
     add_measuring(parser)
-    parser.add_argument("--workers", type=whole(1), help="number of workers (2)")
-    parser.add_argument("--memory", metavar="BYTES", help="memory of each worker, such as 8GB (no limit)")
+    parser.take("workers")
+    parser.add_argument("--memory", type=some, metavar="BYTES", help="memory of each worker, such as 8GB (no limit)")
     parser.add_argument("--batch", type=whole(1), help="rows of a step's batch (those of the batch that make returns)")
     parser.add_argument("--microbatches", type=_counts, help="numbers of microbatches to try (workers x 1, 2, 4, 8)")
     parser.add_argument("--replicas", type=_counts, help="numbers of replicas of the pipeline to try, such as 1,2 (1)")
     parser.add_argument("--slices", type=_slices, help="numbers of slices to try, such as 1,4; auto: 1,2,4,8 (1)")
-    parser.add_argument("--zero", type=whole(0), help="1: divide optimizer states among the replicas (0)")
-    parser.add_argument("--bucket", type=number, metavar="MIB", help="most gradients that they exchange at once (25)")
-    parser.add_argument("--spread", help="what lies far apart: pipelines, or the stages' replicas (pipelines)")
+    parser.take("zero", "bucket", "spread", "json")
     parser.add_argument("--topology", metavar="FILE", help="JSON: memory and speed of each worker, links between them")
-    parser.add_argument("--link", metavar="MS[/BANDWIDTH]", help="any link, in ms and bytes a second (measured)")
+    parser.add_argument("--link", type=link, metavar="MS[/BANDWIDTH]", help="any link, in ms and bytes/s (measured)")
     parser.add_argument("--alone", action="store_true", help="measure in a single process instead of one per worker")
     parser.add_argument("--schedule", action="append", metavar="NAME", help="consider only this; may be repeated")
     parser.add_argument("--no-recompute", action="store_true", help="keep all activations")
@@ -61,7 +61,6 @@ def add(commands: Any) -> None:
     parser.add_argument("--no-searched", action="store_true", help="consider only named schedules, search no program")
     parser.add_argument("--output", metavar="FILE", help="write the plans, for run --plan and Pipeline(plan=...)")
     parser.add_argument("--svg", metavar="FILE", help="write time against memory as a picture")
-    add_json(parser)
     parser.set_defaults(command=_plan)
 
 
@@ -116,11 +115,10 @@ def _machines(typed: dict[str, Any]) -> Machines:
         if typed.get("workers", machines.num_workers) != machines.num_workers:
             refuse_typed(typed, ["workers"], f"{typed['topology']} has {machines.num_workers} workers; leave it out")
     if "link" in typed:
-        machines = replace(machines, link=parse_link(typed["link"]))
+        machines = replace(machines, link=typed["link"]._replace(bandwidth=typed["link"].bandwidth / 1e3))
     if "memory" in typed:
-        limit = parse_bytes("--memory", typed["memory"], some=True)
         own = machines.memory or (None,) * machines.num_workers
-        machines = replace(machines, memory=tuple(limit if m is None else min(m, limit) for m in own))
+        machines = replace(machines, memory=tuple(min(m or math.inf, typed["memory"]) for m in own))
     return machines
 
 

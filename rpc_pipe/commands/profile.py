@@ -25,7 +25,8 @@ from ..launching.worker_main import as_worker
 from ..planning.profile import Profile, as_json, from_json
 from ..system.files import read_json
 from .files import try_files, write
-from .options import MAKE, Parser, add_json, device, refuse_workers, whole, wholes
+from .options import MAKE, Parser, refuse_workers
+from .readers import whole, wholes
 from .topology import machines_of
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def add(commands: Any) -> None:
     add_measuring(parser)
     parser.add_argument("--workers", type=whole(1), help="so many measure at once, and the links between them")
     parser.add_argument("--rows", type=wholes, help="rows of a microbatch, such as 4 or 2,4,8 (those of the batch)")
-    add_json(parser)
+    parser.take("json")
     parser.set_defaults(command=_profile)
 
 
@@ -54,8 +55,7 @@ def add_measuring(parser: Parser) -> None:
     parser.add_argument("--estimate", action="store_true", help="count operations instead of running the model")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, help="optimizer to measure (adamw)")
     parser.add_argument("--repeats", type=whole(1, 10**6), help="how many times each block is timed (5)")
-    parser.add_argument("--device", type=device, help="cpu, cuda or cuda:N (cpu)")
-    parser.add_argument("--threads", type=whole(1, 4096), help="torch threads of a worker (1)")
+    parser.take("device", "threads")
 
 
 def _profile(typed: dict[str, Any], argv: list[str]) -> int:

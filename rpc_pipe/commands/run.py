@@ -24,17 +24,15 @@ from ..tracing.run_summary import FILES
 from .files import try_files
 from .options import (
     MAKE,
+    PIPELINE,
     Parser,
-    add_pipeline,
-    fraction,
-    number,
     refuse_typed,
     refuse_workers,
     schedule_options,
     set_transport,
     typed_checkpoints,
-    whole,
 )
+from .readers import fraction, number, some, whole
 
 if TYPE_CHECKING:
     from ..launching.launcher import How
@@ -57,10 +55,12 @@ def add(commands: Any) -> None:
     """Add `run` to the command line."""
     parser: Parser = commands.add_parser("run", help="train: the built-in GPT on text, or your own script")
     parser.add_argument("script", nargs="?", help="your script, its own arguments after -- (a built-in GPT is trained)")
-    add_pipeline(parser)
+    parser.take(*PIPELINE)
     parser.add_argument("--model", metavar="FILE.py:make", help=f"train a model of yours on its batch: {MAKE}")
     parser.add_argument("--plan", metavar="FILE|auto", help="what rpc-pipe plan wrote; auto: plan for --model")
-    parser.add_argument("--memory", metavar="BYTES", help="of each worker, for --plan auto, such as 8GB (no limit)")
+    parser.add_argument(
+        "--memory", type=some, metavar="BYTES", help="of each worker, for --plan auto, as 8GB (no limit)"
+    )
     parser.add_argument("--save", metavar="FILE", help="write the weights to this safetensors file")
     parser.add_argument("--trace", metavar="FILE", help="write the last steps for Chrome's tracing or Perfetto")
     parser.add_argument("--html", metavar="FILE", help="write the last step, planned and actual, as a page to zoom in")
@@ -78,14 +78,6 @@ def add(commands: Any) -> None:
     gpt.add_argument("--beat-bigram", action=argparse.BooleanOptionalAction, help=beaten)
     parser.epilog = "With a script of yours, what is not typed is as the script says."
     parser.set_defaults(command=run)
-
-
-def refuse_unknown(script: str, unknown: Sequence[str], near: str) -> None:
-    """Return the error about unknown options: a script's own follow `--`; ours that is most similar is `near`."""
-    if unknown:
-        said = " ".join(unknown)
-        rule = f"put the script's own options after --: rpc-pipe run {script} -- {said}"
-        raise ConfigError(f"{said}: not an option of rpc-pipe run; {near}{rule}")
 
 
 def run(typed: dict[str, Any], argv: list[str]) -> int:
@@ -185,7 +177,7 @@ def follow_plan(typed: dict[str, Any]) -> dict[str, Any]:
     said: dict[str, Any] = {
         "schedule": path if plan.program else plan.schedule,
         **({"slices": str(options.pop("slices"))} if "slices" in options else {}),  # which may have commas
-        "set": [f"{key}={value}" for key, value in options.items()],
+        "set": {key: str(value) for key, value in options.items()},
         "microbatches": plan.num_microbatches,
         "split": list(plan.cut),
     }

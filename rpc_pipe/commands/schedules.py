@@ -10,13 +10,12 @@ from typing import Any
 from ..launching.report import Reporter
 from ..planning.specs import parameter_types
 from ..schedules import SCHEDULES
-from .options import add_json
 
 
 def add(commands: Any) -> None:
     """Add `schedules` to the command line."""
     parser = commands.add_parser("schedules", help="list the schedules")
-    add_json(parser)
+    parser.take("json")
     parser.set_defaults(command=schedules)
 
 

@@ -25,26 +25,8 @@ from ..planning.slice_costs import SliceCosts
 from ..planning.span import Span, waits
 from ..planning.specs import MAX_FORWARDS
 from .files import try_files, write
-from .options import (
-    Parser,
-    add_attention,
-    add_costs,
-    add_json,
-    add_order,
-    add_schedule,
-    add_slices,
-    parse_assignments,
-    parse_bytes,
-    parse_costs,
-    parse_factors,
-    parse_links,
-    parse_number,
-    parse_worker,
-    refuse_typed,
-    typed_attention,
-    typed_spec,
-    whole,
-)
+from .options import SCHEDULE, Pairs, Parser, read_worker, refuse_typed, typed_attention, typed_costs, typed_spec
+from .readers import link, number, numbers, size, some, whole
 
 #: most actions that are drawn in the terminal
 _MOST_DRAWN = 4000
@@ -57,18 +39,15 @@ _MOST_LINES = 120
 def add(commands: Any) -> None:
     """Add `simulate` to the command line."""
     parser: Parser = commands.add_parser("simulate", help="check, price and draw a schedule")
-    add_schedule(parser)
-    add_slices(parser)
-    add_attention(parser)
-    add_order(parser)
-    add_json(parser)
-    add_costs(parser)
-    parser.add_argument("--stage-cost", metavar="FACTORS", help="factor of the cost for each stage, such as 1,1,2,1")
-    parser.add_argument("--slow", action="append", metavar="WORKER=FACTOR", help="make a worker slower by a factor")
+    parser.take(*SCHEDULE, "slices", "attention", "order", "json", "cost", "comm")
+    parser.add_argument("--stage-cost", type=numbers, help="factor of the cost for each stage, such as 1,1,2,1")
+    slow = "make workers slower by a factor, as 1=1.5"
+    parser.add_argument("--slow", action=Pairs, const=number, metavar="WORKER=FACTOR", help=slow)
     way = "travel time of one link, and its bytes a unit of time, such as 0-1=2.5/1MB"
-    parser.add_argument("--link", action="append", metavar="FROM-TO=TIME[/BANDWIDTH]", help=way)
-    parser.add_argument("--uplink", metavar="BYTES", help="what a worker sends to all others, bytes a unit of time")
-    parser.add_argument("--payload", metavar="BYTES", help="size of a payload, for --uplink and bandwidths of --link")
+    parser.add_argument("--link", action=Pairs, const=link, metavar="FROM-TO=TIME[/BANDWIDTH]", help=way)
+    parser.add_argument("--uplink", type=some, metavar="BYTES", help="what a worker sends to all, a unit of time")
+    payload = "size of a payload, for --uplink and bandwidths of --link"
+    parser.add_argument("--payload", type=size, metavar="BYTES", help=payload)
     parser.add_argument("--steps", type=whole(1), help="number of consecutive steps (1)")
     parser.add_argument("--svg", metavar="FILE", help="write the timeline as a picture")
     parser.add_argument("--html", metavar="FILE", help="write the timeline as a page to zoom and hover in")
@@ -81,13 +60,14 @@ def _simulate(typed: dict[str, Any], argv: list[str]) -> int:
     steps, name = typed.get("steps", 1), typed.get("schedule", "1f1b")
     if spec.num_stages * spec.num_microbatches * steps > MAX_FORWARDS:
         raise ConfigError(f"--steps {steps}: makes more than {MAX_FORWARDS} forwards, the most that can be simulated")
-    cost, comm = _cost(spec, typed), parse_number("--comm", typed.get("comm", "0"))
-    links, uplinks, size = _links(typed, spec.num_workers)
+    cost, (links, uplinks, sent) = _cost(spec, typed), _links(typed, spec.num_workers)
     try_files(typed, ("svg", "html", "chrome"))
     check_all(spec)
     reporter = Reporter("json" in typed)
-    settings = {"comm": comm, "order": typed.get("order"), "steps": steps, "links": links, "uplinks": uplinks}
-    result = simulate(spec, cost, payload=lambda action: size * spec.share(action), **settings)
+    result = simulate(
+        spec, cost, comm=typed.get("comm", 0), order=typed.get("order"), steps=steps, links=links, uplinks=uplinks,
+        payload=lambda action: sent * spec.share(action),
+    )  # fmt: skip
     _refuse_idle(links, result)
     _write_pictures(typed, name, result)
     if "json" in typed:
@@ -125,17 +105,16 @@ def _tell_unit(spec: Spec, typed: Mapping[str, Any]) -> list[str]:
 
 def _cost(spec: Spec, typed: Mapping[str, Any]) -> Cost:
     """Return the cost of an action from --cost, --stage-cost and --slow."""
-    by_kind = parse_costs(typed.get("cost", ""))
+    by_kind = typed_costs(typed)
     share = SliceCosts(attention=typed_attention(typed)).time_share(spec)
-    if "stage_cost" not in typed and "slow" not in typed:
-        return lambda action: by_kind.get(action.kind, 0) * share(action)
-    by_stage: list[float] = [1] * spec.num_stages
-    if "stage_cost" in typed:
-        by_stage = parse_factors("--stage-cost", typed["stage_cost"], spec.num_stages, "stages")
+    by_stage: list[float] = typed.get("stage_cost", [1] * spec.num_stages)
+    if len(by_stage) != spec.num_stages:
+        said = ",".join(f"{factor:g}" for factor in by_stage)
+        has = f"has {len(by_stage)} factors, but there are {spec.num_stages} stages"
+        raise ConfigError(f"--stage-cost {said}: {has}")
     by_worker: list[float] = [1] * spec.num_workers
-    for worker, factor in parse_assignments("--slow", typed.get("slow", [])).items():
-        number = parse_worker(f"--slow {worker}={factor}", worker, spec.num_workers)
-        by_worker[number] = parse_number(f"--slow {worker}=", factor)
+    for worker, factor in typed.get("slow", {}).items():
+        by_worker[read_worker(f"--slow {worker}={factor:g}", worker, spec.num_workers)] = factor
 
     def cost(action: Action) -> float:
         whole = by_kind.get(action.kind, 0) * by_stage[action.stage] * by_worker[spec.worker(action)]
@@ -146,16 +125,19 @@ def _cost(spec: Spec, typed: Mapping[str, Any]) -> Cost:
 
 def _links(typed: Mapping[str, Any], num_workers: int) -> tuple[dict[tuple[int, int], Link], dict[int, float], float]:
     """Return the links that differ, the workers' uplinks, and the bytes of a payload."""
-    links = parse_links("--link", typed.get("link", []), num_workers)
-    uplinks = {}
-    if "uplink" in typed:
-        uplinks = dict.fromkeys(range(num_workers), parse_bytes("--uplink", typed["uplink"], some=True))
-    narrow = uplinks or any(link.bandwidth < float("inf") for link in links.values())
-    if not narrow:
+    links = {}
+    for ends, way in typed.get("link", {}).items():
+        said = f"--link {ends}={way.latency:g}"
+        source, dash, target = ends.partition("-")
+        if not dash:
+            raise ConfigError(f"{said}: must be FROM-TO=TIME with workers 0 to {num_workers - 1}")
+        links[read_worker(said, source, num_workers), read_worker(said, target, num_workers)] = way
+    uplinks = dict.fromkeys(range(num_workers), typed["uplink"]) if "uplink" in typed else {}
+    if not uplinks and all(way.bandwidth == float("inf") for way in links.values()):
         refuse_typed(typed, ["payload"], "needs a bandwidth: --link FROM-TO=TIME/BANDWIDTH or --uplink BYTES")
     elif "payload" not in typed:
         raise ConfigError("--link, --uplink: a bandwidth needs the size of what is sent: --payload BYTES")
-    return links, uplinks, parse_bytes("--payload", typed.get("payload", "0"))
+    return links, uplinks, typed.get("payload", 0)
 
 
 def _refuse_idle(links: Mapping[tuple[int, int], Link], result: Simulation) -> None:

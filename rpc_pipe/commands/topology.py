@@ -10,6 +10,7 @@ ways, or `1-0` beside `0-1`.
 
 from __future__ import annotations
 
+from argparse import ArgumentTypeError
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +21,8 @@ from ..planning.json_fields import from_json_value
 from ..planning.profile import Machines
 from ..planning.simulator import Link
 from ..system.files import DAMAGED, read_json
-from .options import parse_bytes, parse_number, parse_worker
+from .options import read_worker
+from .readers import some
 
 #: measured link between processes of one machine, through shared memory
 HERE = Link(0.3, 1e6)
@@ -45,17 +47,6 @@ class _Topology:
     workers: tuple[_Worker, ...]
     link: _Way = _Way(HERE.latency, f"{HERE.bandwidth / 1e3:g}MB")
     links: Mapping[str, _Way] = field(default_factory=dict)
-
-
-def parse_link(text: str) -> Link:
-    """Read the link of --link.
-
-    >>> parse_link("0.5/1GB")
-    Link(latency=0.5, bandwidth=1000000.0)
-    """
-    latency, slash, bandwidth = text.partition("/")
-    width = parse_bytes(f"--link {latency}/", bandwidth, some=True) / 1e3 if slash else float("inf")
-    return Link(parse_number("--link", latency), width)
 
 
 def read_topology(path: str) -> Machines:
@@ -90,7 +81,7 @@ def machines_of(where: str, told: Any) -> Machines:
         source, dash, target = ends.partition("-")
         if not dash or source == target:
             raise ConfigError(f"{where}: link {ends!r}: must be between two workers, such as 0-1")
-        a, b = parse_worker(where, source, count), parse_worker(where, target, count)
+        a, b = read_worker(where, source, count), read_worker(where, target, count)
         links[a, b] = _link(where, way)
         if f"{b}-{a}" not in found.links:
             links[b, a] = links[a, b]
@@ -109,4 +100,7 @@ def _link(where: str, way: _Way) -> Link:
 
 
 def _read(where: str, name: str, said: str) -> float:
-    return parse_bytes(f"{where}: {name}", said, some=True)
+    try:
+        return some(said)
+    except ArgumentTypeError as error:
+        raise ConfigError(f"{where}: {name} {error}") from None

@@ -10,7 +10,8 @@ from ..launching.launcher import launch
 from ..launching.report import Reporter
 from ..launching.worker_main import as_worker
 from ..verifying.options import BUILT_IN, VerifyOptions
-from .options import MAKE, Parser, add_pipeline, filled, fraction, number, refuse_typed, set_transport, whole
+from .options import MAKE, PIPELINE, Parser, filled, refuse_typed, set_transport
+from .readers import fraction, number, whole
 from .run import how, refuse_idle
 
 
@@ -20,7 +21,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "model", nargs="?", metavar="FILE.py:make", help=f"gpt, conv, mlp, or {MAKE} ({VerifyOptions.model})"
     )
-    add_pipeline(parser)
+    parser.take(*PIPELINE)
     parser.add_argument("--steps", type=whole(1), help=f"training steps ({VerifyOptions.steps})")
     parser.add_argument("--blocks", action="append", help="names of lists of blocks, or of blocks, with commas")
     parser.add_argument("--list-blocks", action="store_true", help="only print the blocks, and what each cut passes")

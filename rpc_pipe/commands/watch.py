@@ -14,7 +14,8 @@ from ..dispatch.recording import Replay, Source
 from ..dispatch.watcher import Watcher, Wishes
 from ..tracing.boards import RunBoards, find
 from .files import try_files
-from .options import Parser, filled, number, refuse_typed
+from .options import Parser, filled, refuse_typed
+from .readers import number
 
 #: option that replaces the display -> options that have no effect with it
 _ALONE = {

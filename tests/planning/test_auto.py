@@ -197,7 +197,7 @@ def test_run_plan_auto_measures_plans_trains_and_notes(tmp_path):
     "arguments, said",
     [
         (["run", "--plan", "auto"], "--plan auto: needs --model"),
-        (["run", "--memory", "8GB"], "--memory 8GB: is for --plan auto"),
+        (["run", "--memory", "8GB"], "--memory 8e+09: is for --plan auto"),
         (["plan", "--auto", "--profile", "nowhere.json"], "--auto: needs path/to/file.py:make"),
     ],
 )

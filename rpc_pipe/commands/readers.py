@@ -1,0 +1,100 @@
+"""Readers of what is typed, for `add_argument`: each raises ArgumentTypeError with the value and the rule."""
+
+from __future__ import annotations
+
+import re
+from argparse import ArgumentTypeError
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from ..system.sizes import read_bytes
+
+if TYPE_CHECKING:
+    from ..planning.simulator import Link
+
+
+def whole(least: int = 0, most: int | None = None) -> Callable[[str], int]:
+    """Return a reader of whole numbers."""
+
+    def read(text: str) -> int:
+        try:
+            found = int(text)
+        except ValueError:
+            raise ArgumentTypeError(f"{text}: must be a whole number") from None
+        if found < least:
+            raise ArgumentTypeError(f"{text}: must be at least {least}")
+        if most is not None and found > most:
+            raise ArgumentTypeError(f"{text}: must be at most {most}")
+        return found
+
+    return read
+
+
+def wholes(text: str) -> list[int]:
+    """Read whole numbers of at least 1 with commas."""
+    if not re.fullmatch("0*[1-9][0-9]*(,0*[1-9][0-9]*)*", text):
+        raise ArgumentTypeError(f"{text}: must be whole numbers of at least 1 with commas, such as 3,2,2,3")
+    return [int(part) for part in text.split(",")]
+
+
+def number(text: str) -> float:
+    """Read a number of at least 0; whole numbers stay whole, so that sums of them are exact."""
+    try:
+        found = int(text) if text.isdecimal() else float(text)
+    except ValueError:
+        found = -1
+    if not 0 <= found < float("inf"):
+        raise ArgumentTypeError(f"{text}: must be a number of at least 0")
+    return found
+
+
+def numbers(text: str) -> list[float]:
+    """Read numbers of at least 0 with commas."""
+    return [number(part.strip()) for part in text.split(",")]
+
+
+def fraction(text: str) -> float:
+    """Read a share."""
+    if (found := number(text)) >= 1:
+        raise ArgumentTypeError(f"{text}: must be less than 1")
+    return found
+
+
+def size(text: str) -> float:
+    """Read an amount of memory.
+
+    >>> size("1.5GB")
+    1500000000.0
+    """
+    if (found := read_bytes(text)) is None:
+        raise ArgumentTypeError(f"{text}: must be a number of bytes, such as 500MB or 1.5GB")
+    return found
+
+
+def some(text: str) -> float:
+    """Read an amount of memory that is not 0."""
+    if (found := size(text)) == 0:
+        raise ArgumentTypeError(f"{text}: must be above 0")
+    return found
+
+
+def link(text: str) -> Link:
+    """Read a link, `LATENCY` or `LATENCY/BANDWIDTH`, in bytes a unit of time.
+
+    >>> link("2.5/1MB")
+    Link(latency=2.5, bandwidth=1000000.0)
+    """
+    from ..planning.simulator import Link  # a worker does without
+
+    latency, slash, bandwidth = text.partition("/")
+    try:
+        return Link(number(latency), some(bandwidth) if slash else float("inf"))
+    except ArgumentTypeError as error:
+        raise ArgumentTypeError(f"{text}: {str(error).rpartition(': ')[2]}") from None
+
+
+def device(text: str) -> str:
+    """Read the name of a device; only torch can say whether it exists."""
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", text):
+        raise ArgumentTypeError(f"{text}: must be cpu, cuda or cuda:N")
+    return text
