@@ -120,5 +120,5 @@ transformed: Callable[..., type[Spec]] = cache(_transformed)
 
 def says(schedule: type[Spec], name: str) -> bool:
     """Return whether a schedule says something by itself, transformed or not: whether it has slots, for example."""
-    own = schedule.__mro__[: schedule.__mro__.index(Spec)]
-    return any(name in vars(cls) for cls in own if not issubclass(cls, Transformation))
+    own = (vars(cls) for cls in schedule.__mro__ if not issubclass(cls, Transformation))
+    return next(held[name] for held in own if name in held) is not getattr(Spec, name)
