@@ -7,6 +7,7 @@ it.
 
 from __future__ import annotations
 
+import ctypes
 from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
@@ -21,6 +22,16 @@ from .values import decode_value, encode_value
 
 #: so many forms are remembered
 _MOST = 1000
+#: a copy of up to so many bytes is not worth letting other threads in between
+_LITTLE = 2**15
+_copy_little = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
+    ("memmove", ctypes.PyDLL(None))
+)
+
+
+def copy_memory(to: int, content: int | bytes, size: int) -> None:
+    """Copy memory."""
+    (_copy_little if size <= _LITTLE else ctypes.memmove)(to, content, size)
 
 
 class Look(NamedTuple):
@@ -41,6 +52,12 @@ class Look(NamedTuple):
     def empty(self) -> Tensor:
         """Return what travels, for contents to be put in."""
         return torch.empty_strided(self.dense_shape, self.dense_strides, dtype=self.dtype, device="cpu")
+
+    def filled(self, content: int | bytes) -> Tensor:
+        """Return what travels, with its contents, or with those at an address."""
+        tensor = torch.empty_strided(self.dense_shape, self.dense_strides, dtype=self.dtype, device="cpu")
+        (_copy_little if self.num_bytes <= _LITTLE else ctypes.memmove)(tensor.data_ptr(), content, self.num_bytes)
+        return tensor
 
     def shown(self, dense: Tensor) -> Tensor:
         """Return the tensor that looks so, from what has travelled."""

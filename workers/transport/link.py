@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from enum import IntEnum
 from typing import Any, NamedTuple, Protocol
 
 from ...dependency import PipeError
@@ -25,17 +24,6 @@ class Message(NamedTuple):
 
 
 NOTHING = Message([], [], [])
-
-
-class Written(IntEnum):
-    """What has become of an answer."""
-
-    #: it must be said otherwise
-    NOT = 0
-    #: the reader has been told where it is; it stays the writer's until `Channels.returned`
-    LENT = 1
-    #: it is in the reader's memory
-    COPIED = 2
 
 
 class Ears(NamedTuple):

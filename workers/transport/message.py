@@ -17,16 +17,6 @@ from .values import Malformed, decode_value, encode_value
 VERSION = 5
 #: tensors up to this size travel inside a message
 _INLINE_BYTES = 2**15
-#: a copy of up to so many bytes is not worth letting other threads in between
-_LITTLE = 2**15
-_copy_little = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
-    ("memmove", ctypes.PyDLL(None))
-)
-
-
-def copy_memory(to: int, content: int | bytes, size: int) -> None:
-    """Copy memory."""
-    (_copy_little if size <= _LITTLE else ctypes.memmove)(to, content, size)
 
 
 def encode(message: Message) -> tuple[bytes, list[Tensor]]:
@@ -70,18 +60,12 @@ def decode(data: bytes, large: Callable[[Look], Tensor]) -> Message:
         answer: Answer = None
         if written_form:
             form, inside = form_of(written_form), iter(small)
-            contents = []
-            for look in form.looks:
-                contents.append(_tensor(look, next(inside)) if look.num_bytes <= _INLINE_BYTES else large(look))
+            contents = [
+                large(look) if look.num_bytes > _INLINE_BYTES else look.filled(next(inside)) for look in form.looks
+            ]
             answer = assemble(form, contents)
         answers.append((key, answer))
     failure: PipeError | None = None
     if told is not None:
         failure = WorkerFailure(**told) if isinstance(told, dict) else Disagreement(told)
     return Message(asks, taken, answers, failure, note)
-
-
-def _tensor(look: Look, content: bytes) -> Tensor:
-    tensor = look.empty()
-    copy_memory(tensor.data_ptr(), content, len(content))
-    return tensor

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...dependency import PipeError
 from .carrier import LEFT, Carrier
-from .link import NOTHING, AnsweringForErrors, Ears, Link, Message, Written
+from .link import NOTHING, AnsweringForErrors, Ears, Link, Message
 from .outbox import Answer, Key
 
 if TYPE_CHECKING:
@@ -217,8 +217,8 @@ class Messages:
     def answer(self, peer: int, key: Key, answer: Answer | PipeError) -> bool:
         if isinstance(answer, PipeError):
             self._talk(peer).fail(answer)
-        elif self.channels is not None and (written := self.channels.write(peer, key, answer)):
-            return written is Written.COPIED
+        elif self.channels is not None and (is_there := self.channels.write(peer, key, answer)) is not None:
+            return is_there
         else:
             self._talk(peer).answer(key, answer)
         self._say(peer)
@@ -272,11 +272,10 @@ class Messages:
         talk.received(message)
         for key, answer in message.answers:
             by_poll = self._carrier.arrive(peer, key, answer, time.perf_counter_ns())
-            if answer is None or not by_poll or self.channels is None:
+            if self.channels is None or answer is None or not by_poll:
                 continue
-            if (offer := self.channels.offer(peer, answer.num_bytes)) is not None:
-                accepted = self.request(peer, "offer", offer)
-                accepted.add_done_callback(partial(self.channels.decided, peer))
+            if (offer := self.channels.offer(peer)) is not None:
+                self.request(peer, "offer", offer).add_done_callback(partial(self.channels.decided, peer))
         if message.failure is not None:
             self._takes_nothing(peer)
             self._carrier.lose(peer, message.failure)

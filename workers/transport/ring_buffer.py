@@ -7,14 +7,17 @@ import mmap
 
 #: of a cache line: what two processes write is never in the same one, and torch aligns tensors to it too
 LINE = 64
-TOKEN_BYTES = 16
-#: what of the memory is not for records
-OVERHEAD_BYTES = 3 * LINE
+#: of the memory, of which the system gives what has been used
+SIZE = 2**24
 #: where among the counters those of the reader are, behind what it has read: whether it sleeps, and by which way it
 #: fetches large payloads, 0: by none
 ASLEEP, WAY = 1, 2
 #: that of the writer: what it has written
 WRITTEN = LINE // 8
+_CAPACITY = SIZE - 2 * LINE
+#: where all has been read by then, records go on from the start, in memory that caches still hold
+_HOT = 2**18
+_SKIP = bytes(8)
 
 
 class RingBuffer:
@@ -22,61 +25,34 @@ class RingBuffer:
 
     Two counters of bytes, each with one owner, say what has been read and written. A record lies in one piece; where
     none fits before the end, a size of 0 says that the next is at the start.
+
+    Args:
+        memory: its descriptor.
     """
 
-    def __init__(self, memory: mmap.mmap) -> None:
-        head, self.data = memoryview(memory)[:OVERHEAD_BYTES], memoryview(memory)[OVERHEAD_BYTES:]
-        self.counters = head[: 2 * LINE].cast("Q")
-        self._token = head[2 * LINE : 2 * LINE + TOKEN_BYTES]
-        self.size = len(memory)
+    def __init__(self, memory: int) -> None:
+        mapped = memoryview(mmap.mmap(memory, SIZE))
+        self.counters, self.data = mapped[: 2 * LINE].cast("Q"), mapped[2 * LINE :]
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.data))
-        self._capacity = len(self.data)
-
-    @property
-    def token(self) -> bytes:
-        return bytes(self._token)
-
-    @token.setter
-    def token(self, token: bytes) -> None:
-        self._token[:] = token
-
-    @property
-    def empty(self) -> bool:
-        """Whether everything written has been read."""
-        counters = self.counters
-        return counters[0] == counters[WRITTEN]
 
     def room(self, size: int) -> int | None:
         """Return where to write a record of `size` bytes, None if there is no room now."""
         read, written = self.counters[0], self.counters[WRITTEN]
-        at: int = written % self._capacity
-        skipped = self._capacity - at if at + size > self._capacity else 0
-        if written - read + skipped + size > self._capacity:
+        at: int = written % _CAPACITY
+        skipped = _CAPACITY - at if at + size > _CAPACITY or (read == written and at > _HOT) else 0
+        if written - read + skipped + size > _CAPACITY:
             return None
         if skipped:
-            self.data[at : at + 8] = bytes(8)
+            self.data[at : at + 8] = _SKIP
             self.counters[WRITTEN] = written + skipped
             at = 0
         return at
 
-    def written(self, size: int) -> int:
-        """Let the reader see the record. Return where the next one begins, among all that has ever been written."""
-        self.counters[WRITTEN] += size
-        end: int = self.counters[WRITTEN]
-        return end
-
-    def has_read(self, end: int) -> bool:
-        """Tell whether the reader is done with everything before `end`."""
-        return self.counters[0] >= end
-
     def front(self) -> int | None:
-        """Return where the oldest record is, None if there is none."""
+        """Return where the oldest record is, None if there is none. Something has been written."""
         counters = self.counters
-        read = counters[0]
-        if read == counters[WRITTEN]:
-            return None
-        at: int = read % self._capacity
-        if self.data[at : at + 8] != bytes(8):
+        at: int = counters[0] % _CAPACITY
+        if self.data[at : at + 8] != _SKIP:
             return at
-        counters[0] = read + self._capacity - at
-        return None if self.empty else 0
+        counters[0] += _CAPACITY - at
+        return None if counters[0] == counters[WRITTEN] else 0

@@ -9,8 +9,7 @@ tells when a peer dies. (TensorPipe's own shared memory polls: a core per proces
     worker 0: tensor stays ── writes where it lies, wakes ──> worker 1: fetches it into a tensor of its own
 
 Of a large payload only the form and where it lies go through the channel: it is lent, and stays as it is until the
-reader is done with the record; see `ways.py`. Where no way works, the reader of payloads that are larger than its
-channel was made for offers a larger one, and what is larger yet goes by messages.
+reader is done with the record; see `ways.py`. Where no way works, what is larger than a channel takes goes by messages.
 
 The reader of a channel makes it and offers it to the writer, in memory without a name (memfd_create(2)): nothing is
 left behind, however a process ends, and the size of /dev/shm, 64 MB in many containers, does not matter.
@@ -19,7 +18,6 @@ left behind, however a process ends, and the size of /dev/shm, 64 MB in many con
 from __future__ import annotations
 
 import logging
-import mmap
 import os
 import platform
 import secrets
@@ -28,38 +26,26 @@ import sys
 import threading
 import time
 import weakref
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-from .form import Form, assemble, describe, form_of
-from .link import Written
-from .message import copy_memory
+from .form import assemble, copy_memory, describe, form_of
 from .outbox import Answer, Key
-from .ring_buffer import ASLEEP, LINE, OVERHEAD_BYTES, TOKEN_BYTES, WAY, WRITTEN, RingBuffer
+from .ring_buffer import ASLEEP, LINE, SIZE, WAY, WRITTEN, RingBuffer
 from .wakeup import Notifier, Wakeup
 from .ways import Fetch, Way, ways_here
 
 logger = logging.getLogger(__name__)
 
-#: what the first channel takes, bytes of a payload; where payloads turn out to be larger, so is the next one
-_FIRST = 2**18
-#: the largest channel there is takes such payloads
-LARGEST = 2**22
 #: what is larger is lent, where a way for it works
 LENT_FROM = 2**21
-#: how many of the largest payloads a channel holds; who reads too slowly gets the rest by messages
-_ROOM = 4
-#: memory for payloads of up to so many bytes is found ahead
-_SMALL = 2**15
-#: from so many payloads of a peer on it is worth the memory: others than neighbours say something once in a while
-_OFTEN = 4
+#: a channel takes payloads up to this size; who reads too slowly gets the rest by messages
+LARGEST = SIZE // 4
 #: size of the whole record, ns when it was written, run, sizes of: name, form (0: no payload), where the contents lie
 #: that are not in it
 _HEAD = struct.Struct("<QqqIIQ")
@@ -71,21 +57,17 @@ POSSIBLE = sys.platform == "linux" and platform.machine() in ("x86_64", "AMD64")
 class Offer(NamedTuple):
     """Where the reader's memory is, for a process of the same host."""
 
-    host: tuple[str, ...]
     process: int
     #: descriptors of that process: of the memory, and of the wakeup
     memory: int
     wakeup: int
-    #: of the memory
-    size: int
-    #: what is at its beginning, so that no other memory is taken for it
-    token: bytes
+    #: of the memory, so that no other one is taken for it: by the reader's network, as who has another one counts as
+    #: another host, and by chance
+    name: str
 
 
-def _host() -> tuple[str, ...]:
-    """What processes share that may use channels: kernel, process numbers, and network, or they count as two hosts."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return boot, os.readlink("/proc/self/ns/pid"), os.readlink("/proc/self/ns/net")
+def _network() -> str:
+    return os.readlink("/proc/self/ns/net")
 
 
 class Channels:
@@ -101,52 +83,35 @@ class Channels:
 
     def __init__(self, worker: int, wakeup: Wakeup, ways: Iterable[str] = ("memory",)) -> None:
         self._worker, self.wakeup = worker, wakeup
-        self._ways: dict[str, Way] = {}
-        #: who is on this host; None: no channels
-        self._host: tuple[str, ...] | None = None
-        if POSSIBLE:
-            with suppress(OSError):  # a sandbox that does not say
-                self._host = _host()
-                self._ways = ways_here(ways)
-        self._gone: set[int] = set()
+        self._ways: dict[str, Way] = ways_here(ways) if POSSIBLE else {}
         self._lock = threading.Lock()
-        #: payloads that came another way, by peer
-        self._came: Counter[int] = Counter()
-        #: what payloads the peers can write, bytes; the largest there are if they are not to be asked again
-        self._offered: dict[int, int] = {}
-        #: (peer, the channel's reader, its counters); channels that have been replaced too, as they may not be empty
+        self._offered: set[int] = set()
+        #: (peer, the channel's reader, its counters)
         self._readers: tuple[tuple[int, _Reader, memoryview], ...] = ()
         self._writers: dict[int, _Writer] = {}
+        self._gone: set[int] = set()
         #: what has been lent: peer, its writer, where the record ends, key, tensors
         self.lent: deque[tuple[int, _Writer, int, Key, list[Tensor]]] = deque()
 
-    def offer(self, peer: int, payload_bytes: int) -> Offer | None:
-        """Note that a payload of `peer` came another way. Return a channel with room for such, if it is worth one."""
-        with self._lock:
-            self._came[peer] += payload_bytes > 0
-            if self._host is None or self._came[peer] < _OFTEN or payload_bytes <= self._offered.get(peer, -1):
-                return None
-            if payload_bytes > LARGEST and peer in self._offered:
-                return None
-            room = payload_bytes if payload_bytes <= LARGEST else _FIRST  # the others may be lent
-            largest = max(_FIRST, 1 << (room - 1).bit_length())
-            try:
-                memory, reader = _new_reader(_ROOM * largest + OVERHEAD_BYTES)
-            except OSError:  # the system does not give any, or not so much
-                self._offered[peer] = LARGEST
-                return None
-            self._offered[peer] = largest
-            self._readers = (*self._readers, (peer, reader, reader.ring.counters))
-            return Offer(self._host, os.getpid(), memory, self.wakeup.descriptor, reader.ring.size, reader.ring.token)
+    def offer(self, peer: int) -> Offer | None:
+        """Return a channel for what `peer` says otherwise, if it has not been offered one."""
+        with self._lock, suppress(OSError):  # the system does not give any
+            if POSSIBLE and peer not in self._offered:
+                self._offered.add(peer)
+                name = f"rpc-pipe {_network()} {secrets.token_hex(16)}"
+                memory = os.memfd_create(name)
+                reader = _Reader(memory)
+                weakref.finalize(reader, os.close, memory)
+                self._readers = (*self._readers, (peer, reader, reader.counters))
+                return Offer(os.getpid(), memory, self.wakeup.descriptor, name)
+        return None
 
     def decided(self, peer: int, pages: Future[Any]) -> None:
-        """`peer` has said whether it writes the channel that it was offered last, and what to try its ways with."""
+        """`peer` has said whether it writes the channel that it was offered, and what to try its ways with."""
         with self._lock:
-            last = max(i for i, (reads_from, *_) in enumerate(self._readers) if reads_from == peer)
-            reader = self._readers[last][1]
+            ((_, reader, _),) = (entry for entry in self._readers if entry[0] == peer)
             if pages.exception() is not None or pages.result() is None:  # it has left, or is on another host
-                self._offered[peer] = LARGEST
-                self._readers = self._readers[:last] + self._readers[last + 1 :]
+                self._readers = tuple(entry for entry in self._readers if entry[0] != peer)
                 return
         how = reader.choose(self._ways, pages.result())
         logger.info("worker %d: large payloads of worker %d are %s", self._worker, peer, how)
@@ -156,36 +121,45 @@ class Channels:
 
         None: it is on another host.
         """
-        if offer.host != self._host or (writer := _accepted(offer, [*self._ways.values()])) is None:
-            return None
-        with self._lock:
-            if peer in self._gone:
-                return None
-            before = self._writers.get(peer)
-            if before is None or before.size < writer.size:  # offers may overtake each other
-                self._writers[peer] = writer
-        return {name: way.page() for name, way in self._ways.items()}
+        with self._lock, suppress(OSError):
+            path = f"/proc/{offer.process}/fd/{offer.memory}"
+            here = _network() in offer.name and os.readlink(path) == f"/memfd:{offer.name} (deleted)"
+            if here and peer not in self._gone:
+                memory = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+                try:
+                    notifier = Notifier.of(offer.process, offer.wakeup)
+                    self._writers[peer] = _Writer(memory, notifier, [*self._ways.values()])
+                finally:
+                    os.close(memory)
+                return {name: way.page() for name, way in self._ways.items()}
+        return None
 
-    def write(self, peer: int, key: Key, answer: Answer) -> Written:
-        """Say `answer` to the question of `peer` for `key`, if this is the way. Thread-safe."""
+    def write(self, peer: int, key: Key, answer: Answer) -> bool | None:
+        """Say `answer` to the question of `peer` for `key`, if this is the way: None if it is not. Thread-safe.
+
+        Returns:
+            Whether it is in the reader's memory; else it has been lent, and stays the writer's until `returned`.
+        """
         writer = self._writers.get(peer)
-        if writer is None:
-            return Written.NOT
-        written, end, tensors = writer.write(key, answer)
-        if written is Written.LENT:
-            with self._lock:
-                self.lent.append((peer, writer, end, key, tensors))
-        return written
+        written = None if writer is None else writer.write(key, answer)
+        if writer is None or written is None:
+            return None
+        end, lent = written
+        if lent:
+            self.lent.append((peer, writer, end, key, lent))
+        return not lent
 
     def returned(self) -> list[tuple[int, Key]]:
-        """Return what of that which was lent its readers have taken since the last call, by peer."""
-        with self._lock:
-            lent, self.lent = self.lent, deque()
-            for entry in lent:
-                peer, writer, end, *_ = entry
-                if peer not in self._gone and not writer.ring.has_read(end):
-                    self.lent.append(entry)
-        return [(peer, key) for peer, writer, end, key, _ in lent if writer.ring.has_read(end)]
+        """Return what of that which was lent its readers have taken since the last call, by peer. For one thread."""
+        found = []
+        for _ in range(len(self.lent)):
+            entry = self.lent.popleft()
+            peer, writer, end, key, _ = entry
+            if writer.counters[0] >= end:
+                found.append((peer, key))
+            elif peer not in self._gone:
+                self.lent.append(entry)
+        return found
 
     def reads(self, peer: int) -> bool:
         """Return whether `peer`, which then is on this host, has a channel to this worker."""
@@ -204,8 +178,6 @@ class Channels:
 
     def sleep(self) -> bool:
         """Have writers notify from now on; return whether there is something to read. For the thread that reads."""
-        for _, reader, _ in self._readers:
-            reader.prepare()
         with self._lock:  # whose release is a fence: a writer sees that this sleeps, or this what has been written
             for _, _, counters in self._readers:
                 counters[ASLEEP] = 1
@@ -223,104 +195,68 @@ class Channels:
             self._writers.pop(peer, None)
 
 
-def _new_reader(size: int) -> tuple[int, _Reader]:
-    """Return the reading end of a new channel, and the descriptor of its memory, which lives as long."""
-    memory = os.memfd_create("rpc-pipe channel")
-    try:
-        os.posix_fallocate(memory, 0, size)  # now, rather than a SIGBUS later
-        ring = RingBuffer(mmap.mmap(memory, size))
-    except BaseException:
-        os.close(memory)
-        raise
-    ring.token = secrets.token_bytes(TOKEN_BYTES)
-    ring.counters[ASLEEP] = 1  # it may be made while the thread that reads sleeps
-    reader = _Reader(ring)
-    weakref.finalize(reader, os.close, memory)
-    return memory, reader
-
-
-def _accepted(offer: Offer, ways: Sequence[Way]) -> _Writer | None:
-    """Return the writer's end of a channel on this host, None if it cannot be reached."""
-    with suppress(OSError):
-        memory = os.open(f"/proc/{offer.process}/fd/{offer.memory}", os.O_RDWR | os.O_CLOEXEC)
-        try:
-            if os.fstat(memory).st_size == offer.size:
-                ring = RingBuffer(mmap.mmap(memory, offer.size))
-                if ring.token == offer.token:
-                    return _Writer(ring, Notifier.of(offer.process, offer.wakeup), ways)
-        finally:
-            os.close(memory)
-    return None
-
-
-class _Writer:
+class _Writer(RingBuffer):
     """The writing end of a channel. Thread-safe."""
 
-    def __init__(self, ring: RingBuffer, notifier: Notifier, ways: Sequence[Way]) -> None:
-        self.ring = ring
+    def __init__(self, memory: int, notifier: Notifier, ways: Sequence[Way]) -> None:
+        super().__init__(memory)
         self._notifier, self._ways = notifier, ways
         self._lock = threading.Lock()
 
-    @property
-    def size(self) -> int:
-        """Of its memory, bytes."""
-        return self.ring.size
-
-    def write(self, key: Key, answer: Answer) -> tuple[Written, int, list[Tensor]]:
-        """Say `answer` to the question for `key`. Return what became of it, where its record ends, and what was lent.
+    def write(self, key: Key, answer: Answer) -> tuple[int, list[Tensor]] | None:
+        """Say `answer` to the question for `key`. Return where its record ends, and what was lent; None: no room.
 
         Raises:
-            TypeError: the payload cannot travel.
+            ConfigError: the payload cannot travel.
         """
         run, name = key[0], key[1].encode()
         form, tensors = (b"", []) if answer is None else describe(key[1], answer)
         contents, where = 0, b""
         for tensor in tensors:
             contents += tensor.nbytes + -tensor.nbytes % LINE
-        if contents > LENT_FROM and (way := self.ring.counters[WAY]):
+        if contents > LENT_FROM and (way := self.counters[WAY]):
             where, contents = self._ways[way - 1].lay(tensors), 0
-        elif contents > self.ring.size // _ROOM:
-            return Written.NOT, 0, []
+        elif contents > LARGEST:
+            return None
         described = _HEAD.size + len(name) + len(form) + len(where)
         begin = described + -described % LINE
         size = begin + contents
         with self._lock:
-            at = self.ring.room(size)
+            at = self.room(size)
             if at is None:
-                return Written.NOT, 0, []
-            data = self.ring.data
+                return None
+            data = self.data
             _HEAD.pack_into(data, at, size, time.perf_counter_ns(), run, len(name), len(form), len(where))
             data[at + _HEAD.size : at + described] = name + form + where
             if not where:
-                to = self.ring.address + at + begin
+                to = self.address + at + begin
                 for tensor in tensors:
                     copy_memory(to, tensor.data_ptr(), tensor.nbytes)
                     to += tensor.nbytes + -tensor.nbytes % LINE
-            end = self.ring.written(size)
+            self.counters[WRITTEN] = end = self.counters[WRITTEN] + size
         # The lock's release was a fence: the reader sees the record, or this that the reader sleeps.
-        if self.ring.counters[ASLEEP]:
+        if self.counters[ASLEEP]:
             self._notifier.notify()
-        return (Written.LENT, end, tensors) if where else (Written.COPIED, end, [])
+        return end, tensors if where else []
 
 
-class _Reader:
+class _Reader(RingBuffer):
     """The reading end of a channel."""
 
-    def __init__(self, ring: RingBuffer) -> None:
-        self.ring = ring
+    def __init__(self, memory: int) -> None:
+        os.ftruncate(memory, SIZE)
+        super().__init__(memory)
+        self.counters[ASLEEP] = 1  # it may be made while the thread that reads sleeps
         self._fetching: Callable[[bytes], Fetch] | None = None
-        #: of the last record that was copied, if it was small; and tensors for another one that looks so
-        self._last: Form | None = None
-        self._prepared: list[Tensor] = []
 
-    def choose(self, ways: Mapping[str, Way], pages: Any) -> str:
+    def choose(self, ways: Mapping[str, Way], pages: Mapping[str, Any]) -> str:
         """Have large payloads lent by the first of the writer's ways that works. Return how they come."""
         why = ""
         for number, (name, page) in enumerate(pages.items(), 1):
             try:
                 if name in ways:
                     self._fetching = ways[name].reach(page)
-                    self.ring.counters[WAY] = number
+                    self.counters[WAY] = number
                     return f"{ways[name].name}, from {LENT_FROM // 1024} KiB on"
             except OSError as error:
                 why += f", since they cannot be {ways[name].name}: {error}"
@@ -328,7 +264,7 @@ class _Reader:
 
     def read(self) -> tuple[Key, Answer | OSError, int] | None:
         """Take the oldest record out: key, answer or why it cannot be read, when it was written; or None."""
-        at, data = self.ring.front(), self.ring.data
+        at, data = self.front(), self.data
         if at is None:
             return None
         size, at_ns, run, name_size, form_size, where_size = _HEAD.unpack_from(data, at)
@@ -343,26 +279,12 @@ class _Reader:
                     assert self._fetching is not None, "nothing is lent to who cannot fetch it"
                     contents = list(map(self._fetching(bytes(data[form_end : form_end + where_size])), form.looks))
                 else:
-                    contents = self._copied(form, self.ring.address + form_end + (at - form_end) % LINE)
+                    contents, there = [], self.address + form_end + (at - form_end) % LINE
+                    for look in form.looks:
+                        contents.append(look.filled(there))
+                        there += look.num_bytes + -look.num_bytes % LINE
                 answer = assemble(form, contents)
             except OSError as error:
                 answer = error
-        self.ring.counters[0] += size  # its place may be written again
+        self.counters[0] += size  # its place may be written again
         return (run, name), answer, at_ns
-
-    def _copied(self, form: Form, there: int) -> list[Tensor]:
-        """Return the tensors of a record, with what lies at an address one after the other."""
-        found, self._prepared = self._prepared, []
-        if form is not self._last:
-            found, self._last = [], form if form.num_bytes <= _SMALL else None
-        if not found or found[0].is_inference() != torch.is_inference_mode_enabled():
-            found = [look.empty() for look in form.looks]
-        for tensor, look in zip(found, form.looks, strict=True):
-            copy_memory(tensor.data_ptr(), there, look.num_bytes)
-            there += look.num_bytes + -look.num_bytes % LINE
-        return found
-
-    def prepare(self) -> None:
-        """Make the tensors for a record that looks like the last one, as most do, while nobody waits for it."""
-        if self._last is not None and not self._prepared:
-            self._prepared = [look.empty() for look in self._last.looks]

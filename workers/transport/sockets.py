@@ -25,9 +25,8 @@ from zmq.utils.monitor import parse_monitor_message
 
 from ...dependency import ConfigError
 from .congestion import choose
-from .form import Look
+from .form import Look, copy_memory
 from .keys import Keys
-from .message import copy_memory
 from .values import Malformed
 
 #: frames of a message are no larger, so heartbeats find a gap between them, and a stranger cannot make us reserve more
