@@ -41,7 +41,7 @@ def test_a_calm_run_is_told_how_close_it_is():
 def test_a_slow_worker_is_named():
     lost = attribute_lost_time(trace_of(cost=heavier(2, 1.5)), SHARDS)
     assert worst(lost) == "slow worker"
-    assert lost.sentence.startswith("worker 2 is 1.5 x the median (stages of the same form take 1.5 x as long there")
+    assert lost.sentence.startswith("worker 2 takes 1.5 x as long as others for stages of the same form")
 
 
 def test_uneven_stages_are_named():
@@ -51,7 +51,7 @@ def test_uneven_stages_are_named():
     shards = [[(0, 0, 1, 1)], [(1, 0, 3, 3)], [(2, 0, 2, 2)], [(3, 0, 2, 2)]]
     lost = attribute_lost_time(trace_of(cost=cost), shards)
     assert worst(lost) == "imbalance"
-    assert lost.sentence.startswith("worker 1 is 1.5 x the median (its 3 of 8 layers take longer than others'")
+    assert lost.sentence.startswith("stages or their actions take unequally long, those of worker 1 1.5 x the median")
 
 
 def test_workers_that_compute_equally_long_are_not_said_to_have_more():
@@ -61,24 +61,17 @@ def test_workers_that_compute_equally_long_are_not_said_to_have_more():
         return {F: 10, B: 20, U: 1}.get(action.kind, 0) + {F: 8, B: -8}.get(action.kind, 0) * (action.stage == 0)
 
     lost = attribute_lost_time(trace_of("gpipe", cost=cost), SHARDS, cores=2)
-    assert worst(lost) == "imbalance" and "more to compute" not in lost.sentence and "is slow" not in lost.sentence
+    assert worst(lost) == "imbalance" and "is slow" not in lost.sentence
     assert "4 workers share 2 cores of one machine" in lost.sentence
     calm = attribute_lost_time(trace_of("gpipe", cost=cost), SHARDS).sentence
-    assert calm.startswith("the workers compute equally long, but an action takes longer on one than on others")
-
-
-def test_heavier_layers_are_not_said_to_be_more_layers():
-    shards = [[(stage, 0, 2, 1 + (stage == 1))] for stage in range(4)]
-    lost = attribute_lost_time(trace_of(cost=heavier(1, 1.5)), shards)
-    assert worst(lost) == "imbalance"
-    assert "(its 2 of 8 layers take longer than others': rpc-pipe plan finds cuts)" in lost.sentence
+    assert calm.startswith("stages or their actions take unequally long")
 
 
 def test_a_slow_link_is_named():
     links = {(a, b): Link(20.0 if (a, b) == (1, 2) else 0.4) for a in range(4) for b in range(4) if abs(a - b) == 1}
     lost = attribute_lost_time(trace_of(links=links), SHARDS)
     assert worst(lost) == "link"
-    assert "from worker 1 to worker 2, 50 x the median of all links: a slow link" in lost.sentence
+    assert "payloads take 20.0 ms from worker 1 to worker 2" in lost.sentence
     crowded = attribute_lost_time(trace_of(links=links), SHARDS, cores=2).sentence
     assert "4 workers share 2 cores of one machine" in crowded and "slow link" not in crowded
 
@@ -88,7 +81,7 @@ def test_a_link_is_slow_where_others_take_no_time():
     ZeroDivisionError."""
     links = {(a, b): Link(20.0 if (a, b) == (1, 2) else 0.0) for a in range(4) for b in range(4) if abs(a - b) == 1}
     lost = attribute_lost_time(trace_of(links=links), SHARDS)
-    assert worst(lost) == "link" and "payloads take 20.0 ms from worker 1 to worker 2: a slow link" in lost.sentence
+    assert worst(lost) == "link" and "payloads take 20.0 ms from worker 1 to worker 2" in lost.sentence
 
 
 def test_a_slow_data_loader_is_named():
@@ -143,7 +136,7 @@ def _late(record, first, ns):
 def test_crowded_machines_are_told_so():
     trace = trace_of(hop_ms=0.9, cost=lambda a: {F: 1, B: 2}.get(a.kind, 0.1))
     assert attribute_lost_time(trace, SHARDS, cores=2).sentence.endswith("4 workers share 2 cores of one machine")
-    assert "are short, or vary" in attribute_lost_time(trace, SHARDS, cores=8).sentence
+    assert "the runtime itself" in attribute_lost_time(trace, SHARDS, cores=8).sentence
 
 
 def test_threads_that_take_turns_are_told_so():
