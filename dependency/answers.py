@@ -1,4 +1,4 @@
-"""What a schedule of a user's own answers, and the errors that its methods raise, as sentences that name the method."""
+"""What a schedule of a user's own answers."""
 
 from __future__ import annotations
 
@@ -17,20 +17,6 @@ _ASKED = (
     *("place", "route", "splits", "recomputes", "after", "slot", "program", "version", "order", "synchronous"),
     *("activation_limit", "peak_activations", "split_backward", "recompute", "update_every", *_NUMBERS),
 )
-
-
-def named(error: BaseException) -> BaseException:
-    """Return an error that tells where in the user's code another one came from."""
-    ours, traceback = __name__.partition(".")[0], error.__traceback__
-    while traceback is not None:
-        frame = traceback.tb_frame
-        module, code = str(frame.f_globals.get("__name__")), frame.f_code
-        # What dataclasses generate is in no file.
-        if module.partition(".")[0] != ours and not code.co_filename.startswith("<"):
-            where = f"line {traceback.tb_lineno} of {code.co_filename}"
-            return ScheduleError(f"{code.co_name} raised {type(error).__name__}: {error} ({where})")
-        traceback = traceback.tb_next
-    return ScheduleError(f"a method of the schedule returned what cannot be worked with: {error} (docs/schedules.md)")
 
 
 def check_answers(spec: Spec) -> None:

@@ -10,29 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from traceback import walk_tb
 from typing import Any
 
 from .action import Action
+from .draw import draw_edge, draw_held, draw_listed
 from .errors import PipeError, ScheduleError
-from .kinds import U
 from .memory import Lives, Memory
 from .order import has_program, has_slot, local_order
 from .program import order_limit, peaks_in_order
-from .reductions import on_route
 from .spec import Spec, says
 from .versions import updates_a_step
 
 _WINDOW = "A window is an edge: let after(F(s, m)) name the B or W of microbatch m - window"
 _NAMES_NOTHING = ". Its `after` names nothing for any action: test a kind by `a.kind is F`, not by a text"
 _UNSURE = ", as far as its own edges tell (of more than 200,000 actions no others are looked at)"
-
-
-def _drawn(what: str, *arguments: Any) -> str:
-    """Return the picture of a rule that is broken."""
-    from . import draw
-
-    picture: str = getattr(draw, what)(*arguments)
-    return picture
 
 
 @contextmanager
@@ -47,9 +39,16 @@ def schedule_errors() -> Iterator[None]:
     except PipeError:
         raise
     except Exception as error:
-        from .answers import named
-
-        raise named(error) from error
+        ours = __name__.partition(".")[0]
+        for frame, line in walk_tb(error.__traceback__):
+            module, code = str(frame.f_globals.get("__name__")), frame.f_code
+            # What dataclasses generate is in no file.
+            if module.partition(".")[0] != ours and not code.co_filename.startswith("<"):
+                where = f"line {line} of {code.co_filename}"
+                raise ScheduleError(f"{code.co_name} raised {type(error).__name__}: {error} ({where})") from error
+        raise ScheduleError(
+            f"a method of the schedule returned what cannot be worked with: {error} (docs/schedules.md)"
+        ) from error
 
 
 def _check_answers(spec: Spec) -> None:
@@ -76,15 +75,6 @@ def actions_in(answer: object, call: str) -> list[Action]:
             "are none"
         )
     return actions
-
-
-def own_actions(spec: Spec, worker: int) -> Iterator[Action]:
-    """Yield the actions of `worker` by stage and microbatch, without those that end a synchronous step."""
-    for stage, route in spec.hosted(worker):
-        for m in on_route(spec, range(spec.total_microbatches), route):
-            yield from spec.actions(stage, m)
-        if not spec.synchronous:
-            yield from spec.updates(stage, route)
 
 
 def check(spec: Spec, worker: int) -> None:
@@ -128,7 +118,7 @@ def _check_runs(spec: Spec, workers: Iterable[int]) -> None:
                 _check_needs(spec, worker, action, slotted=True)
         return
     for worker in range(spec.num_workers):
-        for action in own_actions(spec, worker):
+        for action in spec.own_actions(worker):
             _check_needs(spec, worker, action, slotted=False)
     if has_program(spec):
         programs = [actions_in(spec.program(w), f"program({w})") for w in range(spec.num_workers)]
@@ -148,79 +138,56 @@ def _check_needs(spec: Spec, worker: int, action: Action, *, slotted: bool) -> N
     for need in actions_in(spec.after(action), f"after({action})"):
         if need.index < 0:
             continue
-        _check_exists(spec, action, need)
+        wrong = _why_not_run(spec, need)
+        if wrong:
+            raise ScheduleError(f"after({action}) names {need}{wrong}")
         if abs(need.stage - action.stage) > 1 and spec.worker(need) != worker:
             away = abs(need.stage - action.stage)
             raise ScheduleError(
                 f"after({action}) names {need} of worker {spec.worker(need)}, which is no neighbour: "
                 f"only stages {max(0, action.stage - 1)} to {min(spec.last_stage, action.stage + 1)} "
                 f"and the stages of worker {worker} may be named",
-                _drawn("draw_edge", spec, need, action, f", {away} stages away") if slotted else "",
+                draw_edge(spec, need, action, f", {away} stages away") if slotted else "",
             )
     for need in spec.needs(action) if slotted else ():
         slot, before = spec.slot(action), spec.slot(need)
         if before >= slot:
             raise ScheduleError(
                 f"{action} (slot {slot}) needs {need} (slot {before}): the slot must grow along every edge",
-                _drawn("draw_edge", spec, need, action, f", so the slot of {need} must be the smaller one"),
+                draw_edge(spec, need, action, f", so the slot of {need} must be the smaller one"),
             )
 
 
-def _check_exists(spec: Spec, action: Action, need: Action) -> None:
-    """Check that `need`, which after(action) names, is run by a worker."""
-    stage, kind, microbatch = need
-    if not kind.per_microbatch and (spec.synchronous or kind is not U):
-        raise ScheduleError(
-            f"after({action}) names {need}, but {kind!r} ends the step: "
-            "only what is done with a microbatch may be named"
-        )
-    most = spec.total_microbatches if kind.per_microbatch else updates_a_step(spec) * spec.num_steps
-    if not 0 <= stage < spec.num_stages or microbatch >= most:
-        raise ScheduleError(
-            f"after({action}) names {need}, which does not exist: "
-            f"stages are 0 to {spec.last_stage}, {'microbatches' if kind.per_microbatch else 'updates'} 0 to {most - 1}"
-        )
-    known = spec.actions(stage, microbatch) if kind.per_microbatch else (need,)
-    if need not in known:
-        raise ScheduleError(
-            f"after({action}) names {need}, but of microbatch {microbatch} stage {stage} runs only the kinds "
-            f"{', '.join(repr(a.kind) for a in known)}"
-        )
+def _why_not_run(spec: Spec, action: Action) -> str:
+    """Return why `action` is none that a schedule may name; "": it is one."""
+    stage, kind, index = action
+    if not spec.orders(action):
+        return f", but {kind!r} ends the step: only what is done with a microbatch may be named"
+    counted, most = "microbatches", spec.total_microbatches
+    if not kind.per_microbatch:
+        counted, most = "updates", updates_a_step(spec) * spec.num_steps
+    if not 0 <= stage < spec.num_stages or not 0 <= index < most:
+        return f", which does not exist: stages are 0 to {spec.last_stage}, {counted} 0 to {most - 1}"
+    known = spec.actions(stage, index) if kind.per_microbatch else [action]
+    if action not in known:
+        return f", but of microbatch {index} stage {stage} runs only {', '.join(map(str, known))}"
+    return ""
 
 
 def _check_listed_once(spec: Spec, programs: list[list[Action]], worker: int) -> None:
-    seen: set[Action] = set()
+    missing = dict.fromkeys(spec.own_actions(worker))
     for action in programs[worker]:
-        wrong = _why_not_listed(spec, worker, action, seen)
+        wrong, at = _why_not_run(spec, action), worker
+        if not wrong and (at := spec.worker(action)) != worker:
+            wrong = f", which is placed on worker {at}: an action is run by exactly one worker"
+        elif not wrong and action not in missing:
+            wrong = " twice"
         if wrong:
-            at = {spec.worker(action)} if "placed" in wrong else set()
-            raise ScheduleError(
-                f"program({worker}) lists {action}{wrong}", _drawn("draw_listed", programs, action, {worker} | at)
-            )
-        seen.add(action)
-    for action in own_actions(spec, worker):
-        if action not in seen:
-            raise ScheduleError(
-                f"program({worker}) does not list {action}", _drawn("draw_listed", programs, action, {worker})
-            )
-
-
-def _why_not_listed(spec: Spec, worker: int, action: Action, seen: set[Action]) -> str:
-    """Return what is wrong with `action` in the program of `worker`; "": nothing."""
-    stage, kind, microbatch = action
-    if not kind.per_microbatch:
-        return f", but {kind!r} ends the step by itself: only what is done with a microbatch is listed"
-    if not 0 <= stage < spec.num_stages or not 0 <= microbatch < spec.total_microbatches:
-        last = spec.total_microbatches - 1
-        return f", which does not exist: stages are 0 to {spec.last_stage}, microbatches 0 to {last}"
-    if (at := spec.worker(action)) != worker:
-        return f", which is placed on worker {at}: an action is run by exactly one worker"
-    if action in seen:
-        return " twice"
-    known = spec.actions(stage, microbatch)
-    if action not in known:
-        return f", but of microbatch {microbatch} stage {stage} runs only {', '.join(map(str, known))}"
-    return ""
+            drawing = draw_listed(programs, action, {worker, at})
+            raise ScheduleError(f"program({worker}) lists {action}{wrong}", drawing)
+        del missing[action]
+    for action in missing:
+        raise ScheduleError(f"program({worker}) does not list {action}", draw_listed(programs, action, {worker}))
 
 
 def _check_memory(memory: Memory, worker: int) -> None:
@@ -238,14 +205,14 @@ def _check_memory(memory: Memory, worker: int) -> None:
         raise ScheduleError(
             f"worker {worker} keeps up to {in_order} microbatches of activations in slot order, "
             f"but peak_activations({worker}) promises {claimed}",
-            _drawn("draw_held", actions, claimed),
+            draw_held(actions, claimed),
         )
     lives, is_exact = memory.at_any_timing(worker, lambda lives: lives.most[-1] <= claimed)
     if lives.most[-1] > claimed:
         raise ScheduleError(
             f"worker {worker} may keep {lives.most[-1]} microbatches of activations when gradients are late"
             f"{_UNSURE * (not is_exact)}, but peak_activations({worker}) promises {claimed}. {_WINDOW}",
-            _drawn("draw_held", lives.run_to_most(), claimed),
+            draw_held(lives.run_to_most(), claimed),
         )
 
 
@@ -283,11 +250,11 @@ def _grows(memory: Memory, worker: int) -> tuple[str, str] | None:
     if is_bounded(lives):
         return None
     spec, number = memory.spec, memory.spec.num_microbatches
-    everywhere = (action for w in range(spec.num_workers) for action in own_actions(spec, w))
+    everywhere = (action for w in range(spec.num_workers) for action in spec.own_actions(w))
     idle = says(type(spec), "after") and not any(list(spec.after(action)) for action in everywhere)
     return (
         f"with {number} microbatches worker {worker} may keep {lives.most[-1]} microbatches "
         f"of activations when gradients are late{_UNSURE * (not is_exact)}, but its order keeps {in_order[-1]}: "
         f"nothing in the relation bounds memory, it grows with the microbatches. {_WINDOW}{_NAMES_NOTHING * idle}",
-        _drawn("draw_held", lives.run_to_most(), in_order[-1]),
+        draw_held(lives.run_to_most(), in_order[-1]),
     )

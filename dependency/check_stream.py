@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from numbers import Integral
 
 from .action import Action
 from .errors import ScheduleError
-from .kinds import F, U
 from .order import has_slot
 from .reductions import on_route
 from .spec import Spec
-from .versions import STEADY, before_forward, period, steady, update_of, updates_a_step
+from .versions import STEADY, period, steady, update_of, updates_a_step
 
 #: the number of steps at the beginning of a stream whose versions are checked
 _BEGINNING = 8
@@ -55,12 +53,8 @@ def check_steps(spec: Spec, workers: Iterable[int]) -> None:
     if length < 1:
         raise ScheduleError(f"slot: grows by {length} from step to step; it must grow by at least 1")
     for worker in workers:
-        for stage, route in spec.hosted(worker):
-            for m in on_route(spec, range(spec.num_microbatches), route):
-                for action in spec.actions(stage, m):
-                    _check_action(spec, worker, action, length)
-            for update in replace(spec, num_steps=1).updates(stage, route):
-                _check_action(spec, worker, update, length)
+        for action in replace(spec, num_steps=1).own_actions(worker):
+            _check_action(spec, worker, action, length)
 
 
 def _check_routes(spec: Spec) -> None:
@@ -86,8 +80,6 @@ def _check_version(spec: Spec, stage: int, m: int, begins: int) -> None:
     """Check that the version is a number that repeats from step to step and is not later than its own update."""
     M, per_step = spec.num_microbatches, 1 if spec.update_every == "step" else spec.num_microbatches
     settled = spec.version(stage, m + STEADY * M)
-    if not isinstance(settled, Integral):
-        raise ScheduleError(f"version({stage}, {m + STEADY * M}) returned {settled!r}: it must be a whole number")
     before = m + STEADY * M if spec.update_every == "microbatch" else STEADY  # updates whose gradients come before
     if settled > before:
         raise ScheduleError(
@@ -112,17 +104,13 @@ def _check_action(spec: Spec, worker: int, action: Action, length: int) -> None:
             f"slot({now}) is {slot}, but slot({action}) is {spec.slot(action)} and steps are {length} apart: "
             "slots must grow by the same from step to step"
         )
-    needs = list(spec.after(now))
-    if action.kind is F:
-        needs += before_forward(spec, now)
-    elif action.kind is U:
-        data = list(spec.data(now))
-        needs += [need for need in data if need.kind is U] + [need for need in data if need.kind is not U][-1:]
-    for need in needs:
+    for need in spec.needs(now):
         per_step = spec.num_microbatches if need.kind.per_microbatch else updates_a_step(spec)
         step, index = divmod(need.index, per_step)
         named = f"{need._replace(index=index)}" + (f" of {STEADY - step} steps before" if step != STEADY else "")
-        if step < STEADY and spec.worker(need) != worker:
+        if spec.worker(need) != worker:
+            if step == STEADY:
+                continue
             raise ScheduleError(
                 f"after({action}) names {named}, of worker {spec.worker(need)}: across the steps of a stream only "
                 "actions of the same worker may be named"

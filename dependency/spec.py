@@ -79,6 +79,14 @@ class Spec(Declared):
                 yield from self.accumulations(*shard)
             yield from others
 
+    def own_actions(self, worker: int) -> Iterator[Action]:
+        """Yield the actions of `worker` by stage and microbatch, without those that end a synchronous step."""
+        for stage, route in self.hosted(worker):
+            for m in on_route(self, range(self.total_microbatches), route):
+                yield from self.actions(stage, m)
+            if not self.synchronous:
+                yield from self.updates(stage, route)
+
     def accumulations(self, stage: int, route: int) -> Iterator[Action]:
         """Yield the actions that add to the gradients of a replica of a stage in a step."""
         for m in on_route(self, range(self.total_microbatches), route):

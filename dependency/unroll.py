@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 
 from .action import Action
 from .draw import draw_cycle
@@ -17,15 +17,23 @@ from .spec import Spec
 
 
 def unroll(spec: Spec) -> list[list[Action]]:
-    """Return each worker's actions in the order of a greedy run at unit cost.
+    """Return each worker's actions in the order of a greedy run, in which each takes one unit of time.
 
     Raises:
         ScheduleError: the relation has a cycle, which is drawn.
     """
-    needs = {action: spec.needs(action) for action in all_actions(spec)}
-    order: list[list[Action]] = [[] for _ in range(spec.num_workers)]
-    for action in _greedy(spec, needs):
-        order[spec.worker(action)].append(action)
+    workers = range(spec.num_workers)
+    sorter = _sorted(spec, {action: spec.needs(action) for worker in workers for action in spec.own_actions(worker)})
+    order: list[list[Action]] = [[] for _ in workers]
+    ready: list[list[tuple[bool, int, int, str, Action]]] = [[] for _ in workers]
+    while sorter.is_active():
+        for action in sorter.get_ready():
+            key = (action.kind.way == 1, action.index, -action.stage, action.kind.letter, action)
+            heapq.heappush(ready[spec.worker(action)], key)
+        for own, queue in zip(order, ready, strict=True):
+            if queue:
+                own.append(heapq.heappop(queue)[-1])
+                sorter.done(own[-1])
     return order
 
 
@@ -39,58 +47,16 @@ def check_acyclic(spec: Spec, programs: list[list[Action]]) -> None:
     for program in programs:
         for before, action in itertools.pairwise(program):
             needs[action].append(before)
-    for _ in _greedy(spec, needs):
-        pass
+    _sorted(spec, needs)
 
 
-def all_actions(spec: Spec) -> Iterator[Action]:
-    """Yield every action of a step but those that end it, which nothing waits for."""
-    for microbatch in range(spec.total_microbatches):
-        for stage in range(spec.num_stages):
-            yield from spec.actions(stage, microbatch)
-    if not spec.synchronous:
-        for route in range(spec.num_routes):
-            for stage in range(spec.num_stages):
-                yield from spec.updates(stage, route)
-
-
-def _greedy(spec: Spec, needs: dict[Action, list[Action]]) -> Iterator[Action]:
-    """Yield the actions as P workers would start them, each action taking one unit of time."""
-    missing = {action: len(before) for action, before in needs.items()}
-    dependents: dict[Action, list[Action]] = {action: [] for action in needs}
-    for action, before in needs.items():
-        for need in before:
-            if need not in dependents:
-                raise ScheduleError(f"{action} needs {need}, which no worker runs")
-            dependents[need].append(action)
-    ready: list[list[tuple[bool, int, int, str, Action]]] = [[] for _ in range(spec.num_workers)]
-
-    def push(action: Action) -> None:
-        key = (action.kind.way == 1, action.index, -action.stage, action.kind.letter, action)
-        heapq.heappush(ready[spec.worker(action)], key)
-
-    for action, count in missing.items():
-        if count == 0:
-            push(action)
-    while started := [heapq.heappop(queue)[-1] for queue in ready if queue]:
-        for action in started:
-            yield action
-            del missing[action]
-            for dependent in dependents[action]:
-                missing[dependent] -= 1
-                if missing[dependent] == 0:
-                    push(dependent)
-    if missing:
-        cycle = _find_cycle(needs, missing)
-        text = " -> ".join(map(str, [*cycle, cycle[0]]))
-        raise ScheduleError(f"cycle: {text} (each waits for the one before it)", draw_cycle(spec, cycle))
-
-
-def _find_cycle(needs: dict[Action, list[Action]], stuck: dict[Action, int]) -> list[Action]:
-    """Walk from any stuck action to one it waits for until an action repeats."""
-    path: dict[Action, int] = {}
-    action = next(iter(stuck))
-    while action not in path:
-        path[action] = len(path)
-        action = next(need for need in needs[action] if need in stuck)
-    return list(path)[path[action] :][::-1]
+def _sorted(spec: Spec, needs: dict[Action, list[Action]]) -> TopologicalSorter[Action]:
+    sorter = TopologicalSorter(needs)
+    try:
+        sorter.prepare()
+    except CycleError as error:
+        cycle: list[Action] = error.args[1]
+        text = " -> ".join(map(str, cycle))
+        drawing = draw_cycle(spec, cycle[:-1])
+        raise ScheduleError(f"cycle: {text} (each waits for the one before it)", drawing) from None
+    return sorter

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from functools import cached_property
 
 from rpc_pipe.dependency import Action, B, F, I, R, Spec, W, entries
-from rpc_pipe.dependency.unroll import all_actions
 from rpc_pipe.schedules.pipedream import PipeDream
 from rpc_pipe.schedules.pipedream_2bw import PipeDream2BW
 
@@ -112,7 +111,7 @@ class RandomSlots(RandomSpec):
     @cached_property
     def _slots(self) -> dict[Action, int]:
         rng = random.Random(self.seed)
-        needs = {action: set(self.needs(action)) for action in all_actions(self)}
+        needs = {action: set(self.needs(action)) for w in range(self.num_workers) for action in self.own_actions(w)}
         left = {action: len(before) for action, before in needs.items()}
         needed_by: dict[Action, list[Action]] = {action: [] for action in needs}
         for action, before in needs.items():

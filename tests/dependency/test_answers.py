@@ -34,7 +34,7 @@ AFTER = [
     ([B(1, 4)], "after(1F1) names 1B4, which does not exist: stages are 0 to 1, microbatches 0 to 3"),
     ([B(2, 0)], "after(1F1) names 2B0, which does not exist: stages are 0 to 1, microbatches 0 to 3"),
     ([B(-1, 0)], "after(1F1) names -1B0, which does not exist"),
-    ([I(1, 0)], "after(1F1) names 1I0, but of microbatch 0 stage 1 runs only the kinds F, B"),
+    ([I(1, 0)], "after(1F1) names 1I0, but of microbatch 0 stage 1 runs only 1F0, 1B0"),
     ([U(1, 0)], "after(1F1) names 1U0, but U ends the step: only what is done with a microbatch may be named"),
     ([G(0, 0)], "after(1F1) names 0G0, but G ends the step: only what is done with a microbatch may be named"),
 ]
@@ -136,8 +136,8 @@ def test_parameters_must_be_hashable():
 
 PROGRAMS = [
     (None, r"program(0) returned None: it must return a list of actions"),
-    ([F(0, 0), B(0, 0), U(0, 0)], "program(0) lists 0U0, but U ends the step by itself"),
-    ([G(0, 0)], "program(0) lists 0G0, but G ends the step by itself"),
+    ([F(0, 0), B(0, 0), U(0, 0)], "program(0) lists 0U0, but U ends the step: only what is done"),
+    ([G(0, 0)], "program(0) lists 0G0, but G ends the step: only what is done"),
     ([F(0, 4)], "program(0) lists 0F4, which does not exist: stages are 0 to 1, microbatches 0 to 3"),
     ([F(0, -1)], "program(0) lists 0F-1, which does not exist"),
     ([F(-1, 0)], "program(0) lists -1F0, which does not exist"),

@@ -7,22 +7,15 @@ from test_check import Listed
 from test_versions import broken as stream
 from test_versions import far
 
-from rpc_pipe.dependency import ConfigError, F, Kind, Part, ScheduleError, Spec, entries
+from rpc_pipe.dependency import ConfigError, Kind, Part, ScheduleError, entries
 from rpc_pipe.dependency.memory import Memory
-from rpc_pipe.dependency.unroll import unroll
 from rpc_pipe.planning.specs import make_spec
 from rpc_pipe.schedules import PipeDream2BW
-
-
-class Nowhere(Spec):
-    def after(self, a):
-        return [F(0, 9)] if a == F(0, 1) else []
 
 
 @pytest.mark.parametrize(
     "looks, says",
     [
-        (lambda: unroll(Nowhere(num_workers=2, num_microbatches=2)), "0F1 needs 0F9, which no worker runs"),
         (
             lambda: Memory(Listed(num_workers=2, num_microbatches=2, mistake="order")).at_any_timing(
                 0, lambda lives: False
@@ -34,7 +27,7 @@ class Nowhere(Spec):
             "0F0 needs 1F0 of 1 steps before, which worker 0 does not run",
         ),
     ],
-    ids=["unroll", "memory", "part"],
+    ids=["memory", "part"],
 )
 def test_what_cannot_be_run_is_named_wherever_it_is_met(looks, says):
     with pytest.raises(ScheduleError, match=re.escape(says)):
