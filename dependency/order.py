@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from operator import itemgetter
 
-from .action import Action, Kind
+from .action import Action
 from .errors import ScheduleError
 from .kinds import A, G, P, S, U
 from .reductions import NO_REDUCTIONS, Reductions, reduction_tree
@@ -59,7 +59,7 @@ def routes(spec: Spec, forward_only: bool = False) -> Callable[[int], int]:
         forward_only: whether this is an evaluation. If pipelines are pulled to a common reference, the reference is
             evaluated on the shards of the first pipeline, because each pipeline has buffers of its own.
     """
-    if forward_only and spec.elasticity:
+    if spec.num_routes == 1 or (forward_only and spec.elasticity):
         return lambda microbatch: 0
     return lru_cache(maxsize=2**13)(spec.route)
 
@@ -73,9 +73,8 @@ def _unrolled(spec: Spec) -> list[list[Action]]:
 
 
 def _by_slot(spec: Spec, worker: int) -> Iterator[Action]:
-    slot, by_slot = spec.slot, itemgetter(0)
-    streams = _own_streams(spec, worker)
-    slotted = sorted([(slot(action), action) for stream in streams for action in stream], key=by_slot)
+    slot = spec.slot
+    slotted = sorted([(slot(action), action) for action in spec.own_actions(worker)], key=itemgetter(0))
     last_slot, last_action = None, None
     for at, action in slotted:
         if at == last_slot:
@@ -87,40 +86,16 @@ def _by_slot(spec: Spec, worker: int) -> Iterator[Action]:
         last_slot, last_action = at, action
 
 
-def _own_streams(spec: Spec, worker: int) -> list[Iterator[Action]]:
-    """Return, for each shard and kind on `worker`, its actions by ascending microbatch."""
-    replicated, route_of = spec.num_routes > 1, routes(spec)
-
-    def own(route: int) -> Iterable[int]:
-        every = range(spec.total_microbatches)
-        return (m for m in every if route_of(m) == route) if replicated else every
-
-    def stream(kind: Kind, stage: int, route: int) -> Iterator[Action]:
-        return (Action(stage, kind, m) for m in own(route))
-
-    def mixed(stage: int, route: int) -> Iterator[Action]:
-        return (action for m in own(route) for action in spec.actions(stage, m))
-
-    hosted = spec.hosted(worker)
-    if is_uniform(spec):
-        streams = [stream(a.kind, *shard) for shard in hosted for a in spec.actions(shard[0], 0)]
-    else:
-        streams = [mixed(*shard) for shard in hosted]
-    if not spec.synchronous:
-        streams += [iter(spec.updates(s, r)) for s, r in hosted]
-    return streams
-
-
 def _with_end(spec: Spec, worker: int, order: Iterable[Action], reductions: Reductions) -> Iterator[Action]:
     """Insert the actions that end a step right behind their needs: the end of a step is no barrier.
 
     An update that waits for no other stage follows its last gradient, and so does an exchange of gradients. Updates
     that wait for other stages come last.
     """
-    replicated, tree = spec.num_routes > 1, reduction_tree(spec)
+    tree = reduction_tree(spec)
     awaits = reductions.weight or (reductions.norms and not reductions.validated)
     route_of = routes(spec)
-    microbatches = Counter(map(route_of, range(spec.num_microbatches)) if replicated else {0: spec.num_microbatches})
+    microbatches = Counter(map(route_of, range(spec.num_microbatches)))
     left = {shard: microbatches[shard[1]] for shard in spec.hosted(worker)}
     ended = [shard for shard, count in left.items() if count == 0]
     for shard in ended:  # a route without microbatches
@@ -128,7 +103,7 @@ def _with_end(spec: Spec, worker: int, order: Iterable[Action], reductions: Redu
     for action in order:
         yield action
         if action.kind.accumulates:
-            shard = action.stage, route_of(action.index) if replicated else 0
+            shard = action.stage, route_of(action.index)
             left[shard] = left.get(shard, 0) - 1
             if left[shard] == 0:
                 yield from tree.given(G, *shard, reductions)

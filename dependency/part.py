@@ -119,11 +119,11 @@ class Part:
         """
         spec = self.spec
         told = D(*reduction_tree(spec).own.get(self.worker, (-1, -1)))
-        replicated, route_of = spec.num_routes > 1, routes(spec)
+        route_of = routes(spec)
         for number, entry in enumerate(self.entries):
             stage, kind, index = entry.action
             if kind.way == 1:
-                place = stage, route_of(index) if replicated else 0
+                place = stage, route_of(index)
                 if U(*place) in self.number:  # an evaluation has no updates
                     for before in (U(*place), A(*place)) if spec.zero else (U(*place),):
                         self.inherited[0].setdefault(before, []).append(number)

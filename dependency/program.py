@@ -83,7 +83,7 @@ class _Flow:
         self._worker = worker
         self._reductions = reductions
         self._uniform = is_uniform(spec)
-        self._route = routes(spec) if spec.num_routes > 1 else None
+        self._route = routes(spec)
         self._patterns: dict[tuple[object, ...], _Pattern] = {}
         self._kinds: dict[tuple[int, int], tuple[Kind, ...]] = {}
 
@@ -93,8 +93,7 @@ class _Flow:
         stage, kind, m = action
         if not kind.per_microbatch:
             return self._end(action, own, pulled)
-        route = 0 if self._route is None else self._route(m)
-        key: tuple[object, ...] = stage, kind, route
+        key: tuple[object, ...] = stage, kind, self._route(m)
         if not self._uniform:
             key = *key, *(self._kinds_of(s, m) for s in (stage - 1, stage, stage + 1))
         pattern = self._patterns.get(key)
@@ -193,7 +192,7 @@ class _OrderEdges:
         self._worker = worker
         self._reductions = reductions
         self._chained = chained
-        self._route = routes(spec, forward_only) if spec.num_routes > 1 else None
+        self._route = routes(spec, forward_only)
         self._limit = None if forward_only else order_limit(spec, worker)
         self._num_begun = 0
         self._releases: list[Action] = []  # only if there is a limit
@@ -213,9 +212,8 @@ class _OrderEdges:
         before: Action | None = None
         releases = self._limit is not None and kind.holds < 0
         if kind.accumulates or releases:
-            route = 0 if self._route is None else self._route(index)
             # With a limit the releases of the whole worker are one chain.
-            shard = (stage, route) if self._limit is None else _WHOLE_WORKER
+            shard = (stage, self._route(index)) if self._limit is None else _WHOLE_WORKER
             before = self._last_release.get(shard)
             self._last_release[shard] = action
             if self._takes and kind.accumulates:
@@ -223,7 +221,7 @@ class _OrderEdges:
             if releases:
                 self._releases.append(action)
         if kind.way == 1 and stage in self._chained:
-            shard = stage, 0 if self._route is None else self._route(index)
+            shard = stage, self._route(index)
             before = self._last_forward.get(shard)
             self._last_forward[shard] = action
         edges = [] if before is None else [before]

@@ -25,6 +25,7 @@ from .kinds import A, C, D, F, G, N, P, S, T, U, V
 
 #: kind that distributes a result -> kind that collects it
 _COLLECTED = {D: C, T: N}
+_DISTRIBUTED = {C: D, N: T}
 #: a replica of a stage: (stage, route)
 Replica = tuple[int, int]
 
@@ -223,10 +224,9 @@ class ReductionTree:
             return [] if self.spec.zero else [U(*holder) for holder in holders]
         if kind in _COLLECTED:
             return [kind(*child) for child in self.children[stage, route]]
-        for distributes, collected in _COLLECTED.items():
-            if kind is collected:
-                parent = self.parent[stage, route]
-                return [distributes(stage, route) if parent is None else kind(*parent)]
+        if kind in _DISTRIBUTED:
+            parent = self.parent[stage, route]
+            return [_DISTRIBUTED[kind](stage, route) if parent is None else kind(*parent)]
         return []
 
 
