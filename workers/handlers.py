@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ from ..dependency import (
 from .compute.device import Timestamp
 from .compute.module_state import ModuleState
 from .compute.result import Losses, Result, clips, total_norm
-from .compute.shard import Shard
+from .compute.shard import Given, Shard
 from .context import Context
 from .hooks import Arrived
 from .state import WorkerState
@@ -225,15 +225,15 @@ def _forward(ctx: ActionContext) -> Payload | None:
         payload = _NO_PAYLOAD if payload is None else payload
     elif payload is None:
         payload = worker.given = pack(worker.backend.load(batch.inputs[at]))
-    more: dict[str, Any] = {} if batch.places is None else {"place": batch.places[at]}
+    target = share = scale = None
     if task.is_last and batch.targets is not None:
         shard.losses = step.losses
-        more |= {"target": worker.backend.load(batch.targets[at]), "share": batch.shares[at]}
-        if batch.scales is not None:
-            more["scale"] = batch.scales[at]
+        target, share = worker.backend.load(batch.targets[at]), batch.shares[at]
+        scale = None if batch.scales is None else batch.scales[at]
+    place = None if batch.places is None else batch.places[at]
     output = shard.forward(
-        step.number, m, payload, fields=fields, split=task.saves, recompute=task.recomputes, **more
-    )  # fmt: skip
+        Given(step.number, m, payload, fields, target, share, task.saves, task.recomputes, scale, place)
+    )
     if not task.is_last:
         return output
     if output is not None:

@@ -351,16 +351,10 @@ class Normed(nn.Module):
         return self.norm(x.mT).mT
 
 
-@pytest.mark.parametrize(
-    ("kind", "named"),
-    [
-        (Mixing, r"2 \(Mixing\)"), (Both, r"2.lstm \(LSTM\)"), (Normed, r"2.norm \(BatchNorm1d\)"),
-        (Attending, r"2.attend \(MultiheadAttention\)"),
-    ],
-)  # fmt: skip
-def test_what_mixes_a_sequence_otherwise_is_refused_by_name(kind, named):
+@pytest.mark.parametrize("kind", [Mixing, Both, Normed, Attending])
+def test_what_mixes_a_sequence_otherwise_is_refused(kind):
     model = [nn.Embedding(20, WIDTH), nn.Tanh(), kind(), nn.Linear(WIDTH, 20)]
-    with pipeline(model) as pipe, pytest.raises(WorkerFailure, match=f"slices: layer {named}"):
+    with pipeline(model) as pipe, pytest.raises(WorkerFailure, match=r"(?s)slices: a layer of this stage .*\nstage 1"):
         pipe.step((IDS, TARGETS))
 
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from ..transport.payload import Payload, Tree, distinct_tensors, map_tensors, tensors_of, unpack
 from .borders import without_views
-from .shard import Shard
+from .shard import Given, Shard
 from .slice_check import Noted, compare, refused
 from .slice_draws import SliceDraws
 from .slices import has_own_state, note, output_alone, place_of_state
@@ -285,22 +285,21 @@ class SlicedShard(Shard):
         """Bytes of what the slices of all microbatches have left here."""
         return sum(left.num_bytes for left in self._left.values())
 
-    def forward(
-        self, step: int, microbatch: int, inputs: Payload, *, place: tuple[int, int, int] | None = None, **settings: Any
-    ) -> Payload | None:
-        if place is not None:
-            self._left.setdefault(microbatch // self._count, Left()).places[microbatch % self._count] = place
-        if self._looked is not None and torch.is_grad_enabled() and microbatch == len(self._looked):
-            given = map_tensors(without_views(unpack(inputs)), lambda tensor: tensor.detach().clone())
-            self._looked.append(Noted(given, *map(settings.get, ("fields", "target", "share"))))
+    def forward(self, given: Given) -> Payload | None:
+        microbatch, number = divmod(given.microbatch, self._count)
+        if given.place is not None:
+            self._left.setdefault(microbatch, Left()).places[number] = given.place
+        if self._looked is not None and torch.is_grad_enabled() and given.microbatch == len(self._looked):
+            inputs = map_tensors(without_views(unpack(given.inputs)), lambda tensor: tensor.detach().clone())
+            self._looked.append(Noted(inputs, given.fields, given.target, given.share))
         try:
-            output = super().forward(step, microbatch, inputs, **settings)
+            output = super().forward(given)
         except Exception as error:
             if torch.is_grad_enabled():
                 note(error, f"on a slice, one of {self._count}: what is cut is dimension 1 of the batch's tensors")
             raise
         if self._looked is not None and len(self._looked) == self._count:
-            self._compare(self._looked, step)
+            self._compare(self._looked, given.step)
             self._looked = None
         return output
 
@@ -318,28 +317,19 @@ class SlicedShard(Shard):
             with self._carrier.carrying(Piece(left, number, self._count)), SliceDraws(number, places[number]):
                 return self.slice.forward(given, fields, seed)
 
-        units = [(str(index), layer) for index, layer in getattr(self.slice, "layers", [])]
-        named = {
-            module: f"{unit}.{name}".strip(".")
-            for unit, each in units or [("", self.slice.modules[0])]
-            for name, module in each.named_modules()
-        }
-        for module in self.slice.own:
-            if isinstance(module, BatchNorm) and module.training:
-                raise refused(module, named[module], "takes means over whole sequences")
+        if any(isinstance(module, BatchNorm) and module.training for module in self.slice.own):
+            raise refused("takes means over whole sequences")
         self.train(False)  # without dropout
         with self._randomness.lock, self.recomputation.before_step().restored():
-            compare(noted, run, {module: named[module] for module in self.slice.own}, self.loss_fn)
+            compare(noted, run, self.loss_fn)
         self.train(True)
 
-    def _compute(
-        self, step: int, microbatch: int, inputs: Tree, fields: Tree, target: Tree, share: float | None, **drawing: int
-    ) -> Tree:
-        compute = partial(super()._compute, step, microbatch, inputs, fields, target, share, **drawing)
+    def _compute(self, given: Given, inputs: Tree, target: Tree, **drawing: int) -> Tree:
+        compute = partial(super()._compute, given, inputs, target, **drawing)
         if not torch.is_grad_enabled():
             with self._carrier.carrying(None):
                 return compute()
-        m, number = divmod(microbatch, self._count)
+        m, number = divmod(given.microbatch, self._count)
         left, compute = self._left.setdefault(m, Left()), partial(compute, drawing=m)
         with self._carrier.carrying(Piece(left, number, self._count)):
             if number and not left.draws:
@@ -349,10 +339,10 @@ class SlicedShard(Shard):
             left.draws |= draws.found
             return tree
 
-    def _weigh(self, microbatch: int, loss: Any, share: float) -> Tensor:
-        root = super()._weigh(microbatch, loss, share)
+    def _weigh(self, given: Given, loss: Any, share: float) -> Tensor:
+        root = super()._weigh(given, loss, share)
         if share == 0 and not isinstance(loss, tuple):  # a mean over no tokens is no number
-            self.losses.parts[microbatch] = torch.zeros_like(root), share
+            self.losses.parts[given.microbatch] = torch.zeros_like(root), share
         return root
 
     def backward(self, microbatch: int, grads: Payload | None) -> Payload:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import fields as fields_of
 from dataclasses import is_dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,33 @@ if TYPE_CHECKING:
 LossFn = Callable[[Any, Any], Any]
 
 _UNTRAINED = Training()
+
+
+class Given(NamedTuple):
+    """What a forward is given.
+
+    Attributes:
+        inputs: the payload of the previous stage; on the first stage, the microbatch.
+        fields: the microbatch's fields, if the slice takes them.
+        target: second argument of the loss function.
+        share: on the last stage, this microbatch's fraction of the step's rows, which weighs a mean loss; None on other
+            stages, and to get the output instead of the loss.
+        split: whether `backward_inputs` and `backward_weights` will follow instead of `backward`.
+        recompute: keep the inputs instead of the activations; `recompute` will be called before backward.
+        scale: with a share, if steps overlap: the share of the rows of the update that takes the gradients.
+        place: of a slice of sequences: where it begins and ends, and the sequence's length.
+    """
+
+    step: int
+    microbatch: int
+    inputs: Payload
+    fields: Tree = None
+    target: Tree = None
+    share: float | None = None
+    split: bool = False
+    recompute: bool = False
+    scale: float | None = None
+    place: tuple[int, int, int] | None = None
 
 
 class Shard:
@@ -132,41 +159,20 @@ class Shard:
         self.num_updates = step
         self.updating.count = updates
 
-    def forward(
-        self,
-        step: int,
-        microbatch: int,
-        inputs: Payload,
-        *,
-        fields: Tree = None,
-        target: Tree = None,
-        share: float | None = None,
-        split: bool = False,
-        recompute: bool = False,
-    ) -> Payload | None:
-        """Run the slice; return the payload for the next stage, or None if the loss was computed.
-
-        Args:
-            inputs: the payload of the previous stage; on the first stage, the microbatch.
-            fields: the microbatch's fields, if the slice takes them.
-            target: second argument of the loss function.
-            share: on the last stage, this microbatch's fraction of the step's rows, which weighs a mean loss;
-                None on other stages, and to get the output instead of the loss.
-            split: whether `backward_inputs` and `backward_weights` will follow instead of `backward`.
-            recompute: keep the inputs instead of the activations; `recompute` will be called before backward.
-        """
-        given = step, microbatch, inputs, fields, target, share, split
+    def forward(self, given: Given) -> Payload | None:
+        """Run the slice; return the payload for the next stage, or None if the loss was computed."""
+        step = given.step
         checked = self._checked not in (None, step) and torch.is_grad_enabled()
-        if (recompute and torch.is_grad_enabled()) or checked:
-            tree = self._noted(microbatch, partial(self._forward, *given))
+        if (given.recompute and torch.is_grad_enabled()) or checked:
+            tree = self._noted(given.microbatch, partial(self._forward, given))
             self._checked = step if checked else self._checked
-            if not recompute:
-                self.recompute(step, microbatch)
+            if not given.recompute:
+                self.recompute(step, given.microbatch)
         else:
-            tree = self._forward(*given)
+            tree = self._forward(given)
         if self.loss_fn is not None and is_dataclass(tree) and not isinstance(tree, dict):
             tree = {each.name: getattr(tree, each.name) for each in fields_of(tree)}  # a plain tree can travel
-        return borders.stage_output(tree, self._staying) if share is None else None
+        return borders.stage_output(tree, self._staying) if given.share is None else None
 
     def _noted(self, microbatch: int, forward: Callable[..., Tree]) -> Tree:
         with self._randomness.lock:  # modules may be those of other threads too
@@ -182,64 +188,44 @@ class Shard:
         with self._randomness.lock:
             self.recomputation.again(noted, forward)
 
-    def _forward(
-        self,
-        step: int,
-        microbatch: int,
-        inputs: Payload,
-        fields: Tree,
-        target: Tree,
-        share: float | None,
-        split: bool,
-        *,
-        again: bool = False,
-    ) -> Tree:
+    def _forward(self, given: Given, *, again: bool = False) -> Tree:
         """Run the slice, and the loss function if a share is given; return what comes out.
 
         Args:
             again: whether the same forward will run once more, from the same inputs.
         """
-        backward = torch.is_grad_enabled()
-        entered = borders.stage_inputs(inputs, copied=again or self.stage == 0)
+        backward, target = torch.is_grad_enabled(), given.target
+        entered = borders.stage_inputs(given.inputs, copied=again or self.stage == 0)
         if target is not None:
             target = borders.own_target(target)
         looks = backward and self.state.watches
         if looks:
             self.state.begin()
-        saved = _saving() if backward and split else None
+        saved = _saving() if backward and given.split else None
         lock = self._randomness.lock
         with lock, lock if saved is None else saved.hooks():
-            tree = self._compute(step, microbatch, entered.tree, fields, target, share)
+            tree = self._compute(given, entered.tree, target)
         left = self.state.end(again) if looks else []
         entered.note_writes()
         if backward:
             owing = entered.owing
-            if not split:
+            if not given.split:
                 self._owed.watch(owing)
             if type(tree) is Tensor:
                 roots = [tree] if tree.requires_grad else []
             else:
                 roots = [tensor for tensor in distinct_tensors(tree) if tensor.requires_grad]
-            self._forwarded[microbatch] = Forwarded(step, owing, roots, saved, left)
+            self._forwarded[given.microbatch] = Forwarded(given.step, owing, roots, saved, left)
         return tree
 
-    def _compute(
-        self,
-        step: int,
-        microbatch: int,
-        inputs: Tree,
-        fields: Tree,
-        target: Tree,
-        share: float | None,
-        *,
-        drawing: int = -1,
-    ) -> Tree:
+    def _compute(self, given: Given, inputs: Tree, target: Tree, *, drawing: int = -1) -> Tree:
         """Compute; `drawing` is the microbatch whose random numbers layers draw, if that is another one."""
+        step, microbatch = given.step, given.microbatch
         seed: Seed = partial(self._randomness.seed_forward, step, microbatch if drawing < 0 else drawing)
         draws = self._draws
         draws_too = draws.found or draws.looks[torch.is_grad_enabled()] > 0
-        tree = self.slice.forward(inputs, fields, draws.seeding(seed) if draws_too else seed)
-        if share is not None:
+        tree = self.slice.forward(inputs, given.fields, draws.seeding(seed) if draws_too else seed)
+        if given.share is not None:
             if draws_too:  # of torch's numbers the loss function takes those behind the last layer's
                 draws.noting(partial(self._randomness.seed_loss, step, microbatch))(0, 0)
             assert self.loss_fn is not None
@@ -248,7 +234,7 @@ class Shard:
             except Exception as error:
                 note(error, "in the loss function")
                 raise
-            tree = self._weigh(microbatch, loss, share)
+            tree = self._weigh(given, loss, given.share)
         if draws_too:
             draws.end()
         return tree
@@ -257,7 +243,7 @@ class Shard:
         """Return the tensors that outlive a forward: parameters and buffers."""
         return [*self.parameters(), *self.buffers()]
 
-    def _weigh(self, microbatch: int, loss: Any, share: float) -> Tensor:
+    def _weigh(self, given: Given, loss: Any, share: float) -> Tensor:
         """Record the microbatch's loss; return the scalar that backward starts from.
 
         A mean is multiplied by its share of the rows before backward, as in plain gradient accumulation. A sum starts
@@ -271,7 +257,7 @@ class Shard:
                 "the loss depends on no parameter that requires a gradient: it was detached, or all that it depends on "
                 "is frozen; to compute a loss without training, use `evaluate`"
             )
-        self.losses.parts[microbatch] = root.detach(), weight
+        self.losses.parts[given.microbatch] = root.detach(), weight
         return self.updating.root(root, self.losses.summed)
 
     def backward(self, microbatch: int, grads: Payload | None) -> Payload:

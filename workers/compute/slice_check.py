@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...dependency import ConfigError
 from ..transport.payload import Tree, distinct_tensors, map_tensors
-from .torch_internals import without_torch_function
 
 #: how far numbers may be apart that differ by rounding, relative to the largest: of float32, and in units of others
 _TOLERANCE, _UNITS = 1e-3, 16
@@ -32,35 +30,41 @@ class Noted(NamedTuple):
 Run = Callable[[int | None, Tree, Tree], Tree]
 
 
-def compare(
-    noted: Sequence[Noted], run: Run, modules: dict[nn.Module, str], loss_fn: Callable[[Any, Any], Any] | None
-) -> None:
+def compare(noted: Sequence[Noted], run: Run, loss_fn: Callable[[Any, Any], Any] | None) -> None:
     """Compare slices with the whole, in evaluation mode.
 
     Args:
-        modules: of the stage, with their names.
         loss_fn: on the last stage.
 
     Raises:
-        ConfigError: the numbers are others; the sentence names the module that makes them so.
+        ConfigError: the numbers are others.
     """
-    inputs, fields = joined([each.inputs for each in noted]), _whole_fields([each.fields for each in noted])
     with torch.no_grad():
-        whole = run(None, inputs, fields)
+        whole = run(None, joined([each.inputs for each in noted]), _whole_fields([each.fields for each in noted]))
         parts = [run(number, each.inputs, each.fields) for number, each in enumerate(noted)]
         if not _same(_sequences([whole]), parts):
-            raise _culprit(noted, run, modules, inputs, fields)
-        if loss_fn is not None:
-            losses = [(loss_fn(part, each.target), each.share or 0.0) for part, each in zip(parts, noted, strict=True)]
-            added_up = noted[0].fields is not None and "shift_labels" in noted[0].fields[1]
-            share = losses[0][1] if added_up else sum(share for _, share in losses)
-            mean = _mean([(loss_fn(whole, joined([each.target for each in noted])), share)], share)
-            by_slices = _mean(losses, share)
-    if loss_fn is not None and not _close(mean, by_slices, _TOLERANCE_OF_LOSS):
+            raise refused("mixes a sequence otherwise than from its beginning on")
+        if loss_fn is None:
+            return
+        losses = [(loss_fn(part, each.target), each.share or 0.0) for part, each in zip(parts, noted, strict=True)]
+        added_up = noted[0].fields is not None and "shift_labels" in noted[0].fields[1]
+        share = losses[0][1] if added_up else sum(share for _, share in losses)
+        mean = _mean([(loss_fn(whole, joined([each.target for each in noted])), share)], share)
+        by_slices = _mean(losses, share)
+    if not _close(mean, by_slices, _TOLERANCE_OF_LOSS):
         raise ConfigError(
             f"slices: the loss of a sequence is {float(mean):.6g}, and {float(by_slices):.6g} by its slices: shift "
             "labels before the batch is given, and let a loss_fn that leaves out tokens return (sum, weight)"
         )
+
+
+def refused(why: str) -> ConfigError:
+    """Return the refusal of a stage; the error that workers tell names it."""
+    return ConfigError(
+        f"slices: a layer of this stage {why}, as attention in both directions, a convolution over time and batch norm "
+        "do, so that slices give other numbers than the whole: let it take and return a state (docs/models.md), or "
+        "leave out slices"
+    )
 
 
 def joined(trees: Sequence[Tree]) -> Tree:
@@ -109,48 +113,3 @@ def _close(one: Tensor, other: Tensor, least: float = _TOLERANCE) -> bool:
     if not one.numel() or one.isnan().any():  # which says nothing
         return one.shape == other.shape
     return one.shape == other.shape and bool((one - other).abs().max() <= most * one.abs().max())
-
-
-def _culprit(
-    noted: Sequence[Noted], run: Run, modules: dict[nn.Module, str], inputs: Tree, fields: Tree
-) -> ConfigError:
-    """Return the error that names the first module that is given the same and gives something else."""
-    runs = []
-    for number, *given in ((None, inputs, fields), *((n, each.inputs, each.fields) for n, each in enumerate(noted))):
-        with _recorded(modules) as found:
-            run(number, *given)
-        runs.append(found)
-    for (module, given, gave), *parts in zip(*runs, strict=False):
-        if any(part[0] is not module for part in parts):
-            break
-        if _same(given, [part[1] for part in parts]) and not _same(gave, [part[2] for part in parts]):
-            return refused(module, modules[module], "mixes a sequence otherwise than from its beginning on")
-    module, name = next(iter(modules.items()))
-    return refused(module, name, "or something behind it mixes a sequence otherwise than from its beginning on")
-
-
-def refused(module: nn.Module, name: str, why: str) -> ConfigError:
-    return ConfigError(
-        f"slices: layer {name or 'model'} ({type(module).__name__}) {why}, so that slices give other numbers than the "
-        "whole: let it take and return a state (docs/models.md), or leave out slices"
-    )
-
-
-@contextmanager
-def _recorded(modules: dict[nn.Module, str]) -> Iterator[list[tuple[nn.Module, list[Tensor], list[Tensor]]]]:
-    """Return a context that records what modules are given and give, in the order in which they end."""
-    found: list[tuple[nn.Module, list[Tensor], list[Tensor]]] = []
-
-    def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        given = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
-        gave = output[0] if isinstance(output, tuple) and output else output
-        if type(gave) is Tensor and all(type(each) is Tensor for each in given):
-            with without_torch_function():  # a model that is cut by observation would see it
-                found.append((module, _sequences([given[:1]]), _sequences([gave])))
-
-    handles = [module.register_forward_hook(note, with_kwargs=True) for module in modules]
-    try:
-        yield found
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ...dependency import ConfigError, Spec, microbatches_on, update_of
 from ..transport.payload import Payload
 from .module_state import Value
-from .shard import Shard
+from .shard import Given, Shard
 from .stage_state import shown
 
 
@@ -34,8 +34,6 @@ class StashingShard(Shard):
         #: microbatches of the stream that have not been counted as users of a version, and the next of them
         self._microbatches: Iterator[int] = iter(())
         self._uncounted: int | None = None
-        #: microbatch -> its share of the rows of the update that takes its gradients, on the last stage
-        self._scales: dict[int, float] = {}
         #: older versions that microbatches use
         self._versions: dict[int, list[Value]] = {}
         #: version -> how many microbatches use it whose backward is not over
@@ -82,22 +80,11 @@ class StashingShard(Shard):
         """How many versions of the weights are held now."""
         return len(self._versions) + 1
 
-    def forward(
-        self, step: int, microbatch: int, inputs: Payload, *, scale: float | None = None, **settings: Any
-    ) -> Payload | None:
-        """Run the layers by the declared version, or to evaluate by the newest; else as `Shard.forward`.
-
-        Args:
-            scale: with a share, the microbatch's share of the rows of the update that takes its gradients.
-        """
-        if not torch.is_grad_enabled():
-            with self._evaluating():
-                return super().forward(step, microbatch, inputs, **settings)
-        if scale is not None:
-            self._scales[microbatch] = scale
-        with self._using(microbatch):
-            output = super().forward(step, microbatch, inputs, **settings)
-        if self.state.weights:
+    def forward(self, given: Given) -> Payload | None:
+        """Run the layers by the declared version, or to evaluate by the newest; else as `Shard.forward`."""
+        with self._using(given.microbatch) if torch.is_grad_enabled() else self._evaluating():
+            output = super().forward(given)
+        if self.state.weights and torch.is_grad_enabled():
             raise ConfigError(
                 f"stage {self.stage}: a layer writes a parameter in its forward, of shape "
                 f"{tuple(self.state.weights[0].shape)}, where several versions of it are in use; make it a buffer, "
@@ -105,9 +92,9 @@ class StashingShard(Shard):
             )
         return output
 
-    def _weigh(self, microbatch: int, loss: Any, share: float) -> Tensor:
+    def _weigh(self, given: Given, loss: Any, share: float) -> Tensor:
         """Note the loss as a part of its step; let backward start from what is a part of its update."""
-        root, scale = super()._weigh(microbatch, loss, share), self._scales.get(microbatch, share)
+        root, scale = super()._weigh(given, loss, share), share if given.scale is None else given.scale
         if not self.losses.summed:
             return root if scale == share else loss.reshape(()) * scale
         if self._spec.takes_steps:
@@ -179,7 +166,7 @@ class StashingShard(Shard):
         self._forget()
 
     def _forget(self) -> None:
-        for held in (self._versions, self._left, self._gradients, self._scales):
+        for held in (self._versions, self._left, self._gradients):
             held.clear()
         self._update = 0
 
@@ -204,7 +191,6 @@ class StashingShard(Shard):
         with self._using(microbatch):
             yield
         version = self._spec.version(self.stage, microbatch)
-        self._scales.pop(microbatch, None)
         self._count_uses(version)
         self._left[version] -= 1
         if not self._left[version] and version != self.newest:
