@@ -84,7 +84,7 @@ def _plan(typed: dict[str, Any], argv: list[str]) -> int:
     request, _ = _request(typed, seconds, reporter)
     machines = request.machines
     with progress(reporter, "searching") as tell:
-        result = search(request, tell, with_front=True)
+        result = search(request, tell)
     if result.plans and "no_searched" not in typed:
         _add_searched(request, result, reporter)
     advice = binding_limits(request, result) if result.plans else changes_that_fit(request, result)

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from ..dependency import B, F, I, R, Spec, U, W
-from .bounds import Bounds, Ends, least_bottleneck
+from .bounds import Bounds, Ends
+from .footprint import of_share
 from .pricing import PricedSchedule
 from .profile import Chain, Machines
 
@@ -43,11 +45,10 @@ class CutSearch:
     """The search for the best cut with one schedule. Every simulated cut is remembered."""
 
     def __init__(self, spec: Spec, chain: Chain, machines: Machines) -> None:
-        self.spec, self.machines, self._whole = spec, machines, chain
-        #: its times are those of the cheapest slice, where sequences are sliced
-        self.chain = chain.of_slices(spec)
-        self.bounds = Bounds(spec, self.chain, machines)
-        self.least = self.bounds.everywhere()
+        self.spec, self.chain, self.machines = spec, chain, machines
+        self.bounds = Bounds(spec, chain, machines)
+        #: no cut is faster
+        self.least = self.bounds.bound((0,))
         self._priced: PricedSchedule | None = None
         self._known: dict[Ends, tuple[float, tuple[float, ...] | None]] = {}
 
@@ -55,10 +56,10 @@ class CutSearch:
     def priced(self) -> PricedSchedule:
         """The schedule with its compiled relation, which is built on first use."""
         if self._priced is None:
-            self._priced = PricedSchedule(self.spec, self._whole, self.machines)
+            self._priced = PricedSchedule(self.spec, self.chain, self.machines)
         return self._priced
 
-    def price(self, ends: Ends, *, faster_than: float = float("inf"), cap: float | None = None) -> CutFound | None:
+    def price(self, ends: Ends, *, faster_than: float = float("inf")) -> CutFound | None:
         """Simulate a cut; return None if it is not faster than `faster_than`."""
         known = self._known.get(ends)
         if known is None or (known[1] is None and known[0] < faster_than):
@@ -68,7 +69,7 @@ class CutSearch:
             known = self._known[ends] = took, held
         if known[0] >= faster_than or known[1] is None:
             return None
-        return CutFound(ends, known[0], known[1], self.priced.excess(known[1], cap))
+        return CutFound(ends, known[0], known[1], self.priced.excess(known[1]))
 
     @property
     def was_priced(self) -> bool:
@@ -76,14 +77,14 @@ class CutSearch:
         return bool(self._known)
 
     def found(self) -> Iterator[CutFound]:
-        """Yield the simulated cuts that fit and whose memory is known."""
+        """Yield the simulated cuts whose memory is known."""
         for ends, (took, held) in self._known.items():
-            if held is not None and self.priced.excess(held) <= 0:
-                yield CutFound(ends, took, held)
+            if held is not None:
+                yield CutFound(ends, took, held, self.priced.excess(held))
 
     # --- a good cut quickly
 
-    def balanced(self, cap: float | None = None, *, roomy: bool = False) -> Ends:
+    def balanced(self, *, roomy: bool = False) -> Ends:
         """Return the cut with the fastest slowest stage whose stages fit, by an estimate of each stage alone.
 
         Args:
@@ -102,14 +103,14 @@ class CutSearch:
             return slow[stage] * (count * once + chain.time(U, a, b))
 
         limits = [self.machines.limit(spec.place(s, 0)) for s in range(depth)]
-        limits = [cap if limit is None else limit if cap is None else min(cap, limit) for limit in limits]
+        share = min(spec.slice_sizes) / sum(spec.slice_sizes)
         held = [spec.peak_activations(spec.place(s, 0)) or count for s in range(depth)]
 
         def fits(stage: int, a: int, b: int) -> bool:
             limit = limits[stage]
             if limit is None:
                 return True
-            size = chain.size(a, b)
+            size = of_share(chain.size(a, b), share)
             kept = size.inputs if again[stage] else size.activations
             room = roomy * (size.inputs + size.outputs + size.working)
             return size.shard + held[stage] / shares[stage] * kept + room <= limit / shares[stage]
@@ -119,32 +120,28 @@ class CutSearch:
         assert found is not None
         return found
 
-    def _priced_cut(self, ends: Ends, cap: float | None) -> CutFound:
-        found = self.price(ends, cap=cap)
-        assert found is not None
-        return found
-
-    def first_cut(self, cap: float | None = None) -> CutFound:
+    def first_cut(self) -> CutFound:
         """Return the balanced cut, or the roomier one if that does not fit."""
-        best = self._priced_cut(self.balanced(cap), cap)
-        if best.excess > 0:
-            best = min(best, self._priced_cut(self.balanced(cap, roomy=True), cap), key=lambda found: found.rank)
+        best = self.price(self.balanced())
+        assert best is not None
+        if best.excess > 0 and (roomier := self.price(self.balanced(roomy=True))) is not None:
+            best = min(best, roomier, key=lambda found: found.rank)
         return best
 
-    def climb(self, until: float, cap: float | None = None) -> CutFound:
+    def climb(self, until: float) -> CutFound:
         """Return the result of hill climbing from the first cut, by moves of one boundary, until `time.monotonic()`
         is `until`."""
-        best = self.first_cut(cap)
+        best = self.first_cut()
         step = max(1, self.chain.num_blocks // (4 * self.spec.num_stages))
         while step:
             better: CutFound | None = best
             while better is not None and time.monotonic() < until:
                 best = better
-                better = self._better(best, step, until, cap)
+                better = self._better(best, step, until)
             step //= 2
         return best
 
-    def _better(self, best: CutFound, step: int, until: float, cap: float | None) -> CutFound | None:
+    def _better(self, best: CutFound, step: int, until: float) -> CutFound | None:
         for i in range(1, len(best.ends) - 1):
             for by in (step, -step):
                 moved = (*best.ends[:i], best.ends[i] + by, *best.ends[i + 1 :])
@@ -153,7 +150,7 @@ class CutSearch:
                     faster_than = float("inf") if best.excess > 0 else best.time
                     if self.bounds.bound(moved) * (1 - _ROUNDING) >= faster_than:
                         continue
-                    found = self.price(moved, faster_than=faster_than, cap=cap)
+                    found = self.price(moved, faster_than=faster_than)
                     if found is not None and found.rank < best.rank:
                         return found
                 if time.monotonic() > until:
@@ -162,15 +159,12 @@ class CutSearch:
 
     # --- the best cut, proven
 
-    def prove(
-        self, best: CutFound | None, until: float = float("inf"), cap: float | None = None
-    ) -> tuple[CutFound | None, float]:
+    def prove(self, best: CutFound | None, until: float = float("inf")) -> tuple[CutFound | None, float]:
         """Search all cuts that may be faster than `best` by branch and bound.
 
         Args:
             best: the best cut known that fits, of any schedule.
             until: when to stop, by `time.monotonic`.
-            cap: a limit of memory for all workers, besides their own.
 
         Returns:
             (The best cut that is faster than `best` and fits, or None; a lower bound of all cuts of this schedule that
@@ -186,7 +180,7 @@ class CutSearch:
                 return found, min(heap[0][0], most)
             bound, left, ends = heapq.heappop(heap)
             if len(ends) == depth + 1:
-                better = self.price(ends, faster_than=most, cap=cap)
+                better = self.price(ends, faster_than=most)
                 if better is not None and better.excess <= 0:
                     found, most = better, better.time
                 continue
@@ -194,9 +188,60 @@ class CutSearch:
             stops = range(ends[-1] + 1, last - left + 1) if left else (last,)
             for stop in stops:
                 longer = (*ends, stop)
-                if bounds.exceeds_memory(longer, cap):
+                if bounds.exceeds_memory(longer):
                     break  # more blocks need even more memory
                 least = max(bound, bounds.bound(longer))
                 if least * (1 - _ROUNDING) < most:
                     heapq.heappush(heap, (least, left, longer))
         return found, most
+
+
+def least_bottleneck(
+    num_blocks: int,
+    num_stages: int,
+    cost: Callable[[int, int, int], float],
+    fits: Callable[[int, int, int], bool] = lambda stage, start, stop: True,
+) -> Ends | None:
+    """Return the boundaries of a cut with a cheap costliest stage; None: no cut that fits was found.
+
+    For a given threshold each stage in turn gets as many blocks as stay below it, and leaves a block for each behind;
+    bisection finds the least threshold. That is optimal provided that every stage can take every single block.
+
+    Args:
+        cost: of (stage, first block, block behind the last); must grow with the blocks.
+        fits: whether a stage may have these blocks; if so, it may have fewer of them too.
+    """
+
+    def fill(most: float) -> Ends | None:
+        ends = [0]
+        for stage in range(num_stages):
+            start = ends[-1]
+            low, high = start + 1, num_blocks - (num_stages - stage - 1)
+            if cost(stage, start, low) > most or not fits(stage, start, low):
+                return None
+            while low < high:
+                middle = (low + high + 1) // 2
+                if cost(stage, start, middle) <= most and fits(stage, start, middle):
+                    low = middle
+                else:
+                    high = middle - 1
+            ends.append(low)
+        return tuple(ends) if ends[-1] == num_blocks else None
+
+    best = fill(float("inf"))
+    if best is None:
+        return None
+    low, high = 0.0, costliest(best, cost)
+    while high - low > 1e-12 * high:
+        middle = (low + high) / 2
+        found = fill(middle)
+        if found is None:
+            low = middle
+        else:
+            best, high = found, min(middle, costliest(found, cost))
+    return best
+
+
+def costliest(ends: Sequence[int], cost: Callable[[int, int, int], float]) -> float:
+    """Return the cost of the costliest stage of a cut."""
+    return max(cost(stage, a, b) for stage, (a, b) in enumerate(pairwise(ends)))

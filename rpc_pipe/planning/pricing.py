@@ -158,18 +158,10 @@ class PricedSchedule:
         """Return the most bytes that each worker holds."""
         return peak_bytes(simulation, self.sizes(ends))
 
-    def excess(self, memory: Sequence[float], cap: float | None = None) -> float:
-        """Return by how many bytes the worst worker exceeds what it may use; 0: all fit.
-
-        Args:
-            cap: a limit in bytes for all workers, besides their own.
-        """
-        over = [0.0]
-        for worker, used in enumerate(memory):
-            limits = [limit for limit in (self.machines.limit(worker), cap) if limit is not None]
-            if limits:
-                over.append(used - min(limits))
-        return max(over)
+    def excess(self, memory: Sequence[float]) -> float:
+        """Return by how many bytes the worst worker exceeds what it may use; 0: all fit."""
+        limits = map(self.machines.limit, range(self.spec.num_workers))
+        return max([0.0, *(used - limit for used, limit in zip(memory, limits, strict=True) if limit is not None)])
 
 
 def copy_times(spec: Spec, chain: Chain, stage: int, kind: Kind, worker: int) -> tuple[float, float]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from functools import reduce
 from itertools import accumulate, pairwise
 from typing import Any
 
-from ..dependency import B, ConfigError, F, G, I, Kind, R, Spec, U, W
+from ..dependency import B, ConfigError, F, G, I, Kind, R, U, W
 from ..system.files import DAMAGED
-from .footprint import Size, of_share
+from .footprint import Size
 from .json_fields import from_json_value, json_field, to_json_value
 from .simulator import Link
 from .slice_costs import SliceCosts
@@ -209,23 +209,6 @@ class Chain:
         sums: list[float] = [0, *accumulate(values)]
         return [sums[i] for i in self._places]
 
-    def of_slices(self, spec: Spec) -> Chain:
-        """Return a chain that costs no more than any slice of a sequence, for bounds; this one without slices."""
-        sizes = spec.slice_sizes
-        if len(sizes) == 1:
-            return self
-        share = min(sizes) / sum(sizes)
-        times = {kind: min(self.slicing.shares(sizes, attends=kind is not W)) for kind in (F, B, I, W, R)}
-        blocks = [
-            replace(
-                block,
-                times={kind: took * times.get(kind, 1) for kind, took in block.times.items()},
-                size=of_share(block.size, share),
-            )
-            for block in self._blocks
-        ]
-        return Chain(blocks, self.per_stage, self.ties, self.per_step, self.per_byte * 2**20, self.model)
-
     def time(self, kind: Kind, start: int, stop: int, share: float = 1) -> float:
         """Return the time of an action on a stage of blocks `start` to `stop` - 1, for a share of their own time.
 
@@ -239,13 +222,12 @@ class Chain:
         times = self._times[kind]
         return times[stop] - times[start]
 
-    def least_input_backward(self, start: int, stop: int) -> float:
-        """Return the least time in which the gradient of the inputs of these blocks is computed, block by block."""
-        return self._back[stop] - self._back[start]
+    def least_backward(self, start: int, stop: int) -> tuple[float, float]:
+        """Return the least times of the gradient of these blocks' inputs, and of their whole backwards.
 
-    def least_backward(self, start: int, stop: int) -> float:
-        """Return the least time of the backwards of these blocks, each whole or split."""
-        return self._backward[stop] - self._backward[start]
+        Block by block the backward may be whole or split.
+        """
+        return self._back[stop] - self._back[start], self._backward[stop] - self._backward[start]
 
     def size(self, start: int, stop: int) -> Size:
         """Return the bytes of a stage of blocks `start` to `stop` - 1."""

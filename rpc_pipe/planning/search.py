@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
-from ..dependency import ConfigError, F, PipeError, Spec, U
+from ..dependency import ConfigError, PipeError, Spec
 from ..schedules import SCHEDULES
+from .bounds import schedule_free_bound
 from .cut_search import CutFound, CutSearch
 from .plan import Plan, schedule_label, with_recompute
 from .profile import Chain, Machines, Profile
@@ -96,182 +97,114 @@ def default_microbatches(num_workers: int, batch: int) -> tuple[int, ...]:
     return tuple(sorted({count for count in wanted if count <= batch} or {batch}))
 
 
-def search(request: PlanRequest, tell: Progress = lambda share: None, *, with_front: bool = False) -> PlanResult:
+def search(request: PlanRequest, tell: Progress = lambda share: None) -> PlanResult:
     """Return the best plans, fastest first, with bounds."""
-    return _Search(request, tell, with_front).result()
+    return _Search(request, tell).result()
 
 
 class _Search:
-    def __init__(self, request: PlanRequest, tell: Progress, with_front: bool) -> None:
-        self._request = request
-        self._tell = tell
-        self._with_front = with_front
-        self._until = time.monotonic() + request.seconds
+    def __init__(self, request: PlanRequest, tell: Progress) -> None:
+        self._request, self._tell = request, tell
+        self._begin = time.monotonic()
         self._chains = {count: request.chain(count) for count in request.microbatches}
-        self._searches = self._list()
-        self._rounds = self._in_rounds()
+        #: the most promising first
+        self._searches = sorted(self._list(), key=lambda pair: pair[1].least)
 
-    def _list(self) -> list[tuple[Candidate, CutSearch]]:
+    def _list(self) -> Iterator[tuple[Candidate, CutSearch]]:
         q = self._request
         most_stages = next(iter(self._chains.values())).num_blocks if self._chains else 0
-        slices = [q.slicing.balanced(count) for count in q.slices]
-        searches = []
         for candidate in candidates(
             q.machines.num_workers, q.microbatches, recompute=q.recompute, most_stages=most_stages,
-            schedules=q.schedules, replicas=q.replicas, exchange=q.exchange, slices=slices,
+            schedules=q.schedules, replicas=q.replicas, exchange=q.exchange,
+            slices=[q.slicing.balanced(count) for count in q.slices],
         ):  # fmt: skip
-            chain = self._chains[candidate.num_microbatches]
-            spec = candidate.spec(q.machines.num_workers)
-            searches.append((candidate, CutSearch(spec, chain, q.machines)))
-        return sorted(searches, key=lambda pair: pair[1].least)
+            chain, spec = self._chains[candidate.num_microbatches], candidate.spec(q.machines.num_workers)
+            yield candidate, CutSearch(spec, chain, q.machines)
 
-    def _in_rounds(self) -> list[int]:
-        """Return the indices of the searches in rounds: the most promising of each schedule, then the next of each."""
+    def _in_rounds(self) -> list[CutSearch]:
+        """Return the searches in rounds: the most promising of each schedule, then the next of each."""
         turns: Counter[str] = Counter()
         found = []
-        for at, (candidate, _) in enumerate(self._searches):
+        for candidate, search in self._searches:
             name = schedule_label(candidate.schedule, candidate.parameters)
             turns[name] += 1
-            found.append((turns[name], at))
-        return [at for _, at in sorted(found)]
+            found.append((turns[name], search))
+        return [search for _, search in sorted(found, key=lambda pair: pair[0])]
 
     def result(self) -> PlanResult:
         result = PlanResult()
-        if not self._searches:
-            return result
-        best, bound = self._best(None, self._until, 0, 0.7 if self._with_front else 1)
-        result.searched_bound = bound
-        q = self._request
-        first = min(min(q.slicing.shares(q.slicing.balanced(count))) for count in q.slices)
-        result.lower_bound = min([bound, *(schedule_free_bound(chain, q.machines, count, first)
-                                           for count, chain in self._chains.items())])  # fmt: skip
-        if best is None:
-            self._find_nearest(result)
-            return result
-        if self._with_front:
-            self._search_front(max(best[1].memory))
-        self._collect(result)
+        if self._searches:
+            q = self._request
+            result.searched_bound = self._search()
+            first = min(min(q.slicing.shares(q.slicing.balanced(count))) for count in q.slices)
+            free = (schedule_free_bound(chain, q.machines, count, first) for count, chain in self._chains.items())
+            result.lower_bound = min(result.searched_bound, *free)
+            self._collect(result)
         return result
 
-    def _best(
-        self, cap: float | None, until: float, begin: float, end: float
-    ) -> tuple[tuple[Candidate, CutFound] | None, float]:
-        """Return the best plan within `cap` bytes, and a time that no plan within it can beat."""
-        best: tuple[Candidate, CutFound] | None = None
-        total = len(self._searches)
+    def _search(self) -> float:
+        """Search in three rounds, each of which every candidate takes part in; return a time that no plan can beat.
 
-        def report(done: float) -> None:
-            self._tell(begin + (end - begin) * done / total)
+        Hill climbing takes twenty times as long as a first cut, so all first cuts come before it.
+        """
+        best: CutFound | None = None
+        until, done = self._begin + self._request.seconds, 0
 
-        def is_late(until: float) -> bool:
-            # That nothing fits may be reported only when everything has been first_cuts at.
-            return time.monotonic() > until and (best is not None or cap is not None)
+        def is_worth(search: CutSearch, until: float) -> bool:
+            nonlocal done
+            self._tell(done / (3 * len(self._searches)))
+            done += 1
+            # That nothing fits may be reported only when everything has been looked at.
+            return best is None or (search.least < best.time and time.monotonic() <= until)
 
-        # Hill climbing takes twenty times as long as a first cut, so all first cuts come before it.
-        first_cuts: list[tuple[tuple[float, float], int]] = []
-        first_until = until if until == float("inf") else time.monotonic() + _FIRST_CUTS * (until - time.monotonic())
-        for number, at in enumerate(self._rounds):
-            candidate, search = self._searches[at]
-            report(number / 3)
-            if search.least == float("inf") or (best is not None and search.least >= best[1].time):
-                continue  # no cut fits, or no cut is faster
+        def better(found: CutFound | None) -> CutFound | None:
+            is_better = found is not None and found.excess <= 0 and (best is None or found.time < best.time)
+            return found if is_better else best
+
+        ranked: list[tuple[tuple[float, float], CutSearch]] = []
+        for search in self._in_rounds():
             rank = float("inf"), search.least
-            if not is_late(first_until):
-                found = search.first_cut(cap)
-                rank = found.rank
-                if found.excess <= 0 and (best is None or found.time < best[1].time):
-                    best = candidate, found
-            first_cuts.append((rank, at))
-        for number, (_, at) in enumerate(sorted(first_cuts)):
-            candidate, search = self._searches[at]
-            report(total / 3 + number / 3)
-            if is_late(until) or (best is not None and search.least >= best[1].time):
-                continue
-            found = search.climb(min(until, time.monotonic() + self._slice(until)), cap)
-            if found.excess <= 0 and (best is None or found.time < best[1].time):
-                best = candidate, found
-        bound = best[1].time if best is not None else float("inf")
-        for number, (candidate, search) in enumerate(self._searches):
-            report(2 * total / 3 + number / 3)
-            better, least = search.prove(best[1] if best else None, until, cap)
-            bound = min(bound, least)
-            if better is not None:
-                best = candidate, better
-        return best, min(bound, best[1].time if best else bound)
-
-    @staticmethod
-    def _slice(until: float) -> float:
-        return until if until == float("inf") else max(0.05, (until - time.monotonic()) / 8)
-
-    def _search_front(self, memory: float) -> None:
-        """Search with decreasing limits of memory; every search remembers the cuts that it has simulated."""
-        for number, share in enumerate((0.85, 0.7, 0.55, 0.4, 0.3, 0.2)):
-            begin = 0.7 + 0.05 * number
-            left = self._until - time.monotonic()
-            until = time.monotonic() + min(left, max(1.0, self._request.seconds / 12))
-            found, _ = self._best(memory * share, until, begin, begin + 0.05)
-            if found is None:
-                break
+            if is_worth(search, self._begin + _FIRST_CUTS * self._request.seconds):
+                found = search.first_cut()
+                rank, best = found.rank, better(found)
+            ranked.append((rank, search))
+        for _, search in sorted(ranked, key=lambda pair: pair[0]):
+            if is_worth(search, until):
+                now = time.monotonic()
+                best = better(search.climb(min(until, now + max(0.05, (until - now) / 8))))
+        bound = float("inf")
+        for _, search in self._searches:
+            self._tell(done / (3 * len(self._searches)))
+            done += 1
+            proven, least = search.prove(best, until)
+            best, bound = better(proven), min(bound, least)
+        return bound if best is None else min(bound, best.time)
 
     def _collect(self, result: PlanResult) -> None:
-        plans, everything = [], []
+        everything = [(*pair, found) for pair in self._searches for found in pair[1].found()]
+        fitting = [each for each in everything if each[2].excess <= 0]
+        fitting.sort(key=lambda each: (each[2].time, max(each[2].memory)))
+        plans = {id(each[1]): each for each in reversed(fitting)}  # the fastest cut of each candidate
+        result.plans = [_plan(*each) for each in fitting if plans[id(each[1])] is each]
+        if not fitting:
+            nearest = min(everything, key=lambda each: each[2].rank)
+            result.nearest, result.excess = _plan(*nearest), nearest[2].excess
+        planned = {plan.schedule for plan in result.plans}
         for candidate, search in self._searches:
-            fitting = sorted(search.found(), key=lambda found: found.time)
-            if fitting:
-                plans.append((candidate, search, fitting[0]))
-                everything += [(candidate, search, found) for found in fitting]
-            elif search.was_priced or search.least == float("inf"):
-                result.unfit.append(candidate.schedule)
-            else:
-                name = candidate.schedule
+            name = candidate.schedule
+            if name not in planned and not search.was_priced:
                 result.left_out[name] = min(search.least, result.left_out.get(name, float("inf")))
-        plans.sort(key=lambda triple: (triple[2].time, max(triple[2].memory)))
-        result.plans = [_plan(*triple) for triple in plans]
-        for plan in result.plans:
-            result.left_out.pop(plan.schedule, None)
-        known = {*result.left_out, *(plan.schedule for plan in result.plans)}
-        result.unfit = sorted(set(result.unfit) - known)
-        everything.sort(key=lambda triple: (triple[2].time, max(triple[2].memory)))
+        named = {candidate.schedule for candidate, _ in self._searches}
+        result.unfit = sorted(named - planned - result.left_out.keys())
         least = float("inf")
-        for candidate, search, found in everything:
-            if max(found.memory) < least * (1 - 1e-3):
-                least = max(found.memory)
-                result.front.append(_plan(candidate, search, found))
-
-    def _find_nearest(self, result: PlanResult) -> None:
-        # The first cuts of all, however long they take: the excess that is reported is the least of all candidates.
-        first_cuts = [(search.first_cut(), candidate, search) for candidate, search in self._searches]
-        first_cuts.sort(key=lambda each: each[0].rank)
-        until = time.monotonic() + min(3.0, self._request.seconds / 4)
-        nearest = first_cuts[0]
-        for _, candidate, search in first_cuts:
-            if time.monotonic() > until:
-                break
-            found = search.climb(min(until, time.monotonic() + 0.3))
-            nearest = min(nearest, (found, candidate, search), key=lambda each: each[0].rank)
-        result.nearest, result.excess = _plan(nearest[1], nearest[2], nearest[0]), nearest[0].excess
+        for each in fitting:
+            if max(each[2].memory) < least * (1 - 1e-3):
+                least = max(each[2].memory)
+                result.front.append(_plan(*each))
 
 
 def _plan(candidate: Candidate, search: CutSearch, found: CutFound) -> Plan:
     return search.priced.plan(candidate.schedule, dict(candidate.parameters), found.ends, candidate.recompute)
-
-
-def schedule_free_bound(chain: Chain, machines: Machines, num_microbatches: int, share: float = 1) -> float:
-    """Return a lower bound, in milliseconds, of a step with any schedule, cut and order.
-
-    The workers must do all work, updates included, and the actions of one microbatch follow each other.
-
-    Args:
-        share: of a microbatch's time, what the shortest slice of its sequence takes, which runs through all stages.
-    """
-    slows = [machines.slow(w) for w in range(machines.num_workers)]
-    fastest, blocks = min(slows), chain.num_blocks
-    once = chain.blocks_time(F, 0, blocks)
-    # Of the first stage this is the whole backward: the step does not end before its worker's part.
-    back = chain.least_input_backward(0, blocks)
-    whole = once + chain.least_backward(0, blocks)
-    work = num_microbatches * whole + chain.blocks_time(U, 0, blocks)
-    return max((once + back) * share * fastest, work / sum(1 / slow for slow in slows)) + chain.per_step
 
 
 #: every schedule with its defaults, and with other parameters worth trying
