@@ -10,172 +10,120 @@ equal.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate, zip_longest
 
-from ..dependency import Action, F, I, W
+from ..dependency import Action, F, I
+from ._vee import Listing
 
 #: slots after which a worker's pattern repeats
 _PERIOD = 6
 #: the passes of a microbatch on a worker, in order of data flow; weights' gradients come after them
 _F_DOWN, _F_UP, _I_UP, _I_DOWN, _WEIGHTS = range(5)
-_PASSES = 4
+#: where the worker is that does the same pass before
+_BESIDE = {_F_DOWN: -1, _F_UP: 1, _I_UP: -1, _I_DOWN: 1}
 
-#: times by pass and microbatch, of one worker
-Times = list[list[int]]
+#: which pass is in each slot of a worker, None where it is idle; the microbatch is the next of its pass
+Slots = Sequence[int | None]
 
 
 def controllable_orders(block: Sequence[Sequence[int]], count: int) -> list[list[Action]]:
     """Return each worker's order for `count` microbatches of the building block `block[worker][pass]`."""
-    times = [[[start + _PERIOD * m for m in range(count)] for start in passes] for passes in block]
-    times = _squeeze(_reorder([_with_weights(t) for t in times]))
-    moved = _reorder([t[:_PASSES] for t in times])
-    times = _squeeze([_with_weights(t) for t in moved])
-    return [_listed(worker, len(block), t[:_PASSES]) for worker, t in enumerate(times)]
+    repeated: list[Slots] = []
+    for passes in block:
+        own: list[int | None] = [None] * (max(passes) + _PERIOD * count)
+        for kind, start in enumerate(passes):
+            own[start : start + _PERIOD * count : _PERIOD] = [kind] * count
+        repeated.append(own)
+    filled = _squeeze(_reorder([_with_weights(own) for own in repeated]))
+    moved = _reorder([[None if kind == _WEIGHTS else kind for kind in own] for own in filled])
+    squeezed = _squeeze([_with_weights(own) for own in moved])
+    return [_listed(own, worker, 2 * len(block) - 1 - worker) for worker, own in enumerate(squeezed)]
 
 
-def _slots(times: Times) -> list[int | None]:
-    """Return which pass is in each slot of a worker, None where it is idle."""
-    slots: list[int | None] = [None] * (max(t[-1] for t in times) + 1)
-    for kind, starts in enumerate(times):
-        for start in starts:
-            slots[start] = kind
-    return slots
-
-
-def _with_weights(times: Times) -> Times:
-    """Put W into idle slots, as early as there is one to do."""
-    weights: list[int] = []
-    waiting, end = 0, 0
-    for end, kind in enumerate(_slots(times)):
+def _with_weights(slots: Slots) -> Slots:
+    """Put W into idle slots, as early as there is one to do, and behind the last."""
+    filled: list[int | None] = []
+    waiting = 0
+    for kind in slots:
         waiting += kind in (_I_UP, _I_DOWN)
-        if kind is None and waiting:
-            weights.append(end)
-            waiting -= 1
-    return [*times, [*weights, *range(end + 1, end + 1 + waiting)]]
+        filled.append(_WEIGHTS if kind is None and waiting else kind)
+        waiting -= filled[-1] == _WEIGHTS
+    return filled + [_WEIGHTS] * waiting
 
 
-def _listed(worker: int, depth: int, times: Times) -> list[Action]:
-    """Return the worker's actions in order; of the W that wait, those of the up pass go first."""
-    down, up = worker, 2 * depth - 1 - worker
+def _listed(slots: Slots, down: int, up: int) -> list[Action]:
+    """Return a worker's actions in order; of the W that wait, those of the up pass go first."""
     of_pass = {_F_DOWN: (F, down), _F_UP: (F, up), _I_UP: (I, up), _I_DOWN: (I, down)}
-    done = dict.fromkeys((_F_DOWN, _F_UP, _I_UP, _I_DOWN, up, down), 0)
-    waiting = {up: 0, down: 0}
-    order: list[Action] = []
-
-    def weight(stage: int) -> None:
-        order.append(W(stage, done[-1 - stage]))
-        done[-1 - stage] += 1
-        waiting[stage] -= 1
-
-    done |= {-1 - up: 0, -1 - down: 0}
-    for kind in _slots(times):
-        if kind is not None:
-            what, stage = of_pass[kind]
-            order.append(what(stage, done[kind]))
-            done[kind] += 1
-            waiting[stage] += what is I
-        elif waiting[up] or waiting[down]:
-            weight(up if waiting[up] else down)
-    for stage in (up, down):
-        while waiting[stage]:
-            weight(stage)
-    return order
+    todo = Listing()
+    for kind in slots:
+        if kind in of_pass:
+            todo.add(of_pass[kind])
+        else:
+            todo.add(*todo.waiting(up, down)[:1])
+    return todo.actions
 
 
-def _by_time(times: Sequence[Times]) -> list[tuple[int, int, int, int]]:
-    """Return (time, worker, pass, microbatch) of everything, in order."""
-    return sorted(
-        (start, worker, kind, m)
-        for worker, own in enumerate(times)
-        for kind, starts in enumerate(own)
-        for m, start in enumerate(starts)
-    )
+def _passes(slots: Sequence[Slots]) -> Iterator[tuple[int, int, int, int]]:
+    """Yield (time, worker, pass, microbatch) of everything, in order."""
+    count: Counter[tuple[int, int]] = Counter()
+    for start, kinds in enumerate(zip_longest(*slots)):
+        for worker, kind in enumerate(kinds):
+            if kind is not None:
+                yield start, worker, kind, count[worker, kind]
+                count[worker, kind] += 1
 
 
-def _before(times: Sequence[Times], worker: int, kind: int, m: int) -> int:
-    """Return the latest time among what a pass needs, -1 if nothing."""
-    latest = times[worker][kind][m - 1] if m else -1
-    beside = {_F_DOWN: worker - 1, _I_UP: worker - 1, _F_UP: worker + 1, _I_DOWN: worker + 1}.get(kind, -1)
-    if 0 <= beside < len(times):
-        latest = max(latest, times[beside][kind][m])
-    if 0 < kind < _PASSES:
-        latest = max(latest, times[worker][kind - 1][m])
-    return latest
+def _before(times: Mapping[tuple[int, int, int], int], worker: int, kind: int, m: int) -> int:
+    """Return the latest time, by worker, pass and microbatch, among what a pass needs, -1 if nothing."""
+    needs = [(worker, kind, m - 1)]
+    if kind in _BESIDE:
+        needs += [(worker + _BESIDE[kind], kind, m), (worker, kind - 1, m)]
+    return max(times.get(need, -1) for need in needs)
 
 
-def _squeeze(times: Sequence[Times]) -> list[Times]:
+def _squeeze(slots: Sequence[Slots]) -> list[Slots]:
     """Run everything as early as data flow and each worker's order allow, in slots of equal length."""
-    squeezed: list[Times] = [[[0] * len(starts) for starts in own] for own in times]
-    free = [0] * len(times)
-    for _, worker, kind, m in _by_time(times):
-        start = max(free[worker], _before(squeezed, worker, kind, m) + 1)
-        squeezed[worker][kind][m] = start
-        free[worker] = start + 1
-    return squeezed
+    squeezed: list[list[int | None]] = [[] for _ in slots]
+    times: dict[tuple[int, int, int], int] = {}
+    for _, worker, kind, m in _passes(slots):
+        own = squeezed[worker]
+        own += [None] * (_before(times, worker, kind, m) + 1 - len(own))
+        times[worker, kind, m] = len(own)
+        own.append(kind)
+    return [*squeezed]
 
 
-def _reorder(times: Sequence[Times]) -> list[Times]:
+def _most_held(slots: Slots) -> int:
+    """Return the most that a worker holds. Without listed W, an idle slot does one that waits."""
+    full = slots if _WEIGHTS in slots else _with_weights(slots)
+    return max(accumulate((kind in (_F_DOWN, _F_UP)) - (kind == _WEIGHTS) for kind in full))
+
+
+def _reorder(slots: Sequence[Slots]) -> list[Slots]:
     """Move passes into earlier holes where no worker then holds more than the most that one holds now.
 
     The steady state between the first I down on worker 0 and its last F stays; without W, so does what is before.
     """
-    moved = [[list(starts) for starts in own] for own in times]
-    with_weights = len(moved[0]) > _PASSES
-    held = [_Held(own) for own in moved]
-    allowed = max(max(h.after) for h in held)
-    last = len(moved[0][_F_DOWN]) - 1
-    filled: list[set[int]] = [set() for _ in moved]
-    phase = 0
-    for start, worker, kind, m in _by_time(moved):
+    moved = [*slots]
+    times = {(worker, kind, m): start for start, worker, kind, m in _passes(slots)}
+    allowed = max(map(_most_held, slots))
+    phase, last = 0, slots[0].count(_F_DOWN) - 1
+    for start, worker, kind, m in _passes(slots):
         phase += phase == 0 and (kind, worker) == (_I_DOWN, 0)
-        if phase == 2 or (phase == 0 and with_weights):
-            earliest = _before(moved, worker, kind, m) + 1
+        if phase == 2 or (phase == 0 and _WEIGHTS in slots[0]):
+            earliest = _before(times, worker, kind, m) + 1
             if kind == _WEIGHTS:
-                earliest = max(earliest, sorted(moved[worker][_I_UP] + moved[worker][_I_DOWN])[m] + 1)
+                done = [at for at, other in enumerate(moved[worker]) if other in (_I_UP, _I_DOWN)]
+                earliest = max(earliest, done[m] + 1)
             for earlier in range(earliest, start):
-                if earlier not in filled[worker] and held[worker].move(start, earlier, allowed):
-                    moved[worker][kind][m] = start = earlier
-                    break
+                if moved[worker][earlier] is None:
+                    changed = list(moved[worker])
+                    changed[earlier], changed[start] = kind, None
+                    if _most_held(changed) <= allowed:
+                        moved[worker], times[worker, kind, m] = changed, earlier
+                        break
         elif phase == 1 and kind == _F_DOWN and m == last:
             phase = 2
-        filled[worker].add(start)
     return moved
-
-
-class _Held:
-    """What a worker holds after each slot. Without listed W, an idle slot does one that waits."""
-
-    def __init__(self, times: Times) -> None:
-        self._slots = _slots(times)
-        self._idle_does_weights = len(times) == _PASSES
-        self._state = [(0, 0)] * (len(self._slots) + 1)  # (held, I whose W waits) before each slot
-        self._run(0, self._slots)
-
-    @property
-    def after(self) -> list[int]:
-        return [held for held, _ in self._state]
-
-    def _step(self, state: tuple[int, int], kind: int | None) -> tuple[int, int]:
-        held, waiting = state
-        if kind is None:
-            does = self._idle_does_weights and waiting > 0
-            return held - does, waiting - does
-        return held + (kind <= _F_UP) - (kind == _WEIGHTS), waiting + (kind in (_I_UP, _I_DOWN))
-
-    def _run(self, begin: int, slots: Sequence[int | None]) -> None:
-        for slot in range(begin, len(slots)):
-            self._state[slot + 1] = self._step(self._state[slot], slots[slot])
-
-    def move(self, start: int, earlier: int, allowed: int) -> bool:
-        """Move what is in slot `start` to the hole `earlier`, unless more than `allowed` would then be held."""
-        kind, state = self._slots[start], self._state[earlier]
-        for slot in range(earlier, len(self._slots)):
-            now = kind if slot == earlier else None if slot == start else self._slots[slot]
-            state = self._step(state, now)
-            if state[0] > allowed:
-                return False
-            if slot > start and state == self._state[slot + 1]:
-                break
-        self._slots[earlier], self._slots[start] = kind, None
-        self._run(earlier, self._slots)
-        return True

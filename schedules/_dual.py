@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable
 from functools import cached_property
 
-from ..dependency import Action, B, F, I, Kind, Spec, W
+from ..dependency import Action, B, F, I, Spec, W
 from ._vee import Listing
 
 
@@ -41,37 +40,14 @@ def dual_order(depth: int, count: int, worker: int, down: int, up: int) -> list[
     """
     near, far = worker + 1, depth - worker - 1
     todo = Listing()
-    weights: deque[tuple[Kind, int]] = deque()
     todo.add(*[(F, down)] * (2 * far))
     todo.add(*[(F, down), (F, up)] * near)
     todo.add(*[(I, up), (W, up), (F, up)] * far)
     todo.add(*[(F, down), (B, up), (F, up), (B, down)] * (count - 2 * depth + near))
     todo.add(*[(B, up), (F, up), (B, down)] * far)
     for turn, stage in enumerate([up, down] * near):
-        if turn < near:
-            todo.add((B, stage))
-        else:
-            todo.add((I, stage))
-            weights.append((W, stage))
+        todo.add((B if turn < near else I, stage))
     for _ in range(far):
-        todo.add(weights.popleft(), (I, down))
-        weights.append((W, down))
-    todo.add(*weights)
-    return _number_backwards(todo.actions)
-
-
-def _number_backwards(actions: list[Action]) -> list[Action]:
-    """Number B and I of a stage in one sequence: a microbatch has one or the other; a W follows its I."""
-    numbered: list[Action] = []
-    backwards: dict[int, int] = {}
-    deferred: dict[int, deque[int]] = {}
-    for stage, kind, microbatch in actions:
-        if kind in (B, I):
-            microbatch = backwards.setdefault(stage, 0)
-            backwards[stage] += 1
-        if kind is I:
-            deferred.setdefault(stage, deque()).append(microbatch)
-        if kind is W:
-            microbatch = deferred[stage].popleft()
-        numbered.append(kind(stage, microbatch))
-    return numbered
+        todo.add((W, todo.split[0].stage), (I, down))
+    todo.add(*[(W, action.stage) for action in todo.split])
+    return todo.actions

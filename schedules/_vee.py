@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from ..dependency import Action, Kind, Order, Spec
+from ..dependency import Action, I, Kind, Order, Spec, W
 
 
 class Vee(Spec):
@@ -28,21 +28,34 @@ class Vee(Spec):
 
 
 class Listing:
-    """Lists actions by kind and stage; the microbatch is the next of its kind there."""
+    """Lists actions by kind and stage; the microbatch is the next there, of `W` the first whose `W` is not listed."""
 
     def __init__(self) -> None:
         self.actions: list[Action] = []
-        self._next: Counter[tuple[Kind, int]] = Counter()
+        #: those `I` whose `W` is not listed
+        self.split: list[Action] = []
+        self._next: Counter[tuple[int, int]] = Counter()
 
     def count(self, kind: Kind, stage: int) -> int:
-        """Return how many of this kind and stage are listed."""
-        return self._next[kind, stage]
+        """Return how many are listed that go as `kind` does: forwards, or backwards of either kind."""
+        return self._next[kind.way, stage]
+
+    def waiting(self, *stages: int) -> list[tuple[Kind, int]]:
+        """Return the `W` to be listed, first those of the first of `stages`."""
+        return [(W, stage) for stage in stages for action in self.split if action.stage == stage]
 
     def add(self, *kinds_and_stages: tuple[Kind, int]) -> None:
         """List the next microbatch of each (kind, stage)."""
         for kind, stage in kinds_and_stages:
-            self.actions.append(kind(stage, self._next[kind, stage]))
-            self._next[kind, stage] += 1
+            if kind is W:
+                before = next(action for action in self.split if action.stage == stage)
+                self.split.remove(before)
+                self.actions.append(before._replace(kind=W))
+                continue
+            self.actions.append(kind(stage, self._next[kind.way, stage]))
+            self._next[kind.way, stage] += 1
+            if kind is I:
+                self.split.append(self.actions[-1])
 
 
 def existing(actions: Iterable[Action], num_microbatches: int) -> Iterator[Action]:

@@ -38,7 +38,7 @@ class ZBV(Vee):
             todo.add(*[(F, down)] * (todo.count(F, down) < M), (I, down), (W, down), (F, up), (I, up), (W, up))
         todo.add(*[(I, down), (I, up)] * worker)
         todo.add(*[(I, down), (W, down)] * (P - worker))
-        todo.add(*[(W, up)] * (M - todo.count(W, up)), *[(W, down)] * (M - todo.count(W, down)))
+        todo.add(*todo.waiting(up, down))
         return existing(todo.actions, self.num_microbatches)
 
     def activation_limit(self, worker: int) -> int:
