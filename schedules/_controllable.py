@@ -8,8 +8,6 @@ arXiv:2405.15362, section 4; the greedy choices are those of the authors' code (
 equal.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, zip_longest

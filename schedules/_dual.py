@@ -1,24 +1,13 @@
 """The order that DualPipe and DualPipeV share: two streams that meet on a worker."""
 
-from __future__ import annotations
-
-from collections.abc import Iterable
 from functools import cached_property
 
-from ..dependency import Action, B, F, I, Spec, W
-from ._vee import Listing
+from ..dependency import Action, B, F, I, W
+from ._vee import Listed, Listing
 
 
-class Dual(Spec):
-    """A schedule whose workers' orders are listed, and whose backward is split where these lists say so."""
-
-    def orders_of_workers(self) -> list[list[Action]]:
-        """Return the order of each worker."""
-        raise NotImplementedError
-
-    @cached_property
-    def _orders(self) -> list[list[Action]]:
-        return self.orders_of_workers()
+class Dual(Listed):
+    """A schedule whose backward is split where the lists of its workers say so."""
 
     @cached_property
     def _split(self) -> set[Action]:
@@ -26,9 +15,6 @@ class Dual(Spec):
 
     def splits(self, stage: int, microbatch: int) -> bool:
         return I(stage, microbatch) in self._split
-
-    def program(self, worker: int) -> Iterable[Action]:
-        return self._orders[worker]
 
 
 def dual_order(depth: int, count: int, worker: int, down: int, up: int) -> list[Action]:

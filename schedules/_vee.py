@@ -1,9 +1,8 @@
-"""What the V-shaped schedules share: placement, and listing a program phase by phase."""
-
-from __future__ import annotations
+"""What the V-shaped schedules share: placement, and listing programs phase by phase."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from functools import cached_property
 
 from ..dependency import Action, I, Kind, Order, Spec, W
 
@@ -25,6 +24,21 @@ class Vee(Spec):
 
     def place(self, stage: int, route: int) -> int:
         return min(stage, self.last_stage - stage)
+
+
+class Listed(Spec):
+    """A schedule whose workers' orders are listed together."""
+
+    def orders_of_workers(self) -> list[list[Action]]:
+        """Return the order of each worker."""
+        raise NotImplementedError
+
+    @cached_property
+    def _orders(self) -> list[list[Action]]:
+        return self.orders_of_workers()
+
+    def program(self, worker: int) -> list[Action]:
+        return self._orders[worker]
 
 
 class Listing:
@@ -58,9 +72,9 @@ class Listing:
                 self.split.append(self.actions[-1])
 
 
-def existing(actions: Iterable[Action], num_microbatches: int) -> Iterator[Action]:
+def existing(actions: Iterable[Action], num_microbatches: int) -> list[Action]:
     """Leave out microbatches beyond the last.
 
     A program made for more microbatches stays legal: data flow joins actions of one microbatch only.
     """
-    return (action for action in actions if action.microbatch < num_microbatches)
+    return [action for action in actions if action.microbatch < num_microbatches]

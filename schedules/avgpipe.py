@@ -1,7 +1,5 @@
 """AvgPipe: several pipelines with weights of their own on the same workers, averaged elastically."""
 
-from __future__ import annotations
-
 from ..dependency import Action, B, ConfigError, U
 from .one_f_one_b import OneFOneB
 

@@ -1,8 +1,5 @@
 """Looped breadth-first: all microbatches through one stage before the worker's next stage."""
 
-from __future__ import annotations
-
-from collections.abc import Iterable
 from typing import Literal
 
 from ..dependency import Action, B, F, Spec
@@ -29,7 +26,7 @@ class LoopedBFS(Spec):
     def num_stages(self) -> int:
         return self.chunks * self.num_workers
 
-    def after(self, a: Action) -> Iterable[Action]:
+    def after(self, a: Action) -> list[Action]:
         in_last_chunk = a.stage >= self.num_stages - self.num_workers
         return [F(a.stage, self.num_microbatches - 1)] if a.kind is B and in_last_chunk else []
 

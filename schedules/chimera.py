@@ -1,8 +1,5 @@
 """Chimera: two pipelines in opposite directions over the same workers."""
 
-from __future__ import annotations
-
-from collections.abc import Iterable
 from typing import Literal
 
 from ..dependency import Action, B, F, Order, ScheduleError, Spec
@@ -64,7 +61,7 @@ class Chimera(Spec):
     def route(self, microbatch: int) -> int:
         return self.locate(microbatch)[1]
 
-    def after(self, a: Action) -> Iterable[Action]:
+    def after(self, a: Action) -> list[Action]:
         earlier = a.microbatch - self.group * self.num_workers
         return [B(a.stage, earlier // self.group * self.group + self.group - 1)] if a.kind is F else []
 

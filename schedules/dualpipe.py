@@ -1,7 +1,5 @@
 """DualPipe: microbatches enter at both ends; a worker's forward of one meets its backward of the other."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from ..dependency import Action, Order, ScheduleError
@@ -52,7 +50,7 @@ class DualPipe(Dual):
             for stage, kind, i in dual_order(P // 2, count, from_end, from_end, P - 1 - from_end):
                 yield kind(stage, 2 * i + (near if stage == from_end else 1 - near))
 
-        return [list(existing(order(worker), M)) for worker in range(P)]
+        return [existing(order(worker), M) for worker in range(P)]
 
     def activation_limit(self, worker: int) -> int:
         return self.num_workers + 1

@@ -1,7 +1,5 @@
 """DualPipeV: DualPipe's overlap of forward and backward on one copy of the weights."""
 
-from __future__ import annotations
-
 from ..dependency import Action
 from ._dual import Dual, dual_order
 from ._vee import Vee, existing
@@ -26,7 +24,7 @@ class DualPipeV(Dual, Vee):
 
     def orders_of_workers(self) -> list[list[Action]]:
         P, M = self.num_workers, max(self.num_microbatches, 2 * self.num_workers)
-        return [list(existing(dual_order(P, M, w, w, 2 * P - 1 - w), self.num_microbatches)) for w in range(P)]
+        return [existing(dual_order(P, M, w, w, 2 * P - 1 - w), self.num_microbatches) for w in range(P)]
 
     def activation_limit(self, worker: int) -> int:
         return 2 * self.num_workers + 1

@@ -1,9 +1,5 @@
 """Eager 1F1B: about twice the microbatches in flight, so that late arrivals hide behind compute."""
 
-from __future__ import annotations
-
-from collections.abc import Iterable
-
 from ..dependency import Action, B, F, Spec
 
 
@@ -27,7 +23,7 @@ class EagerOneFOneB(Spec):
     def in_flight(self, stage: int) -> int:
         return 2 * (self.num_stages - stage) - 1
 
-    def after(self, a: Action) -> Iterable[Action]:
+    def after(self, a: Action) -> list[Action]:
         return [B(a.stage, a.microbatch - self.in_flight(a.stage))] if a.kind is F else []
 
     def slot(self, a: Action) -> int:

@@ -1,8 +1,5 @@
 """GPipe: all microbatches forward, then all backward."""
 
-from __future__ import annotations
-
-from collections.abc import Iterable
 from typing import Literal
 
 from ..dependency import Action, B, F, Spec
@@ -29,7 +26,7 @@ class GPipe(Spec):
     source = "Huang et al. 2019, GPipe, arXiv:1811.06965, section 2.3"
     b_order: Literal["descending", "ascending"] = "descending"
 
-    def after(self, a: Action) -> Iterable[Action]:
+    def after(self, a: Action) -> list[Action]:
         return [F(a.stage, self.num_microbatches - 1)] if a.kind is B else []
 
     def slot(self, a: Action) -> int:

@@ -1,8 +1,5 @@
 """GPipe with re-materialisation: keep stage inputs only, compute activations a second time."""
 
-from __future__ import annotations
-
-from collections.abc import Iterable
 from typing import Literal
 
 from ..dependency import Action, B, ConfigError, F, R, Spec
@@ -40,7 +37,7 @@ class GPipeRecompute(Spec):
     def turn(self, microbatch: int) -> int:
         return self.num_microbatches - 1 - microbatch if self.b_order == "descending" else microbatch
 
-    def after(self, a: Action) -> Iterable[Action]:
+    def after(self, a: Action) -> list[Action]:
         if a.kind is F:
             return []
         last, turn = self.num_microbatches - 1, self.turn(a.microbatch)

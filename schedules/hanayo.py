@@ -1,9 +1,5 @@
 """Hanayo: microbatches pass the workers in waves, forth and back."""
 
-from __future__ import annotations
-
-from collections.abc import Iterable
-
 from ..dependency import Action, B, F, Order, Spec
 
 
@@ -37,7 +33,7 @@ class Hanayo(Spec):
         at = stage % (2 * self.num_workers)
         return min(at, 2 * self.num_workers - 1 - at)
 
-    def after(self, a: Action) -> Iterable[Action]:
+    def after(self, a: Action) -> list[Action]:
         return [B(a.stage, a.microbatch - self.num_workers)] if a.kind is F else []
 
     def slot(self, a: Action) -> int:

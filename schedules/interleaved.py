@@ -1,9 +1,5 @@
 """Interleaved 1F1B: several stages on each worker, so that the bubble shrinks."""
 
-from __future__ import annotations
-
-from collections.abc import Iterable
-
 from ..dependency import Action, B, F, Kind, Spec
 
 
@@ -56,7 +52,7 @@ class Interleaved(Spec):
         """Return how many forwards a worker runs before its first backward, less one."""
         return 2 * (self.num_workers - 1 - worker) + (self.chunks - 1) * self.num_workers
 
-    def after(self, a: Action) -> Iterable[Action]:
+    def after(self, a: Action) -> list[Action]:
         worker, k = a.stage % self.num_workers, self.ordinal(a)
         needs = self.latest(a.kind, worker, k - 1)
         if a.kind is F:

@@ -1,9 +1,5 @@
 """MixPipe, as we read its abstract: Chimera whose directions may run further ahead."""
 
-from __future__ import annotations
-
-from collections.abc import Iterable
-
 from ..dependency import Action, B, ConfigError, F, Order
 from .chimera import Chimera
 
@@ -38,7 +34,7 @@ class MixPipe(Chimera):
     def order(self) -> Order:
         return "ready"  # in fixed order it is Chimera
 
-    def after(self, a: Action) -> Iterable[Action]:
+    def after(self, a: Action) -> list[Action]:
         unit, route, i = self.locate(a.microbatch)
         share = -(-self.num_workers // self.num_routes)
         here = self.num_workers - share * route if route == self.num_routes - 1 else share  # odd P: fewer on the last

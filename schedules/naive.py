@@ -1,9 +1,5 @@
 """Naive model parallelism: one microbatch in the whole pipeline."""
 
-from __future__ import annotations
-
-from collections.abc import Iterable
-
 from ..dependency import Action, B, F, Spec
 
 
@@ -22,7 +18,7 @@ class Naive(Spec):
 
     source = "common practice"
 
-    def after(self, a: Action) -> Iterable[Action]:
+    def after(self, a: Action) -> list[Action]:
         return [B(a.stage, a.microbatch - 1)] if a.kind is F else []
 
     def slot(self, a: Action) -> int:

@@ -1,9 +1,5 @@
 """1F1B: one forward, one backward, with as few microbatches in flight as keep the pipeline full."""
 
-from __future__ import annotations
-
-from collections.abc import Iterable
-
 from ..dependency import Action, B, ConfigError, F, Spec
 
 
@@ -39,7 +35,7 @@ class OneFOneB(Spec):
     def in_flight(self, stage: int) -> int:
         return (self.window or self.num_workers) - stage
 
-    def after(self, a: Action) -> Iterable[Action]:
+    def after(self, a: Action) -> list[Action]:
         return [B(a.stage, a.microbatch - self.in_flight(a.stage))] if a.kind is F else []
 
     def slot(self, a: Action) -> int:

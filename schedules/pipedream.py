@@ -1,7 +1,5 @@
 """PipeDream: 1F1B that is never flushed, with an update after every microbatch."""
 
-from __future__ import annotations
-
 from ..dependency import Action, B, U
 from .one_f_one_b import OneFOneB
 

@@ -1,7 +1,5 @@
 """PipeDream-2BW: 1F1B that is never flushed, with one update a step and two versions of the weights."""
 
-from __future__ import annotations
-
 from ..dependency import Action, B, U
 from .one_f_one_b import OneFOneB
 

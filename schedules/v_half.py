@@ -1,16 +1,11 @@
 """V-Half: half the activations of 1F1B and half its bubble."""
 
-from __future__ import annotations
-
-from collections.abc import Iterable
-from functools import cached_property
-
 from ..dependency import Action
 from ._controllable import controllable_orders
-from ._vee import Vee
+from ._vee import Listed, Vee
 
 
-class VHalf(Vee):
+class VHalf(Listed, Vee):
     """V-Half: two stages on each worker in a V, split backward; half of 1F1B's activations and of its bubble.
 
         worker 0  F0 F1 .. F0 I0 W0 F1 .. I0 I1 W1 W0 .. I1 W1
@@ -32,12 +27,8 @@ class VHalf(Vee):
         P, shift = self.num_workers, 3 * (self.num_workers % 2 == 0)
         return [(2 * w, 3 * P - 2 - w, 3 * P - 1 + shift + 2 * w, 6 * P - 2 + shift - w) for w in range(P)]
 
-    @cached_property
-    def _orders(self) -> list[list[Action]]:
+    def orders_of_workers(self) -> list[list[Action]]:
         return controllable_orders(self.block, self.num_microbatches)
-
-    def program(self, worker: int) -> Iterable[Action]:
-        return self._orders[worker]
 
     def activation_limit(self, worker: int) -> int:
         return 2 * ((self.num_workers + 2) // 2)

@@ -1,7 +1,5 @@
 """V-Min: a third of the activations of 1F1B, the least a V allows."""
 
-from __future__ import annotations
-
 from .v_half import VHalf
 
 

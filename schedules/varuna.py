@@ -1,9 +1,5 @@
 """Varuna: recompute everywhere but on the last stage, just before the gradient is needed."""
 
-from __future__ import annotations
-
-from collections.abc import Iterable
-
 from ..dependency import Action, B, F, R, Spec
 
 
@@ -27,7 +23,7 @@ class Varuna(Spec):
     def recomputes(self, stage: int) -> bool:
         return stage < self.last_stage
 
-    def after(self, a: Action) -> Iterable[Action]:
+    def after(self, a: Action) -> list[Action]:
         keeps = a.stage + 1 == self.last_stage
         return [(F if keeps else R)(a.stage + 1, a.microbatch)] if a.kind is R else []
 

@@ -1,9 +1,5 @@
 """ZB-H1: weights' gradients fill the bubble of 1F1B, within the memory of its first stage."""
 
-from __future__ import annotations
-
-from collections.abc import Iterable
-
 from ..dependency import Action, F, I, Spec, W
 
 
@@ -32,7 +28,7 @@ class ZBH1(Spec):
         """Return how many microbatches W stays behind I."""
         return stage
 
-    def after(self, a: Action) -> Iterable[Action]:
+    def after(self, a: Action) -> list[Action]:
         s, m = a.stage, a.microbatch
         if a.kind is F:
             return [I(s, m - self.ahead(s) - 1), W(s, m - self.ahead(0) - 1)]

@@ -1,7 +1,5 @@
 """ZB-H2: enough microbatches in flight that no worker ever waits between its first and last action."""
 
-from __future__ import annotations
-
 from .zb_h1 import ZBH1
 
 

@@ -1,9 +1,5 @@
 """ZB-V: no bubble from step to step, with the activations of 1F1B."""
 
-from __future__ import annotations
-
-from collections.abc import Iterable
-
 from ..dependency import Action, F, I, W
 from ._vee import Listing, Vee, existing
 
@@ -27,7 +23,7 @@ class ZBV(Vee):
     split_backward = True
     post_validation = True
 
-    def program(self, worker: int) -> Iterable[Action]:
+    def program(self, worker: int) -> list[Action]:
         P, M = self.num_workers, max(self.num_microbatches, 2 * self.num_workers)
         down, up = worker, self.last_stage - worker
         todo = Listing()
