@@ -54,16 +54,14 @@ def alias_given(result: Any, known: _Predicate, left: _Predicate) -> Any:
     return replaced(result, places)
 
 
-def form_of(tree: Any) -> Any:
-    """Return a tree without its tensors and the contents of objects, to be compared."""
+def form_of(tree: Any, of_tensor: Callable[[Tensor], Any] = lambda _: Tensor) -> Any:
+    """Return a tree without the contents of objects, to be compared and hashed; of each tensor `of_tensor` is left."""
     if isinstance(tree, Tensor):
-        return Tensor
-    if isinstance(tree, float):
+        return of_tensor(tree)
+    if isinstance(tree, (float, slice)):
         return repr(tree)  # nan equals nan
-    if isinstance(tree, (*PLAIN, slice)):
+    if isinstance(tree, PLAIN):
         return type(tree), tree
-    if isinstance(tree, (tuple, list)):
-        return type(tree), tuple([form_of(child) for child in tree])
-    if isinstance(tree, Mapping) or dataclasses.is_dataclass(tree):
-        return type(tree), tuple([(step, form_of(child)) for step, child in children(tree)])
-    return type(tree), tuple([path for path, _ in leaves(tree)])
+    if isinstance(tree, (tuple, list, Mapping)) or dataclasses.is_dataclass(tree):
+        return type(tree), tuple([(step, form_of(child, of_tensor)) for step, child in children(tree)])
+    return type(tree), tuple([(path, of_tensor(tensor)) for path, tensor in leaves(tree)])

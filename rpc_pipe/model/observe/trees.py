@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -22,39 +22,27 @@ PLAIN = (type(None), bool, int, float, complex, str, bytes, type, torch.dtype, t
 _CLOSED = (nn.Module, torch.Generator, FunctionType, BuiltinFunctionType, MethodType, ModuleType)
 
 
-def leaves(tree: Any) -> Iterator[tuple[Path, Tensor]]:
-    """Yield every tensor of `tree` with its path, in a fixed order; cycles are cut."""
-    return _leaves(tree, (), set())
+def leaves(tree: Any) -> list[tuple[Path, Tensor]]:
+    """Return every tensor of `tree` with its path, in a fixed order; cycles are cut."""
+    found: list[tuple[Path, Tensor]] = []
+    _collect(tree, (), found, set())
+    return found
 
 
 def tensors(tree: Any) -> list[Tensor]:
     """Return every tensor of `tree`."""
-    found: list[Tensor] = []
-    _collect(tree, found, set())
-    return found
+    return [tensor for _, tensor in leaves(tree)]
 
 
-def _collect(tree: Any, found: list[Tensor], above: set[int]) -> None:
-    # Like `_leaves`, without paths, for speed: it is called for every operator.
+def _collect(tree: Any, path: Path, found: list[tuple[Path, Tensor]], above: set[int]) -> None:
+    # A list that grows, and no generator: it is called for every operator.
     if isinstance(tree, Tensor):
-        found.append(tree)
+        found.append((path, tree))
     elif not isinstance(tree, PLAIN) and id(tree) not in above:
         above.add(id(tree))
-        for child in tree if isinstance(tree, (tuple, list)) else [child for _, child in children(tree)]:
-            _collect(child, found, above)
+        for step, child in children(tree):
+            _collect(child, (*path, step), found, above)
         above.discard(id(tree))
-
-
-def _leaves(tree: Any, path: Path, above: set[int]) -> Iterator[tuple[Path, Tensor]]:
-    if isinstance(tree, Tensor):
-        yield path, tree
-        return
-    if isinstance(tree, PLAIN) or id(tree) in above:
-        return
-    above.add(id(tree))
-    for step, child in children(tree):
-        yield from _leaves(child, (*path, step), above)
-    above.discard(id(tree))
 
 
 def children(tree: Any) -> list[tuple[tuple[str, Any], Any]]:

@@ -16,6 +16,7 @@ from ...workers.transport.payload import Tree
 from ..assign.assignment import Owners
 from ..observe.frames import name_of
 from ..observe.observe_forward import observe_forward
+from ..observe.output_contract import form_of
 from ..observe.placeholder import Placeholder
 from ..observe.skeleton import Skeleton
 from .script import Diverged, Script
@@ -121,7 +122,7 @@ class ObservedStage:
             ModelError: the model cannot run in stages on these inputs.
         """
         modes = self._modes()
-        scripts = self._scripts_of((_signature((args, kwargs)), modes))
+        scripts = self._scripts_of((form_of((args, kwargs), _look), modes))
         divergences: list[Diverged] = []
         observed: list[Script] = []
         while True:
@@ -192,16 +193,5 @@ class ObservedStage:
         return scripts
 
 
-def _signature(tree: Any) -> Any:
-    """Return the form of inputs, as a key: shapes, dtypes, devices and plain values."""
-    if isinstance(tree, Tensor):
-        return tree.shape, tree.dtype, tree.device
-    if isinstance(tree, dict):
-        return tuple((key, _signature(child)) for key, child in tree.items())
-    if isinstance(tree, (tuple, list)):
-        return (type(tree), *map(_signature, tree))
-    try:
-        hash(tree)
-    except TypeError:
-        return type(tree)
-    return tree
+def _look(tensor: Tensor) -> Any:
+    return tensor.shape, tensor.dtype, tensor.device
