@@ -114,7 +114,7 @@ class ObservedModel:
         #: changes in the copies of the model, as sentences for the user
         self.notes = notes
         #: the model's output, of placeholders
-        self.output = observation.end.outputs[0].tree
+        self.output = observation.end.trees[0]
         self.blocks = [_block(skeleton, event.module) for event in observation.calls if event.module is not None]
         #: the number of calls of blocks
         self.num_blocks = len(self.blocks)
@@ -139,8 +139,8 @@ class ObservedModel:
     def left_before_last(self, cut: Sequence[range]) -> list[tuple[nn.Module, str]]:
         """Return the modules in which blocks of other stages than the last leave tensors, and the attributes' names."""
         calls = self._observation.calls[: cut[-1].start]
-        left = [(output.module, output.name) for event in calls for output in event.outputs if output.name]
-        paths = [(self._skeleton.path_of(module), name) for module, name in left if module is not None]
+        left = [effect for event in calls for effect in event.effects if effect.name]
+        paths = [(self._skeleton.path_of(effect.module), effect.name) for effect in left]
         return [(self._model.get_submodule(path), f"{path}.{name}") for path, name in paths]
 
     def crossing(self, cut: Sequence[range]) -> list[list[Crossing]]:

@@ -34,19 +34,17 @@ class Value:
 
 
 @dataclass(eq=False, slots=True)
-class Output:
-    """A tree of tensors that an event leaves: its result, or a side effect of a block.
+class SideEffect:
+    """What a block leaves beside its result: what hooks of a module inside it see, or an attribute of that module.
 
     Args:
-        module: the module inside the block whose hooks see the result of its call, or that holds the attribute.
-        arguments: (args, kwargs) of that call.
-        name: of the attribute that the block has set.
+        arguments: (args, kwargs) of the call that the hooks see.
+        name: of the attribute that the block has set; "": hooks see it.
         inside: whether it has filled the list or dict that was there before, which others may hold too.
     """
 
-    tree: Any
-    module: nn.Module | None = None
-    arguments: tuple[Any, Any] | None = None
+    module: nn.Module
+    arguments: tuple[Any, Any] = ((), {})
     name: str = ""
     inside: bool = False
 
@@ -66,7 +64,9 @@ class Event:
     module: nn.Module | None = None
     where: str = ""
     depends: Depends = Depends.FIELDS
-    outputs: list[Output] = field(default_factory=list)
+    #: the trees of tensors that it leaves: its result, then that of each side effect of a block
+    trees: list[Any] = field(default_factory=list)
+    effects: list[SideEffect] = field(default_factory=list)
     #: what it must return again for a later forward to take the same path: a number, or the shape of a tensor
     answer: Any = None
     made: list[Value] = field(default_factory=list)
@@ -75,8 +75,6 @@ class Event:
     buffers: set[str] = field(default_factory=set)
     #: storages from before the event that it writes
     writes: set[int] = field(default_factory=set)
-    #: what a block must return again, besides its tensors (`form_of`)
-    form: Any = None
     #: its number from 1 among the events at its position that draw random numbers; 0: it draws none
     random: int = 0
     #: whether it runs inside the forward of an `autograd.Function`, which has a backward of its own

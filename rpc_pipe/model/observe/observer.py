@@ -20,8 +20,8 @@ from ...dependency import ConfigError, ModelError
 from ...dependency.errors import first_sentence
 from ...workers.compute.torch_internals import OperatorMode
 from .frames import caller, checkpoint_frame, in_function, name_of
-from .observation import Depends, Event, Observation, Output, Value
-from .output_contract import alias_given, form_of
+from .observation import Depends, Event, Observation, SideEffect, Value
+from .output_contract import alias_given
 from .placeholder import (
     LOOKS_AT_MASK,
     NEEDS_NUMBERS,
@@ -129,7 +129,7 @@ class Observer(TorchFunctionMode):
     def _presumed(self, event: Event, answer: bool) -> bool:
         """Return what a test of finite numbers says, for stages without the numbers; the one with them asks them."""
         event.depends = max(self._depends(event))
-        event.outputs.append(Output(answer))
+        event.trees = [answer]
         event.presumed = answer
         return answer
 
@@ -141,9 +141,8 @@ class Observer(TorchFunctionMode):
         return event
 
     def _end(self, event: Event, result: Any) -> None:
-        event.outputs.append(Output(result))
-        found = list(tensors(result))
-        if not found and not event.writes and not event.is_hook:
+        event.trees = [result]
+        if not tensors(result) and not event.writes and not event.is_hook:
             # A query of a tensor, such as its shape: every stage can ask its placeholder.
             # Answers that are bools may differ for the tensors that cross a cut (is_leaf).
             is_flag = isinstance(result, bool) and any(self._depends(event))
@@ -168,14 +167,13 @@ class Observer(TorchFunctionMode):
             yield max(value.depends, self.events[version].depends if version >= 0 else Depends.FIELDS)
 
     def _note_made(self, event: Event) -> None:
-        for output in event.outputs:
-            for tensor in tensors(output.tree):
-                if id(tensor) in self.values or id(tensor) in self._params or id(tensor) in self._buffers:
-                    continue  # an input that is returned
-                value = Value(tensor, event.depends, event.index)
-                self.values[id(tensor)] = value
-                self._born.add(storage_of(tensor))
-                event.made.append(value)
+        for tensor in tensors(event.trees):
+            if id(tensor) in self.values or id(tensor) in self._params or id(tensor) in self._buffers:
+                continue  # an input that is returned
+            value = Value(tensor, event.depends, event.index)
+            self.values[id(tensor)] = value
+            self._born.add(storage_of(tensor))
+            event.made.append(value)
         if event.depends:
             self._writer |= dict.fromkeys(event.writes, event)
 
@@ -193,17 +191,15 @@ class Observer(TorchFunctionMode):
         event.params = {self._params[id(p)] for p in module.parameters() if id(p) in self._params}
         # even if the forward does not use them, hooks may write them
         event.buffers = {self._buffers[id(b)] for b in module.buffers() if id(b) in self._buffers}
-        outputs: list[Output] = []
+        seen: list[tuple[Any, SideEffect]] = []
 
         def note(inner: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            outputs.append(Output(output, inner, (args, kwargs)))
+            seen.append((output, SideEffect(inner, (args, kwargs))))
 
         hooked = [inner for inner in module.modules() if inner._forward_hooks]
         handles = [inner.register_forward_hook(note, prepend=True, with_kwargs=True) for inner in hooked]
         given = {id(tensor) for tensor in tensors((args, kwargs))}
-        boxes = [
-            value for inner in module.modules() for value in vars(inner).values() if isinstance(value, (list, dict))
-        ]
+        boxes = {id(box): box for m in module.modules() for box in vars(m).values() if isinstance(box, (list, dict))}
         self.current = event
         try:
             try:
@@ -213,7 +209,7 @@ class Observer(TorchFunctionMode):
             except Exception as error:
                 # A block may decide by data of its own tensors; with random data it shows the shapes of its outputs.
                 logger.debug("block %s runs on random numbers, as it raised on shapes: %r", event.where, error)
-                outputs.clear()
+                seen.clear()
                 result = self._on_numbers(event, forward, args, kwargs)
             left = {id(tensor) for tensor in tensors((args, kwargs))} - given
             result = alias_given(result, lambda tensor: id(tensor) in self.values, lambda tensor: id(tensor) in left)
@@ -221,23 +217,16 @@ class Observer(TorchFunctionMode):
             self.current = None
             for handle in handles:
                 handle.remove()
-        event.form = form_of(result)
-        there = set(map(id, boxes))
-        outputs += [Output(tree, inner, None, name, id(tree) in there) for inner, name, tree in self._left_by(event)]
-        event.outputs = [Output(result), *outputs]
-        for output in event.outputs:
-            real = {
-                path: t for path, t in leaves(output.tree) if not isinstance(t, Placeholder) and self._is_of(event, t)
-            }
-            placeholders = {path: self._skeleton.placeholders.like(tensor) for path, tensor in real.items()}
-            output.tree = replaced(output.tree, placeholders)
+        seen += [(tree, SideEffect(m, name=name, inside=id(tree) in boxes)) for m, name, tree in self._left_by(event)]
+        trees = [result, *(tree for tree, _ in seen)]
+        real = [(path, t) for path, t in leaves(trees) if not isinstance(t, Placeholder) and self._is_of(event, t)]
+        trees = replaced(trees, {path: self._skeleton.placeholders.like(tensor) for path, tensor in real})
+        # copies, since the model and later calls may change the lists and dicts
+        event.trees, event.effects = mapped(trees, lambda tensor: tensor), [effect for _, effect in seen]
         self._note_made(event)
         self.calls.append(event)
         self._randoms = 0
-        result = event.outputs[0].tree
-        for output in event.outputs:  # copies, since the model and later calls may change the lists and dicts
-            output.tree = mapped(output.tree, lambda tensor: tensor)
-        return result
+        return trees[0]
 
     def _on_numbers(self, event: Event, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a block's forward again with random data, and record all of its inputs as read."""
@@ -343,7 +332,7 @@ class Observer(TorchFunctionMode):
     def _finish(self, output: Any) -> Observation:
         event = self._begin(func="output", where="the output")
         event.depends = Depends.BLOCKS
-        event.outputs.append(Output(output))
+        event.trees = [output]
         for tensor in tensors(output):
             self.read(event, tensor)
         changed = {storage for past in self.events for storage in past.writes}

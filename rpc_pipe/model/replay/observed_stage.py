@@ -157,7 +157,7 @@ class ObservedStage:
     def _diverges_each_time(self, script: Script, diverged: Diverged) -> ModelError:
         """Return the error that a forward diverges even from its latest observation."""
         line = script.lines[diverged.event] if diverged.event < len(script.lines) else None
-        observed = "its end" if line is None else self._called(line.called, line.event.answer)
+        observed = "its end" if line is None else self._called(line.event.called, line.event.answer)
         return ModelError(
             f"model: its forward goes another way each time on the same inputs ({observed} was observed, then came "
             f"{self._called(diverged.func, diverged.answer)}); it must depend on its inputs alone: set layer drop to "

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from ...workers.compute.module_state import Attributes
 from ..assign.assignment import Assignment, Owners, Role
-from ..observe.observation import Event, Observation, Output
+from ..observe.observation import Event, Observation
 from ..observe.output_contract import form_of
 from ..observe.placeholder import Placeholder
 from ..observe.skeleton import Skeleton
-from ..observe.trees import Path, leaves, replaced
+from ..observe.trees import Path, leaves, mapped, tensors
 
-#: number of an output, path in it, id of the observed tensor
-_Place = tuple[int, Path, int]
+#: path in the trees of an event, id of the observed tensor
+_Place = tuple[Path, int]
 
 
 class Diverged(BaseException):
@@ -42,20 +42,17 @@ class ScriptLine:
     """What to do at one event.
 
     Args:
-        event: as it was observed, without its tensors.
-        called: the torch function or block that must be called here.
-        runs: whether to run it; otherwise `outputs` are returned in its place.
+        event: as it was observed. Its trees are of placeholders that hold no graph; if it runs they are the forms
+            (`form_of`) by which other stages go.
+        runs: whether to run it; otherwise its trees are returned in its place.
         last: whether the stage's forward ends with it.
-        outputs: of attributes that a block sets here, they have the form in place of a tree, which other stages go by.
-        substituted: tensors of these outputs that this stage has.
+        substituted: tensors of these trees that this stage has.
         recorded: tensors of the result that are needed later.
     """
 
     event: Event
-    called: Any
     runs: bool
     last: bool
-    outputs: list[Output] = field(default_factory=list)
     substituted: list[_Place] = field(default_factory=list)
     recorded: list[_Place] = field(default_factory=list)
 
@@ -92,10 +89,8 @@ class Script:
             if at in (stage, None)
             for storage in event.writes & observation.stored.keys()
         } | observation.exchanged
-        #: what arrives: (id of the observed tensor, shape, maker)
-        self.receives = [
-            (id(value.tensor), value.tensor.shape, observation.events[value.made].where) for value, _ in role.receives
-        ]
+        #: what arrives: (shape, maker)
+        self.receives = [(value.tensor.shape, observation.events[value.made].where) for value, _ in role.receives]
         #: (id of the observed tensor, place in what arrives, whether to copy it)
         self.used = [(id(value.tensor), place, value in role.copied) for value, place in role.used.items()]
         arrives = {version: place for place, version in enumerate(role.receives)}
@@ -112,7 +107,7 @@ class Script:
         runs = [at is None or event.index in role.own for event, at in events]
         for event in observation.events:
             if not runs[event.index]:
-                wanted |= {id(tensor) for output in event.outputs for _, tensor in leaves(output.tree)}
+                wanted |= set(map(id, tensors(event.trees)))
         real = {key for _, key in self.fields} | given
         real |= {id(value.tensor) for value in observation.values if runs[value.made]}
         self.lines = [
@@ -123,29 +118,20 @@ class Script:
         self, event: Event, runs: bool, role: Role, given: set[int], wanted: set[int], real: set[int]
     ) -> ScriptLine:
         is_end = event.index == role.last and not self.is_last and not self._to_the_end
-        bare = replace(event, outputs=[], made=[], reads=set(), asked=set())
-        line = ScriptLine(bare, event.called, runs, is_end)
-        for number, output in enumerate(event.outputs):
-            found = [(number, path, id(tensor)) for path, tensor in leaves(output.tree)]
-            if not runs:
-                line.outputs.append(self._stand_in(output))
-                line.substituted += [place for place in found if place[2] in real]
-            else:
-                if not event.is_block and event.index not in role.own:
-                    line.substituted += [place for place in found if place[2] in given]
-                made = {id(value.tensor) for value in event.made}
-                line.recorded += [place for place in found if place[2] in (made & wanted) - given]
-                form = form_of(output.tree) if output.name and not self.is_last else None
-                line.outputs.append(Output(form, output.module, None, output.name, output.inside))
+        trees = list(map(form_of, event.trees)) if runs else mapped(event.trees, self._plain)
+        seen = [effect.arguments if not runs else ((), {}) for effect in event.effects]
+        effects = [replace(e, arguments=mapped(a, self._plain)) for e, a in zip(event.effects, seen, strict=True)]
+        bare = replace(event, trees=trees, effects=effects, made=[], reads=set(), asked=set())
+        line = ScriptLine(bare, runs, is_end)
+        found = [(path, id(tensor)) for path, tensor in leaves(event.trees)]
+        if not runs:
+            line.substituted = [place for place in found if place[1] in real]
+        else:
+            if not event.is_block and event.index not in role.own:
+                line.substituted = [place for place in found if place[1] in given]
+            recorded = ({id(value.tensor) for value in event.made} & wanted) - given
+            line.recorded = [place for place in found if place[1] in recorded]
         return line
-
-    def _stand_in(self, output: Output) -> Output:
-        """Return an output of placeholders without autograd graph."""
-
-        def plain(tree: Any) -> Any:
-            return replaced(tree, {path: self._plain(tensor) for path, tensor in leaves(tree)})
-
-        return Output(plain(output.tree), output.module, plain(output.arguments), output.name, output.inside)
 
     def _plain(self, tensor: Tensor) -> Tensor:
         if id(tensor) not in self._stand_ins:
@@ -164,7 +150,9 @@ class Script:
             before: the attributes before that forward.
         """
         self.is_settled = True
-        own = {module for line in self.lines if line.event.is_block and line.runs for module in line.called.modules()}
+        own = {
+            module for line in self.lines if line.event.is_block and line.runs for module in line.event.called.modules()
+        }
         changed = before.changed_places()
         if changed <= self._changed and {place for place in self._changed if place[0] in own} <= changed:
             return True
@@ -181,7 +169,7 @@ class Script:
                 f"{len(self.receives)}: the forward goes another way there on the same inputs; it must depend on its "
                 f"inputs alone"
             )
-        for (_, shape, where), tensor in zip(self.receives, payload, strict=True):
+        for (shape, where), tensor in zip(self.receives, payload, strict=True):
             if tensor.shape != shape:
                 return (
                     f"model: {where} gave a tensor of shape {tuple(tensor.shape)}, and {tuple(shape)} when it was "

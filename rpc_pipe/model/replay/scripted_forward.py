@@ -17,11 +17,11 @@ from torch.utils.hooks import RemovableHandle
 from ...dependency import ModelError
 from ...workers.compute.randomness import Seed
 from ...workers.compute.slices import note
-from ..observe.observation import Output
+from ..observe.observation import SideEffect
 from ..observe.output_contract import check_form
 from ..observe.placeholder import LOOKS_AT_MASK, NEEDS_NUMBERS, Placeholder
 from ..observe.skeleton import Skeleton, is_mark
-from ..observe.trees import Path, at, leaves, mapped, replaced, tensors
+from ..observe.trees import at, leaves, mapped, replaced, tensors
 from .script import Diverged, Script, ScriptLine, agrees
 
 
@@ -101,7 +101,7 @@ class ScriptedForward(TorchFunctionMode):
         elif not line.runs:
             if event.is_hook and not isinstance(args[0], Placeholder) and args[0].requires_grad:
                 self._hooks.append(args[0].register_hook(*args[1:], **(kwargs or {})))
-            return self._stand_in(line)[0].tree
+            return self._stand_in(line)[0]
         if event.random:
             self._seed(event.position, event.random)
         result = func(*args, **kwargs) if kwargs else func(*args)
@@ -111,9 +111,9 @@ class ScriptedForward(TorchFunctionMode):
             self._leaving = True
             raise Diverged(self._next - 1, func, result.shape if isinstance(result, Tensor) else result)
         if line.substituted:
-            result = replaced(result, {path: self._tensors[key] for _, path, key in line.substituted})
-        for _, path, key in line.recorded:
-            self._tensors[key] = at(result, path)
+            result = replaced([result], {path: self._tensors[key] for path, key in line.substituted})[0]
+        for path, key in line.recorded:
+            self._tensors[key] = at([result], path)
         if line.last and event.presumed in (None, result):  # else the model shall see it, and raise
             self._leaving = True
             raise _Finished
@@ -121,25 +121,18 @@ class ScriptedForward(TorchFunctionMode):
 
     def _line(self, called: Any) -> ScriptLine:
         lines = self._script.lines
-        if self._next >= len(lines) or lines[self._next].called != called:
+        if self._next >= len(lines) or lines[self._next].event.called != called:
             self._leaving = True
             raise Diverged(self._next, called)
         self._next += 1
         return lines[self._next - 1]
 
-    def _stand_in(self, line: ScriptLine) -> list[Output]:
-        """Return the outputs of an event that other stages run: placeholders, and the tensors that this stage has."""
-        real: list[dict[Path, Tensor]] = [{} for _ in line.outputs]
-        for number, path, key in line.substituted:
-            real[number][path] = self._tensors[key]
+    def _stand_in(self, line: ScriptLine) -> list[Any]:
+        """Return the trees of an event that other stages run: placeholders, and the tensors that this stage has."""
+        trees = line.event.trees
+        here = {path: self._tensors[key] for path, key in line.substituted}
         # Built anew for each microbatch, since the model may append to a list.
-        return [
-            Output(
-                replaced(output.tree, {path: now.get(path, tensor) for path, tensor in leaves(output.tree)}),
-                output.module, output.arguments, output.name, output.inside,
-            )
-            for output, now in zip(line.outputs, real, strict=True)
-        ]  # fmt: skip
+        return replaced(trees, {path: here.get(path, tensor) for path, tensor in leaves(trees)})  # type: ignore[no-any-return]
 
     def block(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a block if it is this stage's own; otherwise return its output with placeholders."""
@@ -148,11 +141,10 @@ class ScriptedForward(TorchFunctionMode):
             if line.runs:
                 result = self._run_block(line, forward, args, kwargs)
             else:
-                outputs = self._stand_in(line)
-                result = outputs[0].tree
-                needed = {number for number, _, _ in line.substituted}
-                for number, output in enumerate(outputs[1:], 1):
-                    _reproduce_side_effects(output, number in needed)
+                result, *left = self._stand_in(line)
+                needed = {path[0][1] for path, _ in line.substituted}
+                for number, (effect, tree) in enumerate(zip(line.event.effects, left, strict=True), 1):
+                    _reproduce(effect, tree, number in needed)
             self._seed(line.event.position + 1, 0)
         if line.last:
             self._leaving = True
@@ -162,9 +154,8 @@ class ScriptedForward(TorchFunctionMode):
     def _run_block(self, line: ScriptLine, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         returned: list[Any] = []
         handles = [
-            output.module.register_forward_hook(lambda _, args, found: returned.append(found), prepend=True)
-            for output in {id(output.module): output for output in line.outputs[1:] if not output.name}.values()
-            if output.module is not None and line.recorded
+            module.register_forward_hook(lambda _, args, found: returned.append(found), prepend=True)
+            for module in {effect.module: None for effect in line.event.effects if not effect.name and line.recorded}
         ]
         try:
             result = forward(*args, **kwargs)
@@ -177,18 +168,17 @@ class ScriptedForward(TorchFunctionMode):
         finally:
             for handle in handles:
                 handle.remove()
-        where = self._skeleton.name_of(line.called)
+        where, forms = line.event.where, line.event.trees
+        left = [result, *returned]
         if not self._script.is_last:
-            check_form(where, result, line.event.form)
-        for number, path, key in line.recorded:
-            output = line.outputs[number]
-            if output.name:
-                tree = getattr(output.module, output.name)
-                if output.tree is not None:
-                    check_form(where, tree, output.tree, output.name)
-            else:
-                tree = returned[number - 1] if number else result
-            self._tensors[key] = at(tree, path)
+            check_form(where, result, forms[0])
+        for path, key in line.recorded:
+            number = path[0][1]
+            name = line.event.effects[number - 1].name if number else ""
+            tree = getattr(line.event.effects[number - 1].module, name) if name else left[number]
+            if name and not self._script.is_last:
+                check_form(where, tree, forms[number], name)
+            self._tensors[key] = at(tree, path[1:])
         return result
 
 
@@ -204,23 +194,21 @@ class _Finished(BaseException):
     """The stage has computed all that it sends. A BaseException, so that no model catches it."""
 
 
-def _reproduce_side_effects(output: Output, needed: bool) -> None:
-    """Reproduce the side effects of a block that is not run: call its modules' forward hooks, set its attributes."""
-    module = output.module
-    assert module is not None
-    if output.name:
-        held: Any = getattr(module, output.name, None)
-        if output.inside and type(held) is type(output.tree):
+def _reproduce(effect: SideEffect, tree: Any, needed: bool) -> None:
+    """Reproduce a side effect of a block that is not run: call a module's forward hooks, or set its attribute."""
+    module = effect.module
+    if effect.name:
+        held: Any = getattr(module, effect.name, None)
+        if effect.inside and type(held) is type(tree):
             held.clear()
-            held.update(output.tree) if isinstance(held, dict) else held.extend(output.tree)
+            held.update(tree) if isinstance(held, dict) else held.extend(tree)
         elif needed:
-            setattr(module, output.name, output.tree)
+            setattr(module, effect.name, tree)
         return
-    assert output.arguments is not None
     own = vars(module).get("forward")
-    module.forward = lambda *args, **kwargs: output.tree
+    module.forward = lambda *args, **kwargs: tree
     try:
-        module(*output.arguments[0], **output.arguments[1])
+        module(*effect.arguments[0], **effect.arguments[1])
     except NEEDS_NUMBERS:  # a hook that only logs, where the numbers are
         pass
     finally:
