@@ -109,7 +109,7 @@ def _find_carried_state(
     if not left:
         return
     given = mapped(given, Tensor.clone)
-    again = _SecondForward(skeleton, given, left)
+    again = Observer(skeleton, given, left)
     with suppress(Exception):  # what it has read before the error counts
         again.run(*mapped(given, lambda tensor: tensor))
     observation.carried += [
@@ -140,25 +140,3 @@ def _tensors_left(observer: Observer, skeleton: Skeleton, changed: Iterable[nn.M
             if made is not None and made.depends is not Depends.FIELDS:
                 found[id(tensor)] = f"attribute {name} of {skeleton.name_of(module)}", made
     return found
-
-
-class _SecondForward(Observer):
-    """The observation of a second forward.
-
-    Args:
-        left: tensors that the first has left, by their ids.
-
-    Attributes:
-        used: the tensors that were read, with the reading events.
-    """
-
-    def __init__(self, skeleton: Skeleton, given: Any, left: dict[int, tuple[str, Event]]) -> None:
-        super().__init__(skeleton, given)
-        self._left = left
-        self.used: list[tuple[tuple[str, Event], Event]] = []
-
-    def read(self, event: Event | None, tensor: Tensor) -> None:
-        if (found := self._left.get(id(tensor))) is None:
-            super().read(event, tensor)
-        elif event is not None:
-            self.used.append((found, event))

@@ -8,7 +8,7 @@ decisions by it. The record is a list of events in program order: calls of block
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 from typing import Any
 
@@ -44,8 +44,6 @@ _DATA_ACCESS = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.data_ptr}
 _TESTS: dict[Any, bool] = {torch.isfinite: True, torch.isnan: False, torch.isinf: False}
 _TESTS |= {Tensor.isfinite: True, Tensor.isnan: False, Tensor.isinf: False}
 _COMBINING = {torch.all, torch.any, Tensor.all, Tensor.any}
-#: larger tensors made from nothing in a block are placeholders
-_LARGE_NUMEL = 2**20
 #: functions that run backward inside a forward
 _BACKWARD = {torch.autograd.grad: "torch.autograd.grad", Tensor.backward: "backward"}
 
@@ -54,10 +52,20 @@ logger = logging.getLogger(__name__)
 
 
 class Observer(TorchFunctionMode):
-    """Records a forward. While that runs it is the skeleton's `run`."""
+    """Records a forward. While that runs it is the skeleton's `run`.
 
-    def __init__(self, skeleton: Skeleton, given: Any) -> None:
+    Args:
+        given: its (args, kwargs).
+        left: id of each tensor that an earlier forward has left -> its name and the event that made it.
+
+    Attributes:
+        used: what was left and has been read, each with the event that read it.
+    """
+
+    def __init__(self, skeleton: Skeleton, given: Any, left: Mapping[int, tuple[str, Event]] | None = None) -> None:
         super().__init__()
+        self._left = left or {}
+        self.used: list[tuple[tuple[str, Event], Event]] = []
         self._skeleton = skeleton
         self.events: list[Event] = []
         self.calls: list[Event] = []
@@ -266,6 +274,10 @@ class Observer(TorchFunctionMode):
     def read(self, event: Event | None, tensor: Tensor) -> None:
         """Record that `event` reads `tensor`."""
         key = id(tensor)
+        if key in self._left:
+            if event is not None:
+                self.used.append((self._left[key], event))
+            return
         if event is not None and self._made_by.get(key) is event and key not in self.values:
             return
         if event is not None and key in self._params:
@@ -364,25 +376,15 @@ class _OperatorObserver(OperatorMode):
         for tensor in given if not is_new else ():
             observer.read(observer.current, tensor)
         try:
-            result = self._run(func, args, kwargs, from_nothing=not given)
+            if func is torch.ops.aten.index.Tensor and isinstance(args[0], Placeholder):
+                args = (args[0], without_masks(args[1]))
+            result = on_shapes(func, args, kwargs)
         except Exception as error:
             has_placeholder = any(isinstance(tensor, Placeholder) for tensor in given)
-            if not has_placeholder or (isinstance(error, NEEDS_NUMBERS) and not self._in_block()):
+            in_block = observer.current is not None and observer.current.is_block
+            if not has_placeholder or (isinstance(error, NEEDS_NUMBERS) and not in_block):
                 raise
             # Inside a block data may decide, and not every operator can run on shapes: ones show the output's shape.
             result = on_ones(func, args, kwargs, self._placeholders)
         observer.ran(func, args, kwargs, result)
         return result
-
-    def _run(self, func: Any, args: Any, kwargs: Any, *, from_nothing: bool) -> Any:
-        if func is torch.ops.aten.index.Tensor and isinstance(args[0], Placeholder):
-            args = (args[0], without_masks(args[1]))
-        if from_nothing and self._in_block():
-            result = self._placeholders.construct(func, args, kwargs)
-            if sum(tensor.numel() for tensor in tensors(result)) > _LARGE_NUMEL:
-                return result
-        return on_shapes(func, args, kwargs)
-
-    def _in_block(self) -> bool:
-        current = self._observer.current
-        return current is not None and current.is_block

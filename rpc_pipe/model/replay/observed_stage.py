@@ -130,7 +130,11 @@ class ObservedStage:
             script = next((each for each in accepting if all(map(each.allows, divergences))), None)
             if script is None:
                 if len(observed) == _MOST_TRIES:
-                    raise self._diverges_each_time(observed[-1], divergences[-1])
+                    raise ModelError(
+                        f"model: its forward goes another way each time on the same inputs (this time to "
+                        f"{name_of(divergences[-1].func)}); it must depend on its inputs alone: set layer drop to 0, "
+                        f"or let each block decide for itself whether it does anything"
+                    )
                 if observed:
                     divergences.clear()  # the first forward may have changed the model permanently
                 script = self._observed(args, kwargs)
@@ -153,20 +157,6 @@ class ObservedStage:
                 continue
             self._changing.note(modes, before)
             return output
-
-    def _diverges_each_time(self, script: Script, diverged: Diverged) -> ModelError:
-        """Return the error that a forward diverges even from its latest observation."""
-        line = script.lines[diverged.event] if diverged.event < len(script.lines) else None
-        observed = "its end" if line is None else self._called(line.event.called, line.event.answer)
-        return ModelError(
-            f"model: its forward goes another way each time on the same inputs ({observed} was observed, then came "
-            f"{self._called(diverged.func, diverged.answer)}); it must depend on its inputs alone: set layer drop to "
-            f"0, or let each block decide for itself whether it does anything"
-        )
-
-    def _called(self, func: Any, answer: Any) -> str:
-        name = self._skeleton.name_of(func) if isinstance(func, nn.Module) else name_of(func)
-        return name if answer is None else f"{name} {answer}"
 
     def _observed(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Script:
         observation = observe_forward(self._skeleton, args, kwargs)
