@@ -92,7 +92,7 @@ class Mailbox:
                 continue
             if told:
                 waits = f"{describe()}, in {self.carrier.calls.named(runs)}"
-                silent = " and ".join(f"worker {peer}" for peer in self.carrier.post.silent())
+                silent = " and ".join(f"worker {peer}" for peer in self.carrier.silent())
                 why = f"; {silent} cannot be reached: its process, its host or the network hangs" if silent else ""
                 raise Stalled(f"worker {me}: nothing arrived for {self.stall_s:g} s, waiting for {waits}{why}")
             told = True

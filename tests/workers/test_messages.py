@@ -169,8 +169,8 @@ def test_requests_are_replied_to_and_given_up_with_their_peer():
     first, second = loopback_carriers(2)
     second.serve_board = lambda seen: bytes([seen])
     assert first.look(1, 7).result(10) == b"\7"
-    assert first.post.silent() == []
+    assert first.silent() == []
     first.post.link.cut_off.add(1)
     with pytest.raises(RuntimeError, match="worker 1 cannot be reached"):
         first.look(1, 7).result(10)
-    assert first.post.silent() == [1]
+    assert first.silent() == [1]

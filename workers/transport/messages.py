@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 _UNTOLD_LIMIT, _UNTOLD_BYTES = 8, 4 * 2**20
 #: a compute thread that has waited within so many polls has time to send by itself
 _RECENTLY = 5
-#: how long a worker may need to tell its clock; or, when nothing has come for long already, before it counts as silent
-_PING_S, _ANSWER_S = 30.0, 5.0
 #: how often to look whether what was lent has been taken, while nothing else is to be done
 _LENT_LOOK_S = 0.001
 #: how long a leaving worker waits for the others to read its last message
@@ -196,12 +194,6 @@ class Messages:
             while asked:
                 self._hand_on(asked.popleft(), waits=True)
 
-    def silent(self) -> list[int]:
-        me, everybody = self._carrier.worker, range(self._carrier.num_workers)
-        asked = {peer: self.request(peer, "clock") for peer in everybody if peer != me}
-        futures.wait(asked.values(), _ANSWER_S)
-        return [peer for peer, answer in asked.items() if not answer.done() or answer.exception()]
-
     def close(self) -> None:
         """Say goodbye to all that one has talked to, with what is still to be said; wait until they have read it."""
         self._closed = True
@@ -243,26 +235,6 @@ class Messages:
         else:
             self.link.send(peer, last._replace(note=(number, what, value)))
         return answer
-
-    def clock_offset(self, peer: int) -> tuple[int, int]:
-        """Return (peer's `perf_counter_ns` minus ours, half the round trip: the error of it).
-
-        Of eight pings the fastest counts, as its asymmetry can be the least (Cristian 1989).
-
-        Raises:
-            RuntimeError: it does not answer.
-        """
-        best = (0, 2**62)
-        for _ in range(8):
-            sent = time.perf_counter_ns()
-            try:
-                there = self.request(peer, "clock").result(_PING_S)
-            except futures.TimeoutError as error:
-                raise RuntimeError("no answer") from error
-            error_ns = (time.perf_counter_ns() - sent) // 2
-            if error_ns < best[1]:
-                best = there - (sent + error_ns), error_ns
-        return best
 
     # --- what others say
 

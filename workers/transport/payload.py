@@ -23,10 +23,8 @@ Tree = Any
 _TOO_DEEP = (
     "tuples, lists or dicts that contain themselves, or lie hundreds deep in each other, cannot travel between workers"
 )
-_SPARSE = {
-    str(layout): layout
-    for layout in (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
-}
+#: of tensors that travel as their parts
+_SPARSE = {torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
 _NUM_BYTES = attrgetter("nbytes")
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.Size)
 
@@ -43,10 +41,8 @@ class Sparse(NamedTuple):
     """Stands in the skeleton where a sparse tensor was."""
 
     layout: str
-    #: what it was made of
-    parts: tuple[Place, ...]
-    shape: tuple[int, ...]
-    is_coalesced: bool
+    #: what it was made of, places and plain values
+    parts: tuple[Any, ...]
     owes_grad: bool
 
 
@@ -81,15 +77,14 @@ def pack(tree: Tree) -> Payload:
 
     def place(tensor: Tensor) -> Place | Sparse:
         if id(tensor) not in found_at:
-            is_sparse = str(tensor.layout) in _SPARSE
+            is_sparse = tensor.layout in _SPARSE
             found_at[id(tensor)] = apart(tensor) if is_sparse else append(tensor.detach(), tensor.requires_grad)
         return found_at[id(tensor)]
 
     def apart(tensor: Tensor) -> Sparse:
         # Not coalesced: the order in which values are added up stays the receiver's to choose.
-        parts = tuple([append(part, False) for part in parts_of(tensor.detach())])
-        coalesced = tensor.layout is torch.sparse_coo and tensor.is_coalesced()
-        return Sparse(str(tensor.layout), parts, tuple(tensor.shape), coalesced, tensor.requires_grad)
+        parts = _map(_made_of(tensor), (Tensor,), lambda part: append(part, False), "output")
+        return Sparse(str(tensor.layout), parts, tensor.requires_grad)
 
     def append(tensor: Tensor, owes_grad: bool) -> Place:
         tensors.append(tensor)
@@ -129,12 +124,13 @@ def unpack(payload: Payload, take: Callable[[Tensor, bool], Tensor] = as_leaf) -
         return taken[place]
 
     def together(place: Sparse) -> Tensor:
-        layout = _SPARSE[place.layout]
-        parts = [payload.tensors[part.number] if place.owes_grad else restore(part) for part in place.parts]
-        is_coo = layout is torch.sparse_coo
-        make: Any = torch.sparse_coo_tensor if is_coo else torch.sparse_compressed_tensor
-        more = {"is_coalesced": place.is_coalesced} if is_coo else {"layout": layout}
-        tensor = make(*parts, place.shape, check_invariants=False, **more)
+        part_of = (lambda part: payload.tensors[part.number]) if place.owes_grad else restore
+        parts, layout = _map(place.parts, (Place,), part_of, "payload"), getattr(torch, place.layout[len("torch.") :])
+        if layout is torch.sparse_coo:
+            *parts, is_coalesced = parts
+            tensor = torch.sparse_coo_tensor(*parts, check_invariants=False, is_coalesced=is_coalesced)
+        else:
+            tensor = torch.sparse_compressed_tensor(*parts, layout=layout, check_invariants=False)
         return take(tensor, True) if place.owes_grad else tensor
 
     return _map(skeleton, (Place, Sparse), restore, "payload")
@@ -142,13 +138,16 @@ def unpack(payload: Payload, take: Callable[[Tensor, bool], Tensor] = as_leaf) -
 
 def parts_of(tensor: Tensor) -> list[Tensor]:
     """Return the strided tensors that a sparse tensor is made of; of another, itself."""
-    if tensor.layout is torch.sparse_coo:
-        return [tensor._indices(), tensor._values()]  # the public ones want it coalesced
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-    return [tensor]
+    if tensor.layout not in _SPARSE:
+        return [tensor]
+    return [part for part in _made_of(tensor) if isinstance(part, Tensor)]
+
+
+def _made_of(tensor: Tensor) -> tuple[Any, ...]:
+    """Return what a sparse tensor is made of, as torch pickles it: indices, values, sizes, and whether coalesced."""
+    _, (_, parts) = tensor.detach().__reduce_ex__(2)
+    made_of: tuple[Any, ...] = parts
+    return made_of
 
 
 def compact(tensor: Tensor) -> Tensor:

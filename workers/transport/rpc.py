@@ -37,8 +37,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._distributed_rpc import _invoke_rpc_python_udf
 from torch.distributed import rpc
 from torch.distributed.rendezvous import register_rendezvous_handler
+from torch.distributed.rpc.api import _default_pickler
+from torch.distributed.rpc.internal import PythonUDF
 from torch.futures import Future
 
 from ...dependency import NotMet
@@ -141,7 +144,7 @@ class RpcLink:
             held.set_result(said)
             return
         try:
-            future = _invoke(_name(peer), _hear, (self._worker, *said), _NO_TIMEOUT)
+            future = _invoke(_name(peer), self._worker, *said)
         except RuntimeError as error:
             self._ears.on_lost(peer, str(error))
         else:
@@ -185,7 +188,7 @@ class RpcLink:
         rpc.shutdown(graceful=False)
 
 
-# --- shorter ways than torch's public ones, where they are open
+# --- shorter ways than torch's public ones
 
 
 def _silence_leaving() -> None:
@@ -207,43 +210,16 @@ def _keep_thread_state() -> None:
             ctypes.pythonapi.PyGILState_Ensure()
 
 
-def _invoke_publicly(to: str, handler: Callable[..., Any], args: tuple[Any, ...], timeout_s: float) -> Future[Any]:
-    future: Future[Any] = rpc.rpc_async(to, handler, args=args, timeout=timeout_s)
-    return future
+def _invoke(to: str, *args: Any) -> Future[Any]:
+    """Call `_hear` at a worker: `rpc_async` less what it does for other functions, profilers and tensors inside (15 %).
 
-
-def _quick_invoke() -> Callable[[str, Callable[..., Any], tuple[Any, ...], float], Future[Any]]:
-    """Return `rpc_async` less what it does for other kinds of functions, profilers and tensors inside (15 %).
-
-    That takes functions of torch that are not public. Where they are not what they were, `rpc_async` does it.
+    Args:
+        args: the last one is the tensors.
     """
-    try:
-        from torch._C._distributed_rpc import _invoke_rpc_python_udf
-        from torch.distributed.rpc.api import _default_pickler
-        from torch.distributed.rpc.internal import PythonUDF
-    except ImportError:
-        return _invoke_publicly
-    infos: dict[str, Any] = {}
-
-    def invoke(to: str, handler: Callable[..., Any], args: tuple[Any, ...], timeout_s: float) -> Future[Any]:
-        global _invoke
-        info = infos.get(to)
-        if info is None:
-            info = infos[to] = rpc.get_worker_info(to)
-        try:
-            call = PythonUDF(handler, args, {})
-            # With tensors beside it the pickle must be torch's, which refers to them by number.
-            if any(isinstance(arg, list) and arg for arg in args):
-                pickled, tensors = _default_pickler.serialize(call)
-            else:
-                pickled, tensors = pickle.dumps(call, pickle.HIGHEST_PROTOCOL), []
-            future: Future[Any] = _invoke_rpc_python_udf(info, pickled, tensors, timeout_s, True)
-            return future
-        except (TypeError, AttributeError):
-            _invoke = _invoke_publicly
-            return _invoke(to, handler, args, timeout_s)
-
-    return invoke
-
-
-_invoke = _quick_invoke()
+    call = PythonUDF(_hear, args, {})
+    # With tensors beside it the pickle must be torch's, which refers to them by number.
+    pickled, tensors = (
+        _default_pickler.serialize(call) if args[-1] else (pickle.dumps(call, pickle.HIGHEST_PROTOCOL), [])
+    )
+    future: Future[Any] = _invoke_rpc_python_udf(rpc.get_worker_info(to), pickled, tensors, _NO_TIMEOUT, True)
+    return future
