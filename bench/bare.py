@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rpc_pipe.workers.transport.congestion import CONGESTION, choose
+from rpc_pipe.workers.transport.sockets import CONGESTION, choose
 
 _WAIT_S = 30.0
 

@@ -21,7 +21,7 @@ from pathlib import Path
 if __package__ is None or __package__ == "":
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from rpc_pipe.workers.transport.congestion import choose
+from rpc_pipe.workers.transport.sockets import choose
 
 _PORT, _WARM_UP, _WAIT_S = 7000, 5, 20.0
 _HEAD = struct.Struct("<d")

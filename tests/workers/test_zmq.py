@@ -14,7 +14,7 @@ import zmq
 from carriers import Cable, zmq_carriers
 
 from rpc_pipe.dependency import NotMet
-from rpc_pipe.workers.transport import congestion
+from rpc_pipe.workers.transport import sockets
 from rpc_pipe.workers.transport.call import Call
 from rpc_pipe.workers.transport.form import Look
 from rpc_pipe.workers.transport.payload import pack, unpack
@@ -204,15 +204,15 @@ def test_a_peer_that_has_died_is_known_at_once(where):
 
 
 def _congestion(connection):
-    name = connection.getsockopt(socket.IPPROTO_TCP, congestion._TCP_CONGESTION, 16)
+    name = connection.getsockopt(socket.IPPROTO_TCP, sockets._TCP_CONGESTION, 16)
     return name.partition(b"\0")[0].decode()
 
 
 def test_a_listener_chooses_a_congestion_control_that_does_not_pace():
     with socket.socket() as listener:
-        congestion.choose(listener, "no-such,reno")
+        sockets.choose(listener, "no-such,reno")
         assert _congestion(listener) == "reno"
-        congestion.choose(listener, "no-such")  # the system's stays
+        sockets.choose(listener, "no-such")  # the system's stays
         assert _congestion(listener) == "reno"
 
 

@@ -35,10 +35,7 @@ class _Piece(ctypes.Structure):
 @cache
 def _libc() -> Any:
     libc = ctypes.CDLL(None, use_errno=True)
-    try:
-        libc.process_vm_readv.restype = ctypes.c_ssize_t
-    except AttributeError:
-        raise OSError("this libc has no process_vm_readv") from None
+    libc.process_vm_readv.restype = ctypes.c_ssize_t
     return libc
 
 
@@ -103,8 +100,6 @@ class Process:
     """
 
     def __init__(self, process: int) -> None:
-        if not hasattr(os, "pidfd_open"):
-            raise OSError("this system has no pidfd_open")
         self._process = process
         self._copy = _libc().process_vm_readv
         life = os.pidfd_open(process)

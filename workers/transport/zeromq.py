@@ -22,13 +22,12 @@ import zmq
 from torch import Tensor
 
 from ...dependency import ConfigError, NotMet
-from .congestion import CONGESTION
 from .deadline import within
 from .hearing import Hearing
 from .keys import Doorkeeper, Keys
 from .link import Ears, Message
 from .message import decode, encode
-from .sockets import Pieces, Sockets
+from .sockets import CONGESTION, Pieces, Sockets
 from .values import Malformed
 from .wakeup import Wakeup
 
@@ -176,10 +175,7 @@ class ZmqLink:
         return self._hearing.wait(partial(self.wakeup.wait, timeout_s))
 
     def _take_in(self, pieces: Pieces) -> None:
-        try:
-            version, what, peer, size = _HEAD.unpack_from(pieces.first)
-        except struct.error as error:
-            raise Malformed(f"malformed message: {error}") from error
+        version, what, peer, size = _HEAD.unpack_from(pieces.first)
         if version != _VERSION or peer not in self._peers:
             self._misfit = f"a message of version {version} of worker {peer}: do all workers run the same rpc-pipe?"
             raise Malformed(self._misfit)
