@@ -6,7 +6,6 @@ call of that number and, if they differ, answers nothing but that. So no run com
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -103,7 +102,10 @@ def left(peer: int, call: Call) -> Disagreement:
 
 
 class Calls:
-    """What a worker is asked for, run by run, and what others say that they were. Thread-safe.
+    """What a worker is asked for, run by run, and what others say that they were.
+
+    Thread-safe without a lock: each change is one step of the interpreter, and who has made one looks at all that is
+    known. So of two that belong together the later one sees both; that both may is no harm.
 
     Args:
         differs: called, in any thread, with what is wrong.
@@ -112,12 +114,11 @@ class Calls:
     def __init__(self, worker: int, differs: Callable[[Disagreement], None]) -> None:
         self._worker = worker
         self._differs = differs
-        self._lock = threading.Lock()
         #: runs begun
         self.number = 0
         self._calls: dict[int, Call] = {}
-        #: by run and peer, from those who are ahead
-        self._told: dict[int, dict[int, str]] = {}
+        #: by peer and run, from those who are ahead
+        self._told: dict[tuple[int, int], str] = {}
         #: runs that have not ended, and the oldest one if it does not rest
         self._open: set[int] = set()
         self._goes_on = 0
@@ -125,17 +126,15 @@ class Calls:
 
     def begin(self, call: Call) -> int:
         """Count another run of all workers, which is for `call`, and return its number."""
-        with self._lock:
-            if self._open and not self._goes_on:
-                call = call._replace(within=str(min(self._open)))
-            self.number += 1
-            self._open.add(self.number)
-            self._calls[self.number] = call
-            self._calls.pop(self.number - _REMEMBERED, None)
-            told = self._told.pop(self.number, {})
-        for peer, text in told.items():
-            self._compare(call, peer, text)
-        return self.number
+        if self._open and not self._goes_on:
+            call = call._replace(within=str(min(self._open)))
+        run = self.number + 1
+        self._calls[run] = call  # before it counts as begun: see `_compare`
+        self._open.add(run)
+        self.number = run
+        self._calls.pop(run - _REMEMBERED, None)
+        self._compare()
+        return run
 
     def end(self, run: int) -> None:
         """`run` is over."""
@@ -143,11 +142,8 @@ class Calls:
 
     def go_on(self, run: int) -> None:
         """The caller has asked for the result of `run`, the oldest that has begun; 0: it has it, the next one rests."""
-        with self._lock:
-            self._goes_on = run
-            told = [(peer, text) for pairs in self._told.values() for peer, text in pairs.items()] if run else []
-        for peer, text in told:
-            self._compare_within(peer, text)
+        self._goes_on = run
+        self._compare()
 
     def named(self, runs: Iterable[int]) -> str:
         """Return what this worker was asked for in `runs`."""
@@ -159,37 +155,29 @@ class Calls:
 
     def leave(self) -> None:
         """Know that this worker begins no other run."""
-        with self._lock:
-            self._left = True
-            told = [pair for pairs in self._told.values() for pair in pairs.items()]
-        for peer, text in told:
-            self._differs(left(self._worker, parse(peer, text)))
+        self._left = True
+        self._compare()
 
     def heard(self, peer: int, run: int, text: str) -> None:
         """Compare what `peer` says it was asked for with what this worker is, was or will be asked for."""
-        with self._lock:
-            call = self._calls.get(run)
-            ahead = call is None and run > self.number and not self._left
-            if ahead:
-                self._told.setdefault(run, {})[peer] = text
-        if ahead:
-            self._compare_within(peer, text)
-        elif call is not None:
-            self._compare(call, peer, text)
-        elif self._left:
-            self._differs(left(self._worker, parse(peer, text)))
+        self._told[peer, run] = text
+        self._compare()
 
     def missed(self, peer: int, run: int) -> Disagreement:
         """Say that `peer`, which has left, takes no part in `run`."""
         return left(peer, self._calls[run])
 
-    def _compare_within(self, peer: int, text: str) -> None:
-        """See whether `peer` calls something, and waits for this worker in it, before a run that goes on here."""
-        other, run = parse(peer, text), self._goes_on
-        if run and other.within == str(run):
-            self._differs(_differ(self._calls[run], other))
-
-    def _compare(self, call: Call, peer: int, text: str) -> None:
-        different = difference(call, peer, text)
-        if different is not None:
-            self._differs(different)
+    def _compare(self) -> None:
+        begun, goes_on = self.number, self._goes_on
+        for (peer, run), text in list(self._told.items()):
+            call, other, found = self._calls.get(run), parse(peer, text), None
+            if call is not None or run <= begun:
+                self._told.pop((peer, run), None)
+            if call is not None:
+                found = difference(call, peer, text)
+            elif self._left:
+                found = left(self._worker, other)
+            elif goes_on and other.within == str(goes_on):  # it waits for this worker before a run that goes on here
+                found = _differ(self._calls[goes_on], other)
+            if found is not None:
+                self._differs(found)
