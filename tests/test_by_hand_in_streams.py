@@ -42,13 +42,13 @@ def _loaded(layer, optimizer):
 
 
 CHANGES = {
-    "parameter 0.linear.weight was changed": _loaded,
+    "value of parameter 0.linear.weight was changed": _loaded,
     "requires_grad of parameter 0.linear.bias was changed": lambda layer, _: layer.linear.bias.requires_grad_(False),
     "shift of a Counting was changed": lambda layer, _: layer.shift.fill_(1.0),
     "factor of a Counting was changed": lambda layer, _: setattr(layer, "factor", 2.0),
-    "the mode of a Linear was changed": lambda layer, _: layer.linear.eval(),
+    "training of a Linear was changed": lambda layer, _: layer.linear.eval(),
     "hooks of a Linear was changed": lambda layer, _: layer.linear.register_forward_hook(print),
-    "a hook of parameter 0.linear.weight was registered": lambda layer, _: layer.linear.weight.register_hook(print),
+    "hooks of parameter 0.linear.weight was changed": lambda layer, _: layer.linear.weight.register_hook(print),
 }
 
 

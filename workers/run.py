@@ -55,7 +55,7 @@ class Stream:
 
         No iterator: a StopIteration that a model raises would end it.
         """
-        self._take_up()
+        self._between_steps.end(self._begun())  # modules hold what forwards of the next step have left
         if self._steps:
             self._carrier.calls.go_on(next(iter(self._steps)))
         self._open_next()
@@ -77,10 +77,6 @@ class Stream:
         """Return the oldest step if a forward of it has run."""
         oldest = next(iter(self._steps.values()), None)
         return None if oldest is None or oldest.forwards_left == oldest.batch.part.num_forwards else oldest
-
-    def _take_up(self) -> None:
-        """Let modules hold what forwards of the next step have left."""
-        self._between_steps.end(self._begun())
 
     def _open_next(self) -> None:
         newest = self._newest

@@ -58,20 +58,16 @@ def refuse_collectives(part: Part, order: Order, shards: Iterable[Shard]) -> Non
             which inputs arrive, so that collectives of different microbatches would meet.
     """
     splits = any(entry.action.kind is W for entry in part.entries)
-    if not (splits or order == "ready"):
+    joined = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if not joined or not (splits or order == "ready"):
         return
     for shard in shards:
         sharded = any(type(parameter).__name__ == "DTensor" for parameter in shard.parameters())
-        joined = torch.distributed.is_available() and torch.distributed.is_initialized()
-        if sharded and splits:
+        if sharded or (order == "ready" and any(isinstance(module, nn.SyncBatchNorm) for module in shard.slice.own)):
             raise ConfigError(
-                f"stage {shard.stage}: parameters are sharded over several devices (DTensor, as by fully_shard), whose "
-                "gradients are reduced behind a whole backward: take a schedule that does not split it, such as 1f1b"
-            )
-        if order == "ready" and (sharded or (joined and any(isinstance(m, nn.SyncBatchNorm) for m in shard.slice.own))):
-            raise ConfigError(
-                f"stage {shard.stage}: layers make collectives (DTensor, SyncBatchNorm), which have to come in one "
-                'order on all devices: pass order="fixed"'
+                f"stage {shard.stage}: layers make collectives (DTensor, as by fully_shard, or SyncBatchNorm), which "
+                "have to come in one order on all devices, those of gradients behind a whole backward: pass "
+                'order="fixed", and for DTensor a schedule that does not split backward, such as 1f1b'
             )
 
 

@@ -12,23 +12,9 @@ from .device import DeviceBackend
 logger = logging.getLogger(__name__)
 
 
-def usual_device(num_workers: int, *, tells: bool) -> str:
-    """Return `cuda` where this host has a GPU for each of its workers, else `cpu`.
-
-    Args:
-        num_workers: the workers of this host.
-        tells: whether to say that GPUs are used, as one worker does.
-    """
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if count < num_workers:
-        return "cpu"
-    if tells:
-        logger.warning(
-            "device: cuda, as this host has %d GPUs for its %d workers; device='cpu' or --device cpu uses none of them",
-            count,
-            num_workers,
-        )
-    return "cuda"
+def usual_device(num_workers: int) -> str:
+    """Return `cuda` where this host has a GPU for each of its workers, else `cpu`."""
+    return "cuda" if torch.cuda.is_available() and torch.cuda.device_count() >= num_workers else "cpu"
 
 
 def backend_for(device: str, place: int = 0) -> DeviceBackend:

@@ -39,13 +39,10 @@ class ByHand:
     """Takes note of a shard as it is, and says what has been changed since. It waits for no device."""
 
     def __init__(self, shard: Shard) -> None:
-        written = set(shard.state.weights)
-        self._parameters = [
-            (name, p, OfWeight.now(p))
-            for name, p in shard.updating.parameters.items()
-            if p not in written  # by forwards, those of an evaluation too
-        ]
-        self._modules = [(module, _held(module)) for module in shard.slice.modules]
+        written = set(shard.state.weights)  # by forwards, those of an evaluation too
+        self._parameters = [(name, p) for name, p in shard.updating.parameters.items() if p not in written]
+        self._modules = shard.slice.modules
+        self._noted = self._now()
 
     def changed(self, has_evaluated: bool) -> str:
         """Say what has been changed, or nothing.
@@ -53,26 +50,26 @@ class ByHand:
         Args:
             has_evaluated: whether forwards have run since, which may have written notes of their own.
         """
-        for name, parameter, noted in self._parameters:
-            weight = OfWeight.now(parameter)
-            if weight[:2] != noted[:2]:
-                return f"parameter {name} was changed"
-            if weight.trained != noted.trained:
-                return f"requires_grad of parameter {name} was changed"
-            if weight.hooks != noted.hooks:
-                return f"a hook of parameter {name} was registered or removed"
-        for module, before in self._modules:
-            now = {"training": module.training} if has_evaluated else _held(module)
-            for name in sorted(now.keys() | (set() if has_evaluated else before.keys())):
-                if now.get(name) != before.get(name):
-                    what = "the mode" if name == "training" else name
-                    return f"{what} of a {type(module).__name__} was changed"
+        now = self._now()
+        for of, what in self._noted | now:
+            if now.get((of, what)) == self._noted.get((of, what)):
+                continue
+            if isinstance(of, str):
+                return f"{what} of parameter {of} was changed"
+            if what == "training" or not has_evaluated:
+                return f"{what} of a {type(of).__name__} was changed"
         return ""
 
-
-def _held(module: nn.Module) -> dict[str, Any]:
-    hooks = [len(vars(module).get(name) or ()) for name in HOOKS]
-    return fingerprint(module) | {"hooks": sum(hooks)}
+    def _now(self) -> dict[tuple[nn.Module | str, str], Any]:
+        """Return what can be changed by hand, by whose it is and what it is."""
+        found: dict[tuple[nn.Module | str, str], Any] = {}
+        for name, parameter in self._parameters:
+            version, address, trained, hooks = OfWeight.now(parameter)
+            found |= {(name, "value"): (version, address), (name, "requires_grad"): trained, (name, "hooks"): hooks}
+        for module in self._modules:
+            found[module, "hooks"] = sum(len(vars(module).get(name) or ()) for name in HOOKS)
+            found |= {(module, what): value for what, value in fingerprint(module).items()}
+        return found
 
 
 def fingerprint(module: nn.Module, *, closely: bool = False) -> dict[str, Any]:
