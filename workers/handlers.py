@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,7 +45,6 @@ from .transport.scatter import Scatter
 
 if TYPE_CHECKING:
     from .compute.snapshot import BeforeUpdate
-    from .compute.stash import StashingShard
 
 
 @dataclass(frozen=True)
@@ -345,7 +344,7 @@ def _update(ctx: ActionContext) -> None:
     # The only synchronisation of host and device, and only with a scaled loss.
     shard.update(finite=result is None or result.finite_tensor is None or bool(result.finite_tensor))
     if spec.elasticity:
-        _as_stashing(shard).exchange(spec.elasticity)
+        shard.exchange(spec.elasticity)
 
 
 @carries_out(V)
@@ -357,10 +356,6 @@ def _validate(ctx: ActionContext) -> None:
     if clips(max_norm, step.result.norm_tensor):
         shard.update_again(before, max_norm, ctx.worker.backend.load(step.result.norm_tensor))
         step.taken_back = True
-
-
-def _as_stashing(shard: Shard) -> StashingShard:
-    return cast("StashingShard", shard)
 
 
 def _complete_gradients(ctx: ActionContext, shard: Shard, route: int) -> None:
