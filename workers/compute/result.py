@@ -52,14 +52,13 @@ def sum_and_weight(loss: Any, share: float) -> tuple[Tensor, Any]:
     """
     if isinstance(loss, Tensor) and not loss.dim():  # as most are
         return loss, share
-    total, weight = loss if isinstance(loss, tuple) and len(loss) == 2 else (loss, share)
-    if not isinstance(total, Tensor) or total.numel() != 1:
+    found = loss if isinstance(loss, tuple) and len(loss) == 2 else (loss, share)
+    total, weight = found
+    is_number = weight.numel() == 1 if isinstance(weight, Tensor) else isinstance(weight, Real)
+    if not (isinstance(total, Tensor) and total.numel() == 1 and is_number):
+        what = " and ".join(map(_shape, found if found is loss else (loss,)))
         raise ConfigError(
-            f"loss_fn returned {_shape(total)}: it must return a tensor of one number, or that and a weight"
-        )
-    if not (weight.numel() == 1 if isinstance(weight, Tensor) else isinstance(weight, Real)):
-        raise ConfigError(
-            f"loss_fn returned {_shape(weight)} behind the loss: a pair must be (sum, weight), and a weight one number"
+            f"loss_fn returned {what}: it must return a tensor of one number, or that and a weight of one number"
         )
     if isinstance(weight, Tensor) and weight.requires_grad and torch.is_grad_enabled():
         raise ConfigError(
