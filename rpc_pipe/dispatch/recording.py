@@ -69,15 +69,15 @@ class Recording(_Sink):
             self._file: TextIO = Path(path).open("x", encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"--record {path}: {error.strerror}") from error
-        #: the run that was written last, and how many listings there were
-        self._told: tuple[dict[int, int], int] | None = None
+        #: the run that was written last, and the microbatches of its listings
+        self._told: tuple[dict[int, int], list[int]] | None = None
         self._last_event = 0.0
         self._ending: Ending | None = None
 
     def write(self, view: View) -> None:
         """Write everything that is new since the last call."""
         now = view.latest
-        run = view.pipelines, len(now.listings)
+        run = view.pipelines, [listing["microbatches"] for listing in now.listings.values()]
         if view.spec is not None and run != self._told:
             self._told = run
             self._line(
@@ -150,7 +150,8 @@ class Replay:
             line = self._lines[self._at]
             if line["kind"] == "run":
                 update.headers = {header["worker"]: header for header in line["workers"]}
-                update.listings = {(found["worker"], found["microbatches"]): found for found in line["listings"]}
+                found = sorted(line["listings"], key=lambda listing: listing["microbatches"])
+                update.listings = {listing["worker"]: listing for listing in found}
                 update.clock_error_ms, update.ending = line["clock_error_ms"], None
             elif line["kind"] == "step":
                 if max(record.end_ns for record in line["records"]) > now:

@@ -9,7 +9,7 @@ one with the same header and programs and the latest steps; a slow reader misses
 the launcher can tell what a dead worker was doing.
 
     {"kind": "header", ...}                                constant properties
-    {"kind": "program", "number": 1, ...}                  the listing of a program (`own_boards.list_program`)
+    {"kind": "program", "number": 1, ...}                  `own_boards.list_program` for the most microbatches so far
     {"kind": "step", "number": 2, "record": {...}}         a step as it ran; times in ns of the worker's clock
 
 The head is written over again and again, with a number before and behind it: what is read twice alike, with equal
@@ -44,8 +44,6 @@ MOST_BYTES = 2**20
 
 #: in place of the number of the event seen last: everything is wanted
 EVERYTHING = 0
-#: most numbers of microbatches with a listed program; others are parts of larger ones
-_MOST_LISTED = 32
 #: most steps in a message; the latest are sent
 MOST_SENT = 16
 #: seconds that worker 0 waits for the end of the last step everywhere, and for answers
@@ -121,10 +119,9 @@ class BoardWriter(Listener):
         self._list_program = list_program
         #: number of events written, also of those that there was no room for
         self.written = written
-        #: what a new file begins with, by number: listings of programs, and the latest steps
-        self._programs: dict[int, bytes] = {}
-        #: numbers of microbatches
-        self._listed: set[int] = set()
+        #: what a new file begins with, by number: the listing of the program, and the latest steps
+        self._program: dict[int, bytes] = {}
+        self._most_listed = 0
         #: the last step, while it has not been written
         self._ended: StepRecord | None = None
         self._steps: dict[int, bytes] = {}
@@ -188,10 +185,10 @@ class BoardWriter(Listener):
                 self._begin()
 
     def _list(self, num_microbatches: int) -> None:
-        if num_microbatches not in self._listed and len(self._listed) < _MOST_LISTED:
-            self._listed.add(num_microbatches)
-            if (listing := self._list_program(num_microbatches)) is not None:
-                self._put(self._programs, kind="program", **listing)
+        """List the program unless it is part of what is listed."""
+        if num_microbatches > self._most_listed and (listing := self._list_program(num_microbatches)) is not None:
+            self._most_listed, self._program = num_microbatches, {}
+            self._put(self._program, kind="program", **listing)
 
     def _put(self, kept: dict[int, bytes], **event: Any) -> bytes:
         """Append an event; if there is no room for it, readers see that its number is missing."""
@@ -214,7 +211,7 @@ class BoardWriter(Listener):
         """Return the head, the header, and the events after number `seen`, of steps the latest `most`."""
         # The thread that trains writes others meanwhile.
         steps = list(self._steps.copy().items())[-most:]
-        new = [line for number, line in sorted((*self._programs.items(), *steps)) if number > seen]
+        new = [line for number, line in sorted((*self._program.items(), *steps)) if number > seen]
         return b"".join([self._head[:], json_line(kind="header", **self.header), *new])
 
     def _write(self, state: State, step: int, action: int = NONE, missing: int = NONE, peer: int = NONE) -> None:

@@ -30,8 +30,8 @@ class Board:
         self._since = since
         #: constant properties; those of a board of another machine have `offset_ns`, which is added to all times
         self.header: dict[str, Any] = {}
-        #: listing of the program by number of microbatches
-        self.listings: dict[int, dict[str, Any]] = {}
+        #: listing of the program for the most microbatches so far
+        self.listing: dict[str, Any] | None = None
         #: the worker's present, or last, state
         self.live = Live()
         #: events that were overwritten before they were read
@@ -59,7 +59,7 @@ class Board:
         Kind.learn(header.get("kinds", ()))  # before actions of these kinds are decoded
         if self.header.get("clock_ns") != header.get("clock_ns"):  # the process has made another pipeline
             found.clear()
-            self.listings, self._seen, self._read_steps = {}, 0, False
+            self.listing, self._seen, self._read_steps = None, 0, False
         self.header = header
 
     def _take(self, event: dict[str, Any], found: list[StepRecord]) -> None:
@@ -70,7 +70,7 @@ class Board:
         self.dropped += (number - self._seen - 1) * self._read_steps
         self._seen = number
         if event["kind"] == "program":
-            self.listings[event["microbatches"]] = event
+            self.listing = event
         else:
             self._read_steps = True
             found.append(decode_record(event["record"], self.header.get("offset_ns", 0)))

@@ -32,8 +32,8 @@ class RunUpdate:
 
     #: constant properties by worker
     headers: dict[int, dict[str, Any]] = field(default_factory=dict)
-    #: listing of the program by worker and number of microbatches
-    listings: dict[tuple[int, int], dict[str, Any]] = field(default_factory=dict)
+    #: listing of the program by worker, for the most microbatches so far
+    listings: dict[int, dict[str, Any]] = field(default_factory=dict)
     lives: dict[int, Live] = field(default_factory=dict)
     records: list[StepRecord] = field(default_factory=list)
     #: workers whose process has ended
@@ -57,7 +57,7 @@ def poll(boards: Mapping[int, Board]) -> RunUpdate:
         update.records += board.look()
         if board.header:
             update.headers[worker] = board.header
-            update.listings |= {(worker, count): listing for count, listing in board.listings.items()}
+            update.listings |= {} if board.listing is None else {worker: board.listing}
             update.lives[worker] = board.live
             update.clock_error_ms = max(update.clock_error_ms, board.header.get("clock_error_ms", 0.0))
             update.dropped += board.dropped

@@ -53,7 +53,7 @@ class View:
         #: whether the run stalls
         self.stalled = False
         self._steps: dict[int, dict[int, StepRecord]] = {}
-        #: by number of microbatches, and number of listings that were there
+        #: by number of microbatches, and that of the listings
         self._specs: dict[tuple[int, int], Spec | None] = {}
         self._lost: tuple[float, int, LostTime | None] = (0.0, -1, None)
         self._progress_ns = self._longest_ns = 0
@@ -151,21 +151,16 @@ class View:
         return None if header is None else self._spec_of(header["microbatches"])
 
     def _spec_of(self, num_microbatches: int) -> Spec | None:
-        """Return the schedule for a number of microbatches, from the listings of all workers; None: not all are there.
-
-        It is taken from listings for more microbatches if there are none for this number.
-        """
-        listings = self.latest.listings
-        key = num_microbatches, len(listings)
+        """Return the schedule for a number of microbatches; None: not all workers have listed so many."""
+        there = self.latest.listings
+        listings = [there[worker] for worker in range(self.num_workers) if worker in there]
+        most = min((listing["microbatches"] for listing in listings), default=0)
+        if len(listings) < self.num_workers or most < num_microbatches:
+            return None
+        key = num_microbatches, most
         if key not in self._specs:
-            listed = Counter(count for _, count in listings)
-            enough = [count for count, workers in listed.items() if workers == self.num_workers]
-            least = min((count for count in enough if count >= num_microbatches), default=None)
-            if least is None:
-                return None
-            found = [listings[worker, least] for worker in range(self.num_workers)]
             try:
-                self._specs[key] = spec_of_listings(found, num_microbatches)
+                self._specs[key] = spec_of_listings(listings, num_microbatches)
             except ConfigError as error:
                 self._specs[key] = None
                 self.note(str(error), warning=True)

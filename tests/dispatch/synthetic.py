@@ -89,8 +89,7 @@ def news_of(spec: Spec, records: Mapping[int, Sequence[StepRecord]], lives: dict
         for worker in range(spec.num_workers)
     }  # fmt: skip
     listings = {
-        (worker, spec.num_microbatches): list_program(spec, worker, "ready", list(entries(spec, worker)))
-        for worker in range(spec.num_workers)
+        worker: list_program(spec, worker, "ready", list(entries(spec, worker))) for worker in range(spec.num_workers)
     }
     now = max(record.end_ns for found in records.values() for record in found)
     lives = lives or {w: Live(State.BETWEEN, max(records), since_ns=now) for w in range(spec.num_workers)}

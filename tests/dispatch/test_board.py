@@ -154,7 +154,7 @@ def test_a_long_board_is_replaced_by_one_with_the_latest_steps_and_readers_go_on
     steps = board.look()
     numbers = [r.step for r in steps]
     assert steps[:3] == seen and numbers == sorted(set(numbers)) and numbers[-2:] == [38, 39]  # of both files
-    assert board.listings[4]["microbatches"] == 4 and board.dropped == 40 - len(steps)
+    assert board.listing["microbatches"] == 4 and board.dropped == 40 - len(steps)
     assert str(board.live) == "running 1F2, step 40"
 
 
