@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
@@ -15,7 +15,6 @@ from rich.live import Live as Display
 from ..dependency import ConfigError
 from ..tracing.boards import RunBoards
 from ..tracing.run_summary import lost_lines
-from ..tracing.trace import Trace
 from ..tracing.view import View
 from .recording import Recording, Replay, Scalars, Source
 from .rows import describe
@@ -53,8 +52,9 @@ class Watcher:
     def __init__(self, source: Source, wishes: Wishes) -> None:
         self._source = source
         self._wishes = wishes
+        first, last = wishes.steps or (0, 0)
         # Outputs of all steps, or of certain ones, may get many at once.
-        self._view = View(keep=_MOST_STEPS) if wishes.trace or wishes.record else View()
+        self._view = View(keep=_MOST_STEPS + last - first) if wishes.trace or wishes.record else View()
         self.console = Console(highlight=False, emoji=False)
         #: a recording that is not shown is read as fast as possible
         self._hurry = isinstance(source, Replay) and bool(wishes.once or wishes.trace or wishes.record)
@@ -151,38 +151,34 @@ class Watcher:
             self.console.print(Screen(self._view, self._source.name))
 
     async def _trace(self) -> None:
-        """Collect the wanted steps until the last is done, then write them."""
-        deadline = time.monotonic() + _ONCE_S
-        found: dict[int, Trace] = {}
-        asked = self._wishes.steps
-        option, told = "--trace" if asked is None else f"--steps {asked[0]}-{asked[1]}", False
+        """Wait until the last of the wanted steps is done, then write them."""
+        assert self._wishes.trace is not None
+        deadline, asked, told = time.monotonic() + _ONCE_S, self._wishes.steps, False
+        option = "--trace" if asked is None else f"--steps {asked[0]}-{asked[1]}"
         while True:
             over = self._source.over
             self._look([])
-            there = self._view.complete_steps(0) or [-1]
-            first, last = asked or (there[0], there[-1])
-            if not self._hurry and first < there[0] and first not in found:
-                raise ConfigError(f"{option}: step {first} is over; the earliest still there is {there[0]}")
-            if not self._hurry and not told and 0 <= there[-1] < last:
-                told = True
-                self.console.print(f"waiting for step {last}; the last one done is {there[-1]}")
-            for step in self._view.complete_steps(0):
-                if first <= step <= last and step not in found and (trace := self._view.trace_of([step])):
-                    found[step] = trace
+            there = self._view.complete_steps(0)
+            if asked and there and not self._hurry:
+                if asked[0] < there[0]:
+                    raise ConfigError(f"{option}: step {asked[0]} is over; the earliest still there is {there[0]}")
+                if there[-1] < asked[1] and not told:
+                    told = True
+                    self.console.print(f"waiting for step {asked[1]}; the last one done is {there[-1]}")
             # Without --steps: all of a recording, of a run what there is now.
-            done = there[-1] >= max(last, 0) and not (self._hurry and asked is None)
-            if over or done or (there[-1] < 0 and time.monotonic() > deadline):
+            done = there[-1:] >= [asked[1]] if asked else there and not self._hurry
+            if over or done or (not there and time.monotonic() > deadline):
                 break
             await asyncio.sleep(0 if self._hurry else _LOOK_EVERY_S / 5)
-        missing = next((step for step in range(first, last + 1) if step not in found), None) if asked else None
-        if not found or missing is not None:
+        wanted = range(asked[0], asked[1] + 1) if asked else there
+        missing = next((step for step in wanted if step not in there), None)
+        trace = self._view.trace_of(wanted) if there and missing is None else None
+        if trace is None:
             what = "it has no complete step" if missing is None else f"step {missing} is not there"
             raise ConfigError(f"{option}: {self._source.name}: {what}")
-        whole = replace(found[max(found)], steps={step: found[step].steps[step] for step in found})
-        assert self._wishes.trace is not None
-        whole.write_chrome(self._wishes.trace)
+        trace.write_chrome(self._wishes.trace)
         self.console.print(
-            f"steps {min(found)} to {max(found)} written to {self._wishes.trace}; clocks of workers agree within "
-            f"{whole.clock_error_ms:.3f} ms",
+            f"steps {wanted[0]} to {wanted[-1]} written to {self._wishes.trace}; clocks of workers agree within "
+            f"{trace.clock_error_ms:.3f} ms",
             markup=False, soft_wrap=True,
         )  # fmt: skip

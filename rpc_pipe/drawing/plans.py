@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from xml.sax.saxutils import escape
@@ -20,6 +21,8 @@ _SHOWN = tuple(kind for kind in TIMED if kind not in (R, G))
 _WIDTH, _HEIGHT, _MARGIN = 640, 400, 56
 #: mean width of a character of a label
 _CHARACTER = 7
+#: height of a line of text
+_LINE = 13
 _STYLE = (
     "text{font:12px sans-serif;fill:#1f2328}.dim{fill:#59636e}.line{fill:none;stroke:#0072b2;stroke-width:1.5}"
     ".axis{fill:none;stroke:#59636e}.bound{fill:none;stroke:#d55e00;stroke-dasharray:4 3}circle{fill:#0072b2}"
@@ -60,12 +63,7 @@ def profile_table(profile: Profile, rows: int) -> Table:
     """Return a table of the times and bytes of each block, for microbatches of `rows` rows."""
     drawn = Table(title=f"{profile.model}, {rows} rows a microbatch, on {profile.device}", box=None, pad_edge=False)
     drawn.add_column("block", overflow="fold")  # alone may wrap: of a narrow table no number is cut off
-    for heading in (
-        *(f"{kind.letter} ms" for kind in _SHOWN),
-        "weights",
-        "activations",
-        "hands on",
-    ):
+    for heading in (*(f"{kind.letter} ms" for kind in _SHOWN), "weights", "activations", "hands on"):
         drawn.add_column(heading, justify="right", no_wrap=True)
     for block in profile.at(rows):
         times = [_ms(block.times.get(kind, 0)) for kind in _SHOWN]
@@ -144,23 +142,18 @@ def front_svg(front: Sequence[Plan], title: str = "", bound: float = 0) -> str:
     for time in _ticks(slowest):
         parts.append(f'<path class="axis" d="M{_MARGIN} {y(time)}h-4"/>')
         parts.append(f'<text class="dim" x="{_MARGIN - 7}" y="{y(time) + 4}" text-anchor="end">{time:g}</text>')
-    taken: list[tuple[float, float, float]] = []
     if bound:
         said, at = f"no step is below {bound:.4g} ms", y(bound)
         parts.append(f'<path class="bound" d="M{_MARGIN} {at}H{right}"/>')
         parts.append(f'<text class="dim" x="{_MARGIN + 4}" y="{at + 14}">{said}</text>')
-        taken.append((_MARGIN + 4, _MARGIN + 4 + _CHARACTER * len(said), at + 14))
     parts.append(f'<polyline class="line" points="{path}"/>')
-    for plan in reversed(ordered):  # the fastest is named first
+    named = math.inf
+    for plan in reversed(ordered):  # the fastest, at the bottom, is named first
         about = f"{plan.name}: {plan.predicted_ms:.4g} ms, {format_bytes(plan.predicted_memory)}"
         across, down = x(plan.predicted_memory), y(plan.predicted_ms)
         parts.append(f'<circle cx="{across}" cy="{down}" r="4"><title>{escape(about)}</title></circle>')
-        left, width = across + 6, _CHARACTER * len(plan.schedule)
-        if left + width > _WIDTH:
-            left = across - 6 - width
-        # Whoever has no room is named by its tooltip alone; two names on each other say nothing.
-        if all(left > end or left + width < start or abs(down - 6 - line) > 13 for start, end, line in taken):
-            taken.append((left, left + width, down - 6))
+        if down < named - _LINE:  # others are named by their tooltips alone
+            named, left = down, min(across + 6, _WIDTH - _CHARACTER * len(plan.schedule))
             parts.append(f'<text x="{round(left, 1)}" y="{round(down - 6, 1)}">{escape(plan.schedule)}</text>')
     return "\n".join([*parts, "</svg>", ""])
 

@@ -22,8 +22,6 @@ _ROWS, _LOWEST, _HIGHEST = 704, 7, 24
 _CHARACTER = 0.6
 #: no text is smaller than this, in pixels
 _SMALLEST_TEXT = 7.0
-#: sizes of labels as shares of the largest: few, for a calm picture
-_SIZES = (1, 0.8, 0.64)
 _MARGIN = 12
 #: share of a cell's height that the stripe of a worker's last stage takes
 _STRIPE = 0.28
@@ -167,7 +165,7 @@ def _cell(layout: _Layout, span: Span, stripe: float, free: float) -> str:
         parts.append(f'<path class="stripe" d="M{_number(x + edge)} {y}h{wide}v{_number(high)}h-{wide}z"/>')
     # All labels count as long as the longest, so that of equal cells either all have a label or none has.
     fits = (width - 1.5) / (layout.longest * _CHARACTER)
-    size = next((part * layout.font for part in _SIZES if part * layout.font <= fits), 0.0)
+    size = min(layout.font, fits)
     if size >= _SMALLEST_TEXT and layout.cell >= size:
         y = _number(layout.cell * free / 2 + 0.36 * size)
         smaller = f' font-size="{_number(size)}"' if size < layout.font else ""
@@ -180,9 +178,7 @@ def _legend(layout: _Layout, spans: Sequence[Span], num_held: int) -> tuple[floa
     kinds = {span.action.kind for span in spans}
     entries = [(kind.letter, f"{kind} {kind.word}") for kind in Kind.all() if kind in kinds]
     entries.append(("bubble", "bubble"))
-    if num_held == 2:
-        entries.append(("stripe", "second stage of the worker"))
-    elif num_held > 2:
+    if num_held > 1:
         entries.append(("stripe", "later stages of the worker: the later, the higher"))
     x, y, parts = layout.left, layout.bottom + 30, []
     for name, words in entries:

@@ -191,8 +191,8 @@ class View:
         return self.trace_of(runs[-1][-count:])
 
     def trace_of(self, steps: Sequence[int]) -> Trace | None:
-        """Return these complete steps; None if the schedule for their number of microbatches is unknown."""
-        spec = self._spec_of(self.records(steps[0])[0].num_microbatches)
+        """Return these complete steps; None if the schedule for their numbers of microbatches is unknown."""
+        spec = self._spec_of(max(self.records(step)[0].num_microbatches for step in steps))
         if spec is None:
             return None
         run = next(iter(self.headers.values())).get("script", "")
