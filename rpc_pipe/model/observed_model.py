@@ -244,7 +244,7 @@ class ObservedModel:
     def _assigned(self, cut: Sequence[range]) -> Assignment:
         """Return the assignment of a cut; the last one is cached."""
         if self._assignment is None or self._assignment[0] != list(cut):
-            self._assignment = list(cut), Assignment(self._observation, cut)
+            self._assignment = list(cut), Assignment(self._observation, cut, blocks=self._block_paths)
         return self._assignment[1]
 
     def own_buffers(self, stage: int, cut: Sequence[range]) -> set[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import is_dataclass
@@ -14,6 +15,7 @@ from ..workers.compute.randomness import Randomness
 from ..workers.compute.shard import LossFn
 from ..workers.compute.slices import Slice
 from ..workers.transport.payload import Tree
+from .assign.assignment import BlocksNeeded
 from .call_form import CallForm, loss_of_output
 from .cut import cut
 from .deferred import DeferredModel
@@ -21,6 +23,8 @@ from .module_copies import ModuleCopies
 from .observe.given import refuse_lazy
 from .observed_model import ObservedModel, observe
 from .separate import mentioned, modules_in
+
+logger = logging.getLogger(__name__)
 
 #: a model, or a function that makes one
 ModuleOrFactory = nn.Module | Callable[[], nn.Module]
@@ -86,9 +90,13 @@ class ObservedPartition:
         Raises:
             ModelError: the model cannot be cut like this.
         """
-        observed = observe(self.given, *inputs, blocks=self._blocks, at_least=self._num_stages)
-        self.ranges = cut(observed.num_blocks, self._num_stages, self._split)
-        observed.check(self.ranges)
+        try:
+            observed = self._cut(inputs, self._blocks)
+        except BlocksNeeded as needed:
+            if not needed.blocks or self._blocks is not None or self._split is not None:
+                raise
+            logger.info("blocks: %s, as %s", ", ".join(needed.blocks), needed)
+            observed = self._cut(inputs, needed.blocks)
         self._observed, self._output_type = observed, type(observed.output)
         if trained and self.loss_is_inside:
             loss_of_output(observed.output)
@@ -96,6 +104,16 @@ class ObservedPartition:
         self.shared, self.uses = observed.shared(self.ranges), observed.uses(self.ranges)
         self.block_names = [block.path for block in observed.blocks]
         self._stage_of = {name: stages[0] for name, stages in observed.holders(self.ranges).items()}
+
+    def _cut(
+        self, inputs: tuple[Sequence[Any], Mapping[str, Any]], blocks: str | Sequence[str] | None
+    ) -> ObservedModel:
+        """Observe the model and cut it between its blocks, or those named."""
+        assert self._source is not None, "released"
+        observed = observe(self._source, *inputs, blocks=blocks, at_least=self._num_stages)
+        self.ranges = cut(observed.num_blocks, self._num_stages, self._split)
+        observed.check(self.ranges)
+        return observed
 
     def _refuse_loss_of_attributes(self, observed: ObservedModel) -> None:
         """Refuse a loss function that refers to modules in which blocks leave tensors on stages before the last."""

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from ...dependency import ModelError
+from ...dependency import ConfigError, ModelError
 from ..observe.observation import Depends, Event, Observation, Value, Version
 from ..observe.placeholder import storage_of
 
@@ -39,19 +39,39 @@ class Role:
     last: int = -1
 
 
+class BlocksNeeded(ConfigError):
+    """A module between the blocks writes state that several stages use; with it as a block the model can be cut.
+
+    Attributes:
+        blocks: names of the blocks and of that module.
+    """
+
+    def __init__(self, text: str, blocks: Sequence[str]) -> None:
+        super().__init__(text)
+        self.blocks = blocks
+
+
 class Assignment:
     """The stage of each event of an observed forward.
 
     Args:
         cut: the calls of blocks of each stage.
         owners: the stages that hold each parameter, if that has been decided already.
+        blocks: names of the blocks, for an error.
 
     Raises:
         ModelError: something that cannot cross a cut would have to.
     """
 
-    def __init__(self, observation: Observation, cut: Sequence[range], owners: Owners | None = None) -> None:
-        self._observation, self._owners = observation, owners
+    def __init__(
+        self,
+        observation: Observation,
+        cut: Sequence[range],
+        owners: Owners | None = None,
+        blocks: Sequence[str] = (),
+    ) -> None:
+        self._observation, self._blocks = observation, blocks
+        self._owners = owners
         self.num_stages = len(cut)
         self._stage_of_call = [stage for stage, calls in enumerate(cut) for _ in calls]
         if len(self._stage_of_call) != len(observation.calls):
@@ -231,11 +251,22 @@ class Assignment:
             for storage in event.writes if event.depends else ():
                 name = self._observation.stored.get(storage, "")
                 if len(users.get(name, ())) > 1:
-                    raise ModelError(
+                    raise BlocksNeeded(
                         f"model: {name} is written at {event.where}, on stage {stage}, and used by other stages "
                         f"too, each of which has a copy of its own; write and use it in one block, which one stage "
-                        f"calls (split=, or blocks= with {name.rpartition('.')[0] or 'its module'} beside the lists)"
+                        f"calls (split= or blocks=)",
+                        self._with_block(name),
                     )
+
+    def _with_block(self, name: str) -> list[str]:
+        """Return the blocks with the module beside them that has this buffer; nothing if it contains blocks."""
+        owners = [name[:end] for end, letter in enumerate(name) if letter == "."]
+        apart = [each for each in owners if not any(f"{block}.".startswith(f"{each}.") for block in self._blocks)]
+        lists = [
+            parent if last.isdigit() else f"{parent}.{last}"
+            for parent, _, last in (block.rpartition(".") for block in self._blocks)
+        ]
+        return [*dict.fromkeys(each.strip(".") for each in lists), apart[0]] if apart and lists else []
 
     def _refuse_decisions(self) -> None:
         """Refuse decisions of the model, which every stage makes, by data of a field that one stage has written."""
