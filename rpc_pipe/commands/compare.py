@@ -38,7 +38,7 @@ def add(commands: Any) -> None:
     parser.take("schedule", "set", "workers", "microbatches", *REPLICAS, "slices", "attention", "order", "json")
     parser.take("cost", "comm")
     parser.add_argument(
-        "--memory", metavar="WHAT=BYTES", action=Pairs, const=size,
+        "--memory", metavar="WHAT=BYTES", action=Pairs, const=(size, "activations=64MB,limit=8GB"),
         help="bytes of a worker's share: weights, gradients, optimizer, activations, after_inputs (kept from I to W), "
         "inputs (between stages), working (while an action runs); limit=BYTES leaves out what does not fit",
     )  # fmt: skip

@@ -78,7 +78,7 @@ def _dispatch(argv: list[str]) -> int:
         rule = f"{parser.prog} --help lists what can be typed"
         if "script" in typed:
             rule = f"put the script's own options after --: rpc-pipe run {typed['script']} -- {said}"
-        raise ConfigError(f"{said}: {parser.near(unknown[0])}{rule}")
+        raise ConfigError(f"{said}: not an option of {parser.prog}; {parser.near(unknown[0])}{rule}")
     if at < len(argv) and "script" not in typed:
         raise ConfigError(f"{' '.join(argv[at:])}: what follows -- is for a script, but no script is run")
     code: int = command(typed, argv)

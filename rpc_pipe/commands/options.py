@@ -58,18 +58,18 @@ def _hint(typed: str, known: Sequence[str]) -> str:
 
 
 class Pairs(argparse.Action):
-    """Reads `KEY=VALUE` texts, each possibly several with commas, into one dict; `const` reads a value."""
+    """Reads `KEY=VALUE` texts, each possibly several with commas, into a dict; `const` is a reader and an example."""
 
     def __call__(self, parser: Any, namespace: Any, text: Any, option: str | None = None) -> None:
         pairs = {**getattr(namespace, self.dest, {})}
         for part in text.split(","):
             key, equals, value = (each.strip() for each in part.partition("="))
             if not (key and equals and value):
-                raise ArgumentError(self, f"{text}: must be {self.metavar}")
+                raise ArgumentError(self, f"{text}: must be {self.metavar}, such as {self.const[1]}")
             if key in pairs:
                 raise ArgumentError(self, f"{part}: {key}={pairs[key]} was given before; give it once")
             try:
-                pairs[key] = self.const(value)
+                pairs[key] = self.const[0](value)
             except ArgumentTypeError as error:
                 raise ArgumentError(self, f"{key}={error}") from None
         setattr(namespace, self.dest, pairs)
@@ -87,7 +87,7 @@ PIPELINE = (
 )  # fmt: skip
 _SHARED: dict[str, dict[str, Any]] = {
     "schedule": dict(help="name or path/to/file.py:ClassName (1f1b)"),
-    "set": dict(action=Pairs, const=str, metavar="NAME=VALUE", help="set a parameter of the schedule, as chunks=2"),
+    "set": dict(action=Pairs, const=(str, "chunks=2"), metavar="NAME=VALUE", help="set a parameter of the schedule"),
     "window": dict(type=whole(), help="microbatches in flight, where the schedule has a window"),
     "workers": dict(type=whole(1), help="number of workers (2)"),
     "microbatches": dict(type=whole(1), help="microbatches of a step, of all replicas together (8)"),
@@ -103,7 +103,7 @@ _SHARED: dict[str, dict[str, Any]] = {
     "order": dict(choices=("ready", "fixed"), help="run what is ready, or in a fixed order (as the schedule says)"),
     "json": dict(action="store_true", help="print JSON; human text goes to stderr"),
     "cost": dict(
-        action=Pairs, const=number, metavar="KIND=TIME",
+        action=Pairs, const=(number, "F=1,B=2"), metavar="KIND=TIME",
         help="time of a stage's action by kind (F=1,B=2,I=1,W=1,R=1; what is left out follows from the rest)",
     ),
     "comm": dict(type=number, help="time of a payload between two workers (0)"),

@@ -20,7 +20,7 @@ from ..launching import overrides
 from ..launching.job import Job
 from ..pipeline import Pipeline
 from ..tracing.own_boards import collect, record, write_out
-from ..tracing.run_summary import FILES, figures, last_steps, sentence
+from ..tracing.run_summary import FILES, figures, last_steps, summary
 from .options import NOTED_PLAN, refuse_typed, typed_checkpoints
 
 #: below which the scripts are that `run` has itself: of `run --model`, and the built-in GPT
@@ -143,8 +143,7 @@ class _Ending:
             trace.write_page(typed["html"], lost.line())
         files = {name: typed[name] for name in FILES if name in typed}
         link.tell(
-            kind="summary",
-            title=sentence(found),
-            lines=[*versions, *(f"{FILES[name]} written to {path}" for name, path in files.items())],
+            kind="result",
+            text=summary(found, *versions, *(f"{FILES[name]} written to {path}" for name, path in files.items())),
             json={**found, **files},
         )

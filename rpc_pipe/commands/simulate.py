@@ -41,10 +41,10 @@ def add(commands: Any) -> None:
     parser: Parser = commands.add_parser("simulate", help="check, price and draw a schedule")
     parser.take(*SCHEDULE, "slices", "attention", "order", "json", "cost", "comm")
     parser.add_argument("--stage-cost", type=numbers, help="factor of the cost for each stage, such as 1,1,2,1")
-    slow = "make workers slower by a factor, as 1=1.5"
-    parser.add_argument("--slow", action=Pairs, const=number, metavar="WORKER=FACTOR", help=slow)
+    slow = "make workers slower by a factor"
+    parser.add_argument("--slow", action=Pairs, const=(number, "1=1.5"), metavar="WORKER=FACTOR", help=slow)
     way = "travel time of one link, and its bytes a unit of time, such as 0-1=2.5/1MB"
-    parser.add_argument("--link", action=Pairs, const=link, metavar="FROM-TO=TIME[/BANDWIDTH]", help=way)
+    parser.add_argument("--link", action=Pairs, const=(link, "0-1=2.5"), metavar="FROM-TO=TIME", help=way)
     parser.add_argument("--uplink", type=some, metavar="BYTES", help="what a worker sends to all, a unit of time")
     payload = "size of a payload, for --uplink and bandwidths of --link"
     parser.add_argument("--payload", type=size, metavar="BYTES", help=payload)

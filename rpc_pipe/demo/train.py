@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import time
 from dataclasses import fields
 from functools import partial
 from itertools import islice
@@ -19,6 +20,8 @@ from .gpt import gpt_layers, next_byte_loss
 from .settings import GPTConfig, Training
 
 _HELD_OUT_BATCHES = 16
+#: seconds between progress lines
+_TELL_EVERY_S = 5.0
 
 
 def _warmup_and_cosine(optimizer: Optimizer, steps: int) -> LambdaLR:
@@ -51,9 +54,14 @@ def main() -> None:
         if pipe.worker == 0:
             link.tell(kind="text", text=text, **more)
 
+    told_at = 0.0
+
     def progress(report: StepReport) -> None:
-        if pipe.worker == 0:
-            link.tell(kind="progress", steps=steps, **report._asdict())
+        nonlocal told_at
+        if report.step in (1, steps) or time.monotonic() > told_at + _TELL_EVERY_S:
+            told_at = time.monotonic()
+            speed = f"{report.tokens_per_s:,.0f} tokens/s  {report.step_ms:.0f} ms/step"
+            tell(f"step {report.step}/{steps}  loss {report.loss:.4f}  {speed}")
 
     pipe.on_step(progress)
     cut = ", ".join(f"{layers.start}-{layers.stop - 1}" for layers in pipe.partition.ranges)

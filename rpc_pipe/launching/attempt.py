@@ -1,7 +1,7 @@
 """One attempt of a job: its worker processes from start to end, and the first cause of a failure. Loads without torch.
 
-    launcher ──leash──> worker     a pipe whose end, however it comes, ends the worker; a byte means "finish and stop"
-    launcher <──tell─── worker     progress, summary, failure: one JSON object a line
+    launcher ──orders─> worker     a socket whose end, however it comes, ends the worker; a byte means "finish and stop"
+    launcher <──tell─── worker     through the same: progress, results, failure: one JSON object a line
     launcher <──board── worker     state and last steps; readable after its death, also by `rpc-pipe watch`
 
 The first cause of a failure wins; what other workers report after it are consequences.
@@ -9,15 +9,10 @@ The first cause of a failure wins; what other workers report after it are conseq
 
 from __future__ import annotations
 
-import queue
-import re
 import signal
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..dependency import ConfigError
@@ -28,71 +23,56 @@ from ..tracing.stall_report import waits_for_unseen
 from ..tracing.view import View
 from .job import FAILED, INTERRUPTED, WRONG_INPUT
 from .report import Reporter
-from .worker_process import MOST_UNREAD, Events, Logs, WorkerEvent, WorkerProcess
+from .worker_process import Logs, WorkerEvent, WorkerProcess, hear
 
 #: seconds to wait for a cause after a consequence was reported
 _GRACE_S = 3.0
-#: and after workers have reported different calls, which may be due to a worker that has just died
-_DISAGREED_S = 1.0
 #: seconds after which missing workers are named at the start
 _JOIN_TOLD_S = 8.0
-#: seconds between polls of the boards
-_LOOK_EVERY_S = 1.0
-_NO_CAUSE = "no worker named a cause"
-#: what a worker prints when TensorPipe has read garbage as a length
-_GARBAGE = re.compile(r"std::bad_alloc|std::length_error|tensorpipe", re.IGNORECASE)
+#: seconds between polls of the boards, and of the ends of processes
+_LOOK_EVERY_S, _POLL_S = 1.0, 0.05
+#: titles of failures of which no worker has named a cause
+_NO_CAUSE, _UNMET = "no worker named a cause", "the workers could not meet"
+#: errors that other workers may have caused
+_CONSEQUENCES = ("PeerLost", "NotMet", "Disagreement")
 #: number of last lines shown of a worker that has died without a message
 LAST_LINES = 5
 
 
+class Cause(NamedTuple):
+    """The cause of a failure, with its exit code."""
+
+    title: str
+    text: str
+    code: int = FAILED
+
+
 class Attempt:
-    """Runs `command` in several local processes until all have ended or one has failed.
+    """Runs one command in several local processes until all have ended or one has failed.
 
     Args:
-        environment: environment variables that all processes share.
         boards: what the workers show; None: nothing.
-        rpc: whether torch RPC carries their messages.
     """
 
-    def __init__(
-        self,
-        command: list[str],
-        num_processes: int,
-        environment: dict[str, str],
-        reporter: Reporter,
-        boards: RunBoards | None,
-        logs: Logs,
-        *,
-        rpc: bool,
-    ) -> None:
-        self._reporter, self._boards, self._rpc = reporter, boards, rpc
+    def __init__(self, num_processes: int, reporter: Reporter, boards: RunBoards | None) -> None:
+        self._reporter, self._boards = reporter, boards
         self._num_processes = num_processes
         self._view = View()
-        self._events: Events = queue.Queue(MOST_UNREAD)
-        #: workers that have begun to meet the others, that have met them, and that have completed their work
-        self._joining: set[int] = set()
-        self._joined: set[int] = set()
+        #: of each worker that has begun to meet the others, how far it has come: "joining", "joined"
+        self._come: dict[int, str] = {}
+        #: workers that have completed their work
         self._done: set[int] = set()
         self._ended: dict[int, int] = {}
-        #: workers that send no more messages: they are ending, or their script has closed the pipe
-        self._mute: set[int] = set()
         self._lines: dict[int, deque[str]] = {rank: deque(maxlen=LAST_LINES) for rank in range(num_processes)}
         self._cause: Cause | None = None
-        #: that workers have made different calls; a death takes precedence
-        self._disagreement: Cause | None = None
-        self._consequences: dict[int, str] = {}
-        #: the title of the failure if no cause turns up
-        self._vague = ""
-        self._failed_at = 0.0
-        self._looked_at = 0.0
+        #: what workers have reported that may be due to another one
+        self._consequences: dict[int, Cause] = {}
+        self._failed_at = self._looked_at = self._joining_at = 0.0
         self._told_stall = self._told_joining = False
-        self._joining_at = 0.0
-        self._memory_kills = memory_kills()
-        self._process = partial(WorkerProcess, command=command, environment=environment, events=self._events, logs=logs)
         #: the started processes
         self.workers: list[WorkerProcess] = []
 
-    def start(self) -> None:
+    def start(self, command: list[str], environment: dict[str, str], logs: Logs) -> None:
         """Start the processes.
 
         Raises:
@@ -100,8 +80,8 @@ class Attempt:
         """
         for rank in range(self._num_processes):
             try:
-                self.workers.append(self._process(rank))
-            except (OSError, RuntimeError) as error:
+                self.workers.append(WorkerProcess(rank, command, environment, logs))
+            except OSError as error:
                 which = f"--workers {self._num_processes}: worker {rank}"
                 raise ConfigError(f"{which} cannot be started: {error}; start fewer, or see ulimit -a") from error
 
@@ -112,17 +92,14 @@ class Attempt:
             tick: called several times a second.
         """
         while len(self._ended) < self._num_processes:
-            with suppress(queue.Empty):
-                event = self._events.get(timeout=0.2)
+            for event in hear(self.workers, _POLL_S):
                 self._take(event)
             tick()
             if time.monotonic() > self._looked_at + _LOOK_EVERY_S:
                 self._look()
             if self._cause is not None:
                 return self._cause
-            ends = self._disagreement is not None and self._mute <= self._ended.keys()
-            grace_s = _DISAGREED_S if ends else _GRACE_S
-            if self._consequences and time.monotonic() > self._failed_at + grace_s:
+            if self._consequences and time.monotonic() > self._failed_at + _GRACE_S:
                 break
         return self._cause or self._without_cause()
 
@@ -134,7 +111,7 @@ class Attempt:
     @property
     def consequences(self) -> list[str]:
         """The reports of workers that have lost others."""
-        return list(self._consequences.values())
+        return [each.text for each in self._consequences.values()]
 
     def figures(self) -> dict[str, Any] | None:
         """Return the figures of the run as its workers have shown it, for JSON; None if no step is complete."""
@@ -151,58 +128,51 @@ class Attempt:
             worker.process.wait()
 
     def _take(self, event: WorkerEvent) -> None:
+        rank, detail = event.worker, event.detail
         if event.what == "printed":
-            self._lines[event.worker].append(event.detail)
-            self._reporter.line(event.worker, event.detail)
+            self._lines[rank].append(detail)
+            self._reporter.line(rank, detail)
         elif event.what == "told":
-            self._told(event.worker, event.detail)
-        elif event.what == "no more":
-            self._mute.add(event.worker)
+            self._told(rank, detail)
         else:
-            self._ended[event.worker] = event.detail
-            self._blame_death(event.worker, event.detail)
-        if self._joining and not self._joined:
-            for rank in self._ended.keys() - self._joining:
-                waits = ", ".join(f"worker {other}" for other in sorted(self._joining))
+            self._ended[rank] = detail
+            self._blame_death(rank, detail)
+        if set(self._come.values()) == {"joining"}:
+            for rank in self._ended.keys() - self._come.keys():
+                waits = _names(self._come)
                 text = f"worker {rank} has ended without a Pipeline, but {waits} made one: all workers make the same"
-                self._follow_up(rank, text, "the workers cannot meet")
+                self._follow_up(rank, Cause(_UNMET, text))
 
     def _told(self, rank: int, message: dict[str, Any]) -> None:
         kind = message["kind"]
         if kind == "failure":
-            self._failed(rank, message)
-        elif kind == "joining":
-            self._joining_at = self._joining_at or time.monotonic()
-            self._joining.add(rank)
-        elif kind == "joined":
-            self._joined.add(rank)
+            self._failed(rank, message["error"], message["text"])
         elif kind == "done":
             self._done.add(rank)
+        elif kind in ("joining", "joined"):
+            self._joining_at = self._joining_at or time.monotonic()
+            self._come[rank] = kind
         elif kind == "wrong input":
             self._cause = self._cause or Cause("", message["text"] + self._who_is_missing(rank), WRONG_INPUT)
         else:
             self._reporter.handle(message)
 
-    def _who_is_missing(self, rank: int = -1) -> str:
+    def _who_is_missing(self, rank: int | None = None) -> str:
         """Say who has not begun to meet the others, if `rank`, or anybody, waits for them."""
-        missing = sorted(set(range(self._num_processes)) - self._joining)
-        waits = self._joining - self._joined
-        if not missing or not waits or rank not in (-1, *waits):
+        missing = [other for other in range(self._num_processes) if other not in self._come]
+        waits = [other for other in self._come if self._come[other] == "joining"]
+        if not missing or not waits or rank not in (None, *waits):
             return ""
-        names = ", ".join(f"worker {other}" for other in missing)
-        return f"; {names} {'has' if len(missing) == 1 else 'have'} made no Pipeline so far"
+        return f"; {_names(missing)} {'has' if len(missing) == 1 else 'have'} made no Pipeline so far"
 
-    def _failed(self, rank: int, message: dict[str, Any]) -> None:
-        if message["consequence"] or message.get("disagreement"):
-            if not message["consequence"]:
-                self._disagreement = self._disagreement or Cause(f"worker {rank} failed", message["text"])
-            unmet = message.get("unmet", False)
-            missing = self._who_is_missing(rank) if unmet else ""
-            self._follow_up(rank, message["text"] + missing, "the workers could not meet" if unmet else "")
-        elif self._cause is None and message.get("stalled"):
-            self._cause = self._who_stalls(message["text"])
-        else:
-            self._cause = self._cause or Cause(f"worker {rank} failed", message["text"])
+    def _failed(self, rank: int, error: str, text: str) -> None:
+        cause = Cause(f"worker {rank} failed", text)
+        if error in _CONSEQUENCES:
+            if error == "NotMet":
+                cause = Cause(_UNMET, text + self._who_is_missing(rank))
+            self._follow_up(rank, cause if error != "PeerLost" else Cause(_NO_CAUSE, text))
+        elif self._cause is None:
+            self._cause = self._who_stalls(text) if error == "Stalled" else cause
 
     def _who_stalls(self, told: str) -> Cause:
         self._look()
@@ -212,43 +182,37 @@ class Attempt:
         return of_stall(told, culprit, view.latest.lives, [*calls, *stacks], view.latest.now_ns)
 
     def _blame_death(self, rank: int, code: int) -> None:
-        if rank in self._done and code < 0:  # killed during teardown, as by a device library
-            self._reporter.text(f"{killed(rank, code)} when its script had ended")
-        if code == INTERRUPTED or rank in self._done or rank in self._consequences or self._cause is not None:
+        if code == INTERRUPTED or rank in self._done or rank in self._consequences:
             return
         self._look()
         live = self._live(rank)
         # A script may call os._exit after its work, but not in the middle of a step.
         if code != 0 or (live is not None and live.state in (State.RUNNING, State.WAITING)):
-            memory = memory_kills() > self._memory_kills
-            self._cause = of_death(rank, code, live, self._lines[rank], rpc=self._rpc, out_of_memory=memory)
+            self._cause = self._cause or of_death(rank, code, live, self._lines[rank])
 
     def _live(self, rank: int) -> Live | None:
-        """Return the last state of a worker; None: unknown, although it has met the others."""
-        unseen = rank in self._joined and (self._boards is None or not self._boards.folder.exists())
-        return self._view.latest.lives.get(rank, None if unseen else Live())
+        """Return the last state of a worker; None: it shows none."""
+        return self._view.latest.lives.get(rank, None if self._boards is None else Live())
 
     def _without_cause(self) -> Cause | None:
         if not self._consequences:
             return None
-        quiet = [rank for rank, code in self._ended.items() if code in (0, INTERRUPTED) and rank not in self._done]
-        if quiet and self._vague == _NO_CAUSE:
-            code, live = self._ended[quiet[0]], self._live(quiet[0])
-            return of_death(quiet[0], code, live, [], rpc=self._rpc, out_of_memory=False)
-        if self._disagreement is not None:
-            return self._disagreement
-        return Cause(self._vague, "\n".join(self._consequences.values()), FAILED)
+        first = next(iter(self._consequences.values()))
+        for rank, code in self._ended.items():
+            silent = rank not in self._consequences and rank not in self._done
+            if silent and code in (0, INTERRUPTED) and first.title != _UNMET:
+                return of_death(rank, code, self._live(rank), [])
+        named = [each for each in self._consequences.values() if each.title not in (_NO_CAUSE, _UNMET)]
+        return named[0] if named else Cause(first.title, "\n".join(self.consequences))
 
-    def _follow_up(self, rank: int, text: str, vague: str = "") -> None:
-        if not self._consequences:
-            self._vague = vague or _NO_CAUSE
-            self._failed_at = time.monotonic()
-        self._consequences[rank] = text
+    def _follow_up(self, rank: int, cause: Cause) -> None:
+        self._failed_at = self._failed_at or time.monotonic()
+        self._consequences[rank] = cause
 
     def _look(self) -> None:
         """Poll the boards, and report a stall."""
         self._looked_at = time.monotonic()
-        if self._joining and not self._told_joining and self._looked_at > self._joining_at + _JOIN_TOLD_S:
+        if self._joining_at and not self._told_joining and self._looked_at > self._joining_at + _JOIN_TOLD_S:
             self._told_joining = True
             if missing := self._who_is_missing():
                 self._reporter.text(f"waiting for all workers to meet{missing}")
@@ -260,45 +224,29 @@ class Attempt:
         self._told_stall = self._view.stalled
 
 
-class Cause(NamedTuple):
-    """The cause of a failure, with its exit code."""
-
-    title: str
-    text: str
-    code: int = FAILED
+def _names(workers: Sequence[int] | Mapping[int, str]) -> str:
+    return ", ".join(f"worker {worker}" for worker in sorted(workers))
 
 
-def of_death(
-    worker: int, code: int, live: Live | None, lines: Sequence[str], *, rpc: bool, out_of_memory: bool
-) -> Cause:
+def of_death(worker: int, code: int, live: Live | None, lines: Sequence[str]) -> Cause:
     """Return the cause when a worker's process has ended with `code`, as in `Popen.returncode`.
 
     Args:
         live: its last state; None: unknown.
         lines: its last printed lines.
-        rpc: whether torch RPC carried its messages.
-        out_of_memory: whether the system has killed processes for lack of memory since the run began.
     """
-    doing = "; what it was doing is not known: it has no board" if live is None else f" while {live}"
-    text = f"{killed(worker, code) if code < 0 else f'worker {worker} ended with exit code {code}'}{doing}"
+    text = f"worker {worker} ended with exit code {code}"
+    if code < 0:
+        name = next((f" ({known.name})" for known in signal.Signals if known == -code), "")
+        text = f"worker {worker} was killed by signal {-code}{name}"
+    text += "" if live is None else f" while {live}"
     if code == 0:
         text += "; it may call os._exit or sys.exit"
-    if code == -signal.SIGKILL and out_of_memory:
-        text += "; the system has killed processes meanwhile, as it was out of memory"
-    if code == -signal.SIGABRT and rpc and any(map(_GARBAGE.search, lines)):
-        text += (
-            "; TensorPipe aborts when what comes to a worker's port is not its protocol, such as an HTTP request: see "
-            "SECURITY.md; --transport zmq refuses strangers"
-        )
+    if code == -signal.SIGKILL:
+        text += "; the system does so when it is out of memory"
     if lines and code:
         text += "\nit printed last:\n" + "\n".join(f"  {line}" for line in lines)
     return Cause(f"worker {worker} died", text)
-
-
-def killed(worker: int, code: int) -> str:
-    """Return the signal that has killed a worker's process, as text; its `code` is below 0."""
-    name = next((f" ({known.name})" for known in signal.Signals if known == -code), "")
-    return f"worker {worker} was killed by signal {-code}{name}"
 
 
 def of_stall(told: str, culprit: int | None, lives: Mapping[int, Live], details: Sequence[str], now_ns: int) -> Cause:
@@ -327,12 +275,3 @@ def of_stall(told: str, culprit: int | None, lives: Mapping[int, Live], details:
     else:
         title, text = f"worker {culprit} hangs", f"worker {culprit} hangs: {live} for {for_s:.0f} s"
     return Cause(title, "\n".join([text, told, "what the workers do:", *details]))
-
-
-def memory_kills() -> int:
-    """Return the number of processes that the system has killed for lack of memory."""
-    with suppress(OSError, ValueError):
-        for line in Path("/proc/vmstat").read_text().splitlines():
-            if line.startswith("oom_kill "):
-                return int(line.split()[1])
-    return 0

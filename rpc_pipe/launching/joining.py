@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import secrets
-import sys
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -218,9 +217,6 @@ def _reached(job: Job, meeting: Meeting) -> tuple[Job, str]:
 
 
 def _warn(job: Job, text: str) -> None:
-    """Warn the user once, through the launcher if there is one."""
+    """Warn the user once."""
     if job.worker == 0:
-        if link.heard():
-            link.tell(kind="text", text=text)
-        else:
-            print(text, file=sys.stderr)
+        link.tell(kind="text", text=text)

@@ -19,7 +19,7 @@ from ..system import allocator
 from ..tracing import run_folders
 from ..tracing.boards import RunBoards
 from ..tracing.run_folders import RUN_FAILED, RUN_STOPPED, Ending, tell_end
-from ..tracing.run_summary import sentence
+from ..tracing.run_summary import summary
 from . import launcher_link as link
 from .attempt import Attempt, Cause
 from .interfaces import make_key
@@ -123,10 +123,9 @@ class Launcher:
             environment = self._environment(folder, boards) | {RESTARTS: str(restarts)}
             command = [sys.executable, str(_PROGRAM), *self._arguments]
             number = 1 if self._how.transport == "local" else self._num_workers
-            rpc = self._how.transport == "rpc"
-            attempt = Attempt(command, number, environment, self._reporter, boards, logs, rpc=rpc)
+            attempt = Attempt(number, self._reporter, boards)
             self._workers = attempt.workers
-            attempt.start()
+            attempt.start(command, environment, logs)
             if self._signals:  # a signal came during the start
                 self._order_stop()
             cause = attempt.watch(self._tick)
@@ -162,7 +161,7 @@ class Launcher:
             self._reporter.text(f"this run has no summary: {type(error).__name__}: {error}")
             return
         if found is not None:
-            self._reporter.handle({"kind": "summary", "title": sentence(found), "lines": [], "json": found})
+            self._reporter.handle({"kind": "result", "text": summary(found), "json": found})
 
     def _make_boards(self) -> RunBoards | None:
         """Make the folder for the workers' boards. If that fails, the run goes on, but cannot be watched."""

@@ -1,6 +1,6 @@
 """A worker's side towards the launcher.
 
-The launcher's leash ends the worker when the launcher is gone; what the worker tells goes to the launcher.
+One socket carries the launcher's orders and what the worker tells; its end means that the launcher is gone.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache, partial
 from multiprocessing.process import current_process
 from pathlib import Path
@@ -37,8 +38,8 @@ from ..tracing.run_folders import RUN_FAILED, Ending, tell_end
 
 logger = logging.getLogger(__name__)
 
-#: environment variables: file descriptors for messages to the launcher, and for its orders
-TELL, LEASH = "RPC_PIPE_TELL", "RPC_PIPE_LEASH"
+#: environment variable: descriptor of the socket for messages to the launcher, and for its orders
+LINK = "RPC_PIPE_LINK"
 #: environment variable: the temporary folder of this attempt, which the launcher removes
 FOLDER = "RPC_PIPE_FOLDER"
 #: environment variable: the reaction to a loss that is not finite
@@ -77,47 +78,39 @@ _instead: Callable[[dict[str, Any]], None] | None = None
 
 
 @cache
-def _told_by() -> tuple[int, int] | None:
-    """Return the descriptor of the pipe to the launcher, and its inode; None: there is no launcher.
+def _own_end() -> tuple[int, int] | None:
+    """Return the descriptor of the socket to the launcher, and its inode; None: there is no launcher.
 
     It is cached before the script runs, which may clear the environment.
     """
-    descriptor = int(os.environ.get(TELL, -1))
+    descriptor = int(os.environ.get(LINK, -1))
     return (descriptor, os.fstat(descriptor).st_ino) if descriptor >= 0 else None
 
 
 def present() -> bool:
     """Return whether there is a launcher."""
-    return _told_by() is not None
-
-
-def heard() -> bool:
-    """Return whether messages reach anybody."""
-    return present() or _instead is not None
+    return _own_end() is not None
 
 
 def tell(**message: Any) -> None:
-    """Send a message to the launcher, or to its replacement in this process (`tell_instead`)."""
+    """Send a message to the launcher, or to what is there instead of it; else print its text."""
     global _concluded, _failed
-    _concluded |= message["kind"] in ("summary", "result")
+    _concluded |= message["kind"] == "result"
     _failed |= message["kind"] in ("failure", "wrong input")
-    if (found := _told_by()) is not None:
+    if (found := _own_end()) is not None:
         descriptor, inode = found
-        try:
-            # A script may have closed the pipe and opened another file with its number.
+        with suppress(OSError):
+            # A script may have closed the socket and opened another file with its number.
             if os.fstat(descriptor).st_ino == inode:
                 with _lock, open(descriptor, "w", closefd=False) as pipe:
                     pipe.write(json.dumps(message) + "\n")
                 return
-        except OSError:
-            pass
-        if "text" in message:  # on a failure the launcher shows a worker's last printed lines
-            print(message["text"], file=sys.stderr)
-        return
-    if message["kind"] in ("failure", "wrong input"):
-        tell_failure(message["text"], consequence=message.get("consequence", False))
-    if _instead is not None:
+    elif message["kind"] in ("failure", "wrong input"):
+        tell_failure(message["text"], consequence=message.get("error") in ("PeerLost", "NotMet"))
+    if found is None and _instead is not None:
         _instead(message)
+    elif "text" in message:  # on a failure the launcher shows a worker's last printed lines
+        print(message["text"], file=sys.stderr)
 
 
 def tell_instead(handler: Callable[[dict[str, Any]], None]) -> None:
@@ -128,9 +121,10 @@ def tell_instead(handler: Callable[[dict[str, Any]], None]) -> None:
 
 def hold_leash() -> None:
     """Follow the launcher's orders in a thread, and end this process when the launcher has gone."""
-    if LEASH in os.environ:
+    if (found := _own_end()) is not None:
         left = os.environ.get(FOLDER, ""), os.environ.get(run_folders.FOLDER, run_folders.OFF)
-        threading.Thread(target=_follow, args=(int(os.environ[LEASH]), *left), name="leash", daemon=True).start()
+        # A descriptor of its own, as a script may close the other.
+        threading.Thread(target=_follow, args=(os.dup(found[0]), *left), name="leash", daemon=True).start()
 
 
 def lodge_children() -> None:
@@ -253,16 +247,12 @@ def _end(worker: int) -> None:
 
 
 def _say_how_it_went() -> None:
-    from ..tracing.run_summary import figures, lost_lines, sentence  # at the end of the run
+    from ..tracing.run_summary import figures, summary  # at the end of the run
 
     try:
         found = None if _concluded or _has_failed() else figures(collect())
-        if found is None:
-            return
-        if heard():
-            tell(kind="summary", title=sentence(found), lines=[], json=found)
-        else:
-            print(sentence(found), *lost_lines(found), sep="\n", file=sys.stderr)
+        if found is not None:
+            tell(kind="result", text=summary(found), json=found)
     except Exception as error:
         logger.warning("this run has no summary: %s: %s", type(error).__name__, error)
 

@@ -7,17 +7,12 @@ import json
 import os
 import re
 import sys
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import IO, Any, cast
 
 from rich.console import Console
 
-from ..tracing.run_summary import lost_lines
-
-#: seconds between progress lines
-_LINE_EVERY_S = 5.0
 _ENDLESS = re.compile(r"\S{400,}")
 
 
@@ -66,28 +61,20 @@ class Reporter:
         #: whether a summary or a result has been shown
         self.concluded = False
         self._json = as_json
-        self._last_line = 0.0
 
     def handle(self, message: dict[str, Any]) -> None:
         """Show one message of worker 0."""
         kind = message["kind"]
-        self.concluded |= kind in ("summary", "result")
+        self.concluded |= kind == "result"
         self.exit_code = max(self.exit_code, message.get("exit_code", 0))
-        if kind == "progress":
-            self._progress(message)
-        elif kind == "text":
-            self.text(message["text"])
-        elif kind == "summary":
-            self.text("\n".join([message["title"], *message["lines"], *lost_lines(message["json"])]))
-            self._print_json(message["json"])
-        elif kind == "result":
-            self._print_json(message["json"])
-            self.text(message["text"])
-        elif kind == "failure":
-            title = "lost another worker" if message["consequence"] else "failed"
-            self.failure(title, message["text"], [])
+        if kind == "failure":
+            self.failure("lost another worker" if message["error"] == "PeerLost" else "failed", message["text"], [])
         elif kind == "wrong input":
             self.error(message["text"])
+        elif "text" in message:
+            self.text(message["text"])
+            if kind == "result":
+                self._print_json(message["json"])
 
     def text(self, text: str) -> None:
         """Show text, such as a line of the launcher's own."""
@@ -114,13 +101,6 @@ class Reporter:
         """Show the report on a stall."""
         for line in ["nothing has finished for a while:", *(f"  {line}" for line in lines), *stacks]:
             self.console.print(_printable(line), markup=False)
-
-    def _progress(self, message: dict[str, Any]) -> None:
-        step, steps = message["step"], message["steps"]
-        if step in (1, steps) or time.monotonic() > self._last_line + _LINE_EVERY_S:
-            self._last_line = time.monotonic()
-            speed = f"{message['tokens_per_s']:,.0f} tokens/s  {message['step_ms']:.0f} ms/step"
-            self.text(f"step {step}/{steps}  loss {message['loss']:.4f}  {speed}")
 
     def _print_json(self, found: Any) -> None:
         if not self._json:

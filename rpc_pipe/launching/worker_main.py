@@ -7,9 +7,8 @@ import signal
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from ..dependency import ConfigError, Disagreement, NotMet, PeerLost, PipeError, ScheduleError, Stalled
+from ..dependency import ConfigError, PipeError, ScheduleError
 from ..dependency.errors import MOST_TRACEBACK, shortened
 from . import launcher_link as link
 from .job import FAILED, WRONG_INPUT
@@ -50,20 +49,13 @@ def _failed(error: BaseException) -> int:
         if isinstance(error.__cause__, ConfigError):  # an error in the configuration that only computing has shown
             link.tell(kind="wrong input", text=str(error.__cause__))
             return WRONG_INPUT
-        kinds: dict[str, Any] = {
-            "consequence": (PeerLost, NotMet),
-            "unmet": NotMet,
-            "stalled": Stalled,
-            "disagreement": Disagreement,
-        }
-        told: dict[str, Any] = {name: isinstance(error, kind) for name, kind in kinds.items()}
-        link.tell(kind="failure", text=str(error.args[0]), **told)
+        link.tell(kind="failure", error=type(error).__name__, text=str(error.args[0]))
         return FAILED
     if not isinstance(error, Exception):  # an error of the user's script outside calls of the pipeline
         well = isinstance(error, SystemExit) and error.code in (None, 0)
         if well or link.stopping() or not link.present():
             raise error
-    link.tell(kind="failure", consequence=False, text=_formatted(error))
+    link.tell(kind="failure", error=type(error).__name__, text=_formatted(error))
     return FAILED
 
 

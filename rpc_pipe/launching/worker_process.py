@@ -1,27 +1,25 @@
-"""Worker processes, as the launcher holds them, their events, and logs of what they print. Loads without torch."""
+"""Worker processes, what the launcher hears of them, and logs of what they print. Loads without torch."""
 
 from __future__ import annotations
 
 import json
 import os
-import queue
 import shutil
 import signal
+import socket
 import subprocess
-import threading
-import time
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from . import launcher_link as link
 
-#: most events that wait to be handled; workers that print more wait
-MOST_UNREAD = 256
-#: longer lines, as of progress bars, are shown in parts
+#: most bytes that are read at once; longer lines, as of progress bars, are shown in parts
 _LONGEST_LINE = 8192
-#: seconds to read a worker's pipes after its end, as a child process may keep them open
-_LAST_WORDS_S = 1.0
+#: most that is read after the end of a process, as a child of it may go on printing
+_LAST_WORDS = 256
 #: environment variable: folder of all logs; `off`: no logs
 LOGS = "RPC_PIPE_LOGS"
 #: most bytes of a log; the rest is only shown
@@ -31,105 +29,99 @@ _KEPT = 10
 
 
 class WorkerEvent(NamedTuple):
-    """An event of a worker: `told` a message, `printed` a line, `no more` messages, or `ended` with an exit code."""
+    """An event of a worker: it `told` a message, `printed` a line, or `ended` with an exit code."""
 
     what: str
     worker: int
     detail: Any
 
 
-#: the events of all workers, in the order in which they came
-Events = queue.Queue[WorkerEvent]
-
-
 class WorkerProcess:
-    """One worker process with its pipes, read by threads into `events`."""
+    """One worker process, with the pipe of what it prints and the socket of messages and orders."""
 
-    def __init__(
-        self, rank: int, command: list[str], environment: dict[str, str], events: Events, logs: Logs | None = None
-    ) -> None:
-        self._rank = rank
+    def __init__(self, rank: int, command: list[str], environment: dict[str, str], logs: Logs | None = None) -> None:
+        self.rank = rank
         self._logs = logs
-        self._events = events
-        ends: list[int] = []
-        try:
-            ends += os.pipe()
-            ends += os.pipe()
-            leash_end, leash, told, tell_end = ends
-            self.process = subprocess.Popen(
-                command,
-                env={**environment, "RANK": str(rank), link.LEASH: str(leash_end), link.TELL: str(tell_end)},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                pass_fds=(leash_end, tell_end),
-                start_new_session=True,  # the terminal's Ctrl-C must reach the launcher alone
-            )
-        except OSError:  # the launcher needs the descriptors to clean up
-            for end in ends:
-                os.close(end)
-            raise
-        self._leash = open(leash, "wb", buffering=0)
-        os.close(leash_end)
-        os.close(tell_end)
-        readers = [
-            threading.Thread(target=self._read_told, args=(told,), daemon=True),
-            threading.Thread(target=self._read_output, daemon=True),
-        ]
-        try:
-            for reader in (*readers, threading.Thread(target=self._await_end, args=(readers,), daemon=True)):
-                reader.start()
-        except RuntimeError:  # the system cannot start a thread
-            self.kill()
-            raise
+        self._link, of_worker = socket.socketpair()
+        with of_worker:
+            try:
+                self.process = subprocess.Popen(
+                    command,
+                    env={**environment, "RANK": str(rank), link.LINK: str(of_worker.fileno())},
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    pass_fds=[of_worker.fileno()],
+                    start_new_session=True,  # the terminal's Ctrl-C must reach the launcher alone
+                )
+            except OSError:  # the launcher needs the descriptors to clean up
+                self._link.close()
+                raise
+        assert self.process.stdout is not None
+        #: what is read of it, with the part of a line that has come, until its end
+        self.pipes: dict[Any, bytes] = {self.process.stdout: b"", self._link: b""}
+        for pipe in self.pipes:
+            os.set_blocking(pipe.fileno(), False)
+        #: whether its end has been told
+        self.ended = False
 
     def order_stop(self) -> None:
         """Ask it to finish the step and stop."""
-        with suppress(OSError, ValueError):  # it has ended
-            self._leash.write(link.STOP)
+        with suppress(OSError):  # it has ended
+            self._link.send(link.STOP)
 
     def kill(self) -> None:
         """Kill the process and all processes that it has started."""
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
-    def _put(self, what: str, detail: Any) -> None:
-        self._events.put(WorkerEvent(what, self._rank, detail))
+    def read(self, pipe: Any) -> Iterator[WorkerEvent]:
+        """Yield what has come through one of its pipes."""
+        try:
+            read = os.read(pipe.fileno(), _LONGEST_LINE)
+        except BlockingIOError:
+            return
+        except OSError:  # it has ended before it has read an order
+            read = b""
+        *lines, rest = (self.pipes[pipe] + read).split(b"\n")
+        if pipe is self._link:
+            for line in lines:
+                yield WorkerEvent("told", self.rank, json.loads(line))
+        else:
+            if self._logs is not None:
+                self._logs.write(self.rank, read)
+            if rest and (len(rest) > _LONGEST_LINE or not read):
+                lines, rest = [*lines, rest], b""
+            for line in lines:  # as a terminal would finally show it
+                shown = line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace").rstrip()
+                yield WorkerEvent("printed", self.rank, shown)
+        self.pipes[pipe] = rest
+        if not read:
+            del self.pipes[pipe]
+            pipe.close()
 
-    def _read_told(self, descriptor: int) -> None:
-        with open(descriptor) as lines:
-            for text in lines:
-                with suppress(ValueError):  # it was killed in the middle of a message
-                    self._put("told", json.loads(text))
-        self._put("no more", None)
-
-    def _read_output(self) -> None:
-        assert self.process.stdout is not None
-        rest = b""
-        with self.process.stdout as output:
-            while read := os.read(output.fileno(), _LONGEST_LINE):
-                if self._logs is not None:
-                    self._logs.write(self._rank, read)
-                *lines, rest = (rest + read).split(b"\n")
-                if len(rest) > _LONGEST_LINE:
-                    lines, rest = [*lines, rest], b""
-                for line in lines:
-                    self._put("printed", _shown(line))
-        if rest:
-            self._put("printed", _shown(rest))
-
-    def _await_end(self, readers: list[threading.Thread]) -> None:
-        code = self.process.wait()
-        deadline = time.monotonic() + _LAST_WORDS_S
-        for reader in readers:
-            reader.join(max(0.0, deadline - time.monotonic()))
-        self._leash.close()
-        self._put("ended", code)
+    def rest(self) -> Iterator[WorkerEvent]:
+        """Yield what came from it before its end, and the end."""
+        self.ended = True
+        for _ in range(_LAST_WORDS):
+            for pipe in wait([*self.pipes], 0):
+                yield from self.read(pipe)
+        for pipe, part in self.pipes.items():  # which a child of it holds
+            if part and pipe is not self._link:
+                yield WorkerEvent("printed", self.rank, part.decode(errors="replace"))
+            pipe.close()
+        self.pipes = {}
+        yield WorkerEvent("ended", self.rank, self.process.wait())
 
 
-def _shown(line: bytes) -> str:
-    """Return a printed line as a terminal would finally show it."""
-    return line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace").rstrip()
+def hear(workers: Sequence[WorkerProcess], timeout_s: float) -> Iterator[WorkerEvent]:
+    """Yield what has come from workers; wait for a limited time if nothing has."""
+    ended = [worker for worker in workers if not worker.ended and worker.process.poll() is not None]
+    pipes = {pipe: worker for worker in workers for pipe in worker.pipes}
+    for pipe in wait([*pipes], 0 if ended else timeout_s):
+        yield from pipes[pipe].read(pipe)
+    for worker in ended:
+        yield from worker.rest()
 
 
 def log_root() -> Path | None:

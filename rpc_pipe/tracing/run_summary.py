@@ -52,6 +52,11 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}{'s' * (number != 1)}"
 
 
+def summary(found: dict[str, Any], *more: str) -> str:
+    """Return what is told of a run at its end, from its figures; with lines of `more`."""
+    return "\n".join([sentence(found), *more, *lost_lines(found)])
+
+
 def lost_lines(found: dict[str, Any]) -> list[str]:
     """Return lines on the lost time of a run, from its figures."""
     return [f"a step's time: {found['lost']['line']}", f"worst: {found['lost']['sentence']}"]

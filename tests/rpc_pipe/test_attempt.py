@@ -4,7 +4,6 @@ import io
 import runpy
 import signal
 from functools import partial
-from threading import Timer
 
 import pytest
 
@@ -16,13 +15,14 @@ from rpc_pipe.launching.report import Reporter
 from rpc_pipe.launching.worker_main import as_worker
 from rpc_pipe.launching.worker_process import WorkerEvent
 
-LOST = {"kind": "failure", "consequence": True, "text": "worker 0 lost worker 1"}
+LOST = {"kind": "failure", "error": "PeerLost", "text": "worker 0 lost worker 1"}
+EARLY = {"kind": "failure", "error": "Disagreement", "text": "early"}
 
 
 class Process:
     """A worker's process that ends when it is killed; the third cannot be started."""
 
-    def __init__(self, rank, **_):
+    def __init__(self, rank, *_):
         if rank == 2:
             raise OSError(24, "Too many open files")
         self.process, self.killed = self, False
@@ -35,7 +35,7 @@ class Process:
 
 
 def of(num_workers=3):
-    return Attempt([], num_workers, {}, Reporter(), None, None, rpc=False)
+    return Attempt(num_workers, Reporter(), None)
 
 
 def test_workers_that_the_system_does_not_allow_are_told_and_the_others_ended(monkeypatch):
@@ -43,7 +43,7 @@ def test_workers_that_the_system_does_not_allow_are_told_and_the_others_ended(mo
     monkeypatch.setattr(attempt, "WorkerProcess", Process)
     found = of()
     with pytest.raises(ConfigError, match=r"--workers 3: worker 2 cannot be started: .* Too many open files"):
-        found.start()
+        found.start([], {}, None)
     assert len(found.workers) == 2
     found.end()
 
@@ -74,33 +74,19 @@ def test_who_ends_as_if_stopped_though_nobody_asked_is_the_cause():
     found = of(2)
     found._take(WorkerEvent("told", 0, LOST))
     found._take(WorkerEvent("ended", 1, 130))
-    assert found._without_cause().text == "worker 1 ended with exit code 130 while starting up"
-
-
-def test_who_cannot_tell_its_error_has_time_to_end(monkeypatch):
-    """A script closed the launcher's pipe and raised: as it took more than a second to end, another was blamed."""
-    monkeypatch.setattr(attempt, "_DISAGREED_S", 0.0)
-    found = of(2)
-    found._take(WorkerEvent("no more", 1, None))
-    found._take(
-        WorkerEvent("told", 0, {"kind": "failure", "consequence": False, "disagreement": True, "text": "early"})
-    )
-    Timer(0.3, found._events.put, [WorkerEvent("ended", 1, 1)]).start()
-    assert found.watch(lambda: None).title == "worker 1 died"
+    assert found._without_cause().text == "worker 1 ended with exit code 130"
 
 
 @pytest.mark.parametrize("done", [True, False])
 def test_who_calls_nothing_more_has_died_or_ended_early(done):
     """A worker that ended by os._exit before it had said anything was said to end its loop early."""
     found = of(2)
-    found._take(
-        WorkerEvent("told", 0, {"kind": "failure", "consequence": False, "disagreement": True, "text": "early"})
-    )
+    found._take(WorkerEvent("told", 0, EARLY))
     if done:
         found._take(WorkerEvent("told", 1, {"kind": "done"}))
     found._take(WorkerEvent("ended", 1, 0))
     found._take(WorkerEvent("ended", 0, 1))
-    death = "worker 1 ended with exit code 0 while starting up; it may call os._exit or sys.exit"
+    death = "worker 1 ended with exit code 0; it may call os._exit or sys.exit"
     assert found.watch(lambda: None).text == ("early" if done else death)
 
 
@@ -129,7 +115,7 @@ def test_a_script_that_ends_itself_has_failed_unless_a_stop_was_asked_for(monkey
 
     if failure:
         assert as_worker(work, Reporter()) == 1
-        assert not told[0]["consequence"] and failure in told[0]["text"]
+        assert told[0]["error"] == type(error).__name__ and failure in told[0]["text"]
     else:
         with pytest.raises(type(error)):
             as_worker(work, Reporter())

@@ -65,9 +65,16 @@ class Forked:
 
     def wait(self) -> int:
         """Return the exit code once the process has ended."""
+        code = self.poll(0)
+        assert code is not None
+        return code
+
+    def poll(self, how: int = os.WNOHANG) -> int | None:
+        """Return the exit code; None: the process has not ended."""
         with self._lock:  # another thread may wait too
             if self.returncode is None:
-                self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+                ended, status = os.waitpid(self.pid, how)
+                self.returncode = os.waitstatus_to_exitcode(status) if ended else None
         return self.returncode
 
     def send_signal(self, number: int) -> None:
