@@ -7,31 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .dependency import (
-        Action,
-        B,
-        BatchError,
-        ConfigError,
-        DataError,
-        Disagreement,
-        F,
-        G,
-        I,
-        Kind,
-        ModelError,
-        Order,
-        PeerLost,
-        PipeError,
-        R,
-        ScheduleError,
-        Spec,
-        Stalled,
-        StorageError,
-        U,
-        W,
-        WorkerFailure,
-        check,
-    )
+    from .dependency import *  # noqa: F403
     from .pipeline import Pipeline, Training
     from .planning.plan import Plan
     from .planning.simulator import Link, simulate
@@ -40,7 +16,7 @@ if TYPE_CHECKING:
     from .workers.hooks import Listener, StepRecord
 
 __version__ = "0.1.0"
-__all__ = [
+__all__ = [  # noqa: F405
     "B", "F", "G", "I", "R", "U", "W", "Action", "BatchError", "ConfigError", "DataError", "Disagreement", "Kind",
     "Link", "Listener", "ModelError", "Order", "PeerLost", "PipeError", "Pipeline", "Plan", "ScheduleError", "Spec",
     "Stalled", "StepRecord", "StepReport", "StorageError", "Training", "WorkerFailure", "carries_out", "check",

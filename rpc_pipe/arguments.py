@@ -12,8 +12,9 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import wraps
+from operator import attrgetter
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -47,20 +48,16 @@ OLD_NAMES = {
 _told: set[str] = set()
 
 
-def with_old_names(pipeline: type[T]) -> type[T]:
-    """Give a class its methods by their old names, too; each says once where it is now."""
-    for old, new in OLD_NAMES.items():
-        setattr(pipeline, old, _forward(old, *new.split(".")))
-    return pipeline
+class WithOldNames:
+    """A pipeline whose methods have their old names, too; each says once where it is now."""
 
+    if not TYPE_CHECKING:
 
-def _forward(old: str, noun: str, verb: str) -> Callable[..., Any]:
-    def forward(pipe: Any, *args: Any, **kwargs: Any) -> Any:
-        _tell_once(f"pipe.{old} is pipe.{noun}.{verb} now", alone=pipe.num_workers == len(pipe.actors))
-        return getattr(getattr(pipe, noun), verb)(*args, **kwargs)
-
-    forward.__name__, forward.__doc__ = old, f"Old name of `{noun}.{verb}`."
-    return forward
+        def __getattr__(self, name: str) -> Any:
+            if name not in OLD_NAMES:
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            _tell_once(f"pipe.{name} is pipe.{OLD_NAMES[name]} now", alone=self.num_workers == len(self.actors))
+            return attrgetter(OLD_NAMES[name])(self)
 
 
 def _tell_once(now: str, *, alone: bool) -> None:
@@ -115,7 +112,7 @@ def _shown_plainly(steps: Any) -> Iterator[Any]:
 
 
 def _plain(error: PipeError) -> PipeError:
-    """Return a refusal without its frames where all are ours."""
+    """Return a refusal, and the refusals that have led to it, without their frames where all are ours."""
     each: BaseException | None = error
     while isinstance(each, _REFUSALS):
         files = [Path(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(each.__traceback__)]
@@ -154,19 +151,6 @@ def refuse_without_grad(call: str) -> None:
     )
 
 
-def _takes_one(function: Callable[..., object]) -> bool:
-    """Return whether a function can be called with one argument, as far as its signature shows."""
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # written in C, or hidden
-        return True
-    try:
-        signature.bind(())
-    except TypeError:
-        return False
-    return True
-
-
 def refuse_training(loss_fn: object, training: Training) -> None:
     """Refuse factories that cannot be called, objects in their place, and impossible numbers."""
     optimizer: object = training.optimizer
@@ -178,27 +162,15 @@ def refuse_training(loss_fn: object, training: Training) -> None:
     refuse_sums(loss_fn, "loss_fn")
     if loss_fn is not None and not callable(loss_fn):
         raise ConfigError(f"loss_fn {loss_fn!r}: must be callable as loss_fn(output, target), such as cross_entropy")
-    if isinstance(optimizer, Optimizer):
-        name, lr = type(optimizer).__name__, optimizer.defaults.get("lr", 1e-3)
-        lr = lr.item() if isinstance(lr, torch.Tensor) else lr
-        raise ConfigError(
-            f"optimizer is an {name} that holds parameters already: pass what makes one for the parameters of a stage, "
-            f"such as partial(torch.optim.{name}, lr={lr:g})"
-        )
-    if optimizer is not None and not callable(optimizer):
-        raise ConfigError(f"optimizer {optimizer!r}: must be callable with parameters, such as partial(AdamW, lr=1e-3)")
-    if optimizer is not None and not _takes_one(optimizer):
-        raise ConfigError(
-            f"optimizer {optimizer!r}: cannot be called as optimizer(parameters), once for those of each stage; "
-            "write partial(AdamW, lr=1e-3) or lambda parameters: AdamW(parameters, lr=1e-3)"
-        )
-    if isinstance(lr_scheduler, LRScheduler):
-        raise ConfigError(
-            f"lr_scheduler is a {type(lr_scheduler).__name__} of some optimizer: pass what makes one for the optimizer "
-            f"of a stage, such as partial(torch.optim.lr_scheduler.{type(lr_scheduler).__name__}, ...)"
-        )
-    if lr_scheduler is not None and not callable(lr_scheduler):
-        raise ConfigError(f"lr_scheduler {lr_scheduler!r}: must be callable, such as partial(StepLR, step_size=10)")
+    for made, what in (optimizer, "optimizer"), (lr_scheduler, "lr_scheduler"):
+        if isinstance(made, Optimizer | LRScheduler):
+            of = "parameters" if what == "optimizer" else "the optimizer"
+            name = type(made).__name__
+            raise ConfigError(
+                f"{what} is made already, a {name}: pass what makes one for {of} of a stage, as partial({name}, ...)"
+            )
+        if made is not None and not callable(made):
+            raise ConfigError(f"{what} {made!r}: must be callable, such as partial(AdamW, lr=1e-3)")
     if lr_scheduler is not None and optimizer is None:
         raise ConfigError("lr_scheduler: needs an optimizer to schedule; pass optimizer=, too")
     refuse_below(1, accumulate=training.accumulate)

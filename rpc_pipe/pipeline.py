@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from .arguments import (
+    WithOldNames,
     begin_training,
     describe,
     refuse_options,
@@ -22,7 +23,6 @@ from .arguments import (
     refuse_untrainable,
     settle_training,
     shown_plainly,
-    with_old_names,
 )
 from .checkpoints.nouns import Checkpoints, Weights
 from .checkpoints.resumption import name_of
@@ -50,8 +50,7 @@ from .workers.transport.payload import Tree
 T = TypeVar("T")
 
 
-@with_old_names
-class Pipeline(Inspected):
+class Pipeline(Inspected, WithOldNames):
     """A model cut into stages on several workers, trained by a schedule.
 
     Args:

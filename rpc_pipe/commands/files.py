@@ -17,32 +17,25 @@ def try_files(typed: Mapping[str, Any], names: Iterable[str]) -> None:
     Raises:
         ConfigError: one cannot be, or two are the same.
     """
-    taken: dict[Path, str] = {}
-    for name in names:
-        if name in typed:
-            option = f"--{name} {typed[name]}"
-            path = Path(typed[name])
-            _try(option, path)
-            other = taken.setdefault(Path(os.path.realpath(path)), f"--{name}")
-            if other != f"--{name}":
-                raise ConfigError(f"{option}: {other} writes the same file")
-
-
-def _try(option: str, path: Path) -> None:
-    try:
-        if path.is_dir() or option.endswith("/"):
-            raise ConfigError(f"{option}: is a folder; name a file in it")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path.parent):  # a finished file may be moved to its place
-            pass
-        if path.exists():
-            if not path.is_file():
-                raise ConfigError(f"{option}: is not a regular file")
-            path.open("ab").close()
-    except FileExistsError as error:
-        raise ConfigError(f"{option}: {error.filename} is a file, not a folder") from error
-    except OSError as error:
-        raise ConfigError(f"{option}: cannot be written: {error.strerror}") from error
+    taken: dict[str, str] = {}
+    for name in [name for name in names if name in typed]:
+        option, path = f"--{name} {typed[name]}", Path(typed[name])
+        try:
+            if path.is_dir() or option.endswith("/"):
+                raise ConfigError(f"{option}: is a folder; name a file in it")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=path.parent):  # a finished file may be moved to its place
+                pass
+            if path.exists():
+                if not path.is_file():
+                    raise ConfigError(f"{option}: is not a regular file")
+                path.open("ab").close()
+        except FileExistsError as error:
+            raise ConfigError(f"{option}: {error.filename} is a file, not a folder") from error
+        except OSError as error:
+            raise ConfigError(f"{option}: cannot be written: {error.strerror}") from error
+        if (other := taken.setdefault(os.path.realpath(path), name)) != name:
+            raise ConfigError(f"{option}: --{other} writes the same file")
 
 
 def write(path: str, text: str) -> None:

@@ -184,7 +184,8 @@ def _request(typed: dict[str, Any], seconds: float, reporter: Reporter) -> tuple
     profile = with_slices(typed, profile, path, max(slices))
     refuse_too_few(profile, least)
     if profile.workers not in (0, workers):
-        reporter.text(_measured_by_others(profile, machines, path, typed))
+        advice = f"profile --workers {workers} --again measures for {workers}"
+        reporter.text(f"--profile {path}: measured while {profile.workers} workers were busy: {advice}")
     request = PlanRequest(
         profile,
         _as_measured(machines, profile, typed),
@@ -198,15 +199,6 @@ def _request(typed: dict[str, Any], seconds: float, reporter: Reporter) -> tuple
         seconds=seconds,
     )
     return request, path
-
-
-def _measured_by_others(profile: Profile, machines: Machines, path: Path, typed: dict[str, Any]) -> str:
-    """Return the message that a profile was measured by another number of workers."""
-    count = machines.num_workers
-    speeds = ["speeds"] * ("topology" not in typed) + ["links"] * ("topology" not in typed and "link" not in typed)
-    unknown = f", and their {' and '.join(speeds)} are not known" if speeds else ""
-    advice = f"profile --workers {count} --again measures for {count}"
-    return f"--profile {path}: measured while {profile.workers} workers were busy{unknown}: {advice}"
 
 
 def refuse_too_few(profile: Profile, num_workers: int) -> None:

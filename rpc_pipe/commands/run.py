@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +37,8 @@ from .readers import fraction, number, some, whole
 if TYPE_CHECKING:
     from ..launching.launcher import How
 
+#: environment variable of workers: the file of the plan that --plan auto has made
+_AUTO_PLAN = "RPC_PIPE_AUTO_PLAN"
 #: options of the built-in training only
 _GPT: dict[str, tuple[Callable[[str], Any], str]] = {
     "steps": (whole(1), "training steps"),
@@ -84,8 +86,7 @@ def run(typed: dict[str, Any], argv: list[str]) -> int:
     """Train or run the script; return the exit code."""
     set_transport(typed)
     job = current_job()
-    typed, argv = _planned(typed, argv, job)
-    typed = _with_model(follow_plan(typed))
+    typed = _with_model(follow_plan(_planned(typed, job)))
     refuse_idle(typed, job)
     if job is None or job.worker == 0:
         try_files(typed, FILES)
@@ -93,7 +94,7 @@ def run(typed: dict[str, Any], argv: list[str]) -> int:
     return _run_script(typed, argv, job)
 
 
-def _planned(typed: dict[str, Any], argv: list[str], job: Job | None) -> tuple[dict[str, Any], list[str]]:
+def _planned(typed: dict[str, Any], job: Job | None) -> dict[str, Any]:
     """Return the typed options with the file of the kept plan in place of --plan auto.
 
     Raises:
@@ -101,31 +102,21 @@ def _planned(typed: dict[str, Any], argv: list[str], job: Job | None) -> tuple[d
     """
     if typed.get("plan") != "auto":
         refuse_typed(typed, ["memory"], "is for --plan auto; leave it out")
-        return typed, argv
-    before = "rpc-pipe plan FILE.py:make --auto --output plan.json, and --plan plan.json"
-    if "model" not in typed:
-        refuse_typed(typed, ["plan"], f"needs --model FILE.py:make, which is measured; for a script: {before}")
-    if job is not None:
-        refuse_typed(typed, ["plan"], f"this job has been started already; before it: {before}")
-    from .plan import AUTO_SECONDS, keep_up
+        return typed
+    if job is None or _AUTO_PLAN not in os.environ:
+        before = "rpc-pipe plan FILE.py:make --auto --output plan.json, and --plan plan.json"
+        if "model" not in typed:
+            refuse_typed(typed, ["plan"], f"needs --model FILE.py:make, which is measured; for a script: {before}")
+        if job is not None:
+            refuse_typed(typed, ["plan"], f"this job has been started already; before it: {before}")
+        from .plan import AUTO_SECONDS, keep_up
 
-    names = ("model", "workers", "memory", "threads", "device")
-    reporter = Reporter("json" in typed)
-    path, line = keep_up({name: typed[name] for name in names if name in typed}, AUTO_SECONDS, reporter)
-    reporter.text(line)
-    rest = {name: value for name, value in typed.items() if name not in ("memory", "plan")}
-    for option in ("--memory", "--plan"):
-        argv = _without(argv, option)
-    return {**rest, "plan": str(path)}, [argv[0], "--plan", str(path), *argv[1:]]
-
-
-def _without(argv: Sequence[str], option: str) -> list[str]:
-    """Return the arguments without an option and its value."""
-    end = argv.index("--") if "--" in argv else len(argv)
-    for at, word in enumerate(argv[:end]):
-        if word == option or word.startswith(f"{option}="):
-            return [*argv[:at], *argv[at + (2 if word == option else 1) :]]
-    return list(argv)
+        names = ("model", "workers", "memory", "threads", "device")
+        reporter = Reporter("json" in typed)
+        path, line = keep_up({name: typed[name] for name in names if name in typed}, AUTO_SECONDS, reporter)
+        reporter.text(line)
+        os.environ[_AUTO_PLAN] = str(path)
+    return {**{name: value for name, value in typed.items() if name != "memory"}, "plan": os.environ[_AUTO_PLAN]}
 
 
 def _with_model(typed: dict[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from ..dependency import ConfigError
 from . import LOOPBACK
@@ -68,13 +69,13 @@ def current_job(environ: Mapping[str, str] | None = None) -> Job | None:
     local = environ.get(INIT)
     wanted = ("RANK", "WORLD_SIZE") if local else _TORCHRUN
     present = [name for name in wanted if name in environ]
-    settings = dict(
+    settings: dict[str, Any] = dict(
         join_timeout_s=seconds(environ, "RPC_PIPE_JOIN_TIMEOUT", Job.join_timeout_s),
         shared_memory=_on(environ, "RPC_PIPE_SHARED_MEMORY", "on"),
         ways=tuple(environ["RPC_PIPE_WAYS"].split(",")) if "RPC_PIPE_WAYS" in environ else Job.ways,
         transport=refuse_transport(environ.get(TRANSPORT, Job.transport), TRANSPORT),
         trust_network=_on(environ, TRUST, "off"),
-        port=_number(environ, PORT) if PORT in environ else 0,
+        port=_number(environ, PORT, 0),
         key_file=Path(environ[KEY]) if KEY in environ else None,
         lost_after_s=seconds(environ, "RPC_PIPE_LOST_AFTER", Job.lost_after_s),
     )
@@ -88,11 +89,10 @@ def current_job(environ: Mapping[str, str] | None = None) -> Job | None:
         raise ConfigError(f"RANK {worker}: must be 0 to WORLD_SIZE - 1 = {num_workers - 1}")
     if local:
         interface = environ.get("RPC_PIPE_INTERFACE", LOOPBACK)
-        return Job(worker, num_workers, local, interface, place=worker, workers_here=num_workers, **settings)  # type: ignore[arg-type]
+        return Job(worker, num_workers, local, interface, place=worker, workers_here=num_workers, **settings)
     interface, one_host = _place(environ, num_workers)
-    settings["place"] = _number(environ, "LOCAL_RANK") if "LOCAL_RANK" in environ else worker
-    settings["workers_here"] = _number(environ, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in environ else num_workers
-    return Job(worker, num_workers, "env://", interface, one_host=one_host, **settings)  # type: ignore[arg-type]
+    place, here = _number(environ, "LOCAL_RANK", worker), _number(environ, "LOCAL_WORLD_SIZE", num_workers)
+    return Job(worker, num_workers, "env://", interface, one_host=one_host, place=place, workers_here=here, **settings)
 
 
 def own_part(transport: str | None, num_workers: int | None) -> tuple[Job | None, int]:
@@ -168,8 +168,8 @@ def seconds(environ: Mapping[str, str], name: str, usual: float) -> float:
     return found
 
 
-def _number(environ: Mapping[str, str], name: str) -> int:
+def _number(environ: Mapping[str, str], name: str, usual: int = 0) -> int:
     try:
-        return int(environ[name])
+        return int(environ.get(name, usual))
     except ValueError:
         raise ConfigError(f"{name} {environ[name]!r}: must be a whole number") from None

@@ -9,7 +9,6 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlparse
 
 from ..dependency import ConfigError, NotMet
 from ..system.at_exit import at_exit
@@ -22,7 +21,7 @@ from ..workers.transport.shared_memory import Channels
 from . import LOOPBACK
 from . import launcher_link as link
 from .interfaces import address_of, interface_towards, read_key
-from .job import INIT, KEY, TRUST, Job
+from .job import KEY, TRUST, Job
 
 if TYPE_CHECKING:
     from ..workers.transport.keys import Keys
@@ -65,16 +64,9 @@ def _by_rpc(job: Job) -> Carrier:
             trust = f"--trust-network ({TRUST}=on) if nobody else is in this network, or use --transport zmq"
             raise ConfigError(f"transport rpc beyond this host: {_RPC_MEANS}; pass {trust}")
         _warn(job, f"--trust-network: {_RPC_MEANS}")
-    store: Any = None
-    if job.init_method == "env://":  # torch's own would meet where workers were before a restart
-        meeting, store = _at_torchruns_store(job)
-        if not job.one_host:
-            job, _ = _reached(job, meeting)
-    elif job.init_method.startswith("file://"):
-        store = store_in(_at(job), job.num_workers)
-    elif (at := urlparse(job.init_method)).scheme == "tcp":
-        assert at.hostname is not None and at.port is not None
-        store = store_at(at.hostname, at.port, job.worker, job.num_workers, job.join_timeout_s)
+    store = _store(job)  # torch's own would meet where workers were before a restart
+    if not job.one_host:
+        job, _ = _reached(job, Meeting(store))
     # Both, because init_rpc builds a gloo group besides TensorPipe's own connections (pytorch#42879).
     os.environ["TP_SOCKET_IFNAME"] = os.environ["GLOO_SOCKET_IFNAME"] = job.interface
     from ..workers.transport.rpc import RpcLink  # here, so that others do without
@@ -116,6 +108,16 @@ def _leave(carrier: Carrier, zmq: ZmqLink, own_folder: Path | None) -> None:
 # --- meeting places and addresses
 
 
+def _store(job: Job) -> Any:
+    """Return torch's store where the workers meet: in the launcher's file, at its port, or torchrun's."""
+    if job.init_method.startswith("file://"):
+        return store_in(_at(job), job.num_workers)
+    if job.init_method == "env://":
+        return torchrun_store(job.worker, job.num_workers, job.join_timeout_s)
+    host, _, port = job.init_method.removeprefix("tcp://").rpartition(":")
+    return store_at(host, int(port), job.worker, job.num_workers, job.join_timeout_s)
+
+
 def _at(job: Job) -> Path:
     """Return the file where the workers of one host meet. Its path is no URL: it may have any character."""
     return Path(job.init_method.removeprefix("file://"))
@@ -137,11 +139,11 @@ def _network(job: Job) -> Network:
     """Return the addresses of workers over TCP."""
     from ..workers.transport.zeromq import Network
 
+    secret = _secret(job)  # before others are waited for
+    meeting = Meeting(_store(job))
     if job.init_method.startswith("file://"):
-        meeting, host = Meeting(store_in(_at(job), job.num_workers)), address_of(job.interface, "127.0.0.1")
+        host = address_of(job.interface, "127.0.0.1")
     else:
-        _secret(job)  # before others are waited for
-        meeting, _ = _at_torchruns_store(job)
         job, host = _reached(job, meeting)
 
     def tell(place: str, address: str) -> None:
@@ -153,7 +155,7 @@ def _network(job: Job) -> Network:
 
     port = job.port if job.worker == 0 else 0
     more = {"congestion": os.environ["RPC_PIPE_CONGESTION"]} if "RPC_PIPE_CONGESTION" in os.environ else {}
-    return Network(_keys(job, meeting), host, port, tell, ask, job.lost_after_s, **more)
+    return Network(_keys(job, meeting, secret), host, port, tell, ask, job.lost_after_s, **more)
 
 
 def _secret(job: Job) -> bytes | None:
@@ -170,15 +172,10 @@ def _secret(job: Job) -> bytes | None:
     raise ConfigError(f"transport zmq beyond this host: {key}; or pass --trust-network ({TRUST}=on): {_KEY_MEANS}")
 
 
-def _keys(job: Job, meeting: Meeting) -> Keys:
-    """Return the keys of the job, from the file that holds its secret."""
+def _keys(job: Job, meeting: Meeting, secret: bytes | None) -> Keys:
+    """Return the keys of the job; without a secret of its own the workers agree on one."""
     from ..workers.transport.keys import Keys
 
-    if job.init_method.startswith("file://"):
-        if job.key_file is None:
-            raise ConfigError(f"{KEY}: not set, but {INIT} is; the launcher sets both")
-        return Keys(read_key(job.key_file), "", job.num_workers)
-    secret = _secret(job)
     if secret is None:
         _warn(job, f"--trust-network: {_KEY_MEANS}")
         secret = _agreed(job, meeting, "secret").encode()
@@ -190,11 +187,6 @@ def _agreed(job: Job, meeting: Meeting, name: str) -> str:
     if job.worker == 0:
         meeting.leave(name, secrets.token_hex(32))
     return meeting.take(name, job.join_timeout_s)
-
-
-def _at_torchruns_store(job: Job) -> tuple[Meeting, Any]:
-    store = torchrun_store(job.worker, job.num_workers, job.join_timeout_s)
-    return Meeting(store), store
 
 
 def _reached(job: Job, meeting: Meeting) -> tuple[Job, str]:

@@ -14,7 +14,7 @@ from torch.distributed import HashStore
 from rpc_pipe.dependency import ConfigError
 from rpc_pipe.launching.interfaces import make_key, read_key
 from rpc_pipe.launching.job import current_job, own_part
-from rpc_pipe.launching.joining import _keys, join
+from rpc_pipe.launching.joining import _secret, join
 from rpc_pipe.tracing import run_folders
 from rpc_pipe.workers.transport.meeting import Meeting, agree_on_attempt, store_at
 
@@ -237,7 +237,7 @@ def test_rpc_beyond_this_host_must_be_asked_for():
     with pytest.raises(ConfigError, match=r"anybody who reaches a worker's port can run code as you.* --trust-network"):
         join(job)
     with pytest.raises(ConfigError, match=r"needs a key: `rpc-pipe key FILE` makes one"):
-        _keys(job, None)
+        _secret(job)
 
 
 @pytest.mark.parametrize(
