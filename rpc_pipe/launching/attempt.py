@@ -125,7 +125,7 @@ class Attempt:
         for worker in self.workers:
             worker.kill()
         for worker in self.workers:
-            worker.process.wait()
+            worker.end()
 
     def _take(self, event: WorkerEvent) -> None:
         rank, detail = event.worker, event.detail

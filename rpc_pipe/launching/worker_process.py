@@ -75,6 +75,13 @@ class WorkerProcess:
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
+    def end(self) -> int:
+        """Wait for the end of the process, and return its exit code."""
+        for pipe in self.pipes:
+            pipe.close()
+        self.pipes = {}
+        return self.process.wait()
+
     def read(self, pipe: Any) -> Iterator[WorkerEvent]:
         """Yield what has come through one of its pipes."""
         try:
@@ -109,9 +116,7 @@ class WorkerProcess:
         for pipe, part in self.pipes.items():  # which a child of it holds
             if part and pipe is not self._link:
                 yield WorkerEvent("printed", self.rank, part.decode(errors="replace"))
-            pipe.close()
-        self.pipes = {}
-        yield WorkerEvent("ended", self.rank, self.process.wait())
+        yield WorkerEvent("ended", self.rank, self.end())
 
 
 def hear(workers: Sequence[WorkerProcess], timeout_s: float) -> Iterator[WorkerEvent]:

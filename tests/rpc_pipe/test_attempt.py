@@ -30,7 +30,7 @@ class Process:
     def kill(self):
         self.killed = True
 
-    def wait(self):
+    def end(self):
         assert self.killed
 
 
