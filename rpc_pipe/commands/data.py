@@ -63,7 +63,7 @@ def _look(typed: dict[str, Any], named: list[str]) -> int:
     batches = {key: typed[key] for key in ("memory", "window", "seed") if key in typed}
     found = survey(Loader(source, rows=typed.get("rows", 16), **batches))
     if "json" in typed:
-        print(json.dumps(found.as_json()))
+        print(json.dumps(found._asdict()))
     for line in _lines(found):
         Reporter("json" in typed).text(line)
     return 0

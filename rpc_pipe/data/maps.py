@@ -21,7 +21,7 @@ from ..dependency import ConfigError
 from ..workers.compute.randomness import preserved, python_state, seed_process
 from ..workers.transport.payload import Tree, tensors_of
 from .bijection import Numbers, key
-from .source import ALL, Busy, Chunk, Source, Wanted
+from .source import ALL, Busy, Source, Wanted, fields
 
 T = TypeVar("T")
 
@@ -78,7 +78,8 @@ class Mapped(Source):
         chunk: int | None = None,
         identity: str | None = None,
     ) -> None:
-        self.samples, self._keys, self.busy = samples, (inputs, targets), Busy()
+        self.samples, self.busy = samples, Busy()
+        self._keys: Any = inputs, targets
         self.name = type(samples).__name__
         self.shards = [self.name]
         count = len(samples)
@@ -96,16 +97,13 @@ class Mapped(Source):
         """Return a sample as (inputs, target), as far as wanted."""
         sample = self.samples[number]
         if isinstance(sample, dict):
-            keys = [[said] if isinstance(said, str) else list(said or ()) for said in self._keys]
-            if not all(keys) or any(key not in sample for key in (*keys[0], *keys[1])):
+            try:
+                parts = [fields(sample, said) for said in self._keys]
+            except (KeyError, TypeError) as error:
                 raise ConfigError(
                     f"dataset {self.name}: its samples have {', '.join(map(repr, sample))}; "
                     "name two of them with inputs= and targets="
-                )
-            parts = [
-                sample[said] if isinstance(said, str) else {key: sample[key] for key in named}
-                for said, named in zip(self._keys, keys, strict=True)
-            ]
+                ) from error
         elif isinstance(sample, (tuple, list)) and len(sample) == 2:
             parts = list(sample)
         else:
@@ -120,22 +118,15 @@ class Mapped(Source):
             self.make(0)
             return not torch.equal(before, torch.get_rng_state()) or python_state() != others
 
-    def load(self, chunk: int, wanted: Wanted = ALL) -> Chunk:
-        return MappedChunk(self, chunk * self.each)
+    def load(self, chunk: int, wanted: Wanted = ALL) -> int:
+        return chunk * self.each
 
-
-class MappedChunk(Chunk):
-    """Samples in a row."""
-
-    def __init__(self, source: Mapped, first: int) -> None:
-        self._source, self._first = source, first
-
-    def rows(self, numbers: Numbers, wanted: Wanted) -> Tree:
-        make, places = partial(self._source.make, wanted=wanted), (self._first + numbers).tolist()
-        if self._source.pool is None or self.keyed is not None:
-            pairs = drawn(make, places, self.keyed)
+    def rows(self, held: int, numbers: Numbers, wanted: Wanted, keyed: int | None = None) -> Tree:
+        make, places = partial(self.make, wanted=wanted), (held + numbers).tolist()
+        if self.pool is None or keyed is not None:
+            pairs = drawn(make, places, keyed)
         else:
-            pairs = list(self._source.pool.map(make, places))
+            pairs = list(self.pool.map(make, places))
         return tuple(
             default_collate(list(part)) if some else None
             for part, some in zip(zip(*pairs, strict=True), wanted, strict=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
+from typing import Any
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from ..dependency import ConfigError, Stalled
 from ..system.sizes import told
 from .bijection import Numbers
 from .order import Order
-from .source import ALL, Chunk, Source, Wanted
+from .source import ALL, Source, Wanted
 
 #: chunks that are loaded at once
 _LOADERS = 2
@@ -67,7 +68,7 @@ class Residency:
         #: what will be read of chunks that are loaded from here on
         self.wanted: Wanted = ALL
         self._pool = ThreadPoolExecutor(_LOADERS, "chunks")
-        self._held: dict[int, Future[Chunk]] = {}
+        self._held: dict[int, Future[Any]] = {}
         self._bytes, self._smallest = 0, max(1, int(source.num_bytes.min()))
         self._at: tuple[int, int] | None = None
         self._places: dict[int, Numbers] = {}
@@ -100,20 +101,16 @@ class Residency:
                     break
                 self._load(chunk)
 
-    def chunk(self, number: int) -> Chunk:
+    def chunk(self, number: int) -> Any:
         """Wait for a chunk of the block.
 
         Raises:
             DataError: it cannot be loaded.
             Stalled: it takes too long.
         """
-        assert self._at is not None
         loading = self._held[number]
         try:
-            loaded = loading.result(self._timeout_s)
-            if self._source.draws:
-                loaded.keyed = self._order.epoch(self._at[0]).drawn
-            return loaded
+            return loading.result(self._timeout_s)
         except TimeoutError as error:
             if loading.done():  # a timeout of the storage's own
                 raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from typing import Any, Literal, NamedTuple
@@ -32,50 +32,44 @@ class Busy:
     """Counts what the loader's threads spend their time on. Thread-safe."""
 
     def __init__(self) -> None:
-        self._lock, self._thread = threading.Lock(), threading.local()
+        self._lock = threading.Lock()
         self._spent: dict[Cause, float] = {"disk": 0.0, "network": 0.0, "decode": 0.0}
-        #: how many threads are busy with it now, each of which has been charged less by when it began
-        self._threads: dict[Cause, int] = dict.fromkeys(self._spent, 0)
+        #: by thread: what it is busy with now, and since when
+        self._now: dict[int, tuple[Cause, float]] = {}
 
     @contextmanager
     def on(self, cause: Cause) -> Iterator[None]:
         """Charge the body to `cause`; what is charged inside it counts for the inner one alone."""
-        outer: Cause | None = getattr(self._thread, "cause", None)
-        self._turn(outer, cause)
+        outer = self._turn(cause)
         try:
             yield
         finally:
-            self._turn(cause, outer)
+            self._turn(outer)
 
-    def _turn(self, ends: Cause | None, begins: Cause | None) -> None:
-        now, self._thread.cause = time.perf_counter(), begins
+    def _turn(self, begins: Cause | None) -> Cause | None:
+        """Let this thread be busy with something else; return with what it was."""
+        thread = threading.get_ident()
         with self._lock:
-            for cause, sign in ((ends, 1), (begins, -1)):
-                if cause is not None:
-                    self._spent[cause] += sign * now
-                    self._threads[cause] -= sign
+            now = time.perf_counter()
+            ends, since = self._now.pop(thread, (None, now))
+            if ends is not None:
+                self._spent[ends] += now - since
+            if begins is not None:
+                self._now[thread] = begins, now
+        return ends
 
     def spent(self) -> dict[Cause, float]:
         """Return the seconds of each cause so far, those of what is going on included."""
         with self._lock:
-            now = time.perf_counter()
-            return {cause: spent + self._threads[cause] * now for cause, spent in self._spent.items()}
+            found, now = dict(self._spent), time.perf_counter()
+            for cause, since in self._now.values():
+                found[cause] += now - since
+            return found
 
     def worst(self, before: dict[Cause, float]) -> Cause:
         """Return what took most since `spent` returned `before`."""
         after = self.spent()
         return max(after, key=lambda cause: after[cause] - before[cause])
-
-
-class Chunk:
-    """Samples that are in memory together."""
-
-    #: what random numbers of its samples are keyed by, with the sample; None: they draw none
-    keyed: int | None = None
-
-    def rows(self, numbers: Numbers, wanted: Wanted) -> Tree:
-        """Return what is wanted of these samples of the chunk: tensors with a row for each, for `Source.batch`."""
-        raise NotImplementedError
 
 
 class Source:
@@ -105,11 +99,22 @@ class Source:
         """Whether to make a sample random numbers are drawn from generators that the process has for everybody."""
         return False
 
-    def load(self, chunk: int, wanted: Wanted = ALL) -> Chunk:
-        """Bring what is wanted of a chunk into memory, or more where that is cheaper. Several threads may ask.
+    def load(self, chunk: int, wanted: Wanted = ALL) -> Any:
+        """Bring what is wanted of a chunk into memory, or more where that is cheaper; return it for `rows`.
+
+        Several threads may ask.
 
         Raises:
             DataError: a shard is missing, truncated or unreadable.
+        """
+        raise NotImplementedError
+
+    def rows(self, held: Any, numbers: Numbers, wanted: Wanted, keyed: int | None = None) -> Tree:
+        """Return what is wanted of these samples of a chunk: tensors with a row for each, for `batch`.
+
+        Args:
+            held: the chunk, as `load` gave it.
+            keyed: what random numbers of samples are keyed by, with the sample; None: they draw none.
         """
         raise NotImplementedError
 
@@ -121,6 +126,11 @@ class Source:
     def shard_of(self, chunk: int) -> str:
         """Return what errors call the place that a chunk comes from."""
         return self.name
+
+
+def fields(row: Mapping[str, Any], said: str | Sequence[str]) -> Any:
+    """Return what `row` has by one name, or by several as a dict."""
+    return row[said] if isinstance(said, str) else {name: row[name] for name in said}
 
 
 def need(module: str, what: str) -> Any:

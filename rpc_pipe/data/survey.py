@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from .loader import Loader
 from .residency import Residency
-from .source import ALL, Busy, Chunk, Source, Wanted
+from .source import ALL, Busy, Source, Wanted
 
 #: the disk is measured for about so long
 _MEASURED_S = 1.0
@@ -19,8 +19,7 @@ _TOGETHER = 16
 _LOOKED_AT = 1024
 
 
-@dataclass(frozen=True)
-class Survey:
+class Survey(NamedTuple):
     """Figures of a source, read with a limit of memory."""
 
     shards: int
@@ -41,10 +40,6 @@ class Survey:
     mean_distance: float
     #: that chunks come from this disk, or over the network
     mb_per_s: float
-
-    def as_json(self) -> dict[str, float]:
-        """Return everything by name."""
-        return asdict(self)
 
 
 def survey(loader: Loader) -> Survey:
@@ -85,7 +80,7 @@ def _speed(source: Source, chunks: np.typing.NDArray[np.int64]) -> float:
         took += time.perf_counter() - since
         loaded += int(source.num_bytes[chunk])
         for first in range(0, int(source.sizes[chunk]), _TOGETHER):
-            held.rows(np.arange(first, min(first + _TOGETHER, int(source.sizes[chunk]))), ALL)
+            source.rows(held, np.arange(first, min(first + _TOGETHER, int(source.sizes[chunk]))), ALL)
             if time.perf_counter() - begin > _MEASURED_S:
                 break
         if time.perf_counter() - begin > _MEASURED_S:
@@ -99,5 +94,5 @@ class _Dry(Source):
     def __init__(self, source: Source) -> None:
         self.busy, self.sizes, self.num_bytes = Busy(), source.sizes, source.num_bytes
 
-    def load(self, chunk: int, wanted: Wanted = ALL) -> Chunk:
-        return Chunk()
+    def load(self, chunk: int, wanted: Wanted = ALL) -> None:
+        return None

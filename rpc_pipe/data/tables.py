@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -17,7 +17,7 @@ from ..dependency import ConfigError, DataError
 from ..workers.transport.payload import Tree
 from .bijection import Numbers
 from .shards import Roots, ShardFile, find_shards, fingerprint, roots_of
-from .source import ALL, Chunk, Source, Wanted, need
+from .source import ALL, Source, Wanted, fields, need
 from .storage import Storage
 
 ENDINGS = (".parquet", ".arrow", ".feather")
@@ -182,8 +182,9 @@ class Table(Source):
     def shard_of(self, chunk: int) -> str:
         return self._groups[chunk].shard.name
 
-    def load(self, chunk: int, wanted: Wanted = ALL) -> Chunk:
-        group, columns = self._groups[chunk], list(dict.fromkeys(chain(*self.names(wanted))))
+    def load(self, chunk: int, wanted: Wanted = ALL) -> dict[str, NDArray[Any]]:
+        """Return the columns of a row group that are wanted."""
+        group, columns = self._groups[chunk], self._columns(wanted)
 
         def read(path: Path) -> Any:
             with opened(path, group.shard) as file:
@@ -196,17 +197,21 @@ class Table(Source):
                 "it was listed"
             )
         with self.busy.on("decode"):
-            return TableChunk({name: _numbers(rows.column(name), name, group.shard) for name in columns}, self)
+            return {name: _numbers(rows.column(name), name, group.shard) for name in columns}
 
-    def names(self, wanted: Wanted) -> list[list[str]]:
-        """Return which columns of the inputs, and which of the targets, are wanted."""
-        return [_listed(said) if some else [] for said, some in zip((self._inputs, self._targets), wanted, strict=True)]
+    def rows(self, held: dict[str, NDArray[Any]], numbers: Numbers, wanted: Wanted, keyed: int | None = None) -> Tree:
+        return {name: torch.from_numpy(held[name][numbers]) for name in self._columns(wanted)}
+
+    def _columns(self, wanted: Wanted) -> list[str]:
+        """Return which columns are wanted, each once."""
+        said = zip((self._inputs, self._targets), wanted, strict=True)
+        return list(dict.fromkeys(name for columns, some in said if some for name in _listed(columns)))
 
     def batch(self, rows: Tree, wanted: Wanted) -> tuple[Tree, Tree]:
         """Return inputs and targets, as far as wanted: a tensor, or a dict where there are several."""
         inputs, targets = (
-            None if not names else rows[said] if isinstance(said, str) else {name: rows[name] for name in names}
-            for said, names in zip((self._inputs, self._targets), self.names(wanted), strict=True)
+            fields(rows, said) if some else None
+            for said, some in zip((self._inputs, self._targets), wanted, strict=True)
         )
         return inputs, targets
 
@@ -232,14 +237,3 @@ def _numbers(column: Any, name: str, shard: ShardFile) -> NDArray[Any]:
             "rows of a batch must be equally long: pad or pack them"
         )
     return found.reshape(len(column), least or 0)
-
-
-class TableChunk(Chunk):
-    """Columns of a row group."""
-
-    def __init__(self, columns: dict[str, NDArray[Any]], source: Table) -> None:
-        self._columns, self._source = columns, source
-
-    def rows(self, numbers: Numbers, wanted: Wanted) -> Tree:
-        names = {*chain(*self._source.names(wanted))}
-        return {name: torch.from_numpy(self._columns[name][numbers]) for name in names}

@@ -6,21 +6,20 @@ A sample is `context` inputs and the `context` targets that are one further on, 
 from __future__ import annotations
 
 import os
-import resource
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import torch
 from numpy.lib import format as npy
+from numpy.typing import NDArray
 
 from ..dependency import ConfigError, DataError, refuse_below
 from ..workers.transport.payload import Tree
 from .bijection import Numbers
 from .shards import Roots, ShardFile, find_shards, fingerprint, roots_of
-from .source import ALL, Chunk, Source, Wanted
+from .source import ALL, Source, Wanted
 from .storage import Storage, checksum
 
 ENDINGS = (".npy", ".bin", ".u8", ".u16", ".u32")
@@ -28,8 +27,6 @@ _RAW = {".u8": "uint8", ".u16": "uint16", ".u32": "uint32"}
 _DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")
 #: of a file that is larger, so many bytes are a chunk
 CHUNK_BYTES = 64 * 10**6
-#: chunks from so many bytes on are mapped, which takes an open file each
-_MAPPED_BYTES = 16 * 10**6
 
 
 class TokenSpan(NamedTuple):
@@ -138,8 +135,6 @@ class Tokens(Source):
         digest = fingerprint(shards, context, [(s.dtype.str, s.offset, s.num_tokens) for s in spans])
         self.identity = f"{len(shards)} shards, {int(self.sizes.sum())} samples of {context} tokens, digest {digest}"
         self._verified: set[str] = set()
-        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         kinds = {span.dtype.newbyteorder("=") for span in spans}
         #: what tokens of all spans fit into, and torch computes with
         self._dtype = kinds.pop() if len(kinds) == 1 and np.dtype(np.uint64) not in kinds else np.dtype(np.int64)
@@ -147,10 +142,11 @@ class Tokens(Source):
     def shard_of(self, chunk: int) -> str:
         return self._spans[chunk].shard.name
 
-    def load(self, chunk: int, wanted: Wanted = ALL) -> Chunk:
+    def load(self, chunk: int, wanted: Wanted = ALL) -> NDArray[Any]:
+        """Return of each sample its tokens and the one behind it, as they are stored."""
         span = self._spans[chunk]
 
-        def read(path: Path) -> Chunk:
+        def read(path: Path) -> NDArray[Any]:
             if span.shard.checksum is not None and span.shard.name not in self._verified:
                 if (found := checksum(path)) != span.shard.checksum:
                     raise DataError(
@@ -158,9 +154,15 @@ class Tokens(Source):
                         f"{span.shard.checksum:08x}: the file is damaged; restore it, or pack it again"
                     )
                 self._verified.add(span.shard.name)
-            return TokenChunk(path, span, self._context, self._dtype)
+            return np.fromfile(path, span.dtype, span.num_tokens, offset=span.offset)
 
-        return self._storage.use(span.shard, read)
+        tokens = self._storage.use(span.shard, read)
+        if len(tokens) < span.num_tokens:
+            raise DataError(f"shard {span.shard.name}: has become truncated; restore it")
+        return np.lib.stride_tricks.sliding_window_view(tokens, self._context + 1)[:: self._context]
+
+    def rows(self, held: NDArray[Any], numbers: Numbers, wanted: Wanted, keyed: int | None = None) -> Tree:
+        return torch.from_numpy(held[numbers].astype(self._dtype, copy=False))
 
     def batch(self, rows: Tree, wanted: Wanted) -> tuple[Tree, Tree]:
         """Return the tokens of a batch, which are made into wider numbers at once."""
@@ -169,32 +171,3 @@ class Tokens(Source):
             for part, some in zip((rows[:, :-1], rows[:, 1:]), wanted, strict=True)
         )
         return inputs, targets
-
-
-class TokenChunk(Chunk):
-    """Tokens as they are stored; large chunks are mapped, so that a batch waits for the rows alone that it has."""
-
-    def __init__(self, path: Path, span: TokenSpan, context: int, dtype: np.dtype[Any]) -> None:
-        self._path, self._name, self._dtype, self._mapped_ns = path, span.shard.name, dtype, 0
-        if span.num_bytes < _MAPPED_BYTES or path.stat().st_size < span.offset + span.num_bytes:
-            tokens = np.fromfile(path, span.dtype, span.num_tokens, offset=span.offset)
-        else:
-            self._mapped_ns = path.stat().st_mtime_ns
-            with path.open("rb") as file:
-                os.posix_fadvise(file.fileno(), span.offset, span.num_bytes, os.POSIX_FADV_WILLNEED)
-                tokens = np.memmap(file, span.dtype, "r", span.offset, (span.num_tokens,))
-        if len(tokens) < span.num_tokens:
-            raise DataError(f"shard {self._name}: {path} has become truncated; restore it")
-        #: of each sample its tokens and the one behind it
-        self._rows = np.lib.stride_tricks.sliding_window_view(np.asarray(tokens), context + 1)[::context]
-
-    def rows(self, numbers: Numbers, wanted: Wanted) -> Tree:
-        """Return the tokens of these samples.
-
-        Raises:
-            DataError: the shard has been written to since it was mapped; to read what it has lost kills the process.
-        """
-        with suppress(FileNotFoundError):  # who has mapped it keeps it
-            if self._mapped_ns and self._path.stat().st_mtime_ns != self._mapped_ns:
-                raise DataError(f"shard {self._name}: {self._path} was written to while it is in use")
-        return torch.from_numpy(self._rows[numbers].astype(self._dtype, copy=False))

@@ -92,7 +92,7 @@ def test_of_a_compressed_file_one_batch_is_in_memory_at_a_time(tmp_path):
     finally:
         pa.set_memory_pool(usual)
     assert len(source.sizes) == 100 and pool.max_memory() < 4 * 16_000
-    assert held.rows(np.arange(3), ALL)["x"].tolist() == [row % 7 for row in range(50_000, 50_003)]
+    assert source.rows(held, np.arange(3), ALL)["x"].tolist() == [row % 7 for row in range(50_000, 50_003)]
 
 
 def test_tables_that_cannot_be_read(rows):
