@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..dependency import ConfigError, DataError
-from ..system.files import replacing
+from ..system.files import read_json, replacing
 from .shards import INDEX, Roots, ShardFile, find_shards, fingerprint
 from .source import Source, need
 from .storage import Storage, checksum
@@ -137,27 +137,28 @@ def text(
 
 def tokenizer_digest(tokenizer: str) -> str:
     """Return what tells a tokenizer from others: a digest of its file, or its name."""
-    path = Path(tokenizer) / "tokenizer.json" if Path(tokenizer).is_dir() else Path(tokenizer)
+    path = _file_of(tokenizer)
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else tokenizer
+
+
+def _file_of(tokenizer: str) -> Path:
+    return Path(tokenizer) / "tokenizer.json" if Path(tokenizer).is_dir() else Path(tokenizer)
 
 
 def _begun(folder: Path, new: Packed) -> Packed:
     """Return how far the folder has come, if it is of the same text."""
-    if folder.is_file():
-        raise ConfigError(f"{folder}: is a file; name a folder for the shards")
     note = next((folder / name for name in (INDEX, _NOTE) if (folder / name).exists()), None)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         others = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
-        found = new if note is None else Packed(**json.loads(note.read_text()))
-        if not isinstance(found.shards, list):
-            raise TypeError("shards are no list")
     except OSError as error:
-        raise ConfigError(f"{folder}: cannot be written: {error.strerror}") from error
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{folder}: its {note} is not one of rpc-pipe; name another folder") from error
+        raise ConfigError(f"{folder}: cannot be written: {error.strerror}; name another folder") from error
     if note is None and others:
         raise ConfigError(f"{folder}: is not empty ({others[0]}); name another folder")
+    try:
+        found = new if note is None else Packed(**read_json(note, f"{note}"))
+    except TypeError as error:
+        raise ConfigError(f"{folder}: its {note} is not one of rpc-pipe; name another folder") from error
     if found.identity != new.identity:
         raise ConfigError(
             f"{folder}: holds shards of another text, or made with other options ("
@@ -252,7 +253,7 @@ class Tokenizer:
 
 def _loaded(name: str) -> Any:
     tokenizers = need("tokenizers", f"tokenizer {name}")
-    path = Path(name) / "tokenizer.json" if Path(name).is_dir() else Path(name)
+    path = _file_of(name)
     if path.is_file():
         try:
             return tokenizers.Tokenizer.from_file(str(path))

@@ -159,11 +159,7 @@ def _remote(root: str, endings: Sequence[str], options: Mapping[str, Any]) -> tu
 
 
 def _listed(files: Any, path: str, root: str, endings: Sequence[str]) -> tuple[list[ShardFile], dict[str, Any]]:
-    scheme, pattern = root.partition("://")[0], "*" in root
-
-    def url(found: str) -> str:
-        return found if is_remote(found) else f"{scheme}://{found.lstrip('/') if scheme != 'memory' else found}"
-
+    pattern = "*" in root
     if pattern:
         found, base = files.glob(path, detail=True), path.split("*")[0].rsplit("/", 1)[0]
     elif path.lower().endswith(tuple(endings)):
@@ -172,7 +168,7 @@ def _listed(files: Any, path: str, root: str, endings: Sequence[str]) -> tuple[l
         with suppress(FileNotFoundError):
             return _indexed(root.rstrip("/"), files.cat_file(f"{path.rstrip('/')}/{INDEX}").decode())
         # By itself it leaves out what cannot be listed.
-        thoroughly = {"on_error": "raise"} if scheme.startswith("http") else {}
+        thoroughly = {"on_error": "raise"} if root.startswith("http") else {}
         found, base = files.find(path, detail=True, **thoroughly), path.rstrip("/")
     places = [
         name
@@ -183,10 +179,10 @@ def _listed(files: Any, path: str, root: str, endings: Sequence[str]) -> tuple[l
     sizes = dict(zip(unknown, files.sizes(unknown), strict=True)) if unknown else {}
     shards = []
     for place in places:
-        name, size = place.removeprefix(base).lstrip("/"), found[place].get("size") or sizes.get(place)
-        if size is None and place in sizes:
-            raise DataError(f"shard {name}: {url(place)} does not tell its size, by which a whole copy is known")
-        shards.append(ShardFile(name, url(place), int(size or 0)))
+        name, url, size = place.removeprefix(base).lstrip("/"), files.unstrip_protocol(place), found[place].get("size")
+        if size is None and (size := sizes[place]) is None:
+            raise DataError(f"shard {name}: {url} does not tell its size, by which a whole copy is known")
+        shards.append(ShardFile(name, url, int(size)))
     return shards, {}
 
 
@@ -281,8 +277,8 @@ def _is_final(error: Exception) -> bool:
 
 
 def _said(error: Exception) -> str:
-    if (status := getattr(error, "status", None)) is not None:
-        return f"{status} {getattr(error, 'message', '')}".strip()
+    if hasattr(error, "status"):
+        return f"{error.status} {getattr(error, 'message', '')}".strip()
     if isinstance(error, FileNotFoundError):
         return "there is no such file"
     return (str(error) or type(error).__name__).split("\n")[0]

@@ -23,7 +23,6 @@ from .source import Busy
 
 T = TypeVar("T")
 
-_ATTEMPTS = 4
 _BLOCK = 2**20
 
 
@@ -57,37 +56,21 @@ class Storage:
         Raises:
             DataError: it is missing, has changed, or cannot be fetched.
         """
-        if shard.remote:
-            return self._fetched(shard)
-        path = Path(shard.place)
-        try:
-            stat = path.stat()
-        except OSError as error:
-            raise DataError(f"shard {shard.name}: {path} cannot be read: {error.strerror}") from error
-        if stat.st_size != shard.num_bytes or shard.modified_ns not in (None, stat.st_mtime_ns):
-            raise DataError(f"shard {shard.name}: {path} was written to after it was listed; begin with the new data")
-        return path
+        with self._kept(shard) as path:
+            return path
 
     def use(self, shard: ShardFile, read: Callable[[Path], T]) -> T:
-        """Return what `read` makes of a complete file with the shard.
-
-        Another process that makes room in the cache may remove the file before it is open; then it is fetched again.
+        """Return what `read` makes of a complete file with the shard, which stays in the cache meanwhile.
 
         Raises:
             DataError: as `local`, or as `read`.
         """
-        for _ in range(_ATTEMPTS):
-            path = self.local(shard)
+        with self._kept(shard) as path:
             try:
                 with self.busy.on("disk"):
                     return read(path)
-            except Exception as error:
-                if shard.remote and not path.exists():
-                    continue
-                if isinstance(error, OSError):
-                    raise DataError(f"shard {shard.name}: {path} cannot be read: {error.strerror or error}") from error
-                raise
-        raise DataError(f"shard {shard.name}: others take it out of the cache {self.folder} as soon as it is there")
+            except OSError as error:
+                raise DataError(f"shard {shard.name}: {path} cannot be read: {error.strerror or error}") from error
 
     @contextmanager
     def alone(self, name: str) -> Iterator[None]:
@@ -101,10 +84,15 @@ class Storage:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
-    def _fetched(self, shard: ShardFile) -> Path:
+    @contextmanager
+    def _kept(self, shard: ShardFile) -> Iterator[Path]:
+        """Give a complete file with the shard; one of the cache stays there until the end of the body."""
+        if not shard.remote:
+            yield _unchanged(shard)
+            return
         told = f"{shard.place}\0{shard.num_bytes}\0{shard.checksum}"
         path = self.folder / f"{hashlib.sha256(told.encode()).hexdigest()[:16]}-{shard.name.rsplit('/', 1)[-1]}"
-        # Where the cache is limited, processes fetch one after the other.
+        # Where the cache is limited, processes fetch and read one after the other.
         with self.alone(path.name if self._limit is None else "room"):
             try:
                 if path.exists() and path.stat().st_size == shard.num_bytes:
@@ -118,7 +106,7 @@ class Storage:
                     f"shard {shard.name}: {shard.num_bytes} bytes do not fit into the cache {self.folder}: "
                     f"{error.strerror}; free some, or name another folder with cache="
                 ) from error
-        return path
+            yield path
 
     def _make_room(self, shard: ShardFile) -> None:
         """Drop what has not been used for longest until the shard fits under the limit and onto the disk.
@@ -177,6 +165,18 @@ class Storage:
                 return read(file)
 
         return patiently(looked, told)
+
+
+def _unchanged(shard: ShardFile) -> Path:
+    """Return the file of a shard of this machine, if it is as it was when it was listed."""
+    path = Path(shard.place)
+    try:
+        stat = path.stat()
+    except OSError as error:
+        raise DataError(f"shard {shard.name}: {path} cannot be read: {error.strerror}") from error
+    if stat.st_size != shard.num_bytes or shard.modified_ns not in (None, stat.st_mtime_ns):
+        raise DataError(f"shard {shard.name}: {path} was written to after it was listed; begin with the new data")
+    return path
 
 
 def checksum(path: Path) -> int:
