@@ -20,6 +20,12 @@ from .order import Order, Segment
 from .residency import Residency
 from .source import Cause, Source, Wanted
 
+#: so many samples are located together, which takes hardly longer than for one batch
+_LOCATED = 4096
+
+#: a chunk, the numbers of its samples, and their places in the batch
+Piece = tuple[int, Numbers, Numbers]
+
 
 class Share(NamedTuple):
     """A batch of one pipeline."""
@@ -50,13 +56,35 @@ class Shares(NamedTuple):
         return Share(begin, end, start, start + rows)
 
 
-def _located(order: Order, shares: Shares, start: int, own: OwnRows | None = None) -> Iterator[list[Segment]]:
-    """Yield for one batch after the other where its samples are found, or those of its `own` rows."""
+def _located(
+    order: Order, shares: Shares, start: int, own: OwnRows | None = None
+) -> Iterator[list[tuple[Segment, list[Piece]]]]:
+    """Yield for one batch after the other, block by block, where its samples are found, or those of its `own` rows."""
     share = shares.at(start)
     while share is not None:
-        positions = np.arange(share.begin, share.end)
-        yield list(order.locate(positions if own is None else positions[own.of(len(positions))]))
-        share = shares.at(share.after)
+        batches: list[Numbers] = []
+        while share is not None and sum(map(len, batches)) < _LOCATED:
+            batch = np.arange(share.begin, share.end)
+            batches.append(batch if own is None else batch[own.of(len(batch))])
+            share = shares.at(share.after)
+        segments = list(order.locate(np.concatenate(batches)))
+        blocks = np.repeat(np.arange(len(segments)), [len(each.numbers) for each in segments])
+        chunks, numbers = (np.concatenate(part) for part in zip(*[each[2:] for each in segments], strict=True))
+        begin = 0
+        for batch in batches:
+            end = begin + len(batch)
+            pieces = _by_chunk(blocks[begin:end], chunks[begin:end], numbers[begin:end])
+            yield [(segments[block], each) for block, each in pieces]
+            begin = end
+
+
+def _by_chunk(blocks: Numbers, chunks: Numbers, numbers: Numbers) -> Iterator[tuple[int, list[Piece]]]:
+    """Yield the blocks of a batch, each with its samples by chunk."""
+    for block in np.unique(blocks).tolist():
+        inside = np.flatnonzero(blocks == block)
+        by_chunk = inside[np.argsort(chunks[inside], kind="stable")]
+        borders = np.flatnonzero(np.diff(chunks[by_chunk])) + 1
+        yield block, [(int(chunks[each[0]]), numbers[each], each) for each in np.split(by_chunk, borders)]
 
 
 class Reader:
@@ -121,21 +149,19 @@ class Reader:
         batches, self._batches, self._next = self._batches, iter(()), -1
         return not isinstance(batches, _Ahead) or batches.end(self._timeout_s)
 
-    def _made(self, located: list[Segment]) -> tuple[Tree, Tree]:
+    def _made(self, located: list[tuple[Segment, list[Piece]]]) -> tuple[Tree, Tree]:
         """Put the rows of a batch together, block by block, as chunks come and go."""
         parts: list[Tree] = []
         places: list[Numbers] = []
-        begin, source = 0, self._source
-        for segment in located:
-            chunks = np.unique(segment.chunks)
-            self.residency.enter(segment.epoch, segment.block, chunks)
+        source = self._source
+        for segment, pieces in located:
             keyed = self._order.epoch(segment.epoch).drawn if source.draws else None
-            for chunk in chunks.tolist():
-                held, inside = self.residency.chunk(chunk), np.flatnonzero(segment.chunks == chunk)
+            self.residency.enter(segment.epoch, segment.block, np.array([chunk for chunk, *_ in pieces]))
+            for chunk, numbers, at in pieces:
+                held = self.residency.chunk(chunk)
                 with source.busy.on("decode"):
-                    parts.append(source.rows(held, segment.numbers[inside], self._wanted, keyed))
-                places.append(begin + inside)
-            begin += len(segment.chunks)
+                    parts.append(source.rows(held, numbers, self._wanted, keyed))
+                places.append(at)
         with source.busy.on("decode"):
             return source.batch(_joined(parts, places), self._wanted)
 

@@ -6,7 +6,9 @@ A sample is `context` inputs and the `context` targets that are one further on, 
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -27,6 +29,8 @@ _RAW = {".u8": "uint8", ".u16": "uint16", ".u32": "uint32"}
 _DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")
 #: of a file that is larger, so many bytes are a chunk
 CHUNK_BYTES = 64 * 10**6
+#: chunks from so many bytes on are mapped, which takes an open file each
+_MAPPED_BYTES = 16 * 10**6
 
 
 class TokenSpan(NamedTuple):
@@ -120,6 +124,17 @@ def _npy_header(file: BinaryIO, shard: ShardFile) -> tuple[tuple[int, ...], np.d
     return shape, kind, file.tell()
 
 
+class HeldTokens(NamedTuple):
+    """A chunk in memory."""
+
+    #: of each its tokens and the one behind it
+    samples: NDArray[Any]
+    shard: str
+    path: Path
+    #: when the file had been written to, if it is mapped
+    mapped_ns: int
+
+
 class Tokens(Source):
     """Spans of tokens."""
 
@@ -135,6 +150,8 @@ class Tokens(Source):
         digest = fingerprint(shards, context, [(s.dtype.str, s.offset, s.num_tokens) for s in spans])
         self.identity = f"{len(shards)} shards, {int(self.sizes.sum())} samples of {context} tokens, digest {digest}"
         self._verified: set[str] = set()
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         kinds = {span.dtype.newbyteorder("=") for span in spans}
         #: what tokens of all spans fit into, and torch computes with
         self._dtype = kinds.pop() if len(kinds) == 1 and np.dtype(np.uint64) not in kinds else np.dtype(np.int64)
@@ -142,11 +159,11 @@ class Tokens(Source):
     def shard_of(self, chunk: int) -> str:
         return self._spans[chunk].shard.name
 
-    def load(self, chunk: int, wanted: Wanted = ALL) -> NDArray[Any]:
-        """Return of each sample its tokens and the one behind it, as they are stored."""
+    def load(self, chunk: int, wanted: Wanted = ALL) -> HeldTokens:
+        """Return the tokens as they are stored; many are mapped, so that a batch waits for the rows that it has."""
         span = self._spans[chunk]
 
-        def read(path: Path) -> NDArray[Any]:
+        def read(path: Path) -> HeldTokens:
             if span.shard.checksum is not None and span.shard.name not in self._verified:
                 if (found := checksum(path)) != span.shard.checksum:
                     raise DataError(
@@ -154,15 +171,32 @@ class Tokens(Source):
                         f"{span.shard.checksum:08x}: the file is damaged; restore it, or pack it again"
                     )
                 self._verified.add(span.shard.name)
-            return np.fromfile(path, span.dtype, span.num_tokens, offset=span.offset)
+            stat = path.stat()
+            if span.num_bytes < _MAPPED_BYTES or stat.st_size < span.offset + span.num_bytes:
+                tokens = np.fromfile(path, span.dtype, span.num_tokens, offset=span.offset)
+                if len(tokens) < span.num_tokens:
+                    raise DataError(f"shard {span.shard.name}: {path} has become truncated; restore it")
+                return HeldTokens(self._rows_of(tokens), span.shard.name, path, 0)
+            with path.open("rb") as file:
+                os.posix_fadvise(file.fileno(), span.offset, span.num_bytes, os.POSIX_FADV_WILLNEED)
+                tokens = np.memmap(file, span.dtype, "r", span.offset, (span.num_tokens,))
+            return HeldTokens(self._rows_of(np.asarray(tokens)), span.shard.name, path, stat.st_mtime_ns)
 
-        tokens = self._storage.use(span.shard, read)
-        if len(tokens) < span.num_tokens:
-            raise DataError(f"shard {span.shard.name}: has become truncated; restore it")
+        return self._storage.use(span.shard, read)
+
+    def _rows_of(self, tokens: NDArray[Any]) -> NDArray[Any]:
         return np.lib.stride_tricks.sliding_window_view(tokens, self._context + 1)[:: self._context]
 
-    def rows(self, held: NDArray[Any], numbers: Numbers, wanted: Wanted, keyed: int | None = None) -> Tree:
-        return torch.from_numpy(held[numbers].astype(self._dtype, copy=False))
+    def rows(self, held: HeldTokens, numbers: Numbers, wanted: Wanted, keyed: int | None = None) -> Tree:
+        """Return the tokens of these samples.
+
+        Raises:
+            DataError: the shard has been written to since it was mapped; to read what it has lost kills the process.
+        """
+        with suppress(FileNotFoundError):  # who has mapped it keeps it
+            if held.mapped_ns and held.path.stat().st_mtime_ns != held.mapped_ns:
+                raise DataError(f"shard {held.shard}: {held.path} was written to while it is in use")
+        return torch.from_numpy(held.samples[numbers].astype(self._dtype, copy=False))
 
     def batch(self, rows: Tree, wanted: Wanted) -> tuple[Tree, Tree]:
         """Return the tokens of a batch, which are made into wider numbers at once."""
