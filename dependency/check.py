@@ -199,14 +199,6 @@ def _check_memory(memory: Memory, worker: int) -> None:
     if claimed is None:
         _check_growth(memory, worker)
         return
-    actions = [entry.action for entry in memory.program(worker)]
-    in_order = peaks_in_order(actions)[-1]
-    if in_order > claimed:
-        raise ScheduleError(
-            f"worker {worker} keeps up to {in_order} microbatches of activations in slot order, "
-            f"but peak_activations({worker}) promises {claimed}",
-            draw_held(actions, claimed),
-        )
     lives, is_exact = memory.at_any_timing(worker, lambda lives: lives.most[-1] <= claimed)
     if lives.most[-1] > claimed:
         raise ScheduleError(
@@ -227,8 +219,7 @@ def _check_growth(memory: Memory, worker: int) -> None:
         try:
             with schedule_errors():
                 memory = memory.of_more
-                if has_slot(memory.spec):
-                    _check_runs(memory.spec, [worker])
+                _check_runs(memory.spec, [worker])
                 wrong = _grows(memory, worker)
         except PipeError:
             break  # the schedule does not run this many

@@ -17,7 +17,6 @@ from dataclasses import replace
 from functools import cached_property
 
 from .action import Action, Entry
-from .errors import ScheduleError
 from .program import entries
 from .spec import Spec
 
@@ -149,11 +148,7 @@ class Memory:
         return Lives(self._whole(worker)), True
 
     def _whole(self, own: int) -> Iterator[tuple[bool, Action, list[Action]]]:
-        """Yield what all workers run, each action after what it needs: a run of all of them in their orders.
-
-        Raises:
-            ScheduleError: they cannot be run so.
-        """
+        """Yield what all workers run, each action after what it needs: a run of all of them in their orders."""
         programs = [deque(self.program(worker)) for worker in range(self.spec.num_workers)]
         done: set[Action] = set()
         moved = True
@@ -169,6 +164,3 @@ class Memory:
                     done.add(action)
                     program.popleft()
                     moved = True
-        stuck = [str(program[0].action) for program in programs if program]
-        if stuck:
-            raise ScheduleError(f"{', '.join(stuck)} can never be run: each waits for another")

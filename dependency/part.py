@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 
 from .action import RESOURCES, Action, Entry, Kind, Pulled, Resource
-from .errors import ScheduleError
 from .kinds import A, B, D, F, G, P, S, U, V
 from .order import routes
 from .reductions import reduction_tree
 from .spec import Spec
-from .versions import Reach, reaches
+from .versions import reaches
 
 
 class Part:
@@ -79,17 +78,13 @@ class Part:
                 continue
             needs, place = reaches(spec, action, spec.needs), (self.shard(action), action.kind)
             if action.kind is U:
-                needs += [Reach(1, other) for other in told]
+                needs += [(1, other) for other in told]
             elif place not in begun and action.kind.way == 1 and action.stage in chained:
-                needs.append(Reach(1, last_forward[place]))
+                needs.append((1, last_forward[place]))
             begun.add(place)
             if spec.zero and action.kind is F:
-                needs += [Reach(steps, A(need.stage, need.index)) for steps, need in needs if need.kind is U]
+                needs += [(steps, A(need.stage, need.index)) for steps, need in needs if need.kind is U]
             for steps, need in needs:
-                if need not in self.number:
-                    raise ScheduleError(
-                        f"{action} needs {need} of {steps} steps before, which worker {self.worker} does not run"
-                    )
                 while len(self.inherited) < steps:
                     self.inherited.append({})
                 self.inherited[steps - 1].setdefault(need, []).append(number)

@@ -16,7 +16,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate, count, pairwise
-from typing import NamedTuple
 
 from .action import Action
 from .declared import Declared
@@ -130,23 +129,14 @@ def worker_weight_copies(spec: Declared, worker: int) -> int:
     return -(-held * spec.num_workers // spec.num_stages)
 
 
-class Reach(NamedTuple):
-    """An action of an earlier step."""
-
-    #: how many steps earlier
-    steps: int
-    #: counted within that step
-    action: Action
-
-
 def steady(spec: Declared, action: Action) -> Action:
     """Return `action` of a step as an action of a stream, far from its beginning."""
     per_step = spec.num_microbatches if action.kind.per_microbatch else updates_a_step(spec)
     return action._replace(index=action.index + STEADY * per_step)
 
 
-def reaches(spec: Declared, action: Action, needs: Callable[[Action], Iterable[Action]]) -> list[Reach]:
-    """Return what `action` of a step needs of the steps before it.
+def reaches(spec: Declared, action: Action, needs: Callable[[Action], Iterable[Action]]) -> list[tuple[int, Action]]:
+    """Return what `action` of a step needs of the steps before it: how many steps earlier, counted within that step.
 
     Args:
         needs: what an action of the stream needs.
@@ -156,7 +146,7 @@ def reaches(spec: Declared, action: Action, needs: Callable[[Action], Iterable[A
         per_step = spec.num_microbatches if need.kind.per_microbatch else updates_a_step(spec)
         step, index = divmod(need.index, per_step)
         if step < STEADY:
-            found.append(Reach(STEADY - step, need._replace(index=index)))
+            found.append((STEADY - step, need._replace(index=index)))
     return found
 
 

@@ -86,7 +86,7 @@ class Listed(Spec):
         (Beyond, "0F0. names 0F4, which does not exist", ""),
         (Elsewhere, "place.3, 0. returned 4: it must be a worker, 0 to 3", ""),
         (WrongKind, "runs only 0F0, 0B0", ""),
-        (Forgetful, "worker 0 keeps up to 4 microbatches", ""),
+        (Forgetful, "worker 0 may keep 4 microbatches", ""),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )

@@ -1,37 +1,11 @@
-"""Rules that a check before them usually catches, and those of files and kinds: each says what is wrong."""
+"""Rules of kinds and of recomputation: each says what is wrong."""
 
 import re
 
 import pytest
-from test_check import Listed
-from test_versions import broken as stream
-from test_versions import far
 
-from rpc_pipe.dependency import ConfigError, Kind, Part, ScheduleError, entries
-from rpc_pipe.dependency.memory import Memory
+from rpc_pipe.dependency import ConfigError, Kind
 from rpc_pipe.planning.specs import make_spec
-from rpc_pipe.schedules import PipeDream2BW
-
-
-@pytest.mark.parametrize(
-    "looks, says",
-    [
-        (
-            lambda: Memory(Listed(num_workers=2, num_microbatches=2, mistake="order")).at_any_timing(
-                0, lambda lives: False
-            ),
-            "0B0, 1B1 can never be run: each waits for another",
-        ),
-        (
-            lambda: Part(spec := stream(PipeDream2BW, after=far), 0, entries(spec, 0)),
-            "0F0 needs 1F0 of 1 steps before, which worker 0 does not run",
-        ),
-    ],
-    ids=["memory", "part"],
-)
-def test_what_cannot_be_run_is_named_wherever_it_is_met(looks, says):
-    with pytest.raises(ScheduleError, match=re.escape(says)):
-        looks()
 
 
 @pytest.mark.parametrize("letter", ["F", "f", "FF", ""])
