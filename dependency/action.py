@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
 #: which resource of a worker an action occupies: its device, the copies between device and host, the network, or
@@ -12,6 +13,7 @@ Resource = Literal["compute", "copy", "link", "control"]
 RESOURCES: tuple[Resource, ...] = ("compute", "copy", "link", "control")
 
 
+@dataclass(eq=False, repr=False)
 class Kind:
     """A kind of action: one row of the table in `kinds.py`. A kind is callable: `F(2, 0)` is the action `2F0`.
 
@@ -32,35 +34,31 @@ class Kind:
 
     _rows: ClassVar[dict[str, Kind]] = {}
 
-    def __init__(
-        self,
-        letter: str,
-        word: str,
-        *,
-        index: Literal["microbatch", "route"] = "microbatch",
-        resource: Resource = "compute",
-        holds: Literal[1, 0, -1] = 0,
-        way: Literal[1, 0, -1] = 0,
-        accumulates: bool = False,
-        colour: str = "#999999",
-        ink: str = "#000000",
-    ) -> None:
+    letter: str
+    word: str
+    _: KW_ONLY
+    index: Literal["microbatch", "route"] = "microbatch"
+    resource: Resource = "compute"
+    holds: Literal[1, 0, -1] = 0
+    way: Literal[1, 0, -1] = 0
+    accumulates: bool = False
+    colour: str = "#999999"
+    ink: str = "#000000"
+
+    def __post_init__(self) -> None:
+        letter = self.letter
         if not re.fullmatch("[A-Z]", letter) or letter in self._rows:
             raise ValueError(f"kind {letter!r}: must be a capital letter; taken are {', '.join(self._rows)}")
-        for name, value, known in (
-            ("index", index, ("microbatch", "route")), ("resource", resource, RESOURCES),
-            ("holds", holds, (1, 0, -1)), ("way", way, (1, 0, -1)),
-        ):  # fmt: skip
+        rules = {"index": ("microbatch", "route"), "resource": RESOURCES, "holds": (1, 0, -1), "way": (1, 0, -1)}
+        for name, known in rules.items():
+            value = getattr(self, name)
             if value not in known:
                 raise ValueError(f"kind {letter}: {name} {value!r}: must be one of {', '.join(map(str, known))}")
-        for name, shade in (("colour", colour), ("ink", ink)):
+        for name, shade in (("colour", self.colour), ("ink", self.ink)):
             if not re.fullmatch("#[0-9a-fA-F]{6}", shade):
                 raise ValueError(f"kind {letter}: {name} {shade!r}: must be such as #56b4e9")
-        self.letter, self.word, self.index, self.resource = letter, word, index, resource
-        self.holds, self.way, self.accumulates = holds, way, accumulates
-        self.colour, self.ink = colour, ink
         #: whether it is done with a microbatch, rather than once at the end of a step
-        self.per_microbatch = index == "microbatch"
+        self.per_microbatch = self.index == "microbatch"
         self._rows[letter] = self
 
     @classmethod

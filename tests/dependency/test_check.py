@@ -36,21 +36,6 @@ class SameSlot(Spec):
         return a.stage if a.kind is F else 2 * self.num_stages - 1 - a.stage
 
 
-class Beyond(OneFOneB):
-    def after(self, a):
-        return [F(a.stage, self.num_microbatches)] if a.kind is F else []
-
-
-class Elsewhere(OneFOneB):
-    def place(self, stage, route):
-        return stage + 1
-
-
-class WrongKind(OneFOneB):
-    def after(self, a):
-        return [W(a.stage, a.microbatch - 1)] if a.kind is F else []
-
-
 class Forgetful(OneFOneB):
     """Claims less memory than its order needs."""
 
@@ -83,9 +68,6 @@ class Listed(Spec):
         (Circle, "cycle: 1F0 -> 1B0 -> 1F0", "the circle closes"),
         (FarAway, "3F0. names 0F0 of worker 0, which is no neighbour", "0F0"),
         (SameSlot, "of worker 0 share slot", ""),
-        (Beyond, "0F0. names 0F4, which does not exist", ""),
-        (Elsewhere, "place.3, 0. returned 4: it must be a worker, 0 to 3", ""),
-        (WrongKind, "runs only 0F0, 0B0", ""),
         (Forgetful, "worker 0 may keep 4 microbatches", ""),
     ],
     ids=lambda value: getattr(value, "__name__", None),
