@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from .compare import format_bytes
@@ -41,15 +41,22 @@ def binding_limits(request: PlanRequest, result: PlanResult) -> list[Advice]:
     """
     best = result.plans[0]
     names = tuple(dict.fromkeys(plan.schedule for plan in result.plans if not plan.program))[:_NUM_SCHEDULES]
-    found = []
-    for change, relaxed in _relaxed(request, result):
-        better = search(replace(relaxed, schedules=names, seconds=min(2.0, request.seconds / 6)))
-        if better.plans:
-            plan = better.plans[0]
-            gain = 1 - plan.predicted_ms / best.predicted_ms if best.predicted_ms else 0
-            if gain > _LEAST_GAIN:
-                found.append(Advice(change, plan.predicted_ms, gain, plan))
+    seconds = min(2.0, request.seconds / 6)
+    tried = [
+        _tried(change, replace(relaxed, schedules=names, seconds=seconds), best.predicted_ms)
+        for change, relaxed in _relaxed(request, result)
+    ]
+    found = [advice for advice in tried if advice is not None and advice.gain > _LEAST_GAIN]
     return sorted(found, key=lambda advice: -advice.gain)
+
+
+def _tried(change: str, request: PlanRequest, before: float = 0) -> Advice | None:
+    """Return the change with its best plan; `before`: what a step takes without it, 0: nothing fits."""
+    plans = search(request).plans
+    if not plans:
+        return None
+    took = plans[0].predicted_ms
+    return Advice(change, took, 1 - took / before if before else 0, plans[0])
 
 
 def _relaxed(request: PlanRequest, result: PlanResult) -> Iterator[tuple[str, PlanRequest]]:
@@ -86,30 +93,20 @@ def changes_that_fit(request: PlanRequest, result: PlanResult) -> list[Advice]:
 
     Tried are recomputation, smaller microbatches and more workers; named is the memory that the nearest plan lacks.
     """
-    found = []
-
-    def attempt(change: Callable[[Plan], str], asked: PlanRequest) -> bool:
-        fitting = search(replace(asked, seconds=min(3.0, request.seconds / 4)))
-        if fitting.plans:
-            plan = fitting.plans[0]
-            found.append(Advice(change(plan), plan.predicted_ms, 0, plan))
-        return bool(fitting.plans)
-
-    if not request.recompute:
-        attempt(lambda plan: "recompute", replace(request, recompute=True))
-    largest = max(request.microbatches)
-    counts = [count for count in (2 * largest, 4 * largest, request.batch) if largest < count <= request.batch]
-    for count in counts:
-        asked = replace(request, microbatches=(count,), recompute=True)
-        if attempt(lambda plan: "smaller microbatches", asked):
-            break
+    asked = replace(request, recompute=True, seconds=min(3.0, request.seconds / 4))
+    found = [] if request.recompute else [_tried("recompute", asked)]
+    largest, batch = max(request.microbatches), request.batch
+    smaller = sorted({count for count in (2 * largest, 4 * largest, batch) if largest < count <= batch})
+    if smaller:
+        found.append(_tried("smaller microbatches", replace(asked, microbatches=tuple(smaller))))
     num_workers = request.machines.num_workers
-    most = request.profile.num_blocks - num_workers
-    for number in sorted({min(n, most) for n in (1, 2, 4, num_workers, 3 * num_workers, 7 * num_workers) if most > 0}):
-        machines = more_workers(request.machines, number)
-        counts = sorted({*request.microbatches, min(request.batch, machines.num_workers)})
-        asked = replace(request, machines=machines, microbatches=tuple(counts), recompute=True)
-        if attempt(lambda plan: f"{plan.num_workers} workers", asked):
+    wanted = {num_workers + 1, *(times * num_workers for times in (2, 4, 8))}
+    for count in sorted({min(each, max(num_workers, request.profile.num_blocks)) for each in wanted} - {num_workers}):
+        machines = more_workers(request.machines, count - num_workers)
+        counts = {*request.microbatches, min(batch, count)}
+        more = replace(asked, machines=machines, microbatches=tuple(sorted(counts)))
+        if fitting := _tried(f"{count} workers", more):
+            found.append(fitting)
             break
     if result.nearest is not None:
         needs = enumerate(result.nearest.memory_by_worker)
@@ -117,4 +114,4 @@ def changes_that_fit(request: PlanRequest, result: PlanResult) -> list[Advice]:
         over = [f"worker {at} {format_bytes(used)}" for at, used in needs if used > (limits[at] or float("inf"))]
         change = f"memory for {', '.join(over)}"
         found.append(Advice(change, result.nearest.predicted_ms, 0, result.nearest))
-    return found
+    return [advice for advice in found if advice is not None]

@@ -39,6 +39,8 @@ class Bounds:
         sizes = spec.slice_sizes
         self._time_share = min(min(chain.slicing.shares(sizes, attends=attends)) for attends in (True, False))
         self._byte_share = min(sizes) / sum(sizes)
+        #: of a stage's optimizer state, what each of its workers holds
+        self._state_share = 1 / spec.num_routes if spec.zero else 1.0
 
     def bound(self, ends: Sequence[int]) -> float:
         """Return the bound of all cuts that begin with these boundaries.
@@ -121,7 +123,7 @@ class Bounds:
             if limit is None:
                 continue
             hosted = [(s, r) for s, r in self._spec.hosted(worker) if s < known]
-            least = sum(chain.resident(ends[s], ends[s + 1]) for s, _ in hosted)
+            least = sum(chain.resident(ends[s], ends[s + 1], self._state_share) for s, _ in hosted)
             used = (chain.activations(ends[s], ends[s + 1]) for s, r in hosted if self._count[r])
             least += max(used, default=0) * self._byte_share * (1 - chain.slicing.state)
             if least > limit * (1 + 1e-9):

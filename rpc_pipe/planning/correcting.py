@@ -20,7 +20,7 @@ from .simulator import Cost
 #: relative difference between predicted and measured time up to which a stage is not corrected
 _TOLERANCE = 0.1
 #: kinds that are corrected alike
-_GROUPS = (F, R), (B, I, W), (U,)
+_GROUPS = (F, R), (B, I, W)
 _KINDS = [kind for group in _GROUPS for kind in group]
 
 
@@ -76,8 +76,6 @@ def corrected(request: PlanRequest, ran: MeasuredRun) -> tuple[Profile, list[tup
     measured = {rows: list(costs) for rows, costs in profile.measured.items()}
     off = []
     for stage, took in enumerate(ran.stages):
-        if spec.num_routes > 1:  # the measured U includes a copy of the summed gradients
-            took = {kind: ms for kind, ms in took.items() if kind is not U}
         slow = _slowness(spec, machines, stage)
         expected = {kind: slow * chain.time(kind, ends[stage], ends[stage + 1]) for kind in took if kind in _KINDS}
         whole = sum(expected.values())

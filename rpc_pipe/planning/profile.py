@@ -251,10 +251,12 @@ class Chain:
             state=self.slicing.state * summed["activations"],
         )
 
-    def resident(self, start: int, stop: int) -> float:
-        """Return the bytes of a stage's weights, gradients and optimizer state."""
-        total = sum(self._bytes[name][stop] - self._bytes[name][start] for name in RESIDENT)
-        return total - sum(tie.weights + tie.gradients + tie.optimizer for tie in self._inside(start, stop))
+    def resident(self, start: int, stop: int, share: float = 1) -> float:
+        """Return the bytes of a stage's weights and gradients, and of a share of its optimizer state."""
+        shares, ties = dict.fromkeys(RESIDENT, 1.0) | {"optimizer": share}, self._inside(start, stop)
+        held = {name: self._bytes[name][stop] - self._bytes[name][start] for name in RESIDENT}
+        total: float = sum(shares[name] * (held[name] - sum(getattr(tie, name) for tie in ties)) for name in RESIDENT)
+        return total
 
     def activations(self, start: int, stop: int) -> float:
         """Return the bytes that a forward of a stage keeps."""

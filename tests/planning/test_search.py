@@ -98,6 +98,14 @@ def test_a_beginning_of_a_cut_that_is_beyond_memory_has_no_end_that_fits():
             assert not (fits and any(bounds.exceeds_memory(ends[:known]) for known in range(1, len(ends) + 1)))
 
 
+def test_optimizer_states_that_replicas_divide_are_held_in_part():
+    """The bound counted them whole: cuts that fit were dropped, and the plan without them was said to be proven."""
+    chain = Chain([block(1, weights=10, gradients=10, optimizer=20) for _ in range(4)])
+    spec, machines = make_spec("1f1b", 4, 8, {"replicas": 2, "zero": 1}), Machines(4, memory=(61.0,) * 4)
+    assert CutSearch(spec, chain, machines).price((0, 2, 4)).excess == 0
+    assert not Bounds(spec, chain, machines).exceeds_memory((0, 2))
+
+
 def test_the_least_bottleneck_is_that_of_all_cuts():
     draw = random.Random(0)
     for _ in range(50):
