@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from ..dependency import NO_REDUCTIONS, Action, G, Kind, S, Spec, W
+from ..dependency import NO_REDUCTIONS, Action, B, G, Kind, S, Spec, W
 from .bounds import Ends
 from .footprint import Size, num_messages, payload_bytes, peak_bytes
 from .plan import Plan
@@ -38,31 +38,26 @@ class PricedSchedule:
         self._with_buckets = {self._buckets: self}
         # Actions of one (stage, kind, worker, slice) cost the same, so costs are computed once for each of these.
         known: dict[tuple[int, Kind, int, int], int] = {}
-        sizes, pairs = spec.slice_sizes, zip(self.relation.actions, self.relation.worker, strict=True)
-        self._ids = [
-            known.setdefault((a.stage, a.kind, worker, a.index % len(sizes) * a.kind.per_microbatch), len(known))
-            for a, worker in pairs
-        ]
-        parts = [size / sum(sizes) for size in sizes]
+        like: list[tuple[Action, int]] = []
+        self._ids: list[int] = []
+        slices = len(spec.slice_sizes)
+        for a, worker in zip(self.relation.actions, self.relation.worker, strict=True):
+            number = known.setdefault((a.stage, a.kind, worker, a.index % slices * a.kind.per_microbatch), len(known))
+            if number == len(like):
+                like.append((a, worker))
+            self._ids.append(number)
         #: of each of these: its stage, its part of the payload, and `copy_times`
-        self._copy_times = [
-            (stage, parts[number], *copy_times(spec, chain, stage, kind, worker))
-            for stage, kind, worker, number in known
-        ]
-        # The first stage computes its whole backward in W.
-        attending, other = chain.slicing.shares(sizes), chain.slicing.shares(sizes, attends=False)
-        #: of each of these: which part of a microbatch's time its slice takes
-        self._shares = [
-            (other if kind is W and stage else attending)[number] if kind.per_microbatch and len(sizes) > 1 else 1.0
-            for stage, kind, _, number in known
-        ]
+        self._copy_times = [(a.stage, spec.share(a), *copy_times(spec, chain, a.stage, a.kind, w)) for a, w in like]
+        share = chain.slicing.time_share(spec)
+        #: of each of these: which part of a microbatch's time its slice takes; W of the first stage is a whole backward
+        self._shares = [share(a._replace(kind=B) if a.kind is W and not a.stage else a) for a, _ in like]
         #: of the replicas' gradients each owner sums its part
         summed = 1 - 1 / spec.num_routes
         self._distinct = [
-            (stage, G, machines.slow(worker) * summed / self._buckets[stage])
-            if kind is S
-            else (stage, kind, machines.slow(worker) * (kind is not G))
-            for stage, kind, worker, _ in known
+            (a.stage, G, machines.slow(worker) * summed / self._buckets[a.stage])
+            if a.kind is S
+            else (a.stage, a.kind, machines.slow(worker) * (a.kind is not G))
+            for a, worker in like
         ]
         self._links: dict[tuple[int, int], Link] | None = None
         if not machines.links_are_plain:
