@@ -61,7 +61,7 @@ def test_what_reaches_over_as_many_elements_as_it_has_may_repeat_some():
     """Such an input was copied as if it filled its memory: without its strides, so that it was summed otherwise."""
     view = torch.randn(3, 4)[:, :1].expand(3, 3)
     assert not is_dense(view)
-    (given,) = stage_inputs(pack((view.requires_grad_(),))).tree
+    (given,) = stage_inputs(pack((view.requires_grad_(),)))[0]
     assert given.stride() == view.stride() == (4, 0)
 
 
@@ -72,7 +72,7 @@ def test_dimensions_of_size_one_keep_their_strides(view):
         x = torch.randn(5, 8).as_strided((1, 4, 2), (8, 0, 8))
     else:
         x = torch.randn(2, 1, 40, 40).as_strided((2, 1, 40, 40), (1600, 1, 40, 1))
-    (given,) = stage_inputs(pack((x.requires_grad_(),))).tree
+    (given,) = stage_inputs(pack((x.requires_grad_(),)))[0]
     assert given.stride() == x.stride() and given.exp().stride() == x.exp().stride()
     given.sum().backward()
 

@@ -72,24 +72,19 @@ def address(tensor: Tensor) -> int:
         return -id(tensor)
 
 
-class StageInputs(NamedTuple):
-    """A payload unpacked for the layers of a stage."""
+#: (tensor of a payload, what layers get of it, its autograd version; -1: an inference tensor, which has none)
+Entered = tuple[Tensor, Tensor, int]
 
-    tree: Tree
-    #: leaves whose gradients the previous stage waits for
-    owing: list[Tensor]
-    #: (tensor of the payload, what the layers get, its autograd version; -1: an inference tensor, which has none)
-    given: list[tuple[Tensor, Tensor, int]]
 
-    def note_writes(self) -> None:
-        """Let a backward that needs old values of the inputs know which of them layers have written in place.
+def note_writes(entered: Iterable[Entered]) -> None:
+    """Let a backward that needs old values of the inputs know which of them layers have written in place.
 
-        It raises autograd's own error then, as inside one model. Without a gradient, the two have one version.
-        """
-        for tensor, given, version in self.given:
-            if version >= 0 and given._version != version and given.requires_grad:
-                if given.data_ptr() == tensor.data_ptr():
-                    increment_version(tensor)
+    It raises autograd's own error then, as inside one model. Without a gradient, the two have one version.
+    """
+    for tensor, given, version in entered:
+        if version >= 0 and given._version != version and given.requires_grad:
+            if given.data_ptr() == tensor.data_ptr():
+                increment_version(tensor)
 
 
 class InputGradients:
@@ -133,14 +128,17 @@ class InputGradients:
         return None
 
 
-def stage_inputs(payload: Payload, *, copied: bool = False) -> StageInputs:
+def stage_inputs(payload: Payload, *, copied: bool = False) -> tuple[Tree, list[Tensor], list[Entered]]:
     """Unpack a payload into tensors that layers may write in place.
+
+    Returns the tree for the layers, the leaves whose gradients the previous stage waits for, and what `note_writes`
+    looks at behind the forward.
 
     Args:
         copied: give the layers copies instead of the payload's memory.
     """
     owing: list[Tensor] = []
-    given: list[tuple[Tensor, Tensor, int]] = []
+    given: list[Entered] = []
     views = payload.skeleton.views if type(payload.skeleton) is WithViews else ()
 
     def take(tensor: Tensor, owes_grad: bool) -> Tensor:
@@ -159,7 +157,7 @@ def stage_inputs(payload: Payload, *, copied: bool = False) -> StageInputs:
         return free
 
     tree = unpack(payload, take)
-    return StageInputs(tree.tree if type(tree) is WithViews else tree, owing, given)
+    return tree.tree if type(tree) is WithViews else tree, owing, given
 
 
 def _other(leaf: Tensor) -> Tensor:
@@ -213,7 +211,7 @@ def own_target(target: Tree) -> Tree:
     """Return a copy of a microbatch's target, which the loss function may write in place."""
     if type(target) is Tensor and not target.requires_grad:
         return strided_copy(target)  # as most are
-    return stage_inputs(pack(target), copied=True).tree
+    return stage_inputs(pack(target), copied=True)[0]
 
 
 def backward_starts(roots: list[Tensor], grads: Payload | None) -> tuple[list[Tensor], list[Tensor | None]]:

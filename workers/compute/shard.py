@@ -195,7 +195,7 @@ class Shard:
             again: whether the same forward will run once more, from the same inputs.
         """
         backward, target = torch.is_grad_enabled(), given.target
-        entered = borders.stage_inputs(given.inputs, copied=again or self.stage == 0)
+        inputs, owing, entered = borders.stage_inputs(given.inputs, copied=again or self.stage == 0)
         if target is not None:
             target = borders.own_target(target)
         looks = backward and self.state.watches
@@ -204,11 +204,10 @@ class Shard:
         saved = _saving() if backward and given.split else None
         lock = self._randomness.lock
         with lock, lock if saved is None else saved.hooks():
-            tree = self._compute(given, entered.tree, target)
+            tree = self._compute(given, inputs, target)
         left = self.state.end(again) if looks else []
-        entered.note_writes()
+        borders.note_writes(entered)
         if backward:
-            owing = entered.owing
             if not given.split:
                 self._owed.watch(owing)
             if type(tree) is Tensor:
