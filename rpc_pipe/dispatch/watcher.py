@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import sys
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -53,8 +54,10 @@ class Watcher:
         self._source = source
         self._wishes = wishes
         first, last = wishes.steps or (0, 0)
-        # Outputs of all steps, or of certain ones, may get many at once.
-        self._view = View(keep=_MOST_STEPS + last - first) if wishes.trace or wishes.record else View()
+        if wishes.trace and isinstance(source, Replay):
+            self._view = View(keep=sys.maxsize)  # all of a recording
+        else:  # outputs of all steps, or of certain ones, may get many at once
+            self._view = View(keep=_MOST_STEPS + last - first) if wishes.trace or wishes.record else View()
         self.console = Console(highlight=False, emoji=False)
         #: a recording that is not shown is read as fast as possible
         self._hurry = isinstance(source, Replay) and bool(wishes.once or wishes.trace or wishes.record)
@@ -171,7 +174,7 @@ class Watcher:
                 break
             await asyncio.sleep(0 if self._hurry else _LOOK_EVERY_S / 5)
         wanted = range(asked[0], asked[1] + 1) if asked else there
-        missing = next((step for step in wanted if step not in there), None)
+        missing = min(set(wanted).difference(there), default=None)
         trace = self._view.trace_of(wanted) if there and missing is None else None
         if trace is None:
             what = "it has no complete step" if missing is None else f"step {missing} is not there"
