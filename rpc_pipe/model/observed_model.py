@@ -153,7 +153,8 @@ class ObservedModel:
 
     def holders(self, cut: Sequence[range]) -> dict[str, list[int]]:
         """Return the stages that hold each parameter, by the unsplit model's names."""
-        return {name: sorted(stages) for name, stages in self._owners(self._assigned(cut), len(cut)).items()}
+        owners, unused = self._assigned(cut).owners, {len(cut) - 1}  # the last holds what no forward uses
+        return {name: sorted(owners.get(name, unused)) for name in self._skeleton.parameters}
 
     def shared(self, cut: Sequence[range]) -> dict[str, list[int]]:
         """Return the parameters that several stages hold, with these stages. Their gradients must be summed."""
@@ -195,7 +196,7 @@ class ObservedModel:
             ModelError: the model's parameters are on the meta device.
         """
         device = torch.device(device)
-        owners = self._owners(self._assigned(cut), len(cut))
+        owners = {name: set(stages) for name, stages in self.holders(cut).items()}
         theirs = [] if copied or not initialise else self._own_blocks(stage, cut, owners, device)
         with uncollected():
             skeleton = Skeleton(self._model, device, theirs)
@@ -276,10 +277,6 @@ class ObservedModel:
         made = nn.Parameter(moved.clone() if copied and moved is tensor else moved, parameter.requires_grad)
         copy_attachments(made, parameter)
         return made
-
-    def _owners(self, assignment: Assignment, num_stages: int) -> Owners:
-        """Return the stages that hold each parameter; the last holds those that no forward uses."""
-        return {name: assignment.owners.get(name, {num_stages - 1}) for name in self._skeleton.parameters}
 
 
 def _block(skeleton: Skeleton, module: nn.Module) -> BlockCall:

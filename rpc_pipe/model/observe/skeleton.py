@@ -58,7 +58,7 @@ class Skeleton:
         self._places: dict[str, list[tuple[nn.Module, str]]] = {}
         #: name -> (list or dict that also holds the parameter, index or key)
         self._in_containers: dict[str, list[tuple[Any, Any]]] = {}
-        self._names = {id(module): name for name, module in modules}
+        self._names: dict[int, str] = {id(module): name for name, module in modules}
         self._note_places(modules)
         self._fakes = {name: memo.get(id(parameter), parameter) for name, parameter in self.parameters.items()}
         #: the modules that report their calls to the running forward
@@ -118,8 +118,7 @@ class Skeleton:
 
     def path_of(self, module: nn.Module) -> str:
         """Return a module's name in the model; "" for the model itself."""
-        path: str = self._names[id(module)]
-        return path
+        return self._names[id(module)]
 
     def name_of(self, module: nn.Module) -> str:
         """Return a module's name for messages."""

@@ -34,7 +34,7 @@ class ScriptedForward(TorchFunctionMode):
         self._script = script
         self._payload = payload
         self._nodes = [tensor.grad_fn for tensor in payload]
-        self._seed = seed or _no_seed
+        self._seed = seed or (lambda position, number: None)
         self._next = 0
         #: whether the forward is being left by an exception
         self._leaving = False
@@ -215,7 +215,3 @@ def _reproduce(effect: SideEffect, tree: Any, needed: bool) -> None:
         del module.forward
         if own is not None:
             module.forward = own
-
-
-def _no_seed(position: int, number: int) -> None:
-    pass
