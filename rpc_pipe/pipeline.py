@@ -76,7 +76,7 @@ class Pipeline(Inspected, WithOldNames):
         example: a batch with which the model is cut at once; by default the first batch cuts it.
         order: `ready` or `fixed`; by default what the schedule prefers. The result is the same.
         device: `cpu`, `cuda:N`, or `cuda`: each worker of a host uses another GPU. None: `cuda` where the host has a
-            GPU for each of its workers, which is said, else `cpu`.
+            GPU for each of its workers, else `cpu`.
         seed: for everything random: dropout, and initial weights of layers given as callables or of a model made by a
             function, which are other numbers than those that the function would draw by itself.
         transport: between the processes of a job: `rpc` (default) or `zmq`; `local`: all workers in one process.

@@ -5,6 +5,7 @@ Every message is named by the run (call of the pipeline) that it belongs to, bec
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from typing import NoReturn
@@ -14,6 +15,8 @@ from .compute.device import DeviceBackend
 from .transport.call import Call
 from .transport.carrier import LEFT, Carrier, Delivered
 from .transport.payload import Payload
+
+logger = logging.getLogger(__name__)
 
 
 class Mailbox:
@@ -81,16 +84,22 @@ class Mailbox:
             Disagreement: a peer has made another call, or has ended its script.
             Stalled: nothing arrived in time; `describe` names what was awaited.
         """
-        end = time.monotonic() + self.stall_s
+        me, begin, told = self.carrier.worker, time.monotonic(), False
         while looked or not (found := self.arrivals(runs)):
             looked = False
-            if not self.carrier.wait(max(end - time.monotonic(), 0)):
+            left = begin + (self.stall_s if told else self.stall_s / 2) - time.monotonic()
+            if self.carrier.wait(max(left, 0)):
+                continue
+            if told:
                 waits = f"{describe()}, in {self.carrier.calls.named(runs)}"
                 silent = " and ".join(f"worker {peer}" for peer in self.carrier.silent())
                 why = f"; {silent} cannot be reached: its process, its host or the network hangs" if silent else ""
-                raise Stalled(
-                    f"worker {self.carrier.worker}: nothing arrived for {self.stall_s:g} s, waiting for {waits}{why}"
-                )
+                raise Stalled(f"worker {me}: nothing arrived for {self.stall_s:g} s, waiting for {waits}{why}")
+            told = True
+            logger.warning(
+                "worker %d: nothing has arrived for %g s, waiting for %s, in %s; that fails after %g s",
+                me, self.stall_s / 2, describe(), self.carrier.calls.named(runs), self.stall_s,
+            )  # fmt: skip
         return found
 
     def collect(self, run: int, what: str, peers: Iterable[int]) -> dict[int, Payload]:
