@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -43,25 +43,10 @@ class _LastSteps(Listener):
         self.ended_ns, self.record = self.record.end_ns or record.start_ns, record
 
 
-class _Reported(Protocol):
-    """The part of a `Pipeline` that a report tells of."""
-
-    @property
-    def steps_done(self) -> int: ...
-
-    @property
-    def grad_norm(self) -> float | None: ...
-
-    @property
-    def learning_rate(self) -> float | None: ...
-
-    def listen(self, listener: Callable[[int], Listener]) -> None: ...
-
-
 class StepReports:
-    """Calls functions of the user with a report after each step of a pipeline."""
+    """Calls functions of the user with a report after each step of a `Pipeline`."""
 
-    def __init__(self, pipe: _Reported) -> None:
+    def __init__(self, pipe: Any) -> None:
         self._pipe = pipe
         self._workers: list[_LastSteps] = []
         self._functions: list[Callable[[StepReport], object]] = []

@@ -90,11 +90,8 @@ def _pack(typed: dict[str, Any], named: list[str]) -> int:
 
     if len(named) < 2:
         raise ConfigError("rpc-pipe data pack: name the text, and then the folder for the shards")
-    options = {}
-    if "tokenizer" in typed:
-        options["tokenizer"] = typed["tokenizer"]
-    if "field" in typed:
-        options["text_field"] = typed["field"]
+    names = {"tokenizer": "tokenizer", "field": "text_field"}
+    options = {name: typed[option] for option, name in names.items() if option in typed}
     if "shard" in typed:
         options["shard_bytes"] = num_bytes(typed["shard"], "--shard")
     reporter = Reporter("json" in typed)

@@ -152,7 +152,11 @@ def find_profile(
     if together and "estimate" not in typed:
         _measure_together(typed, wanted, together, path, reporter)
         return read_profile(path), path
-    profile = _measure(user_model, typed, wanted, at_least, reporter)
+    from ..planning.measuring.profiling import profile_model
+
+    repeats = typed.get("repeats", 5)
+    with progress(reporter, "measuring") as tell:
+        profile = profile_model(user_model, wanted, repeats=repeats, at_least=at_least, tell=tell, **_settings(typed))
     _keep(replace(profile, signature=name), path)
     return profile, path
 
@@ -211,16 +215,6 @@ def _place(user_model: UserModel, typed: Mapping[str, Any], together: int) -> tu
     return name, Path(typed["model"].rpartition(":")[0]).resolve().parent / _FOLDER / f"profile-{name}.json"
 
 
-def _measure(
-    user_model: UserModel, typed: Mapping[str, Any], rows: Sequence[int], at_least: int, reporter: Reporter
-) -> Profile:
-    from ..planning.measuring.profiling import profile_model
-
-    repeats = typed.get("repeats", 5)
-    with progress(reporter, "measuring") as tell:
-        return profile_model(user_model, rows, repeats=repeats, at_least=at_least, tell=tell, **_settings(typed))
-
-
 def _measure_together(
     typed: Mapping[str, Any], rows: Sequence[int], workers: int, path: Path, reporter: Reporter
 ) -> None:
@@ -236,19 +230,10 @@ def _measure_together(
             arguments += [f"--{name}", str(typed[name])]
     path.parent.mkdir(parents=True, exist_ok=True)
     reporter.text(f"measuring with {workers} workers at once")
-    _tell_shared_cores(workers, typed.get("threads", 1), reporter)
     before = path.stat().st_mtime_ns if path.exists() else 0
     code = launch(arguments, workers, Reporter("json" in typed), How(typed.get("threads"), watched=False))
     if code or not path.exists() or path.stat().st_mtime_ns == before:
         raise ConfigError(f"--workers {workers}: could not measure, as told above; --alone measures in one process")
-
-
-def _tell_shared_cores(workers: int, threads: int, reporter: Reporter) -> None:
-    cores = len(os.sched_getaffinity(0))
-    if workers * threads > cores:
-        each = f" of {threads} threads" if threads > 1 else ""
-        shared = f"{workers} workers{each} share {cores} core{'s' * (cores > 1)}"
-        reporter.text(f"{shared}: times are those while all compute; where some wait, steps are shorter")
 
 
 def _keep(profile: Profile, path: Path) -> None:

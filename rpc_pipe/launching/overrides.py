@@ -44,7 +44,9 @@ class Overrides:
         tell: Callable[[str], None],
         made: Callable[[Any], None],
     ) -> None:
-        self._typed = {name: typed[option] for name in Settings._fields if (option := _option(name)) in typed}
+        self._typed = {
+            name: typed[_OPTIONS.get(name, name)] for name in Settings._fields if _OPTIONS.get(name, name) in typed
+        }
         self._schedule_options = dict(schedule_options)
         self._tell = tell
         self._told: set[str] = set()
@@ -54,13 +56,14 @@ class Overrides:
         """Return the settings of a pipeline with the typed options in place of the script's."""
         options = dict(said.schedule_options or {})
         for name, value in self._typed.items():
-            self._replaced(_option(name), _shown(value), name, getattr(said, name), value)
+            shown = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+            self._replaced(_OPTIONS.get(name, name), shown, name, getattr(said, name), value)
         if self._typed.get("schedule", said.schedule) != said.schedule:
             of_most = "replicas", "slices", "zero", "bucket", "spread"
             kept = {name: value for name, value in options.items() if name in of_most}
             if options != kept:
-                gone = {name: value for name, value in options.items() if name not in kept}
-                self._say(f"--schedule {self._typed['schedule']} leaves out the script's {_pairs(gone)}")
+                gone = ", ".join(f"{name}={value!r}" for name, value in options.items() if name not in kept)
+                self._say(f"--schedule {self._typed['schedule']} leaves out the script's {gone}")
             options = kept
         for name, value in self._schedule_options.items():
             self._replaced("set", f"{name}={value}", name, options.get(name), value)
@@ -76,18 +79,6 @@ class Overrides:
         if text not in self._told:
             self._told.add(text)
             self._tell(text)
-
-
-def _option(name: str) -> str:
-    return _OPTIONS.get(name, name)
-
-
-def _shown(value: Any) -> str:
-    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
-
-
-def _pairs(options: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name}={value!r}" for name, value in options.items())
 
 
 _overrides: Overrides | None = None

@@ -42,13 +42,13 @@ def as_worker(work: Callable[[], None], reporter: Reporter) -> int:
 
 def _failed(error: BaseException) -> int:
     """Report an exception of `work` to the launcher; return the exit code, or raise a script's own exit again."""
-    if isinstance(error, (ConfigError, ScheduleError)):
-        link.tell(kind="wrong input", text=str(error))
+    wrong_input = (ConfigError, ScheduleError)
+    # The cause is an error in the configuration that only computing has shown.
+    wrong = error.__cause__ if isinstance(error, PipeError) and not isinstance(error, wrong_input) else error
+    if isinstance(wrong, wrong_input):
+        link.tell(kind="wrong input", text=str(wrong))
         return WRONG_INPUT
     if isinstance(error, PipeError):
-        if isinstance(error.__cause__, ConfigError):  # an error in the configuration that only computing has shown
-            link.tell(kind="wrong input", text=str(error.__cause__))
-            return WRONG_INPUT
         link.tell(kind="failure", error=type(error).__name__, text=str(error.args[0]))
         return FAILED
     if not isinstance(error, Exception):  # an error of the user's script outside calls of the pipeline
