@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from ..dependency import ModelError
 from ..workers.compute.randomness import Randomness
 from ..workers.compute.torch_internals import OperatorMode
 from .observe.placeholder import (
     NEEDS_NUMBERS,
+    FakeTensor,
     Placeholder,
     PlaceholderFactory,
     on_shapes,

@@ -44,6 +44,8 @@ _DATA_ACCESS = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.data_ptr}
 _TESTS: dict[Any, bool] = {torch.isfinite: True, torch.isnan: False, torch.isinf: False}
 _TESTS |= {Tensor.isfinite: True, Tensor.isnan: False, Tensor.isinf: False}
 _COMBINING = {torch.all, torch.any, Tensor.all, Tensor.any}
+#: larger tensors made from nothing in a block, such as masks, are placeholders
+_LARGE_NUMEL = 2**20
 #: functions that run backward inside a forward
 _BACKWARD = {torch.autograd.grad: "torch.autograd.grad", Tensor.backward: "backward"}
 
@@ -375,13 +377,15 @@ class _OperatorObserver(OperatorMode):
         is_new = func is torch.ops.aten.lift_fresh.default and observer.current is not None
         for tensor in given if not is_new else ():
             observer.read(observer.current, tensor)
+        in_block = observer.current is not None and observer.current.is_block
         try:
             if func is torch.ops.aten.index.Tensor and isinstance(args[0], Placeholder):
                 args = (args[0], without_masks(args[1]))
-            result = on_shapes(func, args, kwargs)
+            made = self._placeholders.construct(func, args, kwargs) if in_block and not given else None
+            is_large = sum(tensor.numel() for tensor in tensors(made)) > _LARGE_NUMEL
+            result = made if is_large else on_shapes(func, args, kwargs)
         except Exception as error:
             has_placeholder = any(isinstance(tensor, Placeholder) for tensor in given)
-            in_block = observer.current is not None and observer.current.is_block
             if not has_placeholder or (isinstance(error, NEEDS_NUMBERS) and not in_block):
                 raise
             # Inside a block data may decide, and not every operator can run on shapes: ones show the output's shape.

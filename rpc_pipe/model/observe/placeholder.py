@@ -18,9 +18,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
-    FakeTensor,
     FakeTensorMode,
     UnsupportedOperatorException,
+)
+from torch._subclasses.fake_tensor import (
+    FakeTensor as FakeTensor,
 )
 from torch.utils._python_dispatch import _disable_current_modes
 
