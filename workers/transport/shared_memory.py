@@ -32,9 +32,10 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from .form import assemble, copy_memory, describe, form_of
+from .form import Form, assemble, copy_memory, describe, form_of
 from .outbox import Answer, Key
 from .ring_buffer import ASLEEP, LINE, SIZE, WAY, WRITTEN, RingBuffer
 from .wakeup import Notifier, Wakeup
@@ -46,6 +47,8 @@ logger = logging.getLogger(__name__)
 LENT_FROM = 2**21
 #: a channel takes payloads up to this size; who reads too slowly gets the rest by messages
 LARGEST = SIZE // 4
+#: memory for payloads of up to so many bytes is found ahead
+_SMALL = 2**15
 #: size of the whole record, ns when it was written, run, sizes of: name, form (0: no payload), where the contents lie
 #: that are not in it
 _HEAD = struct.Struct("<QqqIIQ")
@@ -178,6 +181,8 @@ class Channels:
 
     def sleep(self) -> bool:
         """Have writers notify from now on; return whether there is something to read. For the thread that reads."""
+        for _, reader, _ in self._readers:
+            reader.prepare()
         with self._lock:  # whose release is a fence: a writer sees that this sleeps, or this what has been written
             for _, _, counters in self._readers:
                 counters[ASLEEP] = 1
@@ -248,6 +253,9 @@ class _Reader(RingBuffer):
         super().__init__(memory)
         self.counters[ASLEEP] = 1  # it may be made while the thread that reads sleeps
         self._fetching: Callable[[bytes], Fetch] | None = None
+        #: of the last record that was copied, if it was small; and tensors for another one that looks so
+        self._last: Form | None = None
+        self._prepared: list[Tensor] = []
 
     def choose(self, ways: Mapping[str, Way], pages: Mapping[str, Any]) -> str:
         """Have large payloads lent by the first of the writer's ways that works. Return how they come."""
@@ -279,12 +287,26 @@ class _Reader(RingBuffer):
                     assert self._fetching is not None, "nothing is lent to who cannot fetch it"
                     contents = list(map(self._fetching(bytes(data[form_end : form_end + where_size])), form.looks))
                 else:
-                    contents, there = [], self.address + form_end + (at - form_end) % LINE
-                    for look in form.looks:
-                        contents.append(look.filled(there))
-                        there += look.num_bytes + -look.num_bytes % LINE
+                    contents = self._copied(form, self.address + form_end + (at - form_end) % LINE)
                 answer = assemble(form, contents)
             except OSError as error:
                 answer = error
         self.counters[0] += size  # its place may be written again
         return (run, name), answer, at_ns
+
+    def _copied(self, form: Form, there: int) -> list[Tensor]:
+        """Return the tensors of a record, with what lies at an address one after the other."""
+        found, self._prepared = self._prepared, []
+        if form is not self._last:
+            found, self._last = [], form if form.num_bytes <= _SMALL else None
+        if not found or found[0].is_inference() != torch.is_inference_mode_enabled():
+            found = [look.empty() for look in form.looks]
+        for tensor, look in zip(found, form.looks, strict=True):
+            copy_memory(tensor.data_ptr(), there, look.num_bytes)
+            there += look.num_bytes + -look.num_bytes % LINE
+        return found
+
+    def prepare(self) -> None:
+        """Make the tensors for a record that looks like the last one, as most do, while nobody waits for it."""
+        if self._last is not None and not self._prepared:
+            self._prepared = [look.empty() for look in self._last.looks]
