@@ -131,14 +131,21 @@ class _Recorder(OperatorMode):
         if not isinstance(tensor, Placeholder):
             return tensor
         storage = storage_of(tensor)
+        operations = self._operations_for(storage)
+        last_use = {
+            id(each): operation.number
+            for operation in operations
+            for each in tensors((operation.args, operation.kwargs, operation.result))
+        }
         now: dict[int, Tensor] = {}
         found: Tensor | None = None
         with torch.no_grad():
-            for operation in self._operations_for(storage):
+            for operation in operations:
                 result = self._run(operation, now)
                 for fake, real in zip(tensors(operation.result), tensors(result), strict=True):
                     now[id(fake)] = real
                     found = real if storage_of(fake) == storage else found
+                now = {key: real for key, real in now.items() if last_use[key] > operation.number}
         assert found is not None
         return found.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
