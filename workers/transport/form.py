@@ -53,10 +53,10 @@ class Look(NamedTuple):
         """Return what travels, for contents to be put in."""
         return torch.empty_strided(self.dense_shape, self.dense_strides, dtype=self.dtype, device="cpu")
 
-    def filled(self, content: int | bytes) -> Tensor:
-        """Return what travels, with its contents, or with those at an address."""
-        tensor = torch.empty_strided(self.dense_shape, self.dense_strides, dtype=self.dtype, device="cpu")
-        (_copy_little if self.num_bytes <= _LITTLE else ctypes.memmove)(tensor.data_ptr(), content, self.num_bytes)
+    def filled(self, content: bytes) -> Tensor:
+        """Return what travels, with these contents."""
+        tensor = self.empty()
+        copy_memory(tensor.data_ptr(), content, self.num_bytes)
         return tensor
 
     def shown(self, dense: Tensor) -> Tensor:

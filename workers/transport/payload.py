@@ -242,7 +242,7 @@ def split_rows(tree: Tree, parts: int, rows: int | None = None) -> list[Tree]:
 
     Plain values go to every piece unchanged, and so do tensors of another number of rows, if that is given.
     """
-    if isinstance(tree, Tensor) and rows is None:
+    if isinstance(tree, Tensor) and (rows is None or (tree.dim() and tree.shape[0] == rows)):
         return list(tree.tensor_split(parts))
     split = [t for t in tensors_of(tree) if rows is None or (t.dim() and t.shape[0] == rows)]
     pieces = {id(tensor): tensor.tensor_split(parts) for tensor in split}
