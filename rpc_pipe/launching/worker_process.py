@@ -93,7 +93,8 @@ class WorkerProcess:
         *lines, rest = (self.pipes[pipe] + read).split(b"\n")
         if pipe is self._link:
             for line in lines:
-                yield WorkerEvent("told", self.rank, json.loads(line))
+                with suppress(ValueError):  # cut short, as by the end of the worker or by what its script wrote there
+                    yield WorkerEvent("told", self.rank, json.loads(line))
         else:
             if self._logs is not None:
                 self._logs.write(self.rank, read)
