@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from .digest import digest
 from .module_state import OF_TORCH
 from .shard import Shard
 
@@ -76,8 +75,8 @@ def fingerprint(module: nn.Module, *, closely: bool = False) -> dict[str, Any]:
     """Return what tells whether a module was changed by hand, by name: mode, plain attributes, and its buffers.
 
     Args:
-        closely: look into small containers of plain values, such as a list of names, and at what is written through
-            `.data`; in a list that a caller empties between two steps nobody has read.
+        closely: look into small containers of plain values, such as a list of names; in a list that a caller empties
+            between two steps nobody has read.
     """
     held = vars(module)
     found = {"training": held.get("training")}
@@ -88,12 +87,12 @@ def fingerprint(module: nn.Module, *, closely: bool = False) -> dict[str, Any]:
         elif closely and type(value) in _CONTAINERS and _is_plain(value):
             found[name] = value.copy()
     buffers = (held.get("_buffers") or {}).items()
-    return found | {name: _of_buffer(buffer, closely=closely) for name, buffer in buffers if buffer is not None}
+    return found | {name: _of_buffer(buffer) for name, buffer in buffers if buffer is not None}
 
 
-def _of_buffer(buffer: Tensor, *, closely: bool) -> tuple[int, ...]:
-    """Return what tells whether a buffer was written; closely, even through `.data` or numpy."""
-    return id(buffer), -1 if buffer.is_inference() else buffer._version, digest([buffer]) if closely else 0
+def _of_buffer(buffer: Tensor) -> tuple[int, int]:
+    """Return a state that differs if a buffer was written, but for what is written through `.data` or numpy."""
+    return id(buffer), -1 if buffer.is_inference() else buffer._version
 
 
 def _is_plain(container: Any) -> bool:
