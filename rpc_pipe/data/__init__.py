@@ -1,9 +1,9 @@
-"""Data larger than memory: which sample comes when is a function, and every chunk is loaded once an epoch.
+"""Data larger than memory: a function gives the order of samples, and every chunk is loaded once an epoch.
 
 order.py      sample number = f(seed, position)
 residency.py  which chunks are in memory, which come next, which go
 storage.py    shards from elsewhere, through a cache on this machine's disk
-sources       token_files.py, tables.py, image_files.py, maps.py: what a chunk is and how samples are made of it
+sources       token_files.py, tables.py, image_files.py, maps.py: the chunks of a format, and their samples
 loader.py     batches
 packing.py    shards made of text
 """

@@ -1,8 +1,9 @@
 """A permutation of 0 … size-1 that is computed, not stored: a keyed Feistel network with cycle walking.
 
 A Feistel network permutes pairs (left, right) whatever its round function is (Luby & Rackoff 1988). Here the halves are
-digits to the bases a and b with a b >= size and hardly more. What falls outside is permuted again until it is inside:
-walking along the cycle of a permutation keeps it one (Black & Rogaway 2002, "Ciphers with arbitrary finite domains").
+digits to the bases a and b with a b >= size and hardly more. A value outside is permuted again until it is inside:
+walking along the cycle of a permutation gives a permutation (Black & Rogaway 2002, "Ciphers with arbitrary finite
+domains").
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def keys(base: int, numbers: Numbers) -> Keys:
 
 
 def permute(indexes: Numbers, size: int | Numbers, keyed: int | Keys) -> Numbers:
-    """Return where a permutation of 0 … size-1 takes `indexes`; the key says which permutation it is.
+    """Return the images of `indexes` under a permutation of 0 … size-1, which the key selects.
 
     Args:
         size: of all, or of each.
@@ -75,7 +76,7 @@ def _added(digit: Keys, scattered: Keys, base: Keys) -> Keys:
 
 def _mix(x: Keys) -> Keys:
     """Scatter bits (the finaliser of SplitMix64: Steele, Lea & Flood 2014)."""
-    with np.errstate(over="ignore"):  # of single numbers; arrays do not tell
+    with np.errstate(over="ignore"):  # numpy warns of single numbers, not of arrays
         x = x + np.uint64(0x9E3779B97F4A7C15)
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -37,10 +37,10 @@ def images(
 
     Args:
         source: a folder with a folder for each class, here or as a URL; classes are numbered by name.
-        size: images are scaled to so many pixels a side, float32 `[rows, 3, size, size]` in 0 … 1.
+        size: pixels a side after scaling; images are float32 `[rows, 3, size, size]` in 0 … 1.
         transform: makes the tensor of a PIL image instead; all of one shape. It may draw random numbers as the samples
             of `dataset` may; images are then decoded one by one.
-        threads: that decode.
+        threads: number of decoding threads.
 
     Raises:
         ConfigError, DataError: there is no image, or neither size nor transform.
@@ -83,6 +83,6 @@ class Images(Mapped):
         try:
             with need("PIL.Image", "a folder of images").open(io.BytesIO(stored)) as image:
                 return self._transform(image)
-        except Exception as error:  # decoders raise what they like, and so may a user's transform
-            said = str(error).partition(" <_io.")[0]  # which object in memory tells nobody anything
+        except Exception as error:  # a decoder or a user's transform may raise any exception
+            said = str(error).partition(" <_io.")[0]  # the address of an object in memory does not help the user
             raise DataError(f"image {file.name}: cannot be decoded: {said}") from error

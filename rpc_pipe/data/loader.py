@@ -1,10 +1,10 @@
-"""Batches of data that may be larger than memory; where they are is one integer.
+"""Batches of data that may be larger than memory; the position is one integer.
 
     loader = Loader(tokens("shards/", context=1024), rows=64)
     for loss in pipe.train(loader): ...
 
-In a pipeline the worker of the first stage reads the inputs, that of the last the targets, the others nothing; where a
-model is cut as it is, all read both.
+In a pipeline of layers the first stage's worker reads the inputs, the last stage's worker the targets, other workers
+nothing. With a whole model every worker reads both.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .source import Source, Wanted
 
 #: of the memory, batches that are made ahead take this share at most
 _AHEAD = 16
-#: what an identity says of the window
+#: the text of a window in an identity
 _WINDOW = re.compile(r", window (\d+)$")
 
 
@@ -35,17 +35,17 @@ class Loader:
     """Iterates over batches, (inputs, targets), from its position.
 
     Args:
-        source: what is read, such as `tokens(...)`.
+        source: the data, such as `tokens(...)`.
         rows: rows of a batch, of all pipelines together.
-        seed: seed of the order; every epoch has an order of its own.
-        window: how many chunks are in memory at a time, from which samples are mixed; by default as many as fit.
+        seed: seed of the order; every epoch has another order.
+        window: number of chunks in memory at a time, whose samples are mixed; by default the most that fit.
         memory: limit for chunks, chunks that come next, and batches made ahead; in bytes, or a text such as `2GB`.
-        epochs: the iteration ends after so many, with a smaller last batch if necessary; None: it never ends.
+        epochs: number of epochs before the iteration ends, with a smaller last batch if necessary; None: no end.
         shuffle: if False, samples come in the order in which they are stored.
-        readers: `users`: every worker reads what it uses. `first`: only the worker of the first stage reads, and others
-            pull from it; then the source may be a function that makes it, which only that worker calls.
-        pipeline, pipelines: if several train on the same data, the number of this one, and how many there are: each
-            gets its share of every batch.
+        readers: `users`: every worker reads the parts that it uses. `first`: only the worker of the first stage reads,
+            and other workers pull from it; the source may then be a function, which only the first worker calls.
+        pipeline, pipelines: number of this pipeline among several that train on the same data, and their count; each
+            pipeline gets a share of every batch.
         timeout_s: how many seconds a batch may take.
 
     Raises:
@@ -83,7 +83,7 @@ class Loader:
         self._given, self._pipeline, self._pipelines, self._epochs = source, pipeline, pipelines, epochs
         self._memory, self._asked, self._shuffle, self.timeout_s = num_bytes(memory), window, shuffle, timeout_s
         self._position = 0
-        #: whether a pipeline says which batches are done
+        #: whether a pipeline reports finished batches
         self._followed = False
         #: the identity that was loaded before the source is open
         self._told: str | None = None
@@ -94,7 +94,7 @@ class Loader:
 
     @cached_property
     def source(self) -> Source:
-        """What is read; with readers="first" it is opened by who reads."""
+        """The source of samples; with readers="first" only the reading worker opens it."""
         given = self._given
         source = given() if self.readers == "first" and not isinstance(given, Source) and callable(given) else given
         if not isinstance(source, Source):
@@ -146,7 +146,7 @@ class Loader:
 
     @property
     def position(self) -> int:
-        """How many samples are behind: those of the last batch that was trained on, or else yielded."""
+        """Number of samples up to the end of the last batch that was trained on, or else yielded."""
         return self._position
 
     @property
@@ -185,7 +185,7 @@ class Loader:
             )
 
     def seek(self, position: int) -> None:
-        """Go to a position: so many samples are behind."""
+        """Go to a position, a number of samples since the start."""
         refuse_below(0, position=position)
         self._position, self._followed = position, False
 
@@ -214,7 +214,7 @@ class Loader:
         self._position = share.after
 
     def read(self, share: Share, wanted: Wanted, own: OwnRows | None = None) -> tuple[tuple[Tree, Tree], int, str]:
-        """Return what is wanted of a batch or its `own` rows, how many ns it was waited for, and what for mostly."""
+        """Return the wanted part of a batch or of its `own` rows, the ns waited, and the main cause of the wait."""
         if self._reader is None:
             sizes = self.room, self.ahead_bytes
             self._reader = Reader(self.source, self.order, self._shares, *sizes, self.timeout_s)
@@ -222,7 +222,7 @@ class Loader:
         try:
             return self._reader.take(share.start, wanted, own)
         except BaseException:
-            self.close()  # what is under way for batches that nobody will take
+            self.close()  # ends reads for batches that will not be taken
             raise
 
     @property
@@ -260,7 +260,7 @@ class Batch(LazyBatch):
 
     def read(self, inputs: bool, targets: bool, own: OwnRows | None = None) -> tuple[Tree, Tree]:
         if not inputs and not targets:
-            self._loader.close()  # of what has been read before nothing is read ahead
+            self._loader.close()  # nothing is read ahead from the old position
             return None, None
         found, self.waited_ns, self.waited_for = self._loader.read(self._share, Wanted(inputs, targets), own)
         return found

@@ -1,9 +1,8 @@
-"""Any map-style dataset, that of another library included: it keeps its own samples, and is only told which to give.
+"""Any map-style dataset, also of another library: the dataset keeps the samples, and the loader gives numbers.
 
-Samples may draw random numbers, as crops and flips do: what is drawn depends on the epoch and the sample alone, as
-several workers may read a sample, such as an image and its mask, each its part. Such samples are made on the thread
-that asks for them: the generators that they draw from are the process's, and layers and the user's loop draw from them,
-too.
+Samples may draw random numbers, as crops and flips do. The numbers depend on the epoch and the sample alone, because
+several workers may each read a part of a sample, such as an image and its mask. Such samples are made on the calling
+thread: their generators are the process's, from which layers and the user's loop draw, too.
 """
 
 from __future__ import annotations
@@ -41,17 +40,17 @@ def dataset(
     """Return a map-style dataset (`len(samples)`, `samples[i]`) as a source; torch's, `datasets`', grain's alike.
 
     Args:
-        inputs, targets: of samples that are dicts, a key, or several, whose values are given as a dict; other samples
-            are pairs.
-        chunk: how many samples in a row are cheap to read together, such as those of a file; by default it is taken
-            that all are equally near, and the shuffle is over all.
-        identity: tells this dataset from others of the same length; its class by default.
+        inputs, targets: a key of samples that are dicts, or several keys, whose values are given as a dict; other
+            samples are pairs.
+        chunk: number of consecutive samples that are cheap to read together, such as the rows of a file; by default all
+            samples are equally near, and the shuffle is over all.
+        identity: distinguishes datasets of the same length; the class by default.
 
-    Samples may draw from torch's, Python's and numpy's global generators, to crop or to flip: each draws numbers of its
-    own in every epoch, the same on every worker and in a run that is resumed.
+    Samples may draw from torch's, Python's and numpy's global generators, to crop or to flip. Each sample draws other
+    numbers in every epoch, the same on every worker and in a run that is resumed.
 
     Raises:
-        ConfigError: it is none, is empty, or its samples are no pairs.
+        ConfigError: `samples` is no map-style dataset, is empty, or its samples are no pairs.
     """
     if not hasattr(samples, "__len__") or not hasattr(samples, "__getitem__"):
         raise ConfigError(
@@ -88,7 +87,7 @@ class Mapped(Source):
         self.sizes[-1] = count - self.each * (len(self.sizes) - 1)
         (first,) = drawn(self.make, [0], 0)
         self.sample_bytes = sum(tensor.nbytes for tensor in tensors_of(default_collate([first]))) or 1
-        # Without chunks of its own nothing is held here: the whole fits into any memory.
+        # A dataset without chunks holds its samples itself, so it fits into any memory limit.
         self.num_bytes = self.sizes * self.sample_bytes if chunk else np.ones(len(self.sizes), np.int64)
         self.stored_bytes = count * self.sample_bytes
         self.identity = f"{count} samples of {identity or self.name}"
@@ -134,10 +133,10 @@ class Mapped(Source):
 
 
 def drawn(make: Callable[[int], T], numbers: Iterable[int], keyed: int | None) -> list[T]:
-    """Return what `make` makes of each number, with random numbers of the key and that number.
+    """Return `make(number)` for each number, with random numbers keyed by `keyed` and the number.
 
     Args:
-        keyed: None: nothing is drawn.
+        keyed: None: samples draw no random numbers.
     """
     if keyed is None:
         return [make(number) for number in numbers]

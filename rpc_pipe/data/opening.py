@@ -1,4 +1,4 @@
-"""A source by what its files are called."""
+"""A source chosen by the names of its files."""
 
 from __future__ import annotations
 

@@ -1,15 +1,15 @@
-"""Which sample stands at a position: a function of the seed and one integer, while chunks take turns in memory.
+"""The sample at a position is a function of the seed and one integer, while chunks take turns in memory.
 
     chunks in the order of an epoch   c0 c1 c2 c3 c4 ...
     block 0                           [c0 c1 c2]            W = 3 chunks are resident
     block 1                              [c1 c2 c3]         one has gone, one has come
     block 2                                 [c2 c3 c4]
 
-Block t mixes the chunks t … t+W-1. The samples of a chunk are dealt in equal shares, at random, to the blocks that the
-chunk is in, and those of a block are permuted. So a chunk comes once an epoch and stays for W blocks, memory changes by
+Block t mixes the chunks t … t+W-1. The samples of a chunk are dealt in equal shares, at random, to the blocks of the
+chunk, and the samples of a block are permuted. So a chunk comes once an epoch and stays for W blocks, memory changes by
 one chunk at a time, and every block has samples of W chunks.
 
-Chunks are not only permuted but spread: those that are resident together lie in different parts of the data, so that
+Chunks are not only permuted but spread: chunks that are resident together lie in different parts of the data, so that
 data that are sorted, by label or by time, are mixed better than by chance.
 """
 
@@ -114,11 +114,11 @@ class Epoch:
     def __init__(self, order: Order, number: int) -> None:
         self._order = order
         self._key = key(order.seed, number)
-        #: what random numbers of its samples are keyed by
+        #: key of its samples' random numbers
         self.drawn = key(self._key, _DRAWN)
-        #: the chunks in the order in which they come
+        #: the chunks in the order of the epoch
         self.chunks = self._spread() if order.shuffle else np.arange(order.num_chunks)
-        # Without shuffling chunk after chunk is a block of its own.
+        # Without shuffling each chunk is a block.
         self.window = order.mixed
         self.num_blocks = order.num_chunks - self.window + 1
         self._sizes = order.sizes[self.chunks]
@@ -165,7 +165,7 @@ class Epoch:
         return self._behind(places, block), self._behind(places, block + 1)
 
     def begin(self, block: int) -> int:
-        """Return the position in the epoch at which a block begins."""
+        """Return the position in the epoch where a block begins."""
         if block == self.num_blocks:
             return self._order.num_samples
         return int(self._ends[block] + self._dealt(block)[0].sum())

@@ -1,6 +1,6 @@
 """Shards made of text: tokens in a row, by the `tokenizers` library, in files of equal size with an index.
 
-A shard appears when it is complete, and a note beside it says where the next one begins; so packing may be killed
+A shard appears when it is complete, and a note beside it holds the start of the next one; so packing may be killed
 at any moment and goes on there. The index is written last: a folder with one is complete.
 """
 
@@ -28,15 +28,15 @@ from .tables import opened
 from .token_files import tokens as token_source
 
 ENDINGS = (".jsonl", ".txt", ".md", ".py", ".json", ".parquet")
-#: text files are read in pieces of about so many bytes
+#: bytes of a piece in which text files are read, about
 _PIECE = 2**20
 _NOTE = ".packing.json"
 #: texts that are made into tokens together
 _TOGETHER = 64
-#: what ends a text, by the names that tokenizers have for it
+#: names that tokenizers have for the token at the end of a text
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 
-#: told bytes that are behind, of how many, and how many shards there are
+#: called with the bytes packed so far, all bytes, and the number of shards
 Progress = Callable[[int, int, int], None]
 
 
@@ -69,7 +69,7 @@ def pack(
 
     Args:
         source: `.jsonl`, `.parquet` or text files, folders or patterns, here or as URLs.
-        text_field: key or column that has the text.
+        text_field: key or column of the text.
 
     Raises:
         ConfigError, DataError: there is no text, or the folder holds something else.
@@ -112,20 +112,20 @@ def text(
 ) -> Source:
     """Return text, packed to samples of `context` tokens; texts follow each other without padding.
 
-    The first call makes the tokens, on one worker while the others wait, which for much text `rpc-pipe data pack` does
-    with a progress bar.
+    The first call makes the tokens, on one worker while other workers wait. For much text use `rpc-pipe data pack`,
+    which shows a progress bar.
 
     Args:
         source: `.jsonl`, `.parquet` or text files, folders or patterns, here or as URLs.
         tokenizer: `bytes`; a `tokenizer.json` or a folder with one; or a model's name.
-        text_field: key or column that has the text.
+        text_field: key or column of the text.
 
     Raises:
         ConfigError, DataError: there is no text or no such tokenizer.
     """
     storage = storage or Storage()
     files, _ = find_shards(source, ENDINGS, storage.options)
-    # Here a file that was written to is another, whatever it looks like: to pack it again costs little.
+    # A file that was written to counts as another file: packing it again costs little.
     name = fingerprint(files, tokenizer_digest(os.fspath(tokenizer)), text_field, [file.modified_ns for file in files])
     folder = storage.folder.parent / "packed" / name
     with storage.alone(name):
@@ -136,7 +136,7 @@ def text(
 
 
 def tokenizer_digest(tokenizer: str) -> str:
-    """Return what tells a tokenizer from others: a digest of its file, or its name."""
+    """Return the identity of a tokenizer: a digest of its file, or its name."""
     path = _file_of(tokenizer)
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else tokenizer
 
@@ -285,10 +285,10 @@ class Document(NamedTuple):
 
 
 def _documents(files: Sequence[ShardFile], storage: Storage, field: str, file: int, at: int) -> Iterator[Document]:
-    """Yield what the files hold from a place on.
+    """Yield the texts of the files from a place on.
 
     Args:
-        field: of a JSON object, or the column of a table, that has the text.
+        field: key of a JSON object, or column of a table, with the text.
     """
     for number in range(file, len(files)):
         shard = files[number]

@@ -20,7 +20,7 @@ from .order import Order, Segment
 from .residency import Residency
 from .source import Cause, Source, Wanted
 
-#: so many samples are located together, which takes hardly longer than for one batch
+#: samples that are located together, which takes hardly longer than for one batch
 _LOCATED = 4096
 
 #: a chunk, the numbers of its samples, and their places in the batch
@@ -33,7 +33,7 @@ class Share(NamedTuple):
     #: positions of its samples
     begin: int
     end: int
-    #: positions at which the batch of all pipelines begins and ends
+    #: positions where the batch of all pipelines begins and ends
     start: int
     after: int
 
@@ -50,7 +50,7 @@ class Shares(NamedTuple):
     def at(self, start: int) -> Share | None:
         """Return the batch that begins at `start`, None behind the last."""
         rows = self.rows if self.total is None else min(self.rows, self.total - start)
-        if rows < self.pipelines:  # none of the pipelines may be without rows while others have some
+        if rows < self.pipelines:  # every pipeline needs a row of each batch
             return None
         begin, end = (start + rows * number // self.pipelines for number in (self.pipeline, self.pipeline + 1))
         return Share(begin, end, start, start + rows)
@@ -59,7 +59,7 @@ class Shares(NamedTuple):
 def _located(
     order: Order, shares: Shares, start: int, own: OwnRows | None = None
 ) -> Iterator[list[tuple[Segment, list[Piece]]]]:
-    """Yield for one batch after the other, block by block, where its samples are found, or those of its `own` rows."""
+    """Yield, batch by batch and block by block, the places of a batch's samples, or of its `own` rows."""
     share = shares.at(start)
     while share is not None:
         batches: list[Numbers] = []
@@ -88,12 +88,12 @@ def _by_chunk(blocks: Numbers, chunks: Numbers, numbers: Numbers) -> Iterator[tu
 
 
 class Reader:
-    """Makes batches in a thread of its own; those that draw random numbers in that of the caller, when they are taken.
+    """Makes batches in a thread; batches with random numbers are made in the caller's thread, when they are taken.
 
     Args:
         room: bytes that chunks may take.
-        ahead_bytes: bytes of batches that are made ahead; one batch always is.
-        timeout_s: how long a batch may take.
+        ahead_bytes: bytes of batches that are made ahead, one batch at least.
+        timeout_s: seconds that a batch may take.
     """
 
     def __init__(
@@ -104,16 +104,16 @@ class Reader:
         epochs = None if shares.total is None else -(-shares.total // order.num_samples)
         self.residency = Residency(source, order, room, timeout_s, epochs)
         self._batches: Iterator[tuple[Tree, Tree]] = iter(())
-        #: what of the batches is wanted, of which of their rows, and where the next that is taken begins
+        #: the wanted parts of batches, the wanted rows, and the start of the next batch to be taken
         self._wanted, self._next = Wanted(False, False), -1
         self._own: OwnRows | None = None
 
     def take(self, start: int, wanted: Wanted, own: OwnRows | None = None) -> tuple[tuple[Tree, Tree], int, Cause]:
-        """Return the batch that begins at `start` or its `own` rows, how many ns it was waited for, what for mostly.
+        """Return the batch that begins at `start` or its `own` rows, the ns waited, and the main cause of the wait.
 
         Raises:
             DataError: a shard cannot be read.
-            Stalled: it takes too long.
+            Stalled: the batch takes longer than `timeout_s`.
         """
         if (start, wanted, own) != (self._next, self._wanted, self._own):
             self._restart(start, wanted, own)
@@ -131,21 +131,21 @@ class Reader:
         return made, 0 if is_ready else time.perf_counter_ns() - begun, busy.worst(before)
 
     def _restart(self, start: int, wanted: Wanted, own: OwnRows | None) -> None:
-        if not self._end():  # what the thread does yet would load chunks for batches that nobody asks for
+        if not self._end():  # the thread would go on to load chunks for batches that will not be taken
             raise Stalled(
                 f"data {self._source.name}: has waited with a batch that nobody takes for {self._timeout_s:g} s; raise "
                 "timeout_s"
             )
         had = self.residency.wanted
         if self._source.loads_parts and (wanted.inputs > had.inputs or wanted.targets > had.targets):
-            self.residency.drop()  # chunks that were loaded without what is wanted now
+            self.residency.drop()  # the resident chunks lack the part that is wanted now
         self._wanted, self._own, self.residency.wanted = wanted, own, wanted
         batches = map(self._made, _located(self._order, self._shares, start, own))
-        # A shard that does not come is told by its name before.
+        # A shard that does not come raises an error with its name before.
         self._batches = batches if self._source.draws else _Ahead(batches, self._num_ahead, 2 * self._timeout_s)
 
     def _end(self) -> bool:
-        """End what makes batches; tell whether it has ended."""
+        """End the thread that makes batches; return whether it has ended."""
         batches, self._batches, self._next = self._batches, iter(()), -1
         return not isinstance(batches, _Ahead) or batches.end(self._timeout_s)
 
@@ -210,7 +210,7 @@ class _Ahead(threading.Thread):
         return made
 
     def end(self, timeout_s: float) -> bool:
-        """Take no more; tell whether the thread has ended, which may be the one that asks and collects a loader."""
+        """Take no more; return whether the thread has ended; it may be the caller, when it collects a loader."""
         self._ends = True
         self._room.release()
         if self is not threading.current_thread():

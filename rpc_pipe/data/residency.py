@@ -1,6 +1,6 @@
-"""Which chunks are in memory: those of the block that is read, and as many of the next as fit.
+"""The chunks in memory: the chunks of the current block, and the most of the next ones that fit.
 
-The order tells the whole future, so what goes is what is needed last, which loads the fewest chunks (Belady 1966).
+The order of all later reads is known, so the chunk needed last goes first, which loads the fewest chunks (Belady 1966).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .source import ALL, Source, Wanted
 #: chunks that are loaded at once
 _LOADERS = 2
 _FEW = 64
-#: of the memory for chunks, this share is for those that come next
+#: share of the memory for chunks that is kept for the next chunks
 _AHEAD = 8
 #: of the user's limit, this share is for chunks and batches; the rest is left to the allocator and the interpreter
 _USED = 0.8
@@ -58,14 +58,14 @@ class Residency:
 
     Args:
         room: bytes that chunks may take.
-        epochs: behind so many nothing is needed; None: there is no end.
-        timeout_s: how long loading a chunk may take.
+        epochs: number of epochs to be read; None: no end.
+        timeout_s: seconds that loading a chunk may take.
     """
 
     def __init__(self, source: Source, order: Order, room: int, timeout_s: float, epochs: int | None = None) -> None:
         self._source, self._order, self._room, self._timeout_s = source, order, room, timeout_s
         self._epochs = epochs
-        #: what will be read of chunks that are loaded from here on
+        #: the parts that are read of chunks loaded from now on
         self.wanted: Wanted = ALL
         self._pool = ThreadPoolExecutor(_LOADERS, "chunks")
         self._held: dict[int, Future[Any]] = {}
@@ -77,10 +77,10 @@ class Residency:
         self.peak_bytes = 0
 
     def enter(self, epoch: int, block: int, soon: Numbers | None = None) -> None:
-        """Load what the block needs, and ahead of it as many of the next chunks as fit.
+        """Load the chunks of the block, and the most of the next chunks that fit.
 
         Args:
-            soon: the chunks of its next samples, which come first.
+            soon: the chunks of the next samples, which come first.
         """
         if self._at == (epoch, block):
             return
@@ -112,7 +112,7 @@ class Residency:
         try:
             return loading.result(self._timeout_s)
         except TimeoutError as error:
-            if loading.done():  # a timeout of the storage's own
+            if loading.done():  # the storage itself raised a timeout
                 raise
             shard = self._source.shard_of(number)
             raise Stalled(f"shard {shard}: has not been loaded for {self._timeout_s:g} s; raise timeout_s") from error
@@ -122,7 +122,7 @@ class Residency:
         place = block + self._order.epoch(epoch).window
         while self._epochs is None or epoch < self._epochs:
             chunks = self._order.epoch(epoch).chunks
-            for begin in range(place, len(chunks), _FEW):  # there may be very many, of which few are asked for
+            for begin in range(place, len(chunks), _FEW):  # there may be very many, and few are needed
                 yield from chunks[begin : begin + _FEW].tolist()
             epoch, place = epoch + 1, 0
 
@@ -133,7 +133,7 @@ class Residency:
         self._held[chunk] = self._pool.submit(self._source.load, chunk, self.wanted)
 
     def _free(self, wanted: int, needed: set[int]) -> bool:
-        """Drop what is needed last until there is room for the chunk `wanted`; tell whether there is."""
+        """Drop the chunks needed last until there is room for the chunk `wanted`; return whether there is room."""
         size = int(self._source.num_bytes[wanted])
         if self._bytes + size <= self._room:
             return True

@@ -1,7 +1,7 @@
 """The files that data are made of: found by name or pattern, here or elsewhere by fsspec, with or without an index.
 
-A folder that `rpc-pipe data pack` wrote has an index with the size and checksum of every shard; of others the sizes are
-taken as they are found.
+A folder that `rpc-pipe data pack` wrote has an index with the size and checksum of every shard. The sizes of other
+files are taken as they are found.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 INDEX = "index.json"
 _REMOTE = re.compile(r"[a-z][a-z0-9+.-]*://")
-#: bytes of a place that an identity looks at, and how many places: all of 32 MB, and something of what is more
+#: bytes of a place that an identity reads, and the number of places: all of 32 MB, and samples of a larger file
 _PLACE, _PLACES = 2**16, 512
 
 _ATTEMPTS = 4
@@ -35,7 +35,7 @@ _ATTEMPTS = 4
 _FIRST_WAIT_S = 0.5
 #: how long an HTTP server may be silent
 _SILENT_S = 10.0
-#: of HTTP, what another attempt may change though the fault is the client's: too slow, too early, too often
+#: HTTP statuses of client errors that another attempt may cure: too slow, too early, too often
 _PASSING = (408, 425, 429)
 
 Roots = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -44,7 +44,7 @@ Roots = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 class ShardFile(NamedTuple):
     """A file."""
 
-    #: as errors show it: relative to what the user named
+    #: as errors show it: relative to the place that the user named
     name: str
     #: a path of this machine, or a URL
     place: str
@@ -62,12 +62,12 @@ class ShardFile(NamedTuple):
 
 
 def is_remote(place: str) -> bool:
-    """Tell whether `place` is a URL, not a path of this machine."""
+    """Return whether `place` is a URL, not a path of this machine."""
     return _REMOTE.match(place) is not None and not place.startswith("file://")
 
 
 def roots_of(source: Roots) -> list[str]:
-    """Return what the user named, as a list."""
+    """Return the places that the user named, as a list."""
     several = [source] if isinstance(source, (str, os.PathLike)) else list(source)
     return [os.fspath(root).removeprefix("file://") for root in several]
 
@@ -75,16 +75,16 @@ def roots_of(source: Roots) -> list[str]:
 def find_shards(
     source: Roots, endings: Sequence[str], options: Mapping[str, Any] | None = None
 ) -> tuple[list[ShardFile], dict[str, Any]]:
-    """Return the shards of `source`, sorted by name, and what its index says besides.
+    """Return the shards of `source`, sorted by name, and the other facts of its index.
 
     Args:
         source: files, folders, patterns with `*`, or URLs of such; several as a list.
-        endings: of the files of a folder that count.
+        endings: file endings that count in a folder.
         options: for fsspec, such as credentials.
 
     Raises:
-        ConfigError: there is none, or two have the same name.
-        DataError: one that an index lists is missing or has another size.
+        ConfigError: there is no shard, or two have the same name.
+        DataError: a shard that an index lists is missing or has another size.
     """
     found: list[ShardFile] = []
     index: dict[str, Any] = {}
@@ -167,7 +167,7 @@ def _listed(files: Any, path: str, root: str, endings: Sequence[str]) -> tuple[l
     else:
         with suppress(FileNotFoundError):
             return _indexed(root.rstrip("/"), files.cat_file(f"{path.rstrip('/')}/{INDEX}").decode())
-        # By itself it leaves out what cannot be listed.
+        # By default fsspec omits folders that cannot be listed.
         thoroughly = {"on_error": "raise"} if root.startswith("http") else {}
         found, base = files.find(path, detail=True, **thoroughly), path.rstrip("/")
     places = [
@@ -187,7 +187,7 @@ def _listed(files: Any, path: str, root: str, endings: Sequence[str]) -> tuple[l
 
 
 def _indexed(root: str, text: str) -> tuple[list[ShardFile], dict[str, Any]]:
-    """Return the shards that an index lists, and what it says besides."""
+    """Return the shards that an index lists, and its other facts."""
     try:
         index = json.loads(text)
         listed = [
@@ -202,7 +202,7 @@ def _indexed(root: str, text: str) -> tuple[list[ShardFile], dict[str, Any]]:
 
 
 def fingerprint(shards: Sequence[ShardFile], *more: object) -> str:
-    """Return a digest of names, sizes and checksums, and of what some places of files without a checksum hold."""
+    """Return a digest of names, sizes and checksums, and of some places in files without a checksum."""
     digest = hashlib.sha256(repr(more).encode())
     for shard in shards:
         digest.update(f"{shard.name}\0{shard.num_bytes}\0{shard.checksum}\n".encode())
@@ -224,11 +224,11 @@ def file_system(place: str, what: str, options: Mapping[str, Any]) -> tuple[Any,
     """Return the file system that has `place`, and the path there.
 
     Args:
-        what: needs it, as errors say.
+        what: the feature that needs it, for errors.
         options: for fsspec, such as credentials.
 
     Raises:
-        ConfigError: there is none for such a place.
+        ConfigError: there is no file system for such a place.
     """
     fsspec = need("fsspec", what)
     options = dict(options)
@@ -244,18 +244,18 @@ def file_system(place: str, what: str, options: Mapping[str, Any]) -> tuple[Any,
 
 
 def patiently(do: Callable[[], T], told: str) -> T:
-    """Return what `do` returns; if it fails, in one of some more attempts.
+    """Return `do()`; try again if it fails.
 
     Raises:
-        DataError: none succeeded; begins with `told`.
-        OSError: there is no room here.
+        DataError: no attempt succeeded; the message begins with `told`.
+        OSError: the local disk is full.
     """
     wait = _FIRST_WAIT_S
     for attempt in range(1, _ATTEMPTS + 1):
         try:
             return do()
-        except Exception as raised:  # what a file system raises is its own affair
-            # HTTP's file system calls everything that keeps it from a file a missing file.
+        except Exception as raised:  # a file system may raise any exception
+            # HTTP's file system reports every failure as a missing file.
             cause = raised.__cause__ if isinstance(raised, FileNotFoundError) else None
             error = cause if isinstance(cause, Exception) else raised
             if isinstance(error, ConfigError) or getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
@@ -270,7 +270,7 @@ def patiently(do: Callable[[], T], told: str) -> T:
 
 
 def _is_final(error: Exception) -> bool:
-    """Tell whether another attempt would have the same end."""
+    """Return whether another attempt would fail in the same way."""
     status = getattr(error, "status", None)  # of HTTP
     refused = isinstance(status, int) and 400 <= status < 500 and status not in _PASSING
     return refused or isinstance(error, (FileNotFoundError, PermissionError, NotImplementedError))

@@ -1,4 +1,4 @@
-"""What a loader reads: chunks of rows, each of which is fetched as a whole; a sample is a row of a chunk."""
+"""The source of a loader: chunks of rows, each fetched as a whole; a sample is a row of a chunk."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ..dependency import ConfigError
 from ..workers.transport.payload import Tree
 from .bijection import Numbers
 
-#: what may keep a batch from being there
+#: causes of a late batch
 Cause = Literal["disk", "network", "decode"]
 
 
 class Wanted(NamedTuple):
-    """What of a batch somebody uses."""
+    """The parts of a batch that a worker uses."""
 
     inputs: bool = True
     targets: bool = True
@@ -29,17 +29,17 @@ ALL = Wanted()
 
 
 class Busy:
-    """Counts what the loader's threads spend their time on. Thread-safe."""
+    """Counts the time of the loader's threads by cause. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._spent: dict[Cause, float] = {"disk": 0.0, "network": 0.0, "decode": 0.0}
-        #: by thread: what it is busy with now, and since when
+        #: by thread: the cause that it is busy with, and its start
         self._now: dict[int, tuple[Cause, float]] = {}
 
     @contextmanager
     def on(self, cause: Cause) -> Iterator[None]:
-        """Charge the body to `cause`; what is charged inside it counts for the inner one alone."""
+        """Charge the body to `cause`; time charged inside it counts for the inner cause alone."""
         outer = self._turn(cause)
         try:
             yield
@@ -47,7 +47,7 @@ class Busy:
             self._turn(outer)
 
     def _turn(self, begins: Cause | None) -> Cause | None:
-        """Let this thread be busy with something else; return with what it was."""
+        """Let this thread be busy with another cause; return the one before."""
         thread = threading.get_ident()
         with self._lock:
             now = time.perf_counter()
@@ -59,7 +59,7 @@ class Busy:
         return ends
 
     def spent(self) -> dict[Cause, float]:
-        """Return the seconds of each cause so far, those of what is going on included."""
+        """Return the seconds of each cause so far, with the time of work that still runs."""
         with self._lock:
             found, now = dict(self._spent), time.perf_counter()
             for cause, since in self._now.values():
@@ -67,13 +67,13 @@ class Busy:
             return found
 
     def worst(self, before: dict[Cause, float]) -> Cause:
-        """Return what took most since `spent` returned `before`."""
+        """Return the cause that took most since `spent` returned `before`."""
         after = self.spent()
         return max(after, key=lambda cause: after[cause] - before[cause])
 
 
 class Source:
-    """Samples in chunks; what a chunk is depends on the format."""
+    """Samples in chunks; the format decides the chunks."""
 
     #: as the user named it
     name: str
@@ -89,9 +89,9 @@ class Source:
     sample_bytes: int
     #: equal, almost surely, where the samples and their numbers are equal; in words, as errors show it
     identity: str
-    #: what reading it takes time for
+    #: the cause to which reading is charged
     busy: Busy
-    #: whether `load` leaves out what is not wanted
+    #: whether `load` omits the parts that are not wanted
     loads_parts = False
 
     @property
@@ -100,7 +100,7 @@ class Source:
         return False
 
     def load(self, chunk: int, wanted: Wanted = ALL) -> Any:
-        """Bring what is wanted of a chunk into memory, or more where that is cheaper; return it for `rows`.
+        """Load the wanted part of a chunk into memory, or more where that is cheaper; return it for `rows`.
 
         Several threads may ask.
 
@@ -110,26 +110,26 @@ class Source:
         raise NotImplementedError
 
     def rows(self, held: Any, numbers: Numbers, wanted: Wanted, keyed: int | None = None) -> Tree:
-        """Return what is wanted of these samples of a chunk: tensors with a row for each, for `batch`.
+        """Return the wanted part of these samples of a chunk: tensors with a row for each, for `batch`.
 
         Args:
             held: the chunk, as `load` gave it.
-            keyed: what random numbers of samples are keyed by, with the sample; None: they draw none.
+            keyed: key of the samples' random numbers, together with the sample; None: they draw none.
         """
         raise NotImplementedError
 
     def batch(self, rows: Tree, wanted: Wanted) -> tuple[Tree, Tree]:
-        """Return rows of chunks, put together, as (inputs, targets); None for what is not wanted."""
+        """Return rows of chunks, put together, as (inputs, targets); None for an unwanted part."""
         inputs, targets = rows
         return inputs, targets
 
     def shard_of(self, chunk: int) -> str:
-        """Return what errors call the place that a chunk comes from."""
+        """Return the name of a chunk's place, for errors."""
         return self.name
 
 
 def fields(row: Mapping[str, Any], said: str | Sequence[str]) -> Any:
-    """Return what `row` has by one name, or by several as a dict."""
+    """Return the value of `row` under one name, or a dict for several names."""
     return row[said] if isinstance(said, str) else {name: row[name] for name in said}
 
 

@@ -1,7 +1,7 @@
 """Shards on this machine: local ones where they lie, others through a cache of limited size, fetched by fsspec.
 
 A shard is copied as a whole to a file of another name, compared with its size and checksum, and renamed, so that a file
-in the cache is always complete. Several processes may share a cache: whoever comes second waits for the first.
+in the cache is always complete. Several processes may share a cache: the second process waits for the first.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Storage:
 
     Args:
         cache: folder for shards from elsewhere; the user's cache folder by default.
-        cache_bytes: how many bytes of shards the folder may hold; None: as many as fit.
+        cache_bytes: the most bytes of shards in the folder; None: the free space is the limit.
         options: for fsspec, such as credentials.
     """
 
@@ -45,7 +45,7 @@ class Storage:
         self.folder = Path(cache) if cache is not None else usual
         self._limit = cache_bytes
         self.options = options or {}
-        #: what sources that read from here spend their time on
+        #: time of the sources that read from here, by cause
         self.busy = Busy()
         #: how many shards were copied here
         self.fetched = 0
@@ -60,7 +60,7 @@ class Storage:
             return path
 
     def use(self, shard: ShardFile, read: Callable[[Path], T]) -> T:
-        """Return what `read` makes of a complete file with the shard, which stays in the cache meanwhile.
+        """Return `read` of a complete file with the shard, which stays in the cache meanwhile.
 
         Raises:
             DataError: as `local`, or as `read`.
@@ -74,7 +74,7 @@ class Storage:
 
     @contextmanager
     def alone(self, name: str) -> Iterator[None]:
-        """Be the only process, and the only thread, that does in the body what `name` says."""
+        """Let only one process, and one thread, run the body under `name`."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             file = (self.folder / f".{name}.lock").open("w")
@@ -109,7 +109,7 @@ class Storage:
             yield path
 
     def _make_room(self, shard: ShardFile) -> None:
-        """Drop what has not been used for longest until the shard fits under the limit and onto the disk.
+        """Drop the least recently used shards until the new one fits under the limit and onto the disk.
 
         Raises:
             DataError: the limit is too low.
@@ -126,7 +126,7 @@ class Storage:
             fits = self._limit is None or total <= self._limit
             if fits and shutil.disk_usage(self.folder).free > shard.num_bytes:
                 return
-            Path(path).unlink(missing_ok=True)  # who has it open keeps it
+            Path(path).unlink(missing_ok=True)  # a process with the file open keeps its contents
             total -= stat.st_size
 
     def _fetch(self, shard: ShardFile, path: Path) -> None:
@@ -144,7 +144,7 @@ class Storage:
         self.fetched += 1
 
     def look(self, shard: ShardFile, read: Callable[[BinaryIO], T]) -> T:
-        """Return what `read` makes of a shard that is open for reading here and there.
+        """Return `read` of a shard that is open for reading at random places.
 
         One from elsewhere is not copied as a whole.
 

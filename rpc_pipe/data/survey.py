@@ -1,4 +1,4 @@
-"""What data are, and what reading them will take, before anything trains."""
+"""The figures of data, and of reading them, before training begins."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .source import ALL, Busy, Source, Wanted
 _MEASURED_S = 1.0
 #: samples that are read at once
 _TOGETHER = 16
-#: positions whose samples' distance is looked at
+#: positions that are sampled for the distance of neighbours
 _LOOKED_AT = 1024
 
 
@@ -43,7 +43,7 @@ class Survey(NamedTuple):
 
 
 def survey(loader: Loader) -> Survey:
-    """Return the figures of what a loader would read."""
+    """Return the figures of the data that a loader would read."""
     source, order = loader.source, loader.order
     dry = Residency(_Dry(source), order, loader.room, loader.timeout_s, epochs=1)
     epoch = order.epoch(0)

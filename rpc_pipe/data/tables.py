@@ -81,7 +81,7 @@ class _ParquetFile:
 
 
 class _ArrowFile:
-    """Its record batches are read one at a time: those that are stored compressed take memory when they are read."""
+    """A file whose record batches are read one at a time; compressed batches take memory when they are read."""
 
     def __init__(self, place: Path | BinaryIO) -> None:
         arrow = need("pyarrow", "a table")
@@ -109,7 +109,7 @@ class _ArrowFile:
 
 @contextmanager
 def opened(place: Path | BinaryIO, shard: ShardFile) -> Iterator[_ParquetFile | _ArrowFile]:
-    """Give a file, and turn what pyarrow raises into a sentence."""
+    """Give a file, and turn an error of pyarrow into a sentence."""
     arrow = need("pyarrow", "a table")
     if isinstance(place, io.BufferedReader):  # of this machine, which can be mapped
         place = Path(place.name)
@@ -121,13 +121,13 @@ def opened(place: Path | BinaryIO, shard: ShardFile) -> Iterator[_ParquetFile | 
 
 
 def is_list(kind: Any) -> bool:
-    """Tell whether a type of Arrow's is one of lists."""
+    """Return whether an Arrow type is a list."""
     types = need("pyarrow", "a table").types
     return bool(types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind))
 
 
 def is_numeric(kind: Any) -> bool:
-    """Tell whether a type of Arrow's is one of numbers, or of lists of numbers."""
+    """Return whether an Arrow type is a number, or a list of numbers."""
     types, element = need("pyarrow", "a table").types, kind.value_type if is_list(kind) else kind
     return bool(types.is_integer(element) or types.is_floating(element))
 
@@ -217,7 +217,7 @@ class Table(Source):
 
 
 def _numbers(column: Any, name: str, shard: ShardFile) -> NDArray[Any]:
-    """Return a column as a copy: to read what a mapped file has lost since kills the process."""
+    """Return a column as a copy: reading a mapped file that was truncated since kills the process."""
     compute = need("pyarrow.compute", "a table")
     values = compute.list_flatten(column) if is_list(column.type) else column
     if missing := column.null_count or values.null_count:

@@ -27,9 +27,9 @@ from .storage import Storage, checksum
 ENDINGS = (".npy", ".bin", ".u8", ".u16", ".u32")
 _RAW = {".u8": "uint8", ".u16": "uint16", ".u32": "uint32"}
 _DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")
-#: of a file that is larger, so many bytes are a chunk
+#: bytes of a chunk of a larger file
 CHUNK_BYTES = 64 * 10**6
-#: chunks from so many bytes on are mapped, which takes an open file each
+#: least bytes of a chunk that is mapped, which takes an open file each
 _MAPPED_BYTES = 16 * 10**6
 
 
@@ -38,7 +38,7 @@ class TokenSpan(NamedTuple):
 
     shard: ShardFile
     dtype: np.dtype[Any]
-    #: byte at which the first token begins
+    #: byte where the first token begins
     offset: int
     num_tokens: int
 
@@ -59,11 +59,11 @@ def tokens(
 
     Args:
         source: files, folders or patterns, here or as URLs: `.npy` of one dimension, or raw little-endian numbers.
-        dtype: of raw files; by default the index's, or what `.u8`, `.u16` and `.u32` say, or uint16.
-        chunk_bytes: how much of a larger file is loaded at once.
+        dtype: of raw files; by default the index's, or the one of the ending `.u8`, `.u16` or `.u32`, or uint16.
+        chunk_bytes: bytes of a larger file that are loaded at once.
 
     Raises:
-        ConfigError, DataError: there is no such file, or one that holds no tokens.
+        ConfigError, DataError: there is no such file, or a file holds no tokens.
     """
     refuse_below(1, context=context)
     if dtype is not None and dtype not in _DTYPES:
@@ -153,7 +153,7 @@ class Tokens(Source):
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         kinds = {span.dtype.newbyteorder("=") for span in spans}
-        #: what tokens of all spans fit into, and torch computes with
+        #: the dtype that fits the tokens of all spans, and that torch computes with
         self._dtype = kinds.pop() if len(kinds) == 1 and np.dtype(np.uint64) not in kinds else np.dtype(np.int64)
 
     def shard_of(self, chunk: int) -> str:
@@ -191,9 +191,9 @@ class Tokens(Source):
         """Return the tokens of these samples.
 
         Raises:
-            DataError: the shard has been written to since it was mapped; to read what it has lost kills the process.
+            DataError: the shard was written to since it was mapped; reading truncated pages would kill the process.
         """
-        with suppress(FileNotFoundError):  # who has mapped it keeps it
+        with suppress(FileNotFoundError):  # a process that has mapped the file keeps its contents
             if held.mapped_ns and held.path.stat().st_mtime_ns != held.mapped_ns:
                 raise DataError(f"shard {held.shard}: {held.path} was written to while it is in use")
         return torch.from_numpy(held.samples[numbers].astype(self._dtype, copy=False))

@@ -1,1 +1,1 @@
-"""A byte-level GPT on real text: what the demo trains."""
+"""The demo's model and data: a byte-level GPT on real text."""

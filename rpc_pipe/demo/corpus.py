@@ -15,11 +15,11 @@ from ..data.maps import dataset
 from ..data.source import Source
 from ..dependency import ConfigError
 
-#: the text is cut into chunks of about so many bytes, so that both splits are spread over all of it
+#: bytes of a chunk of the text, about: small, so that both splits are spread over all of it
 _CHUNK = 16384
 
 Batch = tuple[Tensor, Tensor]
-#: every so many-th chunk of the text is held out
+#: one chunk in this number is held out
 HELD_OUT_EVERY = 10
 
 

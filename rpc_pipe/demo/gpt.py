@@ -50,7 +50,7 @@ class Block(nn.Module):
         self.up = nn.Linear(width, 4 * width)
         self.down = nn.Linear(4 * width, width)
         self.dropout = nn.Dropout(config.dropout)
-        for layer in (self.merge, self.down):  # GPT-2's scaling of what is added to the residual stream
+        for layer in (self.merge, self.down):  # GPT-2's scaling of the terms added to the residual stream
             nn.init.normal_(layer.weight, std=0.02 / math.sqrt(2 * config.depth))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ class Head(nn.Module):
 
 
 def gpt_layers(config: GPTConfig) -> list[Callable[[], nn.Module]]:
-    """Return what builds each layer; `nn.Sequential` of all of them is the unsplit model."""
+    """Return a builder for each layer; `nn.Sequential` of all of them is the unsplit model."""
     blocks = [partial(Block, config) for _ in range(config.depth)]
     return [partial(Embedding, config), *blocks, partial(Head, config)]
 

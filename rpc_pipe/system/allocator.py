@@ -2,11 +2,11 @@
 
 glibc gives large blocks, and the end of its heap, back to the system as soon as they are free, and each is faulted in
 and cleared again page by page when the next action asks for one as large: a tenth of a step of a transformer on a CPU.
-Threads have heaps of their own, of at most 64 MiB, which go back whole, whatever it is told; so they share one.
+Each thread has a heap of at most 64 MiB, which goes back whole whatever the settings are; so threads share one heap.
 
 torch asks for aligned blocks, whose ends glibc cuts off. The ends stay in its caches of small blocks, and up to glibc
 2.37 a free block between two of them does not fit the next request of its size: the heap of a worker that passes on
-payloads of 64 MiB became three times as large as what it held. Without these caches ends go back to the block.
+payloads of 64 MiB became three times as large as its contents. Without these caches ends go back to the block.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ _MOST_CACHED = 1
 _TRIM_THRESHOLD, _NEVER = -1, -1
 _MMAP_MAX, _NONE = -4, 0
 _ARENA_MAX, _MAIN = -8, 1
-#: what only the environment of a new process can say: no caches of threads
+#: the setting that only the environment of a new process can make: no caches of threads
 _TUNABLES, _NO_CACHES = "GLIBC_TUNABLES", "glibc.malloc.tcache_count=0"
 
 
 def variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return what the environment of a process that calls `keep_freed_memory` should hold besides `environ`."""
+    """Return the variables that a process which calls `keep_freed_memory` needs besides `environ`."""
     return {} if _TUNABLES in environ or _is_told(environ) else {_TUNABLES: _NO_CACHES}
 
 
 @cache
 def keep_freed_memory() -> None:
-    """Let this process keep what it frees: as much as it has needed at once, and no more.
+    """Let this process keep freed memory, up to its peak.
 
-    Holds for the threads that start after the first call, and for the main one. Does nothing where the user has told
-    the allocator by a variable MALLOC_..., and without glibc.
+    Holds for the main thread and for the threads that start after the first call. Does nothing where the user has set
+    a variable MALLOC_..., and without glibc.
     """
     if _is_told(os.environ):
         return
@@ -49,7 +49,7 @@ def keep_freed_memory() -> None:
 
 
 def _is_told(environ: Mapping[str, str]) -> bool:
-    """Return whether the user has told the allocator something."""
+    """Return whether the user has set a variable of the allocator."""
     tunables = environ.get(_TUNABLES, "")
     return any(name.startswith("MALLOC_") for name in environ) or (
         "glibc.malloc" in tunables and tunables != _NO_CACHES

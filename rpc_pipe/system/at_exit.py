@@ -9,10 +9,10 @@ from typing import Any
 
 
 def at_exit(call: Callable[..., object], *args: Any) -> Callable[[], None]:
-    """Let this process call `call(*args)` when it ends, but none of its forks, which do not own what it releases.
+    """Let this process call `call(*args)` when it ends, but none of its forks, which do not hold the resource.
 
     Returns:
-        what `atexit.unregister` takes to cancel the call.
+        The function to give `atexit.unregister`, which cancels the call.
     """
     process = os.getpid()
 

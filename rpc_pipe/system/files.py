@@ -23,12 +23,12 @@ def read_file(path: Path, said: str, encoding: str = "utf-8") -> str:
     """Return the text in a file.
 
     Args:
-        said: what was typed, for errors.
+        said: the option as typed, for errors.
 
     Raises:
-        ConfigError: it cannot be read, or is no text.
+        ConfigError: the file cannot be read, or is no text.
     """
-    if path.exists() and not path.is_file():  # to open a pipe that nobody writes would wait for ever
+    if path.exists() and not path.is_file():  # opening a pipe without a writer would wait for ever
         raise ConfigError(f"{said}: is not a regular file")
     try:
         return path.read_text(encoding)
@@ -54,8 +54,8 @@ def load_module(path: Path, name: str, said: str, *, first: bool = False) -> Mod
     """Run a Python file of the user's and return it as a module; files beside it can be imported, as by a script.
 
     Args:
-        name: of the module, by which dataclasses and pickle find what it defines.
-        said: what was typed, for errors.
+        name: of the module, by which dataclasses and pickle find its classes.
+        said: the option as typed, for errors.
         first: whether files beside it precede installed packages.
 
     Raises:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 def uncollected() -> Iterator[None]:
     """Return a context in which Python does not search for cycles of objects.
 
-    That search took a quarter of the time of cutting a model. A relation is millions of tuples without a cycle.
+    The search took a quarter of the time of cutting a model. A relation is millions of tuples without a cycle.
     """
     enabled = gc.isenabled()
     gc.disable()

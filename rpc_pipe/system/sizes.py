@@ -11,7 +11,7 @@ _UNITS = {"": 1, "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2**
 
 
 def read_bytes(size: int | str) -> float | None:
-    """Return how many bytes `size` says: a number, or such as `500MB`, `2GB` or `1.5GiB`; None: it is no size.
+    """Return the bytes of `size`: a number, or a text such as `500MB`, `2GB` or `1.5GiB`; None if it is no size.
 
     >>> read_bytes("1.5GB"), read_bytes("2 KiB"), read_bytes("much")
     (1500000000.0, 2048.0, None)
@@ -25,7 +25,7 @@ def read_bytes(size: int | str) -> float | None:
 
 
 def num_bytes(size: int | str, what: str = "memory") -> int:
-    """Return how many bytes `size` says, as `read_bytes`.
+    """Return the bytes of `size`, as `read_bytes`.
 
     Raises:
         ConfigError: it is no size, or not above 0.
