@@ -52,7 +52,7 @@ def _with_weights(slots: Slots) -> Slots:
 
 
 def _listed(slots: Slots, down: int, up: int) -> list[Action]:
-    """Return a worker's actions in order; of the W that wait, those of the up pass go first."""
+    """Return a worker's actions in order; of the waiting W, the up pass's go first."""
     of_pass = {_F_DOWN: (F, down), _F_UP: (F, up), _I_UP: (I, up), _I_DOWN: (I, down)}
     todo = Listing()
     for kind in slots:
@@ -74,7 +74,7 @@ def _passes(slots: Sequence[Slots]) -> Iterator[tuple[int, int, int, int]]:
 
 
 def _before(times: Mapping[tuple[int, int, int], int], worker: int, kind: int, m: int) -> int:
-    """Return the latest time, by worker, pass and microbatch, among what a pass needs, -1 if nothing."""
+    """Return the latest time, by worker, pass and microbatch, among the needs of a pass, -1 without any."""
     needs = [(worker, kind, m - 1)]
     if kind in _BESIDE:
         needs += [(worker + _BESIDE[kind], kind, m), (worker, kind - 1, m)]
@@ -100,9 +100,9 @@ def _most_held(slots: Slots) -> int:
 
 
 def _reorder(slots: Sequence[Slots]) -> list[Slots]:
-    """Move passes into earlier holes where no worker then holds more than the most that one holds now.
+    """Move passes into earlier holes where no worker then holds more than today's maximum.
 
-    The steady state between the first I down on worker 0 and its last F stays; without W, so does what is before.
+    The steady state between the first I down on worker 0 and its last F stays; without W, so do the passes before.
     """
     moved = [*slots]
     times = {(worker, kind, m): start for start, worker, kind, m in _passes(slots)}

@@ -1,4 +1,4 @@
-"""What the V-shaped schedules share: placement, and listing programs phase by phase."""
+"""Common parts of the V-shaped schedules: placement, and listing programs phase by phase."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -27,7 +27,7 @@ class Vee(Spec):
 
 
 class Listed(Spec):
-    """A schedule whose workers' orders are listed together."""
+    """A schedule that lists the orders of all workers together."""
 
     def orders_of_workers(self) -> list[list[Action]]:
         """Return the order of each worker."""
@@ -46,7 +46,7 @@ class Listing:
 
     def __init__(self) -> None:
         self.actions: list[Action] = []
-        #: those `I` whose `W` is not listed
+        #: each `I` without a listed `W`
         self.split: list[Action] = []
         self._next: Counter[tuple[int, int]] = Counter()
 
@@ -55,7 +55,7 @@ class Listing:
         return self._next[kind.way, stage]
 
     def waiting(self, *stages: int) -> list[tuple[Kind, int]]:
-        """Return the `W` to be listed, first those of the first of `stages`."""
+        """Return the `W` to be listed, the first of `stages` first."""
         return [(W, stage) for stage in stages for action in self.split if action.stage == stage]
 
     def add(self, *kinds_and_stages: tuple[Kind, int]) -> None:

@@ -1,7 +1,7 @@
 """`plan --auto` and `run --plan auto`: a plan that is kept beside the model, and replaced when a run shows a better.
 
-run 1    measures and plans; when it ends, what its actions took is noted
-run 2    what was noted corrects the profile; if another plan is faster by it, that one is taken, and a line says so
+run 1    measures and plans; at its end the times of its actions are noted
+run 2    the noted times correct the profile; if another plan is then faster, the run takes it and prints one line
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .options import NOTED_PLAN
 
 #: prefix of files with the times of runs
 _RAN = "ran-"
-#: relative gain from which a kept plan is replaced
+#: least relative gain for which a kept plan is replaced
 WORTHWHILE = 0.02
 #: options that a kept plan must share
 _ASKED = (
@@ -94,7 +94,7 @@ class Auto:
             ran: MeasuredRun = from_json_value(MeasuredRun, read_json(self.note_path, str(self.note_path)))
         except DAMAGED:
             return None
-        if "slices" in plan.parameters:  # whose times are not those of microbatches
+        if "slices" in plan.parameters:  # times of slices are not times of microbatches
             return None
         return ran if ran.plan.cut == plan.cut and len(ran.stages) == len(plan.cut) else None
 
@@ -143,4 +143,4 @@ def _note_of(path: str) -> str:
             from_json_value(MeasuredRun, read_json(Path(note), note))
     except DAMAGED:
         return ""
-    return note if Path(note).name.startswith(_RAN) else ""  # a plan of others may not have any file written over
+    return note if Path(note).name.startswith(_RAN) else ""  # another job's plan may not overwrite any file

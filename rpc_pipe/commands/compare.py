@@ -70,7 +70,7 @@ def _compare(typed: dict[str, Any], argv: list[str]) -> int:
 
 
 def _model(typed: Mapping[str, Any], options: PipeOptions) -> tuple[float | None, ModelCosts]:
-    """Return the limit of memory, and the costs of --model as measured, or those that were typed."""
+    """Return the limit of memory, and the costs of --model as measured, or the typed costs."""
     sizes = {**typed.get("memory", {})}
     limit = sizes.pop("limit", None)
     known = [field.name for field in dataclasses.fields(Size) if field.name != "outputs"]
@@ -107,7 +107,7 @@ def _also(typed: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
 def table(rows: Sequence[Row], title: str) -> Table:
     """Return a table of at most 80 columns.
 
-    `acts` are activations in worker's shares; `copies` those of the weights on the worker with most. Asynchronous
+    `acts` are activations in worker's shares; `copies` are copies of weights on the worker with most. Asynchronous
     schedules are marked with the staleness of their gradients, in updates; synchronous ones that hold more than one
     copy of the weights by a star.
     """

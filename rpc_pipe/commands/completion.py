@@ -1,4 +1,4 @@
-"""`rpc-pipe completion`: what a shell needs to complete commands, options and their choices."""
+"""`rpc-pipe completion`: a shell script that completes commands, options and their choices."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The entry point of the command line: `rpc-pipe COMMAND`; `rpc-pipe --help` lists the commands.
 
-Each command is a file of its own beside this one. Modules that need torch are imported where they are used, so that
+Each command is a file beside this one. Modules that need torch are imported where they are used, so that
 planning answers at once. Exit codes: 0 done, 1 the run failed or differed, 2 wrong input, 130 stopped by the user.
 """
 
@@ -68,7 +68,7 @@ def _give_up_stdout() -> None:
 
 
 def _dispatch(argv: list[str]) -> int:
-    # Options may follow the script; the script's own follow `--`.
+    # Options may follow the script; the script's arguments follow `--`.
     at = argv.index("--") if "--" in argv else len(argv)
     namespace, unknown = _parser(argv[:1]).parse_known_args(argv[:at])
     typed = vars(namespace)

@@ -1,4 +1,4 @@
-"""The command line's parser, the options that several commands share, and readers of what is typed."""
+"""The command line's parser, the options that several commands share, and readers of typed values."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from .readers import device, fraction, number, whole, wholes
 
 T = TypeVar("T")
 
-#: environment variable of workers: file of a plan whose runs are recorded
+#: environment variable of workers: file of the plan that is recorded with its runs
 NOTED_PLAN = "RPC_PIPE_PLAN"
-#: what `path/to/file.py:make` must be
+#: the rule for `path/to/file.py:make`
 MAKE = "a function that returns model, batch or model, batch, loss_fn"
 
 
@@ -42,7 +42,7 @@ class Parser(argparse.ArgumentParser):
             option = "" if wrong[1] == "COMMAND" else f"{wrong[1]} "
             choices = re.findall(r"[\w-]+", wrong[3])
             raise ConfigError(f"{option}{wrong[2]}: {_hint(wrong[2], choices)}known are {', '.join(choices)}")
-        # Our own readers say the value and the rule; argparse says the rule alone.
+        # The project's readers name the value and the rule; argparse names the rule alone.
         raise ConfigError(re.sub(r"^argument (\S+): (?=.*: )", r"\1 ", message, flags=re.DOTALL))
 
     def near(self, unknown: str) -> str:
@@ -51,7 +51,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def _hint(typed: str, known: Sequence[str]) -> str:
-    # A script's own --epochs is not nearly --steps.
+    # A script's argument --epochs is no misspelt --steps.
     longer = [each for each in known if each.startswith(f"{typed}-")]
     near = longer or difflib.get_close_matches(typed, known, n=1, cutoff=0.75)
     return f"did you mean {' or '.join(near)}? " if near else ""
@@ -118,7 +118,7 @@ _SHARED: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-# --- what is typed together
+# --- options that belong together
 
 
 def refuse_typed(typed: Mapping[str, Any], names: Iterable[str], why: str) -> None:
@@ -156,7 +156,7 @@ def typed_exchange(typed: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def typed_costs(typed: Mapping[str, Any]) -> dict[Kind, float]:
-    """Return the costs of a stage's microbatch by kind; missing ones follow from the others, or are the defaults.
+    """Return the costs of a stage's microbatch by kind; missing costs follow from given ones, or are the defaults.
 
     >>> typed_costs({"cost": {"B": 3}})
     {F: 1, B: 3, I: 1.5, W: 1.5, R: 1}
@@ -189,7 +189,7 @@ def set_transport(typed: Mapping[str, Any]) -> None:
 
 
 def filled(cls: type[T], typed: Mapping[str, Any]) -> T:
-    """Return the dataclass `cls` with the typed options, and defaults for the others."""
+    """Return the dataclass `cls` with the typed options, and defaults for the rest."""
     names = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     values = {name: value for name, value in typed.items() if name in names}
     if "schedule_options" in names:

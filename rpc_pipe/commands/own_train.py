@@ -11,7 +11,7 @@ from ..verifying.proof import seeded
 
 
 def main() -> None:
-    """Train and tell the loss of every step."""
+    """Train and report the loss of every step."""
     parser = argparse.ArgumentParser()
     parser.add_argument("model")
     parser.add_argument("--steps", type=int, default=10)

@@ -124,8 +124,8 @@ def find_profile(
     """Return the profile, from its file or measured, and the file.
 
     Args:
-        rows: of microbatches; None: those of the batch.
-        at_least: how many blocks are wanted; with fewer, the parts of blocks are looked at.
+        rows: of microbatches; None: the rows of the batch.
+        at_least: the wanted number of blocks; with fewer, the parts of blocks are measured.
         together: number of processes that measure at once; 0: this process alone.
 
     Raises:
@@ -162,7 +162,7 @@ def find_profile(
 
 
 def with_slices(typed: Mapping[str, Any], profile: Profile, path: Path, most: int) -> Profile:
-    """Return the profile with what slices of sequences cost, which is measured in this process, once.
+    """Return the profile with the costs of slices of sequences, measured in this process, once.
 
     Args:
         most: the largest number of slices.
@@ -221,7 +221,7 @@ def _measure_together(
     """Measure the model in several processes at once, and write the merged profile to `path`.
 
     Raises:
-        ConfigError: they failed; the user has been told why.
+        ConfigError: the workers failed; the cause has been printed.
     """
     arguments = ["profile", typed["model"], "--profile", str(path), "--again", "--workers", str(workers)]
     arguments += ["--rows", ",".join(map(str, rows))]
@@ -259,7 +259,7 @@ def read_profile(path: Path) -> Profile:
 
 @contextmanager
 def progress(reporter: Reporter, what: str) -> Iterator[Callable[[float], None]]:
-    """Draw a progress bar that is erased at its end; yield what tells it how much is done, of 1.
+    """Draw a progress bar that is erased at its end; yield a function that takes the progress, 0 to 1.
 
     Without a terminal it is not drawn.
     """

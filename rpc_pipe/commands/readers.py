@@ -1,4 +1,4 @@
-"""Readers of what is typed, for `add_argument`: each raises ArgumentTypeError with the value and the rule."""
+"""Readers of typed values, for `add_argument`: each raises ArgumentTypeError with the value and the rule."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def link(text: str) -> Link:
 
 
 def device(text: str) -> str:
-    """Read the name of a device; only torch can say whether it exists."""
+    """Read the name of a device; only torch knows whether it exists."""
     if not re.fullmatch(r"cpu|cuda(:\d+)?", text):
         raise ArgumentTypeError(f"{text}: must be cpu, cuda or cuda:N")
     return text

@@ -1,6 +1,6 @@
 """`rpc-pipe run`: train the built-in GPT, or run a script in every worker.
 
-What is typed wins over what a script says for its pipelines (`launching.overrides`); what cannot apply is refused.
+A typed option overrides the script's (`launching.overrides`); an option that cannot apply is refused.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def _planned(typed: dict[str, Any], job: Job | None) -> dict[str, Any]:
     """Return the typed options with the file of the kept plan in place of --plan auto.
 
     Raises:
-        ConfigError: there is nothing to plan for, or others have started this job.
+        ConfigError: there is nothing to plan for, or another launcher has started this job.
     """
     if typed.get("plan") != "auto":
         refuse_typed(typed, ["memory"], "is for --plan auto; leave it out")
@@ -151,10 +151,10 @@ def how(typed: Mapping[str, Any]) -> How:
 
 
 def follow_plan(typed: dict[str, Any]) -> dict[str, Any]:
-    """Return the typed options with those that --plan decides.
+    """Return the typed options with the options that --plan decides.
 
     Raises:
-        ConfigError: the file is no plan, or something that it says was typed as well.
+        ConfigError: the file is no plan, or an option that it decides was typed as well.
     """
     if "plan" not in typed:
         return typed
@@ -217,7 +217,7 @@ def _run_script(typed: dict[str, Any], argv: list[str], job: Job | None) -> int:
         _refuse_device(typed.get("device", "cpu"))
         workers = typed.get("workers", PipeOptions.workers)
         of_most = {name: typed[name] for name in ("replicas", "slices") if name in typed}
-        known: Any = options if "schedule" in typed else of_most  # others are the script's
+        known: Any = options if "schedule" in typed else of_most  # other options are the script's
         microbatches = typed.get("microbatches", typed.get("replicas", 1))
         make_spec(typed.get("schedule", "1f1b"), workers, microbatches, known)
         from ..launching.launcher import launch

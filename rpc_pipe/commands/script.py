@@ -41,7 +41,7 @@ def run_script(
     """Run `script` as the main program with its arguments.
 
     Raises:
-        ConfigError: what was typed needs a pipeline, and the script made none.
+        ConfigError: a typed option needs a pipeline, and the script made none.
     """
     if "threads" in typed:
         torch.set_num_threads(typed["threads"])
@@ -50,7 +50,7 @@ def run_script(
     is_own = _PACKAGE in Path(script).parents
 
     def tell(text: str) -> None:
-        if job.worker == 0 and not is_own:  # which says nothing of these
+        if job.worker == 0 and not is_own:  # its line does not show these
             link.tell(kind="text", text=text)
 
     overrides.install(overrides.Overrides(typed, schedule_options, tell, ending.made))
@@ -73,7 +73,7 @@ def run_script(
 
 
 def _seed(seed: int) -> None:
-    """Seed all generators alike on every worker, as each makes its own copy of the batches."""
+    """Seed all generators alike on every worker, because each makes a copy of the batches."""
     torch.manual_seed(seed)
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
@@ -113,7 +113,7 @@ class _Ending:
                 said = f"made no Pipeline: {self._job.num_workers} workers ran all of it, each by itself"
                 link.tell(kind="text", text=f"{typed['script']} {said}")
             return
-        write_out()  # worker 0 reads what the others, which may wait for it from here on, have written
+        write_out()  # worker 0 reads the files that the other workers, which may wait for it from here on, have written
         if "save" in typed:
             pipe.weights.save(typed["save"])
         if pipe.worker == 0:

@@ -188,7 +188,7 @@ def _write_pictures(typed: Mapping[str, Any], name: str, result: Simulation) -> 
 
 
 def _by_step(spans: Iterable[Span]) -> dict[int, list[Span]]:
-    """Return what ran by step: an action is run once in each, and in a stream, whose steps overlap, once in all."""
+    """Return the run actions by step: one of each in every step, or one in all steps of a stream, which overlap."""
     steps: dict[int, list[Span]] = defaultdict(list)
     times: Counter[Action] = Counter()
     for span in spans:

@@ -4,8 +4,8 @@
      "link": {"latency_ms": 0.2, "bandwidth": "1GB"},
      "links": {"0-1": {"latency_ms": 5, "bandwidth": "100MB"}}}
 
-Bandwidths are bytes a second; an uplink's is what a worker sends to all others together. A link is told once for both
-ways, or `1-0` beside `0-1`.
+Bandwidths are bytes a second; an uplink's is a worker's rate to all other workers together. A link is given once for
+both ways, or `1-0` beside `0-1`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def read_topology(path: str) -> Machines:
     """Read the machines from a file.
 
     Raises:
-        ConfigError: the file cannot be read, or says something that cannot be.
+        ConfigError: the file cannot be read, or holds an impossible value.
     """
     where = f"--topology {path}"
     return machines_of(where, read_json(Path(path), where))
@@ -63,7 +63,7 @@ def machines_of(where: str, told: Any) -> Machines:
     """Return the machines from the contents of such a file, or of a profile.
 
     Raises:
-        ConfigError: it says something that cannot be.
+        ConfigError: the text holds an impossible value.
     """
     try:
         found: _Topology = from_json_value(_Topology, told, "the topology")

@@ -1,6 +1,6 @@
 """Timelines for browsers: a self-contained page in which to zoom, and Chrome's trace event format for Perfetto.
 
-The page is `page.html` with the script, the style and the data (as JSON) put in; what is drawn follows from the data
+The page is `page.html` with the script, the style and the data (as JSON) put in; the picture follows from the data
 alone. Loads without torch.
 """
 
@@ -20,7 +20,7 @@ from .timeline import held_stages, idle, name_index, summarize
 
 #: placeholder of the data in the template
 _MARKER = "@DATA@"
-#: so many causes of a worker's waits are named, the longest first
+#: number of causes of a worker's waits that are named, the longest first
 _MOST_CAUSES = 3
 
 
@@ -33,7 +33,7 @@ class Picture:
     num_workers: int
     #: shown behind times, such as "ms"; pictures of one unit share one scale
     unit: str = ""
-    #: what the time is called in which nothing ran: a schedule's `bubble`, or `idle` where times were measured
+    #: name of the time without an action: a schedule's `bubble`, or `idle` where times were measured
     gaps: str = "bubble"
     #: the result of `span.waits`
     waits: Mapping[Span, Wait] = field(default_factory=dict)
@@ -65,7 +65,7 @@ def with_parts(template: str) -> str:
 
 
 def encode(pictures: Sequence[Picture]) -> dict[str, object]:
-    """Return what the script's `load` takes, for JSON."""
+    """Return the argument of the script's `load`, for JSON."""
     return {
         "palette": {kind.letter: (kind.colour, kind.ink, kind.word) for kind in Kind.all()},
         "pictures": [_encode(picture) for picture in pictures],
@@ -73,7 +73,7 @@ def encode(pictures: Sequence[Picture]) -> dict[str, object]:
 
 
 def _encode(picture: Picture) -> dict[str, object]:
-    """Return what the page reads; a span is [worker, stage, kind, microbatch, start, end, wait, cause's index]."""
+    """Return the page's data; a span is [worker, stage, kind, microbatch, start, end, wait, cause's index]."""
     first = min((span.start for span in picture.spans), default=0.0)
     spans = sorted(picture.spans, key=lambda s: (s.start, s.end, s.worker))
     at = {span: i for i, span in enumerate(spans)}
@@ -116,7 +116,7 @@ def _held(picture: Picture, first: float) -> list[list[tuple[float, float]]]:
 
 
 def _table(picture: Picture, held: Sequence[Sequence[tuple[float, float]]]) -> list[list[str]]:
-    """Return a heading and a row for each worker: how long it was idle, what it waited for, and what it held."""
+    """Return a heading and a row for each worker: idle time, causes of waits, and held activations."""
     shares, unit = idle(picture.spans, picture.num_workers), f" {picture.unit}" if picture.unit else ""
     if not shares:
         return []
@@ -147,7 +147,7 @@ def write_chrome(
     device: str = "cpu",
     clock_error_ms: float = 0.0,
 ) -> None:
-    """Write what ran in `steps` to a file.
+    """Write the actions of `steps` to a file.
 
     Args:
         steps: step -> its spans, in milliseconds.

@@ -15,7 +15,7 @@ from ..planning.plan import Plan
 from ..planning.profile import TIMED, Profile
 from .svg import nice_step
 
-#: kinds whose times are shown of a profile
+#: kinds in the picture of a profile
 _SHOWN = tuple(kind for kind in TIMED if kind not in (R, G))
 #: size and margin of the picture, in pixels
 _WIDTH, _HEIGHT, _MARGIN = 640, 400, 56
@@ -32,7 +32,7 @@ _STYLE = (
 _MOST_PLANS = 10
 #: characters of the longest bar
 _BAR = 20
-#: most stages whose blocks are listed one by one
+#: most stages for which blocks are listed one by one
 _MOST_STAGES = 7
 
 
@@ -152,7 +152,7 @@ def front_svg(front: Sequence[Plan], title: str = "", bound: float = 0) -> str:
         about = f"{plan.name}: {plan.predicted_ms:.4g} ms, {format_bytes(plan.predicted_memory)}"
         across, down = x(plan.predicted_memory), y(plan.predicted_ms)
         parts.append(f'<circle cx="{across}" cy="{down}" r="4"><title>{escape(about)}</title></circle>')
-        if down < named - _LINE:  # others are named by their tooltips alone
+        if down < named - _LINE:  # a narrower block is named by its tooltip alone
             named, left = down, min(across + 6, _WIDTH - _CHARACTER * len(plan.schedule))
             parts.append(f'<text x="{round(left, 1)}" y="{round(down - 6, 1)}">{escape(plan.schedule)}</text>')
     return "\n".join([*parts, "</svg>", ""])

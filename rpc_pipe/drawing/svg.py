@@ -35,7 +35,7 @@ def draw_svg(
 ) -> str:
     """Return an SVG document of `spans`, which are of workers 0 to `num_workers` - 1.
 
-    Times count from the first start. The same spans give the same text. `num_stages` is told in the line under the
+    Times count from the first start. The same spans give the same text. `num_stages` stands in the line under the
     title; by default it is the highest stage that ran, plus one. `slices` is the number of slices of a
     microbatch's sequence.
     """
@@ -137,7 +137,7 @@ def _rows(layout: _Layout, spans: Sequence[Span], held: Sequence[Sequence[int]])
         yield _text(layout.left - 6, baseline, f"worker {worker}", "ink", size, " text-anchor='end'")
         place = f"translate({_number(layout.left)},{_number(y)})"
         yield f'<g class="seam" font-size="{_number(layout.font)}" transform="{place}">'
-        # What takes no time is drawn last, because a neighbour would cover it.
+        # An action without a duration is drawn last, because a neighbour would cover it.
         for span in sorted(own, key=lambda s: (s.end <= s.start, s.start, s.end)):
             level = held[worker].index(span.action.stage) / levels if levels else 0.0
             yield _cell(layout, span, _STRIPE * level, 1 - _STRIPE * (levels > 0))
@@ -174,7 +174,7 @@ def _cell(layout: _Layout, span: Span, stripe: float, free: float) -> str:
 
 
 def _legend(layout: _Layout, spans: Sequence[Span], num_held: int) -> tuple[float, list[str]]:
-    """Return the lower edge of the legend, and the legend: what occurs, line by line."""
+    """Return the lower edge of the legend, and the legend: the kinds that occur, line by line."""
     kinds = {span.action.kind for span in spans}
     entries = [(kind.letter, f"{kind} {kind.word}") for kind in Kind.all() if kind in kinds]
     entries.append(("bubble", "bubble"))
@@ -201,7 +201,7 @@ def nice_step(length: float, most: float) -> float:
 
 
 def _label(span: Span, slices: int) -> str:
-    """Return the microbatch as label; the letter of a kind whose index is a replica or an update."""
+    """Return the microbatch as label; the letter of a kind if its index is a replica or an update."""
     return name_index(span.action, slices) if span.action.kind.per_microbatch else span.action.kind.letter
 
 

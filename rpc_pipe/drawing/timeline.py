@@ -1,6 +1,6 @@
 """Timelines for the terminal: one line a worker, one cell a unit of time. Loads without torch.
 
-What every picture shares stands here: the bubble. `draw` is the terminal's picture,
+The bubble, which every picture shows, stands here. `draw` is the terminal's picture,
 `svg` draws for documents and `page` for browsers.
 """
 
@@ -17,7 +17,7 @@ from ..planning.span import Span
 
 
 def bubble(spans: Sequence[Span], num_workers: int) -> float:
-    """Return the share of the workers' time from the first start to the last end in which nothing ran, 0 to 1."""
+    """Return the idle share, 0 to 1, of the workers' time from the first start to the last end."""
     shares = idle(spans, num_workers)
     return sum(shares) / num_workers if shares else 0.0
 
@@ -47,7 +47,7 @@ def summarize(
 ) -> str:
     """Return workers, stages (where they differ from the workers), makespan and `gaps` in one line.
 
-    What a schedule leaves idle is its bubble; what ran was idle, whatever the cause.
+    A schedule's idle time is its bubble; a measured run was idle, whatever the cause.
     """
     if not spans:
         return "nothing ran"
@@ -84,9 +84,9 @@ def draw(spans: Sequence[Span], num_workers: int, *, width: int = 100, most_line
     """Draw spans as a coloured grid at most `width` columns wide.
 
     A cell shows kind and microbatch, before them the stage where a worker has several, if they fit; else colour alone
-    tells the kind, and an underline a later stage of the worker. Gaps are bubbles. Names that do not fit side by side
-    are drawn in several rows of time, one below the other, if these are at most `most_lines` lines. What a cell too
-    small for its name shows is said below. `slices` is the number of slices of a microbatch's sequence.
+    shows the kind, and an underline a later stage of the worker. Gaps are bubbles. Names that do not fit side by side
+    are drawn in several rows of time, one below the other, if these are at most `most_lines` lines. A legend below
+    explains cells that are too small for names. `slices` is the number of slices of a microbatch's sequence.
     """
     if not spans:
         return Text("nothing ran")
@@ -139,7 +139,7 @@ def _scale(
 def _line(
     own: Sequence[Span], names: Mapping[Action, str], held: Sequence[int], first: float, last: float, scale: float
 ) -> Text:
-    """Draw what a worker, which holds the stages `held`, does from `first` to `last`."""
+    """Draw the actions of a worker, which holds the stages `held`, from `first` to `last`."""
     line, at = Text(), 0
     for span in sorted(own, key=lambda s: s.start):
         begin = max(at, round((max(span.start, first) - first) * scale))

@@ -1,4 +1,4 @@
-"""The blocks of a user's model, and what would cross between them."""
+"""The blocks of a user's model, and the payloads between them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .proof import seeded
 
 
 def list_blocks(options: VerifyOptions) -> None:
-    """Tell the calls of blocks with their parameters, and the payload of the cut after each."""
+    """Report the calls of blocks with their parameters, and the payload of the cut after each."""
     made = seeded(options.model, options.seed)
     if made.is_layers:
         _list_layers(made, options)
@@ -36,7 +36,7 @@ def list_blocks(options: VerifyOptions) -> None:
 
 
 def _list_layers(made: UserModel, options: VerifyOptions) -> None:
-    """Tell the layers of a list, and what each hands on: they run once, on the batch."""
+    """Report the layers of a list, and the output of each: they run once, on the batch."""
     tree, _ = made.pair(made.batch)
     layers, blocks, cuts = LayerPartition(made.layers(), 1).build(0, Randomness(options.seed)), [], []
     for index, layer in layers:
@@ -72,7 +72,7 @@ def _tell(
 
 
 def _behind(payload: list[Crossing] | str | None) -> tuple[dict[str, Any], str]:
-    """Return what passes the cut behind a block, or why there can be none, for JSON and as text."""
+    """Return the payload of the cut behind a block, or the reason against a cut, for JSON and as text."""
     if payload is None:
         return {}, ""
     if isinstance(payload, str):
@@ -88,7 +88,7 @@ def _behind(payload: list[Crossing] | str | None) -> tuple[dict[str, Any], str]:
 
 
 def _payload(observed: ObservedModel, after: int) -> list[Crossing] | str:
-    """Return what passes the cut behind so many blocks, or why there can be none."""
+    """Return the payload of the cut behind a number of blocks, or the reason against a cut."""
     cut = [range(after), range(after, observed.num_blocks)]
     try:
         observed.check(cut)

@@ -1,4 +1,4 @@
-"""The models of `rpc-pipe verify gpt`, `conv` and `mlp`: small, with dropout, and with data of their own."""
+"""The models of `rpc-pipe verify gpt`, `conv` and `mlp`: small, with dropout and data."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Batch = tuple[Tensor, Tensor]
 
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-#: makes a batch of so many rows
+#: makes a batch of a number of rows
 Rows = Callable[[torch.Generator, int], Batch]
 
 
 def built_in(name: str, dropout: float, num_stages: int) -> tuple[Layers, Loss, Rows]:
-    """Return the layers of `gpt`, `conv` or `mlp`, enough for `num_stages`, the loss, and what makes the data."""
+    """Return the layers of `gpt`, `conv` or `mlp`, enough for `num_stages`, the loss, and the maker of data."""
     if name == "gpt":
         config = GPTConfig(width=32, depth=max(4, num_stages - 2), heads=2, context=16, dropout=dropout)
         return gpt_layers(config), next_byte_loss, _bytes

@@ -1,4 +1,4 @@
-"""What the comparison with one process does otherwise for a pipeline that trains on slices of sequences.
+"""Differences in the comparison with one process for a pipeline that trains on slices of sequences.
 
 The reference trains on whole sequences, so sums over tokens are made in another order.
 """
@@ -20,7 +20,7 @@ from ..workers.transport.payload import tensors_of
 
 
 class Floats(OperatorMode):
-    """Sees the types of floats that the reference computes in, such as those of norms in float32."""
+    """Records the float types that the reference computes in, such as float32 for norms."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Floats(OperatorMode):
 
 
 class Held(Listener):
-    """Notes what a worker really holds: at most so many slices at once, and so many bytes that they leave for others.
+    """Records a worker's real peaks: the number of slices at once, and the bytes that they carry to later slices.
 
     Attributes:
         most: (slices, bytes).

@@ -1,4 +1,4 @@
-"""A model run in one process whose random draws are those of the pipeline: keyed by their places in the model."""
+"""A model run in one process with the pipeline's random draws: keyed by their places in the model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Keyed(TorchFunctionMode):
     """Lets a model draw its random numbers by the place where it draws: (calls of blocks before, number of the draw).
 
     Args:
-        blocks: names of the blocks; what is inside one is one place.
+        blocks: names of the blocks; the inside of a block is one place.
         seed: called with the place before numbers are drawn; number 0 is the block.
         shares: the parameters that several stages use.
     """

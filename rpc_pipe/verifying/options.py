@@ -26,7 +26,7 @@ class VerifyOptions(PipeOptions):
 
     @property
     def slices(self) -> str | None:
-        """Into what sequences are cut; None: into nothing."""
+        """The slices of sequences; None: sequences are not cut."""
         said = self.schedule_options.get("slices", "1")
         return None if said == "1" else said
 

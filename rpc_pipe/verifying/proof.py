@@ -33,7 +33,7 @@ _optimizer = partial(torch.optim.SGD, lr=1e-3, momentum=0.9)
 
 
 def prove(options: VerifyOptions) -> None:
-    """Runs in every worker (or once, over the in-process transport): train, compare, tell the verdict."""
+    """Runs in every worker (or once, over the in-process transport): train, compare, report the verdict."""
     torch.set_num_threads(options.threads)
     ours = options.model in BUILT_IN
     made, batches = _load(options)
@@ -83,8 +83,8 @@ def prove(options: VerifyOptions) -> None:
 
 
 def seeded(said: str, seed: int) -> UserModel:
-    """Load what `path/to/file.py:make` names; all workers draw the same."""
-    torch.manual_seed(seed)  # those of devices too
+    """Load the model that `path/to/file.py:make` names; all workers draw the same."""
+    torch.manual_seed(seed)  # devices' generators too
     seed_process(seed)
     return load_user_model(said)
 
@@ -105,9 +105,9 @@ def _load(options: VerifyOptions) -> tuple[UserModel, list[Tree]]:
 def _reference(
     options: VerifyOptions, pipe: Pipeline, optimizer: Any, initial: Mapping[str, Tensor], asked: Mapping[str, Any]
 ) -> Reference:
-    """Return the reference: the user's own module and loss function, made once more for each route.
+    """Return the reference: the user's module and loss function, made once more for each route.
 
-    Nothing of it has been cut, copied or wrapped, so that a loss function reads what the blocks have set.
+    The reference is not cut, copied or wrapped, so that a loss function reads attributes that the blocks have set.
     """
     randomness, replicas = Randomness(options.seed, pipe.actors[0].backend.device), []
     for _ in range(pipe.spec.num_routes):
@@ -136,5 +136,5 @@ def _optimizer_state(actor: WorkerActor) -> dict[str, Tensor]:
 
 
 def _routes(actor: WorkerActor) -> list[tuple[int, dict[str, Tensor]]]:
-    """Return what the state of the model leaves out: the shards of the other routes."""
+    """Return the parts missing from the state of the model: the shards of the other routes."""
     return [(route, shard.state_dict()) for (_, route), shard in actor.shards.items() if route > 0]

@@ -1,4 +1,4 @@
-"""What a schedule trains, computed by plain PyTorch in one process: the reference of `rpc-pipe verify`.
+"""The weights that a schedule trains, computed by plain PyTorch in one process: the reference of `rpc-pipe verify`.
 
 A microbatch is a call of the whole model, of the loss function and of `backward`; gradients are added up in the order
 of the schedule, of a parameter that several stages use stage by stage. Where forwards overtake updates, a microbatch
@@ -37,7 +37,7 @@ Grads = list[list[Tensor | None]]
 
 
 class _Stage:
-    """The parameters of a stage on one route: the newest, and as many older versions as microbatches may still use."""
+    """The parameters of a stage on one route: the newest, and the older versions that microbatches may still use."""
 
     def __init__(
         self, module: nn.Module, names: Sequence[str], optimizer: Callable[..., Optimizer], schedule: Any
@@ -64,7 +64,7 @@ class _Stage:
 
 @dataclass
 class Replica:
-    """A whole model with its loss function. Of the first route it is the user's own; further routes have their own."""
+    """A whole model with its loss function: the user's for the first route, another copy for each further route."""
 
     module: nn.Module
     loss_fn: LossFn
@@ -74,7 +74,7 @@ class Replica:
 
 @dataclass
 class _Step:
-    """What the microbatches of a step have given so far."""
+    """The sums of a step's microbatches so far."""
 
     begin: int
     pieces: Microbatches
@@ -86,12 +86,12 @@ class _Step:
     summed: bool = False
 
     def weight(self, microbatches: Iterable[int]) -> float:
-        """Return by what the gradients of microbatches are divided."""
+        """Return the divisor of the gradients of microbatches."""
         return sum(self.parts[m - self.begin][1] for m in microbatches) if self.summed else 1.0
 
 
 class Reference:
-    """Trains whole models as a schedule says.
+    """Trains whole models in a schedule's order.
 
     Args:
         replicas: one for each route, with equal weights.
@@ -124,7 +124,7 @@ class Reference:
             self._statistics.append(Statistics(modules))
             replica.shares = Shares(replica.module, cut)
             replica.stages = [_Stage(replica.module, own, optimizer, lr_scheduler) for own in names]
-        #: of each stage, what routes are pulled to
+        #: the reference weights of each stage, to which routes are pulled
         self.pulled_to = [{name: p.detach().clone() for name, p in stage.named} for stage in self.replicas[0].stages]
         #: norms of the gradients before clipping, by step, where a step has one
         self.norms: list[float] = []
@@ -210,7 +210,7 @@ class Reference:
     def _step(self, spec: Spec, step: _Step) -> None:
         """Train on a batch; an update comes as soon as its microbatches have been there and back.
 
-        One that takes a whole step is one for all routes, whatever these have given.
+        An optimizer that takes a whole step serves all routes, whatever their gradients are.
         """
         whole = range(step.begin, step.begin + spec.num_microbatches)
         for m in whole:
@@ -237,7 +237,7 @@ class Reference:
 
     @torch.no_grad()
     def _take_over_statistics(self) -> None:
-        """Give all replicas what their deferred batch normalisations have summed up, in the order of replicas."""
+        """Give all replicas the sums of their deferred batch normalisations, in the order of replicas."""
         for summed in zip(*(each.named(summed=True).values() for each in self._statistics), strict=True):
             total = add_up(tensor.clone() for tensor in summed)
             for tensor in summed:
@@ -290,14 +290,16 @@ def add_up(parts: Iterable[Tensor | None]) -> Tensor | None:
     total = None
     for part in parts:
         if part is not None:
-            swapped = total is not None and total.is_sparse and not part.is_sparse  # of which torch has no sum
+            swapped = (
+                total is not None and total.is_sparse and not part.is_sparse
+            )  # torch cannot add these in this order
             total = part if total is None else part + total if swapped else total + part
     return total
 
 
 @lru_cache(maxsize=16)
 def summing_orders(spec: Spec) -> list[list[list[int]]]:
-    """Return, by stage and route, the microbatches in the order in which the schedule adds up their gradients."""
+    """Return, by stage and route, the microbatches in the order that the schedule adds their gradients."""
     orders: list[list[list[int]]] = [[[] for _ in range(spec.num_routes)] for _ in range(spec.num_stages)]
     for worker in range(spec.num_workers):
         for action in local_order(spec, worker):

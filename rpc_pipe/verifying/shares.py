@@ -21,13 +21,13 @@ def places_of(modules: Iterable[nn.Module], number: Mapping[nn.Parameter, int]) 
     found: list[tuple[Any, Any, nn.Parameter | None]] = []
     for module in modules:
         found += [(module._parameters, name, parameter) for name, parameter in module._parameters.items()]
-        if isinstance(module, nn.RNNBase):  # it computes by a list of its own
+        if isinstance(module, nn.RNNBase):  # it computes with a separate list of weights
             found += [(module._flat_weights, i, weight) for i, weight in enumerate(module._flat_weights)]
     return [(container, key, number[p]) for container, key, p in found if p is not None and p in number]
 
 
 class Holding:
-    """A context, on this thread alone, in which modules have other weights than their own, by their numbers."""
+    """A context, on this thread alone, in which modules have replaced weights, by number."""
 
     def __init__(self, places: Iterable[Place], weights: Sequence[Tensor], own: Sequence[Tensor]) -> None:
         self._places, self._weights, self._own = places, weights, own
@@ -52,9 +52,9 @@ class Holding:
 
 
 class Shares:
-    """Leaves with the numbers of such parameters, one for each stage: backward adds up each stage's share on its own.
+    """Leaves with the numbers of such parameters, one for each stage: backward adds up each stage's share separately.
 
-    Blocks find those of their stage in their modules; functions around the blocks are called with them.
+    Blocks find the leaves of their stage in their modules; functions around the blocks are called with them.
 
     Args:
         module: the whole model.
@@ -85,7 +85,7 @@ class Shares:
         return Holding(self._places, self._at(call, 0), self._own)
 
     def given(self, call: int, number: int, arguments: Any) -> Any:
-        """Return the arguments with which a function is called; places as of `ObservedPartition.uses`."""
+        """Return the arguments of a function's call; places as of `ObservedPartition.uses`."""
         if not self._own or (call, number) not in self._stage_of:
             return arguments
         at = self._at(call, number)

@@ -1,4 +1,4 @@
-"""What a comparison of a pipeline with one process comes to."""
+"""The verdict of a comparison of a pipeline with one process."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch import Tensor
 from ..launching import launcher_link as link
 from .options import VerifyOptions
 
-#: what sums in another order may differ by, in units of the float's own precision, relative to the largest number
+#: allowed difference of sums in another order, in units of the float's precision, relative to the largest number
 _ROUNDINGS = 256
-#: tensors whose numbers are all smaller than this part of the model's largest are compared with that
+#: tensors with all numbers below this part of the model's largest are compared with the largest
 _SMALL = 1e-2
 #: options that the report in JSON repeats
 _TOLD = "steps", "workers", "microbatches", "schedule", "order", "transport", "model"
@@ -24,7 +24,7 @@ class Compared:
     """Tensors by name, as found and as expected.
 
     Args:
-        precision: of floats in which something computes that are coarser than those of the tensors.
+        precision: of a float type that the model computes in and that is coarser than the tensors'.
     """
 
     def __init__(self, precision: float = 0.0) -> None:
@@ -40,10 +40,10 @@ class Compared:
             self._compare(what, what, torch.tensor(found), torch.tensor(expected))
 
     def tensors(self, found: Mapping[str, Tensor], expected: Mapping[str, Tensor], what: str = "") -> None:
-        """Compare tensors by name; what is missing on one side differs.
+        """Compare tensors by name; a tensor missing on one side differs.
 
         Args:
-            what: said behind the names; groups of tensors have scales of their own.
+            what: printed behind the names; each group of tensors has a scale.
         """
         for name in expected.keys() | found.keys():
             there = [side[name].detach().cpu() if name in side else None for side in (found, expected)]
@@ -89,7 +89,7 @@ def tell(
     because: str,
     more: Mapping[str, Any] = {},
 ) -> None:
-    """Tell the user the verdict, and the exit code: 0 also for what differs by the order of sums alone.
+    """Report the verdict, and return the exit code: 0 also for differences by the order of sums alone.
 
     Args:
         exactly: whether such a difference is none that can be, as the order of sums is the same.
