@@ -109,7 +109,7 @@ class Recording(_Sink):
 
 
 def _figures(view: View, step: int) -> dict[str, Any]:
-    """Return what a recording says of a step for other programs."""
+    """Return a step of a recording, for other programs."""
     records, seconds = view.records(step), view.length_ms(step) / 1e3
     return {
         "loss": number_or_word(records[0].loss),

@@ -1,4 +1,4 @@
-"""What displays show of a run: a row for each worker and link, pictures of its last steps, and all of it for JSON."""
+"""Data of the displays: a row for each worker and link, pictures of the last steps, and all of it for JSON."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class WorkerRow:
     step: int
     #: mean ms of an action over the recent steps
     action_ms: float
-    #: share of the recent steps in which it did not compute, 0 to 1
+    #: idle share of the recent steps, 0 to 1
     bubble: float
     #: the action that it waits for, with its worker, as text
     waits_for: str
@@ -99,7 +99,7 @@ def link_rows(view: View) -> list[LinkRow]:
 
 
 def mean_bubble(rows: list[WorkerRow]) -> float | None:
-    """Return the share of the workers' time in the recent steps in which they did not compute."""
+    """Return the idle share of the workers' time in the recent steps."""
     shares = [row.bubble for row in rows if not math.isnan(row.bubble)]
     return sum(shares) / len(shares) if shares else None
 

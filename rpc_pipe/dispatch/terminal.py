@@ -40,7 +40,7 @@ class Screen:
         yield from self._events(max(1, height - taken - 2), width)
 
     def _state(self, width: int, free: int) -> Iterator[RenderableType]:
-        """Yield what is known now; workers, and the step as it ran, have so many lines."""
+        """Yield the current state; workers, and the step as it ran, have a given number of lines."""
         view = self._view
         if not view.headers:
             yield Text(f"{self._name}: no worker can be seen yet", style="dim")

@@ -33,7 +33,7 @@ _LINE_EVERY_S = 5.0
 
 @dataclass(frozen=True)
 class Wishes:
-    """What a user wants to see of a run, and where."""
+    """The displays that a user has chosen for a run."""
 
     web: str | None = None
     metrics: str | None = None
@@ -168,7 +168,7 @@ class Watcher:
                 if there[-1] < asked[1] and not told:
                     told = True
                     self.console.print(f"waiting for step {asked[1]}; the last one done is {there[-1]}")
-            # Without --steps: all of a recording, of a run what there is now.
+            # Without --steps: all steps of a recording, or the steps of a run that are there now.
             done = there[-1:] >= [asked[1]] if asked else there and not self._hurry
             if over or done or (not there and time.monotonic() > deadline):
                 break

@@ -1,8 +1,8 @@
-"""A run in the browser, and for Prometheus: read-only, for this machine alone unless told otherwise.
+"""A run in the browser, and for Prometheus: read-only, for this machine alone by default.
 
-Needs the extra `rpc-pipe[dispatch]`. Requests must name an address that we serve in Host (against DNS rebinding, as in
-CVE-2025-62593), and come from our own page if they tell where they come from. On any other address than loopback they
-also need the token that is printed at the start.
+Needs the extra `rpc-pipe[dispatch]`. Requests must name a served address in Host (against DNS rebinding, as in
+CVE-2025-62593), and an Origin, if there is one, must be this page. On any other address than loopback requests also
+need the token that is printed at the start.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from ..tracing.view import View
 from .recording import Source
 from .rows import STATES, describe, draw_steps, finite, link_rows, mean_bubble, worker_rows
 
-#: for one more the eldest is closed, so who connects and stays keeps nobody out; as many again may come at once
+#: beyond this number the eldest is closed, so idle connections cannot lock users out; the backlog is as long
 _MOST_CONNECTIONS = 64
 _IDLE_S = 60.0
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 _logger = logging.getLogger(__name__)
-# What a stranger sends that is no HTTP is answered by 400; the traceback, with all of it, is nothing for a terminal.
+# A request that is no HTTP is answered by 400; its traceback, with all of its bytes, does not belong on a terminal.
 _logger.addFilter(lambda record: not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError)))
 
 
@@ -114,7 +114,7 @@ class Server:
     # --- access
 
     def _admit(self) -> asyncio.Protocol:
-        """Return what talks to one more connection."""
+        """Return the protocol object of one more connection."""
         assert self._runner is not None and self._runner.server is not None
         for eldest in self._runner.server.connections[: 1 - _MOST_CONNECTIONS]:
             if eldest.transport is not None:
@@ -159,7 +159,7 @@ class Server:
     async def _index(self, request: web.Request) -> web.Response:
         nonce = secrets.token_urlsafe(16)
         page = files(__package__).joinpath("live.html").read_text(encoding="utf-8")
-        # style-src allows what the script sets on elements; scripts run only with this page's own nonce.
+        # style-src allows the styles that the script sets on elements; scripts run only with this page's nonce.
         policy = (
             f"default-src 'none'; script-src 'nonce-{nonce}'; style-src 'unsafe-inline'; connect-src 'self'; "
             "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -191,7 +191,7 @@ class Server:
         return web.Response(text=json.dumps(state, separators=(",", ":")), content_type="application/json")
 
     def _drawn(self, version: str, count: int) -> dict[str, object]:
-        """Return the pictures of `count` steps, which are drawn once for all who look."""
+        """Return the pictures of `count` steps, which are drawn once for all viewers."""
         if self._pictures.get(count, ("", {}))[0] != version:
             self._pictures[count] = version, encode(draw_steps(self._view, count))
         return self._pictures[count][1]
@@ -250,7 +250,7 @@ class _Collector:
 
 
 def _gauges(name: str, text: str, labels: list[str], values: Mapping[Any, float], unit: str = "") -> Metric:
-    """Return a value for each tuple of labels; what is not known of a worker is left out."""
+    """Return a value for each tuple of labels; unknown values of a worker are omitted."""
     family = GaugeMetricFamily(f"rpc_pipe_{name}", text, labels=labels, unit=unit)
     for said, value in values.items():
         if not labels or not math.isnan(value):

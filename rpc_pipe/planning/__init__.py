@@ -1,1 +1,1 @@
-"""What a schedule costs, before anything runs. Loads without torch, but for measuring."""
+"""The cost of a schedule, before anything runs. Loads without torch, but for measuring."""

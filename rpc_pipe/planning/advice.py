@@ -1,4 +1,4 @@
-"""Advice on plans: what each binding limit costs, and which changes would make a plan fit. Loads without torch."""
+"""Advice on plans: the cost of each binding limit, and changes that would make a plan fit. Loads without torch."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def binding_limits(request: PlanRequest, result: PlanResult) -> list[Advice]:
 
 
 def _tried(change: str, request: PlanRequest, before: float = 0) -> Advice | None:
-    """Return the change with its best plan; `before`: what a step takes without it, 0: nothing fits."""
+    """Return the change with its best plan; `before`: time of a step without it, 0 if nothing fits."""
     plans = search(request).plans
     if not plans:
         return None

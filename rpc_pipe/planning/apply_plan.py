@@ -22,7 +22,7 @@ PlanLike = Union["Plan", Mapping[str, Any], str, Path]
 
 
 def apply_plan(plan: PlanLike | None, settings: Any) -> Any:
-    """Return the settings of a pipeline with those that the plan decides.
+    """Return the settings of a pipeline with the plan's decisions.
 
     Args:
         settings: a named tuple with schedule, schedule_options, num_microbatches (0: not given), num_workers and split.

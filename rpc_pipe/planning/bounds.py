@@ -1,6 +1,6 @@
-"""Lower bounds of a step's time for partly known cuts, computed without a simulation, by which the search prunes.
+"""Lower bounds of a step's time for partly known cuts, computed without a simulation; the search prunes with them.
 
-The bounded time is `Simulation.span`, for every order in which workers may run what is ready: a worker must do all
+The bounded time is `Simulation.span`, for every order of ready actions: a worker must do all
 its work, and stage 0's worker also waits while a microbatch passes the other stages and comes back. The work of stages
 that are not known yet counts as if their workers could share it evenly. Loads without torch.
 """
@@ -39,7 +39,7 @@ class Bounds:
         sizes = spec.slice_sizes
         self._time_share = min(min(chain.slicing.shares(sizes, attends=attends)) for attends in (True, False))
         self._byte_share = min(sizes) / sum(sizes)
-        #: of a stage's optimizer state, what each of its workers holds
+        #: share of a stage's optimizer state that each of its workers holds
         self._state_share = 1 / spec.num_routes if spec.zero else 1.0
 
     def bound(self, ends: Sequence[int]) -> float:
@@ -92,7 +92,7 @@ class Bounds:
         return count * once + split * (took[I] + took[W]) + (count - split) * took[B] + took[U]
 
     def _once(self, stage: int, route: int, took: Mapping[Kind, float]) -> float:
-        """Return what a stage adds to the path of one microbatch forward and back; of the first stage all its backward.
+        """Return a stage's part of the path of one microbatch forward and back; the first stage's has all its backward.
 
         With the whole backward of the first stage its worker's part of the step ends.
         """
@@ -137,7 +137,7 @@ def schedule_free_bound(chain: Chain, machines: Machines, num_microbatches: int,
     The workers must do all work, updates included, and the actions of one microbatch follow each other.
 
     Args:
-        share: of a microbatch's time, what the shortest slice of its sequence takes, which runs through all stages.
+        share: of a microbatch's time, for the shortest slice of its sequence, which runs through all stages.
     """
     slows = [machines.slow(w) for w in range(machines.num_workers)]
     once = chain.blocks_time(F, 0, chain.num_blocks)

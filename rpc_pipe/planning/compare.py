@@ -29,7 +29,7 @@ from .simulator import Cost, simulate
 from .slice_costs import SliceCosts
 from .specs import make_spec
 
-#: number of steps that are simulated in sequence for the time of a step among others
+#: number of steps that are simulated in sequence for the time of a step in a stream
 _STEPS = 4
 _OF_REPLICAS = "replicas", "zero", "bucket", "spread"
 
@@ -85,7 +85,7 @@ class Row:
     parameters: Mapping[str, Any] = field(default_factory=dict)
     order: Order = "ready"
     makespan: float = 0
-    #: time of a step among others
+    #: time of a step in a stream
     step_time: float = 0
     bubble: float = 0
     #: most activations of a worker, in microbatches of a worker's share of the model
@@ -111,7 +111,7 @@ class Row:
 
     @property
     def name(self) -> str:
-        """The schedule with the parameters that are not its defaults; those of replicas are the same in all rows."""
+        """The schedule with the parameters that are not its defaults, without replicas' ones."""
         return schedule_label(self.schedule, {key: v for key, v in self.parameters.items() if key not in _OF_REPLICAS})
 
 
@@ -134,10 +134,10 @@ def compare(
 
     Args:
         also: another schedule, by name or file, and its parameters.
-        slices: into what sequences are cut, as for `make_spec`.
+        slices: the slices of sequences, as for `make_spec`.
         attention: share of a whole sequence's time that is causal attention, 0 to 1.
         replicas: parameters of every schedule: `replicas`, and `zero`, `bucket` and `spread`, as for `make_spec`.
-        tell: called after each schedule with how much is done, of 1.
+        tell: called after each schedule with the progress, 0 to 1.
         run: `comm` and `order`, as of `simulate`.
     """
     variants = [*VARIANTS, also] if also and also not in VARIANTS else VARIANTS

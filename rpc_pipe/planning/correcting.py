@@ -17,7 +17,7 @@ from .profile import Chain, Machines, Profile
 from .search import Candidate, PlanRequest
 from .simulator import Cost
 
-#: relative difference between predicted and measured time up to which a stage is not corrected
+#: greatest relative difference between predicted and measured time of a stage that is not corrected
 _TOLERANCE = 0.1
 #: kinds that are corrected alike
 _GROUPS = (F, R), (B, I, W)
@@ -32,12 +32,12 @@ class MeasuredRun:
     step_ms: float
     #: by stage, the median of each kind
     stages: tuple[Mapping[Kind, float], ...] = field(metadata=json_field("stages_ms"))
-    #: the largest loss of time, as the run's summary says it
+    #: the largest loss of time, as in the run's summary
     sentence: str = ""
 
 
 def measured_run(plan: Plan, spec: Spec, cost: Cost, step_ms: float, sentence: str) -> MeasuredRun:
-    """Return the times of a run, given those of its actions."""
+    """Return the times of a run, given its actions' times."""
     found: list[dict[Kind, list[float]]] = [defaultdict(list) for _ in range(spec.num_stages)]
     for stage, times in enumerate(found):
         for m in range(spec.num_microbatches):

@@ -2,7 +2,7 @@
 
 First a balanced cut, then hill climbing by moves of one boundary, then branch and bound over the boundaries from the
 first stage on (`bounds`), which proves the optimum. Dynamic programming over prefixes would not do: the time of a step
-depends on which stage turns out to be the slowest, so the best cut need not begin with the best prefix (also noted by
+depends on the slowest stage, which may come later, so the best cut need not begin with the best prefix (also noted by
 the planner of Oobleck). Loads without torch.
 """
 
@@ -77,7 +77,7 @@ class CutSearch:
         return bool(self._known)
 
     def found(self) -> Iterator[CutFound]:
-        """Yield the simulated cuts whose memory is known."""
+        """Yield the simulated cuts with known memory."""
         for ends, (took, held) in self._known.items():
             if held is not None:
                 yield CutFound(ends, took, held, self.priced.excess(held))
@@ -85,7 +85,7 @@ class CutSearch:
     # --- a good cut quickly
 
     def balanced(self, *, roomy: bool = False) -> Ends:
-        """Return the cut with the fastest slowest stage whose stages fit, by an estimate of each stage alone.
+        """Return the fitting cut with the fastest slowest stage, by an estimate of each stage alone.
 
         Args:
             roomy: leave room for an incoming and an outgoing payload, and for working memory.
@@ -204,7 +204,7 @@ def least_bottleneck(
 ) -> Ends | None:
     """Return the boundaries of a cut with a cheap costliest stage; None: no cut that fits was found.
 
-    For a given threshold each stage in turn gets as many blocks as stay below it, and leaves a block for each behind;
+    For a given threshold each stage in turn gets the most blocks that stay below it, and leaves a block for each later;
     bisection finds the least threshold. That is optimal provided that every stage can take every single block.
 
     Args:

@@ -22,15 +22,15 @@ class Size:
     gradients: float = 0
     #: optimizer state
     optimizer: float = 0
-    #: what F keeps for the backward, inputs included
+    #: bytes that F keeps for the backward, inputs included
     activations: float = 0
-    #: what is kept from I to W: of matrix products the inputs and the gradients of the outputs, often as much in all
+    #: bytes kept from I to W: for matrix products the inputs and the outputs' gradients, often the same amount in all
     after_inputs: float = 0
     #: the payload from the stage before, and the gradient that goes back
     inputs: float = 0
     #: the payload to the next stage, and the gradient that comes back
     outputs: float = 0
-    #: what the most demanding action needs besides, while it runs
+    #: working memory of the most demanding action, while it runs
     working: float = 0
     #: the parts of activations that share memory with the inputs and with the outputs
     kept_inputs: float = 0
@@ -46,7 +46,7 @@ class Size:
         return self.weights + self.gradients + self.optimizer
 
     def __add__(self, other: Size) -> Size:
-        """Return the size of a stage of this block and `other` behind it. What both keep is stored once."""
+        """Return the size of a stage of this block and `other` behind it. Tensors that both keep are stored once."""
         summed = Size(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
         return replace(
             summed,
@@ -131,7 +131,7 @@ def of_share(size: Size, share: float) -> Size:
 
 
 def _add_state(add: Callable[[int, float, float], None], span: Span, state: float, slices: int, share: float) -> None:
-    """Add what the slices of a sequence leave on a stage, and its gradients.
+    """Add the state that the slices of a sequence leave on a stage, and its gradients.
 
     Each slice leaves its share of `state`. Gradients come with the last slice's backward, which is the first to run;
     all goes with the first slice's.
@@ -148,8 +148,8 @@ def _add_state(add: Callable[[int, float, float], None], span: Span, state: floa
 def _working(spec: Spec, action: Action, size: Size) -> float:
     """Return the working memory of an action.
 
-    W of the first stage is a whole backward, which computes all gradients before it adds them to those kept; the
-    gradient of a tied parameter it computes for each use.
+    W of the first stage is a whole backward, which computes all gradients before it adds them to the kept sums; a
+    tied parameter has a gradient for each use.
     """
     whole = action.kind is W and not action.stage
     return max(size.working, size.gradients + size.tied) if whole else size.working

@@ -1,7 +1,7 @@
 """A pipeline step as a job-shop problem: each worker's order of actions, made shorter by local search.
 
 It generalises the zero-bubble auto-scheduler (Qi et al. 2023, arXiv:2401.10241, section 3) from two placements to any:
-forwards, backwards for inputs and backwards for weights are actions of their own, and the activations of a worker are
+forwards, backwards for inputs and backwards for weights are separate actions, and the activations of a worker are
 limited in bytes. Local search uses the neighbourhood of Dell'Amico and Trubian (1993): the longest path can become
 shorter only if an action is moved to an end of a critical block, a row of actions that one worker runs without a gap
 in that path. Loads without torch.
@@ -23,15 +23,15 @@ Order = list[list[int]]
 class JobShop:
     """The problem: actions with durations and dependencies, and the memory of their workers.
 
-    To be minimised is the time of a step among others: each worker starts the next when its part of this one has ended.
+    To be minimised is the time of a step in a stream: each worker starts the next when its part of this one has ended.
 
     Args:
         spec: placement, routes and actions are taken from it; its order is ignored.
         time: duration of an action on its worker.
         transfer_time: of the payload of an action, from one worker to another.
         activations: by stage, bytes (or any unit) that a forward keeps for its backward.
-        after_inputs: by stage, what is kept from I to W.
-        budget: by worker, the most that may be kept at once.
+        after_inputs: by stage, the bytes kept from I to W.
+        budget: by worker, the most bytes kept at once.
     """
 
     spec: Spec

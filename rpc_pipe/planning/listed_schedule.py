@@ -54,7 +54,7 @@ class Program(NamedTuple):
 class ListedSchedule(Spec):
     """A searched program: its placement and order were found for a model's costs.
 
-    With fewer microbatches, it runs the actions of those that exist.
+    With fewer microbatches, it runs the actions of the existing ones.
     """
 
     source = "rpc-pipe plan: local search"

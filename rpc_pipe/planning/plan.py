@@ -26,7 +26,7 @@ class Plan:
     predicted_ms: float = 0
     #: peak bytes of the worker that holds most
     predicted_memory: float = field(default=0, metadata=json_field("predicted_memory_mb", 1e6))
-    #: share of the workers' time in which they do not compute
+    #: idle share of the workers' time
     bubble: float = 0
     num_workers: int = 0
     #: peak bytes, and milliseconds of compute in a step
@@ -34,7 +34,7 @@ class Plan:
     busy_by_worker: tuple[float, ...] = field(default=(), metadata=json_field("busy_by_worker_ms"))
     #: payloads between workers in a step
     messages: int = 0
-    #: the measured model's name and the bytes of each stage's weights, by which another model is noticed
+    #: the measured model's name and the bytes of each stage's weights, to notice another model
     model: str = ""
     weights_by_stage: tuple[float, ...] = field(default=(), metadata=json_field("weights_by_stage_mb", 1e6))
     #: of a searched program: workers by route and stage; routes by microbatch; by worker its actions in order, as text

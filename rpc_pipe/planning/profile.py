@@ -18,11 +18,11 @@ from .slice_costs import SliceCosts
 
 #: a link that takes no time
 _NO_WAY = Link()
-#: slices whose costs grow with their length alone
+#: slices with costs that grow with their length alone
 _PLAIN = SliceCosts()
 #: largest time, size or count that is accepted, so that sums and products stay finite
 _MOST = 1e100
-#: kinds whose times a profile has
+#: kinds with times in a profile
 TIMED = (F, B, I, W, R, U, G)
 
 
@@ -38,7 +38,7 @@ class LayerCost:
 
 @dataclass(frozen=True)
 class Tie:
-    """A parameter that two blocks share. On two stages it has two copies, whose gradients are summed every step."""
+    """A parameter that two blocks share. On two stages it has two copies; every step sums their gradients."""
 
     first: int
     last: int
@@ -76,7 +76,7 @@ class Profile:
     per_step: float = field(default=0, metadata=json_field("per_step_ms"))
     #: compute time that a worker loses to each MiB that it sends or receives; 0 for a GPU
     per_mib: float = field(default=0, metadata=json_field("per_mib_ms"))
-    #: what slices of sequences cost, one value; empty: not measured
+    #: costs of slices of sequences, one value; empty: not measured
     slicing: tuple[SliceCosts, ...] = ()
 
     @property
@@ -99,7 +99,7 @@ class Profile:
 
 #: bytes that do not depend on the rows of a microbatch
 RESIDENT = ("weights", "gradients", "optimizer")
-#: bytes of a stage that are those of its blocks together
+#: kinds of bytes that a stage sums over its blocks
 SUMMED = (*RESIDENT, "activations", "after_inputs")
 
 
@@ -124,7 +124,7 @@ class Machines:
     """The workers and the links between them. Times in milliseconds, bandwidths in bytes a millisecond."""
 
     num_workers: int
-    #: by worker, the ratio of its times to those of the profile; empty: all 1
+    #: by worker, the ratio of its times to the profile's; empty: all 1
     slowness: tuple[float, ...] = ()
     #: bytes that each worker may use; empty or None: no limit
     memory: tuple[float | None, ...] = ()
@@ -132,7 +132,7 @@ class Machines:
     link: Link = _NO_WAY
     #: links that differ from that, by (source, target)
     links: Mapping[tuple[int, int], Link] = field(default_factory=dict)
-    #: bytes a millisecond that a worker sends to all others together; those that are left out have no limit
+    #: bytes a millisecond that a worker sends to all other workers together; a missing worker has no limit
     uplinks: Mapping[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -141,7 +141,7 @@ class Machines:
                 raise ConfigError(f"{name}: has {len(values)} values, but there are {self.num_workers} workers")
 
     def slow(self, worker: int) -> float:
-        """Return the ratio of the times of `worker` to those of the profile."""
+        """Return the ratio of the times of `worker` to the profile's."""
         return self.slowness[worker] if self.slowness else 1
 
     def limit(self, worker: int) -> float | None:
@@ -161,14 +161,14 @@ class Machines:
 class Chain:
     """The blocks in order, with the costs of any range of them in constant time by prefix sums.
 
-    Blocks that must be in one stage count as one; the numbers of blocks in arguments are those of the merged chain.
+    Blocks that must be in one stage count as one; block numbers in arguments count the merged chain.
 
     Args:
         per_stage: time of each action of a stage besides its blocks, by kind.
         per_step: time of a step besides its actions.
         per_mib: compute time lost to each MiB that is sent or received.
         model: the name of the model.
-        slicing: what slices of its sequences cost.
+        slicing: costs of slices of its sequences.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class Chain:
     ) -> None:
         self._blocks, self.slicing = blocks, slicing
         inside = {i for tie in ties if tie.together for i in range(tie.first + 1, tie.last + 1)}
-        #: the model's numbers of blocks at which stages may begin, and the end
+        #: the model's numbers of blocks that may begin a stage, and the end
         self._places = [i for i in range(len(blocks) + 1) if i not in inside]
         self.num_blocks = len(self._places) - 1
         self.per_step, self.model = per_step, model
@@ -210,7 +210,7 @@ class Chain:
         return [sums[i] for i in self._places]
 
     def time(self, kind: Kind, start: int, stop: int, share: float = 1) -> float:
-        """Return the time of an action on a stage of blocks `start` to `stop` - 1, for a share of their own time.
+        """Return the time of an action on a stage of blocks `start` to `stop` - 1, for a share of their time.
 
         The stage that begins with block 0 is the first; of a split backward it does everything in W.
         """
@@ -325,7 +325,7 @@ def from_json(content: Any, where: str) -> Profile:
 
 
 def _refuse(profile: Profile, where: str) -> None:
-    """Refuse a profile whose blocks do not fit together.
+    """Raise if the blocks of a profile do not fit together.
 
     Raises:
         ConfigError: blocks differ from one number of rows to another, or lack a time.

@@ -18,7 +18,7 @@ from .search import Candidate, PlanRequest, PlanResult
 
 #: a plan's name of its schedule if that is a searched program
 SEARCHED = "searched"
-#: number of plans whose placement and cut are tried
+#: number of plans with a placement and cut that are tried
 _BASES = 4
 #: how often the budget of activations is lowered by the excess of a program
 _TRIES = 3

@@ -59,7 +59,7 @@ class PlanRequest:
 
     @property
     def slicing(self) -> SliceCosts:
-        """What slices of sequences cost."""
+        """Costs of slices of sequences."""
         return next(iter(self.profile.slicing), SliceCosts())
 
 
@@ -71,7 +71,7 @@ class PlanResult:
     plans: list[Plan] = field(default_factory=list)
     #: milliseconds: no schedule, cut or order can be faster with one of the requested numbers of microbatches
     lower_bound: float = 0
-    #: milliseconds: no plan among those to choose from is faster
+    #: milliseconds: no plan of the searched set is faster
     searched_bound: float = 0
     #: the Pareto front of time and memory, fastest first
     front: list[Plan] = field(default_factory=list)
@@ -80,7 +80,7 @@ class PlanResult:
     excess: float = 0
     #: schedules that were not simulated, with the bound in milliseconds that ruled them out
     left_out: dict[str, float] = field(default_factory=dict)
-    #: schedules of which no plan that fits was found
+    #: schedules without a plan that fits
     unfit: list[str] = field(default_factory=list)
 
     @property
@@ -143,7 +143,7 @@ class _Search:
         return result
 
     def _search(self) -> float:
-        """Search in three rounds, each of which every candidate takes part in; return a time that no plan can beat.
+        """Search in three rounds with all candidates each; return a time that no plan can beat.
 
         Hill climbing takes twenty times as long as a first cut, so all first cuts come before it.
         """
@@ -218,7 +218,7 @@ VARIANTS: tuple[tuple[str, Mapping[str, Any]], ...] = (
 
 
 def refuse_unknown(names: Iterable[str]) -> None:
-    """Refuse names of which plans cannot be made.
+    """Raise if plans cannot be made for a name.
 
     Raises:
         ConfigError: a name is unknown (the nearest is offered), or that of an asynchronous schedule.
@@ -245,7 +245,7 @@ class Candidate:
         """Make its spec.
 
         Raises:
-            PipeError: there is none for so many workers.
+            PipeError: there is no plan for this number of workers.
         """
         return make_spec(self.schedule, num_workers, self.num_microbatches, self.options)
 
@@ -275,7 +275,7 @@ def candidates(
         schedules: names; None: all synchronous ones, as asynchronous ones train other parameters.
         replicas: how many replicas of the pipeline may share the workers.
         exchange: `zero`, `bucket` and `spread` of these, where there are several, as in `Spec`.
-        slices: into what each sequence may be cut: sizes of slices, in parts of it.
+        slices: the possible cuts of a sequence: sizes of slices, in parts of it.
     """
     seen = set()
     for (name, own), number, sizes in product(VARIANTS, replicas, slices):

@@ -9,7 +9,7 @@ from math import sqrt
 
 from ..dependency import Action, Spec, W
 
-#: into at least so many parts of a sequence the sizes of uneven slices are rounded
+#: least number of parts of a sequence to which the sizes of uneven slices are rounded
 _PARTS = 128
 
 
@@ -17,11 +17,11 @@ _PARTS = 128
 class SliceCosts:
     """Which part of a microbatch's costs does not simply grow with the length of a slice. Shares from 0 to 1."""
 
-    #: of a whole sequence's time: what each slice takes, however short it is
+    #: share of a whole sequence's time that each slice takes, however short it is
     fixed: float = 0
     #: of a whole sequence's time: causal attention
     attention: float = 0
-    #: of a microbatch's activations: what a slice leaves for later ones, such as keys and values
+    #: share of a microbatch's activations that a slice leaves for later ones, such as keys and values
     state: float = 0
     #: of the sequences that were measured
     length: int = 0

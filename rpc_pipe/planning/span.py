@@ -1,4 +1,4 @@
-"""Actions in time, the common form of simulations, traces and drawings; and what each waited for."""
+"""Actions in time, the common form of simulations, traces and drawings; and the cause of each wait."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Span(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """The idle time of a worker before an action, in the unit of the spans, and what it waited for."""
+    """The idle time of a worker before an action, in the unit of the spans, and its cause."""
 
     time: float
     #: the dependency of the action that ended last; None: unknown
@@ -30,7 +30,7 @@ class Wait(NamedTuple):
 def waits(spec: Spec, spans: Sequence[Span], *, slack: float = 0.0) -> dict[Span, Wait]:
     """Return the wait before every span that a gap precedes; other spans are not in the result.
 
-    The gap runs from the end of what the same worker ran before, for a worker's first span from the first start
+    The gap runs from the end of the worker's action before, for a worker's first span from the first start
     of all. `spans` may hold several steps: a span is paired with the latest run of a need that ended at its start
     or earlier, or at most `slack` later: the error of the alignment of clocks, in the unit of the spans.
     """
@@ -59,7 +59,7 @@ def waits(spec: Spec, spans: Sequence[Span], *, slack: float = 0.0) -> dict[Span
 def critical_path(spans: Sequence[Span], found: Mapping[Span, Wait]) -> list[Span]:
     """Return the actions that the last end hangs on, from first to last: each began when the one before had come.
 
-    Before an action that waited stands what it waited for, before any other what its worker ran just before.
+    Before an action that waited stands the cause of its wait, before any other the worker's action just before.
     `found` is the result of `waits`.
     """
     before: dict[Span, Span] = {}

@@ -18,14 +18,14 @@ from ..schedules import SCHEDULES
 
 #: a schedule as `Pipeline` and the command line take it
 ScheduleLike = str | type[Spec]
-#: names of schedules in torch.distributed.pipelining for which the nearest of ours is another schedule or none
+#: names of schedules in torch.distributed.pipelining with another nearest schedule here, or none
 _OF_TORCH = {
     "loopedbfs": "bfs",
     "interleaved1f1b": "interleaved",
     "interleavedzerobubble": "zb-h1",
     "zbvzerobubble": "zb-v",
 }
-#: most forwards of a step: workers list their own actions, the simulator those of all workers
+#: most forwards of a step: a worker lists its actions, the simulator lists all workers' actions
 MAX_FORWARDS = 20_000_000
 #: most slices of a sequence, and parts of a slice
 _MOST_SLICES = 65_536
@@ -78,7 +78,7 @@ def make_spec(
     """Make the spec of a schedule; parameters may be text, as typed after `--set`.
 
     Every schedule that does not recompute by itself takes `recompute`: `all`, `none`, or stages such as `0+1`. Every
-    one with an update a step takes `replicas`: how many replicas of the pipeline share the workers; and with them
+    a schedule with an update a step takes `replicas`, the number of replicas that share the workers; and with them
     `zero`, `bucket` and `spread`, as `Spec` says; most take `slices`, as below.
 
     Args:
@@ -169,7 +169,7 @@ def _read_parameters(cls: type[Spec], name: str, parameters: Mapping[str, Any]) 
 
 
 def read_slices(said: int | str) -> tuple[int, ...]:
-    """Read into what each sequence is cut: sizes of its slices, in parts of the sequence.
+    """Read the cut of each sequence: sizes of its slices, in parts of the sequence.
 
     >>> read_slices("4"), read_slices("8,6,5,4")
     ((1, 1, 1, 1), (8, 6, 5, 4))
@@ -196,7 +196,7 @@ def with_replicas(
     slices: int | str | None = None,
     spread: str = Spec.spread,
 ) -> Mapping[str, Any] | None:
-    """Return a schedule's parameters with those of replicas and slices that differ from what is usual."""
+    """Return a schedule's parameters with the parameters of replicas and slices that are not default."""
     asked: dict[str, tuple[Any, Any]] = {"replicas": (replicas, 1), "zero": (zero, 0), "bucket": (bucket, Spec.bucket)}
     asked |= {"slices": (slices, None), "spread": (spread, Spec.spread)}
     found = {name: value for name, (value, usual) in asked.items() if value != usual}
@@ -250,7 +250,7 @@ _type_hints: Any = cache(typing.get_type_hints)
 
 
 def parameter_types(cls: type[Spec]) -> dict[str, Any]:
-    """Return the schedule's own parameters with their types."""
+    """Return the schedule's parameters with their types."""
     hints = _type_hints(cls)
     own = (parameter.name for parameter in dataclasses.fields(cls))
     return {name: hints[name] for name in own if name not in ("num_workers", "num_microbatches", "num_steps")}

@@ -1,1 +1,1 @@
-"""What a plan needs to know of a model and of a machine, measured."""
+"""Measurements of a model and of a machine, for plans."""

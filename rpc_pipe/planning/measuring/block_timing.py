@@ -27,14 +27,14 @@ from ..footprint import Size
 from ..profile import LayerCost
 from .timed_block import TimedBlock, milliseconds, num_bytes, with_working_memory
 
-#: blocks of the same operators whose fastest runs differ by more do something else that autograd does not show
+#: blocks with the same operators count as different if their fastest runs differ by more; autograd does not show all
 _SAME = 1.1
 #: waits for the other measuring workers
 Barrier = Callable[[], None]
 #: most bytes of blocks that are measured in turn: with gradients and optimizer state more than caches hold, and small
 #: enough to be copied beside a model
 _GROUP_BYTES = 2**27
-#: side of the square matrices by whose product the speed of a device is measured
+#: side of the square matrices that measure the speed of a device by their product
 _MATRIX_SIDE = 512
 #: assumed memory bandwidth in bytes a millisecond, for blocks and updates that it limits
 _BYTES_A_MS = 4e6
@@ -47,7 +47,7 @@ def layer_blocks(
     loss_fn: LossFn | None = None,
     make: Callable[[Any], nn.Module] = lambda layer: layer,
 ) -> Iterator[TimedBlock]:
-    """Yield layers as blocks, each of which has to run before the next.
+    """Yield layers as blocks; each block has to run before the next is made.
 
     Args:
         make: of a layer, as it is given, the module on its device.
@@ -72,8 +72,8 @@ def costs_of(
 def time_blocks(blocks: Sequence[TimedBlock], repeats: int, tell: Callable[[int], None] = lambda done: None) -> None:
     """Time blocks that have run once, which warms up, in `repeats` more runs; `tell` their number after each group.
 
-    All forwards of a group run before its backwards, as in a stage: what a forward has left in the caches is gone when
-    its backward reads it. A short disturbance of the machine then also affects few runs of any block.
+    All forwards of a group run before its backwards, as in a stage: the processor's caches no longer hold a
+    forward's tensors when its backward reads them. A short disturbance of the machine then also affects few runs of any block.
     """
     for block in blocks:
         block.runs.clear()
@@ -103,7 +103,7 @@ def _pool_equal(blocks: Sequence[TimedBlock]) -> None:
 def _forward(
     module: nn.Module, inputs: Tree, loss: Callable[[Tree], Tree] | None, first: bool
 ) -> tuple[list[Tensor], Tree, list[Tensor]]:
-    """Return the leaves whose gradients backward computes, what goes to the next layer, and the roots of backward."""
+    """Return the leaves that get gradients, the input of the next layer, and the roots of backward."""
     tree = unpack(pack(inputs))
     leaves = [
         t for t in tensors_of(tree) if t.requires_grad or (not first and (t.is_floating_point() or t.is_complex()))
@@ -165,7 +165,7 @@ class _TimedUpdate:
             self._optimizer.step()
 
     def run(self, kind: Kind) -> None:
-        """Update; or sum gradients with those of another replica, as `Pieces.sum` does."""
+        """Update; or add another replica's gradients, as `Pieces.sum` does."""
         pairs = [(copy.detach(), copy.grad) for _, copy in self._copies if copy.grad is not None]
         if self._optimizer is not None:
             run = self._optimizer.step if kind is U else lambda: [own.clone().add_(other) for own, other in pairs]
@@ -195,7 +195,7 @@ def operations_a_ms(device: str) -> float:
 
 
 def estimated(block: TimedBlock, speed: float, state: float) -> LayerCost:
-    """Return the costs of a block, I and W taking as many operations each as its forward, which is run.
+    """Return the costs of a block from a run of its forward; I and W each take the operations of a forward.
 
     Args:
         speed: operations a millisecond.

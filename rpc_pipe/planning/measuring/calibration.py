@@ -1,8 +1,8 @@
-"""What the workers of a job find of themselves: what the runtime takes for an action and for a step, and the links.
+"""Calibration of a job's workers: the time of the runtime for an action and for a step, and the links.
 
-A pipeline whose layers only sleep is trained for a few steps. What its actions take longer than their layers alone, and
-what lies between two actions of which the second waited for nothing else, is the runtime's, on processors that are not
-busy. Links are measured by payloads that two workers send to and fro, as they send those of a step.
+A pipeline of sleeping layers is trained for a few steps. The runtime's time is the time of an action beyond its layers,
+and the gap between two actions if the second waited for nothing else, on processors that are not busy. Links are
+measured by payloads that two workers send to and fro in the way of a step's payloads.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from ...workers.transport.payload import Payload, pack, unpack
 from ..simulator import Link
 from .block_timing import costs_of, layer_blocks, time_blocks
 
-#: how long a layer sleeps, seconds: long against what a thread needs to wake up
+#: seconds that a layer sleeps: long against the time that a thread needs to wake up
 _SLEEP_S = 0.002
 _STEPS, _MICROBATCHES = 6, 8
-#: together they have all kinds of actions; of all that compute, what the runtime takes is measured
+#: schedules that together have all kinds of actions; the runtime's time is measured for every kind that computes
 _SCHEDULES = ("1f1b", "gpipe", "zb-h1", "chimera")
 _MEASURED = (F, B, I, W, G, U)
 #: payloads: small and large, bytes; how often each goes to and fro
 _SMALL, _LARGE, _ROUNDS = 4_096, 4_194_304, 15
-#: up to so many workers every pair is measured, else neighbours only
+#: most workers for which every pair is measured; with more, neighbours only
 _ALL_PAIRS = 8
-#: payloads that move at once, bytes and how many: as large as gradients, and as what stages hand on
+#: payloads that move at once, bytes and count: the size of gradients, and of activations
 _GRADIENTS, _HANDED_ON = (8_388_608, 1), (1_048_576, 8)
 #: how often they move; products that are computed without them, and their rows
 _MOVES, _PRODUCTS, _ROWS = 5, 50, 192
 
 
 class Calibration(NamedTuple):
-    """What was found, in milliseconds; of links, bytes a millisecond."""
+    """The result of a calibration, in milliseconds; of links, bytes a millisecond."""
 
     #: of an action besides computing
     per_action: dict[Kind, float]
@@ -52,14 +52,14 @@ class Calibration(NamedTuple):
     per_step: float
     #: by (from, to)
     links: dict[tuple[int, int], Link]
-    #: what a worker's computing loses to a byte of gradients that goes out while one comes in
+    #: compute time that a worker loses to a byte of gradients that goes out while one comes in
     per_byte: float
-    #: and to a MiB of what stages hand on, that goes out or comes in
+    #: and to a MiB of activations, that goes out or comes in
     per_mib: float
 
 
 def calibrate(num_workers: int) -> tuple[WorkerActor, Calibration]:
-    """Measure with all workers of this job, who call this alike; return this process's worker, for what comes next."""
+    """Measure with all workers of this job, which make the same call; return this process's worker, for later use."""
     runtime: dict[Kind, list[float]] = defaultdict(list)
     between: list[float] = []
     for schedule in _SCHEDULES:
@@ -112,7 +112,7 @@ class _Records(Listener):
 
 
 def _sleeping(num_workers: int, schedule: str) -> tuple[WorkerActor, Mapping[Kind, list[float]], list[float]]:
-    """Train layers that sleep; return the worker, what each kind takes longer, and what is between steps."""
+    """Train layers that sleep; return the worker, the extra time of each kind, and the time between steps."""
     optimizer = partial(torch.optim.SGD, lr=0.0)
     pipe = Pipeline(
         [_Sleeping] * num_workers, nn.functional.mse_loss, training=Training(optimizer), schedule=schedule, seed=0,
@@ -153,7 +153,7 @@ def _between(records: Sequence[StepRecord]) -> Iterator[float]:
 
 
 def _ping(actor: WorkerActor) -> list[tuple[tuple[int, int], tuple[float, float]]]:
-    """Return the links from and to this worker of the pairs in which it is the first."""
+    """Return the links from and to this worker, for the pairs that have it first."""
     num_workers, me = actor.carrier.num_workers, actor.worker
     pairs = list(combinations(range(num_workers), 2))
     if num_workers > _ALL_PAIRS:
@@ -174,7 +174,7 @@ def _ping(actor: WorkerActor) -> list[tuple[tuple[int, int], tuple[float, float]
 
 
 def _to_and_fro(actor: WorkerActor, run: int, other: int, size: int, first: bool) -> float:
-    """Return the milliseconds of a payload to the other worker and back, of those that were held up least."""
+    """Return the milliseconds of a payload to the other worker and back, from the least disturbed ones."""
     here, there = (f"{size} to", f"{size} fro") if first else (f"{size} fro", f"{size} to")
     payload = pack(torch.zeros(size // 4))
     mailbox, took = actor.mailbox, []
@@ -195,12 +195,12 @@ def _to_and_fro(actor: WorkerActor, run: int, other: int, size: int, first: bool
 def _lost(actor: WorkerActor, size: int, count: int) -> float:
     """Return the milliseconds that computing loses to a byte that goes to the next worker while one comes.
 
-    What goes through a channel is copied by the threads that compute. What is too large for one is copied by threads of
-    the transport: beside computing where cores are to spare, else instead of it. No more counts than processors did for
-    it: others may use them too.
+    A payload in a channel is copied by the threads that compute. A payload too large for one is copied by threads of
+    the transport: beside computing where cores are to spare, else instead of it. Only the processors' time for the copy
+    counts, because other programs may use the processors too.
 
     Args:
-        size: of a payload, of which so many move at once.
+        size: bytes of a payload, several of which move at once.
     """
     me, num_workers = actor.worker, actor.carrier.num_workers
     if num_workers == 1:
@@ -227,7 +227,7 @@ def _lost(actor: WorkerActor, size: int, count: int) -> float:
 
 
 class _Computing:
-    """Multiplies matrices, and looks between products at what has come, as a worker does between actions."""
+    """Multiplies matrices, and polls for arrivals between products, as a worker does between actions."""
 
     def __init__(self) -> None:
         self._matrix = torch.ones(_ROWS, _ROWS)
@@ -241,5 +241,5 @@ class _Computing:
         return len(actor.mailbox.arrivals((run,)))
 
     def took(self) -> tuple[float, float]:
-        """Return the milliseconds that have passed, and those of processors."""
+        """Return the milliseconds of the clock, and of processors."""
         return 1e3 * (time.perf_counter() - self._begin[0]), 1e3 * (time.process_time() - self._begin[1])

@@ -1,4 +1,4 @@
-"""A model profiled by all workers of a job at once: each is busy while the others are, as in a pipeline."""
+"""A model profiled by all workers of a job at once: all are busy together, as in a pipeline."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from ..simulator import Link
 from .calibration import calibrate
 from .profiling import RUNTIME_MS, profile_model
 
-#: workers whose times differ by a smaller factor count as equally fast: such differences are noise
+#: smaller factors between the times of workers are noise: the workers count as equally fast
 _NOISE = 1.1
 #: a worker counts as slower only if at most one in this many blocks is not slower
 _SLOW_SHARE = 5
-#: links whose times differ by a smaller factor count as equal
+#: smaller factors between the times of links are noise: the links count as equal
 _SAME_LINK = 1.5
-#: bytes of the payload by whose time links are compared
+#: bytes of the payload that compares links by its time
 _PAYLOAD_BYTES = 1e5
 
 
 def profile_together(
     user_model: UserModel, rows: Sequence[int], num_workers: int, settings: Mapping[str, Any]
 ) -> tuple[Profile, int]:
-    """Return what all workers of this job measured, and which of them this is; they call it alike.
+    """Return the measurements of all workers of this job, and this worker's number; all make the same call.
 
     Args:
         user_model: the same on all workers.
@@ -41,11 +41,11 @@ def profile_together(
     Raises:
         ConfigError: as of `profile_model`.
     """
-    os.environ[run_folders.FOLDER] = run_folders.OFF  # nobody watches layers that sleep
+    os.environ[run_folders.FOLDER] = run_folders.OFF  # layers that sleep need no display
     actor, found = calibrate(num_workers)
     actor.exchange("all are there", None)
     job = current_job()
-    backend_for(settings.get("device", "cpu"), job.place if job else actor.worker).use()  # `cuda`: each its own
+    backend_for(settings.get("device", "cpu"), job.place if job else actor.worker).use()  # `cuda`: another GPU for each
 
     def barrier() -> None:
         actor.exchange("updates are measured", None)
@@ -54,7 +54,7 @@ def profile_together(
     told = actor.exchange("profiles", json.dumps(as_json(own)))
     profiles = [from_json(json.loads(each), "the profile of a worker") for each in told]
     profile = merged(profiles, found.links)
-    on_host = own.device == "cpu"  # a GPU runs behind its worker, which hides what the worker takes
+    on_host = own.device == "cpu"  # a GPU runs behind its worker, which hides the worker's time
     profile = with_moves(profile, found.per_byte if on_host else 0.0)
     per_stage = around(profile.per_stage, found.per_action if on_host else {})
     per_step, per_mib = (max(0.0, found.per_step), found.per_mib) if on_host else (0.0, 0.0)
@@ -62,7 +62,7 @@ def profile_together(
 
 
 def with_moves(profile: Profile, per_byte: float) -> Profile:
-    """Return a profile in which replicas that exchange gradients compute less while these move."""
+    """Return a profile with the compute time that replicas lose while gradients move."""
 
     def moved(cost: LayerCost) -> LayerCost:
         return replace(cost, times={**cost.times, G: cost.times[G] + per_byte * cost.size.gradients})
@@ -71,8 +71,8 @@ def with_moves(profile: Profile, per_byte: float) -> Profile:
 
 
 def around(assumed: Mapping[Kind, float], found: Mapping[Kind, float]) -> dict[Kind, float]:
-    """Return what each stage takes besides its blocks, ms: what the runtime was found to take for what was assumed."""
-    # Not less than nothing: what was assumed has been divided by the speed of a worker that was slow meanwhile.
+    """Return the time of each stage besides its blocks, ms, with the runtime's measured time for the assumed one."""
+    # Not below 0: the assumed time has been divided by the speed of a worker that was slow meanwhile.
     return {**assumed, **{kind: max(0.0, assumed.get(kind, RUNTIME_MS) - RUNTIME_MS + found[kind]) for kind in found}}
 
 
@@ -97,7 +97,7 @@ def merged(profiles: Sequence[Profile], links: Mapping[tuple[int, int], Link]) -
 
 
 def _slowness(profiles: Sequence[Profile]) -> list[float]:
-    """Return the ratios of the workers' times to those of the fastest; 1 for all if the differences are noise.
+    """Return the ratios of the workers' times to the fastest worker's; 1 for all if the differences are noise.
 
     A slower worker is slower at nearly every block; one that was disturbed is slower at some of them.
     """
@@ -118,7 +118,7 @@ def _median(costs: Sequence[LayerCost], slow: Sequence[float]) -> LayerCost:
 
 
 def _links_as_json(links: Mapping[tuple[int, int], Link]) -> dict[str, Any]:
-    """Return links as in a file for --topology: the median link, and those that differ from it."""
+    """Return links as in a file for --topology: the median link, and each link that differs from it."""
     if not links:
         return {}
     usual = Link(median(x.latency for x in links.values()), median(x.bandwidth for x in links.values()))

@@ -1,8 +1,8 @@
 """The profile of a user's model: times and bytes by block, measured for microbatches of several sizes.
 
-A list of layers is measured layer by layer. Any other module is cut where its own forward calls its blocks
-(`model.observed_model`), and each block is measured as a stage of its own. What a stage computes besides its block
-(masks, positions) is the time by which all these stages together exceed the whole model, divided among them.
+A list of layers is measured layer by layer. Any other module is cut where its forward calls its blocks
+(`model.observed_model`), and each block is measured as a separate stage. The time of a stage besides its block (masks,
+positions) is the time of all these stages beyond the whole model, divided by their number.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __all__ = ["OPTIMIZERS", "UserModel", "load_user_model", "profile_model", "rows_
 Progress = Callable[[float], None]
 #: costs by block, time of a stage besides its block by kind, parameters that blocks share
 _Measured = tuple[list[LayerCost], dict[Kind, float], tuple[Tie, ...]]
-#: the runtime's own time for an action, in milliseconds
+#: the runtime's time for an action, in milliseconds
 RUNTIME_MS = 0.15
 
 
@@ -67,7 +67,7 @@ OPTIMIZERS: dict[str, OptimizerFactory] = {
 
 
 def signature(user_model: UserModel, *more: Any) -> str:
-    """Return a hash of the model's structure, of which parameters are trained, of its batch's shapes, and of `more`."""
+    """Return a hash of the model's structure, of its trained parameters, of its batch's shapes, and of `more`."""
     parts = [_name(user_model)]
     for layer in user_model.layers() if user_model.is_layers else [user_model.model]:
         if isinstance(layer, nn.Module):
@@ -172,7 +172,7 @@ def _with_one_update(measured: Mapping[int, Sequence[LayerCost]]) -> dict[int, l
 
 @contextmanager
 def _named_errors(user_model: UserModel) -> Iterator[None]:
-    """Turn an error of the model on its own batch into one that names the model.
+    """Turn an error of the model on its example batch into one that names the model.
 
     Raises:
         ConfigError: instead of that error.
@@ -189,7 +189,7 @@ def _named_errors(user_model: UserModel) -> Iterator[None]:
 
 
 class _Blocks(NamedTuple):
-    """The blocks of a model, each of which has to run before the next; they are made one by one."""
+    """The blocks of a model, made one by one; each has to run before the next is made."""
 
     number: int
     blocks: Iterator[TimedBlock]
@@ -214,7 +214,7 @@ def _measure(task: _Task, barrier: Barrier) -> _Measured:
 
 
 def _estimate(task: _Task) -> list[LayerCost]:
-    """Return the estimated costs of all blocks, of which one at a time is held."""
+    """Return the estimated costs of all blocks, holding one at a time."""
     speed, state = operations_a_ms(task.device), optimizer_ratio(task.optimizer)
     return [estimated(block, speed, state) for block in _blocks_of(task, runs=False).blocks]
 
@@ -257,8 +257,8 @@ def _blocks_of(task: _Task, *, runs: bool = True) -> _Blocks:
 def _around(costs: Sequence[LayerCost], whole: Mapping[Kind, float] | None) -> dict[Kind, float]:
     """Return the time of each kind that a stage takes besides its blocks.
 
-    The whole model, as a first stage, does all its backward in W, so its I and W do not tell. What is around blocks has
-    no weights, so it is counted as part of I.
+    The whole model, as a first stage, does all its backward in W, so its I and W are not comparable. Functions around
+    blocks have no weights, so their backward is counted as part of I.
     """
     around = {kind: 0.0 for kind in (F, B)}
     if whole is not None and len(costs) > 1:
@@ -269,7 +269,7 @@ def _around(costs: Sequence[LayerCost], whole: Mapping[Kind, float] | None) -> d
 
 
 def _without(cost: LayerCost, per_stage: Mapping[Kind, float]) -> LayerCost:
-    """Return the cost of a block without what its stage takes besides."""
+    """Return the cost of a block without its stage's other work."""
     return replace(cost, times={kind: max(0.0, took - per_stage.get(kind, 0)) for kind, took in cost.times.items()})
 
 
@@ -279,7 +279,7 @@ def _ties(
     """Return the ties of blocks that share parameters.
 
     Args:
-        parameters: of each block; those that are shared have the same key.
+        parameters: of each block; shared parameters have the same key.
     """
     holders: dict[Hashable, list[int]] = {}
     for i, own in enumerate(parameters):

@@ -1,4 +1,4 @@
-"""What slices of sequences cost, measured: a model trains some steps by few slices, and some by more."""
+"""Measured costs of slices of sequences: a model trains some steps by few slices, and some by more."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _STEPS, _FIRST = 7, 2
 
 
 def measure_slices(user_model: UserModel, rows: int, activations: float, device: str = "cpu") -> SliceCosts:
-    """Train a microbatch on one worker, by few and by more slices, and return what slices cost.
+    """Train a microbatch on one worker, by few and by more slices, and return the costs of slices.
 
     Args:
         rows: of the microbatch; activations: the bytes that all its forwards keep.
@@ -60,7 +60,7 @@ def _fitted(measured: Sequence[Sequence[float]]) -> tuple[float, float]:
 
 
 class _Watch(Listener):
-    """Notes the times of slices, and what they leave when the first backward begins."""
+    """Records the times of slices, and the state they leave when the first backward begins."""
 
     def __init__(self, slices: int, shards: Mapping[Any, Any]) -> None:
         self._slices, self._shards = slices, shards

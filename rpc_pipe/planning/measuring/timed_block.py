@@ -1,4 +1,4 @@
-"""A block that runs F, B, R, I and W on one microbatch, to be timed, and for what it keeps and allocates meanwhile."""
+"""A block that runs F, B, R, I and W on one microbatch, to measure its times and its kept and allocated bytes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ...workers.transport.payload import Tree, pack, tensors_of, unpack
 from ..footprint import Size
 from ..profile import LayerCost
 
-#: runs a forward; returns the leaves whose gradients backward computes, the next block's input, backward's roots
+#: runs a forward; returns the leaves that get gradients, the next block's input, and the roots of backward
 Forward = Callable[[], tuple[list[Tensor], Tree, list[Tensor]]]
 #: runs an action, given its kind
 Act = Callable[[Kind, Callable[[], object]], object]
@@ -71,9 +71,9 @@ class TimedBlock:
         self.runs: defaultdict[Kind, list[float]] = defaultdict(list)
         #: input of the next block, of the last run
         self.output: Tree = ()
-        #: what F keeps for backward, I for W, and the parts of the former in inputs and outputs, of the last run
+        #: bytes of the last run that F keeps for backward, I for W, and F's parts in inputs and outputs
         self.kept = Size()
-        #: names of the operators whose backward it has run, inputs first
+        #: names of the operators whose backward has run, inputs first
         self._operators: tuple[str, ...] = ()
 
     @property
@@ -89,13 +89,13 @@ class TimedBlock:
 
     @property
     def cost(self) -> LayerCost:
-        """Its costs without those of updates, and without working memory."""
+        """The block's costs without updates and without working memory."""
         size = replace(self.kept, inputs=self.inputs, outputs=num_bytes(self.output))
         return LayerCost(self.times, size, self.name)
 
     @property
     def signature(self) -> Hashable:
-        """What blocks have in common that compute the same, as the layers of a transformer do."""
+        """Equal for blocks that compute the same, as the layers of a transformer do."""
         shapes = tuple([(parameter.shape, parameter.dtype) for _, parameter in self.named])
         return (self._operators, shapes, self.kept, num_bytes(self.output)) if self._operators else id(self)
 
@@ -112,8 +112,8 @@ class TimedBlock:
     def phases(self, act: Act | None = None) -> Iterator[None]:
         """Do the same in parts, so that blocks can take turns: F; B; R; I and W; freeing the gradients.
 
-        Gradients of weights exist already and are added to, as for all microbatches but the first. R is the same as F:
-        the forward whose backward is split.
+        Gradients of weights exist already and are added to, as for all microbatches but the first. R is the same as F,
+        with a split backward.
 
         Args:
             act: runs an action; it is timed by default.
@@ -166,7 +166,7 @@ class TimedBlock:
         return found
 
     def _begin_gradients(self) -> None:
-        """Make gradients of 0, whose memory pages have been touched."""
+        """Make gradients of 0, and touch their memory pages."""
         for _, parameter in self.trained:
             parameter.grad = torch.full_like(parameter, 0.0)
 
@@ -179,7 +179,7 @@ class TimedBlock:
 
 
 def with_working_memory(costs: Sequence[LayerCost], blocks: Sequence[TimedBlock]) -> list[LayerCost]:
-    """Return the costs of blocks with the bytes that they allocate while they run, besides what they keep."""
+    """Return the costs of blocks with the bytes that they allocate while they run, besides the kept bytes."""
     on_gpu = any(parameter.device.type == "cuda" for block in blocks for _, parameter in block.named)
     peaks = _peaks_on_gpu(blocks) if on_gpu else _peaks_on_cpu(blocks)
     found = []
