@@ -1,4 +1,4 @@
-"""Starting the processes of a job, and what they tell whoever started them."""
+"""Starting the processes of a job, and their messages to the launcher."""
 
 #: the interface of a host to itself
 LOOPBACK = "lo"

@@ -1,10 +1,10 @@
 """One attempt of a job: its worker processes from start to end, and the first cause of a failure. Loads without torch.
 
     launcher ──orders─> worker     a socket whose end, however it comes, ends the worker; a byte means "finish and stop"
-    launcher <──tell─── worker     through the same: progress, results, failure: one JSON object a line
+    launcher <─messages─ worker    through the same: progress, results, failure: one JSON object a line
     launcher <──board── worker     state and last steps; readable after its death, also by `rpc-pipe watch`
 
-The first cause of a failure wins; what other workers report after it are consequences.
+The first cause of a failure wins; later reports of other workers are consequences.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _GRACE_S = 3.0
 _JOIN_TOLD_S = 8.0
 #: seconds between polls of the boards, and of the ends of processes
 _LOOK_EVERY_S, _POLL_S = 1.0, 0.05
-#: titles of failures of which no worker has named a cause
+#: titles of failures without a cause named by a worker
 _NO_CAUSE, _UNMET = "no worker named a cause", "the workers could not meet"
 #: errors that other workers may have caused
 _CONSEQUENCES = ("PeerLost", "NotMet", "Disagreement")
@@ -51,21 +51,21 @@ class Attempt:
     """Runs one command in several local processes until all have ended or one has failed.
 
     Args:
-        boards: what the workers show; None: nothing.
+        boards: the workers' boards; None: none.
     """
 
     def __init__(self, num_processes: int, reporter: Reporter, boards: RunBoards | None) -> None:
         self._reporter, self._boards = reporter, boards
         self._num_processes = num_processes
         self._view = View()
-        #: of each worker that has begun to meet the others, how far it has come: "joining", "joined"
+        #: progress of each worker that has begun to meet the other workers: "joining", "joined"
         self._come: dict[int, str] = {}
         #: workers that have completed their work
         self._done: set[int] = set()
         self._ended: dict[int, int] = {}
         self._lines: dict[int, deque[str]] = {rank: deque(maxlen=LAST_LINES) for rank in range(num_processes)}
         self._cause: Cause | None = None
-        #: what workers have reported that may be due to another one
+        #: workers' reports that may be due to another worker
         self._consequences: dict[int, Cause] = {}
         self._failed_at = self._looked_at = self._joining_at = 0.0
         self._told_stall = self._told_joining = False
@@ -110,7 +110,7 @@ class Attempt:
 
     @property
     def consequences(self) -> list[str]:
-        """The reports of workers that have lost others."""
+        """The reports of workers that have lost a peer."""
         return [each.text for each in self._consequences.values()]
 
     def figures(self) -> dict[str, Any] | None:
@@ -158,7 +158,7 @@ class Attempt:
             self._reporter.handle(message)
 
     def _who_is_missing(self, rank: int | None = None) -> str:
-        """Say who has not begun to meet the others, if `rank`, or anybody, waits for them."""
+        """Report the workers that have not begun to meet, if `rank`, or any worker, waits for them."""
         missing = [other for other in range(self._num_processes) if other not in self._come]
         waits = [other for other in self._come if self._come[other] == "joining"]
         if not missing or not waits or rank not in (None, *waits):
@@ -250,11 +250,11 @@ def of_death(worker: int, code: int, live: Live | None, lines: Sequence[str]) ->
 
 
 def of_stall(told: str, culprit: int | None, lives: Mapping[int, Live], details: Sequence[str], now_ns: int) -> Cause:
-    """Return the cause when a worker has reported (`told`) that it waited for too long.
+    """Return the cause when a worker has reported a wait that took too long.
 
     Args:
         culprit: the worker at the end of the chain of waits.
-        details: what each worker does, and the stacks of the culprit, line by line.
+        details: the current action of each worker, and the stacks of the culprit, line by line.
     """
     live = lives.get(culprit) if culprit is not None else None
     if live is None:

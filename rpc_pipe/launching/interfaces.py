@@ -1,4 +1,4 @@
-"""What workers on several hosts need: the interface by which others reach this one, and the secret of their job."""
+"""Needs of workers on several hosts: the interface for connections from other hosts, and the secret of the job."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _LEAST_BYTES, _MOST_BYTES = 32, 4096
 
 
 def interface_towards(host: str) -> str:
-    """Return the name of the interface by which packets to `host` leave.
+    """Return the name of the interface that routes packets to `host`.
 
-    TensorPipe would take what the host's own name resolves to, which Debian and Ubuntu answer with
+    TensorPipe would take the address of the local host name, which Debian and Ubuntu answer with
     127.0.1.1 (pytorch#42879).
 
     Raises:
@@ -113,14 +113,14 @@ def read_key(path: Path) -> bytes:
     """Return the secret in a file.
 
     Raises:
-        ConfigError: others can read the file, or it is theirs, or it holds no secret.
+        ConfigError: other users can read the file, or it belongs to another user, or it holds no secret.
     """
     try:
         with path.open("rb") as file:
             found = os.fstat(file.fileno())
             if found.st_mode & 0o077:
                 raise ConfigError(f"key file {path}: others can read it; chmod 600 {path}")
-            if found.st_uid not in (0, os.geteuid()):  # who is root reads all, and its owner knows the key
+            if found.st_uid not in (0, os.geteuid()):  # root reads every file, and the file's owner knows the key
                 raise ConfigError(f"key file {path}: belongs to user {found.st_uid}, who can read it; chown it")
             secret = file.read(_MOST_BYTES + 1).strip()
     except OSError as error:

@@ -1,6 +1,6 @@
 """The launcher: it starts local worker processes, shows their messages, restarts and ends them. Loads without torch.
 
-What happens between a start and its end is an attempt's; see `attempt.py`.
+An attempt covers the time between a start and its end; see `attempt.py`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .worker_process import Logs, WorkerProcess
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 #: most workers of one machine; each is a process that loads torch
 _MOST_PROCESSES = 1024
-#: what workers run: by its path, so that Python imports nothing from the current folder, as it would behind -m
+#: the workers' program: by path, so that Python imports nothing from the current folder, as it would behind -m
 _PROGRAM = Path(__file__).parents[1] / "__main__.py"
 #: seconds that a run may take to stop, if no user is present to ask again
 STOP_TIMEOUT, _STOP_S = "RPC_PIPE_STOP_TIMEOUT", 30.0
@@ -48,7 +48,7 @@ class How(NamedTuple):
 
     #: torch threads of a worker; default: OMP_NUM_THREADS, or 1, as more threads than cores slow all workers down
     threads: int | None = None
-    #: TCP port at which workers meet; default: a file, or unix sockets
+    #: TCP port where workers meet; default: a file, or unix sockets
     port: int | None = None
     #: the carrier between workers; `local`: one process has all of them
     transport: str = TRANSPORTS[0]
@@ -152,7 +152,7 @@ class Launcher:
                 shutil.rmtree(boards.folder, ignore_errors=True)
 
     def _summarise(self, attempt: Attempt) -> None:
-        """Tell the summary of a run that has not failed, unless its script or command has told a result."""
+        """Print the summary of a run that has not failed, unless its script or command has printed a result."""
         if self._reporter.concluded or attempt.interrupted:
             return
         try:

@@ -1,6 +1,6 @@
 """A worker's side towards the launcher.
 
-One socket carries the launcher's orders and what the worker tells; its end means that the launcher is gone.
+One socket carries the launcher's orders and the worker's messages; its end means that the launcher is gone.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def present() -> bool:
 
 
 def tell(**message: Any) -> None:
-    """Send a message to the launcher, or to what is there instead of it; else print its text."""
+    """Send a message to the launcher or its substitute; without one print its text."""
     global _concluded, _failed
     _concluded |= message["kind"] == "result"
     _failed |= message["kind"] in ("failure", "wrong input")
@@ -123,12 +123,12 @@ def hold_leash() -> None:
     """Follow the launcher's orders in a thread, and end this process when the launcher has gone."""
     if (found := _own_end()) is not None:
         left = os.environ.get(FOLDER, ""), os.environ.get(run_folders.FOLDER, run_folders.OFF)
-        # A descriptor of its own, as a script may close the other.
+        # A separate descriptor, because a script may close the other.
         threading.Thread(target=_follow, args=(os.dup(found[0]), *left), name="leash", daemon=True).start()
 
 
 def lodge_children() -> None:
-    """Let multiprocessing use a temporary folder of the launcher, as killed workers do not remove their own.
+    """Let multiprocessing use a temporary folder of the launcher, because a killed worker removes none.
 
     Its path is short enough for unix sockets, which that of TMPDIR may not be.
     """
@@ -165,7 +165,7 @@ def _stop_on_signals() -> None:
     """Without a launcher, make the signals of torchrun and clusters finish the step and stop."""
     for number, usual in _STOPS.items():
         here = threading.current_thread() is threading.main_thread()
-        if here and signal.getsignal(number) is usual:  # a script's own handler is kept
+        if here and signal.getsignal(number) is usual:  # a script's handler is kept
             signal.signal(number, partial(_on_stop, os.getpid()))
 
 
@@ -205,7 +205,7 @@ def attach(pipeline: Attachable) -> None:
     """Pass the launcher's orders to `pipeline`, and write boards of its workers.
 
     Raises:
-        ConfigError: what the environment says of losses that are not finite makes no sense.
+        ConfigError: the environment's rule for losses that are not finite is unknown.
     """
     _attached.append(ref(pipeline, _attached.remove))
     nan = os.environ.get(NAN, "stop")
@@ -231,15 +231,15 @@ def attach(pipeline: Attachable) -> None:
 
 @cache
 def _end_with_a_sentence(worker: int) -> None:
-    """Without a launcher, let worker 0 report the summary at the end of its process, until which the others stay."""
+    """Without a launcher, let worker 0 report the summary at its process's end; other workers stay until then."""
     # Exit functions run in reverse order: this one before the carrier's.
     at_exit(_end, worker)
 
 
 def _end(worker: int) -> None:
-    end_calls()  # `sys.exit` may end one worker while the others go on
+    end_calls()  # `sys.exit` may end one worker while other workers go on
     if present():
-        return  # it has the boards of all, and tells the summary
+        return  # it has the boards of all workers, and prints the summary
     if worker == 0:
         _say_how_it_went()
     elif not _has_failed():

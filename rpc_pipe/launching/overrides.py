@@ -20,7 +20,7 @@ class Settings(NamedTuple):
     device: str | None
     seed: int
     transport: str | None = None
-    #: the plan that decides the others
+    #: the plan that decides the other settings
     plan: Any = None
 
 
@@ -34,7 +34,7 @@ class Overrides:
     Args:
         schedule_options: from `--set`, `--window`, `--replicas` and `--slices`.
         tell: shows a line to the user; called once for each difference.
-        made: is handed every pipeline.
+        made: called with every pipeline.
     """
 
     def __init__(

@@ -56,7 +56,7 @@ class Reporter:
     def __init__(self, as_json: bool = False) -> None:
         self._out = _Output("stdout")
         self.console = _console("stderr" if as_json else "stdout")
-        #: what the results shown so far ask for
+        #: follow-ups of the results shown so far
         self.exit_code = 0
         #: whether a summary or a result has been shown
         self.concluded = False
@@ -77,7 +77,7 @@ class Reporter:
                 self._print_json(message["json"])
 
     def text(self, text: str) -> None:
-        """Show text, such as a line of the launcher's own."""
+        """Show text, such as a line of the launcher."""
         self.console.print(text, markup=False)
 
     def line(self, worker: int, text: str) -> None:
@@ -85,7 +85,7 @@ class Reporter:
         self.console.print(f"worker {worker} | {text}", markup=False)
 
     def failure(self, title: str, text: str, consequences: list[str]) -> None:
-        """Show the first cause, then what followed from it in one line."""
+        """Show the first cause, then its consequences in one line."""
         width = min(self.console.width, 100)
         self.console.print(f"── {title} ".ljust(width, "─"), style="bold red", markup=False)
         self.console.print(_printable(text.rstrip()), markup=False)
@@ -118,7 +118,7 @@ def _readable(text: str) -> str:
 
 
 def _printable(text: str) -> str:
-    """Return a text that somebody else may have written with control characters, which move cursors, as escapes."""
+    """Return a text from an unknown source with control characters, which move cursors, as escapes."""
     return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
 
 

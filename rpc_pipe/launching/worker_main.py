@@ -1,4 +1,4 @@
-"""What a worker process does around its work: it follows the launcher's orders, and tells how it ended."""
+"""The frame of a worker process: it follows the launcher's orders, and reports its end."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def as_worker(work: Callable[[], None], reporter: Reporter) -> int:
         link.hold_leash()
         link.lodge_children()
     else:
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # TensorPipe would warn of the others' leaving
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # TensorPipe would warn when peers leave
         link.tell_instead(reporter.handle)
     process = os.getpid()
     try:
         work()
     except BaseException as error:
-        if os.getpid() != process:  # in a fork of the script, whose interpreter reports the error
+        if os.getpid() != process:  # in a fork of the script, the interpreter reports the error
             raise
         return _failed(error)
     if os.getpid() != process:  # in a fork, at its end
@@ -41,7 +41,7 @@ def as_worker(work: Callable[[], None], reporter: Reporter) -> int:
 
 
 def _failed(error: BaseException) -> int:
-    """Report an exception of `work` to the launcher; return the exit code, or raise a script's own exit again."""
+    """Report an exception of `work` to the launcher; return the exit code, or raise the SystemExit of a script."""
     wrong_input = (ConfigError, ScheduleError)
     # The cause is an error in the configuration that only computing has shown.
     wrong = error.__cause__ if isinstance(error, PipeError) and not isinstance(error, wrong_input) else error

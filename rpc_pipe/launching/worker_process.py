@@ -1,4 +1,4 @@
-"""Worker processes, what the launcher hears of them, and logs of what they print. Loads without torch."""
+"""Worker processes, their messages to the launcher, and logs of their output. Loads without torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LAST_WORDS = 256
 LOGS = "RPC_PIPE_LOGS"
 #: most bytes of a log; the rest is only shown
 _MOST_BYTES = 2**26
-#: number of failed runs whose logs are kept
+#: number of failed runs with kept logs
 _KEPT = 10
 
 
@@ -37,7 +37,7 @@ class WorkerEvent(NamedTuple):
 
 
 class WorkerProcess:
-    """One worker process, with the pipe of what it prints and the socket of messages and orders."""
+    """One worker process, with the pipe of its output and the socket of messages and orders."""
 
     def __init__(self, rank: int, command: list[str], environment: dict[str, str], logs: Logs | None = None) -> None:
         self.rank = rank
@@ -58,11 +58,11 @@ class WorkerProcess:
                 self._link.close()
                 raise
         assert self.process.stdout is not None
-        #: what is read of it, with the part of a line that has come, until its end
+        #: pipes that are read, with the part of a line that has come, until the process's end
         self.pipes: dict[Any, bytes] = {self.process.stdout: b"", self._link: b""}
         for pipe in self.pipes:
             os.set_blocking(pipe.fileno(), False)
-        #: whether its end has been told
+        #: whether its end has been reported
         self.ended = False
 
     def order_stop(self) -> None:
@@ -83,7 +83,7 @@ class WorkerProcess:
         return self.process.wait()
 
     def read(self, pipe: Any) -> Iterator[WorkerEvent]:
-        """Yield what has come through one of its pipes."""
+        """Yield the events from one of its pipes."""
         try:
             read = os.read(pipe.fileno(), _LONGEST_LINE)
         except BlockingIOError:
@@ -93,7 +93,7 @@ class WorkerProcess:
         *lines, rest = (self.pipes[pipe] + read).split(b"\n")
         if pipe is self._link:
             for line in lines:
-                with suppress(ValueError):  # cut short, as by the end of the worker or by what its script wrote there
+                with suppress(ValueError):  # cut short, as by the end of the worker or by its script's writing there
                     yield WorkerEvent("told", self.rank, json.loads(line))
         else:
             if self._logs is not None:
@@ -109,7 +109,7 @@ class WorkerProcess:
             pipe.close()
 
     def rest(self) -> Iterator[WorkerEvent]:
-        """Yield what came from it before its end, and the end."""
+        """Yield the last events before its end, and the end."""
         self.ended = True
         for _ in range(_LAST_WORDS):
             for pipe in wait([*self.pipes], 0):
@@ -121,7 +121,7 @@ class WorkerProcess:
 
 
 def hear(workers: Sequence[WorkerProcess], timeout_s: float) -> Iterator[WorkerEvent]:
-    """Yield what has come from workers; wait for a limited time if nothing has."""
+    """Yield the workers' events; wait for a limited time if there is none."""
     ended = [worker for worker in workers if not worker.ended and worker.process.poll() is not None]
     pipes = {pipe: worker for worker in workers for pipe in worker.pipes}
     for pipe in wait([*pipes], 0 if ended else timeout_s):
@@ -160,7 +160,7 @@ class Logs:
             self.folder = folder
 
     def write(self, worker: int, data: bytes) -> None:
-        """Append what a worker has printed."""
+        """Append a worker's output."""
         with suppress(OSError, IndexError, ValueError):  # a full disk does not end training; it may be closed
             file = self._files[worker]
             if (left := _MOST_BYTES - file.tell()) > 0:

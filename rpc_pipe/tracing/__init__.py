@@ -1,1 +1,1 @@
-"""What actually ran: boards, records, traces, and where the time went."""
+"""Observation of runs: boards, records, traces, and causes of lost time."""

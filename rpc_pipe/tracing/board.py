@@ -1,19 +1,19 @@
 """A worker's board: a file in shared memory with its state and its events, which any number of watchers read.
 
-    worker ──writes──> head     what it does now, in fixed places
+    worker ──writes──> head     its current action, in fixed places
                        lines    its events, one JSON object a line: a header, programs and steps
            watchers <──read──
 
 It takes no message, lock or thread, so watching does not disturb a worker. A file that has grown long is replaced by
 one with the same header and programs and the latest steps; a slow reader misses steps. The file outlives its worker, so
-the launcher can tell what a dead worker was doing.
+the launcher can report a dead worker's last action.
 
     {"kind": "header", ...}                                constant properties
     {"kind": "program", "number": 1, ...}                  `own_boards.list_program` for the most microbatches so far
     {"kind": "step", "number": 2, "record": {...}}         a step as it ran; times in ns of the worker's clock
 
-The head is written over again and again, with a number before and behind it: what is read twice alike, with equal
-numbers, is whole.
+The head is overwritten again and again, with a number before and behind it: a head that is read twice alike, with
+equal numbers, is whole.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from ..dependency import Action
 from ..workers.hooks import Blocked, Listener, StepRecord
 
 MAGIC = b"rpc-pipe board 6"
-#: magic, number, state, step, action, what is waited for, of whom, since when, thread that computes, number
+#: magic, number, state, step, action, awaited name, its worker, start of the wait, thread that computes, number
 HEAD = struct.Struct("<16s7qQq")
 #: a file with more bytes of steps is replaced by one with the latest half
 MOST_BYTES = 2**20
@@ -66,7 +66,7 @@ class State(IntEnum):
 
 
 class Live(NamedTuple):
-    """What a worker does at a moment."""
+    """The state of a worker at a moment."""
 
     state: State = State.STARTING
     step: int = 0
@@ -95,7 +95,7 @@ class Live(NamedTuple):
 
 
 class File(FileIO):
-    """A file that is closed when nobody needs it."""
+    """A file that is closed when it is no longer referenced."""
 
     def __del__(self) -> None:
         self.close()
@@ -105,7 +105,7 @@ class BoardWriter(Listener):
     """Writes a worker's board.
 
     Args:
-        path: None: nobody but this process can read the board.
+        path: None: only this process can read the board.
         header: constant properties, for JSON.
         list_program: returns the listing of this worker's program for a number of microbatches; None: it cannot.
         written: number of events that this process has written before, on the board of an earlier pipeline.
@@ -117,9 +117,9 @@ class BoardWriter(Listener):
         self.path = path
         self.header = header
         self._list_program = list_program
-        #: number of events written, also of those that there was no room for
+        #: number of events, with the events that did not fit
         self.written = written
-        #: what a new file begins with, by number: the listing of the program, and the latest steps
+        #: first events of a new file, by number: the listing of the program, and the latest steps
         self._program: dict[int, bytes] = {}
         self._most_listed = 0
         #: the last step, while it has not been written
@@ -133,7 +133,7 @@ class BoardWriter(Listener):
         self._list(header["microbatches"])
 
     def _begin(self) -> None:
-        """Make a file with what is kept, in place of the one before.
+        """Make a file with the kept events, in place of the one before.
 
         Raises:
             OSError: there is no memory for it.
@@ -142,7 +142,7 @@ class BoardWriter(Listener):
             return
         hidden = self.path.with_name(f"{self.path.name}.new")
         try:
-            # The head is written before it is mapped: to write a mapped page for which there is no memory kills.
+            # The head is written before it is mapped: writing a mapped page without free memory kills the process.
             hidden.write_bytes(self.since(EVERYTHING, len(self._steps)))
             file = File(hidden, "a+")
             head = mmap.mmap(file.fileno(), HEAD.size)
@@ -166,7 +166,7 @@ class BoardWriter(Listener):
             self.write_out()
 
     def step_finished(self, record: StepRecord) -> None:
-        # Others wait for the next step's first payloads: it is written when this worker waits.
+        # Peers wait for the next step's first payloads, so the event is written when this worker waits.
         self.write_out()
         self._ended = record
 
@@ -185,7 +185,7 @@ class BoardWriter(Listener):
                 self._begin()
 
     def _list(self, num_microbatches: int) -> None:
-        """List the program unless it is part of what is listed."""
+        """List the program unless it is part of the listed one."""
         if num_microbatches > self._most_listed and (listing := self._list_program(num_microbatches)) is not None:
             self._most_listed, self._program = num_microbatches, {}
             self._put(self._program, kind="program", **listing)
@@ -209,7 +209,7 @@ class BoardWriter(Listener):
 
     def since(self, seen: int, most: int = MOST_SENT) -> bytes:
         """Return the head, the header, and the events after number `seen`, of steps the latest `most`."""
-        # The thread that trains writes others meanwhile.
+        # The training thread writes other events meanwhile.
         steps = list(self._steps.copy().items())[-most:]
         new = [line for number, line in sorted((*self._program.items(), *steps)) if number > seen]
         return b"".join([self._head[:], json_line(kind="header", **self.header), *new])
@@ -231,7 +231,7 @@ def encode_record(record: StepRecord) -> dict[str, Any]:
 
 
 def number_or_word(value: float) -> float | str:
-    """JSON has no word for what is not finite: "nan", "inf"."""
+    """Return a number for JSON, which has no words for "nan" and "inf"."""
     return value if math.isfinite(value) else str(value)
 
 

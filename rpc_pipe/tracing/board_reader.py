@@ -1,4 +1,4 @@
-"""The readers of workers' boards, see `board.py`: of a file in shared memory, or of what a worker has sent."""
+"""The readers of workers' boards, see `board.py`: of a file in shared memory, or of a worker's messages."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _TRIES = 20
 
 
 class Board:
-    """What has been read of a worker's board.
+    """The read part of a worker's board.
 
     Args:
-        since: returns its head and whole lines, all those after the event of this number, if they are there.
+        since: returns its head and the whole lines after the event of this number, if they are there.
     """
 
     def __init__(self, since: Callable[[int], bytes]) -> None:
         self._since = since
-        #: constant properties; those of a board of another machine have `offset_ns`, which is added to all times
+        #: constant properties; a board of another machine has `offset_ns`, which is added to all times
         self.header: dict[str, Any] = {}
         #: listing of the program for the most microbatches so far
         self.listing: dict[str, Any] | None = None
@@ -66,7 +66,7 @@ class Board:
         number = event.pop("number")
         if number <= self._seen:
             return
-        # What was before the first step that is read has not been missed.
+        # Steps before the first one that is read do not count as missed.
         self.dropped += (number - self._seen - 1) * self._read_steps
         self._seen = number
         if event["kind"] == "program":
@@ -133,7 +133,9 @@ def decode_record(read: dict[str, Any], offset_ns: int = 0) -> StepRecord:
         "arrivals": [Arrived(_parsed(name), peer, size, at + offset_ns) for name, peer, size, at in read["arrivals"]],
     }
     found = {**read, **times, **parts}
-    return StepRecord(**{name: value for name, value in found.items() if name in _FIELDS})  # another version has others
+    return StepRecord(
+        **{name: value for name, value in found.items() if name in _FIELDS}
+    )  # another version has other fields
 
 
 _parsed = lru_cache(maxsize=2**14)(Action.parse)

@@ -1,4 +1,4 @@
-"""The runs on this machine, found by script, folder or process, and their boards, polled for what is new."""
+"""The runs on this machine, found by script, folder or process, and their boards, polled for new events."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class RunUpdate:
     listings: dict[int, dict[str, Any]] = field(default_factory=dict)
     lives: dict[int, Live] = field(default_factory=dict)
     records: list[StepRecord] = field(default_factory=list)
-    #: workers whose process has ended
+    #: workers with an ended process
     gone: frozenset[int] = frozenset()
     #: the workers' clock, `perf_counter_ns`
     now_ns: int = 0
@@ -46,7 +46,7 @@ class RunUpdate:
     dropped: int = 0
     #: of a recording: (seconds since the epoch, message, whether it is a warning)
     events: list[tuple[float, str, bool]] = field(default_factory=list)
-    #: how the run ended; None: it goes on, or nobody has said
+    #: the end of the run; None: it goes on, or its end is unknown
     ending: Ending | None = None
 
 
@@ -93,7 +93,7 @@ class RunBoards:
         return update
 
     def _read_end(self) -> Ending | None:
-        """Return the first cause of the end, if somebody has told one, even if the folder has been removed."""
+        """Return the first cause of the end, if one was reported, even if the folder has been removed."""
         with suppress(OSError):  # it has been removed
             self._end = File(os.open(self.folder / END, os.O_RDWR | os.O_CREAT, 0o600))
         told = []
@@ -111,7 +111,7 @@ class RunBoards:
     def stacks(self, worker: int | None) -> list[str]:
         """Return lines with the stack of a worker's computing thread, which its process writes on a signal, if it can.
 
-        The signal's handler does nothing else, and what it interrupts goes on.
+        The signal's handler does nothing else, and interrupted calls go on.
         """
         header = {} if worker is None else self._latest.headers[worker]
         number = header.get("process", "").partition("/")[0]
@@ -175,7 +175,7 @@ def find(address: str | None) -> Path:
 
 
 def _names(path: Path) -> set[str]:
-    """Return the names by which a run can be called."""
+    """Return the names of a run."""
     scripts = (header.get("script", "") for header in headers_in(path).values())
     return {path.name, str(path), *scripts, *(process.partition("/")[0] for process in run_folders.processes(path))}
 

@@ -31,7 +31,7 @@ def spec_of_listings(listings: Sequence[Mapping[str, Any]], num_microbatches: in
 
 
 def _relation(listings: Sequence[Mapping[str, Any]], num_microbatches: int) -> dict[str, Any]:
-    """Return what the class of the spec declares."""
+    """Return the declarations of the spec's class."""
     needs: dict[Action, list[tuple[int, Action]]] = {}
     slots: dict[Action, int] = {}
     for listing in listings:
@@ -66,7 +66,7 @@ def _relation(listings: Sequence[Mapping[str, Any]], num_microbatches: int) -> d
 
 
 class ListedRelation(Spec):
-    """A schedule whose relation is listed action by action."""
+    """A schedule with a relation that is listed action by action."""
 
     #: (number of steps before, action)
     needs_of: ClassVar[Mapping[Action, Sequence[tuple[int, Action]]]]
@@ -101,7 +101,7 @@ class ListedRelation(Spec):
         return self.slots[own] + step * self.period
 
     def version(self, stage: int, microbatch: int) -> int:
-        return 0  # the listed needs say it
+        return 0  # it is in the listed needs
 
     def _within(self, action: Action) -> tuple[int, Action]:
         """Return the step of an action of a stream, and the action within that step."""

@@ -1,8 +1,8 @@
 """The boards of this process's workers: written during training, sent to other machines, removed at the end.
 
 At the end of a run worker 0 collects the boards of all workers. If a launcher keeps them, they are read from the run's
-folder; otherwise worker 0 requests them from the other workers, which stay until then. What reads boards is imported
-when it is needed: a training script loads what writes them.
+folder; otherwise worker 0 requests them from the other workers, which stay until then. Readers of boards are imported
+when they are needed: a training script loads the writers alone.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 #: signal on which a worker writes the stacks of its threads to `stacks-<process>`
 _STACKS = signal.SIGRTMIN + 7
-#: how long the others wait for worker 0 to leave
+#: seconds that other workers wait for worker 0 to leave
 _STAY_S = 10.0
 _PAUSE_S = 0.01
 
@@ -63,7 +63,7 @@ class Watchable(Protocol):
 
     @property
     def order(self) -> Order:
-        """The order in which workers run ready actions."""
+        """The order of ready actions on workers."""
 
     def program(self, worker: int, num_microbatches: int) -> list[Entry]:
         """Return the entries of `worker` in a training step of `num_microbatches` microbatches."""
@@ -76,7 +76,7 @@ class Watchable(Protocol):
 
 
 def _lister(training: Watchable, worker: int) -> ProgramLister:
-    """Return what lists programs of `worker` as long as `training` lives."""
+    """Return a function that lists programs of `worker` as long as `training` lives."""
     made, spec, order = ref(training), training.spec, training.order
 
     def listing(num_microbatches: int) -> dict[str, Any] | None:
@@ -151,12 +151,12 @@ def roll_call_here() -> str:
     folder = _folder()
     try:
         return "" if folder is None else describe_stall(folder)
-    except (OSError, ValueError):  # the others have removed what they showed
+    except (OSError, ValueError):  # other workers have removed their boards
         return ""
 
 
 def record(training: Watchable) -> None:
-    """Make sure that `collect` gets the last steps of `training`, even if it has no boards for others."""
+    """Make sure that `collect` gets the last steps of `training`, even if its boards are private."""
     if _recorded is None or _recorded() is not training:
         _keep(training, None)
 
@@ -194,7 +194,7 @@ def write_out() -> None:
 
 
 def end_calls() -> None:
-    """Announce that this process makes no more calls, before it waits for others."""
+    """Announce that this process makes no more calls, before it waits for other workers."""
     write_out()
     if _carrier is not None:
         _carrier.end_calls()
@@ -231,7 +231,7 @@ def _offer_stacks(folder: Path) -> None:
 
 
 def tell_failure(text: str, *, consequence: bool = False, what: str = RUN_FAILED) -> None:
-    """Tell watchers why a worker of this process ends, if no launcher does."""
+    """Write the cause of a worker's end for watchers, if no launcher does."""
     folder = _folder() if _boards and run_folders.FOLDER not in os.environ else None
     if folder is not None:
         tell_end(folder, Ending(what, text, consequence))

@@ -1,11 +1,11 @@
-"""Boards of workers on other machines: asked for at the end of a run, and copied while somebody watches.
+"""Boards of workers on other machines: requested at the end of a run, and copied while a watcher reads.
 
     machine A                                       machine B
     watcher ──touches──> `watched`                  worker 3 ──writes──> its board
             ──reads───> a copy of it   <──asks for── `serve_board` answers with its bytes
 
-Worker 0 collects the last steps of all. The first worker of each machine keeps the copies. It asks one worker after the
-other, and none while nobody watches; what a slow link does not deliver in time is left out.
+Worker 0 collects the last steps of all workers. The first worker of each machine keeps the copies. It asks one worker
+after the other, and none without a watcher; events that a slow link does not deliver in time are omitted.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 #: seconds between two looks
 _PAUSE_S = 0.01
-#: if that is older than this many seconds, nobody watches
+#: a mark older than this many seconds means that there is no watcher
 _FRESH_S = 5.0
 _PULL_EVERY_S = 0.5
 #: how often clocks are compared again, as they drift
@@ -41,7 +41,7 @@ _COMPARE_EVERY_S = 60.0
 
 
 class Peer:
-    """A worker in another process, whose board the carrier asks for."""
+    """A worker in another process; the carrier requests its board."""
 
     def __init__(self, carrier: Carrier, worker: int) -> None:
         self._carrier = carrier
@@ -75,8 +75,8 @@ def collected(own: Mapping[int, Callable[[int], bytes]], folder: Path | None, ca
 
     Args:
         own: `since` of the boards of this process's workers.
-        folder: where those of others are, if a launcher keeps them.
-        carrier: to workers whose boards cannot be read here.
+        folder: of the other workers' boards, if a launcher keeps them.
+        carrier: to workers with boards that cannot be read here.
     """
     deadline = time.monotonic() + COLLECT_S
     boards = {} if folder is None else open_boards(folder, {}, OWN)
@@ -96,7 +96,7 @@ def collected(own: Mapping[int, Callable[[int], bytes]], folder: Path | None, ca
 
 
 class Mirror(threading.Thread):
-    """A thread that keeps copies of other machines' boards in `folder` while somebody watches there."""
+    """A thread that keeps copies of other machines' boards in `folder` while a watcher reads there."""
 
     def __init__(self, carrier: Carrier, folder: Path, remote: Iterable[int]) -> None:
         super().__init__(name="mirror", daemon=True)
@@ -107,7 +107,7 @@ class Mirror(threading.Thread):
         while True:
             time.sleep(_PULL_EVERY_S)
             for copy in self._copies:
-                with suppress(OSError):  # nobody has ever watched, or there is no memory for it
+                with suppress(OSError):  # there was no watcher yet, or there is no memory for it
                     if time.time() < self._watched.stat().st_mtime + _FRESH_S:
                         copy.refresh()
 

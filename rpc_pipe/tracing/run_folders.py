@@ -43,7 +43,7 @@ RUN_FAILED, RUN_STOPPED = "failed", "was stopped"
 
 
 def root() -> Path:
-    """Return the folder of all runs of this user, which nobody else can read.
+    """Return the folder of all runs of this user, which other users cannot read.
 
     Raises:
         ConfigError: it belongs to another user.
@@ -93,7 +93,7 @@ def new_folder() -> Path:
 
 
 def new_launchers_folder() -> Path:
-    """Make a folder for a run whose workers this process starts.
+    """Make a folder for a run that this process starts.
 
     Raises:
         ConfigError, OSError: it cannot be made; nothing is left of it.
@@ -108,7 +108,7 @@ def new_launchers_folder() -> Path:
 
 
 def new_temporary_folder() -> Path:
-    """Make a temporary folder for the rendezvous of workers; remove those of launchers that were killed."""
+    """Make a temporary folder for the rendezvous of workers; remove the folders of killed launchers."""
     for left in Path(tempfile.gettempdir()).glob("rpc-pipe-*"):
         with suppress(OSError):  # it is no launcher's, or of another user
             mine = left.lstat().st_uid == os.getuid() and not left.is_symlink()
@@ -150,7 +150,7 @@ def processes(path: Path) -> set[str]:
     for file in path.glob(f"{_MEMBER}*"):
         with suppress(OSError):  # it has just left
             found.add(file.read_text())
-    return found - {""}  # of a run that is just starting, or for which the memory was full
+    return found - {""}  # a run that is just starting, or that found the memory full
 
 
 def in_use(path: Path) -> bool:
@@ -165,7 +165,7 @@ def identity() -> str:
 
 
 def alive(process: str) -> bool:
-    """Return whether a process lives; True for one in another container, of which that is unknown."""
+    """Return whether a process lives; True for one in another container, which cannot be looked up."""
     return state_of(process) not in ("", "Z", "X")
 
 
@@ -203,7 +203,7 @@ class Ending(NamedTuple):
 
 
 def tell_end(folder: Path, ending: Ending) -> None:
-    """Tell watchers, if possible."""
+    """Write an end for watchers, if possible."""
     line = json.dumps(ending._replace(text=ending.text[:_MOST_TEXT]))
     with suppress(OSError), (folder / END).open("a") as file:
         file.write(line + "\n")  # in one piece, as other workers may write too

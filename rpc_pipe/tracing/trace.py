@@ -19,7 +19,7 @@ from ..planning.span import Span, waits
 from ..schedules import name_of
 from ..workers.hooks import StepRecord
 
-#: most spans for which causes of waits are computed
+#: most spans with computed causes of waits
 _MOST_EXPLAINED = 6_000
 
 
@@ -31,16 +31,16 @@ class Trace:
     steps: dict[int, Sequence[StepRecord]]
     #: largest error of the alignment of clocks, in ms
     clock_error_ms: float = 0.0
-    #: what ran, such as the name of the script
+    #: name of the run, such as its script's
     run: str = ""
 
     def spans(self, last: int = 0) -> list[Span]:
-        """Return what ran, in ms, in the last so many steps; 0: in all."""
+        """Return the spans of a number of last steps, in ms; 0: of all steps."""
         return [span for step in sorted(self.steps)[-last:] for span in spans_of(self.steps[step])]
 
     @property
     def bubble(self) -> float:
-        """Share of the workers' time over the recorded steps in which they did not compute."""
+        """Idle share of the workers' time over the recorded steps."""
         spans = self.spans()
         length = max(s.end for s in spans) - min(s.start for s in spans)
         busy = sum(s.end - s.start for s in spans if s.action.kind.resource == "compute")

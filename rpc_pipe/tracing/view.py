@@ -1,4 +1,4 @@
-"""What is known of a run: the last steps of all workers, their states, a log, and statistics. Loads without torch."""
+"""The view of a run: the last steps of all workers, their states, a log, and statistics. Loads without torch."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ class View:
         return None if header is None else self._spec_of(header["microbatches"])
 
     def _spec_of(self, num_microbatches: int) -> Spec | None:
-        """Return the schedule for a number of microbatches; None: not all workers have listed so many."""
+        """Return the schedule for a number of microbatches; None if some worker has listed fewer."""
         there = self.latest.listings
         listings = [there[worker] for worker in range(self.num_workers) if worker in there]
         most = min((listing["microbatches"] for listing in listings), default=0)
@@ -208,7 +208,9 @@ class View:
                 headers = [header for _, header in sorted(self.headers.items())]
                 one_machine = len({header["host"] for header in headers}) == 1
                 cores = headers[0].get("cores") if one_machine and headers[0]["device"] == "cpu" else None
-                seen_here = all("clock_error_ms" not in header for header in headers)  # others' name who copies them
+                seen_here = all(
+                    "clock_error_ms" not in header for header in headers
+                )  # copied headers name their copier
                 one = seen_here and len(headers) > 1 and len({header["process"] for header in headers}) == 1
                 lost = attribute_lost_time(trace, [header["shards"] for header in headers], cores, one)
                 self._lost = time.monotonic(), complete[0], lost
@@ -235,7 +237,7 @@ class View:
 
 
 def describe_stall(folder: Path) -> str:
-    """Return the report on the workers whose boards are in `folder`, with the stacks of the one that hangs."""
+    """Return the report on the workers with boards in `folder`, with the stacks of the hanging one."""
     boards, view = RunBoards(folder), View()
     view.take(boards.look())
     calls = [f"  {line}" for line in view.roll_call()]
