@@ -174,6 +174,10 @@ def refuse_training(loss_fn: object, training: Training) -> None:
     if lr_scheduler is not None and optimizer is None:
         raise ConfigError("lr_scheduler: needs an optimizer to schedule; pass optimizer=, too")
     refuse_below(1, accumulate=training.accumulate)
+    if isinstance(training.untrained, str):
+        raise ConfigError(
+            f"untrained {training.untrained!r}: must be a list of names, such as [{training.untrained!r}]"
+        )
     max_norm = training.max_grad_norm
     if max_norm is not None and not (isinstance(max_norm, (int, float)) and max_norm > 0):
         raise ConfigError(f"max_grad_norm {max_norm!r}: must be a number above 0, or None")

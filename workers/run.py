@@ -95,7 +95,7 @@ class Stream:
         number = self._worker.next_step if batch.train else self._worker.step
         undoable = self._undoable(batch)
         for shard in self._worker.shards.values() if batch.train else ():
-            shard.updating.refuse_thawed()
+            shard.updating.refuse_untrained()
         run, (tasks, questions, arriving) = self._mailbox.begin(batch.call, most_open - 1), self._bound_for(batch)
         if not self._steps:
             self._carrier.calls.go_on(run)

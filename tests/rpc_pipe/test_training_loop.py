@@ -10,8 +10,8 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from rpc_pipe import Pipeline
-from rpc_pipe.dependency import ConfigError
+from rpc_pipe import Pipeline, Training
+from rpc_pipe.dependency import BatchError, ConfigError, WorkerFailure
 
 MICROBATCHES = 4
 torch.manual_seed(0)
@@ -384,7 +384,7 @@ def test_gradients_that_no_optimizer_takes_add_up_as_in_one_process(schedule):
 
     model = nn.Sequential(*layers())
     optimizer = weights_alone(model.named_parameters())
-    options = {"optimizer": weights_alone, "lr_scheduler": None, "max_grad_norm": 0.5}
+    options = {"optimizer": weights_alone, "lr_scheduler": None, "max_grad_norm": 0.5, "untrained": ["*.bias"]}
     pipe = pipeline(schedule, 2, **options)
     for inputs, targets in BATCHES[:4]:
         nn.functional.mse_loss(model(inputs), targets).backward()
@@ -393,3 +393,34 @@ def test_gradients_that_no_optimizer_takes_add_up_as_in_one_process(schedule):
         optimizer.zero_grad()
         pipe.step((inputs, targets))
         assert pipe.grad_norm == pytest.approx(norm, rel=1e-5)
+
+
+def test_parameters_that_no_optimizer_has_are_refused_by_name_in_the_first_step():
+    """Forgotten biases stayed as they were, silently, though guarantees.md said that they are refused."""
+
+    def weights_alone(named):
+        return torch.optim.SGD([p for name, p in named if name.endswith("weight")], lr=0.1)
+
+    for zero, replicas in (0, 1), (1, 2):
+        with pytest.raises(WorkerFailure, match=r"parameter \d.bias") as refused:
+            pipeline("1f1b", 2 * replicas, optimizer=weights_alone, zero=zero, replicas=replicas).step(BATCHES[0])
+        assert isinstance(refused.value.__cause__, ConfigError)
+    model = nn.Sequential(*layers())
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.endswith("weight"))
+    training = Training(optimizer=weights_alone)
+    with Pipeline(model, nn.functional.mse_loss, training=training, num_workers=2, num_microbatches=4) as pipe:
+        pipe.step(BATCHES[0])
+        assert {stage: len(found) for stage, found in pipe.optimizers.items()} == {0: 1, 1: 1}
+
+
+@pytest.mark.parametrize("loss_fn", [nn.functional.mse_loss, mse_sum])
+def test_the_loss_of_a_loader_is_that_of_all_its_rows(loss_fn):
+    """A loader was refused as a batch, and a mean of means is wrong where the last batch is smaller."""
+    inputs, targets = map(torch.cat, zip(*BATCHES[:3], strict=True))
+    data = torch.utils.data.TensorDataset(inputs[:21], targets[:21])
+    pipe = pipeline("1f1b", 2, loss_fn=loss_fn)
+    loader = torch.utils.data.DataLoader(data, batch_size=8)
+    assert pipe.evaluate(loader) == pytest.approx(pipe.evaluate((inputs[:21], targets[:21])), rel=1e-5)
+    with pytest.raises(BatchError):
+        pipe.evaluate(iter(()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -47,6 +48,7 @@ class Training:
             `torch.nn.utils.clip_grad_norm_`; see `Pipeline.grad_norm`.
         post_validation: whether steps of `train` update before that norm is known, and repeat the update if gradients
             must be clipped, with the same bits; by default if the schedule gains by it. See docs/training.md.
+        untrained: names of parameters that no optimizer has on purpose, such as `*.bias`; others are refused.
         check: `always` runs one microbatch of every step once more, on every stage, from the state that its forward
             began with, and compares the outputs: a layer that depends on something else is an error.
     """
@@ -59,6 +61,7 @@ class Training:
     deferred_batch_norm: bool = False
     max_grad_norm: float | None = None
     post_validation: bool | None = None
+    untrained: Sequence[str] = ()
     check: Literal["first", "always"] = "first"
 
 
@@ -90,10 +93,17 @@ class Updating:
         self.owned = pieces.owned if pieces is not None and pieces.zero else None
         own = [pair for pair in trained if self.owned is None or pair[0] in self.owned]
         self.optimizer = _made("optimizer", training.optimizer, own) if training.optimizer and own else None
-        #: whose gradients nobody has asked for
-        self._frozen = [] if training.optimizer is None else [pair for pair in named if not pair[1].requires_grad]
         if self.optimizer is not None:
             _refuse_others(self.optimizer, self.parameters)
+        held = self._updated()
+        #: frozen, or forgotten by the optimizer's factory, and whether it was frozen
+        self._without = [
+            (name, parameter, not parameter.requires_grad)
+            for name, parameter in (named if training.optimizer is not None else ())
+            if id(parameter) not in held
+            and not any(fnmatchcase(name, each) for each in training.untrained)
+            and not (parameter.requires_grad and self.owned is not None and name not in self.owned)
+        ]
         self.lr_scheduler = None
         if self.optimizer is not None and training.lr_scheduler is not None:
             _own_rates(self.optimizer)
@@ -201,22 +211,37 @@ class Updating:
             self.average.update()
         autocast.forget_casts()  # of weights as they were
 
-    def refuse_thawed(self) -> None:
+    def _updated(self) -> set[int]:
+        """Return the ids of the parameters that the optimizer has."""
+        groups = () if self.optimizer is None else self.optimizer.param_groups
+        return {id(parameter) for group in groups for parameter in group["params"]}
+
+    def refuse_untrained(self) -> None:
         """Refuse parameters whose gradients no optimizer would look at; average those that one has been given.
 
         Raises:
             ConfigError: there is one.
         """
-        for name, parameter in [pair for pair in self._frozen if pair[1].requires_grad]:
-            groups = () if self.optimizer is None else self.optimizer.param_groups
-            own = self.owned is None or name in self.owned
-            if own and all(parameter is not held for group in groups for held in group["params"]):
+        asked = [each for each in self._without if each[1].requires_grad]
+        if not asked:
+            return
+        held = self._updated()
+        for name, parameter, frozen in asked:
+            if id(parameter) in held or not (self.owned is None or name in self.owned):
+                if self.average is not None:
+                    self.average.add(name, parameter)
+            elif frozen:
                 raise ConfigError(
                     f"parameter {name} requires a gradient, but was frozen when the pipeline was made, so that no "
                     "optimizer has it: make the pipeline while it requires one, and freeze it by requires_grad_ then"
                 )
-            if self.average is not None:
-                self.average.add(name, parameter)
+            else:
+                rest = sum(id(parameter) not in held for _, parameter, frozen in asked if not frozen) - 1
+                raise ConfigError(
+                    f"parameter {name}{f' and {rest} more' if rest else ''}: no optimizer has it, so it would not "
+                    "train: put it into a group of the optimizer, or leave it out by requires_grad_(False), or by name "
+                    "in Training(untrained=[...])"
+                )
 
 
 class LossScale:
