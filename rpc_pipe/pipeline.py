@@ -6,6 +6,7 @@ The same program runs alone, with all workers as threads of one process, or as o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, count
@@ -25,17 +26,17 @@ from .arguments import (
     shown_plainly,
 )
 from .checkpoints.nouns import Checkpoints, Weights
-from .checkpoints.resumption import name_of
 from .dependency import ConfigError, Entry, Order, PipeError, check, most_open
 from .launching import launcher_link as link
 from .launching import overrides
 from .launching.job import own_part
 from .model.batches.batch_reader import BatchReader
 from .model.batches.lazy_batch import label_of
+from .model.batches.loaders import is_loader, mean_over
 from .model.batches.microbatches import Microbatches, Outputs, Pair, Prefetcher
 from .model.batches.step_inputs import StepEnd, StepInputs
 from .model.shard_maker import Model, ShardMaker, make_partition, with_metric
-from .own_workers import make_actors, parameter_groups, set_rate
+from .own_workers import make_actors
 from .planning.apply_plan import PlanLike, apply_plan, warn_if_other_model
 from .planning.specs import ScheduleLike, make_spec, with_replicas
 from .step_report import Inspected, StepReports
@@ -194,7 +195,7 @@ class Pipeline(Inspected, WithOldNames):
         self._forgot_optimizer = begin_training("step", self._forgot_optimizer and self.worker == 0)
         self.checkpoints.refuse_averaged("step")
         cut = self._cut(batch, microbatches)
-        if self.checkpoints.results.behind:
+        if self.replaying:
             return self.checkpoints.skip_step(label_of(batch))
         return self._record(self._run(cut, train=True), label_of(batch))
 
@@ -216,7 +217,7 @@ class Pipeline(Inspected, WithOldNames):
                 return
             self._cut(first)
             batches = chain([first], batches)
-        while self.checkpoints.results.behind and (skipped := next(batches, batches)) is not batches:
+        while self.replaying and (skipped := next(batches, batches)) is not batches:
             yield self.checkpoints.skip_step(label_of(skipped))
         ahead = Prefetcher(batches, self._cut, most_open(self.spec) - 1)
         made = partial(self._inputs.make, train=True, streamed=True)
@@ -241,31 +242,38 @@ class Pipeline(Inspected, WithOldNames):
     def evaluate(
         self, batch: Tree | None = None, *, microbatches: Sequence[Tree] | None = None, metric: LossFn | None = None
     ) -> float:
-        """Return the loss of a batch, or its `metric`, on every worker, without training on it.
+        """Return the loss of a batch, or its `metric`, on every worker, without training on it; nan if `replaying`.
 
         Args:
+            batch: as for `step`; or a loader of batches, whose mean goes by rows, or by the weights of (sum, weight).
             metric: like a loss_fn, (output, targets or batch) -> mean, or (sum, weight). No output leaves its worker.
         """
+        if microbatches is None and is_loader(batch):
+            return mean_over(self._evaluated(each, None, metric) for each in batch)
+        return self._evaluated(batch, microbatches, metric)[0]
+
+    def _evaluated(
+        self, batch: Tree | None, microbatches: Sequence[Tree] | None, metric: LossFn | None
+    ) -> tuple[float, float]:
+        """Return the loss of a batch, or its metric, and the weight that it has among others."""
         cut = self._cut(batch, microbatches, None if metric is None else self.partition.pair_for_metric, whole=True)
-        results, name = self.checkpoints.results, name_of(metric)
-        if results.behind and name in results.metrics:
-            return results.metrics[name]
-        results.warn_of_weights("evaluate", self.worker)
+        if self.replaying:
+            return math.nan, 1.0
         with with_metric((shard for actor in self._actors for shard in actor.shards.values()), metric):
             result = self._run(cut, what="evaluate")
         assert result.loss is not None
-        results.metrics[name] = result.loss
-        return result.loss
+        return result.loss, result.divisor if result.summed else cut.rows
 
     @shown_plainly
     def predict(self, inputs: Tree, *, to: int | Collection[int] | None = None) -> Tree:
-        """Return the model's output for `inputs`, microbatches joined along dimension 0.
+        """Return the model's output for `inputs`, microbatches joined along dimension 0; None if `replaying`.
 
         Args:
             to: the worker or workers that get the output; others get None. None: all workers.
         """
-        self.checkpoints.results.warn_of_weights("predict", self.worker)
         outputs, cut = Outputs(self.spec, to), self._cut(inputs, pair=self.partition.only_inputs, whole=True)
+        if self.replaying:
+            return None
 
         def predicted(actor: WorkerActor) -> list[Tree] | None:
             own = actor.run(self._inputs.make(actor, cut, train=False, what="predict")).outputs
@@ -314,24 +322,12 @@ class Pipeline(Inspected, WithOldNames):
     @property
     def grad_norm(self) -> float | None:
         """Norm of the last step's gradients before clipping; None without `max_grad_norm` or without an update."""
-        return self.checkpoints.results.norm
+        return None if self.replaying else self.checkpoints.results.norm
 
     @property
     def last_batch(self) -> str:
         """What the batch of the last training step is called, also of a run before; nothing, if it has no name."""
         return self.checkpoints.results.batch
-
-    @property
-    def learning_rate(self) -> float | None:
-        """Learning rate of the next update, of the first parameter group here; None: nothing here is trained.
-
-        To set it sets that of every group of this process's stages: all workers do so alike, between two steps.
-        """
-        return next((float(group["lr"]) for group in parameter_groups(self._actors)), None)
-
-    @learning_rate.setter
-    def learning_rate(self, rate: float) -> None:
-        set_rate(self._actors, rate)
 
     @property
     def actors(self) -> list[WorkerActor]:

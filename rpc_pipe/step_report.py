@@ -7,9 +7,12 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from torch import nn
+from torch.optim import Optimizer
 
+from .checkpoints.nouns import Checkpoints
 from .checkpoints.together import together
 from .dependency import ConfigError, Spec
+from .own_workers import parameter_groups, set_rate
 from .workers.actor import WorkerActor
 from .workers.hooks import Listener, StepRecord
 
@@ -90,6 +93,7 @@ class Inspected:
     _actors: list[WorkerActor]
     spec: Spec
     _reports: StepReports
+    checkpoints: Checkpoints
 
     def _each(self, call: Callable[[WorkerActor], Any]) -> list[Any]:
         raise NotImplementedError
@@ -145,6 +149,37 @@ class Inspected:
                 function(stage, shard.slice.modules)
 
         self._each(lambda actor: together(actor, "modify", partial(change, actor)))
+
+    @property
+    def replaying(self) -> bool:
+        """Whether steps of a resumed script are skipped until it comes to its checkpoint.
+
+        Until then `step` and `evaluate` return nan and `predict` returns None; the checkpoint's last step returns its
+        loss. In the body of a loop `if pipe.replaying: continue` leaves out what depends on numbers.
+        """
+        return self.checkpoints.results.behind
+
+    @property
+    def learning_rate(self) -> float | None:
+        """Learning rate of the next update, of the first parameter group here; None: nothing here is trained.
+
+        To set it sets that of every group of this process's stages: all workers do so alike, between two steps.
+        """
+        return next((float(group["lr"]) for group in parameter_groups(self._actors)), None)
+
+    @learning_rate.setter
+    def learning_rate(self, rate: float) -> None:
+        set_rate(self._actors, rate)
+
+    @property
+    def optimizers(self) -> dict[int, list[Optimizer]]:
+        """The optimizers of this process by stage, one for each replica here; stages that train nothing have none."""
+        found: dict[int, list[Optimizer]] = {}
+        for actor in self._actors:
+            for (stage, _), shard in actor.shards.items():
+                if shard.optimizer is not None:
+                    found.setdefault(stage, []).append(shard.optimizer)
+        return found
 
     @property
     def loss_scale(self) -> float:

@@ -117,8 +117,8 @@ class Checkpoints:
     def resume(self, folder: str | Path) -> Restored:
         """Like `load`, for a script that makes all its calls again, from the first one on.
 
-        Batches of the steps that the checkpoint covers are read and skipped. Until they have all come, `step` and
-        `train` return the last loss before the checkpoint and `evaluate` the last result of the same metric.
+        Batches of the steps that the checkpoint covers are read and skipped. Until they have all come,
+        `pipe.replaying` is True: `step`, `train` and `evaluate` give nan, `predict` gives None, and nothing is saved.
         """
         return self.load(folder, anew=True)
 

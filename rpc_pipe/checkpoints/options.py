@@ -80,7 +80,8 @@ def _newest_sound(load: Callable[[Path], Any], own: list[Path], typed: list[Path
         except Damaged as error:  # on all workers alike
             damaged.append(error)
             continue
-        return _instead(damaged, f"goes on from {path}, after {restored.step} steps")
+        told = _instead(damaged, f"goes on from {path}, after {restored.step} steps")
+        return f"{told}; the script's steps 1 to {restored.step} are skipped: until then step and evaluate give nan"
     if typed:
         raise damaged[0]
     return _instead(damaged, "training starts at step 0") if damaged else ""

@@ -6,7 +6,6 @@ A checkpoint keeps how many training steps it covers and what the last ones gave
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,22 +22,19 @@ class Resumption:
         batch: what the batch of the last training step is called, if it has a name.
         loss: of the last training step.
         norm: of the gradients of the last training step, if it was asked for.
-        metrics: the last result of each metric by which the run was evaluated, by the metric's name.
     """
 
     def __init__(self, about: Mapping[str, Any] = {}) -> None:
         self.batch, self.loss = str(about.get("batch", "")), float(about.get("loss", math.nan))
         norm = about.get("norm")
         self.norm = None if norm is None else float(norm)
-        self.metrics = {str(name): float(value) for name, value in dict(about.get("metrics", {})).items()}
         #: training steps that are skipped, and how many the script has asked for
         self._covered = self._asked = 0
-        self._warned = False
 
     @property
     def about(self) -> dict[str, Any]:
         """What a checkpoint keeps of this."""
-        return {"batch": self.batch, "loss": self.loss, "norm": self.norm, "metrics": dict(self.metrics)}
+        return {"batch": self.batch, "loss": self.loss, "norm": self.norm}
 
     def skip(self, steps: int) -> None:
         """Skip calls until the script has asked for so many training steps."""
@@ -54,7 +50,7 @@ class Resumption:
         return self._asked if self.behind else now
 
     def skip_step(self, batch: str) -> float:
-        """Skip a training step; return the loss of the last one before the checkpoint.
+        """Skip a training step; return the loss of the checkpoint's last step, and nan of those before it.
 
         Args:
             batch: what the batch is called, if it has a name.
@@ -69,24 +65,8 @@ class Resumption:
                 "their order or the rows of a batch have changed; continue with the same, or start "
                 "again without --resume"
             )
-        return self.loss
+        return math.nan if self.behind else self.loss
 
     def note_step(self, loss: float, batch: str, norm: float | None) -> None:
         """Remember the result of a training step."""
         self.loss, self.batch, self.norm = loss, batch, norm
-
-    def warn_of_weights(self, what: str, worker: int) -> None:
-        """Warn, once and on worker 0, that a call that is not skipped computes with the checkpoint's weights."""
-        if self.behind and not self._warned:
-            self._warned = True
-            if worker == 0:
-                warnings.warn(
-                    f"{what}: the script has not come to the checkpoint that it goes on from, whose weights this is "
-                    "computed with; a script that decides by it may decide otherwise than then",
-                    stacklevel=3,
-                )
-
-
-def name_of(metric: object) -> str:
-    """Return what a metric is called; nothing for None, the loss."""
-    return "" if metric is None else str(getattr(metric, "__qualname__", type(metric).__qualname__))
