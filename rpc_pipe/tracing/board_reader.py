@@ -135,7 +135,7 @@ def decode_record(read: dict[str, Any], offset_ns: int = 0) -> StepRecord:
     found = {**read, **times, **parts}
     return StepRecord(
         **{name: value for name, value in found.items() if name in _FIELDS}
-    )  # another version has other fields
+    )  # _FIELDS are this version's  # another version has other fields
 
 
 _parsed = lru_cache(maxsize=2**14)(Action.parse)
