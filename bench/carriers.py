@@ -26,6 +26,7 @@ import torch
 from rpc_pipe.launching.interfaces import make_key
 from rpc_pipe.launching.job import Job
 from rpc_pipe.launching.joining import join
+from rpc_pipe.launching.meeting_place import place_of
 from rpc_pipe.workers.transport.call import Call
 from rpc_pipe.workers.transport.carrier import Carrier
 from rpc_pipe.workers.transport.payload import pack
@@ -57,7 +58,7 @@ def _be(worker: int, way: Way, folder: str, sizes: list[int], rounds: int, resul
     init, key = f"file://{folder}/rendezvous", Path(folder, "key")
     port = 23000 + os.getppid() % 4000 if way.tcp else 0
     job = Job(worker, 2, init, "lo", 60, way.shared_memory, way.transport, port=port, key_file=key)
-    carrier = join(job)
+    carrier = join(place_of(job))
     for size in sizes:
         found = _round_trips(carrier, size, rounds)
         if worker == 0:

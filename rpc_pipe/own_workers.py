@@ -26,8 +26,9 @@ def make_actors(
     carriers: Sequence[Carrier]
     if job:
         from .launching.joining import join
+        from .launching.meeting_place import place_of
 
-        carriers = [join(job)]
+        carriers = [join(place_of(job))]
     else:
         carriers = local_carriers(len(workers))
     made = zip(carriers, backends, strict=True)

@@ -61,7 +61,7 @@ def loopback_carriers(num_workers, *, shared_memory=True):
 
 
 def joined(worker, num_workers, link, shared_memory):
-    return Carrier(worker, num_workers, Messages(link, Channels(worker, link.wakeup) if shared_memory else None))
+    return Carrier(worker, range(num_workers), Messages(link, Channels(worker, link.wakeup) if shared_memory else None))
 
 
 def zmq_carriers(
@@ -89,11 +89,11 @@ def zmq_carriers(
                 told[worker] = place, through(address)
 
             secret = secrets[worker] if secrets else b"of the job" * 4
-            keys = Keys(secret, "test", num_workers)
+            keys = Keys(secret, "test", range(num_workers))
             network = Network(keys, host, 0, tell, ask, options.get("lost_after_s", 20))
         where = None if tcp else folder
         timeout_s = options.get("join_timeout_s", 20)
-        link = ZmqLink(worker, num_workers, where, network, timeout_s)
+        link = ZmqLink(worker, range(num_workers), where, network, timeout_s)
         return joined(worker, num_workers, link, shared_memory)
 
     try:

@@ -48,7 +48,7 @@ def test_a_worker_does_not_leave_before_its_last_words_are_read():
         def close(self):
             sent.append("closed")
 
-    carrier = Carrier(0, 2, Messages(Quiet()))
+    carrier = Carrier(0, range(2), Messages(Quiet()))
     carrier.begin(Call(0, "barrier"))
     carrier.pull(1, key[0], [key[1]])
     carrier.post.received(1, Message([], [], [(key, Payload([], None))]))

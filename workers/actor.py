@@ -131,12 +131,12 @@ class WorkerActor(Context):
         return self._bound[batch.part]
 
     def gather(self, name: str, value: Tree) -> list[Tree] | None:
-        """Return every worker's `value`, in order of workers, on worker 0; None on the others."""
-        return self.hand(f"gather {name}", value, range(self.carrier.num_workers), [0])
+        """Return every worker's `value`, in order of workers, on the first worker; None on the others."""
+        return self.hand(f"gather {name}", value, self.carrier.workers, [min(self.carrier.workers)])
 
     def exchange(self, name: str, value: Tree) -> list[Tree]:
         """Return every worker's `value`, in order of workers, on every worker."""
-        values = self.hand(name, value, range(self.carrier.num_workers), range(self.carrier.num_workers))
+        values = self.hand(name, value, self.carrier.workers, self.carrier.workers)
         assert values is not None
         return values
 

@@ -384,5 +384,6 @@ def _is_first_node(ctx: ActionContext) -> bool:
 
 
 def _taken(ctx: ActionContext, *kinds: Kind) -> list[Payload]:
-    """Take the input payloads that actions of these kinds produced."""
-    return [ctx.step.payloads.pop(source) for source in ctx.task.entry.sources if source.kind in kinds]
+    """Return the input payloads that actions of these kinds produced."""
+    # Several nodes of a worker may have the same node above them, so a payload stays.
+    return [ctx.step.payloads[source] for source in ctx.task.entry.sources if source.kind in kinds]

@@ -217,11 +217,11 @@ def stay() -> None:
 def _keep_mirror(carrier: Carrier, folder: Path) -> None:
     """Start mirrors in the first worker of a machine. torchrun numbers ranks machine by machine."""
     size, local = (os.environ.get(name, "") for name in ("LOCAL_WORLD_SIZE", "LOCAL_RANK"))
-    if local == "0" and size.isdecimal() and int(size) < carrier.num_workers:
+    if local == "0" and size.isdecimal() and int(size) < len(carrier.workers):
         from .remote import Mirror
 
         here = range(carrier.worker, carrier.worker + int(size))
-        Mirror(carrier, folder, set(range(carrier.num_workers)).difference(here)).start()
+        Mirror(carrier, folder, carrier.workers.difference(here)).start()
 
 
 @cache

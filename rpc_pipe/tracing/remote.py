@@ -82,8 +82,7 @@ def collected(own: Mapping[int, Callable[[int], bytes]], folder: Path | None, ca
     boards = {} if folder is None else open_boards(folder, {}, OWN)
     boards |= {worker: Board(since) for worker, since in own.items()}
     if carrier is not None:
-        others = [worker for worker in range(carrier.num_workers) if worker not in boards]
-        boards |= {worker: Board(Peer(carrier, worker).since) for worker in others}
+        boards |= {worker: Board(Peer(carrier, worker).since) for worker in carrier.workers - boards.keys()}
     view, update = View(), poll(boards)
     last = max((record.step for record in update.records if record.worker in own), default=-1)
     while True:

@@ -15,6 +15,7 @@ from rpc_pipe.dependency import ConfigError
 from rpc_pipe.launching.interfaces import make_key, read_key
 from rpc_pipe.launching.job import current_job, own_part
 from rpc_pipe.launching.joining import _secret, join
+from rpc_pipe.launching.meeting_place import place_of
 from rpc_pipe.tracing import run_folders
 from rpc_pipe.workers.transport.meeting import Meeting, agree_on_attempt, store_at
 
@@ -235,7 +236,7 @@ BEYOND = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR"
 def test_rpc_beyond_this_host_must_be_asked_for():
     job = current_job({**BEYOND, "RPC_PIPE_INTERFACE": "eth0"})
     with pytest.raises(ConfigError, match=r"anybody who reaches a worker's port can run code as you.* --trust-network"):
-        join(job)
+        join(place_of(job))
     with pytest.raises(ConfigError, match=r"needs a key: `rpc-pipe key FILE` makes one"):
         _secret(job)
 

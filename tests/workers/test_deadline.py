@@ -11,7 +11,7 @@ os.environ["TP_SOCKET_IFNAME"] = os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 from rpc_pipe.workers.transport.carrier import Carrier
 from rpc_pipe.workers.transport.messages import Messages
 from rpc_pipe.workers.transport.rpc import RpcLink
-Carrier(0, 2, Messages(RpcLink(0, 2, f"file://{sys.argv[1]}", 0.5)))
+Carrier(0, range(2), Messages(RpcLink(0, range(2), f"file://{sys.argv[1]}", 0.5)))
 """
 
 

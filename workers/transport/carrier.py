@@ -89,15 +89,16 @@ class Post(Protocol):
 
 
 class Carrier:
-    """Carries pulls between the outboxes of workers. One for the life of a worker; its runs may overlap.
+    """Carries pulls between the outboxes of workers. Its runs may overlap.
 
     Args:
+        workers: the numbers of all workers between which payloads are carried, this one too.
         post: to the other workers, which are met before this returns.
     """
 
-    def __init__(self, worker: int, num_workers: int, post: Post) -> None:
+    def __init__(self, worker: int, workers: Iterable[int], post: Post) -> None:
         self.worker = worker
-        self.num_workers = num_workers
+        self.workers = frozenset(workers)
         self.post = post
         self.outbox = Outbox(post.answer)
         #: what this worker is asked for, as others are told with the first questions of a run
@@ -255,7 +256,7 @@ class Carrier:
 
     def silent(self) -> list[int]:
         """Return the workers that answer nothing."""
-        asked = {peer: self.post.request(peer, "clock") for peer in range(self.num_workers) if peer != self.worker}
+        asked = {peer: self.post.request(peer, "clock") for peer in sorted(self.workers - {self.worker})}
         futures.wait(asked.values(), _ANSWER_S)
         return [peer for peer, answer in asked.items() if not answer.done() or answer.exception()]
 

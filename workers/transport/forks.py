@@ -12,21 +12,35 @@ import socket
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
+from functools import cache
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 from ...dependency import PipeError
 
 _DESCRIPTORS = Path("/proc/self/fd")
 #: addresses at which this process listens for other workers
 _listens_at: set[object] = set()
+#: the carriers of this process
+_carriers: WeakSet[object] = WeakSet()
 
 
 def keep_from_forks(carrier: object) -> None:
-    """Let forks of this process, which has only this carrier, not take part in its name."""
-    refusing = type("CarrierOfAFork", (type(carrier),), {"__getattribute__": _refuse})
-    os.register_at_fork(after_in_child=partial(object.__setattr__, carrier, "__class__", refusing))
+    """Let forks of this process not take part in the name of its carrier."""
+    _carriers.add(carrier)
+    _refuse_in_forks()
+
+
+@cache
+def _refuse_in_forks() -> None:
+    os.register_at_fork(after_in_child=_make_refusing)
+
+
+def _make_refusing() -> None:
+    for carrier in list(_carriers):
+        refusing = type("CarrierOfAFork", (type(carrier),), {"__getattribute__": _refuse})
+        object.__setattr__(carrier, "__class__", refusing)
 
 
 def _refuse(carrier: object, name: str) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+from collections.abc import Iterable
 
 import zmq
 from zmq.utils import z85
@@ -24,15 +25,17 @@ class Keys:
         job: tells it from others that have the same secret.
     """
 
-    def __init__(self, secret: bytes, job: str, num_workers: int) -> None:
+    def __init__(self, secret: bytes, job: str, workers: Iterable[int]) -> None:
         digest = hashlib.blake2b(secret, digest_size=32, person=b"rpc-pipe job").digest()
-        hashed = [
-            hashlib.blake2b(f"{job}\0{worker}".encode(), key=digest, digest_size=32, person=b"rpc-pipe worker").digest()
-            for worker in range(num_workers)
-        ]
-        self._secrets = [z85.encode(found) for found in hashed]
-        self._public = [zmq.curve_public(found) for found in self._secrets]
-        self._known = {z85.decode(public) for public in self._public}
+        hashed = {
+            worker: hashlib.blake2b(
+                f"{job}\0{worker}".encode(), key=digest, digest_size=32, person=b"rpc-pipe worker"
+            ).digest()
+            for worker in workers
+        }
+        self._secrets = {worker: z85.encode(found) for worker, found in hashed.items()}
+        self._public = {worker: zmq.curve_public(found) for worker, found in self._secrets.items()}
+        self._known = {z85.decode(public) for public in self._public.values()}
 
     def listen(self, socket: zmq.Socket[bytes], worker: int) -> None:
         """Let only workers of the job connect to a socket of `worker`."""

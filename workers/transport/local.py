@@ -62,4 +62,4 @@ class LocalPost:
 def local_carriers(num_workers: int) -> list[Carrier]:
     """Return the carriers of all workers of a process."""
     group: dict[int, Carrier] = {}
-    return [Carrier(worker, num_workers, LocalPost(group)) for worker in range(num_workers)]
+    return [Carrier(worker, range(num_workers), LocalPost(group)) for worker in range(num_workers)]

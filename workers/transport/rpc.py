@@ -28,7 +28,7 @@ import pickle
 import threading
 import warnings
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -85,8 +85,8 @@ class RpcLink:
     """Joins the group of workers and sends messages over RPC. One for the life of a process.
 
     Args:
-        worker: this process's rank.
-        num_workers: how many join.
+        worker: the number of this process among those that join.
+        workers: the numbers of all that join.
         init_method: where they meet: `file:///path`, `tcp://host:port` or `env://`.
         join_timeout_s: for how long to wait for the others.
         store: where they meet instead, if there is one.
@@ -94,24 +94,27 @@ class RpcLink:
 
     sends_cheaply = False
     look: Callable[[], None] | None = None
+    #: connections that were refused: none are
+    refused = 0
 
     def __init__(
-        self, worker: int, num_workers: int, init_method: str, join_timeout_s: float = 120.0, *, store: Any = None
+        self, worker: int, workers: Iterable[int], init_method: str, join_timeout_s: float = 120.0, *, store: Any = None
     ) -> None:
         self.wakeup = Wakeup()
-        self._worker, self._num_workers = worker, num_workers
+        self._worker, self._workers = worker, sorted(workers)
         self._where, self._timeout_s, self._store = init_method, join_timeout_s, store
         self._lock = threading.Lock()
         #: by peer: its calls that lie here, and how many of this worker's lie there
-        self._held: dict[int, deque[Future[Any]]] = {peer: deque() for peer in range(num_workers)}
-        self._lying = [0] * num_workers
+        self._held: dict[int, deque[Future[Any]]] = {peer: deque() for peer in self._workers}
+        self._lying = dict.fromkeys(self._workers, 0)
 
     def open(self, ears: Ears) -> None:
         global _link
         self._ears, _link = ears, self
         _silence_leaving()
+        rank, count = self._workers.index(self._worker), len(self._workers)
         if self._store is not None:
-            rendezvous = [(self._store, self._worker, self._num_workers)]
+            rendezvous = [(self._store, rank, count)]
             register_rendezvous_handler(_SCHEME, lambda *_, **__: iter(rendezvous))
         options = rpc.TensorPipeRpcBackendOptions(
             num_worker_threads=_RPC_THREADS,
@@ -125,11 +128,11 @@ class RpcLink:
                 # init_rpc itself uses a gloo group in a way that torch deprecates
                 warnings.filterwarnings("ignore", message="You are using a Backend")
                 # torch waits half an hour, whatever `options` say
-                meet = partial(rpc.init_rpc, _name(self._worker), rank=self._worker, world_size=self._num_workers)
+                meet = partial(rpc.init_rpc, _name(self._worker), rank=rank, world_size=count)
                 within(self._timeout_s, partial(meet, rpc_backend_options=options))
         except (RuntimeError, ValueError, TimeoutError) as error:
             raise NotMet(
-                f"worker {self._worker} could not meet the other {self._num_workers - 1} workers at {self._where} "
+                f"worker {self._worker} could not meet the other {count - 1} workers at {self._where} "
                 f"within {timedelta(seconds=self._timeout_s)}: {str(error).partition(_STACK)[0]}"
             ) from error
 

@@ -16,7 +16,6 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +87,9 @@ class Sockets:
         self.monitors = self._speaks.get_monitor_socket(_CAME), self._hears.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         #: where this worker is reached over a network
         self.bound = ""
+        #: where it is reached inside the host; a descriptor of that folder if its path is too long for unix sockets
+        self._file: Path | None = None
+        self._folder = -1
         self._peers: dict[str, int] = {}
         #: connections that were accepted, and of those the ones that proved who they were
         self._came = self._known = 0
@@ -102,7 +104,8 @@ class Sockets:
         found = folder.stat()
         if found.st_uid != os.getuid() or found.st_mode & 0o077:
             raise ConfigError(f"{folder}: must be a folder that only you can enter; chmod 700 {folder}")
-        self._speaks.bind(_path(folder, self._worker))
+        self._file = folder / _name(self._worker)
+        self._speaks.bind(self._address(folder, self._worker))
 
     def bind_tcp(self, host: str, port: int, congestion: str) -> str:
         """Be reached over a network; return the address.
@@ -132,7 +135,15 @@ class Sockets:
 
     def connect_in(self, folder: Path, peer: int) -> None:
         """Hear `peer`, a worker of this host."""
-        self._connect(peer, _path(folder, peer))
+        self._connect(peer, self._address(folder, peer))
+
+    def _address(self, folder: Path, worker: int) -> str:
+        path = folder / _name(worker)
+        if len(os.fsencode(path)) > zmq.IPC_PATH_MAX_LEN:
+            if self._folder < 0:
+                self._folder = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            path = Path(f"/proc/self/fd/{self._folder}") / _name(worker)
+        return f"ipc://{path}"
 
     def connect_tcp(self, address: str, peer: int) -> None:
         """Hear `peer`, a worker of another host.
@@ -201,6 +212,14 @@ class Sockets:
     def close_hearing(self) -> None:
         """Hear nothing more."""
         self._hears.close(0)
+
+    def clear_up(self) -> None:
+        """Remove what is left on the disk, when the context has ended."""
+        if self._file is not None:
+            self._file.unlink(missing_ok=True)
+        if self._folder >= 0:
+            os.close(self._folder)
+            self._folder = -1
 
 
 class Pieces:
@@ -282,14 +301,5 @@ def _set(socket: Socket, lost_after_s: float | None) -> None:
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(1, int(1000 * lost_after_s)))
 
 
-def _path(folder: Path, worker: int) -> str:
-    path = folder / f"socket-{worker}"
-    if len(os.fsencode(path)) > zmq.IPC_PATH_MAX_LEN:
-        path = Path(f"/proc/self/fd/{_opened(folder)}/socket-{worker}")
-    return f"ipc://{path}"
-
-
-@cache
-def _opened(folder: Path) -> int:
-    """Return a descriptor of a folder whose path is too long for unix sockets; there are few."""
-    return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def _name(worker: int) -> str:
+    return f"socket-{worker}"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -63,8 +63,8 @@ class ZmqLink:
     """Joins the group of workers and sends messages over ZeroMQ.
 
     Args:
-        worker: this process's rank.
-        num_workers: how many join.
+        worker: the number of this process among those that join.
+        workers: the numbers of all that join.
         folder: of this host's workers, which nobody else may enter: their unix sockets are there.
         network: for workers of other hosts; None: there are none.
         join_timeout_s: for how long to wait for the others.
@@ -76,16 +76,15 @@ class ZmqLink:
     def __init__(
         self,
         worker: int,
-        num_workers: int,
+        workers: Iterable[int],
         folder: Path | None,
         network: Network | None = None,
         join_timeout_s: float = 120.0,
     ) -> None:
         self.wakeup = Wakeup()
-        self._worker, self._num_workers = worker, num_workers
+        self._worker, self._peers = worker, set(workers) - {worker}
         self._folder, self._network, self._timeout_s = folder, network, join_timeout_s
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._peers = {peer for peer in range(num_workers) if peer != worker}
         #: all that there are, and those by which each peer is talked to
         self._all: list[Sockets] = []
         self._by: dict[int, Sockets] = {}
@@ -108,7 +107,7 @@ class ZmqLink:
             self.close()
             kind = ConfigError if isinstance(error, ConfigError) else NotMet
             raise kind(
-                f"worker {self._worker} could not meet the other {self._num_workers - 1} workers by ZeroMQ "
+                f"worker {self._worker} could not meet the other {len(self._peers)} workers by ZeroMQ "
                 f"within {timedelta(seconds=self._timeout_s)}: {error}"
             ) from error
 
@@ -215,6 +214,8 @@ class ZmqLink:
             by.fall_silent()
         with suppress(TimeoutError):  # a thread may be at something that takes longer; it ends with the process
             within(_ENDING_S, self._context.term)
+        for by in self._all:
+            by.clear_up()
 
 
 def _place(folder: Path) -> str:

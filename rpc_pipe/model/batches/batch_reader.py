@@ -82,7 +82,8 @@ class BatchReader:
             return Microbatches.read(batch, pair(batch.read(*used, own)), parts, own)
         read = batch.read(self._reads, self._reads)
         if cuts_model and not self._has_all:
-            handed = self._peer.hand(f"first batch, {batch.label}", read, [self._reader], range(self._spec.num_workers))
+            takers = self._peer.carrier.workers
+            handed = self._peer.hand(f"first batch, {batch.label}", read, [self._reader], takers)
             assert handed is not None
             (read,) = handed
         found = Microbatches.read(batch, pair(read) if self._reads or cuts_model else read, parts)

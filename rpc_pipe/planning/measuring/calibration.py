@@ -154,7 +154,7 @@ def _between(records: Sequence[StepRecord]) -> Iterator[float]:
 
 def _ping(actor: WorkerActor) -> list[tuple[tuple[int, int], tuple[float, float]]]:
     """Return the links from and to this worker, for the pairs that have it first."""
-    num_workers, me = actor.carrier.num_workers, actor.worker
+    num_workers, me = len(actor.carrier.workers), actor.worker
     pairs = list(combinations(range(num_workers), 2))
     if num_workers > _ALL_PAIRS:
         pairs = [(a, b) for a, b in pairs if b - a in (1, num_workers - 1)]
@@ -202,7 +202,7 @@ def _lost(actor: WorkerActor, size: int, count: int) -> float:
     Args:
         size: bytes of a payload, several of which move at once.
     """
-    me, num_workers = actor.worker, actor.carrier.num_workers
+    me, num_workers = actor.worker, len(actor.carrier.workers)
     if num_workers == 1:
         return 0.0
     before, after = (me - 1) % num_workers, (me + 1) % num_workers

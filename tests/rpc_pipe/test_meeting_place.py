@@ -1,0 +1,82 @@
+"""Places where processes meet: several, one after the other, in one process's life."""
+
+import gc
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+
+from rpc_pipe.launching import joining
+from rpc_pipe.launching.job import Job
+from rpc_pipe.launching.meeting_place import place_of
+from rpc_pipe.workers.actor import WorkerActor
+from rpc_pipe.workers.compute.device import DeviceBackend
+
+pytest.importorskip("zmq")
+
+
+def meet_and_leave(places):
+    """Return what the workers of a place tell each other; each is a thread of this process."""
+
+    def take_part(place):
+        carrier = joining.join(place)
+        told = WorkerActor(carrier, DeviceBackend(), {}).exchange("here", place.job.worker)
+        joining.leave(place)
+        return told
+
+    with ThreadPoolExecutor(len(places)) as pool:
+        return list(pool.map(take_part, places))
+
+
+def root(folder, num_workers=3):
+    jobs = [
+        Job(worker, num_workers, f"file://{folder}/rendezvous", "lo", 20, transport="zmq")
+        for worker in range(num_workers)
+    ]
+    return [place_of(job) for job in jobs]
+
+
+def held(folder):
+    """Return the number of threads and descriptors of this process, and the files in a folder."""
+    for thread in threading.enumerate():
+        if isinstance(thread, threading.Timer):  # one waits for the last words of a worker that has left
+            thread.join()
+    while gc.collect():
+        """Some objects are freed by the finalizers of others."""
+    return threading.active_count(), len(os.listdir("/proc/self/fd")), sorted(folder.rglob("*"))
+
+
+def test_25_epochs_leave_no_thread_descriptor_or_file_behind(tmp_path):
+    tmp_path.chmod(0o700)
+    places = root(tmp_path)
+    assert meet_and_leave([place.sub("epoch 0") for place in places]) == [[0, 1, 2]] * 3
+    before = held(tmp_path)
+    for number in range(1, 26):
+        # One worker is gone in each epoch, and another is back.
+        there = {0, 1, 2} - {number % 3}
+        epoch = [place.sub(f"epoch {number}", there) for place in places if place.job.worker in there]
+        assert meet_and_leave(epoch) == [sorted(there)] * 2
+    assert held(tmp_path) == before
+
+
+def test_processes_of_different_planes_do_not_meet(tmp_path):
+    tmp_path.chmod(0o700)
+    places = [place.sub(f"plane {plane}") for plane in range(2) for place in root(tmp_path, 2)]
+    assert meet_and_leave(places) == [[0, 1]] * 4
+
+
+@pytest.mark.parametrize("tcp", [False, True])
+def test_a_place_gives_the_carrier_that_has_met_there_until_it_is_left(tmp_path, tcp):
+    tmp_path.chmod(0o700)
+    (place,) = root(tmp_path, 1)
+    if tcp:
+        (tmp_path / "key").write_text("k" * 64)
+        place = replace(place, job=replace(place.job, port=0, key_file=tmp_path / "key"))
+    first = joining.join(place)
+    assert joining.join(place) is first and joining.join(place_of(place.job).sub("epoch 1")) is not first
+    joining.leave(place)
+    assert joining.join(place) is not first
+    for each in list(joining._carriers):
+        joining.leave(each)
