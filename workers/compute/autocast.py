@@ -20,7 +20,7 @@ _ENABLED = {(False, False): (), (True, False): ("cpu",), (False, True): ("cuda",
 
 
 def enabled() -> tuple[str, ...]:
-    """Return the devices for which autocast is on in this thread."""
+    """Return the devices with autocast on in this thread."""
     return _ENABLED[torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")]
 
 
@@ -47,8 +47,8 @@ def casting(kinds: Iterable[tuple[str, torch.dtype]], *, cached: bool) -> Iterat
 def without() -> AbstractContextManager[Any]:
     """Return a context in which this thread alone computes and nothing is cast, as behind the caller's `autocast`.
 
-    Weights are cast anew from then on, as where each microbatch enters `autocast`: a checkpoint that computes again in
-    backward must not use what it has cast without gradients.
+    Weights are cast anew from then on, as if each microbatch entered `autocast`: a checkpoint that computes again in
+    backward must not use casts that were made without gradients.
     """
     kinds = enabled()
     return _without(kinds) if kinds else computing

@@ -1,4 +1,4 @@
-"""Walks through the graph that autograd has made, and looks at what its nodes have saved."""
+"""Walks through the graph that autograd has made, and reads the saved tensors of its nodes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _names: dict[type, list[str]] = {}
 
 
 def packed(node: Node) -> Iterator[Any]:
-    """Yield what stands for each tensor that `node` has saved, without unpacking it."""
+    """Yield the entry of each tensor that `node` has saved, without unpacking it."""
     kind = type(node)
     if kind not in _names:
         _names[kind] = [name for name in dir(kind) if name.startswith("_raw_saved_")]
@@ -25,7 +25,7 @@ def packed(node: Node) -> Iterator[Any]:
 
 
 def children_first(roots: Iterable[Node]) -> list[Node]:
-    """Return all nodes from `roots` on, each after those it leads to."""
+    """Return all nodes from `roots` on, each after its successors."""
     order: list[Node] = []
     seen: set[Node] = set()
     stack = [(root, False) for root in roots]
@@ -41,12 +41,12 @@ def children_first(roots: Iterable[Node]) -> list[Node]:
 
 
 def refuse_unowned(loss: Tensor, own: Iterable[Tensor]) -> None:
-    """Refuse parameters that the loss depends on and no layer of the stage has, such as a loss function's own.
+    """Raise if the loss depends on parameters that no layer of the stage has, such as a loss function's.
 
-    Each replica of a stage would have its own, and none scales, clips, divides or stores them.
+    Each replica of a stage would have a copy, and no replica scales, clips, divides or stores them.
 
     Args:
-        own: what an optimizer of this stage has, or could have.
+        own: the parameters that an optimizer of this stage has, or could have.
 
     Raises:
         ConfigError: there is one.

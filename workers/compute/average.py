@@ -15,7 +15,7 @@ class Average:
     """Averages of parameters, by name; the first update copies them.
 
     Args:
-        decay: by which the average so far counts at each update, from 0 to 1.
+        decay: factor of the old average at each update, from 0 to 1.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], decay: float) -> None:
@@ -50,7 +50,7 @@ class Average:
 
 
 def swap(averages: Iterable[Average]) -> None:
-    """Exchange averages with what they are of."""
+    """Exchange averages with the averaged tensors."""
     for average in averages:
         average.swap()
     forget_casts()

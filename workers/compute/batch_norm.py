@@ -1,8 +1,8 @@
-"""Batch normalisation whose running statistics are those of the whole batch, not of one microbatch after the other.
+"""Batch normalisation with running statistics of the whole batch, not of one microbatch after the other.
 
-Deferred batch normalisation (Kim et al. 2020, torchgpipe, section 3.3): a microbatch is normalised by its own
-statistics; what it adds to the running ones is summed up, and taken over once, at the update. The sums of replicas are
-added up before, with their gradients.
+Deferred batch normalisation (Kim et al. 2020, torchgpipe, section 3.3): a microbatch is normalised by its statistics;
+its part of the running ones is summed up, and taken over once, at the update. The sums of replicas are added up
+before, with their gradients.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _RUNNING = ("running_mean", "running_var", "num_batches_tracked")
 
 
 class DeferredBatchNorm(BatchNorm):
-    """What a batch normalisation becomes; its tensors keep their names."""
+    """The class that replaces a batch normalisation's; its tensors keep their names."""
 
     sums: Tensor
     squares: Tensor
@@ -75,11 +75,11 @@ def defer(modules: Iterable[nn.Module]) -> None:
 
 
 class Statistics:
-    """What the batch normalisations among `modules` have summed up since the last update."""
+    """The sums of the batch normalisations among `modules` since the last update."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = modules
-        #: sums, and what they were after the last complete step since the last update
+        #: sums, and their values after the last complete step since the last update
         self._held: list[tuple[Tensor, Tensor]] = []
 
     def _deferred(self) -> list[DeferredBatchNorm]:
@@ -96,14 +96,14 @@ class Statistics:
         self._held = [(tensor, tensor.clone()) for tensor in self.named(summed=True).values()]
 
     def restore(self) -> None:
-        """Set the sums to those of complete steps."""
+        """Set the sums to the values after complete steps."""
         for module in self._deferred():
             module.forget()
         for tensor, held in self._held:
             tensor.copy_(held)
 
     def named(self, *, summed: bool) -> dict[str, Tensor]:
-        """Return by name what has been summed up, or the statistics that it has been taken over into."""
+        """Return by name the sums, or the running statistics that have taken them over."""
         norms = enumerate(self._deferred())
         return {f"{n} {name}": getattr(m, name) for n, m in norms for name in (_SUMS if summed else _RUNNING)}
 

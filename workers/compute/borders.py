@@ -1,10 +1,10 @@
 """Inputs and outputs of a stage, prepared so that its layers may write them in place, as inside one model.
 
 Inside one model the input of a layer is the output of another. At the border of a stage it is a leaf, which autograd
-forbids to write in place, and its memory may belong to somebody else: to the previous stage, if that runs in this
-process, or to the user's batch, of which the layers get a copy. Outputs that share memory are handed on as copies, as
-they arrive from another process: behind a cut, writing one in place does not write the others. The next stage is told
-which of its inputs are views, because autograd lays out the gradient of a tensor written through a view as that of the
+forbids to write in place, and its memory may be foreign: the previous stage's, if that runs in this process, or the
+user's batch, which the layers get a copy of. Outputs that share memory are handed on as copies, as they arrive from
+another process: behind a cut, writing one in place does not write another. The next stage learns which of its inputs
+are views, because autograd lays out the gradient of a tensor written through a view as that of the
 view's base.
 """
 
@@ -33,26 +33,26 @@ from ..transport.strides import extent, is_dense
 from .module_state import Value
 from .torch_internals import no_view
 
-#: cloning a tensor of at most so many bytes is cheaper than making a view of it
+#: most bytes of a tensor that is cheaper to clone than to make a view of
 _SMALL_BYTES = 2**12
 
 
 class Forwarded(NamedTuple):
-    """What the backward of a microbatch needs from its forward."""
+    """The parts of a microbatch's forward that its backward needs."""
 
     step: int
-    #: leaves whose gradients the previous stage waits for
+    #: leaves with gradients that the previous stage waits for
     owing: list[Tensor]
     #: outputs (or the loss) that backward starts from
     roots: list[Tensor]
-    #: what a split backward needs, a `Saved`, or None
+    #: the needs of a split backward, a `Saved`, or None
     saved: Any
-    #: what the stage's modules hold behind the forward, if forwards write it
+    #: the state of the stage's modules behind the forward, if forwards write it
     left: list[Value]
 
 
 class WithViews(NamedTuple):
-    """A tree of which some tensors are views; it travels between stages in place of the tree."""
+    """A tree with tensors that are views; it travels between stages in place of the tree."""
 
     tree: Tree
     #: indices of the payload's tensors that require a gradient and are views
@@ -72,14 +72,14 @@ def address(tensor: Tensor) -> int:
         return -id(tensor)
 
 
-#: (tensor of a payload, what layers get of it, its autograd version; -1: an inference tensor, which has none)
+#: (tensor of a payload, the tensor for the layers, its autograd version; -1: an inference tensor, which has none)
 Entered = tuple[Tensor, Tensor, int]
 
 
 def note_writes(entered: Iterable[Entered]) -> None:
     """Let a backward that needs old values of the inputs know which of them layers have written in place.
 
-    It raises autograd's own error then, as inside one model. Without a gradient, the two have one version.
+    It raises autograd's error then, as inside one model. Without a gradient, the two have one version.
     """
     for tensor, given, version in entered:
         if version >= 0 and given._version != version and given.requires_grad:
@@ -97,7 +97,7 @@ class InputGradients:
 
     def __init__(self) -> None:
         self._hooks: list[dict[int, Callable[[Tensor], Tensor | None]]] = []
-        #: leaves of the backward that runs, and gradients whose strides differ from theirs
+        #: leaves of the running backward, and gradients with other strides than their leaves
         self._leaves: Sequence[Tensor] = ()
         self._came: dict[int, Tensor] = {}
 
@@ -131,8 +131,8 @@ class InputGradients:
 def stage_inputs(payload: Payload, *, copied: bool = False) -> tuple[Tree, list[Tensor], list[Entered]]:
     """Unpack a payload into tensors that layers may write in place.
 
-    Returns the tree for the layers, the leaves whose gradients the previous stage waits for, and what `note_writes`
-    looks at behind the forward.
+    Returns the tree for the layers, the leaves with gradients that the previous stage waits for, and the argument of
+    `note_writes` behind the forward.
 
     Args:
         copied: give the layers copies instead of the payload's memory.
@@ -163,7 +163,7 @@ def stage_inputs(payload: Payload, *, copied: bool = False) -> tuple[Tree, list[
 def _other(leaf: Tensor) -> Tensor:
     """Return a tensor on the memory of a leaf that to autograd is no view of it."""
     free = no_view(leaf)
-    if free.stride() != leaf.stride():  # of dimensions of size 1: by these, too, kernels lay out what they make
+    if free.stride() != leaf.stride():  # in dimensions of size 1; kernels lay out their results by these strides, too
         with torch.no_grad():
             free.as_strided_(leaf.shape, leaf.stride())
     return free
@@ -178,7 +178,7 @@ def strided_copy(tensor: Tensor) -> Tensor:
 
 
 def stage_output(tree: Tree, staying: Callable[[], Iterable[Tensor]]) -> Payload:
-    """Pack the output of a stage; copy tensors that share memory with others, or with what outlives the forward.
+    """Pack the output of a stage; copy tensors that share memory with each other, or with a tensor that stays.
 
     Args:
         staying: returns the tensors that outlive the forward; called only for outputs that are no activations.
@@ -201,7 +201,7 @@ def stage_output(tree: Tree, staying: Callable[[], Iterable[Tensor]]) -> Payload
 
 
 def _is_activation(tensor: Tensor) -> bool:
-    """Return whether an operator made the tensor, or the base that it is a view of: then its memory is its own."""
+    """Return whether an operator made the tensor, or the base that it is a view of: then its memory is not shared."""
     if tensor._is_view():
         return tensor._base is not None and not tensor._base.is_leaf
     return not tensor.is_leaf

@@ -1,4 +1,4 @@
-"""A few bytes that tell batches or weights apart, for less than a step would notice. No device is waited for.
+"""A few bytes that distinguish batches or weights, at a negligible cost. No device is waited for.
 
 Small tensors count in full. Of large ones a sample counts that touches every row while there are no more than 256:
 workers that drew, shuffled or sampled for themselves differ almost everywhere.
@@ -23,13 +23,13 @@ _READ = 0x100
 _memory_view = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)(
     ("PyMemoryView_FromMemory", ctypes.pythonapi)
 )
-#: tensors up to so many bytes count in full
+#: most bytes of a tensor that counts in full
 _FULL_BYTES = 2**11
 #: elements that stand for a larger one
 _SAMPLES = 256
 #: numbers of such a sample
 _NUM_COMPARED = 1024
-#: tensors of a batch whose values count; of more, others are taken with every call
+#: number of tensors of a batch with values that count; with more tensors, each call takes different ones
 MOST_TENSORS = 8
 
 
@@ -39,7 +39,7 @@ def describe(tree: Tree, call: int = 0) -> str:
     The digest is missing where a tensor is on a device, which would have to be waited for.
 
     Args:
-        call: a number that all workers know, by which the tensors are chosen if there are many.
+        call: a number that all workers know; it selects the tensors if there are many.
     """
     tensors = list(tensors_of(tree))
     if not tensors:
@@ -76,7 +76,7 @@ def memory_of(tensor: Tensor) -> memoryview:
 
 
 def sample(tensor: Tensor) -> Tensor:
-    """Return some numbers from all over a tensor, by which it can be compared with what it was. On its device."""
+    """Return numbers sampled from all over a tensor, to compare it with an earlier state. On its device."""
     flat = tensor.detach().flatten()
     return flat[:: 1 + len(flat) // _NUM_COMPARED]
 

@@ -1,4 +1,4 @@
-"""What modules hold besides trained weights, as a value: attributes, what is inside of them, hooks and buffers."""
+"""The state of modules besides trained weights, as a value: attributes, their contents, hooks and buffers."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from .torch_internals import set_version
 
-#: what every module has, which is torch's
+#: attributes that every module has, which are torch's
 OF_TORCH = frozenset(vars(nn.Module()))
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _BOXES = frozenset((list, dict, OrderedDict, set, deque))
-#: so many runs show which modules they change
+#: number of runs that show the modules which they change
 _LOOKS = 2
 
 _ABSENT = object()
@@ -29,7 +29,7 @@ Place = tuple[nn.Module, str]
 
 
 class Attributes:
-    """What modules have now: attributes, what is inside of them, and hooks of their calls; not the numbers of tensors.
+    """The present attributes of modules, their contents, and hooks of their calls; not the numbers of tensors.
 
     Args:
         buffers: whether to keep which tensors their buffers are, too.
@@ -49,7 +49,7 @@ class Attributes:
         ]
 
     def now(self) -> Attributes:
-        """Return what the same modules have now."""
+        """Return the present attributes of the same modules."""
         return Attributes([module for module, _ in self.held], buffers=self._buffers)
 
     def changed(self) -> set[nn.Module]:
@@ -65,7 +65,7 @@ class Attributes:
         return found
 
     def put_back(self) -> None:
-        """Give the modules what they had, in the same dicts, which others know."""
+        """Give the modules these attributes back, in the same dicts, because other objects hold references to them."""
         for module, held in self.held:
             for name in vars(module).keys() - held.keys() - OF_TORCH:
                 del vars(module)[name]
@@ -77,8 +77,8 @@ class Attributes:
 class Tensors:
     """The tensors without gradient that modules hold, in buffers and attributes, with copies of their numbers.
 
-    They are copied, because versions do not tell which of them a forward writes: batch normalisation does not raise
-    them, nor does `.data`.
+    They are copied, because versions do not show every write of a forward: batch normalisation does not raise them,
+    nor does `.data`.
 
     Args:
         weights: parameters besides.
@@ -107,7 +107,7 @@ class Tensors:
 
 
 class ModuleState:
-    """What modules hold besides trained parameters at this moment: buffers such as running means, counters, modes.
+    """The state of modules besides trained parameters at this moment: buffers such as running means, counters, modes.
 
     Args:
         weights: parameters that forwards write.
@@ -130,12 +130,12 @@ class ModuleState:
         self._weights = []
 
     def written(self) -> list[nn.Module]:
-        """Return the modules that hold something else now, or of which a tensor was written, even with equal values."""
+        """Return the modules with another state now, or with a written tensor, even with equal values."""
         changed = self._attributes.changed() | {module for module, _ in self._tensors.written()}
         return [module for module in self._modules if module in changed]
 
     def overwritten(self) -> bool:
-        """Tell whether a parameter or buffer has other numbers now."""
+        """Return whether a parameter or buffer has other numbers now."""
         return not all(torch.equal(tensor, copy) for tensor, (copy, _) in self._tensors.copies.items())
 
     @contextmanager
@@ -166,7 +166,7 @@ class Value(NamedTuple):
 
     @classmethod
     def now(cls, tensor: Tensor, place: Place | None = None) -> Value:
-        """Return what a tensor has now."""
+        """Return the present numbers of a tensor."""
         return cls(tensor, tensor.data, tensor._version, place)
 
     def put(self) -> None:
@@ -204,7 +204,7 @@ class ChangingModules:
         return ModuleState(list(changing), weights) if changing or weights else self._nothing
 
     def note(self, kind: Any, before: ModuleState) -> None:
-        """Observe what a run has changed."""
+        """Observe the changes of a run."""
         seen = self._seen.setdefault(kind, [])
         if len(seen) < _LOOKS:
             seen.append(before.written())
@@ -215,20 +215,20 @@ def _is_written(tensor: Tensor, copy: Tensor, version: int) -> bool:
 
 
 def may_count(module: nn.Module) -> bool:
-    """Tell whether a forward may write attributes of a module: those of torch, without anybody's hooks, do not."""
+    """Return whether a forward may write attributes of a module: torch's modules without hooks do not."""
     if isinstance(module, torch.jit.ScriptModule) or module._forward_hooks or module._forward_pre_hooks:
         return True
     return not type(module).__module__.startswith("torch.")
 
 
 def _generators() -> tuple[Any, ...]:
-    """Return the types of generators whose state is got and set alike."""
+    """Return the types of generators with the same functions to get and set their state."""
     numpy = sys.modules.get("numpy")
     return (torch.Generator, *((numpy.random.Generator, numpy.random.RandomState) if numpy else ()))
 
 
 def _inside(value: Any) -> Any:
-    """Return a copy of what is inside; None: there is nothing, or nothing known."""
+    """Return a copy of the contents; None if there are none, or none known."""
     if isinstance(value, _PLAIN):
         return None
     if type(value) in _BOXES:

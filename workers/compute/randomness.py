@@ -1,8 +1,8 @@
-"""Random numbers keyed by what they are for, never by when or where they are drawn.
+"""Random numbers keyed by their use, never by the time or place of the draw.
 
 Dropout in layer 3 for microbatch 2 of step 7 draws the same numbers on any worker, in any cut of the model
-and in any order; so do initial weights. What else draws while a worker computes (hooks of gradients, functions that
-round at random in backward, optimizers that add noise) is keyed by the stage.
+and in any order; so do initial weights. Other draws while a worker computes (hooks of gradients, functions that
+round at random in backward, optimizers that add noise) are keyed by the stage.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from torch import nn
 #: take turns.
 computing = threading.RLock()
 
-#: (unit of the model, number of the operation around the units; 0: the unit) whose random numbers are drawn next
+#: (unit of the model, number of the operation around the units; 0: the unit) that draws next
 Seed = Callable[[int, int], None]
-#: so many calls are looked at for draws from the generators of Python and numpy
+#: number of calls that are checked for draws from the generators of Python and numpy
 _LOOKS = 2
-#: what of torch's own modules draws random numbers; others that compute are known not to
+#: torch's modules that draw random numbers; its other modules do not
 _DRAWING = (
     nn.modules.dropout._DropoutNd, nn.RReLU, nn.MultiheadAttention, nn.RNNBase, nn.Transformer,
     nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d,
 )  # fmt: skip
-#: what a key is for
+#: the use of a key
 _INITIAL, _FORWARD, _BACKWARD, _BACKWARD_WEIGHTS, _UPDATE, _LOSS = range(6)
 _packers = [struct.Struct(f"<{length}q").pack for length in range(8)]
 _pack_forward = _packers[5]
@@ -45,12 +45,12 @@ class Randomness:
     def __init__(self, seed: int, device: torch.device | None = None) -> None:
         self.seed = seed
         self.device = device or torch.device("cpu")
-        #: to be held while numbers may be drawn, and by whoever seeds
+        #: to be held while numbers may be drawn, and while a generator is seeded
         self.lock = computing
         self._generators = _generators(self.device)
 
     def seed_forward(self, step: int, microbatch: int, layer: int, operation: int = 0) -> None:
-        """Let what is drawn next be what `layer` draws for `microbatch` of `step`.
+        """Let the next draws be the draws of `layer` for `microbatch` of `step`.
 
         A loss function draws on from where the last layer has stopped.
 
@@ -67,15 +67,15 @@ class Randomness:
                 generator.manual_seed(int.from_bytes(digest, "little") >> 1)
 
     def seed_backward(self, step: int, microbatch: int, layer: int, *, weights: bool = False) -> None:
-        """Let what is drawn next be for a stage's backward; `weights`: for that of the weights alone."""
+        """Let the next draws be for a stage's backward; `weights`: for the backward of weights alone."""
         self._seed(_BACKWARD_WEIGHTS if weights else _BACKWARD, step, microbatch, layer)
 
     def seed_update(self, update: int, layer: int) -> None:
-        """Let what is drawn next be for a stage's update."""
+        """Let the next draws be for a stage's update."""
         self._seed(_UPDATE, update, layer)
 
     def seed_loss(self, step: int, microbatch: int, *_: int) -> None:
-        """Let what a loss function draws next from Python's and numpy's generators be its own; see `seed_forward`."""
+        """Let a loss function's draws from Python's and numpy's generators be separate; see `seed_forward`."""
         _seed_others(self._number(_LOSS, step, microbatch))
 
     @contextmanager
@@ -127,7 +127,7 @@ def preserved(*devices: torch.device) -> Iterator[None]:
 
 
 def _generators(device: torch.device) -> list[torch.Generator]:
-    """Return the default generators that those draw from who compute on `device`."""
+    """Return the default generators of computations on `device`."""
     if device.type != "cuda":
         return [torch.default_generator]
     torch.cuda.init()
@@ -135,9 +135,9 @@ def _generators(device: torch.device) -> list[torch.Generator]:
 
 
 def _numpy_state() -> tuple[int, int] | None:
-    """Return address and size of the state of numpy's global generator, None if nobody can have drawn from it.
+    """Return address and size of the state of numpy's global generator; None if numpy is not loaded.
 
-    To get and set it by numpy's own functions takes 90 us, as much as all else around a run.
+    To get and set it by numpy's functions takes 90 us, as much as all else around a run.
     """
     numpy = sys.modules.get("numpy")
     if numpy is None:
@@ -147,7 +147,7 @@ def _numpy_state() -> tuple[int, int] | None:
 
 
 def python_too(seed: Seed) -> Seed:
-    """Return what seeds as `seed` does, and the generators of Python and numpy from there."""
+    """Return a function that seeds as `seed` does, and also the generators of Python and numpy."""
 
     def all_alike(unit: int, operation: int) -> None:
         seed(unit, operation)
@@ -159,7 +159,7 @@ def python_too(seed: Seed) -> Seed:
 
 
 def may_draw(module: nn.Module) -> bool:
-    """Tell whether a forward of a module may draw random numbers: the user's own, what has hooks, and dropouts do."""
+    """Return whether a forward may draw random numbers: user's modules, modules with hooks, and dropouts may."""
     return any(
         isinstance(part, _DRAWING)
         or not type(part).__module__.startswith("torch.nn.modules")
@@ -178,13 +178,13 @@ class PythonDraws:
         self._before: Any = None
 
     def seeding(self, seed: Seed) -> Seed:
-        """Return what seeds a call as `seed` does, and these generators too, while it is not known that none draws."""
+        """Return a function that seeds a call as `seed` does, and these generators too, while a call may draw."""
         self.looks[torch.is_grad_enabled()] -= not self.found
         self._before = None
         return self.noting(python_too(seed))
 
     def noting(self, whole: Seed) -> Seed:
-        """Return `whole`, or what notes besides whether anything has been drawn since it was called last."""
+        """Return `whole`, or a function that also records whether anything was drawn since its last call."""
         if self.found:
             return whole
 

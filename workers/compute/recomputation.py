@@ -18,7 +18,7 @@ _TOLERANCE = 1e-3
 
 
 class FirstRun(NamedTuple):
-    """What the first run of a forward leaves for its recomputation."""
+    """The state that the first run of a forward leaves for its recomputation."""
 
     module_state: ModuleState
     #: samples of its outputs, to compare with
@@ -48,7 +48,7 @@ class Recomputation:
         return self._changing.state((self._modes(), True), weights)
 
     def note_step(self, before: ModuleState) -> None:
-        """Observe what a step has changed."""
+        """Observe the changes of a step."""
         self._changing.note((self._modes(), True), before)
 
     def _modes(self) -> tuple[bool, ...]:
@@ -68,7 +68,7 @@ class Recomputation:
         self._differ += _differences(noted.outputs, _sample(tree))
 
     def forget(self) -> None:
-        """Forget the comparisons of an abandoned step, in which weights may have changed in between."""
+        """Forget the comparisons of an abandoned step, because weights may have changed in between."""
         self._differ = []
 
     def check(self) -> None:

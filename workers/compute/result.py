@@ -1,4 +1,4 @@
-"""What workers know after a step: the loss, put together from what the last stage's hosts tell; and own outputs."""
+"""The result of a step on a worker: the loss, put together from parts of the last stage's hosts; local outputs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Losses:
     summed: bool = False
 
     def tree(self) -> Tree:
-        """Return what all workers are told of them. Stays on the device: no synchronisation.
+        """Return the part of them that all workers get. Stays on the device: no synchronisation.
 
         Numbers by microbatch go as bytes: a tree of many values takes longer on its way than all the rest of a step.
         """
@@ -45,7 +45,7 @@ class Losses:
 
 
 def sum_and_weight(loss: Any, share: float) -> tuple[Tensor, Any]:
-    """Return what a loss function has given: a tensor without dimensions, and its weight, which of a mean is `share`.
+    """Return the result of a loss function: a tensor without dimensions, and its weight, `share` for a mean.
 
     Raises:
         ConfigError: it is something else.
@@ -73,12 +73,12 @@ def _shape(value: Any) -> str:
 
 
 class Result:
-    """What a step, an evaluation or a prediction came to.
+    """The result of a step, an evaluation or a prediction.
 
     Args:
-        parts: what each host of the last stage tells: whether it was asked to stop, and the tree of its losses. All
-            workers have the same parts, so all come to the same end.
-        outputs: of a prediction by microbatch, those of this worker.
+        parts: of each host of the last stage: whether it was asked to stop, and the tree of its losses. All workers
+            have the same parts, so all compute the same result.
+        outputs: this worker's outputs of a prediction, by microbatch.
     """
 
     def __init__(self, parts: Iterable[Mapping[str, Any]], outputs: Mapping[int, Tree]) -> None:
@@ -86,9 +86,9 @@ class Result:
         #: True if a host was asked to stop: all workers stop after the same step
         self.stop = any(part["stop"] for part in self._parts)
         self.outputs = {microbatch: without_views(tree) for microbatch, tree in outputs.items()}
-        #: norm of all gradients, once it is told, if they are clipped
+        #: norm of all gradients, once it has arrived, if they are clipped
         self.norm_tensor: Tensor | None = None
-        #: whether no gradient has overflowed, once it is told, if the loss was scaled
+        #: whether no gradient has overflowed, once it is known, if the loss was scaled
         self.finite_tensor: Tensor | None = None
         self.summed = any(part.get("summed", False) for part in self._parts)
 
@@ -111,7 +111,7 @@ class Result:
 
     @property
     def divisor(self) -> float:
-        """What summed gradients are divided by: the weight of the whole batch, or 1 if shares did it."""
+        """Divisor of summed gradients: the weight of the whole batch, or 1 if shares were applied."""
         return sum(weight for _, weight in self._numbers) if self.summed else 1.0
 
     @cached_property
@@ -126,15 +126,15 @@ class Result:
 
 
 def clips(max_norm: float | None, norm: Tensor) -> bool:
-    """Tell whether `torch.nn.utils.clip_grads_with_norm_` would change gradients of this norm; waits for the device."""
+    """Return whether `torch.nn.utils.clip_grads_with_norm_` changes gradients of this norm; waits for the device."""
     return max_norm is not None and not bool(max_norm / (norm + 1e-6) >= 1.0)
 
 
 def total_norm(norms: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Return the norm of what has these norms, with the bits of `torch.nn.utils.get_total_norm` of the whole model.
+    """Return the total of these norms, with the bits of `torch.nn.utils.get_total_norm` of the whole model.
 
     Args:
-        norms: each of the type of its tensor; torch takes those of a type together.
+        norms: each of the type of its tensor; torch adds up the norms of a type together.
     """
     grouped = [(norm.real if norm.is_complex() else norm).to(device) for group in by_type(norms) for norm in group]
     return torch.linalg.vector_norm(torch.stack(grouped)) if grouped else torch.tensor(0.0)

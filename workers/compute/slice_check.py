@@ -1,4 +1,4 @@
-"""A look, in the first step, at whether slices of a sequence give what the whole gives."""
+"""The check, in the first step, that slices of a sequence give the numbers of the whole sequence."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor
 from ...dependency import ConfigError
 from ..transport.payload import Tree, distinct_tensors, map_tensors
 
-#: how far numbers may be apart that differ by rounding, relative to the largest: of float32, and in units of others
+#: greatest difference by rounding, relative to the largest number: of float32, and in units of other types
 _TOLERANCE, _UNITS = 1e-3, 16
 #: and losses, which are means
 _TOLERANCE_OF_LOSS = 1e-5
 
 
 class Noted(NamedTuple):
-    """What a slice's forward was given."""
+    """The arguments of a slice's forward."""
 
     inputs: Tree
     fields: Tree
@@ -37,7 +37,7 @@ def compare(noted: Sequence[Noted], run: Run, loss_fn: Callable[[Any, Any], Any]
         loss_fn: on the last stage.
 
     Raises:
-        ConfigError: the numbers are others.
+        ConfigError: the numbers differ.
     """
     with torch.no_grad():
         whole = run(None, joined([each.inputs for each in noted]), _whole_fields([each.fields for each in noted]))
@@ -59,7 +59,7 @@ def compare(noted: Sequence[Noted], run: Run, loss_fn: Callable[[Any, Any], Any]
 
 
 def refused(why: str) -> ConfigError:
-    """Return the refusal of a stage; the error that workers tell names it."""
+    """Return the refusal of a stage; the workers' error names it."""
     return ConfigError(
         f"slices: a layer of this stage {why}, as attention in both directions, a convolution over time and batch norm "
         "do, so that slices give other numbers than the whole: let it take and return a state (docs/models.md), or "
@@ -68,7 +68,7 @@ def refused(why: str) -> ConfigError:
 
 
 def joined(trees: Sequence[Tree]) -> Tree:
-    """Return trees of slices as one of the whole; tensors without sequences are those of the first."""
+    """Return trees of slices as one of the whole; tensors without sequences are the first slice's."""
     found = iter(_columns(trees))
     return map_tensors(trees[0], lambda _: next(found))
 
@@ -79,7 +79,7 @@ def _columns(trees: Sequence[Tree]) -> list[Tensor]:
 
 
 def _whole_fields(fields: Sequence[Tree]) -> Tree:
-    """Return the fields of a whole model without what slices need."""
+    """Return the fields of a whole model without the fields for slices."""
     if fields[0] is None:
         return None
     kwargs = fields[0][1]
@@ -99,7 +99,7 @@ def _sequences(parts: Sequence[Tree]) -> list[Tensor]:
 
 
 def _same(expected: Sequence[Tensor], parts: Sequence[Tree]) -> bool:
-    """Tell whether what slices have given is, as a whole, what is expected."""
+    """Return whether the joined outputs of slices are as expected."""
     try:
         return all(_close(*pair) for pair in zip(expected, _sequences(parts), strict=True))
     except (RuntimeError, ValueError):  # shapes that make no whole
@@ -110,6 +110,6 @@ def _close(one: Tensor, other: Tensor, least: float = _TOLERANCE) -> bool:
     kind = one.device.type
     dtypes = [one.dtype, *([torch.get_autocast_dtype(kind)] if torch.is_autocast_enabled(kind) else [])]
     most = max(least, *(_UNITS * torch.finfo(dtype).eps for dtype in dtypes))
-    if not one.numel() or one.isnan().any():  # which says nothing
+    if not one.numel() or one.isnan().any():  # these prove nothing
         return one.shape == other.shape
     return one.shape == other.shape and bool((one - other).abs().max() <= most * one.abs().max())

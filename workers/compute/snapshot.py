@@ -1,4 +1,4 @@
-"""What an update changes, to be put back: weights, and what optimizers, schedulers and averages have inside."""
+"""The state that an update changes, to be restored: weights, optimizers, schedulers and averages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 
 class BeforeUpdate:
-    """Copies of what an update changes, as long as the update may have to be taken back.
+    """Copies of the state that an update changes, as long as the update may have to be undone.
 
     They take the memory of the trained parameters, of the optimizer's state and of the moving average once more.
     """
@@ -33,7 +33,7 @@ class BeforeUpdate:
         for parameter, grad in zip(self._updating.parameters.values(), self._grads, strict=True):
             parameter.grad = grad
         for parameter, value in self._values:
-            # By `data`: graphs of the next step, which nobody goes on with, have noted the version.
+            # By `data`: abandoned graphs of the next step have noted the version.
             parameter.data.copy_(value)
         for part, inside in self._inside:
             vars(part).clear()

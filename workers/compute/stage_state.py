@@ -1,8 +1,8 @@
-"""The state of a stage: what its forwards write, kept for each microbatch until its backward.
+"""The state of a stage: the writes of its forwards, kept for each microbatch until its backward.
 
-In one process a microbatch's backward comes before the next one's forward, so backward reads what its own forward has
-left: averages that it moved, weights that it bounded, also by `.data`, which autograd does not see. In a pipeline other
-forwards come between. So behind a forward the stage goes on with copies of what was written; the graph keeps the
+In one process a microbatch's backward comes before the next one's forward, so backward reads the state that its forward
+has left: moved averages, bounded weights, also by `.data`, which autograd does not see. In a pipeline other
+forwards come between. So behind a forward the stage goes on with copies of the written tensors; the graph keeps the
 memory, and backward gets it back, also for layers that it runs again (`torch.utils.checkpoint`).
 """
 
@@ -23,7 +23,7 @@ from .randomness import computing
 from .slices import Slice
 from .torch_internals import NormBase
 
-#: so many forwards are looked at
+#: number of forwards that are observed
 _LOOKS = 2
 
 
@@ -31,7 +31,7 @@ class StageState:
     """Finds out, by the first two forwards in training and when modes change, which tensors forwards of a stage write.
 
     Args:
-        slice: what computes. Of torch's own norms backward reads no running statistics.
+        slice: the computing modules. The backward of torch's norms reads no running statistics.
     """
 
     def __init__(self, slice: Slice) -> None:
@@ -50,14 +50,14 @@ class StageState:
         self.watches = True
 
     def look_at_modes(self) -> None:
-        """Look at the next forward if modules have other modes now, in which it may write something else."""
+        """Observe the next forward if modules have other modes now, because it may then write other tensors."""
         if self._modes and self._modes != [module.training for module in self._modules]:
             self._looks, self.watches = _LOOKS, True
 
     def begin(self) -> None:
-        """Look at what a forward that begins may write."""
+        """Record the state that a forward may write, when it begins."""
         if self.weights:
-            forget_casts()  # of what they were
+            forget_casts()  # made of the old weights
         if not self._looks:
             return
         parameters = [p for _, p in self._slice.named_parameters() if p.layout is torch.strided]
@@ -66,13 +66,13 @@ class StageState:
         self._before = Tensors(self._modules)
 
     def end(self, again: bool) -> list[Value]:
-        """Take note of what the forward has written, and go on with copies of it; return it, for `shown`.
+        """Record the tensors that the forward has written, and go on with copies; return them, for `shown`.
 
         Args:
             again: whether the forward will be run again, or has been.
 
         Raises:
-            ConfigError: it will be, and a parameter is not what it was computed from.
+            ConfigError: the forward will be recomputed, and a parameter has changed since.
         """
         if self._looks:
             self._looks -= 1
@@ -88,11 +88,11 @@ class StageState:
         return left
 
     def _note_written(self, again: bool) -> None:
-        # `.data` hides that what is there was written.
+        # A write through `.data` raises no version.
         places, weights = self._slice.expected_writes()
         expected = [place for place in places if not isinstance(place[0], NormBase)]
         self._places |= dict.fromkeys((*self._before.written(), *expected))
-        # A limit that the first forward keeps may bind later. What an RNN moves for its device alone lies elsewhere.
+        # A limit that the first forward keeps may bind later. Tensors that an RNN moves for its device lie elsewhere.
         changed = [
             p
             for p, data, version, before in self._weights_before
@@ -111,9 +111,9 @@ class StageState:
 
 
 def shown(left: Sequence[Value]) -> AbstractContextManager[Any]:
-    """Return a context, on this thread alone, in which the stage holds what a forward has left, and then what it held.
+    """Return a context, on this thread alone, with the stage in the state of a forward; the present state returns.
 
-    What backward itself writes, in layers that it runs again, is dropped.
+    Writes of backward itself, in layers that it runs again, are dropped.
     """
     return _shown(left) if left else computing
 
