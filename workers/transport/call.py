@@ -1,7 +1,7 @@
-"""What a worker was asked to do, as it tells others, who were asked for the same or stop with it. Loads without torch.
+"""The user's call on a worker, compared with the peers' calls: workers make the same call or stop. Loads without torch.
 
-It travels with the first questions of every run and needs no answer: whoever receives it compares it with its own
-call of that number and, if they differ, answers nothing but that. So no run completes on what belongs to another call.
+A call travels with the first questions of every run and needs no answer: its receiver compares it with the local call
+of that number and, if they differ, answers with the difference alone. So no run uses payloads of another call.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ...dependency import Disagreement
 
 _CALL = "call "
 _FIELDS, _PARTS = "\x1f", "\x1e"
-#: so many calls are remembered for workers that are behind
+#: number of calls that are remembered for workers that are behind
 _REMEMBERED = 1024
 
 
@@ -25,7 +25,7 @@ class Call(NamedTuple):
     what: str
     #: the pipeline that was called
     pipeline: str = ""
-    #: form and digests of what was passed, from `compute.digest.describe`
+    #: form and digests of the arguments, from `compute.digest.describe`
     inputs: str = ""
     targets: str = ""
     #: digests of the initial weights of stages that several workers hold, such as `0=5f3a 3=77bb`
@@ -39,22 +39,22 @@ class Call(NamedTuple):
 
 
 def parse(peer: int, told: str) -> Call:
-    """Return the call that `peer` told."""
+    """Return the call in a message of `peer`."""
     return Call(peer, *told.removeprefix(_CALL).split(_FIELDS))
 
 
 def is_call(what: str) -> bool:
-    """Tell whether a question is what `Call.told` made."""
+    """Return whether a question was made by `Call.told`."""
     return what.startswith(_CALL)
 
 
 def pack_description(form: str, digests: list[int]) -> str:
-    """Describe inputs or targets: how to call them, and digests, of which the last may be missing."""
+    """Describe inputs or targets: a name, and digests; the last digest may be missing."""
     return _PARTS.join([form, *(f"{digest:x}" for digest in digests)])
 
 
 def difference(call: Call, peer: int, told: str) -> Disagreement | None:
-    """Compare `call` with what `peer` told of its own; return what is wrong, None if they agree."""
+    """Compare `call` with the call of `peer`; return the difference, None if they agree."""
     if told == call.told():
         return None
     worker, other = call.worker, parse(peer, told)
@@ -94,7 +94,7 @@ def _differ(call: Call, other: Call) -> Disagreement:
 
 
 def left(peer: int, call: Call) -> Disagreement:
-    """Say that `peer` makes no such call any more."""
+    """Return the error for a `peer` that makes no such call any more."""
     return Disagreement(
         f"worker {call.worker} calls {call.what}, but worker {peer} has ended its script: every worker must make the "
         "same calls; does one of them end its loop early, or was it killed?"
@@ -102,13 +102,13 @@ def left(peer: int, call: Call) -> Disagreement:
 
 
 class Calls:
-    """What a worker is asked for, run by run, and what others say that they were.
+    """The calls of a worker, run by run, and the peers' calls.
 
-    Thread-safe without a lock: each change is one step of the interpreter, and who has made one looks at all that is
-    known. So of two that belong together the later one sees both; that both may is no harm.
+    Thread-safe without a lock: each change is one step of the interpreter, and the thread that has made a change then
+    compares all known calls. So the later of two changes sees both; if both threads do, no harm is done.
 
     Args:
-        differs: called, in any thread, with what is wrong.
+        differs: called, in any thread, with the difference.
     """
 
     def __init__(self, worker: int, differs: Callable[[Disagreement], None]) -> None:
@@ -117,7 +117,7 @@ class Calls:
         #: runs begun
         self.number = 0
         self._calls: dict[int, Call] = {}
-        #: by peer and run, from those who are ahead
+        #: by peer and run, from peers that are ahead
         self._told: dict[tuple[int, int], str] = {}
         #: runs that have not ended, and the oldest one if it does not rest
         self._open: set[int] = set()
@@ -146,11 +146,11 @@ class Calls:
         self._compare()
 
     def named(self, runs: Iterable[int]) -> str:
-        """Return what this worker was asked for in `runs`."""
+        """Return this worker's calls in `runs`."""
         return " and ".join(self._calls[run].what for run in runs if run in self._calls)
 
     def told(self, run: int) -> str:
-        """Return what to tell others of `run`."""
+        """Return the text of the call of `run` for peers."""
         return self._calls[run].told()
 
     def leave(self) -> None:
@@ -159,12 +159,12 @@ class Calls:
         self._compare()
 
     def heard(self, peer: int, run: int, text: str) -> None:
-        """Compare what `peer` says it was asked for with what this worker is, was or will be asked for."""
+        """Compare a call of `peer` with this worker's call of that run, now or when it is made."""
         self._told[peer, run] = text
         self._compare()
 
     def missed(self, peer: int, run: int) -> Disagreement:
-        """Say that `peer`, which has left, takes no part in `run`."""
+        """Report that `peer`, which has left, takes no part in `run`."""
         return left(peer, self._calls[run])
 
     def _compare(self) -> None:

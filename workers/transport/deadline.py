@@ -1,4 +1,4 @@
-"""A deadline for calls that have none of their own."""
+"""A deadline for calls without a timeout."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 def within(timeout_s: float, call: Callable[[], object]) -> None:
-    """Make a call on a thread of its own, which is left behind if the call does not return in time.
+    """Make a call on a new thread, which is abandoned if the call does not return in time.
 
     Raises:
         TimeoutError: it did not.

@@ -1,10 +1,10 @@
-"""Who hears what comes over sockets: the compute thread while it waits, else a thread for that.
+"""Receiving from sockets: on the compute thread while it waits, else on a thread for that.
 
-    compute thread     waits, hears ── computes ── waits, hears ── computes for long ─────────── waits, hears
-    hearer's thread    looks whether the other hears ──────────────────────── takes over, hears ── looks
+    compute thread       waits, receives ── computes ── waits, receives ── computes for long ───── waits, receives
+    receiver's thread    checks that the compute thread receives ─────────── takes over, receives ── checks
 
-A message that a waiting compute thread hears by itself wakes one thread, where else it would wake two, one after the
-other. What is heard is taken in one message after the other, on whichever thread.
+A message that a waiting compute thread receives by itself wakes one thread, where else it would wake two, one after the
+other. Messages are taken in one after the other, on either thread.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ import zmq
 from .sockets import Pieces, Sockets
 from .wakeup import Wakeup
 
-#: how often the hearer's thread looks whether the compute thread still hears
+#: seconds between two checks of the receiver's thread that the compute thread still receives
 _LOOK_S = 0.01
 
 
 class Hearing:
-    """Takes in what comes, by a thread of its own, and by the compute thread when that waits.
+    """Takes in messages, on a separate thread, and on the compute thread when that waits.
 
     Args:
-        sockets: by which others are heard.
-        wakeup: what the compute thread sleeps on, from now on also until something comes.
+        sockets: with messages from peers.
+        wakeup: the compute thread sleeps on it, from now on also until a message comes.
         take_in: called for each message.
         guard: entered for each message.
     """
@@ -43,13 +43,13 @@ class Hearing:
     ) -> None:
         self._sockets, self._take_in, self._guard = sockets, take_in, guard
         self._lock = threading.Lock()
-        #: on which the hearer's thread sleeps, and the compute thread looks
+        #: the receiver's thread sleeps on it, and the compute thread polls it
         self._sleeps_on, self._looks_at = select.poll(), select.poll()
         for by in sockets:
             self._sleeps_on.register(by.descriptor, select.POLLIN)
             self._looks_at.register(by.descriptor, select.POLLIN)
             wakeup.watch(by.descriptor)
-        #: whether the compute thread hears; whether it waits, so hears at once; how often it has heard
+        #: whether the compute thread receives; whether it waits, so receives at once; how often it has received
         self._by_compute = self._waits = False
         self._times = 0
         self._over = False
@@ -64,18 +64,18 @@ class Hearing:
             self._waits = False
 
     def look(self) -> None:
-        """Take in what has come if it is the compute thread, which calls this, that hears."""
+        """Take in the messages that have come, if the calling compute thread is the receiver."""
         if self._by_compute:
             self._times += 1
             if self._looks_at.poll(0):
                 try:
                     self._hear()
                 except KeyboardInterrupt:
-                    self._hear()  # the rest, as the descriptor tells nothing of what comes until all has been heard
+                    self._hear()  # the descriptor signals new messages only when all have been received
                     raise
 
     def _hear(self) -> None:
-        # Until there is nothing more: the descriptor tells of what has come since then alone.
+        # Until there is nothing more: the descriptor signals only messages that come after that.
         with self._lock:
             for by in self._sockets:
                 try:
@@ -86,7 +86,7 @@ class Hearing:
                     self._over = True
 
     def _run(self) -> None:
-        """Hear where the compute thread has not for a while, as it computes, or is the user's."""
+        """Receive if the compute thread has not for a while, because it computes or runs the user's code."""
         while not self._over:
             if self._by_compute:
                 times = self._times

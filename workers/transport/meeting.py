@@ -1,7 +1,7 @@
 """Where workers leave a word for each other before they can talk: a store of torch.
 
-It is in a file of one host, or torchrun has it. Anybody who reaches a store can read and forge what is in it, so no
-word is believed: what is left there is where to find whom, and who is found there has to prove who it is.
+It is in a file of one host, or torchrun has it. Any process that reaches a store can read and forge its records, so no
+record is trusted: a record holds a worker's address, and the process at that address has to prove its identity.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from .deadline import within
 
 _MOST_BYTES = 512
 _PAUSE_S = 0.02
-#: who waits in vain has so long to say for whom
+#: seconds to report the missing worker after a wait in vain
 _LAST_WORDS_S = 2.0
-#: of a word that nobody else draws
+#: bytes of a random record that is never drawn twice
 _WORD_BYTES = 8
 
 
 class Meeting:
-    """Words by name, each left once for all others, in a store of torch."""
+    """Records by name, each written once for all workers, in a store of torch."""
 
     def __init__(self, store: Any) -> None:
         self.store = store
 
     def leave(self, name: str, word: str) -> None:
-        """Leave a word for all others."""
+        """Write a record for all workers."""
         self.store.set(f"rpc-pipe {name}", word)
 
     def take(self, name: str, timeout_s: float) -> str:
@@ -45,19 +45,19 @@ class Meeting:
         key = f"rpc-pipe {name}"
         try:
             self.store.wait([key], timedelta(seconds=max(timeout_s, 0.001)))
-        except RuntimeError as error:  # torch's own error of stores is one
+        except RuntimeError as error:  # torch's error of stores is a subclass
             raise TimeoutError(f"no worker has told {name}") from error
         found: bytes = self.store.get(key)
         return found[:_MOST_BYTES].decode(errors="replace")
 
 
 def torchrun_store(worker: int, num_workers: int, timeout_s: float) -> Any:
-    """Return the store that the variables of torchrun tell of, without what workers of an attempt before have left.
+    """Return the store of torchrun's variables, without records of an attempt before.
 
-    torchrun keeps its store when it starts workers again, and they would find the addresses of those that are gone.
+    torchrun keeps its store when it starts workers again, and they would find the addresses of ended workers.
 
     Raises:
-        TimeoutError, RuntimeError: it cannot be reached, or the others do not come.
+        TimeoutError, RuntimeError: it cannot be reached, or a worker does not come.
     """
     found: list[Any] = []
     deadline = time.monotonic() + timeout_s
@@ -71,18 +71,18 @@ def torchrun_store(worker: int, num_workers: int, timeout_s: float) -> Any:
 
 
 def agree_on_attempt(store: Any, worker: int, num_workers: int, deadline: float) -> str:
-    """Return a word that the workers of this attempt have alike, and those of no other one.
+    """Return a record that all workers of this attempt share, and no worker of another attempt.
 
-    A store may have words of workers that have ended, and a worker cannot tell which: nobody counts attempts for all
-    hosts alike. So each says a word of its own (1), worker 0 answers each of those words with one of its own (2) and,
-    if somebody who has come later says another word, with another one; whoever is answered repeats that (3), and when
-    all have, it counts (4).
+    A store may have records of workers that have ended, and a worker cannot distinguish them: no count of attempts is
+    the same on all hosts. So each worker writes a random record (1), worker 0 answers each of them with one of its
+    records (2) and, if a worker that has come later writes another, with a new one; an answered worker repeats the
+    answer (3), and when all have, it counts (4).
 
     Args:
         deadline: by `time.monotonic`.
 
     Raises:
-        TimeoutError: the others do not come.
+        TimeoutError: a worker does not come.
     """
     everybody = range(num_workers)
     own, heard, answered = secrets.token_hex(_WORD_BYTES), [""] * num_workers, ""
@@ -102,7 +102,7 @@ def agree_on_attempt(store: Any, worker: int, num_workers: int, deadline: float)
             return answered
         time.sleep(_PAUSE_S)
     others = [other for other in everybody if other != worker]
-    if worker == 0 and answered:  # the others cannot tell a word of an attempt before from one of this
+    if worker == 0 and answered:  # the workers cannot distinguish a record of an attempt before from one of this
         absent = [other for other in others if _words(store, [f"repeated {other}"]) != [answered]]
     else:
         absent = [other for other in others if not _words(store, [f"hello {other}"])]
@@ -111,7 +111,7 @@ def agree_on_attempt(store: Any, worker: int, num_workers: int, deadline: float)
 
 
 def _words(store: Any, keys: list[str]) -> list[str]:
-    """Return what a store has under all `keys`, nothing if one is not there."""
+    """Return the records under all `keys`, an empty list if one is missing."""
     return [word[:_MOST_BYTES].decode(errors="replace") for word in store.multi_get(keys)] if store.check(keys) else []
 
 
@@ -121,7 +121,7 @@ def store_in(path: Path, num_workers: int) -> Any:
 
 
 def store_at(host: str, port: int, worker: int, num_workers: int, timeout_s: float) -> Any:
-    """Return a store that listens at one address of this host and no other, as torch's own ones do; worker 0 keeps it.
+    """Return a store that listens at one address of this host only, where torch's listen at all; worker 0 keeps it.
 
     Raises:
         OSError, RuntimeError: it cannot be kept, or reached in time.

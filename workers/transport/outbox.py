@@ -1,8 +1,8 @@
-"""What a worker has finished and others have not taken yet.
+"""The finished payloads of a worker that some consumer has not taken yet.
 
 A consumer asks by key, before or after the payload is there; the answer comes when it is. A payload stays
-until every consumer has said that it arrived: no worker leaves with what another still needs. Methods may be called
-from any thread; they neither block nor compute.
+until every consumer has confirmed its arrival: no worker leaves with a payload that another still needs. Methods may
+be called from any thread; they neither block nor compute.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from .payload import Payload
 
 #: (run, what): unique for the life of a worker
 Key = tuple[int, str]
-#: suffix of the name of an action whose being finished is pulled, without a payload
+#: suffix of an action's name, to pull its end without a payload
 DONE = " done"
-#: a payload, or None for an action whose being finished is all that counts
+#: a payload, or None for an action without one, whose end alone counts
 Answer = Payload | None
 
 
@@ -25,26 +25,26 @@ class Outbox:
     """Thread-safe store of finished payloads, by key, until taken.
 
     Args:
-        answer: says an answer to a worker; returns whether it is there for good.
+        answer: gives an answer to a worker; returns whether the worker has it for good.
     """
 
     def __init__(self, answer: Callable[[int, Key, Answer | PipeError], bool]) -> None:
         self._answer = answer
         self._lock = threading.Lock()
-        #: the last run that has begun, and those that have not ended
+        #: the last run that has begun, and the runs that have not ended
         self._run = 0
         self._open: set[int] = set()
-        #: runs of which there will be nothing more
+        #: runs without further payloads
         self._abandoned: set[int] = set()
-        #: payload (None while it is on its way here from the device) and who has not taken it
+        #: payload (None while it is on its way here from the device) and the consumers that have not taken it
         self._payloads: dict[Key, tuple[Payload | None, set[int]]] = {}
-        #: finished actions of runs that have not ended; of the others all are
+        #: finished actions of runs that have not ended; in an ended run all are finished
         self._finished: set[Key] = set()
         self._asked: dict[Key, set[int]] = {}
-        #: those who take nothing more
+        #: consumers that take nothing more
         self._left: set[int] = set()
         self.failure: PipeError | None = None
-        #: whether somebody waited, and may still wait, for something of a run that has been given up here
+        #: whether a peer has an open pull for a run abandoned on this worker
         self.asked_in_vain = False
 
     def __len__(self) -> int:
@@ -57,7 +57,7 @@ class Outbox:
             self._open.add(run)
 
     def end(self, run: int) -> None:
-        """`run` is over: all its actions are finished, whoever still asks."""
+        """`run` is over: all its actions are finished for any later question."""
         with self._lock:
             self._open.discard(run)
             self._finished = {key for key in self._finished if key[0] != run}
@@ -92,7 +92,7 @@ class Outbox:
             self._say(consumer, key, payload)
 
     def finish(self, key: Key) -> None:
-        """Note that `key` is finished, for those who need to know only that."""
+        """Mark `key` as finished, for consumers that need its end alone."""
         with self._lock:
             self._finished.add(key)
             asked = self._asked.pop(key, ())
@@ -100,7 +100,7 @@ class Outbox:
             self._say(consumer, key, None)
 
     def ask(self, keys: Iterable[Key], consumer: int) -> None:
-        """Answer `consumer`'s questions, now or when there is something to say. Asking again does no harm."""
+        """Answer `consumer`'s questions, now or when the answer is there. Asking again does no harm."""
         answers: list[tuple[Key, Answer | PipeError]] = []
         with self._lock:
             for key in keys:
@@ -124,7 +124,7 @@ class Outbox:
             self.taken([key], consumer)
 
     def taken(self, keys: Iterable[Key], consumer: int) -> None:
-        """Free what has arrived at `consumer`; saying it twice does no harm."""
+        """Free the payloads that have arrived at `consumer`; a repeated confirmation does no harm."""
         with self._lock:
             for key in keys:
                 kept = self._payloads.get(key)
@@ -154,7 +154,7 @@ class Outbox:
                 self._say(consumer, key, self.failure)
 
     def untaken(self, before: int | None = None, since: int = 0) -> dict[Key, set[int]]:
-        """Return what of the runs from `since` to before `before` has not been taken, and by whom."""
+        """Return the payloads of runs `since` to `before` - 1 that were not taken, with their consumers."""
         with self._lock:
             return {
                 key: set(waiting)

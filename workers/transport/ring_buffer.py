@@ -5,14 +5,14 @@ from __future__ import annotations
 import ctypes
 import mmap
 
-#: of a cache line: what two processes write is never in the same one, and torch aligns tensors to it too
+#: bytes of a cache line: two processes never write the same one, and torch aligns tensors to it too
 LINE = 64
-#: of the memory, of which the system gives what has been used
+#: bytes of the mapping; the system gives memory for the used part alone
 SIZE = 2**24
-#: where among the counters those of the reader are, behind what it has read: whether it sleeps, and by which way it
-#: fetches large payloads, 0: by none
+#: places of the reader's counters, behind its count of bytes: whether it sleeps, and the number of its way for large
+#: payloads, 0: none
 ASLEEP, WAY = 1, 2
-#: that of the writer: what it has written
+#: place of the writer's counter of written bytes
 WRITTEN = LINE // 8
 _CAPACITY = SIZE - 2 * LINE
 #: where all has been read by then, records go on from the start, in memory that caches still hold
@@ -23,8 +23,8 @@ _SKIP = bytes(8)
 class RingBuffer:
     """Records in shared memory, for one writer and one reader.
 
-    Two counters of bytes, each with one owner, say what has been read and written. A record lies in one piece; where
-    none fits before the end, a size of 0 says that the next is at the start.
+    Two counters of bytes, each with one writing process, hold the read and the written position. A record lies in one
+    piece; where none fits before the end, a size of 0 means that the next is at the start.
 
     Args:
         memory: its descriptor.

@@ -1,4 +1,4 @@
-"""Batches that one worker reads and scatters: it offers what it has read, and the others pull it ahead of need."""
+"""Batches that one worker reads and scatters: it offers the read tensors, and other workers pull them ahead of need."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from ...dependency import Spec
 
 
 class Scatter(NamedTuple):
-    """Who reads a batch, and who has what from there."""
+    """The reader of a batch, and the parts that other workers get from it."""
 
     reader: int
-    #: by the name of what is scattered: workers that use it and cannot read it
+    #: by the name of a part: workers that use it and cannot read it
     takers: dict[str, list[int]]
-    #: what is scattered, trees by microbatch: the reader has them, at the takers they arrive
+    #: the parts, trees by microbatch: the reader has them, at the takers they arrive
     lists: dict[str, list[Any]]
 
 
 def scatter_whole(
     spec: Spec, inputs: list[Any], targets: list[Any] | None, *, reads: bool, to_all: bool = False
 ) -> Scatter:
-    """Return who has what of a batch that only the worker of the first stage can read.
+    """Return the distribution of a batch that only the worker of the first stage can read.
 
     Args:
-        reads: whether that is this worker; at the others the lists are filled.
-        to_all: whether all workers use inputs, and not those of the first stage alone.
+        reads: whether this worker is the reader; elsewhere the lists are filled on arrival.
+        to_all: whether all workers use inputs, and not the workers of the first stage alone.
     """
     reader = spec.place(0, 0)
     scatter = Scatter(reader, {}, {})
@@ -42,7 +42,7 @@ def scatter_whole(
 
 
 def run_by(spec: Spec, worker: int, parts: list[Any]) -> list[Any]:
-    """Return trees by microbatch, with None in place of those that only other replicas run."""
+    """Return trees by microbatch, with None for microbatches of other replicas."""
     if spec.num_routes == 1:
         return parts
     spec = replace(spec, num_microbatches=len(parts))

@@ -15,9 +15,9 @@ from typing import NamedTuple
 from torch import Tensor
 
 Sizes = tuple[int, ...]
-#: a tensor with larger gaps becomes dense: nobody shall take memory that is so much more than what is in it
+#: a tensor with larger gaps becomes dense: its memory would be too much larger than its contents
 _MOST_GAPS = 2**16
-#: so does one whose windows overlap, as all that they reach over travels, if that is so much more
+#: so does a tensor with overlapping windows, if the memory that they span is too much larger
 _MOST_BETWEEN = 64
 
 
@@ -27,7 +27,7 @@ def extent(shape: Sequence[int], strides: Sequence[int]) -> int:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Tell whether a tensor has each element of its part of memory, and once."""
+    """Return whether a tensor has each element of its part of memory, and once."""
     if tensor.is_contiguous():
         return True
     form = folded(tensor.shape, tensor.stride())
@@ -35,7 +35,7 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 class Folded(NamedTuple):
-    """What has each element of a tensor once."""
+    """A view with each element of a tensor once."""
 
     shape: Sizes
     #: strides within the memory of the tensor, and when it is dense
@@ -45,7 +45,7 @@ class Folded(NamedTuple):
 
 @lru_cache(1000)
 def folded(shape: Sizes, strides: Sizes) -> Folded:
-    """Return what has each element of a tensor with these once.
+    """Return the view with each element of a tensor with this shape and these strides once.
 
     >>> folded((5, 4), (0, 1)), folded((6, 2), (4, 2))
     (Folded(shape=(1, 4), there=(0, 1), strides=(0, 1)), Folded(shape=(6, 2), there=(4, 2), strides=(2, 1)))
@@ -71,9 +71,9 @@ def fold(tensor: Tensor) -> Tensor:
 
 
 def spread(dense: Tensor, shape: Sizes, strides: Sizes) -> Tensor:
-    """Return a tensor with this shape and these strides, from what `fold` has made of one."""
+    """Return a tensor with this shape and these strides, from a result of `fold`."""
     form = folded(shape, strides)
-    if form.there != form.strides:  # gaps, in which nothing is ever read
+    if form.there != form.strides:  # gaps, which are never read
         with_gaps = dense.new_empty(extent(shape, strides))
         with_gaps.as_strided(form.shape, form.there).copy_(dense)
         dense = with_gaps
@@ -81,6 +81,6 @@ def spread(dense: Tensor, shape: Sizes, strides: Sizes) -> Tensor:
 
 
 def is_sparing(shape: Sizes, strides: Sizes) -> bool:
-    """Tell whether a tensor with these takes little enough memory, for what is in it, to be spread out."""
+    """Return whether the memory of a tensor with these is small enough, for its contents, to be spread out."""
     count = prod(folded(shape, strides).shape)
     return count <= _MOST_BETWEEN * prod(shape) and extent(shape, strides) <= _MOST_GAPS * count

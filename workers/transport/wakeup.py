@@ -1,4 +1,4 @@
-"""What a compute thread sleeps on until something has come for it: notified by threads, and by other processes."""
+"""Wakeups, on which a compute thread sleeps until an arrival: notified by threads, and by other processes."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import threading
 import weakref
 
 _LONGEST_MS = 2**31 - 1
-#: so many notifications count as one at most; memory for more would have to be found each time
+#: most notifications that are taken at once; memory for more would have to be found each time
 _NOTICES = 64
 
 
 class Wakeup:
-    """A pipe. Notifications that nobody waits for are not lost, but may count as one.
+    """A pipe. Notifications without a waiting thread are not lost, but may count as one.
 
     A POSIX semaphore in shared memory was no faster: 8 workers on 2 cores, 2/4 ms a stage, 166 ms a step against 165.
     """
@@ -33,7 +33,7 @@ class Wakeup:
         return self._notifier.descriptor
 
     def notify(self) -> None:
-        """Wake who waits, or who will."""
+        """Wake the waiting thread; if none waits, the next wait returns at once."""
         self._notifier.notify()
 
     def watch(self, descriptor: int) -> None:
@@ -41,7 +41,7 @@ class Wakeup:
         self._poll.register(descriptor, select.POLLIN)
 
     def wait(self, timeout_s: float) -> bool:
-        """Sleep until notified since the last wait; False: nobody did, in time. May wake for nothing."""
+        """Sleep until notified since the last wait; return False on timeout. May wake for nothing."""
         readable = self._poll.poll(min(1000 * timeout_s, _LONGEST_MS))
         for descriptor, _ in readable:
             if descriptor == self._read:
@@ -50,7 +50,7 @@ class Wakeup:
 
 
 class ThreadWakeup:
-    """Does within a process what a `Wakeup` does, without descriptors.
+    """A `Wakeup` within a process, without descriptors.
 
     Workers that are threads lie in cycles of objects, which Python may collect only after hundreds of pipelines: pipes
     of them would use up the descriptors of a process.
@@ -61,14 +61,14 @@ class ThreadWakeup:
         self._lock.acquire()
 
     def notify(self) -> None:
-        """Wake who waits, or who will."""
+        """Wake the waiting thread; if none waits, the next wait returns at once."""
         try:
             self._lock.release()
         except RuntimeError:  # it was notified before
             pass
 
     def wait(self, timeout_s: float) -> bool:
-        """Sleep until notified since the last wait; False: nobody did, in time."""
+        """Sleep until notified since the last wait; return False on timeout."""
         return self._lock.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX))
 
 
@@ -93,7 +93,7 @@ class Notifier:
         return cls(os.open(f"/proc/{process}/fd/{descriptor}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC))
 
     def notify(self) -> None:
-        """Wake who waits, or who will, if there is anybody."""
+        """Wake the waiting thread; if none waits, the next wait returns at once. Without a thread, do nothing."""
         try:
             os.write(self.descriptor, b"\0")
         except (BlockingIOError, BrokenPipeError):  # it is full; its owner is gone
