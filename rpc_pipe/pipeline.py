@@ -151,6 +151,7 @@ class Pipeline(Inspected, WithOldNames):
         self._devices = {actor.backend.device for actor in self._actors}
         #: None when the shards are made
         self._maker: ShardMaker | None = ShardMaker(self.partition, seed, training)
+        link.attach(self)  # a model may hang while it is cut
         if self.partition.ranges:
             self._make(self._maker)
         elif example is not None:
@@ -196,7 +197,8 @@ class Pipeline(Inspected, WithOldNames):
         self.checkpoints.refuse_averaged("step")
         cut = self._cut(batch, microbatches)
         if self.replaying:
-            return self.checkpoints.skip_step(label_of(batch))
+            loss, self._stopped = self.checkpoints.skip_step(label_of(batch))
+            return loss
         return self._record(self._run(cut, train=True), label_of(batch))
 
     @shown_plainly
@@ -218,7 +220,8 @@ class Pipeline(Inspected, WithOldNames):
             self._cut(first)
             batches = chain([first], batches)
         while self.replaying and (skipped := next(batches, batches)) is not batches:
-            yield self.checkpoints.skip_step(label_of(skipped))
+            loss, self._stopped = self.checkpoints.skip_step(label_of(skipped))
+            yield loss
         ahead = Prefetcher(batches, self._cut, most_open(self.spec) - 1)
         made = partial(self._inputs.make, train=True, streamed=True)
         streams = {actor: actor.stream(map(partial(made, actor), ahead)) for actor in self._actors}

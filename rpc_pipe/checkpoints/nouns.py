@@ -164,16 +164,21 @@ class Checkpoints:
         if self._every is not None and (stop or self.due(step)):
             self._save(*self._every[1:], extra=None, wait=stop, asked=False)
 
-    def skip_step(self, batch: str) -> float:
-        """Skip a training step that the checkpoint covers, as `Resumption.skip_step`.
+    def skip_step(self, batch: str) -> tuple[float, bool]:
+        """Skip a training step that the checkpoint covers; return its loss, and whether all workers stop here.
 
-        With the last one the script is where the checkpoint was made. What it has changed by hand until then, such as
-        a learning rate, is in the checkpoint already: it must not count twice.
+        A worker that is asked to stop skips all steps that are left. With the last one the script is where the
+        checkpoint was made. Its changes by hand until then, such as a learning rate, are in the checkpoint already:
+        they must not count twice.
         """
-        loss = self.results.skip_step(batch)
+        if stop := any(self._each(lambda actor: actor.stop_requested)):
+            self.results.skip_rest()
+        loss = self.results.loss if stop else self.results.skip_step(batch)
         if not self.results.behind and self._resumed is not None:
+            # A worker that is faster waits here for the slower ones, of which one may have been asked to stop.
+            stop = any(self._each(lambda actor: actor.exchange("steps skipped", stop))[0])
             self._put(self._resumed[0])
-        return loss
+        return loss, stop
 
     def note_step(self, loss: float, batch: str, norm: float | None) -> None:
         """Remember the result of a training step; what was written before it is not written again."""

@@ -5,6 +5,7 @@ One socket carries the launcher's orders and the worker's messages; its end mean
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
 import os
@@ -55,6 +56,10 @@ _STOPS = {
 }
 #: seconds between checks whether a stop is still possible, and for reporting that it is not
 _LOOK_EVERY_S, _LAST_WORDS_S = 0.1, 2.0
+#: seconds between checks whether a launcher that has closed its sockets has ended
+_PAUSE_S = 0.01
+#: of prctl(2): which signal the kernel sends to a process whose parent ends
+_PR_SET_PDEATHSIG = 1
 
 
 class Attachable(Watchable, Protocol):
@@ -120,8 +125,16 @@ def tell_instead(handler: Callable[[dict[str, Any]], None]) -> None:
 
 
 def hold_leash() -> None:
-    """Follow the launcher's orders in a thread, and end this process when the launcher has gone."""
+    """Follow the launcher's orders in a thread, and end this process when the launcher has gone.
+
+    The thread of a process that is stopped (SIGSTOP, a debugger) sees nothing. So the kernel continues the process when
+    its parent ends; if the parent has ended before, the thread reads the end of the socket at once. SIGCONT and not
+    SIGKILL: the thread also ends what this process has started, and clears up. And it does no harm to a worker whose
+    parent is only a thread of the launcher that ends.
+    """
     if (found := _own_end()) is not None:
+        with suppress(AttributeError):  # no Linux
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
         left = os.environ.get(FOLDER, ""), os.environ.get(run_folders.FOLDER, run_folders.OFF)
         # A separate descriptor, because a script may close the other.
         threading.Thread(target=_follow, args=(os.dup(found[0]), *left), name="leash", daemon=True).start()
@@ -143,7 +156,7 @@ def _follow(descriptor: int, folder: str, boards: str) -> None:
     while order := os.read(descriptor, 1):
         if order == STOP:
             _request_stop()
-    _clear_up(folder, boards)  # the launcher has gone
+    _clear_up(folder, boards)
     if os.getpgid(0) == os.getpid():  # with all processes that this worker has started
         os.killpg(0, signal.SIGKILL)
     os._exit(1)
@@ -188,7 +201,14 @@ def _end_when_broken(number: int) -> None:
 
 
 def _clear_up(folder: str, boards: str) -> None:
-    """Remove the folders that the launcher would have removed."""
+    """Remove the folders that the launcher would have removed, if it has gone: a script may have broken the link."""
+    deadline = time.monotonic() + _LAST_WORDS_S
+    with suppress(OSError):  # another worker has removed them
+        # Its sockets are closed a moment before it has ended.
+        while run_folders.alive((Path(folder) / run_folders.LAUNCHER).read_text()):
+            if time.monotonic() > deadline:
+                return
+            time.sleep(_PAUSE_S)
     if Path(folder).name.startswith("rpc-pipe-"):
         shutil.rmtree(folder, ignore_errors=True)
     if boards != run_folders.OFF and Path(boards).name.startswith("run-"):
@@ -202,12 +222,13 @@ def stopping() -> bool:
 
 
 def attach(pipeline: Attachable) -> None:
-    """Pass the launcher's orders to `pipeline`, and write boards of its workers.
+    """Pass the launcher's orders to `pipeline`, and write boards of its workers; once more when its model is cut.
 
     Raises:
         ConfigError: the environment's rule for losses that are not finite is unknown.
     """
-    _attached.append(ref(pipeline, _attached.remove))
+    if all(each is not pipeline for each in _pipelines()):
+        _attached.append(ref(pipeline, _attached.remove))
     nan = os.environ.get(NAN, "stop")
     if nan not in NANS:
         raise ConfigError(f"{NAN} {nan!r}: must be {', '.join(NANS[:-1])} or {NANS[-1]}")

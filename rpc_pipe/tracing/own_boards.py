@@ -80,7 +80,7 @@ def _lister(training: Watchable, worker: int) -> ProgramLister:
     made, spec, order = ref(training), training.spec, training.order
 
     def listing(num_microbatches: int) -> dict[str, Any] | None:
-        if (alive := made()) is None:
+        if (alive := made()) is None or not alive.actors[0].shards:
             return None
         program = alive.program(worker, num_microbatches)
         return list_program(replace(spec, num_microbatches=num_microbatches), worker, order, program)
@@ -107,7 +107,9 @@ def _header(training: Watchable, worker: int) -> dict[str, Any]:
         "device": str(training.actors[0].backend.device),
         "schedule": name_of(training.spec),
         "microbatches": training.spec.num_microbatches,
-        "shards": [(*each, _form(shards[each[:2]])) for each in training.shards(worker)],
+        "shards": [(*each, _form(shards[each[:2]])) for each in training.shards(worker)]
+        if shards
+        else [(*each, 0, 0) for each in training.spec.hosted(worker)],
         "cores": len(os.sched_getaffinity(0)),
         "started": time.time(),
         "clock_ns": time.perf_counter_ns(),
@@ -129,6 +131,8 @@ def _folder() -> Path | None:
 
 def keep_boards(training: Watchable) -> bool:
     """Write boards of this process's workers into the run's folder; return False if the run keeps none.
+
+    It is called when a pipeline begins to cut its model, so that a worker that hangs then is seen, and when it has.
 
     Raises:
         ConfigError, OSError: they cannot be written.
@@ -169,6 +173,8 @@ def _keep(training: Watchable, folder: Path | None) -> None:
         path = None if folder is None else folder / f"worker-{worker}"
         _boards[worker] = BoardWriter(path, _header(training, worker), _lister(training, worker), written)
     _owner, _recorded = os.getpid(), ref(training)
+    if not training.actors[0].shards:
+        return
     training.listen(_boards.__getitem__)
     for actor in training.actors:
         if not actor.carrier.post.within_process:  # to workers in other processes

@@ -172,6 +172,27 @@ def test_a_stream_skips_the_batches_that_it_has_behind_it(tmp_path):
     assert told[3:] == undisturbed[3:] and all(map(math.isnan, told[:3]))
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_stop_ends_the_skipping_of_batches(tmp_path, streamed):
+    """A skipped step looked at no request to stop."""
+    pipe = pipeline(2)
+    for batch in BATCHES[:5]:
+        pipe.step(batch)
+    pipe.checkpoints.save(tmp_path)
+    resumed, read = pipeline(2), []
+    resumed.checkpoints.resume(tmp_path)
+    batches = (read.append(batch) or batch for batch in BATCHES)
+    for _ in resumed.train(batches) if streamed else map(resumed.step, batches):
+        if len(read) == 2:
+            resumed.request_stop()
+        if resumed.stopped and not streamed:
+            break
+    assert len(read) <= (5 if streamed else 3), "a stream reads ahead"
+    assert resumed.stopped and resumed.steps_done == 5 and bits(resumed) == bits(pipe)
+    with pytest.raises(KeyboardInterrupt):
+        resumed.step(BATCHES[0])
+
+
 def test_checkpoints_of_a_long_run_are_as_small_as_those_of_a_short_one(tmp_path):
     """They kept what every step and evaluation had returned."""
     pipe, sizes = pipeline(1), []

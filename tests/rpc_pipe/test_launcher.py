@@ -56,6 +56,8 @@ def training(workers):
 
 def assert_all_gone(processes, timeout=10):
     _, alive = psutil.wait_procs(processes, timeout=timeout)
+    for process in alive:
+        process.kill()
     assert not alive
 
 
@@ -169,6 +171,100 @@ def test_kill_9_of_the_launcher_leaves_no_process():
         launcher.wait()
         assert len(workers) == 2
         assert_all_gone(workers)
+
+
+def test_a_stopped_worker_ends_with_its_launcher_and_so_do_its_children(tmp_path):
+    """A worker that Ctrl-Z, SIGSTOP or a debugger had stopped outlived `kill -9` of the launcher: its thread that waits
+    for the launcher's end was stopped, too."""
+    script = tmp_path / "train.py"
+    script.write_text("import os, time\nchild = os.fork()\nif child: print('loads', child)\ntime.sleep(600)")
+    with start("-m", "rpc_pipe", "run", script, "--workers", 2, merged=True) as launcher:
+        try:
+            for _ in range(2):
+                assert "loads" in launcher.stdout.readline()
+            processes = psutil.Process(launcher.pid).children(recursive=True)
+            for process in processes:
+                process.suspend()
+        finally:
+            launcher.kill()
+    assert len(processes) == 4
+    assert_all_gone(processes)
+
+
+HANGING = """
+import os, time
+import torch
+from torch import nn
+from rpc_pipe import Pipeline
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x):
+        if os.environ["RANK"] == "1":
+            time.sleep(60)  # it hangs here
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+pipe = Pipeline(Net(), nn.functional.mse_loss, num_microbatches=2, stall_s=1)
+pipe.step((torch.ones(4, 4), torch.ones(4, 4)))
+"""
+
+
+def test_a_worker_that_hangs_in_the_first_forward_is_named_with_its_stacks(tmp_path):
+    """Until its model was cut a worker showed nothing: it "had made no pipeline yet", and another one's stacks were
+    shown."""
+    script = tmp_path / "train.py"
+    script.write_text(HANGING)
+    done = rpc_pipe("run", script, "--workers", 2)
+    assert "worker 1 hangs" in done.stdout and "stacks of worker 1" in done.stdout, done.stdout
+    assert f'{script}", line {HANGING[: HANGING.index("time.sleep")].count(chr(10)) + 1} in forward' in done.stdout
+
+
+SKIPPING = """
+import os, sys, time
+from functools import partial
+import torch
+from torch import nn
+from rpc_pipe import Pipeline
+
+resumed = "resumed" in sys.argv
+layers = [partial(nn.Linear, 2, 2), nn.Tanh]
+pipe = Pipeline(layers, nn.functional.mse_loss, training=None, num_microbatches=2)
+x, rank, steps = torch.ones(4, 2), int(os.environ["RANK"]), 99
+for step in range(steps):
+    if resumed:
+        time.sleep(0 if rank else 0.2)  # a worker reads more slowly than the other
+    pipe.step((x, x))
+    print("step", pipe.steps_done)
+    if pipe.stopped:
+        break
+print("ends after", pipe.steps_done, pipe.evaluate((x, x)) and "evaluated")
+"""
+
+
+def test_ctrl_c_stops_a_script_that_skips_its_batches(tmp_path):
+    """A stop was looked for by steps that are computed alone: a script that read 300 batches to skip them went on for
+    half a minute, and SIGTERM ended in a kill."""
+    script = tmp_path / "train.py"
+    script.write_text(SKIPPING)
+    arguments = ["run", script, "--workers", 2, "--checkpoint-every", 99]
+    assert rpc_pipe(*arguments, cwd=tmp_path).returncode == 0
+    arguments = ["-m", "rpc_pipe", *arguments, "--resume", "auto", "--", "resumed"]
+    with start(*arguments, merged=True, cwd=tmp_path) as launcher:
+        try:
+            while "worker 0 | step 3\n" not in (line := launcher.stdout.readline()):
+                assert line
+            launcher.send_signal(signal.SIGINT)
+            output = launcher.communicate(timeout=60)[0]
+        finally:
+            launcher.kill()
+    assert launcher.returncode == 130, output
+    assert "worker 0 | step 90" not in output, "it read all batches"
+    assert output.count("ends after 99 evaluated") == 2, output
 
 
 STOPPABLE = """

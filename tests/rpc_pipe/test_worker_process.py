@@ -1,6 +1,7 @@
 """What the launcher reads of a worker's process, without a pipeline in it."""
 
 import os
+import socket
 import sys
 import time
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ import pytest
 
 from rpc_pipe.launching import launcher_link as link
 from rpc_pipe.launching.worker_process import _LONGEST_LINE, WorkerProcess, hear
+from rpc_pipe.tracing import run_folders
 
 
 @contextmanager
@@ -82,6 +84,23 @@ def test_when_the_launcher_is_gone_so_is_what_its_workers_have_started():
         worker._link.close()  # as the system does when the launcher ends
         assert psutil.wait_procs([child], timeout=10)[1] == []
         assert until_the_end(worker) == [("ended", -9)]
+
+
+def test_a_worker_whose_link_breaks_leaves_the_folder_of_the_run(tmp_path, monkeypatch):
+    """It removed what the launcher reads of all workers, so that another worker was blamed."""
+    boards = tmp_path / "run-1"
+    boards.mkdir()
+    (tmp_path / run_folders.LAUNCHER).write_text(run_folders.identity())  # this process lives
+    monkeypatch.setenv(link.FOLDER, str(tmp_path))
+    monkeypatch.setenv(run_folders.FOLDER, str(boards))
+    code = "import time\nfrom rpc_pipe.launching import launcher_link as link\n"
+    code += "link._LAST_WORDS_S = 0.1\nlink.hold_leash(); print('held', flush=True)\ntime.sleep(60)"
+    with process(code) as worker:
+        while not list(hear([worker], 30)):
+            pass
+        worker._link.shutdown(socket.SHUT_RDWR)
+        assert until_the_end(worker) == [("ended", -9)]
+    assert boards.is_dir() and not list(boards.iterdir())
 
 
 def test_a_pipeline_may_be_made_while_the_others_are_asked_to_stop(monkeypatch):
