@@ -314,15 +314,18 @@ class Stream:
                 raise other.failure
 
     def _not_finite(self, number: int, loss: float) -> None:
-        """Stop, or warn: every worker finds the same, so one tells.
+        """Stop, or warn: every worker finds the same, so one tells. A scaler goes on while it can shrink its scale.
 
         Raises:
             NotFinite: all stop here.
         """
-        worker = self._worker
-        if worker.nan == "stop":
+        worker, spoilt = self._worker, "the weights are spoilt by it"
+        scale = next(iter(worker.shards.values())).updating.scale
+        if scale.enabled:  # an update by such gradients is left out, unless it never ends
+            spoilt = "" if scale.scale else "grad_scaler has come down to 0"
+        if worker.nan == "stop" and spoilt:
             raise NotFinite(
-                f"step {number}: the loss is {loss}, and the weights are spoilt by it: go on from a checkpoint of "
+                f"step {number}: the loss is {loss}, and {spoilt}: go on from a checkpoint of "
                 "before; torch.autograd.set_detect_anomaly(True) shows where it comes from; RPC_PIPE_NAN=warn goes on "
                 "(in a job: rpc-pipe run --nan warn)"
             )

@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from rpc_pipe import Pipeline, Training
-from rpc_pipe.dependency import BatchError, ConfigError, WorkerFailure
+from rpc_pipe.dependency import BatchError, ConfigError, NotFinite, WorkerFailure
 
 MICROBATCHES = 4
 torch.manual_seed(0)
@@ -148,6 +148,30 @@ def test_one_decision_of_all_stages_scales_the_loss(schedule, num_workers, max_g
     found = [(pipe.step(batch), pipe.loss_scale) for batch in BATCHES]
     assert found == list(zip(expected, scales, strict=True))
     assert equal(pipe.weights.state_dict(), model)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_scaler_goes_on_behind_a_forward_that_overflows(monkeypatch, accumulate, streamed):
+    """The loss was not finite, and the run ended "with weights that are spoilt by it": the scaler had left the update
+    out, as it is there for."""
+    batches = [(x * (float("inf") if step == 2 else 1), target) for step, (x, target) in enumerate(BATCHES)]
+    monkeypatch.setattr(f"{__name__}.BATCHES", batches)
+    scaler = partial(torch.amp.GradScaler, "cpu", init_scale=2.0**12)
+    expected, model, _, scales = plainly(scaler=scaler(), accumulate=accumulate)
+    pipe = pipeline("1f1b", 3, grad_scaler=scaler(), accumulate=accumulate)
+    found = list(pipe.train(BATCHES) if streamed else map(pipe.step, BATCHES))
+    assert repr(found) == repr(expected) and "nan" in repr(found)
+    assert equal(pipe.weights.state_dict(), model) and pipe.loss_scale == scales[-1] < 2.0**12
+
+
+def test_a_scaler_that_leaves_out_every_update_ends_the_run():
+    """It went on for ever, with a scale of 0."""
+    pipe = pipeline("1f1b", 2, grad_scaler=torch.amp.GradScaler("cpu", init_scale=2.0**-148))
+    batch = BATCHES[0][0] * float("nan"), BATCHES[0][1]
+    pipe.step(batch)
+    with pytest.raises(NotFinite):
+        pipe.step(batch)
 
 
 def test_the_scale_of_a_loss_behind_frozen_layers(tmp_path):
