@@ -142,8 +142,7 @@ class Pipeline(Inspected, WithOldNames):
         self._actors = make_actors(job, workers, device, training.max_grad_norm, stall_s)
         self._batch_reader = BatchReader(self.spec, self._actors, self.partition.whole, self.partition.loss_is_inside)
         self._threads = None if job else WorkerThreads(self._actors)
-        self.worker, self._reports = workers[0], StepReports(self)
-        self._stopped = self._closed = False
+        self.worker, self._reports, self._stopped, self._closed = workers[0], StepReports(self), False, False
         elastic, num_routes = self.spec.elasticity > 0, self.spec.num_routes
         self.checkpoints = Checkpoints(self._each, self.num_workers, {"seed": seed}, stall_s, elastic, num_routes)
         self.weights = Weights(self._each, self.checkpoints, self.partition, self.gather)

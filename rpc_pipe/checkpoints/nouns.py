@@ -106,6 +106,12 @@ class Checkpoints:
         self.refuse_averaged("checkpoints.load")
         self.settle()
         checkpoint, self.results, random = self._put(where)
+        if self._num_routes != checkpoint.num_routes and (apart := checkpoint.apart()) and self._is_first():
+            logger.warning(
+                "checkpoint %s: %s, of %d replicas, start from the first one: there are %d now", checkpoint.path,
+                ", ".join(apart) if len(apart) < 4 else f"{apart[0]} and {len(apart) - 1} more buffers",
+                checkpoint.num_routes, self._num_routes,
+            )  # fmt: skip
         if anew:
             self.results.skip(checkpoint.step)
             self._resumed = checkpoint.path, bool(checkpoint.about.get("asked"))
@@ -254,9 +260,13 @@ class Checkpoints:
 
     def _go_without(self, error: ConfigError) -> None:
         """Tell, once, that checkpoints of `every` cannot be written: training does not depend on them."""
-        if not self._goes_without and 0 in self._each(lambda actor: actor.worker):
+        if not self._goes_without and self._is_first():
             logger.warning("%s; training goes on without it", error)
         self._goes_without = True
+
+    def _is_first(self) -> bool:
+        """Return whether this process has worker 0, which tells."""
+        return 0 in self._each(lambda actor: actor.worker)
 
     def _put(self, where: Path) -> Prepared:
         from .reading import put_all

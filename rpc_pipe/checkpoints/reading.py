@@ -20,7 +20,7 @@ from ..workers.actor import WorkerActor
 from ..workers.compute.stash import StashingShard
 from . import folder
 from .resumption import Resumption
-from .shard_state import Stages, model_tensors, of_route, put
+from .shard_state import Stages, buffer_of, model_tensors, of_route, own_buffers, put
 from .together import together
 from .values import NAMES, by_file, checksum, decoded, opened
 from .writing import FORMAT, own_routes
@@ -87,6 +87,22 @@ class Checkpoint:
             raise Damaged(f"checkpoint {path}: is missing")
         if path.stat().st_size != size:
             raise Damaged(f"checkpoint {path}: has {path.stat().st_size} bytes of {size}: it was cut off")
+
+    @property
+    def num_routes(self) -> int:
+        """How many routes had buffers of their own, the first included."""
+        return 1 + max((buffer_of(key)[0] for key in self._tensors["optimizer"]), default=0)
+
+    def buffers(self, own: Iterable[str]) -> dict[str, Tensor]:
+        """Return the numbers of these buffers, named as by `own_buffers`, by their names in the model."""
+        there = [key for key in own if key in self._tensors["optimizer"]]
+        return {buffer_of(key)[1]: tensor for key, tensor in self.rest(there).items()}
+
+    def apart(self) -> list[str]:
+        """Return the names of the buffers in which routes differed from the first."""
+        sums = {key: each for of_file in self._sums.values() for key, each in of_file.items()}
+        named = [(key, *buffer_of(key)) for key in self._tensors["optimizer"]]
+        return sorted({name for key, route, name in named if route and sums.get(key) != sums.get(name)})
 
     @property
     def names(self) -> set[str]:
@@ -179,6 +195,8 @@ def put_all(actor: WorkerActor, where: str | Path, elastic: bool, num_routes: in
                 references.append(partial(shard.refer_to, weights))
                 stages = checkpoint.routes[route]
                 weights = stages.read(own[shard])
+            elif num_routes == checkpoint.num_routes:
+                weights |= checkpoint.buffers(own_buffers(shard, route))
             steps.extend([partial(put, shard, weights), stages.prepare(shard, route, num_routes)])
         return Prepared(checkpoint, results, checkpoint.rest(NAMES))
 

@@ -17,8 +17,8 @@ from ..dependency import ConfigError
 from ..workers.compute.shard import Shard
 from .values import decoded, encoded
 
+_AVERAGE, _HELD, _PART, _SUMS, _BUFFER = "average.", "gradient.", "gradient/", "statistics.", "buffer/"
 #: options of a group that say how torch computes, not what
-_AVERAGE, _HELD, _PART, _SUMS = "average.", "gradient.", "gradient/", "statistics."
 _HOW = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
 
 
@@ -30,6 +30,22 @@ def of_route(number: int, name: str) -> str:
 def model_tensors(shard: Shard) -> dict[str, Tensor]:
     """Return the shard's parameters and buffers themselves."""
     return _checked(shard.state_dict())
+
+
+def own_buffers(shard: Shard, route: int) -> dict[str, Tensor]:
+    """Return the shard's buffers themselves, by names of their own on the second and later routes.
+
+    Routes see other rows, so that their statistics, codebooks and moving averages differ.
+    """
+    weights = {parameter.data_ptr() for parameter in shard.parameters()}
+    named = model_tensors(shard).items() if route else ()
+    return {f"{_BUFFER}{route}.{name}": tensor for name, tensor in named if tensor.data_ptr() not in weights}
+
+
+def buffer_of(key: str) -> tuple[int, str]:
+    """Return the route and the name of a buffer as `own_buffers` names it; route 0 of another tensor."""
+    route, _, name = key.removeprefix(_BUFFER).partition(".")
+    return (int(route), name) if key.startswith(_BUFFER) else (0, key)
 
 
 def evaluated_tensors(shard: Shard) -> dict[str, Tensor]:

@@ -30,6 +30,7 @@ from .shard_state import (
     model_tensors,
     of_route,
     optimizer_tensors,
+    own_buffers,
     state_tensors,
 )
 from .values import checksum, random_state, write
@@ -65,6 +66,7 @@ class Snapshot:
             self._stages = {str(shard.stage): described(shard) for shard in first}
             for (stage, number), shard in actor.shards.items():
                 own = optimizer_tensors(shard) if number == 0 else held_tensors(shard, number)
+                own |= {} if elastic else own_buffers(shard, number)
                 if number and shard.updating.owned is not None:
                     self._stages[f"{stage}/{number}"] = described(shard)
                     own |= state_tensors(shard)

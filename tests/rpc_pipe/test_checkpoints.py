@@ -51,6 +51,40 @@ def test_training_goes_on_as_if_nothing_had_been(written, num_workers, schedule)
     assert bits(pipe) == weights
 
 
+class Quantized(nn.Module):
+    """Moves a row of its codebook towards what it is given, and adds it, so that buffers take part in training."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("codebook", torch.zeros(4, 16))
+
+    def forward(self, x):
+        if self.training:
+            self.codebook = 0.9 * self.codebook + 0.1 * x.detach().mean(0)
+        return x + self.codebook[0]
+
+
+@pytest.mark.parametrize("options", [{"replicas": 2}, {"replicas": 2, "zero": 1}, {"schedule": "chimera"}])
+def test_buffers_of_each_replica_go_on_where_they_were(tmp_path, caplog, options):
+    """Those of the first were saved alone: after a restart statistics of the others, and weights that depend on their
+    buffers, were not those of an undisturbed run."""
+    layers = [*LAYERS[:3], Quantized, *LAYERS[4:]]
+    undisturbed, resumed = (pipeline(4, layers=layers, **options) for _ in range(2))
+    for batch in BATCHES[:DONE]:
+        undisturbed.step(batch)
+    undisturbed.checkpoints.save(tmp_path)
+    resumed.checkpoints.load(tmp_path)
+    assert not [record for record in caplog.records if record.name.endswith("nouns")]
+    for batch in BATCHES[DONE:]:
+        assert resumed.step(batch) == undisturbed.step(batch)
+    assert bits(resumed) == bits(undisturbed)
+    assert resumed.evaluate(BATCHES[0]) == undisturbed.evaluate(BATCHES[0])
+    caplog.clear()
+    pipeline(2, layers=layers).checkpoints.load(tmp_path)
+    (record,) = caplog.records
+    assert record.args[1:] == ("3.codebook, 4.running_mean, 4.running_var", 2, 1)
+
+
 @pytest.mark.parametrize("schedule", ["chimera", "dualpipe", "gpipe"])
 def test_schedules_that_sum_in_another_order_begin_with_the_same_bits(written, schedule):
     pipe, same = pipeline(2, schedule), pipeline(1)
