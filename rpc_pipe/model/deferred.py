@@ -1,9 +1,9 @@
 """Deferred initialisation of a model that a function makes: parameters are computed only where they are held.
 
-The function runs once on placeholders while its operators are recorded. To fill a parameter, the operators on which it
-depends are run again on real tensors, so it gets exactly the model's own initialisation. Random numbers are keyed by
-the number of the operator, so a parameter has the same initial values on every worker and with every cut; they are not
-those of one sequence of draws from one generator.
+The function runs once on placeholders while its operators are recorded. To fill a parameter, the operators that it
+depends on are run again on real tensors, so it gets exactly the model's initialisation. Random numbers are keyed by
+the number of the operator, so a parameter has the same initial values on every worker and with every cut; they differ
+from one sequence of draws from one generator.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class _Recorder(OperatorMode):
         return found.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
     def _operations_for(self, storage: int) -> list[_Operation]:
-        """Return, in order, all operations on which the data of a storage depend."""
+        """Return, in order, all operations that the data of a storage depend on."""
         found: dict[int, _Operation] = {}
         seen, waiting = {storage}, [storage]
         while waiting:

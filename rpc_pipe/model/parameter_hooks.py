@@ -56,7 +56,7 @@ def needs_rebinding(parameter: nn.Parameter, change: Change) -> bool:
 
 
 def refuse_hooks(parameter: nn.Parameter, name: str, stages: Sequence[int]) -> None:
-    """Refuse gradient hooks of a parameter of several stages, none of which has the whole gradient.
+    """Raise if a parameter of several stages has gradient hooks: no stage has the whole gradient.
 
     Raises:
         ModelError: the parameter has hooks.
@@ -69,6 +69,6 @@ def refuse_hooks(parameter: nn.Parameter, name: str, stages: Sequence[int]) -> N
 
 
 def _hooks(parameter: nn.Parameter) -> tuple[list[Hook], list[Hook]]:
-    """Return the hooks that run before a gradient is accumulated, and those after."""
+    """Return the hooks that run before a gradient is accumulated, and the hooks after."""
     before, after = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
     return [*(before or {}).values()], [*(after or {}).values()]

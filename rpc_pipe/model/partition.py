@@ -42,7 +42,7 @@ class StageToBuild:
 class Builder(Protocol):
     """A picklable object that builds a stage where it lives: `builder(stage)`.
 
-    With an attribute `num_layers` the cut is made here, `stage.layers` says which layers to build, and they
+    With an attribute `num_layers` the cut is made here, `stage.layers` lists the layers to build, and they
     are returned in a list of that length (of modules, or of callables: then initial weights do not depend on
     the cut). Without it the builder decides what a stage is, and a stage counts as one layer.
     """
@@ -84,7 +84,7 @@ class LayerPartition:
         self._counted = is_list or hasattr(model, "num_layers")
         self.ranges = cut(self.num_layers, num_stages, split)
         self._ties = Ties(layers, self.ranges if is_list else ())
-        #: parameters that several stages hold -> those stages
+        #: parameters that several stages hold -> their stages
         self.shared = self._ties.shared
         self.block_names = [str(layer) for layer in range(self.num_layers)]
         #: none: all parameters are inside layers
@@ -104,7 +104,7 @@ class LayerPartition:
         """Build the layers of `stage` only; return them with their indices in the whole model.
 
         Args:
-            route: 0 for the first replica in this process; others get layers of their own: copies of the user's.
+            route: 0 for the first replica in this process; other routes get copies of the user's layers.
         """
         layers, built = self._layers(stage, randomness)
         made = [_realize(layer, i, randomness) for i, layer in zip(layers, built, strict=True)]
@@ -125,7 +125,7 @@ class LayerPartition:
         return [(i, copies.get(module, module)) for i, module in zip(layers, made, strict=True)]
 
     def _was_made(self, module: nn.Module, route: int) -> bool:
-        """Tell whether a module has been built before, or at a second replica any module in it."""
+        """Return whether a module has been built before, or at a second replica any module in it."""
         return any(part in self._made for part in (module.modules() if route > 0 else [module]))
 
     def _layers(self, stage: int, randomness: Randomness) -> tuple[Sequence[int], list[LayerLike]]:

@@ -1,4 +1,4 @@
-"""Blocks of a model that share nothing with what is around them, so that they can stand among copies of it."""
+"""Blocks of a model that share nothing with the modules around them, so that they can stand among copies of these."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BOXES = (list, dict, set, tuple)
 
 
 def separate(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
-    """Return the blocks whose modules, tensors and containers only they themselves hold; of nested ones the outer."""
+    """Return the blocks that share no module, tensor or container with the rest; of nested ones the outer."""
     count = Counter(id(each) for module in model.modules() for each in _held(module))
     nested = {part for block in blocks for part in block.modules() if part is not block}
     return [block for block in blocks if block not in nested and _is_separate(block, count)]
@@ -35,7 +35,7 @@ def _is_separate(block: nn.Module, count: Counter[int]) -> bool:
 
 
 def _held(module: nn.Module) -> Iterator[Any]:
-    """Yield what a module holds that another one could hold too: members, tensors, and containers."""
+    """Yield the objects of a module that another module could hold too: members, tensors, and containers."""
     for held in (module._modules, module._parameters, module._buffers):
         yield from (each for each in held.values() if each is not None)
     for name, value in vars(module).items():
@@ -64,7 +64,7 @@ def modules_in(values: Iterable[Any], depth: int) -> Iterator[nn.Module]:
 
 
 def mentioned(function: Any) -> dict[str, Any]:
-    """Return what a function refers to by its globals and its closure, and the function itself, by name."""
+    """Return the objects in a function's globals and closure, and the function itself, by name."""
     found = {"": function}
     function = getattr(function, "__func__", function)
     code = getattr(function, "__code__", None)

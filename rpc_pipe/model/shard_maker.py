@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ..workers.compute.pieces import Pieces
     from .observed_partition import ObservedPartition
 
-#: so many calls of a loss function are looked at
+#: number of calls of a loss function that are observed
 _LOOKS = 2
 #: every kind of model that a pipeline takes
 Model = Layered | nn.Module | Callable[[], nn.Module]
@@ -43,7 +43,7 @@ def make_partition(
     blocks: str | Sequence[str] | None,
     seed: int,
 ) -> LayerPartition | ObservedPartition:
-    """Return the partition of a model: between its layers, or where its own forward calls its blocks.
+    """Return the partition of a model: between its layers, or where its forward calls its blocks.
 
     Raises:
         ModelError: the model cannot be cut, or there is no loss.
@@ -53,7 +53,7 @@ def make_partition(
             f"model: is a {type(model).__name__}; must be a module, a list of layers, or a function that makes a module"
         )
     if needs_observation(model):
-        from .observed_partition import ObservedPartition  # it loads what observes and replays forwards
+        from .observed_partition import ObservedPartition  # it loads the modules that observe and replay forwards
 
         whole = ObservedPartition(model, num_stages, split, loss_fn, blocks=blocks, seed=seed)  # type: ignore[arg-type]
         if training.deferred_batch_norm:
@@ -68,7 +68,7 @@ def make_partition(
 
 @contextmanager
 def with_metric(shards: Iterable[Shard], metric: LossFn | None) -> Iterator[None]:
-    """Return a context in which the last stage computes `metric` instead of the loss; None: the loss."""
+    """Return a context that lets the last stage compute `metric` instead of the loss; None: the loss."""
     refuse_sums(metric, "metric")
     last = [] if metric is None else [(shard, shard.loss_fn) for shard in shards if shard.loss_fn is not None]
 
@@ -110,8 +110,8 @@ class ShardMaker:
         """Return the shards of `worker`, on `device`, by (stage, route).
 
         Args:
-            here: the workers of this process. If they hold a stage by several routes, the first uses the user's own
-                modules, which the user may change between two steps, and the others use copies.
+            here: the workers of this process. If they hold a stage by several routes, the first route uses the user's
+                modules, which the user may change between two steps, and the other routes use copies.
         """
         randomness = Randomness(self.seed, device)
         first: dict[int, int] = {}
@@ -158,7 +158,7 @@ class ShardMaker:
         )
 
     def _pieces(self, spec: Spec, stage: int, route: int, slice: Slice) -> Pieces | None:
-        """Return who owns which parameters of a stage; None: nobody else holds any."""
+        """Return the owners of a stage's parameters; None: no other stage or replica holds any."""
         if not spec.takes_steps or (spec.num_routes == 1 and not slice.shared):
             return None
         from ..workers.compute.pieces import Pieces

@@ -1,8 +1,8 @@
-"""What layers of a list share across a cut: parameters (tied weights), and objects in which they hand tensors on.
+"""Objects that layers of a list share across a cut: parameters (tied weights), and objects that pass tensors on.
 
 Each stage has a copy of a tied weight by the parameter's first name in the unsplit model. The copies' gradients are
-summed before every update, so the copies stay equal. Tensors that layers hand on beside what they return do not reach
-the layers of other stages, so these are refused.
+summed before every update, so the copies stay equal. Tensors that layers pass on beside their return values do not
+reach the layers of other stages, so these are refused.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .separate import mentioned, modules_in
 
 
 class Ties:
-    """What the layers of a list share across a cut.
+    """Objects that the layers of a list share across a cut.
 
     Args:
         layers: modules are searched; layers that callables build share nothing.
@@ -95,7 +95,7 @@ class Holder(NamedTuple):
 
 
 def shared_holders(layers: Sequence[Any], stages: Sequence[range], loss_fn: Any) -> list[list[Holder]]:
-    """Return, by stage, what its layers hold and layers of other stages too, or the loss function on the last."""
+    """Return, by stage, objects of its layers that other stages, or the loss function on the last, hold too."""
     users: dict[int, set[int]] = defaultdict(set)
     found: list[list[Holder]] = []
     for stage, indices in enumerate(stages):
@@ -103,7 +103,7 @@ def shared_holders(layers: Sequence[Any], stages: Sequence[range], loss_fn: Any)
         holders = [Holder(index, *each) for index, part in parts for each in _holders(part)]
         for holder in holders:
             users[id(holder.held)].add(stage)
-        # a module's own attributes count where the loss function refers to the module
+        # a module's attributes count where the loss function refers to the module
         found.append(holders + [Holder(i, f"an attribute of {type(part).__name__}", vars(part)) for i, part in parts])
     values = list(mentioned(loss_fn).values())
     for each in (*values, *[vars(part) for module in modules_in(values, 3) for part in module.modules()]):
@@ -112,7 +112,7 @@ def shared_holders(layers: Sequence[Any], stages: Sequence[range], loss_fn: Any)
 
 
 def refuse_handed_on(holders: Sequence[Holder]) -> None:
-    """Refuse a tensor with a graph in what other stages hold too, after a forward of the stage.
+    """Raise if an object that other stages hold too has a tensor with a graph, after a forward of the stage.
 
     Raises:
         ModelError: there is one.

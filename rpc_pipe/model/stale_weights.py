@@ -1,7 +1,7 @@
 """Refusal of forwards that would use stale weights, called by hand or by another pipeline.
 
-In a job of several processes, a user's model has the trained weights of this process's stages only; all others still
-have their values from before.
+In a job of several processes, a user's model has the trained weights of this process's stages only; all other weights
+still have their values from before.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def _state(parameter: Tensor | None) -> tuple[int, ...]:
 
 
 def _modules(model: Any) -> list[tuple[str, nn.Module]]:
-    """Return all modules, each with the prefix of its parameters' names; what makes layers has none."""
+    """Return all modules, each with the prefix of its parameters' names; functions that make layers have none."""
     if isinstance(model, Sequence):
         model = nn.ModuleList([layer if isinstance(layer, nn.Module) else nn.Module() for layer in model])
     named = model.named_modules() if isinstance(model, nn.Module) else ()

@@ -62,7 +62,7 @@ class UserModel:
         return as_pair(batch)
 
     def call(self, batch: Tree) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments of the model's own forward."""
+        """Return the arguments of the model's forward."""
         args, kwargs = self._form.pair(batch)[0]
         return args, kwargs
 

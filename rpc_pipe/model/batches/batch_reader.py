@@ -1,4 +1,4 @@
-"""Reading of batches for the workers of a process: what they use of a lazy batch, or all for those that cannot read."""
+"""Reading of batches for the workers of a process: the used parts of a lazy batch, or all where some cannot read."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class BatchReader:
         self._used = 0 in stages, spec.last_stage in stages
         #: the rows that this worker reads, where other replicas read theirs
         self._own = None if self._has_all or spec.num_routes == 1 else OwnRows(self._spec, self._peer.worker)
-        #: whether it has been said that a batch has fewer rows than microbatches are wanted
+        #: whether a batch with fewer rows than microbatches has been reported
         self._said_fewer = False
         self._num_cut = 0
 
@@ -93,7 +93,7 @@ class BatchReader:
         return replace(found, scatter=scatter)
 
     def _say_if_fewer(self, found: Microbatches) -> None:
-        """Say once if a batch has been split into fewer microbatches than are wanted, as it has too few rows."""
+        """Report once if a batch has been split into fewer microbatches than wanted, because it has too few rows."""
         wanted, made = self._spec.num_microbatches, len(found.inputs)
         if made < wanted and not self._said_fewer:
             self._said_fewer = True

@@ -10,13 +10,13 @@ from ...workers.transport.scatter import run_by
 
 
 class OwnRows(NamedTuple):
-    """The rows of a batch that a worker runs, where other replicas run the others."""
+    """The rows of a batch that a worker runs, where other replicas run the rest."""
 
     spec: Spec
     worker: int
 
     def microbatches(self, rows: int) -> list[int]:
-        """Return its microbatches of a batch of so many rows; if there are none the first, for its form."""
+        """Return its microbatches of a batch of `rows` rows; without any the first, for its form."""
         every = list(range(min(self.spec.num_microbatches, rows)))
         return [number for number in run_by(self.spec, self.worker, every) if number is not None] or [0]
 
@@ -33,14 +33,14 @@ class LazyBatch:
     rows: int
     #: names the rows and their source; must be equal on all workers
     label: str
-    #: whether only the worker of the first stage can read it; the others pull from there what they use
+    #: whether only the worker of the first stage can read it; other workers pull the parts that they use
     scattered: bool = False
-    #: how long its last reader waited, in ns, and for what: disk, network or decode
+    #: the wait of its last reader, in ns, and the cause: disk, network or decode
     waited_ns: int = 0
     waited_for: str = ""
 
     def read(self, inputs: bool, targets: bool, own: OwnRows | None = None) -> tuple[Tree, Tree]:
-        """Return (inputs, targets) as far as they are wanted, only their `own` rows; None for what is not."""
+        """Return the wanted ones of (inputs, targets), only their `own` rows; None for the unwanted."""
         raise NotImplementedError
 
     def follow(self) -> None:
@@ -51,5 +51,5 @@ class LazyBatch:
 
 
 def label_of(batch: object) -> str:
-    """Return the label of a lazy batch; "" for others."""
+    """Return the label of a lazy batch; "" for any other."""
     return batch.label if isinstance(batch, LazyBatch) else ""

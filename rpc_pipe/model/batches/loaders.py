@@ -1,4 +1,4 @@
-"""A loader in the place of a batch: what it is told by, and the mean over its batches."""
+"""A loader in the place of a batch: how it is recognised, and the mean over its batches."""
 
 from __future__ import annotations
 

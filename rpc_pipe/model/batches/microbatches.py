@@ -37,7 +37,7 @@ class Microbatches:
     now: Callable[[], tuple[str, str]] | None = None
     #: the lazy batch that they were read from; None: the user passed the batch itself
     lazy: LazyBatch | None = None
-    #: the worker that reads it for others, if these do not read for themselves
+    #: the distribution from the reading worker, if other workers do not read
     scatter: Scatter | None = None
     #: if they are slices of sequences: where each begins and ends, and the sequence's length
     places: list[tuple[int, int, int]] | None = None
@@ -51,10 +51,10 @@ class Microbatches:
         number: int,
         pair: Pair,
     ) -> Microbatches:
-        """Split `batch` into at most `num_microbatches`, or take those that the user has split.
+        """Split `batch` into at most `num_microbatches`, or take the microbatches that the user has split.
 
         Args:
-            number: number of calls so far, by which the tensors are chosen that are compared between workers.
+            number: number of calls so far; it selects the tensors that are compared between workers.
             pair: makes (inputs, targets) of a batch.
 
         Raises:
@@ -98,11 +98,11 @@ class Microbatches:
 
     @property
     def waited(self) -> tuple[int, str]:
-        """How long reading was waited for, in ns, and for what."""
+        """The wait for reading, in ns, and its cause."""
         return (0, "") if self.lazy is None else (self.lazy.waited_ns, self.lazy.waited_for)
 
     def finished(self) -> None:
-        """Tell the lazy batch's loader that the call with it has ended."""
+        """Inform the lazy batch's loader that the call with it has ended."""
         if self.lazy is not None:
             self.lazy.finished()
 
@@ -114,10 +114,10 @@ class Microbatches:
         parts: int,
         own: OwnRows | None = None,
     ) -> Microbatches:
-        """Split what has been read of a lazy batch.
+        """Split the read part of a lazy batch.
 
         Args:
-            own: the rows that have been read, if not all; microbatches of others are meta tensors.
+            own: the rows that have been read, if not all; other replicas' microbatches are meta tensors.
         """
         rows = [batch.rows // parts + (number < batch.rows % parts) for number in range(parts)]  # as split_rows does
         inputs, targets = (
@@ -136,7 +136,7 @@ class Microbatches:
 
 
 def _split(tree: Tree, rows: Sequence[int], own: Sequence[int]) -> list[Tree]:
-    """Split what has been read of a batch, the microbatches `own`, into all: of the others only forms are known."""
+    """Split the read part of a batch, the microbatches `own`; the other microbatches have forms alone."""
     read = {id(t): dict(zip(own, t.split([rows[n] for n in own]), strict=True)) for t in tensors_of(tree)}
 
     def piece(number: int) -> Tree:
@@ -167,7 +167,7 @@ def refuse_lists(tree: Tree, rows: int) -> None:
 
 
 def _num_rows(tree: Tree) -> int:
-    """Return the rows of a batch, in which tensors without dimension, or with one row, count for all rows."""
+    """Return the rows of a batch; tensors without dimension, or with one row, count for all rows."""
     sizes = {tensor.shape[0] for tensor in tensors_of(tree) if tensor.dim()}
     if len(sizes) > 1:
         sizes.discard(1)
@@ -210,7 +210,7 @@ class Prefetcher:
         self._read: dict[int, Microbatches] = {}
 
     def advance(self, step: int) -> None:
-        """Read the batches up to `count` ahead of `step`, and drop those before it."""
+        """Read the batches up to `count` ahead of `step`, and drop the batches before it."""
         self._read.pop(step - 1, None)
         for wanted in range(step, step + 1 + self._count):
             if wanted not in self._read and (not self._read or wanted - 1 in self._read):
@@ -221,7 +221,7 @@ class Prefetcher:
                     _refuse_rewritten(self._read[wanted - 1], self._read[wanted])
 
     def finished(self, step: int) -> str:
-        """Tell the loader that the batch of `step` has been trained on; return its label."""
+        """Inform the loader that the batch of `step` has been trained on; return its label."""
         self._read[step].finished()
         return label_of(self._read[step].lazy)
 
@@ -233,7 +233,7 @@ class Prefetcher:
 
 
 def _refuse_rewritten(earlier: Microbatches, later: Microbatches) -> None:
-    """Refuse a batch whose memory has got other data, where the next one begins in the same memory.
+    """Raise if the memory of a batch was overwritten, as by a next batch in the same memory.
 
     Raises:
         BatchError: it has.
@@ -271,14 +271,14 @@ def join_rows(pieces: list[Tree]) -> Tree:
 
 
 class Outputs:
-    """The workers that compute outputs, and those that want them.
+    """The workers that compute outputs, and the workers that want them.
 
     Args:
         to: the worker or workers that want them; None: all.
 
     Attributes:
-        name: compared with other workers, which must ask for the same.
-        senders, takers: the workers that have outputs, and those that want them.
+        name: compared with other workers, which must make the same call.
+        senders, takers: the workers that have outputs, and the workers that want them.
 
     Raises:
         BatchError: there is no such worker.

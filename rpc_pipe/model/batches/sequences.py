@@ -18,7 +18,7 @@ from ...workers.compute.sequence import current
 from ...workers.transport.payload import Tree, map_tensors, shapes_in, tensors_of
 from .microbatches import Microbatches
 
-#: what losses of tokens leave out, in torch and Hugging Face alike
+#: label that losses of tokens ignore, in torch and Hugging Face alike
 _IGNORED = -100
 
 
@@ -26,12 +26,12 @@ class Sequences:
     """Cuts microbatches into slices.
 
     Args:
-        spec: says the sizes of slices.
-        whole: the model, if its own forward is cut and not a list of layers.
+        spec: has the sizes of slices.
+        whole: the model, if its forward is cut and not a list of layers.
         loss_is_inside: whether it computes its loss itself.
 
     Raises:
-        ConfigError: the model computes again in backward what it has put into its cache.
+        ConfigError: the model recomputes in backward tensors that it has put into its cache.
     """
 
     def __init__(self, spec: Spec, whole: nn.Module | None, *, loss_is_inside: bool) -> None:
@@ -42,7 +42,7 @@ class Sequences:
         #: whether labels are shifted inside of the model, as Hugging Face's causal ones do
         self._shifts = self._takes_cache and loss_is_inside and takes_more and "labels" in parameters
         self._names = list(parameters)
-        # A model without positions, as one with ALiBi, takes these from the mask of tokens, and makes its own of pairs.
+        # A model without positions, as one with ALiBi, takes these from the mask of tokens, and makes a mask of pairs.
         gives_masks = self._takes_cache and "position_ids" in parameters
         self._masks = _masks(whole, max(self._sizes) / sum(self._sizes)) if gives_masks else None
         if self._takes_cache and getattr(getattr(whole, "config", None), "output_router_logits", False):
@@ -91,7 +91,7 @@ class Sequences:
             pieces = [_cut(inputs, *place, length) for place in ranges]
         targets = [_cut(target, *place, length) for place in ranges]
         places = [(*place, length) for place in ranges]
-        if self._shifts and "shift_labels" in inputs[1]:  # of which the model adds up losses
+        if self._shifts and "shift_labels" in inputs[1]:  # the model adds up the losses of these
             return pieces, targets, [share] * count, places
         counted = [_num_counted(each) for each in targets]
         weights = [each for each in counted if each is not None]
@@ -100,7 +100,7 @@ class Sequences:
         return pieces, targets, [share * weight / sum(weights) for weight in weights], places
 
     def _named(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what a model with a cache is called with, by names."""
+        """Return the arguments of a model with a cache, by name."""
         named = {**dict(zip(self._names, args, strict=False)), **kwargs}
         places = named.get("position_ids")
         if isinstance(places, Tensor) and not places.is_meta and (places.diff(dim=-1) != 1).any():
@@ -131,8 +131,8 @@ class Sequences:
 class SliceCache:
     """A `past_key_values` that knows a slice's place; keys and values lie with the stage that computes it.
 
-    Each stage has the layers that it runs, and all know from here how much has come before: so masks and positions are
-    those of the whole sequence on every stage.
+    Each stage has the layers that it runs, and all read the number of earlier tokens from here: so masks and positions
+    are the whole sequence's on every stage.
 
     Args:
         begin, end: place of the slice; `total`: length of the sequence.
@@ -172,10 +172,10 @@ class SliceCache:
 
 
 def _masks(whole: Any, largest: float) -> Callable[[int, int, int], Tensor] | None:
-    """Return what makes the mask of a slice from `begin` to `end` of so many tokens; None: the model makes its own.
+    """Return the maker of the mask of a slice from `begin` to `end` of a sequence; None: the model makes the mask.
 
-    All layers save it for backward as one, and those of all slices are parts of one. Of its own each layer saves
-    another copy: of 4,096 tokens in 8 slices 34 MB, of GPT-2's activations a sixth.
+    All layers save one mask for backward, and the masks of all slices are parts of one. Of a mask made by the model
+    each layer saves a copy: of 4,096 tokens in 8 slices 34 MB, a sixth of GPT-2's activations.
 
     Args:
         largest: the part of a sequence that is in its largest slice.
@@ -221,7 +221,7 @@ def length_of(tree: Tree) -> int:
 
 
 def _cut(tree: Tree, begin: int, end: int, length: int) -> Tree:
-    """Return a part of all tensors that have sequences; others count for all slices."""
+    """Return a part of all tensors that have sequences; other tensors count for all slices."""
     return map_tensors(tree, lambda t: t[:, begin:end].contiguous() if t.dim() > 1 and t.shape[1] == length else t)
 
 

@@ -1,4 +1,4 @@
-"""The inputs of a worker's steps, each with the worker's compiled part of the schedule and what ends the step."""
+"""The inputs of a worker's steps, each with the worker's compiled part of the schedule and the end of the step."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from .microbatches import Microbatches, update_shares
 
 
 class StepEnd:
-    """Decides step by step what updates must know of other stages; all workers decide the same.
+    """Decides step by step the facts of other stages that updates wait for; all workers decide the same.
 
     Args:
-        training: its `post_validation` says whether updates may precede the norm of all gradients (and be undone);
-            None: the schedule's own choice.
+        training: its `post_validation` decides whether updates may precede the norm of all gradients (and be undone);
+            None: the schedule's choice.
 
     Raises:
         BatchError: post-validation is wanted and impossible.
@@ -48,7 +48,7 @@ class StepEnd:
         self._validates = possible and (spec.post_validation if post_validation is None else post_validation)
         #: how parameters that several hold are divided into pieces; known when the model has been cut
         self.divided = NO_REDUCTIONS
-        # Only the first step shows whether the loss is a sum with a weight, for which updates wait; and clipping is
+        # Only the first step shows whether the loss is a sum with a weight, which updates wait for; and clipping is
         # frequent at first.
         self._reductions = Reductions(weight=True, norms=max_grad_norm is not None or scaled)
 
@@ -57,7 +57,7 @@ class StepEnd:
         return (step + 1) % self._accumulate == 0
 
     def reductions(self, step: int, *, streamed: bool) -> Reductions:
-        """Return what the updates of training step `step` must know.
+        """Return the reductions that the updates of training step `step` wait for.
 
         Args:
             streamed: whether the next step may begin before this one has ended; if not, an early update saves nothing.
@@ -76,11 +76,11 @@ class StepEnd:
 
 
 class StepInputs:
-    """Makes the inputs of steps; parts are cached by number of microbatches and by what updates depend on.
+    """Makes the inputs of steps; parts are cached by number of microbatches and by the reductions of updates.
 
     Args:
-        workers: those of this process; `spec` has been checked for them.
-        due: tells whether a checkpoint is written after so many steps.
+        workers: of this process; `spec` has been checked for them.
+        due: returns whether a checkpoint is written after a number of steps.
 
     Attributes:
         described: the settings that must be equal on all workers, in one line.
@@ -93,12 +93,12 @@ class StepInputs:
         self._spec, self._order, self._workers = spec, order, workers
         self._step_end, self._due = step_end, due
         self.described = self.weights = ""
-        #: by number of microbatches, of those that are trained on and of whole sequences
+        #: by number of microbatches, for training and for whole sequences
         self._specs = {(spec.num_microbatches, True): spec}
         self._parts: dict[tuple[Spec, int, bool, Reductions], Part] = {}
 
     def part(self, actor: WorkerActor, num_microbatches: int, reductions: Reductions, *, train: bool) -> Part:
-        """Return what a worker runs in a step or, without `train`, in an evaluation.
+        """Return the part that a worker runs in a step or, without `train`, in an evaluation.
 
         Raises:
             ScheduleError: the schedule cannot run this number of microbatches.
