@@ -384,6 +384,5 @@ def _is_first_node(ctx: ActionContext) -> bool:
 
 
 def _taken(ctx: ActionContext, *kinds: Kind) -> list[Payload]:
-    """Return the input payloads that actions of these kinds produced."""
-    # Several nodes of a worker may have the same node above them, so a payload stays.
+    """Return the input payloads that actions of these kinds produced. They stay: several nodes of a worker read one."""
     return [ctx.step.payloads[source] for source in ctx.task.entry.sources if source.kind in kinds]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,9 @@ from torch.nn.functional import mse_loss
 
 from rpc_pipe import Pipeline
 from rpc_pipe.dependency.errors import WorkerFailure
+from rpc_pipe.dependency.kinds import D
+from rpc_pipe.workers.handlers import ActionContext, handler_of
+from rpc_pipe.workers.transport.payload import pack
 
 X = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
 SGD = partial(torch.optim.SGD, lr=0.1)
@@ -126,3 +130,13 @@ def test_a_row_of_a_large_weight_changed_by_hand_reaches_all_replicas():
             by_name.setdefault(name, []).append(weight)
         apart = {n: (first - o).abs().max().item() for n, (first, *others) in by_name.items() for o in others}
         assert not any(apart.values()), apart
+
+
+def test_two_nodes_of_a_worker_read_the_result_that_reaches_it_once():
+    """A worker with two nodes of the tree below one of another worker's: the second node raised KeyError."""
+    step = SimpleNamespace(payloads={D(2, 0): pack([{"stop": False}])}, outputs={})
+    step.batch = SimpleNamespace(train=False)
+    for route in (1, 2):
+        task = SimpleNamespace(entry=SimpleNamespace(action=D(2, route), sources=(D(2, 0),)))
+        told = handler_of(D)(ActionContext(None, step, task))
+        assert told is step.payloads[D(2, 0)] and not step.result.stop
