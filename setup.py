@@ -48,7 +48,6 @@ setup(
         "dispatch": ["aiohttp>=3.9", "prometheus_client>=0.20"],
         "tensorboard": ["tensorboard"],
         "zmq": ["pyzmq>=26"],
-        "nixl": ["nixl>=1.5"],
         "hf": ["transformers>=5", "peft>=0.18"],
         "bench": ["torchpippy==0.1.1", "transformers"],
     },

@@ -12,9 +12,8 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import wraps
-from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -31,33 +30,8 @@ T = TypeVar("T")
 _HERE = Path(__file__).parent
 #: errors whose sentence says all, unless code of others led to them
 _REFUSALS = (ConfigError, Disagreement, ScheduleError, WorkerFailure)
-#: method of a pipeline in the version before -> where it is now
-OLD_NAMES = {
-    "state_dict": "weights.state_dict",
-    "save": "weights.save",
-    "save_pretrained": "weights.save_pretrained",
-    "load_pretrained": "weights.load_pretrained",
-    "averaged": "weights.averaged",
-    "save_checkpoint": "checkpoints.save",
-    "load_checkpoint": "checkpoints.load",
-    "resume": "checkpoints.resume",
-    "claim_checkpoints": "checkpoints.claim",
-    "checkpoint_every": "checkpoints.every",
-}
 #: old names that this process has been told of
 _told: set[str] = set()
-
-
-class WithOldNames:
-    """A pipeline whose methods have their old names, too; each says once where it is now."""
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            if name not in OLD_NAMES:
-                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-            _tell_once(f"pipe.{name} is pipe.{OLD_NAMES[name]} now", alone=self.num_workers == len(self.actors))
-            return attrgetter(OLD_NAMES[name])(self)
 
 
 def _tell_once(now: str, *, alone: bool) -> None:

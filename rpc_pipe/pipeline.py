@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 import torch
 
 from .arguments import (
-    WithOldNames,
     begin_training,
     describe,
     refuse_options,
@@ -51,7 +50,7 @@ from .workers.transport.payload import Tree
 T = TypeVar("T")
 
 
-class Pipeline(Inspected, WithOldNames):
+class Pipeline(Inspected):
     """A model cut into stages on several workers, trained by a schedule.
 
     Args:

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from small_pipeline import SGD, X, Y, pipeline
+from small_pipeline import X, Y, pipeline
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -36,28 +36,6 @@ def test_training_as_a_value_trains_as_the_old_arguments_do(caplog):
     assert [text.partition(" now;")[0] for text in caplog.messages] == [
         "Pipeline(optimizer=...) and the like are training=Training(optimizer=...)"
     ]
-
-
-def test_old_names_forward_and_say_once_where_they_are_now(tmp_path, caplog):
-    arguments._told.clear()
-    with trained(training=Training(SGD, ema_decay=0.5)) as pipe:
-        pipe.step(BATCH)
-        for _ in range(2):
-            assert all(map(torch.equal, pipe.state_dict().values(), pipe.weights.state_dict().values()))
-            pipe.save(tmp_path / "whole.safetensors")
-            pipe.checkpoint_every(5, tmp_path / "every")
-            assert pipe.claim_checkpoints(tmp_path / "every") == []
-            path = pipe.save_checkpoint(tmp_path / "kept")
-            assert pipe.load_checkpoint(tmp_path / "kept").path == path
-            pipe.save_pretrained(tmp_path / "pretrained")
-            assert pipe.load_pretrained(tmp_path / "pretrained").missing == []
-            with pipe.averaged():
-                pipe.evaluate(BATCH)
-        assert pipe.resume(tmp_path / "kept").step == 1
-    assert sorted(caplog.messages) == sorted(
-        f"pipe.{old} is pipe.{new} now; the old name goes with the next version"
-        for old, new in arguments.OLD_NAMES.items()
-    )
 
 
 @pytest.mark.parametrize("num_workers, schedule", [(1, "1f1b"), (2, "1f1b"), (2, "zb-h2")])

@@ -355,7 +355,7 @@ def test_who_ends_before_the_others_could_meet_it_is_named(tmp_path):
         (["run"], {"RANK": "0"}, "WORLD_SIZE, MASTER_ADDR, MASTER_PORT: not set, but RANK is"),
         (["run"], {"RANK": "3", "WORLD_SIZE": "2", "MASTER_ADDR": "x", "MASTER_PORT": "1"}, "RANK 3: must be 0 to"),
         (["run", "--steps", "1"], {"RPC_PIPE_SHARED_MEMORY": "no"}, "RPC_PIPE_SHARED_MEMORY 'no': must be on or off"),
-        (["run", "--steps", "1"], {"RPC_PIPE_WAYS": "nixel"}, "RPC_PIPE_WAYS 'nixel': must be memory or nixl, or both"),
+        (["run", "--steps", "1"], {"RPC_PIPE_WAYS": "memry"}, "RPC_PIPE_WAYS 'memry': must be memory"),
         (["run", "--steps", "1"], {"RPC_PIPE_JOIN_TIMEOUT": "5 s"}, "RPC_PIPE_JOIN_TIMEOUT '5 s': must be a number of"),
         (["run", "no_such_script.py"], {}, "no_such_script.py: there is no such file"),
         (["run", "{tmp}/bat.py"], {}, "bat.py: there is no such file; did you mean {tmp}/bad.py?"),

@@ -11,7 +11,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rpc_pipe.dependency import ConfigError
 from rpc_pipe.workers.transport import peer_memory, ways
 from rpc_pipe.workers.transport import shared_memory as module
 from rpc_pipe.workers.transport.payload import pack, unpack
@@ -375,23 +374,6 @@ def test_a_way_that_the_system_does_not_have_takes_no_other_with_it(monkeypatch)
 
     monkeypatch.setitem(ways.WAYS, "absent", absent)
     assert list(ways.ways_here(["absent", "memory"])) == ["memory"]
-
-
-def test_nixl_without_the_part_for_this_torch_says_so(monkeypatch):
-    """NIXL raises ImportError without a module's name where its part for torch's CUDA is missing: "needs None"."""
-
-    class Finder:
-        @staticmethod
-        def find_spec(name, path=None, target=None):
-            if name == "nixl":
-                raise ImportError("detected CUDA 13 but nixl-cu13 is not installed")
-
-    monkeypatch.setattr(sys, "meta_path", [Finder, *sys.meta_path])
-    for name in ("nixl", "nixl._api"):  # other tests may have imported them
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    wanted = r"RPC_PIPE_WAYS nixl: detected CUDA 13 but nixl-cu13 is not installed; pip install 'rpc-pipe\[nixl\]'"
-    with pytest.raises(ConfigError, match=wanted):
-        ways.ways_here(["nixl"])
 
 
 def test_a_payload_whose_lender_died_is_an_error_at_once(ends, caplog):

@@ -41,14 +41,8 @@ class Way(Protocol):
         """
 
 
-def _nixl() -> Way:
-    from .nixl_memory import NixlMemory  # here, as few runs want it
-
-    return NixlMemory()
-
-
 #: by the names that users type
-WAYS: dict[str, Callable[[], Way]] = {"memory": PeerMemory, "nixl": _nixl}
+WAYS: dict[str, Callable[[], Way]] = {"memory": PeerMemory}
 
 
 def ways_here(wanted: Iterable[str]) -> dict[str, Way]:
@@ -60,7 +54,7 @@ def ways_here(wanted: Iterable[str]) -> dict[str, Way]:
     found: dict[str, Way] = {}
     for name in wanted:
         if name not in WAYS:
-            raise ConfigError(f"RPC_PIPE_WAYS {name!r}: must be {' or '.join(WAYS)}, or both with a comma between")
+            raise ConfigError(f"RPC_PIPE_WAYS {name!r}: must be {' or '.join(WAYS)}; several with commas between")
         with suppress(OSError):
             found[name] = WAYS[name]()
     return found
