@@ -1,4 +1,4 @@
-"""What a schedule of a user's own answers."""
+"""Checks of the answers of a user's schedule."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .errors import ScheduleError
 from .kinds import B, F, I, W
 from .spec import Spec, says
 
-#: properties of a schedule that are numbers, and what else it may say
+#: properties of a schedule that are numbers, and the other allowed values
 _NUMBERS = ("num_workers", "num_microbatches", "num_stages", "num_routes")
 _ASKED = (
     *("place", "route", "splits", "recomputes", "after", "slot", "program", "version", "order", "synchronous"),
@@ -54,7 +54,7 @@ def check_answers(spec: Spec) -> None:
 
 
 def _check_actions(spec: Spec, stage: int, microbatch: int) -> None:
-    """Check what is done with a microbatch on a stage, of a schedule with kinds of its own."""
+    """Check the actions of a microbatch on a stage, for a schedule that adds kinds."""
     if says(type(spec), "actions"):
         actions = spec.actions(stage, microbatch)
         kinds = {action.kind for action in actions}

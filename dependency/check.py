@@ -1,4 +1,4 @@
-"""The checks before the first step. Each worker checks its own part; no global pass if there is a slot.
+"""The checks before the first step. Each worker checks its part; there is no global pass if there is a slot.
 
 1. every edge names an existing action of the same worker or of the same or a neighbouring stage;
 2. the slot grows along every edge and no two actions of a worker share one: nothing can deadlock;
@@ -42,7 +42,7 @@ def schedule_errors() -> Iterator[None]:
         ours = __name__.partition(".")[0]
         for frame, line in walk_tb(error.__traceback__):
             module, code = str(frame.f_globals.get("__name__")), frame.f_code
-            # What dataclasses generate is in no file.
+            # Methods that dataclasses generate are in no file.
             if module.partition(".")[0] != ours and not code.co_filename.startswith("<"):
                 where = f"line {line} of {code.co_filename}"
                 raise ScheduleError(f"{code.co_name} raised {type(error).__name__}: {error} ({where})") from error
@@ -52,7 +52,7 @@ def schedule_errors() -> Iterator[None]:
 
 
 def _check_answers(spec: Spec) -> None:
-    """Check what a schedule of a user's own answers; ours are tested."""
+    """Check the answers of a user's schedule; the built-in ones are tested."""
     classes = type(spec).__mro__[: type(spec).__mro__.index(Spec)]
     if any(cls.__module__.partition(".")[0] != __name__.partition(".")[0] for cls in classes):
         from .answers import check_answers
@@ -78,10 +78,10 @@ def actions_in(answer: object, call: str) -> list[Action]:
 
 
 def check(spec: Spec, worker: int) -> None:
-    """Check the part of `worker`: O(own actions) time and memory if the spec has a slot formula.
+    """Check the part of `worker`, in time and memory O(the worker's actions) if the spec has a slot formula.
 
     Raises:
-        ScheduleError: a rule is broken; the text names the action, the rule and what would be right.
+        ScheduleError: a rule is broken; the text names the action, the rule and a right value.
     """
     with schedule_errors():
         _check_answers(spec)
@@ -111,7 +111,7 @@ def _check_parts(spec: Spec, workers: Sequence[int]) -> None:
 
 
 def _check_runs(spec: Spec, workers: Iterable[int]) -> None:
-    """Check that what `workers` run can be run: from their own parts if there are slots, else from all together."""
+    """Check that the parts of `workers` can be run: each part alone if there are slots, else all together."""
     if has_slot(spec):
         for worker in workers:
             for action in local_order(spec, worker):
@@ -132,7 +132,7 @@ def _check_runs(spec: Spec, workers: Iterable[int]) -> None:
 
 
 def _check_needs(spec: Spec, worker: int, action: Action, *, slotted: bool) -> None:
-    """Check what `action` waits for, unless it ends a synchronous step, of which a schedule says nothing."""
+    """Check the needs of `action`, unless it ends a synchronous step, which no schedule declares."""
     if not spec.orders(action):
         return
     for need in actions_in(spec.after(action), f"after({action})"):
@@ -211,7 +211,7 @@ def _check_memory(memory: Memory, worker: int) -> None:
 def _check_growth(memory: Memory, worker: int) -> None:
     """Check that not more and more is held at some timing than in order, the more microbatches there are.
 
-    A flush that holds everything is a choice; what turns into everything when a gradient is late is not.
+    A flush that holds everything is a choice; a bound that a late gradient removes is not.
     """
     wrong = None
     # Twice, as the first number of microbatches may be too small for a wide window.
@@ -230,7 +230,7 @@ def _check_growth(memory: Memory, worker: int) -> None:
 
 
 def _grows(memory: Memory, worker: int) -> tuple[str, str] | None:
-    """Return what is wrong, and a drawing, if what is held at the worst timing leaves behind what is held in order."""
+    """Return the fault, with a drawing, if the worst timing holds far more than the worker's order does."""
     in_order = peaks_in_order(entry.action for entry in memory.program(worker))
     half, more = len(in_order) // 2, len(in_order) * 3 // 4  # at the end there may be fewer edges
 

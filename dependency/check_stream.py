@@ -1,4 +1,4 @@
-"""The checks of an asynchronous stream: what one step needs from others, and which versions of weights it needs."""
+"""The checks of an asynchronous stream: the needs of a step in other steps, and its versions of weights."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from .reductions import on_route
 from .spec import Spec
 from .versions import STEADY, period, steady, update_of, updates_a_step
 
-#: the number of steps at the beginning of a stream whose versions are checked
+#: the number of steps at the beginning of a stream with checked versions
 _BEGINNING = 8
 
 
 def check_versions(spec: Spec, workers: Iterable[int]) -> None:
-    """Check what a schedule whose steps overlap declares of versions and routes.
+    """Check the declared versions and routes of a schedule with overlapping steps.
 
     Raises:
         ScheduleError: a step does not repeat the one before, or asks for weights that cannot be there.
@@ -44,7 +44,7 @@ def check_versions(spec: Spec, workers: Iterable[int]) -> None:
 
 
 def check_steps(spec: Spec, workers: Iterable[int]) -> None:
-    """Check what the parts of `workers` need of the steps before: O(own actions) time.
+    """Check the needs of `workers`' parts in the steps before, in time O(the workers' actions).
 
     Raises:
         ScheduleError: a slot does not grow along an edge, or by the same from step to step.
@@ -77,10 +77,10 @@ def _check_routes(spec: Spec) -> None:
 
 
 def _check_version(spec: Spec, stage: int, m: int, begins: int) -> None:
-    """Check that the version is a number that repeats from step to step and is not later than its own update."""
+    """Check that the version is a number that repeats from step to step and does not exceed its update."""
     M, per_step = spec.num_microbatches, 1 if spec.update_every == "step" else spec.num_microbatches
     settled = spec.version(stage, m + STEADY * M)
-    before = m + STEADY * M if spec.update_every == "microbatch" else STEADY  # updates whose gradients come before
+    before = m + STEADY * M if spec.update_every == "microbatch" else STEADY  # updates with all gradients before
     if settled > before:
         raise ScheduleError(
             f"version({stage}, {m}) is made by the update that takes the microbatch's own gradient, "
@@ -96,7 +96,7 @@ def _check_version(spec: Spec, stage: int, m: int, begins: int) -> None:
 
 
 def _check_action(spec: Spec, worker: int, action: Action, length: int) -> None:
-    """Check that an action in the middle of a stream needs what comes before it, on its own worker."""
+    """Check that an action in the middle of a stream needs only earlier actions of its worker."""
     now = steady(spec, action)
     slot = spec.slot(now)
     if slot != spec.slot(action) + STEADY * length:

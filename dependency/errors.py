@@ -3,17 +3,17 @@
     PipeError
     ├── ScheduleError      the author of a schedule: the relation cannot be run; carries a drawing
     ├── ConfigError        the user: an option, its value, the rule, the nearest valid value
-    │   ├── ModelError     a model or loss function that no pipeline trains so; which part, and what to do
+    │   ├── ModelError     a model or loss function that no pipeline trains so; the part, and the cure
     │   ├── BatchError     a batch that does not fit the model or the microbatches
-    │   ├── DataError      a shard: missing, truncated, changed, or its storage does not answer; which one
-    │   ├── StorageError   a disk: full, read-only, or it does not answer; what was written before is as it was
+    │   ├── DataError      a shard, by name: missing, truncated, changed, or its storage does not answer
+    │   ├── StorageError   a disk: full, read-only, or it does not answer; earlier files are as they were
     │   └── Damaged        a checkpoint: not as it was written; an older one may do
-    ├── Disagreement       the script: workers were not asked for the same; who was asked for what
-    ├── WorkerFailure      a worker raised: who, where (`2B3`, step), traceback as text
+    ├── Disagreement       the script: workers made different calls; the call of each
+    ├── WorkerFailure      a worker raised: its number, the action (`2B3`, step), traceback as text
     ├── PeerLost           a peer stopped answering: a consequence, the cause is at the peer
     ├── NotMet             workers did not all come to the meeting at the start: a consequence as well
     ├── NotFinite          the loss is nan or infinite, and the weights soon are
-    └── Stalled            nothing finished before the deadline: who waits for what
+    └── Stalled            nothing finished before the deadline: the waiting worker, the awaited action
 
 Every error pickles, because it may be raised in one process and reported by another.
 """
@@ -48,7 +48,7 @@ class ScheduleError(PipeError, ValueError):
 
 
 class ConfigError(PipeError, ValueError):
-    """An option has a value that cannot work; the text says what would."""
+    """An option has a value that cannot work; the text names a value that would."""
 
 
 def refuse_below(least: int, **numbers: object) -> None:
@@ -63,11 +63,11 @@ def refuse_below(least: int, **numbers: object) -> None:
 
 
 class ModelError(ConfigError):
-    """The model, or its loss function, cannot be trained so by a pipeline; the text names the part and what to do."""
+    """The model, or its loss function, cannot be trained so by a pipeline; the text names the part and the cure."""
 
 
 class BatchError(ConfigError):
-    """A batch, or what is called with it, does not fit the model or the microbatches."""
+    """A batch, or a call with it, does not fit the model or the microbatches."""
 
 
 class DataError(ConfigError):
@@ -75,7 +75,7 @@ class DataError(ConfigError):
 
 
 class StorageError(ConfigError):
-    """A file or folder cannot be written, or storage does not answer; the text names it and says why."""
+    """A file or folder cannot be written, or storage does not answer; the text names it and the cause."""
 
 
 class Damaged(ConfigError):
@@ -95,7 +95,7 @@ def shortened(text: str, most: int) -> str:
 
 
 def first_sentence(error: BaseException) -> str:
-    """Return the first sentence of what an error of others says, to be cited in one of ours."""
+    """Return the first sentence of a foreign error, to be cited in one of this project."""
     return re.split(r"(?<=[.!?]) (?=[A-Z])", " ".join(str(error).split()), maxsplit=1)[0].removesuffix(".")
 
 
@@ -104,16 +104,16 @@ _MOST_SUMMARY, MOST_TRACEBACK = 2000, 20_000
 
 
 class WorkerFailure(PipeError, RuntimeError):
-    """The first cause: an exception inside a worker's own work.
+    """The first cause: an exception inside a worker's work.
 
     Args:
         worker: the worker that failed.
-        action: what it ran, such as `2B3`, or an empty string between actions.
-        step: the step it was in, counted from 0.
+        action: the running one, such as `2B3`, or an empty string between actions.
+        step: the running one, counted from 0.
         summary: type and message of the exception in one line.
         remote_traceback: the formatted traceback; text, because exceptions may not unpickle elsewhere. Empty for a
-            refusal of rpc-pipe's own, of which the summary says all.
-        place: the stage, the microbatch, and what it was given, in one line.
+            refusal of rpc-pipe, which the summary explains.
+        place: the stage, the microbatch, and the arguments, in one line.
     """
 
     def __init__(
@@ -132,14 +132,14 @@ class WorkerFailure(PipeError, RuntimeError):
         text = str(self.args[0])
         if self.__cause__ is None:
             return text
-        return text.partition("\ntraceback of where it failed:\n")[0]  # Python prints the cause's own above this
+        return text.partition("\ntraceback of where it failed:\n")[0]  # Python prints the cause's traceback above this
 
 
 class PeerLost(PipeError, ConnectionError):
     """A peer stopped answering. Look for the cause at that peer; this is a consequence.
 
     Args:
-        cause: what the peer said of why, if it could.
+        cause: the reason that the peer gave, if it could.
     """
 
     def __init__(self, worker: int, peer: int, detail: str, cause: WorkerFailure | None = None) -> None:
@@ -148,7 +148,7 @@ class PeerLost(PipeError, ConnectionError):
 
 
 class NotMet(PipeError, ConnectionError):
-    """Not all workers came to the meeting at the start. Look for the cause at those that did not; a restart may do."""
+    """Not all workers came to the meeting at the start. The cause is at the missing ones; a restart may help."""
 
 
 class NotFinite(PipeError, ArithmeticError):
@@ -156,4 +156,4 @@ class NotFinite(PipeError, ArithmeticError):
 
 
 class Stalled(PipeError, TimeoutError):
-    """Nothing arrived before the deadline; the text says what was waited for, and from whom."""
+    """Nothing arrived before the deadline; the text names the awaited payload and its worker."""

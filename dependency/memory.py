@@ -1,12 +1,12 @@
-"""The most microbatches that a worker may hold: in its own order, and at the worst timing.
+"""The most microbatches that a worker may hold: in its order, and at the worst timing.
 
 The activations of a microbatch live from the action that begins their life (F) to the one that ends it (B or W). Two
 lives overlap at some timing unless one must end before the other may begin. So the most that can be held at once is the
-size of the largest set of lives of which none must end before another begins. By Dilworth's theorem (1950; Fulkerson
+size of the largest set of lives without such a pair. By Dilworth's theorem (1950; Fulkerson
 1956) that is the number of beginnings minus the size of the largest matching between beginnings and ends that they
 need. The matching grows by one beginning at a time, so it also gives the answer for fewer microbatches.
 
-Gradients are summed in order, so the ends form few chains, and what an action needs is a number of ends of each chain.
+Gradients are summed in order, so the ends form few chains, and an action needs a number of ends of each chain.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Lives:
     """The lifetimes of activations on a worker: which must end before which may begin.
 
     Args:
-        relation: (whether it is the worker's own, action, what it needs), each after what it needs. If needs are left
-            out, more lives overlap: a part of the relation gives an upper bound, and the whole gives the exact number.
+        relation: (whether the worker runs it, action, its needs), each after its needs. With fewer needs more lives
+            overlap: a part of the relation gives an upper bound, and the whole gives the exact number.
     """
 
     def __init__(self, relation: Iterable[tuple[bool, Action, Iterable[Action]]]) -> None:
@@ -56,7 +56,7 @@ class Lives:
             needed[action] = ends
 
     def run_to_most(self) -> list[Action]:
-        """Return, in a legal order, own beginnings and ends that lead to the most held activations."""
+        """Return, in a legal order, the worker's beginnings and ends that lead to the most held activations."""
         return [action for action, ends in self._own if all(n <= self._full.get(chain, 0) for chain, n in ends.items())]
 
     def _end(self, ends: Ends) -> Ends:
@@ -72,8 +72,10 @@ class Lives:
         self.most.append(self.most[-1] + (not self._pair(len(self._needed) - 1)))
 
     def _pair(self, beginning: int) -> bool:
-        """Pair a beginning with an end that it needs; those paired before may have to change to others."""
-        wanted_by: dict[int, tuple[int, int, int]] = {}  # beginning -> (who wants its end, the end's chain and place)
+        """Pair a beginning with an end that it needs; earlier pairs may have to change."""
+        wanted_by: dict[
+            int, tuple[int, int, int]
+        ] = {}  # beginning -> (the beginning that wants its end, the end's chain and place)
         reached: dict[int, int] = {}
         asked = [beginning]
         for each in asked:
@@ -110,7 +112,7 @@ def _united(all_ends: Iterable[Ends | None]) -> Ends:
 class Memory:
     """The most that the workers of a spec may hold at the worst timing.
 
-    First from a worker's own edges alone, which nearly always is enough; then from the whole relation, unless that is
+    First from a worker's edges alone, which nearly always is enough; then from the whole relation, unless that is
     too large.
     """
 
@@ -120,10 +122,10 @@ class Memory:
 
     @cached_property
     def of_more(self) -> Memory:
-        """The same of so many more microbatches that windows bind; of a multiple, which some schedules ask for.
+        """The same with more microbatches, so that windows bind; with a multiple, which some schedules require.
 
         Raises:
-            PipeError: the schedule cannot be made for so many.
+            PipeError: the schedule cannot be made for that number.
         """
         number, num_stages = self.spec.num_microbatches, self.spec.num_stages
         enough = min(8 * (number + num_stages), max(2 * number, 8 * num_stages, 256))
@@ -132,7 +134,7 @@ class Memory:
         return Memory(replace(self.spec, num_microbatches=number))
 
     def program(self, worker: int) -> list[Entry]:
-        """Return the program of a worker without what ends a step."""
+        """Return the program of a worker without the end of a step."""
         if worker not in self._programs:
             self._programs[worker] = [e for e in entries(self.spec, worker) if self.spec.orders(e.action)]
         return self._programs[worker]
@@ -148,7 +150,7 @@ class Memory:
         return Lives(self._whole(worker)), True
 
     def _whole(self, own: int) -> Iterator[tuple[bool, Action, list[Action]]]:
-        """Yield what all workers run, each action after what it needs: a run of all of them in their orders."""
+        """Yield the actions of all workers, each after its needs: a run of all of them in their orders."""
         programs = [deque(self.program(worker)) for worker in range(self.spec.num_workers)]
         done: set[Action] = set()
         moved = True

@@ -34,9 +34,9 @@ def is_uniform(spec: Spec) -> bool:
 
 
 def local_order(spec: Spec, worker: int, reductions: Reductions = NO_REDUCTIONS) -> Iterator[Action]:
-    """Yield the actions of `worker` in its order, those that end a synchronous step included.
+    """Yield the actions of `worker` in its order, with the end of a synchronous step.
 
-    Costs O(n log n) for n own actions.
+    Costs O(n log n) for n actions of the worker.
 
     Raises:
         ScheduleError: two actions of the worker share a slot.
@@ -57,7 +57,7 @@ def routes(spec: Spec, forward_only: bool = False) -> Callable[[int], int]:
 
     Args:
         forward_only: whether this is an evaluation. If pipelines are pulled to a common reference, the reference is
-            evaluated on the shards of the first pipeline, because each pipeline has buffers of its own.
+            evaluated on the shards of the first pipeline, because each pipeline has separate buffers.
     """
     if spec.num_routes == 1 or (forward_only and spec.elasticity):
         return lambda microbatch: 0
@@ -66,7 +66,7 @@ def routes(spec: Spec, forward_only: bool = False) -> Callable[[int], int]:
 
 @lru_cache(maxsize=4)
 def _unrolled(spec: Spec) -> list[list[Action]]:
-    """Return all workers' orders: a global pass, of which each worker in this process uses a part."""
+    """Return all workers' orders: a global pass; each worker in this process uses a part of it."""
     from .unroll import unroll  # few schedules have neither slots nor a program
 
     return unroll(spec)

@@ -1,6 +1,6 @@
 """Any schedule with recomputation on chosen stages: `R` runs right before the backward that needs it.
 
-`R` waits for what the backward waits for. So the activations of a microbatch live twice for a short time, during `F`
+`R` has the needs of the backward. So the activations of a microbatch live twice for a short time, during `F`
 and from `R` to the backward, instead of once for a long time.
 """
 
@@ -19,7 +19,7 @@ def recomputing(base: type[Spec], stages: frozenset[int] | None) -> type[Spec]:
     """Return `base` with recomputation on `stages`; None: on all.
 
     Raises:
-        ConfigError: the schedule recomputes by itself, has updates that steps overtake, or actions of its own; in words
+        ConfigError: the schedule recomputes by itself, has updates that steps overtake, or adds kinds; in words
             that follow its name.
     """
     if base.recompute:

@@ -1,12 +1,12 @@
-"""The class a schedule subclasses, with what follows from what it declares (`declared.py`): the relation.
+"""The class a schedule subclasses, with the relation that follows from its declarations (`declared.py`).
 
-A schedule adds only what distinguishes it from others. Data flow is the same for all schedules and follows from the
+A schedule adds only its distinguishing edges. Data flow is the same for all schedules and follows from the
 kinds (`kinds.py`): the actions of a microbatch on a stage run in the order of `Spec.actions`, and a payload for the
-next or previous stage is the input of the action there that sends its own payload in the same direction:
+next or previous stage is the input of the action there that sends a payload in the same direction:
 
     F(s,m) <- F(s-1,m)              B(s,m) <- F(s,m), B(s+1,m)     R(s,m) <- F(s,m), and B(s,m) <- R(s,m)
     W(s,m) <- I(s,m)                I(s,m) <- F(s,m), I(s+1,m)     (B may take the place of any I)
-    U(s)   <- every B(s,.) or W(s,.), or the sums S(s,.) of all replicas' gradients, each of which needs its B or W
+    U(s)   <- every B(s,.) or W(s,.), or the sums S(s,.) of all replicas' gradients, which need their B or W
 
 If a schedule is not synchronous, steps follow each other without a flush, and a forward needs the update that makes the
 version of the weights that it is declared to use (`version`; see `versions.py`).
@@ -30,7 +30,7 @@ class Spec(Declared):
     Subclasses override `after` and `slot`, and `place` and `num_stages` if a worker holds several
     stages. An annotated attribute with a default (`window: int = 2`) is a parameter of the schedule.
     Instances are immutable and hashable; all methods are pure and local, so a worker asks only about its
-    own actions and their neighbours.
+    actions and their neighbours.
     """
 
     def share(self, action: Action) -> float:
@@ -41,7 +41,7 @@ class Spec(Declared):
         return sizes[action.index % len(sizes)] / sum(sizes)
 
     def origin(self, action: Action) -> Action | None:
-        """Return the action of a neighbouring stage whose payload is the input of `action`; None: there is none."""
+        """Return the action of a neighbouring stage that sends the input of `action`; None if there is none."""
         stage, kind, microbatch = action
         return self._going(kind.way, stage - kind.way, microbatch) if kind.way else None
 
@@ -60,7 +60,7 @@ class Spec(Declared):
         return next((a for a in self.actions(stage, microbatch) if a.kind.way == way), None)
 
     def data(self, action: Action, reductions: Reductions = NO_REDUCTIONS) -> Iterator[Action]:
-        """Yield what `action` needs by data flow alone."""
+        """Yield the needs of `action` by data flow alone."""
         stage, kind, microbatch = action
         if kind.per_microbatch:
             own = self.actions(stage, microbatch)
@@ -80,7 +80,7 @@ class Spec(Declared):
             yield from others
 
     def own_actions(self, worker: int) -> Iterator[Action]:
-        """Yield the actions of `worker` by stage and microbatch, without those that end a synchronous step."""
+        """Yield the actions of `worker` by stage and microbatch, without the end of a synchronous step."""
         for stage, route in self.hosted(worker):
             for m in on_route(self, range(self.total_microbatches), route):
                 yield from self.actions(stage, m)
@@ -93,31 +93,31 @@ class Spec(Declared):
             yield from (a for a in self.actions(stage, m) if a.kind.accumulates)
 
     def needs(self, action: Action, reductions: Reductions = NO_REDUCTIONS) -> list[Action]:
-        """Return everything that must be finished before `action`: data flow and the schedule's own."""
+        """Return everything that must be finished before `action`: data flow and the schedule's edges."""
         needs = list(self.data(action, reductions))
         if self.orders(action):
             needs += [need for need in self.after(action) if need.index >= 0]
         return needs
 
     def orders(self, action: Action) -> bool:
-        """Tell whether `after` and `slot` are called for `action`; they are not for the end of a synchronous step."""
+        """Return whether `after` and `slot` are called for `action`; they are not for the end of a synchronous step."""
         return action.kind.per_microbatch or (action.kind is U and not self.synchronous)
 
     def unsliced(self) -> Spec:
-        """Return the schedule over whole sequences, by which sliced ones evaluate."""
+        """Return the schedule over whole sequences, for the evaluation of sliced ones."""
         return self
 
 
 class Transformation(Spec):
-    """What is the same in every schedule that is transformed in one way, such as `slicing.Sliced`."""
+    """Common part of every schedule that is transformed in one way, such as `slicing.Sliced`."""
 
 
 def _transformed(way: type[Transformation], base: type[Spec], said: str, **own: object) -> type[Spec]:
     """Return `base` transformed: the same class for the same arguments, as specs of two that are alike would differ.
 
     Args:
-        said: what is said of it behind the schedule's name.
-        own: its class attributes.
+        said: text behind the schedule's name.
+        own: class attributes of the result.
     """
     names = {"__module__": base.__module__, "__doc__": base.__doc__, "__qualname__": f"{base.__qualname__}[{said}]"}
     return type(base.__name__, (way, base), {**names, **own})
@@ -127,6 +127,6 @@ transformed: Callable[..., type[Spec]] = cache(_transformed)
 
 
 def says(schedule: type[Spec], name: str) -> bool:
-    """Return whether a schedule says something by itself, transformed or not: whether it has slots, for example."""
+    """Return whether a schedule overrides a method, transformed or not: whether it has slots, for example."""
     own = (vars(cls) for cls in schedule.__mro__ if not issubclass(cls, Transformation))
     return next(held[name] for held in own if name in held) is not getattr(Spec, name)

@@ -17,7 +17,7 @@ from .spec import Spec
 
 
 def unroll(spec: Spec) -> list[list[Action]]:
-    """Return each worker's actions in the order of a greedy run, in which each takes one unit of time.
+    """Return each worker's actions in the order of a greedy run, with one unit of time each.
 
     Raises:
         ScheduleError: the relation has a cycle, which is drawn.

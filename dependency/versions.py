@@ -1,11 +1,11 @@
-"""Versions of weights in an asynchronous stream, where forwards overtake updates: what follows from `Spec.version`.
+"""Versions of weights in an asynchronous stream, where forwards overtake updates: consequences of `Spec.version`.
 
 The schedule declares which version a forward uses, so timing cannot change it: F(s,m) needs the update that makes
-version(s,m), and uses that version even if later ones exist; so does its backward. What is trained does not depend on
+version(s,m), and uses that version even if later ones exist; so does its backward. The trained weights do not depend on
 timing.
 
     F(s,m) <- the update of s that makes version(s,m)
-    U(s,j) <- every B(s,.) or W(s,.) whose gradients it takes, U(s,j-1); of replicas, the sums of all
+    U(s,j) <- every B(s,.) or W(s,.) with gradients that it takes, U(s,j-1); with replicas, the sums of all
 
 Microbatches and updates are counted through the stream. A stage has one update a step for each route, or one after
 every microbatch (`Spec.update_every`).
@@ -47,7 +47,7 @@ def update_of(spec: Declared, stage: int, microbatch: int) -> Action:
 
 
 def microbatches_of(spec: Declared, update: Action) -> list[int]:
-    """Return the microbatches whose gradients an update takes."""
+    """Return the microbatches with gradients that an update takes."""
     if spec.update_every == "microbatch":
         return [update.index]
     step, route = divmod(update.index, spec.num_routes)
@@ -80,7 +80,7 @@ def before_update(spec: Declared, update: Action) -> Iterator[Action]:
 
 
 def staleness(spec: Declared, stage: int) -> int:
-    """Return the most updates of a stage between the weights of a gradient and the gradient's own update."""
+    """Return the most updates of a stage between the weights of a gradient and the gradient's update."""
     if spec.synchronous:
         return 0
     per_step = 1 if spec.update_every == "step" else spec.num_microbatches
@@ -93,9 +93,8 @@ def staleness(spec: Declared, stage: int) -> int:
 def weight_copies(spec: Declared, stage: int) -> int:
     """Return how many versions of a stage's weights, of each route, are held at once at most, at any timing.
 
-    A version is held while a microbatch whose backward has not run uses it, or while it is the newest. Of each route
-    backwards add up in order, so before the backward of a microbatch only those updates can have been made that need
-    none later.
+    A version is held while a microbatch before its backward uses it, or while it is the newest. Backwards of a route
+    add up in order, so before the backward of a microbatch only updates that need no later one can have been made.
     """
     if spec.synchronous:
         return 1
@@ -136,10 +135,10 @@ def steady(spec: Declared, action: Action) -> Action:
 
 
 def reaches(spec: Declared, action: Action, needs: Callable[[Action], Iterable[Action]]) -> list[tuple[int, Action]]:
-    """Return what `action` of a step needs of the steps before it: how many steps earlier, counted within that step.
+    """Return the needs of `action` in the steps before its step: (steps earlier, action counted within that step).
 
     Args:
-        needs: what an action of the stream needs.
+        needs: returns the needs of an action of the stream.
     """
     found = []
     for need in needs(steady(spec, action)):
