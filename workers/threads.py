@@ -24,6 +24,7 @@ from ..dependency import PeerLost, PipeError, Stalled
 from ..system.allocator import keep_freed_memory
 from .actor import WorkerActor
 from .compute.autocast import casting, enabled
+from .compute.torch_internals import keep_device_guard
 from .transport.local import local_carriers
 
 T = TypeVar("T")
@@ -44,6 +45,8 @@ class WorkerThreads:
             actor.recovers = True
         if actors[0].backend.in_step:
             keep_freed_memory()  # ahead of the threads, which would have heaps of their own
+        if len(actors) > 1:
+            keep_device_guard()  # ahead of the threads, which may compile and end
         self._pool = [_Thread(actor.worker) for actor in actors] if len(actors) > 1 else None
         #: whether one of them has hung: nothing more can be asked of them
         self.stuck = False

@@ -24,6 +24,9 @@ class Cuda:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        # Autograd has a thread for each device. cuBLAS warns where it is the first in a thread to need the context.
+        with torch.inference_mode(False), torch.enable_grad():
+            torch.zeros((), device=device, requires_grad=True).mul(1.0).backward()
 
     def use(self) -> None:
         """Let this thread compute on the device."""
@@ -181,8 +184,14 @@ class CudaBackend(DeviceBackend):
         return payload
 
     def load(self, batch: Tree) -> Tree:
+        return map_tensors(batch, self._here)
+
+    def _here(self, tensor: Tensor) -> Tensor:
+        if self._cuda.has(tensor):
+            return tensor
+        look = None if tensor.is_conj() else _look(tensor)
         with self._cuda.on(self._cuda.current()):
-            return map_tensors(batch, lambda tensor: tensor if self._cuda.has(tensor) else self._cuda.up(tensor))
+            return _spread(self._cuda.up(fold(tensor) if look else tensor), look)
 
     def timestamp(self) -> Any:
         return self._cuda.recorded(self._cuda.current())

@@ -52,7 +52,7 @@ class SliceDraws(OperatorMode):
         if len(given) == 1 and given[0] is args[0]:
             own, (shape, part) = args[0], self._whole(args[0].shape)
             whole = _empty(own, shape)
-            if torch.Tag.inplace in func.tags:
+            if _writes_first(func):
                 return own.copy_(func(whole, *args[1:], **kwargs)[part].reshape(own.shape))
             if func in _LIKE:
                 return func(whole, **kwargs)[part].reshape(own.shape)
@@ -83,6 +83,12 @@ def _draws(func: Any, args: Any, kwargs: Any) -> bool:
         return False
     names = [each.name for each in func._schema.arguments]
     return "dropout_p" not in names or bool({**dict(zip(names, args, strict=False)), **kwargs}.get("dropout_p"))
+
+
+def _writes_first(func: Any) -> bool:
+    """Tell whether an operator writes to its first argument; torch before 2.13 has no tag that says so."""
+    alias = func._schema.arguments[0].alias_info
+    return alias is not None and alias.is_write
 
 
 def _empty(like: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -154,7 +154,8 @@ def backward_inputs(
         saved: what the forward that made `roots` has saved.
     """
     first = [torch.ones_like(root) if grad is None else grad for root, grad in zip(roots, grads, strict=True)]
-    starts = list(zip(((edge.node, edge.output_nr) for edge in map(get_gradient_edge, roots)), first, strict=True))
+    edges = [get_gradient_edge(root) for root in roots]
+    starts = list(zip(((edge.node, edge.output_nr) for edge in edges), first, strict=True))
     graph = _Graph([edge for edge, _ in starts], {_leaf_node(leaf) for leaf in inputs})
     now, later = graph.divided(all_now=saved.hooked)
     along: _Starts = []
@@ -175,7 +176,7 @@ def backward_inputs(
     at = dict(zip(wanted, found, strict=True))
     runs = [(apart, branch.leaves) for branch in later if branch is graph.outputs]
     runs += [(_there(branch.edges, at), branch.leaves) for branch in later if branch is not graph.outputs]
-    return _unshared(found, len(inputs)), WeightBackward([(leaf, at[leaf, 0]) for leaf in weights], runs)
+    return _unshared(found, len(inputs)), WeightBackward([(leaf, at[leaf, 0]) for leaf in weights], runs, edges)
 
 
 def _leaf_node(leaf: Tensor) -> Node:
@@ -210,11 +211,18 @@ class WeightBackward:
     Args:
         sums: leaves of the graph, and their gradients as I has made them.
         runs: where to start the engine, and the leaves to run to.
+        roots: of the graph. In torch before 2.13 a node written in Python does not own what is below it, and they do.
     """
 
-    def __init__(self, sums: Iterable[tuple[Node, Tensor | None]], runs: Iterable[tuple[_Starts, list[Node]]]) -> None:
+    def __init__(
+        self,
+        sums: Iterable[tuple[Node, Tensor | None]],
+        runs: Iterable[tuple[_Starts, list[Node]]],
+        roots: Sequence[GradientEdge],
+    ) -> None:
         self._sums = [(leaf, grad) for leaf, grad in sums if grad is not None]
         self._runs = [(starts, leaves) for starts, leaves in runs if starts and leaves]
+        self._roots = list(roots) if self._runs else []
 
     def run(self) -> None:
         """Add to the gradients of the weights."""
@@ -226,6 +234,7 @@ class WeightBackward:
                     _accumulate(leaf, found)
         self._sums.clear()
         self._runs.clear()
+        self._roots.clear()
 
     def num_bytes(self) -> int:
         """Return the bytes of the gradients that wait here, each storage once."""

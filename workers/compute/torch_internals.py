@@ -76,6 +76,16 @@ def keep_donated_buffers() -> None:
     config._config["donated_buffer"].default = False  # type: ignore[attr-defined]
 
 
+def keep_device_guard() -> None:
+    """Let threads that end compile, where torch is built for GPUs and there is none.
+
+    Forwards on shapes install a guard of devices that belongs to their thread, once a process. In torch 2.11 the guard
+    stays installed when its thread has ended, and the next compilation crashes.
+    """
+    if torch.backends.cuda.is_built() and not torch.cuda.is_available():
+        torch._C._ensureCUDADeviceGuardSet()
+
+
 # --- modes
 
 

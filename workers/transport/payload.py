@@ -8,6 +8,7 @@ that the tree holds in several places travels once and stays one tensor.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -25,8 +26,18 @@ _TOO_DEEP = (
 )
 #: of tensors that travel as their parts
 _SPARSE = {torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
+#: make them without a look at the indices; the public constructors of torch 2.11 warn where they shall not look
+_coo, _compressed = torch.ops.aten._sparse_coo_tensor_unsafe, torch.ops.aten._sparse_compressed_tensor_unsafe
 _NUM_BYTES = attrgetter("nbytes")
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.Size)
+
+
+class TensorHolder(ABC):
+    """An object in a batch that has tensors of its own: it goes to a device with the batch, but not between workers."""
+
+    @abstractmethod
+    def mapped(self, change: Callable[[Tensor], Any]) -> TensorHolder:
+        """Return the same with every tensor replaced by `change(tensor)`."""
 
 
 class Place(NamedTuple):
@@ -128,9 +139,9 @@ def unpack(payload: Payload, take: Callable[[Tensor, bool], Tensor] = as_leaf) -
         parts, layout = _map(place.parts, (Place,), part_of, "payload"), getattr(torch, place.layout[len("torch.") :])
         if layout is torch.sparse_coo:
             *parts, is_coalesced = parts
-            tensor = torch.sparse_coo_tensor(*parts, check_invariants=False, is_coalesced=is_coalesced)
+            tensor = _coo(*parts, is_coalesced=is_coalesced)
         else:
-            tensor = torch.sparse_compressed_tensor(*parts, layout=layout, check_invariants=False)
+            tensor = _compressed(*parts, layout=layout)
         return take(tensor, True) if place.owes_grad else tensor
 
     return _map(skeleton, (Place, Sparse), restore, "payload")
@@ -188,12 +199,12 @@ def map_tensors(tree: Tree, change: Callable[[Tensor], Any]) -> Tree:
     """Return `tree` with every tensor replaced by `change(tensor)`, called once for each."""
     changed: dict[int, Any] = {}
 
-    def once(tensor: Tensor) -> Any:
-        if id(tensor) not in changed:
-            changed[id(tensor)] = change(tensor)
-        return changed[id(tensor)]
+    def once(found: Tensor | TensorHolder) -> Any:
+        if id(found) not in changed:
+            changed[id(found)] = change(found) if isinstance(found, Tensor) else found.mapped(change)
+        return changed[id(found)]
 
-    return _map(tree, (Tensor,), once, "batch")
+    return _map(tree, (Tensor, TensorHolder), once, "batch")
 
 
 def _map(tree: Tree, kinds: tuple[type, ...], change: Callable[[Any], Any], where: str) -> Tree:

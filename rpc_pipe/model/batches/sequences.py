@@ -6,7 +6,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, reduce
 from itertools import accumulate, chain
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ...dependency import ConfigError, Spec
 from ...workers.compute.sequence import current
-from ...workers.transport.payload import Tree, map_tensors, shapes_in, tensors_of
+from ...workers.transport.payload import TensorHolder, Tree, map_tensors, shapes_in, tensors_of
 from .microbatches import Microbatches
 
 #: label that losses of tokens ignore, in torch and Hugging Face alike
@@ -128,7 +128,7 @@ class Sequences:
         return (), {**piece, "past_key_values": SliceCache(begin, end, length, whole)}
 
 
-class SliceCache:
+class SliceCache(TensorHolder):
     """A `past_key_values` that knows a slice's place; keys and values lie with the stage that computes it.
 
     Each stage has the layers that it runs, and all read the number of earlier tokens from here: so masks and positions
@@ -142,7 +142,18 @@ class SliceCache:
     is_compileable = False
 
     def __init__(self, begin: int, end: int, total: int, whole: Mapping[str, Any]) -> None:
-        self._place, self.whole = (begin, end, total), whole
+        self._place, self._whole = (begin, end, total), whole
+        self._changes: tuple[Callable[[Tensor], Any], ...] = ()
+
+    @property
+    def whole(self) -> Mapping[str, Any]:
+        """The model's arguments by name for the whole sequence, of which few slices are asked."""
+        return reduce(map_tensors, self._changes, self._whole)
+
+    def mapped(self, change: Callable[[Tensor], Any]) -> SliceCache:
+        found = SliceCache(*self._place, self._whole)
+        found._changes = (*self._changes, change)
+        return found
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, SliceCache) and self._place == other._place
