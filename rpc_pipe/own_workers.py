@@ -19,7 +19,7 @@ def make_actors(
 ) -> list[WorkerActor]:
     """Return the workers of this process, which have no shards yet."""
     if device is None:
-        device = usual_device(job.workers_here if job else len(workers))
+        device = usual_device(job.processes_here if job else len(workers))
     backends = [backend_for(device, place) for place in ([job.place] if job else workers)]
     if len(backends) == 1:
         backends[0].use()  # of several each computes on a thread of its own

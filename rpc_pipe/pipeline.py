@@ -84,7 +84,7 @@ class Pipeline(Inspected):
         old: what is in `training` now, by the same names, as scripts for the version before give it.
 
     Attributes:
-        worker: the number of this process's worker; 0 if all workers are in this process.
+        worker: the number of this process; 0 if all workers are in this process.
         checkpoints: writes them and goes on from them.
         weights: the whole model's, to be read, written, loaded and averaged.
 
@@ -141,12 +141,12 @@ class Pipeline(Inspected):
         self._actors = make_actors(job, workers, device, training.max_grad_norm, stall_s)
         self._batch_reader = BatchReader(self.spec, self._actors, self.partition.whole, self.partition.loss_is_inside)
         self._threads = None if job else WorkerThreads(self._actors)
-        self.worker, self._reports, self._stopped, self._closed = workers[0], StepReports(self), False, False
+        self.worker, self._reports = 0 if job is None else job.rank, StepReports(self)
         elastic, num_routes = self.spec.elasticity > 0, self.spec.num_routes
         self.checkpoints = Checkpoints(self._each, self.num_workers, {"seed": seed}, stall_s, elastic, num_routes)
         self.weights = Weights(self._each, self.checkpoints, self.partition, self.gather)
         self._inputs = StepInputs(self.spec, self.order, workers, self._step_end, self.checkpoints.due)
-        self._devices = {actor.backend.device for actor in self._actors}
+        self._devices, self._stopped, self._closed = {actor.backend.device for actor in self._actors}, False, False
         #: None when the shards are made
         self._maker: ShardMaker | None = ShardMaker(self.partition, seed, training)
         link.attach(self)  # a model may hang while it is cut

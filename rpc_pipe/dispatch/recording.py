@@ -149,9 +149,10 @@ class Replay:
         while self._at < len(self._lines) and len(update.records) < _MOST_STEPS * len(update.headers or "1"):
             line = self._lines[self._at]
             if line["kind"] == "run":
-                update.headers = {header["worker"]: header for header in line["workers"]}
+                update.headers = {header.get("rank", header["worker"]): header for header in line["workers"]}
+                members = max((header.get("members", 1) for header in line["workers"]), default=1)
                 found = sorted(line["listings"], key=lambda listing: listing["microbatches"])
-                update.listings = {listing["worker"]: listing for listing in found}
+                update.listings = {listing["worker"] * members: listing for listing in found}
                 update.clock_error_ms, update.ending = line["clock_error_ms"], None
             elif line["kind"] == "step":
                 if max(record.end_ns for record in line["records"]) > now:

@@ -52,9 +52,9 @@ class LinkRow:
 
 
 def worker_rows(view: View) -> list[WorkerRow]:
-    """Return a row for each visible worker."""
+    """Return a row for each visible process."""
     steps = [view.records(step) for step in view.complete_steps(RECENT)]
-    return [_row(view, worker, [records[worker] for records in steps]) for worker in sorted(view.headers)]
+    return [_row(view, rank, [records[rank // view.members] for records in steps]) for rank in sorted(view.headers)]
 
 
 def _row(view: View, worker: int, records: list[Any]) -> WorkerRow:

@@ -27,10 +27,10 @@ TRANSPORTS = ("rpc", "zmq", "local")
 
 @dataclass(frozen=True)
 class Job:
-    """One worker process among several; with `local`, one process for all workers."""
+    """One process among several, each a worker or a member of one; with `local`, one process for all workers."""
 
-    worker: int
-    num_workers: int
+    rank: int
+    num_processes: int
     #: where the workers meet, in the form of `init_rpc`
     init_method: str
     #: the network interface by which others reach this worker; empty: it is chosen by workers of other hosts
@@ -51,12 +51,29 @@ class Job:
     key_file: Path | None = None
     #: seconds for which the connection to a worker of another host may be broken
     lost_after_s: float = 20.0
-    #: index of this worker among those of its host
+    #: number of this process among those of its host
     place: int = 0
-    #: how many workers of the job this host has
-    workers_here: int = 1
+    #: number of processes of the job on this host
+    processes_here: int = 1
+    #: number of processes that form a worker together
+    members: int = 1
     #: by which large payloads come from workers of the same host, the best first; of `workers/transport/ways.py`
     ways: tuple[str, ...] = ("memory",)
+
+    @property
+    def worker(self) -> int:
+        """The worker that this process is, or is a member of."""
+        return self.rank // self.members
+
+    @property
+    def num_workers(self) -> int:
+        """The number of workers of the job."""
+        return self.num_processes // self.members
+
+    @property
+    def member(self) -> int:
+        """Which of the members of its worker this process is."""
+        return self.rank % self.members
 
 
 def current_job(environ: Mapping[str, str] | None = None) -> Job | None:
@@ -84,15 +101,15 @@ def current_job(environ: Mapping[str, str] | None = None) -> Job | None:
     if missing := [name for name in wanted if name not in environ]:
         there = ", ".join(present)
         raise ConfigError(f"{', '.join(missing)}: not set, but {there} is, as by torchrun; set all, or unset {there}")
-    worker, num_workers = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
-    if not 0 <= worker < num_workers:
-        raise ConfigError(f"RANK {worker}: must be 0 to WORLD_SIZE - 1 = {num_workers - 1}")
+    rank, count = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
+    if not 0 <= rank < count:
+        raise ConfigError(f"RANK {rank}: must be 0 to WORLD_SIZE - 1 = {count - 1}")
     if local:
         interface = environ.get("RPC_PIPE_INTERFACE", LOOPBACK)
-        return Job(worker, num_workers, local, interface, place=worker, workers_here=num_workers, **settings)
-    interface, one_host = _place(environ, num_workers)
-    place, here = _number(environ, "LOCAL_RANK", worker), _number(environ, "LOCAL_WORLD_SIZE", num_workers)
-    return Job(worker, num_workers, "env://", interface, one_host=one_host, place=place, workers_here=here, **settings)
+        return Job(rank, count, local, interface, place=rank, processes_here=count, **settings)
+    interface, one_host = _place(environ, count)
+    place, here = _number(environ, "LOCAL_RANK", rank), _number(environ, "LOCAL_WORLD_SIZE", count)
+    return Job(rank, count, "env://", interface, one_host=one_host, place=place, processes_here=here, **settings)
 
 
 def own_part(transport: str | None, num_workers: int | None) -> tuple[Job | None, int]:
@@ -120,7 +137,7 @@ def own_part(transport: str | None, num_workers: int | None) -> tuple[Job | None
     return None if job.transport == "local" else job, job.num_workers
 
 
-def _place(environ: Mapping[str, str], num_workers: int) -> tuple[str, bool]:
+def _place(environ: Mapping[str, str], num_processes: int) -> tuple[str, bool]:
     """Return the interface by which others reach this worker, and whether all workers are on this host."""
     said = environ.get("RPC_PIPE_INTERFACE")
     from .interfaces import interface_towards  # of hosts of a cluster
@@ -129,7 +146,7 @@ def _place(environ: Mapping[str, str], num_workers: int) -> tuple[str, bool]:
     here = environ.get("LOCAL_WORLD_SIZE")
     if here is None:
         return interface, interface == LOOPBACK
-    if here == str(num_workers):
+    if here == str(num_processes):
         return environ.get("RPC_PIPE_INTERFACE", LOOPBACK), True
     # On the first host its own name may resolve to loopback, as on Debian, where others cannot reach it.
     return said or ("" if interface == LOOPBACK else interface), False

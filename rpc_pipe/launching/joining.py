@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from ..dependency import ConfigError, NotMet
 from ..system.at_exit import at_exit
-from ..workers.transport.carrier import Carrier
+from ..workers.transport.carrier import Carrier, Plane
 from ..workers.transport.forks import keep_from_forks, letting_go
 from ..workers.transport.meeting import Meeting
 from ..workers.transport.messages import Messages
@@ -59,7 +59,7 @@ def join(place: MeetingPlace) -> Carrier:
         with letting_go():
             to_others = _by_zmq(place) if job.transport == "zmq" else _by_rpc(place)
             channels = Channels(job.worker, to_others.wakeup, job.ways) if job.shared_memory else None
-            carrier = Carrier(job.worker, place.workers, Messages(to_others, channels))
+            carrier = Carrier(job.worker, place.workers, Messages(to_others, channels), Plane(job.member, job.members))
     except (TimeoutError, RuntimeError, OSError) as error:
         others = f"the other {len(place.workers) - 1} workers within {job.join_timeout_s:g} s"
         raise NotMet(f"worker {job.worker} could not meet {others}: {error}") from error

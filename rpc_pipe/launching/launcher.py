@@ -64,13 +64,14 @@ _USUAL = How()
 class Launcher:
     """Runs `rpc-pipe` with `arguments` in several local worker processes until all have ended."""
 
-    def __init__(self, arguments: list[str], num_workers: int, reporter: Reporter, how: How = _USUAL) -> None:
+    def __init__(self, arguments: list[str], num_processes: int, reporter: Reporter, how: How = _USUAL) -> None:
         self._arguments = arguments
-        self._num_workers = num_workers
+        self._num_processes = 1 if how.transport == "local" else num_processes
+        self._world_size = num_processes
         self._reporter = reporter
         self._how = how
-        if how.transport != "local" and num_workers > _MOST_PROCESSES:
-            raise ConfigError(f"--workers {num_workers}: one machine starts at most {_MOST_PROCESSES}; see torchrun")
+        if self._num_processes > _MOST_PROCESSES:
+            raise ConfigError(f"--workers {num_processes}: one machine starts at most {_MOST_PROCESSES}; see torchrun")
         if how.port:
             _check_port(how.port)
         self._stop_s = seconds(os.environ, STOP_TIMEOUT, _STOP_S)
@@ -82,7 +83,7 @@ class Launcher:
 
     def run(self) -> int:
         """Run the job; return 0: completed, 1: failed, 2: wrong input, 128 + n: stopped by signal n."""
-        logs = Logs(1 if self._how.transport == "local" else self._num_workers)
+        logs = Logs(self._num_processes)
         handlers = {name: signal.signal(name, self._on_signal) for name in _STOPS}
         code = FAILED
         try:
@@ -122,8 +123,7 @@ class Launcher:
             boards = self._make_boards()
             environment = self._environment(folder, boards) | {RESTARTS: str(restarts)}
             command = [sys.executable, str(_PROGRAM), *self._arguments]
-            number = 1 if self._how.transport == "local" else self._num_workers
-            attempt = Attempt(number, self._reporter, boards)
+            attempt = Attempt(self._num_processes, self._reporter, boards)
             self._workers = attempt.workers
             attempt.start(command, environment, logs)
             if self._signals:  # a signal came during the start
@@ -179,7 +179,7 @@ class Launcher:
             **allocator.variables(os.environ),
             **_meeting(self._how, folder),
             link.FOLDER: str(folder),
-            "WORLD_SIZE": str(self._num_workers),
+            "WORLD_SIZE": str(self._world_size),
             run_folders.FOLDER: run_folders.OFF if boards is None else str(boards.folder),
             "PYTHONUNBUFFERED": "1",
             # Workers must iterate over sets of strings in the same order, or their batches may differ.
@@ -249,6 +249,6 @@ def _meeting(how: How, folder: Path) -> dict[str, str]:
     return meeting
 
 
-def launch(arguments: list[str], num_workers: int, reporter: Reporter, how: How = _USUAL) -> int:
-    """Run `rpc-pipe` with `arguments` in each of `num_workers` local workers; return the exit code."""
-    return Launcher(arguments, num_workers, reporter, how).run()
+def launch(arguments: list[str], num_processes: int, reporter: Reporter, how: How = _USUAL) -> int:
+    """Run `rpc-pipe` with `arguments` in each of `num_processes` local processes; return the exit code."""
+    return Launcher(arguments, num_processes, reporter, how).run()

@@ -79,17 +79,18 @@ class MeetingPlace:
 
 
 def place_of(job: Job) -> MeetingPlace:
-    """Return the place where the workers of this process's plane meet."""
-    return MeetingPlace(job, frozenset(range(job.num_workers)))
+    """Return the place where the processes of this one's plane meet."""
+    root = MeetingPlace(job, frozenset(range(job.num_processes)))
+    return root if job.members == 1 else root.sub(f"plane {job.member}", range(job.num_workers))
 
 
 @cache
 def _root_store(job: Job) -> Any:
     """Return the store at the root; once, as it finds out which processes are of this attempt."""
     if job.init_method == "env://":
-        return torchrun_store(job.worker, job.num_workers, job.join_timeout_s)
+        return torchrun_store(job.rank, job.num_processes, job.join_timeout_s)
     host, _, port = job.init_method.removeprefix("tcp://").rpartition(":")
-    return store_at(host, int(port), job.worker, job.num_workers, job.join_timeout_s)
+    return store_at(host, int(port), job.rank, job.num_processes, job.join_timeout_s)
 
 
 def _torchrun_folder() -> Path:

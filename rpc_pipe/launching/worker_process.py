@@ -144,7 +144,7 @@ def log_root() -> Path | None:
 class Logs:
     """The logs of a run. If they cannot be written, they are omitted."""
 
-    def __init__(self, num_workers: int) -> None:
+    def __init__(self, num_processes: int) -> None:
         self.folder: Path | None = None
         self._files: list[BinaryIO] = []
         with suppress(OSError, RuntimeError):  # RuntimeError: the user has no home folder
@@ -156,7 +156,7 @@ class Logs:
             folder = root / f"run-{os.getpid()}"
             shutil.rmtree(folder, ignore_errors=True)  # of an earlier process with this id
             folder.mkdir(mode=0o700)
-            self._files = [(folder / f"worker-{worker}.log").open("wb", buffering=0) for worker in range(num_workers)]
+            self._files = [(folder / f"worker-{rank}.log").open("wb", buffering=0) for rank in range(num_processes)]
             self.folder = folder
 
     def write(self, worker: int, data: bytes) -> None:

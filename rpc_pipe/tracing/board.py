@@ -36,6 +36,8 @@ from typing import Any, NamedTuple
 from ..dependency import Action
 from ..workers.hooks import Blocked, Listener, StepRecord
 
+#: the files in a run's folder: boards of this machine's processes, and copies of other machines', by process
+OWN, COPY = "worker-", "copy-"
 MAGIC = b"rpc-pipe board 6"
 #: magic, number, state, step, action, awaited name, its worker, start of the wait, thread that computes, number
 HEAD = struct.Struct("<16s7qQq")
@@ -108,15 +110,21 @@ class BoardWriter(Listener):
         path: None: only this process can read the board.
         header: constant properties, for JSON.
         list_program: returns the listing of this worker's program for a number of microbatches; None: it cannot.
+        rank: returns the number of the process that stands for a worker.
         written: number of events that this process has written before, on the board of an earlier pipeline.
     """
 
     def __init__(
-        self, path: Path | None, header: dict[str, Any], list_program: ProgramLister, written: int = 0
+        self,
+        path: Path | None,
+        header: dict[str, Any],
+        list_program: ProgramLister,
+        rank: Callable[[int], int] = int,
+        written: int = 0,
     ) -> None:
         self.path = path
         self.header = header
-        self._list_program = list_program
+        self._list_program, self._rank = list_program, rank
         #: number of events, with the events that did not fit
         self.written = written
         #: first events of a new file, by number: the listing of the program, and the latest steps
@@ -161,7 +169,7 @@ class BoardWriter(Listener):
             self._write(State.WAITING, step)
         else:
             need = blocked.missing[0]
-            self._write(State.WAITING, step, _code(blocked.action), _code(need.action), need.worker)
+            self._write(State.WAITING, step, _code(blocked.action), _code(need.action), self._rank(need.worker))
         if self._ended is not None:
             self.write_out()
 

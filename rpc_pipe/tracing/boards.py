@@ -14,12 +14,10 @@ from typing import Any
 from ..dependency import ConfigError
 from ..workers.hooks import StepRecord
 from . import run_folders
-from .board import File, Live, State
+from .board import COPY, OWN, File, Live, State
 from .board_reader import Board, BoardFile
 from .run_folders import END, WATCHED, Ending
 
-#: the files in a run's folder: boards of this machine's workers, and copies of other machines', by worker
-OWN, COPY = "worker-", "copy-"
 #: how long a stuck worker has to write its stacks
 _STACKS_S = 2.0
 #: bytes of a file of endings that are read: a cause and many consequences
@@ -30,13 +28,15 @@ _MOST_END = 2**20
 class RunUpdate:
     """What is new in a run since the last poll."""
 
-    #: constant properties by worker
+    #: constant properties, by process
     headers: dict[int, dict[str, Any]] = field(default_factory=dict)
-    #: listing of the program by worker, for the most microbatches so far
+    #: listing of the program, by process, for the most microbatches so far
     listings: dict[int, dict[str, Any]] = field(default_factory=dict)
+    #: present states, by process
     lives: dict[int, Live] = field(default_factory=dict)
+    #: steps of workers, as their first members ran them
     records: list[StepRecord] = field(default_factory=list)
-    #: workers with an ended process
+    #: processes that have ended
     gone: frozenset[int] = frozenset()
     #: the workers' clock, `perf_counter_ns`
     now_ns: int = 0
@@ -53,12 +53,13 @@ class RunUpdate:
 def poll(boards: Mapping[int, Board]) -> RunUpdate:
     """Return what is new on the boards that can be read."""
     update = RunUpdate(now_ns=time.perf_counter_ns())
-    for worker, board in sorted(boards.items()):
-        update.records += board.look()
+    for rank, board in sorted(boards.items()):
+        records = board.look()
         if board.header:
-            update.headers[worker] = board.header
-            update.listings |= {} if board.listing is None else {worker: board.listing}
-            update.lives[worker] = board.live
+            update.records += records if rank % board.header.get("members", 1) == 0 else []
+            update.headers[rank] = board.header
+            update.listings |= {} if board.listing is None else {rank: board.listing}
+            update.lives[rank] = board.live
             update.clock_error_ms = max(update.clock_error_ms, board.header.get("clock_error_ms", 0.0))
             update.dropped += board.dropped
     return update
@@ -134,17 +135,17 @@ class RunBoards:
 
 
 def open_boards(folder: Path, boards: dict[int, Board], *prefixes: str) -> dict[int, Board]:
-    """Add readers of the boards in a run's folder that are not open, by worker, and return all."""
+    """Add readers of the boards in a run's folder that are not open, by process, and return all."""
     for prefix in prefixes or (OWN, COPY):
         for file in folder.glob(f"{prefix}*"):
             with suppress(OSError, ValueError):  # just removed, or not in place yet
-                if (worker := int(file.name.removeprefix(prefix))) not in boards:
-                    boards[worker] = Board(BoardFile(file).since)
+                if (rank := int(file.name.removeprefix(prefix))) not in boards:
+                    boards[rank] = Board(BoardFile(file).since)
     return boards
 
 
 def headers_in(folder: Path) -> dict[int, dict[str, Any]]:
-    """Return the constant properties of the boards in a run's folder, by worker."""
+    """Return the constant properties of the boards in a run's folder, by process."""
     return poll(open_boards(folder, {})).headers
 
 

@@ -28,7 +28,7 @@ from ..dependency.kinds import BUILT_IN
 from ..schedules import name_of
 from ..workers.hooks import Listener
 from . import run_folders
-from .board import COLLECT_S, BoardWriter, ProgramLister
+from .board import COLLECT_S, OWN, BoardWriter, ProgramLister
 from .run_folders import END, RUN_FAILED, RUN_STOPPED, Ending, tell_end
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ _STACKS = signal.SIGRTMIN + 7
 _STAY_S = 10.0
 _PAUSE_S = 0.01
 
-#: boards of the latest pipeline, by worker, kept until the process ends
+#: boards of the latest pipeline, by process (of threads: by worker), kept until the process ends
 _boards: dict[int, BoardWriter] = {}
 #: that pipeline
 _recorded: ref[Watchable] | None = None
@@ -96,10 +96,12 @@ def _script() -> str:
     return "built-in GPT" if Path(sys.argv[0]).parts[-2:] == ("demo", "train.py") else name or "python"
 
 
-def _header(training: Watchable, worker: int) -> dict[str, Any]:
-    shards = next(actor.shards for actor in training.actors if actor.worker == worker)
+def _header(training: Watchable, actor: WorkerActor) -> dict[str, Any]:
+    worker, plane, shards = actor.worker, actor.carrier.plane, actor.shards
     return {
         "worker": worker,
+        "rank": plane.rank(worker),
+        "members": plane.members,
         "num_workers": training.spec.num_workers,
         "script": _script(),
         "process": run_folders.identity(),
@@ -169,17 +171,20 @@ def _keep(training: Watchable, folder: Path | None) -> None:
     global _carrier, _owner, _recorded
     written = max((own.written for own in _boards.values()), default=0)
     _boards.clear()
-    for worker in (actor.worker for actor in training.actors):
-        path = None if folder is None else folder / f"worker-{worker}"
-        _boards[worker] = BoardWriter(path, _header(training, worker), _lister(training, worker), written)
+    ranks = {actor.worker: actor.carrier.plane.rank(actor.worker) for actor in training.actors}
+    for actor in training.actors:
+        rank = ranks[actor.worker]
+        path = None if folder is None else folder / f"{OWN}{rank}"
+        lister = _lister(training, actor.worker)
+        _boards[rank] = BoardWriter(path, _header(training, actor), lister, actor.carrier.plane.rank, written)
     _owner, _recorded = os.getpid(), ref(training)
     if not training.actors[0].shards:
         return
-    training.listen(_boards.__getitem__)
+    training.listen(lambda worker: _boards[ranks[worker]])
     for actor in training.actors:
         if not actor.carrier.post.within_process:  # to workers in other processes
             _carrier = actor.carrier
-            _carrier.serve_board = _boards[actor.worker].since
+            _carrier.serve_board = _boards[ranks[actor.worker]].since
             if folder is not None:
                 _keep_mirror(_carrier, folder)
 
@@ -190,7 +195,7 @@ def collect() -> View:
 
     write_out()
     folder = _folder() if run_folders.FOLDER in os.environ else None
-    return collected({worker: own.since for worker, own in _boards.items()}, folder, _carrier)
+    return collected({rank: own.since for rank, own in _boards.items()}, folder, _carrier)
 
 
 def write_out() -> None:
@@ -223,11 +228,13 @@ def stay() -> None:
 def _keep_mirror(carrier: Carrier, folder: Path) -> None:
     """Start mirrors in the first worker of a machine. torchrun numbers ranks machine by machine."""
     size, local = (os.environ.get(name, "") for name in ("LOCAL_WORLD_SIZE", "LOCAL_RANK"))
-    if local == "0" and size.isdecimal() and int(size) < len(carrier.workers):
+    if local == "0" and size.isdecimal():
         from .remote import Mirror
 
-        here = range(carrier.worker, carrier.worker + int(size))
-        Mirror(carrier, folder, carrier.workers.difference(here)).start()
+        first = carrier.plane.rank(carrier.worker)
+        here = range(first, first + int(size))
+        if remote := [worker for worker in carrier.workers if carrier.plane.rank(worker) not in here]:
+            Mirror(carrier, folder, remote).start()
 
 
 @cache

@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from . import run_folders
-from .board import COLLECT_S, EVERYTHING, HEAD, MOST_BYTES, json_line
+from .board import COLLECT_S, COPY, EVERYTHING, HEAD, MOST_BYTES, OWN, json_line
 from .board_reader import Board
-from .boards import COPY, OWN, open_boards, poll
+from .boards import open_boards, poll
 from .run_folders import WATCHED
 from .view import View
 
@@ -74,17 +74,19 @@ def collected(own: Mapping[int, Callable[[int], bytes]], folder: Path | None, ca
     """Return the last steps of all workers.
 
     Args:
-        own: `since` of the boards of this process's workers.
+        own: `since` of the boards of this process's workers, by process.
         folder: of the other workers' boards, if a launcher keeps them.
         carrier: to workers with boards that cannot be read here.
     """
     deadline = time.monotonic() + COLLECT_S
     boards = {} if folder is None else open_boards(folder, {}, OWN)
-    boards |= {worker: Board(since) for worker, since in own.items()}
+    boards |= {rank: Board(since) for rank, since in own.items()}
     if carrier is not None:
-        boards |= {worker: Board(Peer(carrier, worker).since) for worker in carrier.workers - boards.keys()}
+        ranks = {carrier.plane.rank(worker): worker for worker in carrier.workers}
+        boards |= {rank: Board(Peer(carrier, worker).since) for rank, worker in ranks.items() if rank not in boards}
     view, update = View(), poll(boards)
-    last = max((record.step for record in update.records if record.worker in own), default=-1)
+    here = {update.headers[rank]["worker"] for rank in own}
+    last = max((record.step for record in update.records if record.worker in here), default=-1)
     while True:
         view.take(update)
         # The last step may not have ended on the other workers.
@@ -100,7 +102,9 @@ class Mirror(threading.Thread):
     def __init__(self, carrier: Carrier, folder: Path, remote: Iterable[int]) -> None:
         super().__init__(name="mirror", daemon=True)
         self._watched = folder / WATCHED
-        self._copies = [Copy(Peer(carrier, worker), folder / f"{COPY}{worker}") for worker in remote]
+        self._copies = [
+            Copy(Peer(carrier, worker), folder / f"{COPY}{carrier.plane.rank(worker)}") for worker in remote
+        ]
 
     def run(self) -> None:
         while True:

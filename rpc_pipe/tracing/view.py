@@ -44,7 +44,7 @@ class View:
     def __init__(self, keep: int = KEPT_STEPS) -> None:
         self._keep = keep
         self.latest = RunUpdate()
-        #: constant properties by worker, of the workers of the latest pipeline
+        #: constant properties, by process, of the latest pipeline
         self.headers: dict[int, dict[str, Any]] = {}
         #: (step, the loss of its batch)
         self.losses: deque[tuple[int, float]] = deque(maxlen=_KEPT_LOSSES)
@@ -68,13 +68,14 @@ class View:
         earlier = self.pipelines
         newest = max(update.headers.values(), key=lambda header: header["clock_ns"], default={"num_workers": 0})
         # An earlier pipeline of the same process may have had more workers.
-        self.headers = {worker: found for worker, found in update.headers.items() if worker < newest["num_workers"]}
-        if any(earlier.get(worker, made) != made for worker, made in self.pipelines.items()):
+        count = newest["num_workers"] * newest.get("members", 1)
+        self.headers = {rank: found for rank, found in update.headers.items() if rank < count}
+        if any(earlier.get(rank, made) != made for rank, made in self.pipelines.items()):
             self._steps.clear()
             self.losses.clear()
             self._specs.clear()
             self._lost = 0.0, -1, None
-        for record in (record for record in update.records if record.worker in self.headers):
+        for record in (record for record in update.records if record.worker * self.members in self.headers):
             self._longest_ns = max(self._longest_ns, record.end_ns - record.start_ns)
             self._steps.setdefault(record.step, {})[record.worker] = record
             if len(self._steps[record.step]) == self.num_workers:
@@ -140,9 +141,14 @@ class View:
         return next((header["num_workers"] for header in self.headers.values()), 0)
 
     @property
+    def members(self) -> int:
+        """The number of processes that form a worker together."""
+        return next((header.get("members", 1) for header in self.headers.values()), 1)
+
+    @property
     def pipelines(self) -> dict[int, int]:
-        """By worker, an id of its pipeline, as steps of a process's next pipeline count from 0 again."""
-        return {worker: header["clock_ns"] for worker, header in self.headers.items()}
+        """By process, an id of its pipeline, as steps of a process's next pipeline count from 0 again."""
+        return {rank: header["clock_ns"] for rank, header in self.headers.items()}
 
     @property
     def spec(self) -> Spec | None:
@@ -153,7 +159,8 @@ class View:
     def _spec_of(self, num_microbatches: int) -> Spec | None:
         """Return the schedule for a number of microbatches; None if some worker has listed fewer."""
         there = self.latest.listings
-        listings = [there[worker] for worker in range(self.num_workers) if worker in there]
+        firsts = range(0, self.num_workers * self.members, self.members)
+        listings = [there[rank] for rank in firsts if rank in there]
         most = min((listing["microbatches"] for listing in listings), default=0)
         if len(listings) < self.num_workers or most < num_microbatches:
             return None
@@ -205,7 +212,7 @@ class View:
         if complete and complete[0] != step and (fresh or time.monotonic() > at + _ATTRIBUTE_EVERY_S):
             trace = self.trace(RECENT + 1)
             if trace is not None:
-                headers = [header for _, header in sorted(self.headers.items())]
+                headers = [header for rank, header in sorted(self.headers.items()) if rank % self.members == 0]
                 one_machine = len({header["host"] for header in headers}) == 1
                 cores = headers[0].get("cores") if one_machine and headers[0]["device"] == "cpu" else None
                 seen_here = all(

@@ -217,3 +217,17 @@ def test_every_schedule_can_be_drawn_as_planned():
             view = view_of(4, 8, name)
             trace = view.trace(2)
             assert len(trace.simulated(2).spans) == len(trace.spans())
+
+
+def test_a_process_is_watched_by_its_rank_and_a_step_is_that_of_the_first_members():
+    """Boards were kept by worker: of two members one board stood for both, and a hang named a process that waited."""
+    spec = make_spec("1f1b", 2, 4, {})
+    alone = news_of(spec, records_of(spec))
+    headers = {rank: alone.headers[rank // 2] | {"rank": rank, "members": 2, "clock_ns": 7 + rank} for rank in range(4)}
+    lives = {rank: Live(State.WAITING, 4, B(0, 1), B(1, 1), rank + 2) for rank in (0, 1)}
+    lives |= {2: Live(State.WAITING, 4), 3: Live(State.RUNNING, 4, F(1, 3))}
+    listings = {2 * worker: listing for worker, listing in alone.listings.items()}
+    view = View()
+    view.take(replace(alone, headers=headers, lives=lives, listings=listings))
+    assert view.culprit() == 3 and len(view.complete_steps(0)) == len(records_of(spec))
+    assert view.trace() is not None and [row.worker for row in worker_rows(view)] == [0, 1, 2, 3]

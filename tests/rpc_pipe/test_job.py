@@ -4,6 +4,8 @@ from rpc_pipe.dependency import ConfigError
 from rpc_pipe.launching.interfaces import interface_towards
 from rpc_pipe.launching.job import Job, current_job
 from rpc_pipe.launching.joining import _reached
+from rpc_pipe.launching.meeting_place import place_of
+from rpc_pipe.workers.transport.carrier import Plane
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
@@ -47,3 +49,11 @@ def test_two_torchruns_on_one_machine_are_told_what_to_set(monkeypatch):
     job = Job(0, 2, "env://", "", one_host=False)
     with pytest.raises(TimeoutError, match=r"no worker is on another host than MASTER_ADDR 127\.0\.0\.1: .*INTERFACE"):
         _reached(job, Silent())
+
+
+def test_a_process_is_a_member_of_a_worker_and_meets_those_of_its_plane():
+    job = Job(5, 8, "file:///run/rendezvous", "lo", members=2)
+    assert (job.worker, job.member, job.num_workers) == (2, 1, 4)
+    place = place_of(job)
+    assert (place.names, place.workers) == (("plane 1",), {0, 1, 2, 3})
+    assert [Plane(job.member, job.members).rank(worker) for worker in range(4)] == [1, 3, 5, 7]

@@ -47,6 +47,21 @@ class Delivered(NamedTuple):
     at_ns: int
 
 
+class Plane(NamedTuple):
+    """The processes that carry together: member `member` of each worker, where a worker has `members` processes."""
+
+    member: int = 0
+    members: int = 1
+
+    def rank(self, worker: int) -> int:
+        """Return the number of the process that stands for a worker in this plane."""
+        return worker * self.members + self.member
+
+
+#: where each worker is one process
+ALONE = Plane()
+
+
 class Post(Protocol):
     """Brings questions and answers to other workers, and theirs to the carrier that has opened it."""
 
@@ -96,8 +111,8 @@ class Carrier:
         post: to the other workers, which are met before this returns.
     """
 
-    def __init__(self, worker: int, workers: Iterable[int], post: Post) -> None:
-        self.worker = worker
+    def __init__(self, worker: int, workers: Iterable[int], post: Post, plane: Plane = ALONE) -> None:
+        self.worker, self.plane = worker, plane
         self.workers = frozenset(workers)
         self.post = post
         self.outbox = Outbox(post.answer)
