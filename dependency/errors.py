@@ -77,6 +77,9 @@ class DataError(ConfigError):
 class StorageError(ConfigError):
     """A file or folder cannot be written, or storage does not answer; the text names it and the cause."""
 
+    #: where weights are that could not be written as asked
+    kept = ""
+
 
 class Damaged(ConfigError):
     """A checkpoint is not as it was written; the text names the file."""

@@ -24,7 +24,8 @@ from .arguments import (
     settle_training,
     shown_plainly,
 )
-from .checkpoints.nouns import Checkpoints, Weights
+from .checkpoints.nouns import Checkpoints
+from .checkpoints.weights import Weights
 from .dependency import ConfigError, Entry, Order, PipeError, check, most_open
 from .launching import launcher_link as link
 from .launching import overrides

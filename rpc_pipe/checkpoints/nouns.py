@@ -1,15 +1,12 @@
-"""`pipe.checkpoints` and `pipe.weights`. All workers make these calls alike, and all succeed or none does."""
+"""`pipe.checkpoints`. All workers make these calls alike, and all succeed or none does."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from torch import Tensor
 
 from ..dependency import ConfigError, refuse_below
 from .resumption import Resumption
@@ -17,7 +14,6 @@ from .together import agreed, failure, raise_first
 
 if TYPE_CHECKING:  # what a run without checkpoints does not load
     from ..workers.actor import WorkerActor
-    from .pretrained import Loaded
     from .reading import Prepared, Restored
     from .writing import Snapshot, Writing
 
@@ -272,114 +268,6 @@ class Checkpoints:
         from .reading import put_all
 
         return self._each(lambda actor: put_all(actor, where, self._elastic, self._num_routes))[0]  # type: ignore[no-any-return]
-
-
-class Weights:
-    """A pipeline's weights, by the names of the unsplit model.
-
-    Args:
-        partition: of the model; sorts the names.
-        gather: (name, value) -> values of all workers on worker 0, as `Pipeline.gather`.
-    """
-
-    def __init__(
-        self,
-        each: Each,
-        checkpoints: Checkpoints,
-        partition: Any,
-        gather: Callable[[str, Callable[[WorkerActor], Any]], Any],
-    ) -> None:
-        self._each, self._checkpoints, self._partition, self._gather = each, checkpoints, partition, gather
-
-    def state_dict(self) -> dict[str, Tensor] | None:
-        """Return the whole model's tensors on worker 0, on the CPU; None elsewhere.
-
-        It has the versions of modules, too, which some ask for in `load_state_dict`.
-        """
-        from .whole import merged, own_state
-
-        parts = self._gather("weights (save, state_dict)", own_state)
-        return None if parts is None else merged(parts, self._partition.place_of)
-
-    def save(self, path: str | Path) -> None:
-        """Write the whole model as one safetensors file, from worker 0; complete or not at all.
-
-        A script that is resumed has written it already where its calls are skipped.
-
-        Raises:
-            StorageError: it cannot be written.
-        """
-        from .whole import save_whole
-
-        if self._checkpoints.results.behind:
-            return
-        state = self.state_dict()
-        if state is not None:
-            save_whole(state, path_of(path))
-
-    def load_pretrained(self, folder: str | Path, *, strict: bool = True) -> Loaded:
-        """Read weights from a folder of safetensors as `save_pretrained` of Hugging Face writes it, or a checkpoint.
-
-        Each worker reads only its own tensors, and converts them to the model's types. If the folder has a body and
-        the model has a head, or the other way round, the name of the body is added or left out.
-
-        Args:
-            strict: refuse if one of the two lacks a tensor that the other has; otherwise these stay as they are.
-
-        Returns:
-            The names that only one of the two has.
-
-        Raises:
-            ConfigError: it does not fit, or is damaged; nothing has changed.
-        """
-        from .pretrained import load
-
-        where = path_of(folder)
-        return self._each(lambda actor: load(actor, where, strict))[0]  # type: ignore[no-any-return]
-
-    def save_pretrained(self, folder: str | Path) -> None:
-        """Write the weights as Hugging Face's `from_pretrained` reads them, and the model's config if it has one.
-
-        Of a model with adapters of peft these alone are written, as `PeftModel.from_pretrained` reads them. Each worker
-        writes its own part, so all workers must see the folder.
-
-        Raises:
-            ConfigError: it cannot be written, or has a file that would be read in its place.
-        """
-        if self._checkpoints.results.behind:
-            return
-        from .pretrained import save
-        from .whole import save_adapters
-
-        where = path_of(folder)
-        self._checkpoints.settle()
-        if adapters := self._partition.adapters:
-            self._each(lambda actor: save_adapters(actor, where, adapters))
-        else:
-            how = self._checkpoints.num_workers, self._checkpoints.config, self._checkpoints.deadline_s
-            self._each(lambda actor: save(actor, where, *how))
-
-    @contextmanager
-    def averaged(self) -> Iterator[None]:
-        """Return a context in which the weights are their moving average, to evaluate or save them.
-
-        Raises:
-            ConfigError: there is none.
-        """
-        averages = self._each(lambda actor: [shard.updating.average for shard in actor.shards.values()])
-        found = [average for own in averages for average in own if average is not None]
-        if len(found) < sum(map(len, averages)):
-            raise ConfigError("averaged: there is no average of the weights; pass ema_decay=, such as 0.999")
-        self._checkpoints.refuse_averaged("averaged")
-        from ..workers.compute.average import swap  # few runs have one
-
-        swap(found)
-        self._checkpoints.averaged = True
-        try:
-            yield
-        finally:
-            swap(found)
-            self._checkpoints.averaged = False
 
 
 def path_of(given: str | Path) -> Path:

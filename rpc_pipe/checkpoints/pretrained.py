@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+import shutil
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..dependency import ConfigError
+from ..dependency import ConfigError, Stalled, StorageError
+from ..system.files import sync
 from ..workers.actor import WorkerActor
 from ..workers.compute.shard import Shard
 from . import folder
 from .shard_state import model_tensors
 from .together import agreed, together
 from .values import by_file, opened
-from .writing import Snapshot, export
+from .writing import Snapshot, awaited_files, index_of
 
 _SINGLE = "model.safetensors"
+_SHARD, _PART = re.compile(r"model(\.2)?-\d{5}-of-\d{5}\.safetensors"), re.compile(r"part-\d{5}\.json")
+_WRITTEN = (".json", ".safetensors")
 
 
 class Loaded(NamedTuple):
@@ -39,17 +45,17 @@ class Pretrained:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        if (self.path / folder.INDEX).is_file():
+        if (self.path / _SINGLE).is_file():
+            with opened(self.path / _SINGLE, ConfigError) as tensors:
+                self._files: dict[str, str] = dict.fromkeys(tensors.keys(), _SINGLE)
+        elif (self.path / folder.INDEX).is_file():
             index = folder.read_json(self.path / folder.INDEX)
             if not isinstance(index, dict) or not isinstance(index.get("weight_map"), dict):
                 raise ConfigError(f"{self.path / folder.INDEX}: is damaged: it has no weight_map")
-            self._files: dict[str, str] = {str(key): str(file) for key, file in index["weight_map"].items()}
+            self._files = {str(key): str(file) for key, file in index["weight_map"].items()}
             for file in sorted(set(self._files.values())):
                 if Path(file).name != file or not (self.path / file).is_file():
                     raise ConfigError(f"{self.path / file}: is missing, and the index names it")
-        elif (self.path / _SINGLE).is_file():
-            with opened(self.path / _SINGLE, ConfigError) as tensors:
-                self._files = dict.fromkeys(tensors.keys(), _SINGLE)
         else:
             raise ConfigError(
                 f"{path}: has neither {folder.INDEX} nor {_SINGLE}; pickles (.bin) can run code and are not read: "
@@ -139,20 +145,77 @@ def load(actor: WorkerActor, where: Path, strict: bool) -> Loaded:
     return loaded
 
 
-def save(actor: WorkerActor, where: Path, num_workers: int, config: Any, deadline_s: float) -> None:
-    """Write the weights alone, as `from_pretrained` takes them.
+def save(
+    actor: WorkerActor,
+    where: Callable[[], Path],
+    num_workers: int,
+    config: Any,
+    left_out: Collection[str],
+    wait_s: float,
+) -> Path:
+    """Write the weights alone, as `from_pretrained` takes them; return their folder.
+
+    Args:
+        where: makes the folder's path; called on worker 0.
+        left_out: names of tensors that have another name, by which they are written.
 
     Raises:
-        ConfigError: on every worker, if it failed on one.
+        StorageError: on every worker, if it failed on one; what was in the folder is as it was.
     """
-    place = Path(agreed(actor, "export", lambda: str(_begin_export(where)), of=0))
+    place = Path(agreed(actor, "export", lambda: str(folder.begin(where(), 0)), of=0))
 
     def write() -> None:
-        Snapshot(actor, num_workers, weights_alone=True).write(place)
-        if actor.worker == 0:
-            export(place, num_workers, config, deadline_s)
+        try:
+            Snapshot(actor, num_workers, left_out=left_out).write(place)
+            if actor.worker == 0:
+                files, _ = awaited_files(place, num_workers, wait_s)
+                if config is not None:
+                    config.write(place)
+                _move(place, files)
+        except Stalled:  # a consequence
+            raise
+        except (StorageError, OSError) as error:
+            cause = error.__cause__ if isinstance(error.__cause__, OSError) else error
+            said = getattr(cause, "strerror", None) or cause
+            raise StorageError(f"{place.parent}: cannot be written: {said}; what was there is as it was") from error
 
-    together(actor, "exported", write)
+    try:
+        together(actor, "exported", write)
+    finally:
+        if actor.worker == 0:
+            shutil.rmtree(place, ignore_errors=True)
+            with suppress(OSError):  # if nothing else is there
+                place.parent.rmdir()
+    return place.parent
+
+
+def _move(place: Path, files: Mapping[str, Any]) -> None:
+    """Move weights from a hidden folder into that around it, in the place of weights that are there.
+
+    Readers look for a single file first, then for an index. The rename of one of these makes the new weights count,
+    and no file that the old ones need goes before it.
+    """
+    target, index = place.parent, place / folder.INDEX
+    old = set()
+    if (target / folder.INDEX).is_file():
+        with suppress(ConfigError, AttributeError, TypeError):
+            old = set(folder.read_json(target / folder.INDEX).get("weight_map", {}).values())
+    if len(files) == 1:
+        new, last = {name: _SINGLE for name in files}, _SINGLE
+    else:
+        again = "model.2-" if old & files.keys() else "model-"
+        new, last = {name: name.replace("model-", again, 1) for name in files}, folder.INDEX
+        folder.write_json(index, index_of({new[name]: each for name, each in files.items()}))
+    for name, final in new.items():
+        (place / name).rename(place / final)
+    written = [path.name for path in place.iterdir() if path.suffix in _WRITTEN and not _PART.fullmatch(path.name)]
+    for name in sorted(written, key=lambda name: name == last):
+        (place / name).replace(target / name)
+    files_of_old = [path for path in target.glob("model*.safetensors") if _SHARD.fullmatch(path.name)]
+    for path in (target / _SINGLE, target / folder.INDEX, *files_of_old):
+        if path.name not in written:
+            path.unlink(missing_ok=True)
+    sync(target)
 
 
 def _names_of(*found: tuple[dict[str, str], set[str]]) -> list[list[str]]:
@@ -171,18 +234,6 @@ def _unmet(where: str | Path, loaded: Loaded) -> str:
     lacks = f"has no tensor for {few(loaded.missing)}" if loaded.missing else ""
     more = f"has {few(loaded.unexpected)}, which this model does not have" if loaded.unexpected else ""
     return f"{where}: {'; '.join(filter(None, (lacks, more)))}; strict=False leaves out what does not meet"
-
-
-def _begin_export(where: Path) -> Path:
-    """Make the place in `where` in which weights are written.
-
-    Raises:
-        ConfigError: it cannot be made, or other weights there would be read instead.
-    """
-    for name in (_SINGLE, "pytorch_model.bin", "pytorch_model.bin.index.json"):
-        if (where / name).exists():
-            raise ConfigError(f"{where}: has a {name}, which may be read instead; choose another folder")
-    return folder.begin(where, 0)
 
 
 def _place(tensor: Tensor) -> tuple[int, object, object]:

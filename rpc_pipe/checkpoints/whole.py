@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from torch import Tensor
 
 from ..dependency import ConfigError, StorageError
@@ -64,10 +65,11 @@ def save_whole(state: Mapping[str, Tensor], path: str | Path) -> None:
         ) from error
 
 
-def save_adapters(actor: WorkerActor, folder: Path, names: frozenset[str]) -> None:
-    """Let the model on worker 0, which has room for so few tensors, write its adapters.
+def save_adapters(actor: WorkerActor, where: Callable[[], Path], names: frozenset[str]) -> Path:
+    """Let the model on worker 0, which has room for so few tensors, write its adapters; return their folder.
 
     Args:
+        where: makes the folder's path; called on worker 0.
         names: of the adapters' tensors.
 
     Raises:
@@ -76,15 +78,18 @@ def save_adapters(actor: WorkerActor, folder: Path, names: frozenset[str]) -> No
     own = {name: tensor for name, tensor in own_state(actor)["tensors"].items() if name in names}
     parts = actor.gather("adapters (save_pretrained)", own)
 
-    def write() -> None:
+    def write() -> str:
         if parts is None:
-            return
+            return ""
         tensors = {name: tensor.cpu() for part in parts for name, tensor in part.items()}
         model: Any = next(iter(actor.shards.values())).slice.modules[0]
         how = {"save_embedding_layers": False} if hasattr(model, "get_base_model") else {}  # of peft, or adapted by it
+        target = where()
         try:
-            model.save_pretrained(str(folder), state_dict=tensors, **how)
-        except OSError as error:
-            raise StorageError(f"{folder}: cannot be written: {error.strerror or error}") from error
+            target.mkdir(parents=True, exist_ok=True)  # else a file there is a line in a log, and nothing is written
+            model.save_pretrained(str(target), state_dict=tensors, **how)
+        except (OSError, SafetensorError) as error:
+            raise StorageError(f"{target}: cannot be written: {getattr(error, 'strerror', '') or error}") from error
+        return str(target)
 
-    together(actor, "adapters written", write)
+    return Path(together(actor, "adapters written", write, str)[1][0])

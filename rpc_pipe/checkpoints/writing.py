@@ -11,7 +11,7 @@ import logging
 import shutil
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -51,15 +51,21 @@ class Snapshot:
 
     Args:
         elastic: whether routes have weights of their own, which are pulled to a reference, and so are written, too.
-        weights_alone: not what else training goes on from.
+        left_out: names of tensors that are not written, and nothing but weights is, each once; None: all is.
     """
 
     def __init__(
-        self, actor: WorkerActor, num_workers: int, *, elastic: bool = False, weights_alone: bool = False
+        self, actor: WorkerActor, num_workers: int, *, elastic: bool = False, left_out: Collection[str] | None = None
     ) -> None:
         self.worker, self.num_workers = actor.worker, num_workers
         first = [shard for (_, route), shard in actor.shards.items() if route == 0]
-        model = {name: _copied(tensor) for shard in first for name, tensor in evaluated_tensors(shard).items()}
+        weights_alone = left_out is not None
+        model: dict[str, Tensor] = {}
+        for shard in first:
+            elsewhere = _written_elsewhere(shard) if weights_alone else ()
+            for name, tensor in evaluated_tensors(shard).items():
+                if name not in (left_out or ()) and tensor.data_ptr() not in elsewhere:
+                    model[name] = _copied(tensor)
         self._stages: dict[str, dict[str, Any]] = {}
         rest = random_state() if actor.worker == 0 and not weights_alone else {}
         if not weights_alone:
@@ -101,8 +107,10 @@ class Snapshot:
                         "sums": {key: checksum(tensor) for key, tensor in tensors.items()},
                     }
             folder.write_json(place / _part(self.worker), {"files": files, "stages": self._stages})
-        except OSError as error:
+        except Exception as error:
             _give_up(place, self.worker)
+            if not isinstance(error, OSError):
+                raise
             raise _unwritten(place, error) from error
         finally:
             self._files = {}
@@ -112,6 +120,12 @@ def own_routes(actor: WorkerActor) -> list[list[Shard]]:
     """Return a worker's shards by route, where each route has weights of its own."""
     routes = sorted({route for _, route in actor.shards})
     return [[shard for (_, route), shard in actor.shards.items() if route == each] for each in routes]
+
+
+def _written_elsewhere(shard: Shard) -> set[int]:
+    """Return where the parameters are that an earlier stage has, too."""
+    parameters, shared = dict(shard.named_parameters()), shard.slice.shared
+    return {parameters[name].data_ptr() for name in shared if name in parameters and min(shared[name]) < shard.stage}
 
 
 def _copied(tensor: Tensor) -> Tensor:
@@ -144,19 +158,19 @@ def finish(
     """Wait for all workers' lists, write the manifest, give the checkpoint its name and return it.
 
     Args:
-        config: the model's, which can write itself; or None.
+        config: the model's; or None.
 
     Raises:
         StorageError: the disk is full, or is not the same for all workers.
         Stalled: a worker's list has not come.
     """
-    files, stages = _together(place, num_workers, deadline_s)
+    files, stages = awaited_files(place, num_workers, deadline_s)
     try:
-        folder.write_json(place / folder.INDEX, _index(files))
+        folder.write_json(place / folder.INDEX, index_of(files))
         told = {"format": FORMAT, **about, "files": files, "stages": stages}
         folder.write_json(place / folder.MANIFEST, {**told, "sum": folder.sum_of(told)})
         if config is not None:
-            config.save_pretrained(place)
+            config.write(place)
         for worker in range(num_workers):
             (place / _part(worker)).unlink()
         return folder.commit(place, about["step"], keep)
@@ -164,32 +178,7 @@ def finish(
         raise _unwritten(place, error) from error
 
 
-def export(place: Path, num_workers: int, config: Any, deadline_s: float) -> None:
-    """Wait for all workers' lists and move the weights, which `from_pretrained` reads, to the folder around `place`.
-
-    Args:
-        config: the model's, which can write itself; or None.
-
-    Raises:
-        StorageError: the disk is full, or is not the same for all workers.
-    """
-    files, _ = _together(place, num_workers, deadline_s)
-    target = place.parent
-    try:
-        for name in files:
-            (place / name).replace(target / name)
-        folder.write_json(target / folder.INDEX, _index(files))
-        for old in target.glob("model-*-of-*.safetensors"):
-            if old.name not in files:
-                old.unlink()
-        if config is not None:
-            config.save_pretrained(target)
-        shutil.rmtree(place, ignore_errors=True)
-    except OSError as error:
-        raise _unwritten(target, error) from error
-
-
-def _together(place: Path, num_workers: int, deadline_s: float) -> tuple[dict[str, Any], dict[str, Any]]:
+def awaited_files(place: Path, num_workers: int, deadline_s: float) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the files and the stages of all workers' lists."""
     end = time.monotonic() + deadline_s
     parts = [folder.read_json(_awaited(place / _part(worker), end, deadline_s)) for worker in range(num_workers)]
@@ -201,7 +190,7 @@ def _together(place: Path, num_workers: int, deadline_s: float) -> tuple[dict[st
     return files, {stage: each for part in parts for stage, each in part["stages"].items()}
 
 
-def _index(files: dict[str, Any]) -> dict[str, Any]:
+def index_of(files: dict[str, Any]) -> dict[str, Any]:
     """Return which file has which tensor, as Hugging Face writes it."""
     of_model = {name: each for name, each in files.items() if each["what"] == "model"}
     found: dict[str, str] = {}

@@ -17,6 +17,7 @@ from ..workers.compute.slices import Slice
 from ..workers.transport.payload import Tree
 from .assign.assignment import BlocksNeeded
 from .call_form import CallForm, loss_of_output
+from .configuration import Configuration, other_names
 from .cut import cut
 from .deferred import DeferredModel
 from .module_copies import ModuleCopies
@@ -67,7 +68,9 @@ class ObservedPartition:
         self.module_copies = ModuleCopies()
         self._names = {name: place for place, name in enumerate(whole.state_dict())}
         #: the model's configuration, if it can be saved
-        self.config = config if hasattr(config := getattr(whole, "config", None), "save_pretrained") else None
+        self.config = Configuration(whole) if hasattr(getattr(whole, "config", None), "save_pretrained") else None
+        #: of tensors with several names, those by which they are not written
+        self.other_names = other_names(whole) if self.config else frozenset()
         self.adapters = _adapter_tensors(whole)
         self._output_type: type = dict
         #: calls of blocks of each stage; empty until the model has been cut

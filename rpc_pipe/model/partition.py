@@ -62,6 +62,7 @@ class LayerPartition:
     """
 
     config = whole = None
+    other_names: frozenset[str] = frozenset()
     loss_is_inside = False
     #: none: peft adapts whole models
     adapters: frozenset[str] = frozenset()

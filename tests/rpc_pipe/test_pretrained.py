@@ -1,13 +1,17 @@
 """Weights of Hugging Face's folders: read by each worker for itself, and written as `from_pretrained` takes them."""
 
 import json
-from functools import partial
+import shutil
+from functools import partial, partialmethod
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from rpc_pipe import Pipeline
-from rpc_pipe.dependency import ConfigError
+from rpc_pipe.checkpoints import folder as folders
+from rpc_pipe.dependency import ConfigError, StorageError
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -24,8 +28,8 @@ def gpt2():
 
 
 def pipeline(model, num_workers=3, example=BATCH, **options):
-    adamw = partial(torch.optim.AdamW, lr=1e-3)
-    return Pipeline(model, num_workers=num_workers, num_microbatches=2, optimizer=adamw, example=example, **options)
+    options = {"optimizer": partial(torch.optim.AdamW, lr=1e-3), **options}
+    return Pipeline(model, num_workers=num_workers, num_microbatches=2, example=example, **options)
 
 
 @pytest.fixture
@@ -49,7 +53,7 @@ def test_a_pipeline_begins_with_pretrained_weights_and_from_pretrained_takes_the
         pipe.weights.save_pretrained(tmp_path / "out")
     found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
     assert all(tensor.equal(found[name]) for name, tensor in pipe.weights.state_dict().items())
-    pipeline(gpt2, 2).save_pretrained(tmp_path / "out")
+    pipeline(gpt2, 2).weights.save_pretrained(tmp_path / "out")
     assert len(list((tmp_path / "out").glob("*.safetensors"))) == 2
 
 
@@ -130,10 +134,109 @@ def test_a_folder_that_does_not_fit_is_named_and_changes_nothing(saved, damage, 
     assert all(tensor.equal(before[name]) for name, tensor in pipe.weights.state_dict().items())
 
 
-def test_weights_that_would_be_read_instead_are_told(tmp_path):
-    (tmp_path / "model.safetensors").write_bytes(b"")
-    with pytest.raises(ConfigError, match=r"has a model.safetensors, which may be read instead; choose another folder"):
-        pipeline(gpt2, 1).save_pretrained(tmp_path)
+class Crash(Exception):
+    """The end of a process."""
+
+
+def read_weights(folder):
+    """Return the tensors of a folder; `from_pretrained` looks for the same files in the same order."""
+    if (folder / "model.safetensors").exists():
+        return load_file(folder / "model.safetensors")
+    found = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    return {name: load_file(folder / file)[name] for name, file in found.items()}
+
+
+@pytest.mark.parametrize("before, after", [(None, 1), (None, 2), (2, 2), (2, 1)])
+def test_a_crash_leaves_the_old_or_the_new_weights_whole(tmp_path, monkeypatch, before, after):
+    """A folder with a `model.safetensors` was refused after training, and the weights were gone.
+
+    Args:
+        before: workers that wrote what is there; None: `save_pretrained` of transformers did.
+    """
+    for name in "HOME", "TMPDIR":
+        monkeypatch.setenv(name, str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    model = gpt2()
+    (pipeline(model, before).weights if before else model).save_pretrained(first := tmp_path / "first")
+    (first / "notes.txt").write_text("mine")
+    old, out = read_weights(first), tmp_path / "out"
+    pipe = pipeline(gpt2, after)
+    pipe.step(BATCH)
+    new, seen, done = pipe.weights.state_dict(), [], 0
+
+    def counted(call, *arguments, **options):
+        nonlocal done
+        done += 1
+        if done > len(seen):
+            raise Crash
+        return call(*arguments, **options)
+
+    for name in ("replace", "rename", "unlink"):
+        monkeypatch.setattr(
+            Path, name, partialmethod(lambda path, c, *a, **o: counted(c, path, *a, **o), getattr(Path, name))
+        )
+    crashed = True
+    while crashed:
+        shutil.rmtree(out, ignore_errors=True)
+        shutil.copytree(first, out)
+        done = 0
+        try:
+            pipe.weights.save_pretrained(out)
+            crashed = False
+        except (Crash, ConfigError):  # the other worker's is told by a sentence
+            pass
+        found = read_weights(out)
+        seen.append([all(tensor.equal(whole[name]) for name, tensor in found.items()) for whole in (old, new)])
+    assert seen[0] == [True, False] and seen == sorted(seen, reverse=True), "the old ones, and from a moment on the new"
+    assert seen[-1] == [False, True] and (out / "notes.txt").exists()
+
+
+@pytest.mark.parametrize("why", ["a file", "no right", "no path"])
+def test_trained_weights_are_kept_somewhere_whatever_a_save_meets(tmp_path, monkeypatch, why):
+    """The script ended, and with it the only copy."""
+    monkeypatch.chdir(tmp_path)
+    where = "" if why == "no path" else tmp_path / why
+    if why == "a file":
+        where.write_text("")
+    if why == "no right":
+        real = folders.begin
+        monkeypatch.setattr(folders, "begin", lambda place, step: real(_allowed(place, where), step))
+    pipe = pipeline(gpt2)
+    pipe.step(BATCH)
+    with pytest.raises(StorageError) as raised:
+        pipe.weights.save_pretrained(where)
+    assert Path(raised.value.kept).parent == tmp_path and raised.value.kept in str(raised.value)
+    taken = transformers.AutoModelForCausalLM.from_pretrained(raised.value.kept).state_dict()
+    assert all(tensor.equal(taken[name]) for name, tensor in pipe.weights.state_dict().items())
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(StorageError) as raised:
+        pipe.weights.save(tmp_path / "folder")
+    assert load_file(raised.value.kept).keys() == pipe.weights.state_dict().keys()
+
+
+def _allowed(place, where):
+    if place == where:
+        raise StorageError("cannot be written")
+    return place
+
+
+def test_what_is_written_is_what_transformers_writes(tmp_path, caplog):
+    """There was no generation_config.json, no architecture and no type, and tied weights were there twice."""
+    torch.manual_seed(0)
+    model = gpt2().bfloat16()
+    model.generation_config.update(max_new_tokens=7, repetition_penalty=1.5)
+    model.save_pretrained(tmp_path / "theirs")
+    for made, workers in (model, 1), (model, 2):
+        out = tmp_path / f"ours{workers}"
+        pipeline(made, workers).weights.save_pretrained(out)
+        names = [name for path in out.glob("*.safetensors") for name in load_file(path)]
+        assert sorted(names) == sorted(load_file(tmp_path / "theirs" / "model.safetensors"))
+        for name in "config.json", "generation_config.json":
+            theirs, ours = (json.loads((folder / name).read_text()) for folder in (tmp_path / "theirs", out))
+            assert theirs == ours
+        taken, told = transformers.GPT2LMHeadModel.from_pretrained(out, output_loading_info=True)
+        assert not any(told.values())
+        assert taken.generate(IDS[:1, :4]).equal(model.eval().generate(IDS[:1, :4]))
 
 
 @pytest.mark.parametrize("made_by", ["peft", "transformers"])

@@ -1,0 +1,175 @@
+"""`pipe.weights`. All workers make these calls alike, and all succeed or none does."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from ..dependency import ConfigError, PipeError, StorageError
+from .nouns import Checkpoints, Each, path_of
+
+if TYPE_CHECKING:  # what a run without checkpoints does not load
+    from ..workers.actor import WorkerActor
+    from .pretrained import Loaded
+
+#: how folders begin in which weights are kept that could not be written where they should be
+_KEPT = "rpc-pipe-weights-"
+
+
+class Weights:
+    """A pipeline's weights, by the names of the unsplit model.
+
+    Args:
+        partition: of the model; sorts the names.
+        gather: (name, value) -> values of all workers on worker 0, as `Pipeline.gather`.
+    """
+
+    def __init__(
+        self,
+        each: Each,
+        checkpoints: Checkpoints,
+        partition: Any,
+        gather: Callable[[str, Callable[[WorkerActor], Any]], Any],
+    ) -> None:
+        self._each, self._checkpoints, self._partition, self._gather = each, checkpoints, partition, gather
+
+    def state_dict(self) -> dict[str, Tensor] | None:
+        """Return the whole model's tensors on worker 0, on the CPU; None elsewhere.
+
+        It has the versions of modules, too, which some ask for in `load_state_dict`.
+        """
+        from .whole import merged, own_state
+
+        parts = self._gather("weights (save, state_dict)", own_state)
+        return None if parts is None else merged(parts, self._partition.place_of)
+
+    def save(self, path: str | Path) -> None:
+        """Write the whole model as one safetensors file, from worker 0; complete or not at all.
+
+        A script that is resumed has written it already where its calls are skipped.
+
+        Raises:
+            StorageError: it cannot be written, and is in another place, which `kept` names.
+        """
+        from .whole import save_whole
+
+        if self._checkpoints.results.behind:
+            return
+        state = self.state_dict()
+
+        def write(where: Callable[[], Path]) -> Path:
+            assert state is not None
+            found = where()
+            found = found / "model.safetensors" if found.name.startswith(_KEPT) else found
+            save_whole(state, found)
+            return found
+
+        if state is not None:
+            _kept_somewhere(path, write)
+
+    def load_pretrained(self, folder: str | Path, *, strict: bool = True) -> Loaded:
+        """Read weights from a folder of safetensors as `save_pretrained` of Hugging Face writes it, or a checkpoint.
+
+        Each worker reads only its own tensors, and converts them to the model's types. If the folder has a body and
+        the model has a head, or the other way round, the name of the body is added or left out.
+
+        Args:
+            strict: refuse if one of the two lacks a tensor that the other has; otherwise these stay as they are.
+
+        Returns:
+            The names that only one of the two has.
+
+        Raises:
+            ConfigError: it does not fit, or is damaged; nothing has changed.
+        """
+        from .pretrained import load
+
+        where = path_of(folder)
+        return self._each(lambda actor: load(actor, where, strict))[0]  # type: ignore[no-any-return]
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write the weights as Hugging Face's `from_pretrained` reads them, and the model's config if it has one.
+
+        Of a model with adapters of peft these alone are written, as `PeftModel.from_pretrained` reads them. Each worker
+        writes its own part, so all workers must see the folder. Weights that are there are replaced: a crash leaves the
+        old ones or the new ones whole.
+
+        Raises:
+            StorageError: it cannot be written, and is in another folder, which `kept` names.
+        """
+        if self._checkpoints.results.behind:
+            return
+        from .pretrained import save
+        from .whole import save_adapters
+
+        self._checkpoints.settle()
+        partition, about = self._partition, self._checkpoints
+        how = about.num_workers, about.config, partition.other_names, about.deadline_s
+
+        def write(where: Callable[[], Path]) -> Path:
+            if partition.adapters:
+                return self._each(lambda actor: save_adapters(actor, where, partition.adapters))[0]  # type: ignore[no-any-return]
+            return self._each(lambda actor: save(actor, where, *how))[0]  # type: ignore[no-any-return]
+
+        _kept_somewhere(folder, write)
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Return a context in which the weights are their moving average, to evaluate or save them.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        averages = self._each(lambda actor: [shard.updating.average for shard in actor.shards.values()])
+        found = [average for own in averages for average in own if average is not None]
+        if len(found) < sum(map(len, averages)):
+            raise ConfigError("averaged: there is no average of the weights; pass ema_decay=, such as 0.999")
+        self._checkpoints.refuse_averaged("averaged")
+        from ..workers.compute.average import swap  # few runs have one
+
+        swap(found)
+        self._checkpoints.averaged = True
+        try:
+            yield
+        finally:
+            swap(found)
+            self._checkpoints.averaged = False
+
+
+def _kept_somewhere(given: str | Path, write: Callable[[Callable[[], Path]], Path]) -> None:
+    """Write weights where a user says, or, as they may be hours of work, in another place.
+
+    Args:
+        write: takes what makes the path, which it calls on one worker, and returns it.
+
+    Raises:
+        StorageError: they could not be written as given; `kept` is where they are.
+    """
+    try:
+        write(lambda: path_of(given))
+    except Exception as error:
+        if isinstance(error, PipeError) and not isinstance(error, ConfigError):
+            raise  # no worker would answer
+        for root in (os.getcwd(), os.path.expanduser("~"), tempfile.gettempdir()):
+            try:
+                kept = write(partial(_new_place, root))
+            except Exception:  # the first error is told
+                continue
+            raised = StorageError(f"{error}; the trained weights are kept in {kept}")
+            raised.kept = str(kept)
+            raise raised from error
+        raise
+
+
+def _new_place(root: str) -> Path:
+    try:
+        return Path(tempfile.mkdtemp(prefix=_KEPT, dir=root))
+    except OSError as error:
+        raise StorageError(f"{root}: cannot be written: {error.strerror}") from error
