@@ -12,17 +12,21 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from importlib import import_module
 
 from ..dependency import ConfigError, ScheduleError
 from ..launching.report import Reporter
-from .options import Parser
+from .as_typed import as_typed
+from .options import Parser, with_listed
 
 _COMMANDS = (
     "run", "plan", "profile", "verify", "watch", "simulate", "compare", "export", "schedules", "data", "key",
     "completion",
 )  # fmt: skip
 
+#: arguments that are no options
+_POSITIONAL = ("script", "model", "address", "source", "file", "folder", "shell")
 #: errors of writing: no space, a quota, or a broken device
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
@@ -30,6 +34,8 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; return its exit code."""
     argv = list(sys.argv[1:] if arguments is None else arguments)
+    words = argv[: argv.index("--")] if "--" in argv else argv
+    Reporter.reword = staticmethod(partial(as_typed, argv=words))
     try:
         code = _dispatch(argv)
         _flush()  # here, where a write error can still be reported
@@ -81,7 +87,10 @@ def _dispatch(argv: list[str]) -> int:
         raise ConfigError(f"{said}: not an option of {parser.prog}; {parser.near(unknown[0])}{rule}")
     if at < len(argv) and "script" not in typed:
         raise ConfigError(f"{' '.join(argv[at:])}: what follows -- is for a script, but no script is run")
-    code: int = command(typed, argv)
+    for name, value in typed.items():
+        if value == "" or value == [""]:
+            raise ConfigError(f"{name if name in _POSITIONAL else f'--{name}'.replace('_', '-')} '': is empty")
+    code: int = command(with_listed(typed), argv)
     return code
 
 

@@ -12,13 +12,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
 from ..dependency import B, ConfigError, F, I, Kind, Spec, W
-from ..launching.job import TRANSPORT, TRANSPORTS, TRUST, Job
+from ..launching.job import TRANSPORT, TRANSPORTS, TRUST, Job, current_job
 from ..launching.launcher_link import NAN, NANS
-from ..planning.specs import PipeOptions, make_spec
+from ..planning.listed_schedule import ListedSchedule
+from ..planning.specs import PipeOptions, find_schedule, make_spec
 from .readers import device, fraction, number, whole, wholes
 
 T = TypeVar("T")
 
+#: most workers of a schedule, which are simulated in seconds
+MOST_WORKERS = 4096
 #: environment variable of workers: file of the plan that is recorded with its runs
 NOTED_PLAN = "RPC_PIPE_PLAN"
 #: the rule for `path/to/file.py:make`
@@ -89,7 +92,7 @@ _SHARED: dict[str, dict[str, Any]] = {
     "schedule": dict(help="name or path/to/file.py:ClassName (1f1b)"),
     "set": dict(action=Pairs, const=(str, "chunks=2"), metavar="NAME=VALUE", help="set a parameter of the schedule"),
     "window": dict(type=whole(), help="microbatches in flight, where the schedule has a window"),
-    "workers": dict(type=whole(1), help="number of workers (2)"),
+    "workers": dict(type=whole(1, MOST_WORKERS), help="number of workers (2)"),
     "microbatches": dict(type=whole(1), help="microbatches of a step, of all replicas together (8)"),
     "replicas": dict(type=whole(1), help="replicas of the pipeline, which share the workers (1)"),
     "zero": dict(type=whole(0), help="1: divide optimizer states among the replicas (0)"),
@@ -137,6 +140,16 @@ def refuse_typed(typed: Mapping[str, Any], names: Iterable[str], why: str) -> No
             raise ConfigError(f"--{name.replace('_', '-')}{said}: {why}")
 
 
+def refuse_device(device: str) -> None:
+    """Refuse a device that this machine does not have, before anything slow starts."""
+    if device != "cpu":
+        import torch
+
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if int(device.partition(":")[2] or 0) >= count:
+            raise ConfigError(f"device {device}: this machine has {count} CUDA devices; cpu always works")
+
+
 def refuse_workers(typed: Mapping[str, Any], job: Job) -> None:
     """Refuse another number of workers than this job has."""
     if typed.get("workers", job.num_workers) != job.num_workers:
@@ -172,6 +185,8 @@ def typed_costs(typed: Mapping[str, Any]) -> dict[Kind, float]:
     if not costs.keys() & {B, I, W}:
         costs |= {B: 2, I: 1, W: 1}
     full = complete_costs(costs)
+    if not any(full.values()):
+        raise ConfigError(f"--cost F={full[F]:g},B={full[B]:g}: takes no time; give one of them a cost above 0")
     for kind, cost in full.items():
         if cost < 0:
             raise ConfigError(f"--cost B={full[B]:g}: B is I and W together, which leaves {cost:g} for {kind.letter}")
@@ -207,6 +222,20 @@ def typed_spec(typed: Mapping[str, Any]) -> Spec:
     """Return the spec of the typed options."""
     settings = filled(PipeOptions, typed)
     return make_spec(settings.schedule, settings.workers, settings.microbatches, settings.schedule_options)
+
+
+def with_listed(typed: dict[str, Any]) -> dict[str, Any]:
+    """Return the typed options with the workers and microbatches of a schedule that is a file, unless they were typed.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    if not str(typed.get("schedule", "")).endswith((".csv", ".json")):
+        return typed
+    found = find_schedule(typed["schedule"])
+    assert issubclass(found, ListedSchedule)
+    workers = {} if current_job() is not None else {"workers": len(found.listed.rows)}  # which a job has already
+    return {**workers, "microbatches": len(found.listed.routes), **typed}
 
 
 def schedule_options(typed: Mapping[str, Any]) -> dict[str, str]:

@@ -25,7 +25,7 @@ from ..launching.worker_main import as_worker
 from ..planning.profile import Profile, as_json, from_json
 from ..system.files import read_json
 from .files import try_files, write
-from .options import MAKE, Parser, refuse_workers
+from .options import MAKE, MOST_WORKERS, Parser, refuse_device, refuse_workers
 from .readers import whole, wholes
 from .topology import machines_of
 
@@ -41,7 +41,9 @@ def add(commands: Any) -> None:
     """Add `profile` to the command line."""
     parser: Parser = commands.add_parser("profile", help="measure a model block by block, and workers and links")
     add_measuring(parser)
-    parser.add_argument("--workers", type=whole(1), help="so many measure at once, and the links between them")
+    parser.add_argument(
+        "--workers", type=whole(1, MOST_WORKERS), help="so many measure at once, and the links between them"
+    )
     parser.add_argument("--rows", type=wholes, help="rows of a microbatch, such as 4 or 2,4,8 (those of the batch)")
     parser.take("json")
     parser.set_defaults(command=_profile)
@@ -113,6 +115,7 @@ def load(typed: Mapping[str, Any]) -> tuple[UserModel, int]:
 
     from ..planning.measuring.profiling import load_user_model, rows_of
 
+    refuse_device(typed.get("device", "cpu"))
     torch.set_num_threads(typed.get("threads", 1))
     user_model = load_user_model(typed["model"])
     return user_model, rows_of(user_model.batch)

@@ -49,8 +49,18 @@ def number(text: str) -> float:
 
 
 def numbers(text: str) -> list[float]:
-    """Read numbers of at least 0 with commas."""
-    return [number(part.strip()) for part in text.split(",")]
+    """Read numbers of at least 0 with commas, one above 0."""
+    found = [number(part.strip()) for part in text.split(",")]
+    if not any(found):
+        raise ArgumentTypeError(f"{text}: must have a number above 0")
+    return found
+
+
+def positive(text: str) -> float:
+    """Read a number above 0."""
+    if (found := number(text)) == 0:
+        raise ArgumentTypeError(f"{text}: must be above 0")
+    return found
 
 
 def fraction(text: str) -> float:

@@ -26,6 +26,7 @@ from .options import (
     MAKE,
     PIPELINE,
     Parser,
+    refuse_device,
     refuse_typed,
     refuse_workers,
     schedule_options,
@@ -42,11 +43,11 @@ _AUTO_PLAN = "RPC_PIPE_AUTO_PLAN"
 #: options of the built-in training only
 _GPT: dict[str, tuple[Callable[[str], Any], str]] = {
     "steps": (whole(1), "training steps"),
-    "batch": (whole(1), "rows of a batch"),
-    "context": (whole(1), "bytes of a row"),
-    "width": (whole(1), "width of the GPT"),
-    "depth": (whole(1), "blocks of the GPT"),
-    "heads": (whole(1), "attention heads of a block"),
+    "batch": (whole(1, 2**16), "rows of a batch"),
+    "context": (whole(1, 2**16), "bytes of a row"),
+    "width": (whole(1, 2**14), "width of the GPT"),
+    "depth": (whole(1, 2**10), "blocks of the GPT"),
+    "heads": (whole(1, 2**14), "attention heads of a block"),
     "dropout": (fraction, "dropout"),
     "lr": (number, "peak learning rate of AdamW"),
     "data": (str, "text to train on: a file or folder; by default Python's standard library"),
@@ -191,16 +192,6 @@ def refuse_idle(typed: dict[str, Any], job: Job | None) -> None:
     refuse_workers(typed, job)
 
 
-def _refuse_device(device: str) -> None:
-    """Refuse a device that this machine does not have, before the slow start of workers."""
-    if device != "cpu":
-        import torch
-
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if int(device.partition(":")[2] or 0) >= count:
-            raise ConfigError(f"device {device!r}: this machine has {count} CUDA devices; cpu always works")
-
-
 def _run_script(typed: dict[str, Any], argv: list[str], job: Job | None) -> int:
     script = typed["script"]
     if not Path(script).is_file():
@@ -214,7 +205,7 @@ def _run_script(typed: dict[str, Any], argv: list[str], job: Job | None) -> int:
     options = schedule_options(typed)
     reporter = Reporter("json" in typed)
     if job is None:
-        _refuse_device(typed.get("device", "cpu"))
+        refuse_device(typed.get("device", "cpu"))
         workers = typed.get("workers", PipeOptions.workers)
         of_most = {name: typed[name] for name in ("replicas", "slices") if name in typed}
         known: Any = options if "schedule" in typed else of_most  # other options are the script's

@@ -26,7 +26,7 @@ from ..planning.span import Span, waits
 from ..planning.specs import MAX_FORWARDS
 from .files import try_files, write
 from .options import SCHEDULE, Pairs, Parser, read_worker, refuse_typed, typed_attention, typed_costs, typed_spec
-from .readers import link, number, numbers, size, some, whole
+from .readers import link, numbers, positive, size, some, whole
 
 #: most actions that are drawn in the terminal
 _MOST_DRAWN = 4000
@@ -42,7 +42,7 @@ def add(commands: Any) -> None:
     parser.take(*SCHEDULE, "slices", "attention", "order", "json", "cost", "comm")
     parser.add_argument("--stage-cost", type=numbers, help="factor of the cost for each stage, such as 1,1,2,1")
     slow = "make workers slower by a factor"
-    parser.add_argument("--slow", action=Pairs, const=(number, "1=1.5"), metavar="WORKER=FACTOR", help=slow)
+    parser.add_argument("--slow", action=Pairs, const=(positive, "1=1.5"), metavar="WORKER=FACTOR", help=slow)
     way = "travel time of one link, and its bytes a unit of time, such as 0-1=2.5/1MB"
     parser.add_argument("--link", action=Pairs, const=(link, "0-1=2.5"), metavar="FROM-TO=TIME", help=way)
     parser.add_argument("--uplink", type=some, metavar="BYTES", help="what a worker sends to all, a unit of time")

@@ -22,10 +22,10 @@ def add(commands: Any) -> None:
         "model", nargs="?", metavar="FILE.py:make", help=f"gpt, conv, mlp, or {MAKE} ({VerifyOptions.model})"
     )
     parser.take(*PIPELINE)
-    parser.add_argument("--steps", type=whole(1), help=f"training steps ({VerifyOptions.steps})")
+    parser.add_argument("--steps", type=whole(1, 10**6), help=f"training steps ({VerifyOptions.steps})")
     parser.add_argument("--blocks", action="append", help="names of lists of blocks, or of blocks, with commas")
     parser.add_argument("--list-blocks", action="store_true", help="only print the blocks, and what each cut passes")
-    parser.add_argument("--rows", type=whole(1), help="rows of a batch (2 M + 1, so that the last is ragged)")
+    parser.add_argument("--rows", type=whole(1, 10**6), help="rows of a batch (2 M + 1, so that the last is ragged)")
     parser.add_argument("--dropout", type=fraction, help=f"dropout ({VerifyOptions.dropout})")
     parser.add_argument("--max-grad-norm", type=number, help="clip gradients to this norm, and compare the norms")
     parser.add_argument(

@@ -12,10 +12,11 @@ from typing import Any
 from ..dependency import ConfigError
 from ..dispatch.recording import Replay, Source
 from ..dispatch.watcher import Watcher, Wishes
+from ..system.files import DAMAGED
 from ..tracing.boards import RunBoards, find
 from .files import try_files
 from .options import Parser, filled, refuse_typed
-from .readers import number
+from .readers import positive
 
 #: option that replaces the display -> options that have no effect with it
 _ALONE = {
@@ -24,6 +25,8 @@ _ALONE = {
 }
 
 _AT = "PORT or HOST:PORT"
+#: most steps of a trace
+_MOST_STEPS = 10_000
 
 
 def add(commands: Any) -> None:
@@ -36,7 +39,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--tensorboard", metavar="FOLDER", help="write scalars for TensorBoard")
     parser.add_argument("--trace", metavar="FILE", help="write --steps for Chrome's tracing or Perfetto, then end")
     parser.add_argument("--steps", metavar="A-B", help="the steps for --trace (those available now)")
-    parser.add_argument("--speed", type=number, help="replay a recording so many times as fast as it ran (1)")
+    parser.add_argument("--speed", type=positive, help="replay a recording so many times as fast as it ran (1)")
     parser.add_argument("--once", action="store_true", help="show the current state, then end")
     parser.add_argument("--json", action="store_true", help="with --once: as JSON")
     parser.set_defaults(command=_watch)
@@ -55,6 +58,10 @@ def _watch(typed: dict[str, Any], argv: list[str]) -> int:
     watcher = Watcher(source, filled(Wishes, typed))
     try:
         asyncio.run(watcher.run())
+    except DAMAGED as error:  # a header, say, that another version has written
+        if not isinstance(source, Replay) or isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"watch {source.name}: cannot be shown: {type(error).__name__}: {error}") from error
     except KeyboardInterrupt:
         watcher.console.print(f"no longer watching {source.name}", markup=False, soft_wrap=True)
     return 0
@@ -80,8 +87,6 @@ def _refuse_idle(typed: dict[str, Any]) -> None:
         refuse_typed(typed, ["steps"], "needs --trace FILE")
     for alone in (alone for alone in _ALONE if alone in typed):
         refuse_typed(typed, _ALONE[alone], f"has no effect with --{alone}, which ends as soon as it can; leave one out")
-    if typed.get("speed", 1) <= 0:
-        refuse_typed(typed, ["speed"], "must be more than 0")
     for hurried in (hurried for hurried in ("once", "trace", "record") if hurried in typed):
         refuse_typed(typed, ["speed"], f"with --{hurried} a recording is read as fast as it can be")
 
@@ -91,4 +96,6 @@ def _parse_steps(text: str) -> tuple[int, int]:
     first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
     if first > last:
         raise ConfigError(f"--steps {text}: must be a step or a range that ascends, such as 100-110")
+    if last - first >= _MOST_STEPS:  # a watcher keeps them all
+        raise ConfigError(f"--steps {text}: has {last - first + 1} steps; take at most {_MOST_STEPS}")
     return first, last

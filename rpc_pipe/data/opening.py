@@ -17,6 +17,8 @@ _ENDINGS = {
     "images": image_files.ENDINGS,
     "text": packing.ENDINGS,
 }
+#: argument -> the kind of source that it is of
+_READ = {"dtype": "tokens", "inputs": "tables", "targets": "tables", "tokenizer": "text"}
 
 
 def open_source(
@@ -37,13 +39,19 @@ def open_source(
     """
     storage = storage or Storage()
     kind = _kind(source, storage)
+    columns = _columns(source, storage, inputs, targets) if kind == "tables" else None
+    kind = "text" if kind == "tables" and columns is None else kind
+    asked = {"dtype": dtype, "inputs": inputs, "targets": targets, "tokenizer": tokenizer}
+    for name, value in asked.items():
+        if value not in (None, "bytes") and kind != _READ[name]:
+            raise ConfigError(f"{name} {value}: is of {_READ[name]}, and this is read as {kind}; leave it out")
     if kind == "tokens":
         return token_files.tokens(source, context, dtype=dtype, storage=storage)
     if kind == "images":
         (root,) = roots_of(source)
         return image_files.images(root, size=_SIZE, storage=storage)
-    if kind == "tables" and (found := _columns(source, storage, inputs, targets)) is not None:
-        return tables.table(source, *found, storage=storage)
+    if columns is not None:
+        return tables.table(source, *columns, storage=storage)
     return packing.text(source, context, tokenizer=tokenizer, storage=storage)
 
 

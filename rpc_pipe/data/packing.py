@@ -11,6 +11,7 @@ import io
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate, islice, pairwise
 from pathlib import Path
@@ -30,6 +31,8 @@ from .token_files import tokens as token_source
 ENDINGS = (".jsonl", ".txt", ".md", ".py", ".json", ".parquet")
 #: bytes of a piece in which text files are read, about
 _PIECE = 2**20
+#: seconds that the place of models may take to say that it knows a name
+_HUB_S = 10.0
 _NOTE = ".packing.json"
 #: texts that are made into tokens together
 _TOGETHER = 64
@@ -156,8 +159,9 @@ def _begun(folder: Path, new: Packed) -> Packed:
     if note is None and others:
         raise ConfigError(f"{folder}: is not empty ({others[0]}); name another folder")
     try:
-        found = new if note is None else Packed(**read_json(note, f"{note}"))
-    except TypeError as error:
+        found = new if note is None else Packed(**read_json(note, f"{note}", 2**26))
+        sum(entry["bytes"] + entry["tokens"] for entry in found.shards)
+    except (LookupError, TypeError) as error:
         raise ConfigError(f"{folder}: its {note} is not one of rpc-pipe; name another folder") from error
     if found.identity != new.identity:
         raise ConfigError(
@@ -262,9 +266,14 @@ def _loaded(name: str) -> Any:
     if Path(name).exists() or name.endswith(".json"):
         raise ConfigError(f"tokenizer {name}: must be bytes, a tokenizer.json, a folder with one, or a model's name")
     transformers = need("transformers", f"tokenizer {name}")
+    load = transformers.AutoTokenizer.from_pretrained
     try:
-        return transformers.AutoTokenizer.from_pretrained(name).backend_tokenizer
-    except (OSError, ValueError, AttributeError) as error:
+        with suppress(OSError, ValueError):  # it is not on this machine
+            return load(name, local_files_only=True).backend_tokenizer
+        # Asked once: transformers asks for each of its files again and again, for most of a minute.
+        need("huggingface_hub", f"tokenizer {name}").HfApi().model_info(name, timeout=_HUB_S)
+        return load(name).backend_tokenizer
+    except Exception as error:  # of the network by its own classes
         first = str(error).strip().split("\n")[0]
         raise ConfigError(
             f"tokenizer {name}: is no file or folder, and cannot be loaded as a model's: {first}"

@@ -14,9 +14,13 @@ from torch import Tensor
 from ..data.maps import dataset
 from ..data.source import Source
 from ..dependency import ConfigError
+from ..system.files import open_regular
+from ..system.sizes import told
 
 #: bytes of a chunk of the text, about: small, so that both splits are spread over all of it
 _CHUNK = 16384
+#: every worker holds all of the text
+_MOST_BYTES = 10**9
 
 Batch = tuple[Tensor, Tensor]
 #: one chunk in this number is held out
@@ -37,7 +41,7 @@ class Corpus:
     def __init__(self, data: str | None, context: int) -> None:
         text = read_text(data, context)
         self.num_bytes, self.context = len(text), context
-        self.text = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        self.text = torch.frombuffer(text, dtype=torch.uint8)
         self.chunk = min(max(_CHUNK, context + 1), len(text) // HELD_OUT_EVERY)
         chunks = range(len(text) // self.chunk)
         self.held_out = [i for i in chunks if i % HELD_OUT_EVERY == HELD_OUT_EVERY - 1]
@@ -104,12 +108,13 @@ def default_text() -> list[Path]:
     return sorted(found)
 
 
-def read_text(data: str | None, context: int) -> bytes:
+def read_text(data: str | None, context: int) -> bytearray:
     """Return the bytes of the files that `--data` names, one behind the other.
 
     Raises:
-        ConfigError: there is nothing readable, or too little for samples of `context` bytes.
+        ConfigError: there is nothing readable, too much, or too little for samples of `context` bytes.
     """
+    text = bytearray()
     if data is None:
         files = default_text()
     elif (path := Path(data)).is_dir():
@@ -117,12 +122,17 @@ def read_text(data: str | None, context: int) -> bytes:
     else:
         files = [path]
     try:
-        text = b"".join(file.read_bytes() for file in files)
+        for name in files:
+            with open_regular(name, f"--data {name}") as file:
+                text += file.read(_MOST_BYTES - len(text) + 1)
+            if len(text) > _MOST_BYTES:
+                raise ConfigError(f"--data {data}: has more than {told(_MOST_BYTES)}; rpc-pipe data pack is for more")
     except OSError as error:
         raise ConfigError(f"--data {error.filename}: cannot be read: {error.strerror}") from error
     if len(text) < (least := HELD_OUT_EVERY * (context + 1)):
+        told_data = "" if data is None else f"--data {data}, "
         raise ConfigError(
-            f"--data {data}: has {len(text)} bytes; samples of {context} bytes and a held-out tenth need at least "
-            f"{least}"
+            f"{told_data}--context {context}: samples and a held-out tenth need at least {least} bytes of text; there "
+            f"are {len(text)}"
         )
     return text

@@ -16,11 +16,12 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO, Union
 
 from ..dependency import ConfigError, Kind
-from ..system.files import DAMAGED, read_file
+from ..system.files import DAMAGED, MOST_BYTES, open_regular
 from ..tracing.board import Live, State, encode_record, number_or_word
 from ..tracing.board_reader import decode_record
 from ..tracing.boards import RunBoards, RunUpdate
@@ -175,21 +176,28 @@ class Replay:
 
 
 def _read(path: Path) -> Iterator[dict[str, Any]]:
-    lines = read_file(path, f"watch {path}", "utf-8-sig").splitlines()
-    for number, text in enumerate(lines, 1):
-        try:
-            line = json.loads(text)
-            if line["kind"] == "run":
-                for header in line["workers"]:
-                    Kind.learn(header.get("kinds", ()))
-            elif line["kind"] == "step":
-                line["records"] = [decode_record(record) for record in line["records"]]
-            yield line
-        except DAMAGED as error:
-            if number == len(lines):
-                return  # the last line of a recording that was cut off
-            kind = type(error).__name__
-            raise ConfigError(f"watch {path}: line {number} is not of a recording: {kind}: {error}") from None
+    damaged = ""
+    try:
+        with open_regular(path, f"watch {path}") as file:
+            for number, text in enumerate(iter(partial(file.readline, MOST_BYTES), b""), 1):
+                if damaged:  # the last line of a recording may be cut off, no other
+                    raise ConfigError(f"watch {path}: {damaged}")
+                try:
+                    yield _line(text)
+                except DAMAGED as error:
+                    damaged = f"line {number} is not of a recording: {type(error).__name__}: {error}"
+    except OSError as error:
+        raise ConfigError(f"watch {path}: cannot be read: {error.strerror}") from error
+
+
+def _line(text: bytes) -> dict[str, Any]:
+    line: dict[str, Any] = json.loads(text.decode("utf-8-sig"))
+    if line["kind"] == "run":
+        for header in line["workers"]:
+            Kind.learn(header.get("kinds", ()))
+    elif line["kind"] == "step":
+        line["records"] = [decode_record(record) for record in line["records"]]
+    return line
 
 
 class Scalars(_Sink):

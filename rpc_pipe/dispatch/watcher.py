@@ -174,7 +174,7 @@ class Watcher:
                 break
             await asyncio.sleep(0 if self._hurry else _LOOK_EVERY_S / 5)
         wanted = range(asked[0], asked[1] + 1) if asked else there
-        missing = min(set(wanted).difference(there), default=None)
+        missing = next((step for step in wanted if step not in set(there)), None)
         trace = self._view.trace_of(wanted) if there and missing is None else None
         if trace is None:
             what = "it has no complete step" if missing is None else f"step {missing} is not there"

@@ -5,47 +5,67 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import stat
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import IO, Any
 
 from ..dependency import ConfigError
+from .sizes import told
 
+#: most bytes of a file that a user writes or edits; as JSON it takes up to fifty times the memory
+MOST_BYTES = 2**23
 #: errors of data of another form than expected
 DAMAGED = ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError
 
 
-def read_file(path: Path, said: str, encoding: str = "utf-8") -> str:
-    """Return the text in a file.
+def read_file(path: Path, said: str, encoding: str = "utf-8", most: int = MOST_BYTES) -> str:
+    """Return the text in a file of at most `most` bytes.
 
     Args:
         said: the option as typed, for errors.
 
     Raises:
-        ConfigError: the file cannot be read, or is no text.
+        ConfigError: the file cannot be read, is too large, or is no text.
     """
-    if path.exists() and not path.is_file():  # opening a pipe without a writer would wait for ever
-        raise ConfigError(f"{said}: is not a regular file")
     try:
-        return path.read_text(encoding)
+        with open_regular(path, said) as file:
+            content = file.read(most + 1)  # its size is no bound: the file may grow, or be made by the system
+        if len(content) > most:
+            raise ConfigError(f"{said}: has more than {told(most)}, the most that is read")
+        return content.decode(encoding)
     except OSError as error:
         raise ConfigError(f"{said}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{said}: is no text: {error}") from error
 
 
-def read_json(path: Path, said: str) -> Any:
+def open_regular(path: Path, said: str) -> IO[bytes]:
+    """Open a file for reading.
+
+    Raises:
+        ConfigError: it is a folder, a pipe or a device: to open a pipe without a writer would wait for ever.
+        OSError: it cannot be opened.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise ConfigError(f"{said}: is not a regular file")
+    return open(descriptor, "rb")
+
+
+def read_json(path: Path, said: str, most: int = MOST_BYTES) -> Any:
     """Return the value that a file of JSON holds.
 
     Raises:
         ConfigError: as `read_file`, or it is no JSON.
     """
     try:
-        return json.loads(read_file(path, said, "utf-8-sig"))
+        return json.loads(read_file(path, said, "utf-8-sig", most))
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{said}: cannot be read as JSON: {error}") from error
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import fields
@@ -88,7 +89,10 @@ class BoardFile:
         self._open()
 
     def _open(self) -> None:
-        self._file = File(self._path)
+        file = File(os.open(self._path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):  # a pipe, say
+            raise OSError(f"{self._path} is not a regular file")
+        self._file = file
         self._at = HEAD.size
 
     def since(self, seen: int) -> bytes:

@@ -127,6 +127,8 @@ class RunBoards:
             while file.stat().st_size == before and time.monotonic() < deadline:
                 time.sleep(0.02)
             time.sleep(0.05)  # the rest of it
+            if file.stat().st_size == before:
+                return []
             blocks = file.read_bytes()[before:].decode(errors="replace").split("\n\n")
             computing = f"{self._latest.lives[worker].thread:#018x}"
             found = [f"  {line}" for block in blocks if computing in block for line in block.strip().splitlines()]

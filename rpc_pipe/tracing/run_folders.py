@@ -12,6 +12,7 @@ import re
 import secrets
 import shutil
 import socket
+import stat
 import tempfile
 import time
 from collections.abc import Mapping
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..dependency import ConfigError
+from ..system.files import read_file
 
 #: environment variable: this run's folder; `off`: keep no boards
 FOLDER = "RPC_PIPE_BOARDS"
@@ -43,17 +45,20 @@ RUN_FAILED, RUN_STOPPED = "failed", "was stopped"
 
 
 def root() -> Path:
-    """Return the folder of all runs of this user, which other users cannot read.
+    """Return the folder of all runs of this user, which no other user can enter.
 
     Raises:
-        ConfigError: it belongs to another user.
+        ConfigError: another user has taken its name.
     """
     for above in (_MEMORY, Path(tempfile.gettempdir())):
         if os.access(above, os.W_OK):
             path = above / f"rpc-pipe-{os.getuid()}"
-            path.mkdir(mode=0o700, exist_ok=True)
-            if path.lstat().st_uid == os.getuid():
-                return path
+            with suppress(OSError):  # a file, a pipe or a link of this name, or somebody else's folder
+                path.mkdir(mode=0o700, exist_ok=True)
+                there = path.lstat()
+                if stat.S_ISDIR(there.st_mode) and there.st_uid == os.getuid():
+                    path.chmod(0o700)
+                    return path
     raise ConfigError(f"{above}: must be a folder that you can write to, without a rpc-pipe-{os.getuid()} of others")
 
 
@@ -110,9 +115,9 @@ def new_launchers_folder() -> Path:
 def new_temporary_folder() -> Path:
     """Make a temporary folder for the rendezvous of workers; remove the folders of killed launchers."""
     for left in Path(tempfile.gettempdir()).glob("rpc-pipe-*"):
-        with suppress(OSError):  # it is no launcher's, or of another user
+        with suppress(OSError, ConfigError):  # it is no launcher's, or of another user
             mine = left.lstat().st_uid == os.getuid() and not left.is_symlink()
-            if mine and not alive((left / LAUNCHER).read_text()):
+            if mine and not alive(read_file(left / LAUNCHER, LAUNCHER)):
                 shutil.rmtree(left, ignore_errors=True)
     path = Path(tempfile.mkdtemp(prefix="rpc-pipe-"))
     with suppress(OSError):  # the disk is full
@@ -148,8 +153,8 @@ def processes(path: Path) -> set[str]:
     """Return the processes that use the folder `path`: of a run its launcher, or its workers."""
     found = set()
     for file in path.glob(f"{_MEMBER}*"):
-        with suppress(OSError):  # it has just left
-            found.add(file.read_text())
+        with suppress(OSError, ConfigError):  # it has just left, or is no file of ours
+            found.add(read_file(file, file.name))
     return found - {""}  # a run that is just starting, or that found the memory full
 
 

@@ -66,6 +66,8 @@ class Outcome(NamedTuple):
             return f"exit code {self.code}"
         if self.code == 2 and len(errors) != 1:
             return f"{len(errors)} errors"
+        if self.code == 2 and case.option not in errors[0]:
+            return f"does not name {case.option}"
         return "an endless error" if any(len(line) > 2000 for line in errors) else ""
 
 

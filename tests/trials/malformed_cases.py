@@ -26,8 +26,9 @@ def options(draw: random.Random, made: Path) -> Case:
     if not wrong and not _quick(action.dest, value):
         value, wrong = "²", True
     return Case(
-        typed_as(base, made, action.option_strings[0], value), wrong, note=f"type {_name(action.type)}", codes=(1,)
-    )
+        typed_as(base, made, action.option_strings[0], value), wrong, note=f"type {_name(action.type)}", codes=(1,),
+        option=action.option_strings[0] if wrong else "",
+    )  # fmt: skip
 
 
 def _quick(name: str, value: str) -> bool:
@@ -105,7 +106,8 @@ def texts(draw: random.Random, made: Path) -> Case:
             typed += ["--trace", "t.json"]
     if option == "--tokenizer":
         typed = ["data", f"{made}/text.txt", "--context", "8", *more]
-    return Case(typed, wrong=value in values and option != "--set", note=option)
+    wrong = value in values and option != "--set"
+    return Case(typed, wrong, note=option, option=option if wrong or option == "--set" else "")
 
 
 def unknown(draw: random.Random, made: Path) -> Case:

@@ -71,6 +71,8 @@ class Case:
     note: str = ""
     #: other exit codes that are as right
     codes: tuple[int, ...] = ()
+    #: the option that is wrong, which the error must name as it was typed
+    option: str = ""
 
     def make(self, folder: Path) -> None:
         """Make the files."""
@@ -166,7 +168,7 @@ def _recording() -> str:
     """Return a recording of two workers, as `watch --record` writes it."""
     header = {"num_workers": 2, "process": "1/1/1", "host": "h", "device": "cpu", "schedule": "gpipe"}
     header |= {"microbatches": 1, "cores": 1, "started": 0.0, "clock_ns": 0, "stacks_signal": 41}
-    workers = [{**header, "worker": w, "shards": [[w, 0, 1]]} for w in (0, 1)]
+    workers = [{**header, "worker": w, "shards": [[w, 0, 1, ""]]} for w in (0, 1)]
     # 0 sends its output to 1, which sends the gradient back.
     needs = [["0F0"], ["0B0", "0F0", "1B0"], ["0U0", "0B0"]], [["1F0", "0F0"], ["1B0", "1F0"], ["1U0", "1B0"]]
     listings = [

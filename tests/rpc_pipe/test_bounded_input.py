@@ -1,0 +1,187 @@
+"""Files and numbers that a user names are read within bounds, and an error names the option as it was typed."""
+
+import json
+import os
+import resource
+
+import pytest
+
+from rpc_pipe.commands.as_typed import as_typed
+from rpc_pipe.commands.main import main
+from rpc_pipe.dependency import ConfigError
+from rpc_pipe.system.files import MOST_BYTES, open_regular, read_file
+from rpc_pipe.tracing import run_folders
+from rpc_pipe.tracing.boards import headers_in
+
+CSV = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
+MODEL = "import torch\ndef make():\n    return [torch.nn.Linear(4, 4)] * 2, torch.ones(8, 4), torch.sum\n"
+READERS = {
+    "--schedule big.csv": ["simulate", "--schedule", "big.csv"],
+    "--schedule big.json": ["simulate", "--schedule", "big.json"],
+    "--plan big.json": ["run", "--model", "m.py:make", "--plan", "big.json"],
+    "--profile big.json": ["plan", "--profile", "big.json", "--batch", "8"],
+    "--topology big.json": ["plan", "--profile", "p.json", "--batch", "8", "--topology", "big.json"],
+    "watch big.jsonl": ["watch", "big.jsonl", "--once"],
+    "data ": ["data", "shards"],
+}
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "m.py").write_text(MODEL)
+    blocks = [{"ms": dict.fromkeys("FBIWR", 1.0), "bytes": {}}] * 2
+    (tmp_path / "p.json").write_text(json.dumps({"rows": {"1": blocks}}))
+    (tmp_path / "p.csv").write_text(CSV)
+    return tmp_path
+
+
+def refused(capfd, typed):
+    """Return the one error line of a command that exits with 2."""
+    assert main(typed) == 2
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
+    return line
+
+
+@pytest.mark.parametrize("option", READERS)
+def test_a_sparse_file_is_not_read_whole(here, capfd, option):
+    """A file of 3 GiB of nothing took as much memory, and ended in a MemoryError's traceback."""
+    (here / "shards").mkdir()
+    for name in ("big.csv", "big.json", "big.jsonl", "shards/index.json"):
+        with (here / name).open("wb") as file:
+            file.truncate(3 * 2**30)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert option in refused(capfd, READERS[option])
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < before + 400_000
+
+
+@pytest.mark.parametrize("name", ["fifo", "/dev/zero", "/dev/stdin", "."])
+def test_only_regular_files_are_read(here, name):
+    """A pipe without a writer made the reader wait for ever, and /dev/zero never ended."""
+    os.mkfifo(here / "fifo")
+    with pytest.raises((ConfigError, OSError)):
+        open_regular(here / name, name)
+    with pytest.raises(ConfigError):
+        read_file(here / name, name)
+
+
+def test_a_file_may_have_as_many_bytes_as_are_read(here):
+    (here / "most").write_bytes(b"1" * MOST_BYTES)
+    assert len(read_file(here / "most", "most")) == MOST_BYTES
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        "--steps 1-999999999: watch run.jsonl --trace t.json --steps 1-999999999",
+        "--workers 1000000: simulate --workers 1000000",
+        "--workers 1000000: verify --workers 1000000",
+        "--steps 4294967296000: verify --steps 4294967296000",
+        "--width 4294967296000: run --width 4294967296000",
+        "--context 4294967296000: run --context 4294967296000",
+        "--stage-cost 0,0: simulate --stage-cost 0,0",
+        "--slow 0=0: simulate --slow 0=0",
+        "--cost F=0,B=0: simulate --cost F=0,B=0",
+        "--set window=-1: export --set window=-1",
+        "--set chunks=x: export --schedule interleaved --set chunks=x",
+        "--schedule x.csv: simulate --schedule x.csv",
+        "--window 0: simulate --window 0",
+        "--microbatches 9: simulate --schedule p.csv --microbatches 9",
+        "--workers 3: simulate --schedule p.csv --workers 3",
+        "--model m.py:no: run --model m.py:no --transport local",
+    ],
+)
+def test_an_error_names_the_option_as_typed(here, capfd, typed):
+    """Numbers without bound hung or filled the memory; 105 of 2,738 error lines named a parameter of a class."""
+    option, command = typed.split(": ")
+    assert refused(capfd, command.split()).startswith(f"error: {option}")
+
+
+@pytest.mark.parametrize("option", ["watch --tensorboard", "run --data", "simulate --schedule", "run --model"])
+def test_an_empty_value_is_refused(here, capfd, option):
+    """`--data ''` read the current folder, and `--tensorboard ''` wrote to it."""
+    command, name = option.split()
+    assert refused(capfd, [command, name, ""]).startswith(f"error: {name} ''")
+
+
+@pytest.mark.parametrize("transport", ["fifo", "/dev/zero", "big"])
+def test_the_text_of_the_built_in_model_is_a_regular_file(here, capfd, transport):
+    """A pipe hung, /dev/zero took 13.6 GB."""
+    os.mkfifo(here / "fifo")
+    with (here / "big").open("wb") as file:
+        file.truncate(3 * 2**30)
+    from rpc_pipe.demo.corpus import read_text
+
+    if transport == "big":
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("rpc_pipe.demo.corpus._MOST_BYTES", 2**20)
+            with pytest.raises(ConfigError):
+                read_text("big", 8)
+    else:
+        with pytest.raises(ConfigError):
+            read_text(transport, 8)
+
+
+def test_a_schedule_in_a_file_says_its_workers_and_microbatches(here, capfd):
+    """Without --microbatches it was "microbatches 8: p.csv lists 2", which nobody had typed."""
+    assert main(["simulate", "--schedule", "p.csv", "--json"]) == 0
+    assert '"workers": 2' in (said := capfd.readouterr().out) and '"microbatches": 2' in said
+    (here / "three.csv").write_text(CSV + "2F0,2B0,2F1,2B1\n")
+    assert main(["export", "--schedule", "three.csv"]) == 0
+    assert capfd.readouterr().out.count("\n") == 3
+
+
+def test_a_device_that_is_not_there_is_refused_before_measuring(here, capfd):
+    """`profile --device cuda:0` without CUDA ended in torch's traceback."""
+    assert refused(capfd, ["profile", "m.py:make", "--device", "cuda:99"]).startswith("error: --device cuda:99")
+
+
+def test_a_model_that_nobody_knows_is_asked_for_once(here, capfd, monkeypatch):
+    """Transformers asked five times for each of its files: an error after 48 s."""
+    transformers, hub = pytest.importorskip("transformers"), pytest.importorskip("huggingface_hub")
+    asked = []
+    monkeypatch.setattr(hub.HfApi, "model_info", lambda self, name, **more: asked.append(name) or 1 / 0)
+    load = transformers.AutoTokenizer.from_pretrained
+    monkeypatch.setattr(
+        transformers.AutoTokenizer, "from_pretrained", lambda name, local_files_only: load(name, local_files_only=True)
+    )
+    (here / "t.txt").write_text("to be\n" * 99)
+    assert refused(capfd, ["data", "pack", "t.txt", "out", "--tokenizer", "nope"]).startswith("error: --tokenizer nope")
+    assert asked == ["nope"]
+
+
+def test_columns_of_what_is_no_table_are_refused(here, capfd):
+    (here / "t.txt").write_text("to be\n" * 999)
+    assert main(["data", "pack", "t.txt", "shards"]) == 0
+    line = refused(capfd, ["data", "shards", "--context", "8", "--inputs", "nope"])
+    assert line.startswith("error: --inputs nope")
+
+
+def test_what_names_an_option_already_is_left_alone():
+    assert as_typed("--workers 3: no", ["run", "--workers", "3"]) == "--workers 3: no"
+    assert as_typed("zero 1: is of replicas", ["run", "--workers", "3"]) == "zero 1: is of replicas"
+    assert as_typed("no", []) == as_typed("no", ["run", "²", ""]) == "no"
+
+
+@pytest.mark.parametrize("there", ["file", "fifo", "link", "open"])
+def test_the_name_of_our_folder_may_be_taken(tmp_path, monkeypatch, there):
+    """A file, a pipe or a dangling link of this name in /dev/shm stopped every job by a FileExistsError."""
+    memory, temporary = tmp_path / "shm", tmp_path / "tmp"
+    memory.mkdir(), temporary.mkdir()
+    monkeypatch.setattr(run_folders, "_MEMORY", memory)
+    monkeypatch.setattr(run_folders.tempfile, "gettempdir", lambda: str(temporary))
+    ours = memory / f"rpc-pipe-{os.getuid()}"
+    if there == "open":  # mode 777 left boards readable
+        ours.mkdir()
+        ours.chmod(0o777)
+    else:
+        {"file": ours.touch, "fifo": lambda: os.mkfifo(ours), "link": lambda: ours.symlink_to("none")}[there]()
+    found = run_folders.root()
+    assert found.parent == (memory if there == "open" else temporary) and found.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_pipe_is_no_board(tmp_path):
+    """Opening it hung `watch`."""
+    os.mkfifo(tmp_path / "worker-0")
+    os.mkfifo(tmp_path / f"{run_folders._MEMBER}7")
+    assert headers_in(tmp_path) == {} and run_folders.processes(tmp_path) == set()
