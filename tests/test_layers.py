@@ -42,7 +42,7 @@ MAY_IMPORT = {
     # times of this model on this machine, for the planner
     "planning/measuring": "system pipeline launching tracing planning model model/batches workers workers/compute "
     "workers/transport dependency",
-    "demo": "data pipeline launching dependency",
+    "demo": "system data pipeline launching dependency",
     "verifying": "demo pipeline launching planning model model/batches model/observe workers workers/compute "
     "workers/transport dependency",
     "commands": "system verifying demo data pipeline checkpoints launching dispatch tracing drawing planning "
