@@ -1,10 +1,13 @@
-"""Common parts of the V-shaped schedules: placement, and listing programs phase by phase."""
+"""Common parts of the V-shaped schedules: placement, and listing timetables phase by phase."""
 
-from collections import Counter
-from collections.abc import Iterable
-from functools import cached_property
+from collections import Counter, defaultdict, deque
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
-from ..dependency import Action, I, Kind, Order, Spec, W
+from ..dependency import Action, B, I, Kind, Order, Spec, W
+
+#: a kind on a stage, whose microbatch is the next there; None: a slot without an action
+Listable = tuple[Kind, int] | None
 
 
 class Vee(Spec):
@@ -27,54 +30,63 @@ class Vee(Spec):
 
 
 class Listed(Spec):
-    """A schedule that lists the orders of all workers together."""
+    """A schedule that lists the slots of a worker, from that worker's number alone."""
 
-    def orders_of_workers(self) -> list[list[Action]]:
-        """Return the order of each worker."""
+    def timetable(self, worker: int) -> Sequence[Action | None]:
+        """Return the action in each slot of `worker`; it may name microbatches that do not exist, which are left out.
+
+        A timetable made for more microbatches stays legal: data flow joins actions of one microbatch only.
+        """
         raise NotImplementedError
 
-    @cached_property
-    def _orders(self) -> list[list[Action]]:
-        return self.orders_of_workers()
+    def slot(self, a: Action) -> int:
+        return slots(self, self.worker(a))[a]
 
-    def program(self, worker: int) -> list[Action]:
-        return self._orders[worker]
+
+@lru_cache(maxsize=8)
+def slots(spec: Listed, worker: int) -> Mapping[Action, int]:
+    """Return the slot of each action of `worker`; a check asks for those of a worker and its neighbours."""
+    listed = enumerate(spec.timetable(worker))
+    return {action: slot for slot, action in listed if action and action.index < spec.num_microbatches}
 
 
 class Listing:
-    """Lists actions by kind and stage; the microbatch is the next there, of `W` the first whose `W` is not listed."""
+    """Lists actions by kind and stage; the microbatch is the next there, of `W` the first of `split`."""
 
-    def __init__(self) -> None:
-        self.actions: list[Action] = []
-        #: each `I` without a listed `W`
-        self.split: list[Action] = []
+    def __init__(self, begin: int = 0) -> None:
+        #: the action that begins in each slot; a whole backward takes two
+        self.slots: list[Action | None] = [None] * begin
+        #: by stage, the slot and microbatch of each `I` without a listed `W`
+        self.split: defaultdict[int, deque[tuple[int, int]]] = defaultdict(deque)
         self._next: Counter[tuple[int, int]] = Counter()
 
     def count(self, kind: Kind, stage: int) -> int:
         """Return how many are listed that go as `kind` does: forwards, or backwards of either kind."""
         return self._next[kind.way, stage]
 
-    def waiting(self, *stages: int) -> list[tuple[Kind, int]]:
+    def waiting(self, *stages: int) -> list[Listable]:
         """Return the `W` to be listed, the first of `stages` first."""
-        return [(W, stage) for stage in stages for action in self.split if action.stage == stage]
+        return [(W, stage) for stage in stages for _ in self.split[stage]]
 
-    def add(self, *kinds_and_stages: tuple[Kind, int]) -> None:
+    def longest_waiting(self) -> list[Listable]:
+        """Return the `W` to be listed, in the order of their `I`."""
+        waiting = sorted((slot, stage) for stage, queue in self.split.items() for slot, _ in queue)
+        return [(W, stage) for _, stage in waiting]
+
+    def add(self, *listables: Listable) -> None:
         """List the next microbatch of each (kind, stage)."""
-        for kind, stage in kinds_and_stages:
-            if kind is W:
-                before = next(action for action in self.split if action.stage == stage)
-                self.split.remove(before)
-                self.actions.append(before._replace(kind=W))
+        for listable in listables:
+            if listable is None:
+                self.slots.append(None)
                 continue
-            self.actions.append(kind(stage, self._next[kind.way, stage]))
-            self._next[kind.way, stage] += 1
+            kind, stage = listable
+            if kind is W:
+                _, microbatch = self.split[stage].popleft()
+            else:
+                microbatch = self._next[kind.way, stage]
+                self._next[kind.way, stage] += 1
             if kind is I:
-                self.split.append(self.actions[-1])
-
-
-def existing(actions: Iterable[Action], num_microbatches: int) -> list[Action]:
-    """Leave out microbatches beyond the last.
-
-    A program made for more microbatches stays legal: data flow joins actions of one microbatch only.
-    """
-    return [action for action in actions if action.microbatch < num_microbatches]
+                self.split[stage].append((len(self.slots), microbatch))
+            self.slots.append(kind(stage, microbatch))
+            if kind is B:
+                self.slots.append(None)

@@ -1,10 +1,7 @@
 """DualPipe: microbatches enter at both ends; a worker's forward of one meets its backward of the other."""
 
-from collections.abc import Iterable
-
 from ..dependency import Action, Order, ScheduleError
 from ._dual import Dual, dual_order
-from ._vee import existing
 
 
 class DualPipe(Dual):
@@ -40,17 +37,13 @@ class DualPipe(Dual):
     def place(self, stage: int, route: int) -> int:
         return stage if route == 0 else self.last_stage - stage
 
-    def orders_of_workers(self) -> list[list[Action]]:
-        P, M = self.num_workers, self.num_microbatches
-        count = max(-(-M // 2), P)  # in each direction
-
-        def order(worker: int) -> Iterable[Action]:
-            near = int(worker >= P // 2)  # the route that enters on this side
-            from_end = min(worker, P - 1 - worker)
-            for stage, kind, i in dual_order(P // 2, count, from_end, from_end, P - 1 - from_end):
-                yield kind(stage, 2 * i + (near if stage == from_end else 1 - near))
-
-        return [existing(order(worker), M) for worker in range(P)]
+    def timetable(self, worker: int) -> list[Action | None]:
+        P = self.num_workers
+        count = max(-(-self.num_microbatches // 2), P)  # in each direction
+        near = int(worker >= P // 2)  # the route that enters on this side
+        end = min(worker, P - 1 - worker)
+        own = dual_order(P // 2, count, end, end, P - 1 - end).slots
+        return [a and a._replace(index=2 * a.index + (near if a.stage == end else 1 - near)) for a in own]
 
     def activation_limit(self, worker: int) -> int:
         return self.num_workers + 1

@@ -2,7 +2,7 @@
 
 from ..dependency import Action
 from ._dual import Dual, dual_order
-from ._vee import Vee, existing
+from ._vee import Vee
 
 
 class DualPipeV(Dual, Vee):
@@ -22,9 +22,9 @@ class DualPipeV(Dual, Vee):
 
     source = "DeepSeek-AI 2024, DualPipe (cut-in-half, Sea AI Lab 2025), as deepseek-ai/DualPipe dualpipev.py"
 
-    def orders_of_workers(self) -> list[list[Action]]:
-        P, M = self.num_workers, max(self.num_microbatches, 2 * self.num_workers)
-        return [existing(dual_order(P, M, w, w, 2 * P - 1 - w), self.num_microbatches) for w in range(P)]
+    def timetable(self, worker: int) -> list[Action | None]:
+        P = self.num_workers
+        return dual_order(P, max(self.num_microbatches, 2 * P), worker, worker, self.last_stage - worker).slots
 
     def activation_limit(self, worker: int) -> int:
         return 2 * self.num_workers + 1

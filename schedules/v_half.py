@@ -1,7 +1,7 @@
 """V-Half: half the activations of 1F1B and half its bubble."""
 
 from ..dependency import Action
-from ._controllable import controllable_orders
+from ._controllable import Block, timetable
 from ._vee import Listed, Vee
 
 
@@ -22,13 +22,13 @@ class VHalf(Listed, Vee):
     split_backward = True
 
     @property
-    def block(self) -> list[tuple[int, int, int, int]]:
+    def block(self) -> Block:
         """When a microbatch does F down, F up, I up, I down on each worker: lifetimes of half a pipeline."""
         P, shift = self.num_workers, 3 * (self.num_workers % 2 == 0)
-        return [(2 * w, 3 * P - 2 - w, 3 * P - 1 + shift + 2 * w, 6 * P - 2 + shift - w) for w in range(P)]
+        return tuple((2 * w, 3 * P - 2 - w, 3 * P - 1 + shift + 2 * w, 6 * P - 2 + shift - w) for w in range(P))
 
-    def orders_of_workers(self) -> list[list[Action]]:
-        return controllable_orders(self.block, self.num_microbatches)
+    def timetable(self, worker: int) -> list[Action | None]:
+        return timetable(self.block, self.num_microbatches, worker)
 
     def activation_limit(self, worker: int) -> int:
         return 2 * ((self.num_workers + 2) // 2)

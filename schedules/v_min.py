@@ -1,5 +1,6 @@
 """V-Min: a third of the activations of 1F1B, the least a V allows."""
 
+from ._controllable import Block
 from .v_half import VHalf
 
 
@@ -16,9 +17,9 @@ class VMin(VHalf):
     """
 
     @property
-    def block(self) -> list[tuple[int, int, int, int]]:
+    def block(self) -> Block:
         P, shift = self.num_workers, 2 * (self.num_workers % 3 == 0)
-        return [(w, 2 * P - 1 - w, 2 * P + shift + w, 4 * P - 1 + shift - w) for w in range(P)]
+        return tuple((w, 2 * P - 1 - w, 2 * P + shift + w, 4 * P - 1 + shift - w) for w in range(P))
 
     def activation_limit(self, worker: int) -> int:
         return 2 * ((self.num_workers + 4) // 3)

@@ -1,10 +1,10 @@
 """ZB-V: no bubble from step to step, with the activations of 1F1B."""
 
 from ..dependency import Action, F, I, W
-from ._vee import Listing, Vee, existing
+from ._vee import Listed, Listing, Vee
 
 
-class ZBV(Vee):
+class ZBV(Listed, Vee):
     """ZB-V: two stages on each worker in a V, split backward; zero bubble in the memory of 1F1B.
 
         worker 0  F0 F1 .. F0 I0 W0 F1 I1 W1 I0 W0 .. I1 W1
@@ -23,10 +23,10 @@ class ZBV(Vee):
     split_backward = True
     post_validation = True
 
-    def program(self, worker: int) -> list[Action]:
+    def timetable(self, worker: int) -> list[Action | None]:
         P, M = self.num_workers, max(self.num_microbatches, 2 * self.num_workers)
         down, up = worker, self.last_stage - worker
-        todo = Listing()
+        todo = Listing(begin=worker)
         todo.add(*[(F, down)] * (2 * (P - worker) - 1))
         todo.add(*[(F, up), (F, down)] * worker)
         todo.add(*[(F, up), (I, up), (W, up)] * (P - worker))
@@ -35,7 +35,7 @@ class ZBV(Vee):
         todo.add(*[(I, down), (I, up)] * worker)
         todo.add(*[(I, down), (W, down)] * (P - worker))
         todo.add(*todo.waiting(up, down))
-        return existing(todo.actions, self.num_microbatches)
+        return todo.slots
 
     def activation_limit(self, worker: int) -> int:
         return 2 * self.num_workers
