@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from functools import reduce
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from .dependency import ConfigError
 from .launching.job import Job
 from .workers.actor import WorkerActor
 from .workers.compute.backends import backend_for, usual_device
@@ -48,3 +51,26 @@ def set_rate(actors: Sequence[WorkerActor], rate: float) -> None:
             group["lr"].fill_(rate)
         else:
             group["lr"] = rate
+
+
+@torch.no_grad()
+def sum_buffers(actor: WorkerActor, names: Collection[str], num_routes: int) -> None:
+    """Let buffers of these names be their sums over the replicas of their stage, added in the order of replicas.
+
+    Raises:
+        ConfigError: no module has a buffer of one of these names.
+    """
+    own = {
+        (stage, route, f"{place}.{name}"): buffer
+        for (stage, route), shard in actor.shards.items()
+        for place, module in enumerate(shard.slice.own)
+        for name, buffer in module._buffers.items()
+        if name in names and buffer is not None
+    }
+    # Copies: workers that are threads would read what others have written already.
+    copies = {f"{stage}/{route}/{name}": buffer.clone() for (stage, route, name), buffer in own.items()}
+    told = {key: copy for each in actor.exchange("buffers to sum", copies) for key, copy in each.items()}
+    if missing := set(names) - {key.rpartition(".")[2] for key in told}:
+        raise ConfigError(f"modify: summed={min(missing)!r}: no module has a buffer of that name")
+    for (stage, _, name), buffer in own.items():
+        buffer.copy_(reduce(torch.add, [told[f"{stage}/{route}/{name}"] for route in range(num_routes)]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from .checkpoints.nouns import Checkpoints
 from .checkpoints.together import together
 from .dependency import ConfigError, Spec
-from .own_workers import parameter_groups, set_rate
+from .own_workers import parameter_groups, set_rate, sum_buffers
 from .workers.actor import WorkerActor
 from .workers.hooks import Listener, StepRecord
 
@@ -135,14 +135,23 @@ class Inspected:
 
         self._each(add)
 
-    def modify(self, function: Callable[[int, list[nn.Module]], object]) -> None:
+    def modify(self, function: Callable[[int, list[nn.Module]], object], *, summed: str | Collection[str] = ()) -> None:
         """Call `function(stage, modules)` for each stage of each worker, between two steps, to change what is in them.
 
-        `modules` are all modules of the stage, with those inside of them. All workers call this alike.
+        All workers call this alike.
+
+        Args:
+            function: gets all modules of the stage, with those inside of them.
+            summed: names of modules' buffers that are summed over the replicas before, such as an expert's count of
+                tokens: `function` finds the sum in each replica, and sets it to 0 for the next step.
 
         Raises:
-            ConfigError: it raised something on another worker; on that one this is raised as it is.
+            ConfigError: it raised something on another worker; on that one this is raised as it is. Or no module has
+                such a buffer.
         """
+        names = {summed} if isinstance(summed, str) else set(summed)
+        if names:
+            self._each(lambda actor: sum_buffers(actor, names, self.spec.num_routes))
 
         def change(actor: WorkerActor) -> None:
             for (stage, _), shard in actor.shards.items():

@@ -311,6 +311,67 @@ def test_gradients_that_are_added_several_times_are_refused(monkeypatch):
         pieces_given(monkeypatch, [nn.Linear(4, 4), Twice()], training=training)
 
 
+class Routed(nn.Module):
+    """Counts which experts are taken, and leans towards those that are taken less, by a bias without a gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Linear(4, 4)
+        self.register_buffer("bias", torch.zeros(4))
+        self.register_buffer("taken", torch.zeros(4, dtype=torch.long), persistent=False)
+
+    def forward(self, x):
+        scores = self.router(x).tanh()
+        best = (scores + self.bias).argmax(-1)
+        if self.training:
+            self.taken += best.bincount(minlength=4)
+        return x * scores.gather(-1, best[:, None])
+
+
+def balance(modules):
+    for module in modules:
+        if isinstance(module, Routed):
+            module.bias += 0.3 * (module.taken.float().mean() - module.taken).sign()
+            module.taken.zero_()
+
+
+class RoutedBlocks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Routed() for _ in range(4))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+@pytest.mark.parametrize("options", [{"replicas": 2}, {"schedule": "chimera"}, {}])
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_buffer_is_summed_over_the_replicas(options, whole):
+    """Each replica counted its own rows, so that the biases of their routers went apart."""
+    torch.manual_seed(0)
+    model = RoutedBlocks() if whole else nn.Sequential(*(Routed() for _ in range(4)))
+    plain, sgd = copy.deepcopy(model), partial(torch.optim.SGD, lr=0.1)
+    optimizer, options = sgd(plain.parameters()), {"num_workers": 4, "num_microbatches": 4, **options}
+    with Pipeline(model, nn.functional.mse_loss, training=Training(sgd), **options) as pipe:
+        for x in torch.randn(3, 16, 4, generator=torch.Generator().manual_seed(1)):
+            pipe.step((x, x))
+            pipe.modify(lambda stage, modules: balance(modules), summed="taken")
+            for part in x.split(4):
+                (nn.functional.mse_loss(plain(part), part) / 4).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            balance(plain.modules())
+        for actor in pipe.actors:
+            for shard in actor.shards.values():
+                for name, tensor in shard.state_dict().items():
+                    if name.endswith("bias") and "router" not in name:
+                        assert torch.equal(tensor, plain.state_dict()[name]) and tensor.any(), name
+        with pytest.raises(ConfigError):
+            pipe.modify(lambda stage, modules: None, summed=["taken", "counts"])
+
+
 def ends_late(seed, **options):
     """Train a stream in which every action begins late, by chance; return losses and weights."""
     batches = [(x, x) for x in torch.randn(4, 7, 4, generator=torch.Generator().manual_seed(1))]
