@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..dependency import BatchError, ModelError
+from ..workers.compute.result import NUM_ITEMS
 from ..workers.compute.shard import LossFn
 from ..workers.transport.payload import Tree
 
@@ -31,6 +32,8 @@ class CallForm:
         self._takes_one = self._names is not None and self._num_required == 1
         self._has_labels = any(p.name == "labels" for p in parameters)
         self.loss_is_inside = loss_fn is None
+        #: whether the model takes `NUM_ITEMS`: some of Hugging Face's say that they do not, and average
+        self._takes_count = getattr(model, "accepts_loss_kwargs", True) is not False
         self._wants_batch = False if loss_fn is None else _second_name(loss_fn) == "batch"
 
     def pair(self, batch: Tree) -> tuple[Tree, Tree]:
@@ -79,7 +82,8 @@ class CallForm:
                 return (batch if isinstance(batch, dict) else dict(batch),), {}
             others_are_of_the_loss = not self.loss_is_inside and self._names is not None
             names = self._names if others_are_of_the_loss else batch.keys()
-            return (), {name: value for name, value in batch.items() if name in (names or ())}
+            left_out = () if self._takes_count else (NUM_ITEMS,)
+            return (), {name: value for name, value in batch.items() if name in (names or ()) and name not in left_out}
         return (tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)), {}
 
 

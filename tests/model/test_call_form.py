@@ -16,9 +16,9 @@ from in_turn import floats, ids
 from torch import Tensor, nn
 
 from rpc_pipe.data import Loader, tokens
-from rpc_pipe.dependency import ConfigError
+from rpc_pipe.dependency import BatchError, ConfigError
 from rpc_pipe.model.call_form import loss_of_output
-from rpc_pipe.pipeline import Pipeline
+from rpc_pipe.pipeline import Pipeline, Training
 
 
 def test_a_dict_goes_in_by_name_and_the_loss_comes_from_inside():
@@ -52,6 +52,49 @@ def test_the_only_number_in_a_tuple_is_the_loss_wherever_it_stands():
     expected = model(x := floats(4, 4), y := floats(4, 4))[1].item()
     pipe = Pipeline(model, optimizer=SGD, num_workers=2, num_microbatches=2)
     assert pipe.step((x, y)) == pytest.approx(expected)
+
+
+class Dividing(LossLast):
+    """Divides the sum of its losses by a number that it is given, as Hugging Face's models do."""
+
+    def forward(self, x: Tensor, labels: Tensor, num_items_in_batch: Any = None, **more: Any) -> Any:
+        for block in self.blocks:
+            x = block(x)
+        losses = (x - labels).square()
+        return {"loss": losses.mean() if num_items_in_batch is None else losses.sum() / num_items_in_batch}
+
+
+@pytest.mark.parametrize("options", [{}, {"replicas": 2, "num_workers": 4}, {"schedule": "pipedream-2bw"}])
+@pytest.mark.parametrize("is_tensor", [False, True])
+def test_sums_that_the_model_divides_by_a_number_of_the_batch_are_added(options, is_tensor):
+    """`num_items_in_batch`, as Trainer passes it: loss and gradients were divided by the microbatches once more."""
+    model = made(Dividing)
+    expected = copy.deepcopy(model)
+    batch = {"x": floats(7, 4), "labels": floats(7, 4), "num_items_in_batch": torch.tensor(20) if is_tensor else 20}
+    pipe = Pipeline(model, training=Training(SGD), **{"num_workers": 2, "num_microbatches": 3, **options})
+    losses = [
+        expected(x, y, 20)["loss"] for x, y in zip(*(batch[n].tensor_split(3) for n in ("x", "labels")), strict=True)
+    ]
+    for loss in losses:
+        loss.backward()
+    SGD(expected.parameters()).step()
+    assert pipe.evaluate(batch) == sum(loss.item() for loss in losses)
+    assert pipe.step(batch) == sum(loss.item() for loss in losses)
+    assert_same_state(pipe, expected, exactly="replicas" not in options)
+    mean = pipe.evaluate(batch, metric=lambda output, batch: batch["x"].square().mean())
+    assert mean == pytest.approx(batch["x"].square().mean().item())
+
+
+def test_a_number_of_the_batch_is_left_out_or_refused_where_it_is_not_one():
+    """Trainer passes none to a model that says `accepts_loss_kwargs = False`."""
+    model = made(Dividing)
+    model.accepts_loss_kwargs = False
+    batch = {"x": floats(6, 4), "labels": floats(6, 4), "num_items_in_batch": 20}
+    pipe = Pipeline(model, num_workers=2, num_microbatches=3)
+    assert pipe.evaluate(batch) == pytest.approx(model(batch["x"], batch["labels"])["loss"].item())
+    pipe = Pipeline(made(Dividing), training=Training(SGD), num_workers=2, num_microbatches=3, schedule="pipedream")
+    with pytest.raises(BatchError):
+        pipe.step(batch)
 
 
 @pytest.mark.parametrize(

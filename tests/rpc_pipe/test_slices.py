@@ -55,6 +55,10 @@ def llama():
     return LlamaForCausalLM(LlamaConfig(**SMALL)), {**BATCH, "attention_mask": (LABELS >= 0).long()}
 
 
+def llama_that_divides():
+    return llama_in_float64()[0], {**BATCH, "num_items_in_batch": int((LABELS[:, 1:] >= 0).sum())}
+
+
 def llama_in_float64():
     return LlamaForCausalLM(LlamaConfig(**SMALL)).double(), BATCH
 
@@ -133,6 +137,7 @@ def model(tmp_path):
         ("gpt2", "zb-v", 2, 1e-5), ("lstm", "zb-v", 4, 1e-12),
         ("gpt2_on_longer_sequences_in_float64", "eager-1f1b", 4, 1e-12), ("opt", "gpipe", 2, 1e-5),
         ("whole", "zb-h1", 2, 1e-12), ("llama_in_float64", "1f1b", 3, 1e-6), ("qwen3", "interleaved", 2, 1e-5),
+        ("llama_that_divides", "1f1b", 2, 1e-6),
         ("mistral", "zb-h1", 3, 1e-5), ("mixtral", "1f1b", 2, 1e-5),
     ],
 )  # fmt: skip

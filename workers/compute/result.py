@@ -17,6 +17,9 @@ from ..transport.payload import Tree
 from .borders import without_views
 from .torch_internals import by_type
 
+#: the argument by which Hugging Face's models divide a sum of losses, of which a whole batch has so many
+NUM_ITEMS = "num_items_in_batch"
+
 
 @dataclass
 class Losses:

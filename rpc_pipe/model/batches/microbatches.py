@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...dependency import Action, BatchError, Spec, update_of
 from ...workers.compute.digest import describe
+from ...workers.compute.result import NUM_ITEMS
 from ...workers.transport.call import pack_description
 from ...workers.transport.payload import Tree, map_tensors, num_tokens, shapes_in, split_rows, tensors_of
 from ...workers.transport.scatter import Scatter
@@ -26,7 +27,7 @@ class Microbatches:
 
     inputs: list[Tree]
     targets: list[Tree]
-    #: each microbatch's share of the rows
+    #: what the loss of each microbatch counts: its share of the rows, or 1 where the model divides by `NUM_ITEMS`
     shares: list[float]
     rows: int
     #: number of integers in the inputs, such as tokens
@@ -89,7 +90,7 @@ class Microbatches:
         return cls(
             all_inputs,
             all_targets,
-            [count / all_rows for count in rows],
+            _shares(rows, all_inputs[0], all_targets[0]),
             all_rows,
             sum(map(num_tokens, all_inputs)) if num_tokens(all_inputs[0]) else 0,
             now(),
@@ -127,7 +128,7 @@ class Microbatches:
         return cls(
             inputs,
             targets,
-            [count / batch.rows for count in rows],
+            _shares(rows, inputs[0], targets[0]),
             batch.rows,
             sum(map(num_tokens, inputs)),
             (pack_description(batch.label, []), ""),
@@ -184,10 +185,29 @@ def _first_rows(tree: Tree) -> int:
     return next((tensor.shape[0] for tensor in tensors_of(tree) if tensor.dim()), 0)
 
 
+def divides_sums(inputs: Tree, target: Tree) -> bool:
+    """Return whether a whole model's loss is a sum, divided by a number of the whole batch that it is given."""
+    named = inputs[1] if target is None and isinstance(inputs, tuple) and len(inputs) == 2 else None
+    return isinstance(named, dict) and named.get(NUM_ITEMS) is not None
+
+
+def _shares(rows: Sequence[int], inputs: Tree, target: Tree) -> list[float]:
+    return [1.0] * len(rows) if divides_sums(inputs, target) else [count / sum(rows) for count in rows]
+
+
 def update_shares(spec: Spec, shares: Sequence[float]) -> list[float]:
-    """Return each microbatch's share of the rows of its update."""
+    """Return each microbatch's share of the rows of its update.
+
+    Raises:
+        BatchError: losses are divided by a number of the whole batch, of which an update takes a part.
+    """
     if spec.takes_steps:
         return list(shares)
+    if sum(shares) > 1.5:
+        raise BatchError(
+            f"{NUM_ITEMS}: is a number of the whole batch, and {type(spec).__name__} updates after a part of it: leave "
+            "it out, or take a synchronous schedule"
+        )
     taken = [update_of(spec, 0, m) for m in range(len(shares))]
     parts: dict[Action, list[float]] = {}
     for share, update in zip(shares, taken, strict=True):

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from ...dependency import ConfigError, Spec
+from ...workers.compute.result import NUM_ITEMS
 from ...workers.compute.sequence import current
 from ...workers.transport.payload import TensorHolder, Tree, map_tensors, shapes_in, tensors_of
-from .microbatches import Microbatches
+from .microbatches import Microbatches, divides_sums
 
 #: label that losses of tokens ignore, in torch and Hugging Face alike
 _IGNORED = -100
@@ -91,7 +92,7 @@ class Sequences:
             pieces = [_cut(inputs, *place, length) for place in ranges]
         targets = [_cut(target, *place, length) for place in ranges]
         places = [(*place, length) for place in ranges]
-        if self._shifts and "shift_labels" in inputs[1]:  # the model adds up the losses of these
+        if divides_sums(inputs, target):
             return pieces, targets, [share] * count, places
         counted = [_num_counted(each) for each in targets]
         weights = [each for each in counted if each is not None]
@@ -115,7 +116,7 @@ class Sequences:
             return named
         shifted = nn.functional.pad(labels, (0, 1), value=_IGNORED)[..., 1:].contiguous()
         counted = (shifted != _IGNORED).sum()
-        return {**named, "labels": shifted, "shift_labels": shifted, "num_items_in_batch": counted}
+        return {NUM_ITEMS: counted, **named, "labels": shifted, "shift_labels": shifted}
 
     def _piece(self, named: Mapping[str, Any], whole: Mapping[str, Any], begin: int, end: int, length: int) -> Tree:
         # A mask is of all that is attended to, so also of the slices before.
