@@ -3,6 +3,7 @@
 import re
 
 import pytest
+import torch
 from processes import ROOT, python
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "CONTRIBUTING.md"]
@@ -39,6 +40,26 @@ def test_the_training_script_runs_alone_and_launched(tmp_path):
 def test_the_model_that_is_planned_is_verified(tmp_path):
     (tmp_path / "my_model.py").write_text(python_block("my_model.py"))
     assert "identical" in run(rpc_pipe("verify my_model.py:make --workers 2 --transport local"), tmp_path)
+
+
+def test_the_loss_of_a_whole_batch_trains_as_in_one_process(capsys):
+    """A contrastive loss of microbatches is another one."""
+    names = {"__name__": "contrastive"}
+    exec(python_block("contrastive.py"), names)
+    torch.manual_seed(0)
+    batches, model = torch.randn(3, 2, 12, 8), names["Towers"]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for image, text in batches:
+        loss = names["contrastive"](*model(image, text))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        print(f"loss {loss:.4f}")
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[:3] == shown[3:]
+    state = names["pipe"].weights.state_dict()
+    for name, parameter in model.state_dict().items():
+        torch.testing.assert_close(state[name], parameter)
 
 
 def test_the_users_schedule_is_legal_and_short(tmp_path):
