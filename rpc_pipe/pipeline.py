@@ -196,7 +196,7 @@ class Pipeline(Inspected):
         self.checkpoints.refuse_averaged("step")
         cut = self._cut(batch, microbatches)
         if self.replaying:
-            loss, self._stopped = self.checkpoints.skip_step(label_of(batch))
+            loss, self._stopped = self.checkpoints.skip_step(label_of(batch), self._actors)
             return loss
         return self._record(self._run(cut, train=True), label_of(batch))
 
@@ -219,7 +219,7 @@ class Pipeline(Inspected):
             self._cut(first)
             batches = chain([first], batches)
         while self.replaying and (skipped := next(batches, batches)) is not batches:
-            loss, self._stopped = self.checkpoints.skip_step(label_of(skipped))
+            loss, self._stopped = self.checkpoints.skip_step(label_of(skipped), self._actors)
             yield loss
         ahead = Prefetcher(batches, self._cut, most_open(self.spec) - 1)
         made = partial(self._inputs.make, train=True, streamed=True)

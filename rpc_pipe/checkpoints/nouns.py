@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -166,14 +166,14 @@ class Checkpoints:
         if self._every is not None and (stop or self.due(step)):
             self._save(*self._every[1:], extra=None, wait=stop, asked=False)
 
-    def skip_step(self, batch: str) -> tuple[float, bool]:
+    def skip_step(self, batch: str, actors: Iterable[WorkerActor]) -> tuple[float, bool]:
         """Skip a training step that the checkpoint covers; return its loss, and whether all workers stop here.
 
         A worker that is asked to stop skips all steps that are left. With the last one the script is where the
         checkpoint was made. Its changes by hand until then, such as a learning rate, are in the checkpoint already:
         they must not count twice.
         """
-        if stop := any(self._each(lambda actor: actor.stop_requested)):
+        if stop := any(actor.stop_requested for actor in actors):
             self.results.skip_rest()
         loss = self.results.loss if stop else self.results.skip_step(batch)
         if not self.results.behind and self._resumed is not None:

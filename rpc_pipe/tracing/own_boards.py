@@ -142,10 +142,11 @@ def keep_boards(training: Watchable) -> bool:
     folder = _folder()
     if folder is None:
         return False
-    run_folders.enter(folder)
-    _offer_stacks(folder)
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        (folder / END).unlink(missing_ok=True)  # torchrun has started the workers again
+    if not training.actors[0].shards:
+        run_folders.enter(folder)
+        _offer_stacks(folder)
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            (folder / END).unlink(missing_ok=True)  # torchrun has started the workers again
     _keep(training, folder)
     return True
 

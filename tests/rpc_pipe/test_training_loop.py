@@ -195,8 +195,8 @@ def test_the_scale_of_a_loss_behind_frozen_layers(tmp_path):
     second = pipe(2, frozen())
     second.checkpoints.load(tmp_path)
     assert found + [(second.step(batch), second.loss_scale) for batch in BATCHES[5:]] == expected
-    last = alone.state_dict()
-    assert all(tensor.equal(last[name]) for name, tensor in second.state_dict().items())
+    last = alone.weights.state_dict()
+    assert all(tensor.equal(last[name]) for name, tensor in second.weights.state_dict().items())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
