@@ -149,8 +149,7 @@ class Inspected:
             ConfigError: it raised something on another worker; on that one this is raised as it is. Or no module has
                 such a buffer.
         """
-        names = {summed} if isinstance(summed, str) else set(summed)
-        if names:
+        if names := {summed} if isinstance(summed, str) else set(summed):
             self._each(lambda actor: sum_buffers(actor, names, self.spec.num_routes))
 
         def change(actor: WorkerActor) -> None:

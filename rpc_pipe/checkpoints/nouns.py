@@ -102,11 +102,11 @@ class Checkpoints:
         self.refuse_averaged("checkpoints.load")
         self.settle()
         checkpoint, self.results, random = self._put(where)
-        if self._num_routes != checkpoint.num_routes and (apart := checkpoint.apart()) and self._is_first():
+        apart = [] if self._num_routes == checkpoint.num_routes else checkpoint.apart()
+        if apart and 0 in self._each(lambda actor: actor.worker):
             logger.warning(
-                "checkpoint %s: %s, of %d replicas, start from the first one: there are %d now", checkpoint.path,
-                ", ".join(apart) if len(apart) < 4 else f"{apart[0]} and {len(apart) - 1} more buffers",
-                checkpoint.num_routes, self._num_routes,
+                "checkpoint %s: buffers that differ between its %d replicas start from the first one (%s, %d in all): "
+                "there are %d now", checkpoint.path, checkpoint.num_routes, apart[0], len(apart), self._num_routes,
             )  # fmt: skip
         if anew:
             self.results.skip(checkpoint.step)
@@ -174,7 +174,7 @@ class Checkpoints:
         they must not count twice.
         """
         if stop := any(actor.stop_requested for actor in actors):
-            self.results.skip_rest()
+            self.results.skip(0)  # no more
         loss = self.results.loss if stop else self.results.skip_step(batch)
         if not self.results.behind and self._resumed is not None:
             # A worker that is faster waits here for the slower ones, of which one may have been asked to stop.
@@ -256,13 +256,9 @@ class Checkpoints:
 
     def _go_without(self, error: ConfigError) -> None:
         """Tell, once, that checkpoints of `every` cannot be written: training does not depend on them."""
-        if not self._goes_without and self._is_first():
+        if not self._goes_without and 0 in self._each(lambda actor: actor.worker):
             logger.warning("%s; training goes on without it", error)
         self._goes_without = True
-
-    def _is_first(self) -> bool:
-        """Return whether this process has worker 0, which tells."""
-        return 0 in self._each(lambda actor: actor.worker)
 
     def _put(self, where: Path) -> Prepared:
         from .reading import put_all

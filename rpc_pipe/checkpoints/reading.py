@@ -69,6 +69,8 @@ class Checkpoint:
             for name, each in manifest["files"].items():
                 for key, form in each["tensors"].items():
                     self._tensors[each["what"]].setdefault(key, (name, form))
+            #: how many routes had buffers of their own, the first included
+            self.num_routes = 1 + max((buffer_of(key)[0] for key in self._tensors["optimizer"]), default=0)
             told = dict(manifest["stages"])
             self.stages = self._described(told)
             #: of each route that has weights of its own
@@ -87,11 +89,6 @@ class Checkpoint:
             raise Damaged(f"checkpoint {path}: is missing")
         if path.stat().st_size != size:
             raise Damaged(f"checkpoint {path}: has {path.stat().st_size} bytes of {size}: it was cut off")
-
-    @property
-    def num_routes(self) -> int:
-        """How many routes had buffers of their own, the first included."""
-        return 1 + max((buffer_of(key)[0] for key in self._tensors["optimizer"]), default=0)
 
     def buffers(self, own: Iterable[str]) -> dict[str, Tensor]:
         """Return the numbers of these buffers, named as by `own_buffers`, by their names in the model."""

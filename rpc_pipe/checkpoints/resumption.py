@@ -40,10 +40,6 @@ class Resumption:
         """Skip calls until the script has asked for so many training steps."""
         self._covered, self._asked = steps, 0
 
-    def skip_rest(self) -> None:
-        """Skip all steps that are left at once."""
-        self._asked = self._covered
-
     @property
     def behind(self) -> bool:
         """Whether the script has not come to the checkpoint yet."""

@@ -56,10 +56,6 @@ _STOPS = {
 }
 #: seconds between checks whether a stop is still possible, and for reporting that it is not
 _LOOK_EVERY_S, _LAST_WORDS_S = 0.1, 2.0
-#: seconds between checks whether a launcher that has closed its sockets has ended
-_PAUSE_S = 0.01
-#: of prctl(2): which signal the kernel sends to a process whose parent ends
-_PR_SET_PDEATHSIG = 1
 
 
 class Attachable(Watchable, Protocol):
@@ -133,8 +129,7 @@ def hold_leash() -> None:
     parent is only a thread of the launcher that ends.
     """
     if (found := _own_end()) is not None:
-        with suppress(AttributeError):  # no Linux
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
+        ctypes.CDLL(None).prctl(1, signal.SIGCONT)  # PR_SET_PDEATHSIG of prctl(2)
         left = os.environ.get(FOLDER, ""), os.environ.get(run_folders.FOLDER, run_folders.OFF)
         # A separate descriptor, because a script may close the other.
         threading.Thread(target=_follow, args=(os.dup(found[0]), *left), name="leash", daemon=True).start()
@@ -208,7 +203,7 @@ def _clear_up(folder: str, boards: str) -> None:
         while run_folders.alive((Path(folder) / run_folders.LAUNCHER).read_text()):
             if time.monotonic() > deadline:
                 return
-            time.sleep(_PAUSE_S)
+            time.sleep(_LOOK_EVERY_S)
     if Path(folder).name.startswith("rpc-pipe-"):
         shutil.rmtree(folder, ignore_errors=True)
     if boards != run_folders.OFF and Path(boards).name.startswith("run-"):

@@ -32,8 +32,8 @@ class CallForm:
         self._takes_one = self._names is not None and self._num_required == 1
         self._has_labels = any(p.name == "labels" for p in parameters)
         self.loss_is_inside = loss_fn is None
-        #: whether the model takes `NUM_ITEMS`: some of Hugging Face's say that they do not, and average
-        self._takes_count = getattr(model, "accepts_loss_kwargs", True) is not False
+        #: what the model does not take: some of Hugging Face's say so of `NUM_ITEMS`, and average
+        self._left_out = (NUM_ITEMS,) if getattr(model, "accepts_loss_kwargs", True) is False else ()
         self._wants_batch = False if loss_fn is None else _second_name(loss_fn) == "batch"
 
     def pair(self, batch: Tree) -> tuple[Tree, Tree]:
@@ -81,9 +81,8 @@ class CallForm:
             if self._takes_one and not batch.keys() & (self._names or set()):
                 return (batch if isinstance(batch, dict) else dict(batch),), {}
             others_are_of_the_loss = not self.loss_is_inside and self._names is not None
-            names = self._names if others_are_of_the_loss else batch.keys()
-            left_out = () if self._takes_count else (NUM_ITEMS,)
-            return (), {name: value for name, value in batch.items() if name in (names or ()) and name not in left_out}
+            names = (self._names or set()) if others_are_of_the_loss else batch.keys()
+            return (), {name: value for name, value in batch.items() if name in names and name not in self._left_out}
         return (tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)), {}
 
 

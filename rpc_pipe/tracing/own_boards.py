@@ -109,9 +109,7 @@ def _header(training: Watchable, actor: WorkerActor) -> dict[str, Any]:
         "device": str(training.actors[0].backend.device),
         "schedule": name_of(training.spec),
         "microbatches": training.spec.num_microbatches,
-        "shards": [(*each, _form(shards[each[:2]])) for each in training.shards(worker)]
-        if shards
-        else [(*each, 0, 0) for each in training.spec.hosted(worker)],
+        "shards": [(*each, _form(shards[each[:2]])) for each in (training.shards(worker) if shards else ())],
         "cores": len(os.sched_getaffinity(0)),
         "started": time.time(),
         "clock_ns": time.perf_counter_ns(),

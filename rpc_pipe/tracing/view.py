@@ -131,7 +131,7 @@ class View:
 
     def _last_host(self) -> int:
         """Return a worker of the last stage, which has the result."""
-        return max(self.headers, key=lambda w: max(stage for stage, *_ in self.headers[w]["shards"]), default=0)
+        return max(self.headers, key=lambda w: max((s for s, *_ in self.headers[w]["shards"]), default=-1), default=0)
 
     # --- the run
 
