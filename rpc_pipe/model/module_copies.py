@@ -130,6 +130,7 @@ class ModuleCopies:
         runs: bool,
         used: Collection[nn.Module] | None = None,
         mirrored: Collection[str] = (),
+        hooked: Collection[str] = (),
     ) -> None:
         """Register `copy`, which has just been made of `own`, or of which some modules are those of `own`.
 
@@ -137,6 +138,7 @@ class ModuleCopies:
             runs: whether `own` computes too.
             used: the modules of `copy` with which its stage computes; None: all.
             mirrored: names of the buffers that are copied back after every call, of those that are copies.
+            hooked: names of the modules on which forwards register hooks, as each of them does for itself.
         """
         pairs = [(path, module, made) for (path, module), made in zip(own.named_modules(), copy.modules(), strict=True)]
         weights = [_copied(module, made) for _, module, made in pairs]
@@ -146,7 +148,8 @@ class ModuleCopies:
             if made is module:
                 self.watch(module, _parts)
                 continue
-            stays = structure if used is None or made in used else _nothing
+            stays = _parts if path in hooked else structure
+            stays = stays if used is None or made in used else _nothing
             buffers = [name for name in module._buffers if (f"{path}.{name}" if path else name) in mirrored]
             changes = runs or any(weights)
             self._modules.append(_Followed(module, made, stays, weights=names, changes=changes, mirrored=buffers))

@@ -111,6 +111,8 @@ class ObservedModel:
         self._observation = observation
         self._assignment: tuple[list[range], Assignment] | None = None
         self._block_paths = [skeleton.path_of(block) for block in skeleton.blocks]
+        #: names of the modules on which a forward registers hooks
+        self.hooked = {skeleton.path_of(module) for module in observation.hooked}
         #: changes in the copies of the model, as sentences for the user
         self.notes = notes
         #: the model's output, of placeholders
@@ -139,8 +141,8 @@ class ObservedModel:
     def left_before_last(self, cut: Sequence[range]) -> list[tuple[nn.Module, str]]:
         """Return the modules in which blocks of other stages than the last leave tensors, and the attributes' names."""
         calls = self._observation.calls[: cut[-1].start]
-        left = [effect for event in calls for effect in event.effects if effect.name]
-        paths = [(self._skeleton.path_of(effect.module), effect.name) for effect in left]
+        left = [(effect.module, effect.name) for event in calls for effect in event.effects if effect.name]
+        paths = [(self._skeleton.path_of(module), name) for module, name in left if module is not None]
         return [(self._model.get_submodule(path), f"{path}.{name}") for path, name in paths]
 
     def crossing(self, cut: Sequence[range]) -> list[list[Crossing]]:
@@ -225,8 +227,8 @@ class ObservedModel:
     def _own_blocks(self, stage: int, cut: Sequence[range], owners: Owners, device: torch.device) -> list[nn.Module]:
         """Return the user's blocks that a stage can run themselves, so that all that is done to them holds.
 
-        A block is copied if other stages run it too, if it is to run on another device, or if it shares something with
-        what is around it, which is a copy in each stage.
+        A block is copied if other stages run it too, if it is to run on another device, if it shares something with
+        what is around it, which is a copy in each stage, or if forwards register hooks on it, as each model would.
         """
         if not isinstance(self._source, nn.Module):
             return []
@@ -234,11 +236,13 @@ class ObservedModel:
         elsewhere = {module for i, module in enumerate(calls) if i not in cut[stage]}
         paths = {self._skeleton.path_of(m): None for m in calls if m is not None and m not in elsewhere}
         blocks = [self._source.get_submodule(path) for path in paths if path not in ("", MARK)]
+        hooked = set(map(self._source.get_submodule, self.hooked))
         owned = {p for name, p in self._source.named_parameters() if owners[name] == {stage}}
         return [
             block
             for block in separate(self._source, blocks)
             if owned.issuperset(block.parameters())
+            and hooked.isdisjoint(block.modules())
             and all(tensor.device == device for tensor in (*block.parameters(), *block.buffers()))
         ]
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ..model.observe.placeholder import draws_at_random
-from ..model.observe.skeleton import MARK, is_mark
+from ..model.observe.skeleton import MARK, is_mark, wrap
 from ..workers.compute.randomness import python_too
 from ..workers.compute.torch_internals import OperatorMode, is_current, without_torch_function
 from .shares import Shares
@@ -35,22 +34,18 @@ class Keyed(TorchFunctionMode):
         self._blocks = list(dict.fromkeys(model.get_submodule(name) for name in blocks if name != MARK))
         self._position = self._number = self._called = 0
         self._inside = False
-        self._wrapped: list[tuple[nn.Module, Any]] = []
+        self._undo: list[Callable[[], None]] = []
 
     def __enter__(self) -> Keyed:
-        for block in self._blocks:
-            self._wrapped.append((block, vars(block).get("forward")))
-            vars(block)["forward"] = partial(self._block, block.forward)
+        self._undo = [wrap(block, self._block) for block in self._blocks]
         self._begin()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
-        for block, own in self._wrapped:
-            del vars(block)["forward"]
-            if own is not None:
-                vars(block)["forward"] = own
+        for undo in self._undo:
+            undo()
         # The loss function draws on from where the model has stopped.
 
     def _begin(self) -> None:

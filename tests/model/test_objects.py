@@ -5,13 +5,11 @@ from __future__ import annotations
 import copy
 from collections import deque
 
-import pytest
 import torch
-from test_whole import SGD, assert_trains_alike, made
+from test_whole import SGD, assert_trains_alike, made, plain
 from torch import Tensor, nn
 
-from rpc_pipe.dependency import WorkerFailure
-from rpc_pipe.pipeline import Pipeline
+from rpc_pipe import Pipeline, Training
 
 
 class Banked(nn.Linear):
@@ -98,8 +96,11 @@ class Cached(nn.Module):
         return x
 
 
-def test_why_a_block_does_not_find_what_others_have_put_into_an_object_is_told():
-    """The model's own IndexError said nothing of stages."""
-    pipe = Pipeline(Cached(), nn.functional.mse_loss, optimizer=SGD, num_workers=2, num_microbatches=1)
-    with pytest.raises(WorkerFailure, match=r"IndexError.*takes a Cache: what blocks of other stages put into it is"):
-        pipe.step((torch.ones(2, 4), torch.ones(2, 4)))
+def test_blocks_put_tensors_into_an_object_that_they_are_given():
+    """The later stages missed the earlier blocks' tensors, and raised an IndexError of the model's."""
+    model, x = made(Cached), torch.randn(4, 4)
+    alone, loss_fn = copy.deepcopy(model), nn.functional.mse_loss
+    pipe = Pipeline(model, loss_fn, training=Training(SGD), num_workers=2, num_microbatches=2)
+    pieces = [((piece, piece), {}) for piece in x.chunk(2)]
+    expected = plain(lambda a, b: loss_fn(alone(a), b), [pieces] * 2, lambda loss: loss, list(alone.parameters()))
+    assert [pipe.step((x, x)) for _ in range(2)] == expected

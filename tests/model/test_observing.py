@@ -65,24 +65,6 @@ class Asks(models.Nested):
         return x * 2 if x.sum() > 0 else x
 
 
-class Lists(models.Nested):
-    def forward(self, x: Tensor) -> Tensor:
-        losses: list[Tensor] = []
-        x = self.stem(x)
-        for block in self.stages[1]:
-            x = block(x, losses)
-        return x + sum(losses)
-
-    class Adds(models.Block):
-        def forward(self, x: Tensor, losses: list[Tensor]) -> Tensor:  # type: ignore[override]
-            losses.append(x.mean())
-            return super().forward(x)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stages[1] = nn.ModuleList([self.Adds() for _ in range(3)])
-
-
 class AsksWritten(models.Nested):
     def __init__(self) -> None:
         super().__init__()
@@ -109,7 +91,6 @@ class Compiled(models.Nested):
     [
         (Asks, r"test_observing.py:\d+ needs the numbers of a tensor that depends on the model's parameters"),
         (Explains, r"^model Explains: its forward raised .* when it was run on shapes: Output 0 is a view$"),
-        (Lists, "made in block stages.1.0 and left it otherwise than by its return value"),
         (Compiled, r"stages.1.0 was compiled with .compile\(\)"),
         (lambda: torch.compile(models.Nested(), backend="eager"), "it is torch.compile of the whole"),
         (lambda: nn.Linear(6, 8), "has no parts to cut between"),

@@ -12,6 +12,7 @@ from test_whole import SGD, made, plain
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
+from rpc_pipe import Training
 from rpc_pipe.dependency import ConfigError
 from rpc_pipe.model.cut import cut
 from rpc_pipe.model.observed_model import observe
@@ -278,10 +279,14 @@ class Shares(Listed):
         return state["x"]
 
 
-def test_what_a_block_writes_into_a_dict_that_it_got_is_not_taken_for_its_output():
-    """The later stages took what had been there before, and trained something else in silence."""
-    with pytest.raises(ConfigError, match=r"was made in block layers\.0 and left it otherwise than by its return"):
-        observe(Shares(), [floats(2, 8)])
+def test_what_a_block_writes_into_a_dict_that_it_got_travels():
+    """The later stages took the earlier contents, and trained something else in silence."""
+    model, x, loss_fn = made(Shares), floats(6, 8), nn.functional.mse_loss
+    alone = copy.deepcopy(model)
+    pipe = Pipeline(model, loss_fn, training=Training(SGD), num_workers=2, num_microbatches=2)
+    pieces = [((piece, piece), {}) for piece in x.chunk(2)]
+    expected = plain(lambda a, b: loss_fn(alone(a), b), [pieces] * 2, lambda loss: loss, list(alone.parameters()))
+    assert [pipe.step((x, x)) for _ in range(2)] == expected
 
 
 class AsksItself(Listed):

@@ -133,7 +133,10 @@ class Assignment:
                 storage_of(value.tensor) in written for value in (*event.made, *(read for read, _ in event.reads))
             ):
                 stages_using = [
-                    stage_of[reader.index] for value in event.made for reader, _ in self._readers.get(value, ())
+                    stage_of[reader.index]
+                    for value in event.made
+                    for reader, _ in self._readers.get(value, ())
+                    if reader.made or reader.depends is not Depends.WEIGHTS  # `to` may return its input
                 ]
                 wanted = [stage for stage in stages_using if stage is not None]
                 stage_of[event.index] = min(wanted) if wanted else stage_of[event.index]

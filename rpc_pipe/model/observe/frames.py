@@ -17,6 +17,8 @@ from torch import nn
 
 # with the separator: torchvision is no part of torch
 _NOT_OF_MODEL = tuple(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, __file__))
+#: where `vmap`, `grad` and the other transforms of `torch.func` call a function
+_TRANSFORMS = tuple(f"{Path(torch.__file__).parent / '_functorch' / name}.py" for name in ("vmap", "eager_transforms"))
 _CHECKPOINT = inspect.unwrap(torch.utils.checkpoint.checkpoint).__code__
 
 
@@ -46,6 +48,11 @@ def in_function() -> bool:
         functions += function.__subclasses__()
     forwards = _forwards(tuple(functions))
     return any(frame.f_code in forwards for frame in _frames())
+
+
+def in_transform() -> bool:
+    """Return whether a transform of `torch.func` is running, such as `vmap`, which wraps tensors."""
+    return any(frame.f_code.co_filename in _TRANSFORMS for frame in _frames())
 
 
 @lru_cache(maxsize=1)

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from .trees import Path
+
 
 class Depends(IntEnum):
     """The most that a tensor depends on."""
@@ -35,18 +37,19 @@ class Value:
 
 @dataclass(eq=False, slots=True)
 class SideEffect:
-    """What a block leaves beside its result: what hooks of a module inside it see, or an attribute of that module.
+    """What a block leaves beside its result: what hooks see of a call, an attribute, or what a container then holds.
 
     Args:
-        arguments: (args, kwargs) of the call that the hooks see.
-        name: of the attribute that the block has set; "": hooks see it.
-        inside: whether it has filled the list or dict that was there before, which others may hold too.
+        module: the module that has the hooks or the attribute; None: it is a container that the block was given.
+        name: of the attribute; "": hooks see (args, kwargs, result).
+        inside: whether the block has filled the list or dict that was there before, which other modules may hold too.
+        path: of the container in the (args, kwargs) of the block.
     """
 
-    module: nn.Module
-    arguments: tuple[Any, Any] = ((), {})
+    module: nn.Module | None = None
     name: str = ""
     inside: bool = False
+    path: Path = ()
 
 
 #: a value, with the event that made or last wrote it before it was read; -1: none
@@ -135,6 +138,10 @@ class Observation:
     exchanged: set[str] = field(default_factory=set)
     #: (module, name) of the attributes that the forward has changed
     changed: set[tuple[nn.Module, str]] = field(default_factory=set)
+    #: events before which transforms of `torch.func` ran around the blocks; functions in these are no events
+    transforms: set[int] = field(default_factory=set)
+    #: modules on which the forward has registered hooks
+    hooked: set[nn.Module] = field(default_factory=set)
     #: whether all stages must run to the end, since the model changes state around the blocks
     to_the_end: bool = False
 

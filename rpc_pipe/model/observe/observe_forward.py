@@ -29,6 +29,7 @@ from .frames import is_of_model
 from .observation import CarriedState, Depends, Event, Observation
 from .observer import Observer
 from .placeholder import quiet
+from .side_effects import num_hooks
 from .skeleton import Skeleton
 from .trees import mapped, tensors
 
@@ -48,8 +49,10 @@ def observe_forward(skeleton: Skeleton, args: Sequence[Any], kwargs: Mapping[str
         with preserved(skeleton.device), skeleton.with_placeholders() as held, _eager(), quiet(), _saving():
             python_too(partial(Randomness(0, skeleton.device).seed_forward, 0, 0))(0, 0)  # alike on all workers
             # in new dicts and lists, from which the model may remove items
+            hooks = {module: num_hooks(module) for module in skeleton.module.modules()}
             observer = Observer(skeleton, given)
             observation = observer.run(*mapped(given, lambda tensor: tensor))
+            observation.hooked = {module for module, count in hooks.items() if num_hooks(module) > count}
             _find_carried_state(observer, observation, skeleton, held, (tuple(args), dict(kwargs)))
             return observation
     except ConfigError:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from ...dependency import ConfigError, ModelError
 from ...dependency.errors import first_sentence
 from ...workers.compute.torch_internals import OperatorMode
-from .frames import caller, checkpoint_frame, in_function, name_of
+from .frames import caller, checkpoint_frame, in_function, in_transform, name_of
 from .observation import Depends, Event, Observation, SideEffect, Value
 from .output_contract import alias_given
 from .placeholder import (
@@ -35,6 +36,7 @@ from .placeholder import (
     without_masks,
     written,
 )
+from .side_effects import Attributes, boxes, hooked, left_in, watching
 from .skeleton import Skeleton, is_mark
 from .trees import leaves, mapped, replaced, tensors
 
@@ -88,10 +90,15 @@ class Observer(TorchFunctionMode):
         #: storage -> the last event that wrote it and depends on more than fields
         self._writer: dict[int, Event] = {}
         self._randoms = 0
+        self._transforms: set[int] = set()
         #: id of a result of a test for finite numbers -> what it says if all are
         self._healthy: dict[int, bool] = {}
         #: id of a frame of `checkpoint` -> number of the call, and the frame, kept so that no id is reused
         self._checkpoints: dict[int, tuple[int, FrameType]] = {}
+        #: id of a tensor with data that a block has used or made -> the placeholder for which it stands
+        self._meant: dict[int, Tensor] = {}
+        inside = {inner for block in skeleton.blocks for inner in block.modules()}
+        self._around = [module for module in skeleton.module.modules() if module not in inside]
         self._ops = _OperatorObserver(self, skeleton.placeholders)
 
     # --- around the blocks
@@ -111,6 +118,9 @@ class Observer(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._skeleton.marked and is_mark(func):
             return self._block(self._skeleton.mark, lambda: None, (), {})
+        if in_transform():  # tensors are wrapped there; every stage runs it, on tensors that depend on fields alone
+            self._transforms.add(len(self.events))
+            return func(*args, **kwargs)
         event = self._begin(func=func, where=caller(), in_function=in_function())
         for tensor in tensors((args, kwargs)):
             self.read(event, tensor)
@@ -191,6 +201,11 @@ class Observer(TorchFunctionMode):
 
     def block(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a block's own forward and record it as one event."""
+        if in_transform():
+            raise ModelError(
+                f"model: calls {self._skeleton.name_of(module)} under a transform of torch.func, which cannot be cut: "
+                f"call the transform inside a block, or name a module that contains it with blocks="
+            )
         with self._skeleton.inside_block(self):
             return self._block(module, forward, args, kwargs)
 
@@ -201,36 +216,25 @@ class Observer(TorchFunctionMode):
         event.params = {self._params[id(p)] for p in module.parameters() if id(p) in self._params}
         # even if the forward does not use them, hooks may write them
         event.buffers = {self._buffers[id(b)] for b in module.buffers() if id(b) in self._buffers}
-        seen: list[tuple[Any, SideEffect]] = []
-
-        def note(inner: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            seen.append((output, SideEffect(inner, (args, kwargs))))
-
-        hooked = [inner for inner in module.modules() if inner._forward_hooks]
-        handles = [inner.register_forward_hook(note, prepend=True, with_kwargs=True) for inner in hooked]
-        given = {id(tensor) for tensor in tensors((args, kwargs))}
-        boxes = {id(box): box for m in module.modules() for box in vars(m).values() if isinstance(box, (list, dict))}
+        held, attributes = boxes((args, kwargs)), Attributes(module.modules(), self._around)
         self.current = event
         try:
-            try:
-                result = forward(*args, **kwargs)
-            except ConfigError:
-                raise
-            except Exception as error:
-                # A block may decide by data of its own tensors; with random data it shows the shapes of its outputs.
-                logger.debug("block %s runs on random numbers, as it raised on shapes: %r", event.where, error)
-                seen.clear()
-                result = self._on_numbers(event, forward, args, kwargs)
-            left = {id(tensor) for tensor in tensors((args, kwargs))} - given
-            result = alias_given(result, lambda tensor: id(tensor) in self.values, lambda tensor: id(tensor) in left)
+            with watching(hooked(module)) as calls:
+                try:
+                    result = forward(*args, **kwargs)
+                except ConfigError:
+                    raise
+                except Exception as error:
+                    # A block may decide by data of its own tensors; with random data it shows its outputs' shapes.
+                    logger.debug("block %s runs on random numbers, as it raised on shapes: %r", event.where, error)
+                    calls.clear()
+                    result = self._on_numbers(event, forward, args, kwargs)
+            result = alias_given(result, lambda tensor: id(tensor) in self.values)
         finally:
             self.current = None
-            for handle in handles:
-                handle.remove()
-        seen += [(tree, SideEffect(m, name=name, inside=id(tree) in boxes)) for m, name, tree in self._left_by(event)]
-        trees = [result, *(tree for tree, _ in seen)]
-        real = [(path, t) for path, t in leaves(trees) if not isinstance(t, Placeholder) and self._is_of(event, t)]
-        trees = replaced(trees, {path: self._skeleton.placeholders.like(tensor) for path, tensor in real})
+        seen = [(tree, SideEffect(inner)) for inner, tree in calls] + list(left_in(held))
+        seen += attributes.left(partial(self._is_of, event), [result, *(tree for tree, _ in seen)])
+        trees = self._on_shapes(event, [result, *(tree for tree, _ in seen)])
         # copies, since the model and later calls may change the lists and dicts
         event.trees, event.effects = mapped(trees, lambda tensor: tensor), [effect for _, effect in seen]
         self._note_made(event)
@@ -251,8 +255,19 @@ class Observer(TorchFunctionMode):
             result = forward(*args, **kwargs)
         finally:
             self._skeleton.put(fakes)
-        meant = {id(number): given[key] for key, number in standing.items()}
-        return replaced(result, {path: meant[id(t)] for path, t in leaves(result) if id(t) in meant})
+        self._meant |= {id(number): given[key] for key, number in standing.items()}
+        self._alive += standing.values()
+        return self._with_meant(result)
+
+    def _with_meant(self, tree: Any) -> Any:
+        return replaced(tree, {path: self._meant[id(t)] for path, t in leaves(tree) if id(t) in self._meant})
+
+    def _on_shapes(self, event: Event, trees: list[Any]) -> Any:
+        """Return trees that a block leaves with placeholders for its tensors with data."""
+        for tensor in tensors(trees):
+            if not isinstance(tensor, Placeholder) and self._is_of(event, tensor) and id(tensor) not in self._meant:
+                self._meant[id(tensor)] = self._skeleton.placeholders.like(tensor)
+        return self._with_meant(trees)
 
     def _owned(self, tensor: Tensor) -> str | None:
         return self._params.get(id(tensor)) or self._buffers.get(id(tensor))
@@ -263,18 +278,11 @@ class Observer(TorchFunctionMode):
     def _is_of(self, event: Event, tensor: Tensor) -> bool:
         return self._made_by.get(id(tensor)) is event and id(tensor) not in self.values
 
-    def _left_by(self, event: Event) -> Iterator[tuple[nn.Module, str, Any]]:
-        assert event.module is not None
-        for inner in event.module.modules():
-            for name, tree in list(vars(inner).items()):
-                if isinstance(tree, (Tensor, tuple, list, dict)) and not name.startswith("_"):
-                    if any(self._is_of(event, tensor) for tensor in tensors(tree)):
-                        yield inner, name, tree
-
     # --- tensors
 
     def read(self, event: Event | None, tensor: Tensor) -> None:
         """Record that `event` reads `tensor`."""
+        tensor = self._meant.get(id(tensor), tensor)
         key = id(tensor)
         if key in self._left:
             if event is not None:
@@ -293,10 +301,8 @@ class Observer(TorchFunctionMode):
             # A view of an output that the block made, returned by an operation in place.
             value = next((each for each in maker.made if storage_of(each.tensor) == storage_of(tensor)), None)
         if value is None:
-            if key in self._made_by:
-                raise self._lost(tensor, self._made_by[key])
-            if isinstance(tensor, Placeholder):
-                raise self._lost(tensor, None)
+            if (maker := self._made_by.get(key)) is not None or isinstance(tensor, Placeholder):
+                raise self._lost(tensor, maker)
             value = self.values[key] = Value(tensor, Depends.FIELDS)
             self._born.add(storage_of(tensor))
         if event is not None:
@@ -358,6 +364,7 @@ class Observer(TorchFunctionMode):
             fields_written=any(storage_of(value.tensor) in changed for value in self._given),
             stored={storage_of(tensor): name for tensor, name in self._standing},
             exchanged={name for tensor, name in self._standing if storage_of(tensor) not in self._stored},
+            transforms=self._transforms,
         )
 
 

@@ -16,8 +16,6 @@ from ...dependency import ModelError
 from .placeholder import Placeholder
 from .trees import PLAIN, Path, children, leaves, replaced
 
-_Predicate = Callable[[Tensor], bool]
-
 
 def check_form(where: str, tree: Any, observed: Any, attribute: str = "") -> None:
     """Check what a block has returned, or left in an attribute of which other stages use tensors.
@@ -33,7 +31,7 @@ def check_form(where: str, tree: Any, observed: Any, attribute: str = "") -> Non
         )
 
 
-def alias_given(result: Any, known: _Predicate, left: _Predicate) -> Any:
+def alias_given(result: Any, known: Callable[[Tensor], bool]) -> Any:
     """Return the result of a block with aliases for inputs that it returns, as other calls may return new tensors.
 
     Inputs with data stay the same objects, so that the model may decide by them, except the first tensor of the result,
@@ -41,15 +39,11 @@ def alias_given(result: Any, known: _Predicate, left: _Predicate) -> Any:
 
     Args:
         known: whether a tensor existed before the block.
-        left: whether the block has put it into a container that it was given, which other stages do not see; a clone
-            is returned then.
     """
     others: dict[int, Tensor] = {}
     places: dict[Path, Tensor] = {}
     for number, (path, tensor) in enumerate(leaves(result)):
-        if left(tensor):
-            places[path] = others.setdefault(id(tensor), tensor.clone())
-        elif known(tensor) and (isinstance(tensor, Placeholder) or not number):
+        if known(tensor) and (isinstance(tensor, Placeholder) or not number):
             places[path] = others.setdefault(id(tensor), tensor.view_as(tensor))
     return replaced(result, places)
 

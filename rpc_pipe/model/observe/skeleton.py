@@ -9,6 +9,7 @@ import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -24,6 +25,8 @@ from .given import refuse_lazy
 from .placeholder import Placeholder, PlaceholderFactory
 from .trees import at, leaves, tensors
 
+#: attributes through which a module is called
+_CALLS = ("forward", "_compiled_call_impl")
 #: name of a mark among the blocks
 MARK = "pipe_split()"
 
@@ -182,16 +185,17 @@ class Skeleton:
     def reporting(self, run: RunningForward) -> Iterator[None]:
         """Return a context in which the blocks report their calls to `run`; outside it they are as they were."""
         self.run = run
-        wrapped = [self._wrap(block) for block in self.blocks]
+        undo = [wrap(block, partial(self._reported, block)) for block in self.blocks]
         try:
             yield
         finally:
             self.run = None
-            for held, name, before in wrapped:
-                if before is None and name == "forward":
-                    held.pop(name, None)
-                else:
-                    held[name] = before
+            for each in undo:
+                each()
+
+    def _reported(self, block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        # Without a running forward the block is called inside another block.
+        return forward(*args, **kwargs) if self.run is None else self.run.block(block, forward, args, kwargs)
 
     def refuse_hooks(self) -> None:
         """Refuse backward hooks of modules that contain blocks of several stages.
@@ -209,22 +213,6 @@ class Skeleton:
                     f"model: a backward hook of {self.name_of(module)} would have to see what goes into the first of "
                     f"its blocks and comes out of the last; register it on a block, or on a module inside one"
                 )
-
-    def _wrap(self, block: nn.Module) -> tuple[dict[str, Any], str, Any]:
-        """Make a block report; return what undoes it: its attributes, the name of one, and its value (None: none)."""
-        # Hooks belong to the block: they may need numbers, and a stage may end with the call.
-        name = "_compiled_call_impl" if (hooked := has_hooks(block)) else "forward"
-        forward: Callable[..., Any] = block._call_impl if hooked else block.forward
-
-        def reported(*args: Any, **kwargs: Any) -> Any:
-            # Without a running forward the block is called inside another block.
-            return forward(*args, **kwargs) if self.run is None else self.run.block(block, forward, args, kwargs)
-
-        reported.__wrapped__ = forward  # type: ignore[attr-defined]  # whose signature models ask for
-        held = vars(block)  # setattr on a compiled module would set the attribute of the module inside
-        before = held.get(name)
-        held[name] = reported
-        return held, name, before
 
     @contextmanager
     def inside_block(self, mode: TorchFunctionMode) -> Iterator[None]:
@@ -245,9 +233,25 @@ def is_mark(func: Any) -> bool:
     return getattr(func, "_qualified_op_name", "") == "pippy::_pipe_split"
 
 
-def has_hooks(module: nn.Module) -> bool:
-    """Return whether a module has hooks of its own, so that its call does more than its forward."""
-    return _has_backward_hooks(module) or bool(module._forward_hooks or module._forward_pre_hooks)
+def wrap(block: nn.Module, around: Callable[..., Any]) -> Callable[[], None]:
+    """Let `around(call, *args, **kwargs)` run in place of each call of a block; return the function that undoes it.
+
+    The call includes the hooks of the block, also those that the model registers in its first forward: they may need
+    numbers, and a stage may end with the call. A model may also call the block's `forward`, past its hooks.
+    """
+    held = vars(block)  # setattr on a compiled module would set the attribute of the module inside
+    before = {name: held[name] for name in _CALLS if name in held}
+    calls = {"forward": block.forward, "_compiled_call_impl": block._call_impl}
+    for name in _CALLS:
+        held[name] = partial(around, calls[name])
+        held[name].__wrapped__ = calls[name]  # whose signature models ask for
+
+    def undo() -> None:
+        for name in _CALLS:
+            held.pop(name, None)
+        held.update(before)
+
+    return undo
 
 
 def _has_backward_hooks(module: nn.Module) -> bool:

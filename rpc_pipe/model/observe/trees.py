@@ -19,7 +19,7 @@ Path = tuple[tuple[str, Any], ...]
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, type, torch.dtype, torch.device, torch.Size)
 #: types whose attributes are not searched
-_CLOSED = (nn.Module, torch.Generator, FunctionType, BuiltinFunctionType, MethodType, ModuleType)
+CLOSED = (nn.Module, torch.Generator, FunctionType, BuiltinFunctionType, MethodType, ModuleType)
 
 
 def leaves(tree: Any) -> list[tuple[Path, Tensor]]:
@@ -51,7 +51,7 @@ def children(tree: Any) -> list[tuple[tuple[str, Any], Any]]:
         return [(("[]", i), child) for i, child in enumerate(tree)]
     if isinstance(tree, Mapping):
         return [(("[]", key), child) for key, child in tree.items()]
-    if isinstance(tree, _CLOSED):
+    if isinstance(tree, CLOSED):
         return []
     named = dict(getattr(tree, "__dict__", {}))
     if dataclasses.is_dataclass(tree):

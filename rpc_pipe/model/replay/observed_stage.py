@@ -144,14 +144,17 @@ class ObservedStage:
                 scripts[:] = [script, *scripts][:_MOST_SCRIPTS]
             buffers, weights = self._writes
             before = self._changing.state(modes, weights, self._skeleton.counting | {module for module, _ in buffers})
-            first = None if script.is_settled else Attributes(self.modules)
+            # A first forward may change modules of other stages too, by registering hooks there.
+            first = Attributes(self.modules) if script in observed or not script.is_settled else None
             try:
                 output = ScriptedForward(self._skeleton, script, payload, seed).run(args, kwargs)
             except Diverged as diverged:
+                if first is not None:
+                    first.put_back()
                 before.put_back()
                 divergences.append(diverged)
                 continue
-            if first is not None and not script.settle(first):
+            if first is not None and not script.is_settled and not script.settle(first):
                 first.put_back()
                 before.put_back()
                 continue

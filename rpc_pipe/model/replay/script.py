@@ -78,6 +78,7 @@ class Script:
         role = assignment.role(stage)
         self.is_last = stage == len(cut) - 1
         self.fields_written = observation.fields_written
+        self.transforms = observation.transforms
         self._to_the_end = observation.to_the_end
         self._changed = observation.changed
         #: whether the attributes have been compared that a forward leaves which ends with the stage's last event
@@ -119,9 +120,7 @@ class Script:
     ) -> ScriptLine:
         is_end = event.index == role.last and not self.is_last and not self._to_the_end
         trees = list(map(form_of, event.trees)) if runs else mapped(event.trees, self._plain)
-        seen = [effect.arguments if not runs else ((), {}) for effect in event.effects]
-        effects = [replace(e, arguments=mapped(a, self._plain)) for e, a in zip(event.effects, seen, strict=True)]
-        bare = replace(event, trees=trees, effects=effects, made=[], reads=set(), asked=set())
+        bare = replace(event, trees=trees, made=[], reads=set(), asked=set())
         line = ScriptLine(bare, runs, is_end)
         found = [(path, id(tensor)) for path, tensor in leaves(event.trees)]
         if not runs:

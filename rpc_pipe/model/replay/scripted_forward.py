@@ -16,10 +16,10 @@ from torch.utils.hooks import RemovableHandle
 
 from ...dependency import ModelError
 from ...workers.compute.randomness import Seed
-from ...workers.compute.slices import note
-from ..observe.observation import SideEffect
+from ..observe.frames import in_transform
 from ..observe.output_contract import check_form
-from ..observe.placeholder import LOOKS_AT_MASK, NEEDS_NUMBERS, Placeholder
+from ..observe.placeholder import LOOKS_AT_MASK, Placeholder
+from ..observe.side_effects import contents, reproduce, watching
 from ..observe.skeleton import Skeleton, is_mark
 from ..observe.trees import at, leaves, mapped, replaced, tensors
 from .script import Diverged, Script, ScriptLine, agrees
@@ -89,7 +89,9 @@ class ScriptedForward(TorchFunctionMode):
         return output
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._leaving:  # exits of contexts may call torch
+        if self._leaving or (
+            self._next in self._script.transforms and in_transform()
+        ):  # exits of contexts may call torch
             return func(*args, **(kwargs or {}))
         if func is LOOKS_AT_MASK:
             return False
@@ -144,7 +146,7 @@ class ScriptedForward(TorchFunctionMode):
                 result, *left = self._stand_in(line)
                 needed = {path[0][1] for path, _ in line.substituted}
                 for number, (effect, tree) in enumerate(zip(line.event.effects, left, strict=True), 1):
-                    _reproduce(effect, tree, number in needed)
+                    reproduce(effect, tree, (args, kwargs), number in needed)
             self._seed(line.event.position + 1, 0)
         if line.last:
             self._leaving = True
@@ -152,32 +154,24 @@ class ScriptedForward(TorchFunctionMode):
         return result
 
     def _run_block(self, line: ScriptLine, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        returned: list[Any] = []
-        handles = [
-            module.register_forward_hook(lambda _, args, found: returned.append(found), prepend=True)
-            for module in {effect.module: None for effect in line.event.effects if not effect.name and line.recorded}
-        ]
-        try:
+        effects = line.event.effects
+        hooked = [each.module for each in effects if each.module and not each.name and line.recorded]
+        with watching(hooked) as calls:
             result = forward(*args, **kwargs)
-        except Exception as error:
-            for given in (*args, *kwargs.values()):
-                if hasattr(given, "__dict__") and not isinstance(given, Tensor) and self._script.stage:
-                    kind = type(given).__name__
-                    note(error, f"in a block that takes a {kind}: what blocks of other stages put into it is not here")
-            raise
-        finally:
-            for handle in handles:
-                handle.remove()
         where, forms = line.event.where, line.event.trees
-        left = [result, *returned]
         if not self._script.is_last:
             check_form(where, result, forms[0])
         for path, key in line.recorded:
             number = path[0][1]
-            name = line.event.effects[number - 1].name if number else ""
-            tree = getattr(line.event.effects[number - 1].module, name) if name else left[number]
-            if name and not self._script.is_last:
-                check_form(where, tree, forms[number], name)
+            effect = effects[number - 1] if number else None
+            if effect is None:
+                tree = result
+            elif effect.module is None:
+                tree = contents(at((args, kwargs), effect.path))
+            else:
+                tree = getattr(effect.module, effect.name) if effect.name else calls[number - 1][1]
+            if effect is not None and (effect.name or effect.module is None) and not self._script.is_last:
+                check_form(where, tree, forms[number], effect.name)
             self._tensors[key] = at(tree, path[1:])
         return result
 
@@ -192,26 +186,3 @@ def _with_history(tensor: Tensor) -> Tensor:
 
 class _Finished(BaseException):
     """The stage has computed all that it sends. A BaseException, so that no model catches it."""
-
-
-def _reproduce(effect: SideEffect, tree: Any, needed: bool) -> None:
-    """Reproduce a side effect of a block that is not run: call a module's forward hooks, or set its attribute."""
-    module = effect.module
-    if effect.name:
-        held: Any = getattr(module, effect.name, None)
-        if effect.inside and type(held) is type(tree):
-            held.clear()
-            held.update(tree) if isinstance(held, dict) else held.extend(tree)
-        elif needed:
-            setattr(module, effect.name, tree)
-        return
-    own = vars(module).get("forward")
-    module.forward = lambda *args, **kwargs: tree
-    try:
-        module(*effect.arguments[0], **effect.arguments[1])
-    except NEEDS_NUMBERS:  # a hook that only logs, where the numbers are
-        pass
-    finally:
-        del module.forward
-        if own is not None:
-            module.forward = own
