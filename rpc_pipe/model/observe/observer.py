@@ -36,9 +36,9 @@ from .placeholder import (
     without_masks,
     written,
 )
-from .side_effects import Attributes, boxes, hooked, left_in, watching
+from .side_effects import LeftAttributes, boxes, contents, fill, hooked, left_in, watching
 from .skeleton import Skeleton, is_mark
-from .trees import leaves, mapped, replaced, tensors
+from .trees import at, leaves, mapped, replaced, tensors
 
 #: functions that read the data of a tensor without an operator
 _DATA_ACCESS = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.data_ptr}
@@ -201,11 +201,6 @@ class Observer(TorchFunctionMode):
 
     def block(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a block's own forward and record it as one event."""
-        if in_transform():
-            raise ModelError(
-                f"model: calls {self._skeleton.name_of(module)} under a transform of torch.func, which cannot be cut: "
-                f"call the transform inside a block, or name a module that contains it with blocks="
-            )
         with self._skeleton.inside_block(self):
             return self._block(module, forward, args, kwargs)
 
@@ -216,7 +211,7 @@ class Observer(TorchFunctionMode):
         event.params = {self._params[id(p)] for p in module.parameters() if id(p) in self._params}
         # even if the forward does not use them, hooks may write them
         event.buffers = {self._buffers[id(b)] for b in module.buffers() if id(b) in self._buffers}
-        held, attributes = boxes((args, kwargs)), Attributes(module.modules(), self._around)
+        held, attributes = boxes((args, kwargs)), LeftAttributes(module.modules(), self._around)
         self.current = event
         try:
             with watching(hooked(module)) as calls:
@@ -250,11 +245,13 @@ class Observer(TorchFunctionMode):
         standing = {key: random_like(tensor) for key, tensor in given.items()}
         fakes = {name: self._skeleton.parameters[name] for name in event.params}
         self._skeleton.put({name: nn.Parameter(random_like(p), p.requires_grad) for name, p in fakes.items()})
+        numbers = mapped((args, kwargs), lambda tensor: standing.get(id(tensor), tensor))
         try:
-            args, kwargs = mapped((args, kwargs), lambda tensor: standing.get(id(tensor), tensor))
-            result = forward(*args, **kwargs)
+            result = forward(*numbers[0], **numbers[1])
         finally:
             self._skeleton.put(fakes)
+        for path, box, _ in boxes((args, kwargs)):  # what the block has put into the copies of containers
+            fill(box, contents(at(numbers, path)))
         self._meant |= {id(number): given[key] for key, number in standing.items()}
         self._alive += standing.values()
         return self._with_meant(result)

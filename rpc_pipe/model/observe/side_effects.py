@@ -89,7 +89,7 @@ def differ(some: Any, other: Any) -> bool:
     return type(some) is not type(other) or list(map(id, some)) != list(map(id, other))
 
 
-class Attributes:
+class LeftAttributes:
     """The attributes of modules before a block has run.
 
     Args:
@@ -148,16 +148,17 @@ def reproduce(effect: SideEffect, tree: Any, given: Any, needed: bool) -> None:
     """
     module = effect.module
     if module is None:
-        _fill(at(given, effect.path), tree)
+        fill(at(given, effect.path), tree)
     elif not effect.name:
         _call_hooks(module, *tree)
     elif effect.inside and type(held := getattr(module, effect.name, None)) is type(tree):
-        _fill(held, tree)
+        fill(held, tree)
     elif needed:
         setattr(module, effect.name, tree)
 
 
-def _fill(box: Any, held: Any) -> None:
+def fill(box: Any, held: Any) -> None:
+    """Let a container hold other contents."""
     if isinstance(box, list):
         box[:] = held
         return
