@@ -129,6 +129,15 @@ def test_compute_waits_for_what_has_arrived():
     assert unpack(backend.ready(entered)).equal(torch.ones(3))
 
 
+def test_what_is_shown_conjugate_enters_conjugate():
+    """On a GPU it arrived as other memory with the same numbers, of which products choose other kernels."""
+    backend = CudaBackend(FakeCuda())
+    source = torch.randn(3, 2, dtype=torch.complex64)
+    found = unpack(backend.ready(backend.enter(pack((source.conj(), source[:, :1].expand(3, 4).conj())))))
+    assert all(each.is_conj() for each in found)
+    assert torch.equal(found[0], source.conj()) and found[1].stride() == (2, 0)
+
+
 def test_timestamps_that_come_out_of_order_are_told_in_the_order_of_their_times():
     """A copy's end is noted when its thread comes round to it, which may be after a later timestamp of compute."""
     backend = CudaBackend(FakeCuda())

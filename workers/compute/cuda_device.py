@@ -170,9 +170,17 @@ class CudaBackend(DeviceBackend):
 
     def enter(self, payload: Payload) -> Payload:
         with self._cuda.on(self._in):
-            looks = [None if tensor.is_conj() else _look(tensor) for tensor in payload.tensors]
-            dense = [fold(tensor) if look else tensor for tensor, look in zip(payload.tensors, looks, strict=True)]
-            return _Moving(list(map(self._cuda.up, dense)), payload.skeleton, looks, self._cuda.recorded(self._in))
+            entered = [self._entered(tensor) for tensor in payload.tensors]
+            looks = [look for _, look in entered]
+            return _Moving([copy for copy, _ in entered], payload.skeleton, looks, self._cuda.recorded(self._in))
+
+    def _entered(self, tensor: Tensor) -> tuple[Tensor, _Look]:
+        """Copy a tensor to the device, densely; a conjugate one stays so, because products choose kernels by it."""
+        if tensor.is_conj():
+            copy, look = self._entered(tensor.conj())
+            return copy.conj(), look
+        look = _look(tensor)
+        return self._cuda.up(fold(tensor) if look else tensor), look
 
     def ready(self, payload: Payload) -> Payload:
         if isinstance(payload, _Moving):
@@ -189,9 +197,8 @@ class CudaBackend(DeviceBackend):
     def _here(self, tensor: Tensor) -> Tensor:
         if self._cuda.has(tensor):
             return tensor
-        look = None if tensor.is_conj() else _look(tensor)
         with self._cuda.on(self._cuda.current()):
-            return _spread(self._cuda.up(fold(tensor) if look else tensor), look)
+            return _spread(*self._entered(tensor))
 
     def timestamp(self) -> Any:
         return self._cuda.recorded(self._cuda.current())

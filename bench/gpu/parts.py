@@ -1,0 +1,320 @@
+"""The parts of `scripts/gpu`. Torch-free: all that computes is a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from bench.gpu.runner import Outcome, Runner
+
+_MODELS = "bench/gpu/models.py"
+_SCHEDULES = "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "chimera", "hanayo", "dualpipev"
+_OF_FOUR = "zb-v", "chimera", "hanayo", "dualpipev"
+_TRANSPORTS = "local", "rpc", "zmq"
+#: how a payload of 64 MiB must come inside a host, as workers say at INFO
+_EXPECTED_WAY = re.compile(r"large payloads of worker \d+ are (.*)")
+
+_ABOUT = """
+import json, os, platform, sys, importlib.util as u, torch
+gpu = torch.cuda.is_available()
+print("RESULT", json.dumps({"torch": torch.__version__, "python": platform.python_version(), "cores": os.cpu_count(),
+  "gpu": torch.cuda.get_device_name(0) if gpu else None, "GiB": torch.cuda.mem_get_info()[1] >> 30 if gpu else None,
+  "lacks": [m for m in ("zmq", "rich", "safetensors", "numpy", "transformers", "pytest", "psutil", "pippy")
+            if u.find_spec(m) is None]}))
+"""
+
+
+def about(run: Runner) -> None:
+    """Say what machine this is."""
+    done = run.call("about", ["-c", _ABOUT], 60)
+    _told(run, "machine", done)
+
+
+def _told(run: Runner, name: str, done: Outcome, hide: tuple[str, ...] = ()) -> dict[str, Any] | None:
+    """Write down what a command found; return it, None if it failed."""
+    found = done.found
+    if found is None or done.code != 0:
+        run.fail(name, f"{done.code}: {done.text[-600:]}")
+        return None
+    run.note(name, found)
+    shown = {key: value for key, value in found.items() if key not in hide}
+    run.say(f"  {name:30s} {json.dumps(shown)}  [{done.seconds:.0f} s]")
+    return found
+
+
+def ways(run: Runner) -> None:
+    """Time each way of a payload by itself."""
+    sizes = "1,16,64" if run.on_gpu else "1" if run.quick else "1,16"
+    found = _told(run, "ways alone, ms", run.call("ways", ["-m", "bench.gpu.ways", run.device, sizes], 80), ()) or {}
+    for name, each in found.items():
+        if isinstance(each, str):
+            run.fail(name, each)
+
+
+def payloads(run: Runner) -> None:
+    """Time payloads between the workers of a pipeline, ms a crossing."""
+    sizes, steps = ("1,16,64", "8") if run.on_gpu else ("1", "1") if run.quick else ("1,16", "3")
+    for transport in _TRANSPORTS[1:2] if run.quick else _TRANSPORTS:
+        program = ["bench/gpu/payload.py", "--workers", "2", "--device", run.device, "--transport", transport]
+        ways_off = {"missing": "off"}.get(run.planted[1] if run.planted[0] == "payloads" else "")
+        with _environment(RPC_PIPE_SHARED_MEMORY=ways_off):
+            done = run.call(transport, ["-m", "rpc_pipe", "run", *program, "--", sizes, "8", steps], 60)
+        _told(run, f"crossing by {transport}, ms", done)
+        said = sorted(set(_EXPECTED_WAY.findall(done.text)))
+        run.say(f"    {'; '.join(said) or 'no way was told'}")
+        if transport != "local" and (not said or any(each.startswith("copied") for each in said)):
+            run.fail(f"way by {transport}", "; ".join(said) or "none was told: payloads went as messages")
+
+
+class _environment:
+    """A context with other variables of the environment; None: as they are."""
+
+    def __init__(self, **variables: str | None) -> None:
+        self._set = {name: value for name, value in variables.items() if value is not None}
+
+    def __enter__(self) -> None:
+        self._before = {name: os.environ.get(name) for name in self._set}
+        os.environ.update(self._set)
+
+    def __exit__(self, *_: object) -> None:
+        for name, value in self._before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+def _rows(run: Runner, sizes: str, rows: list[tuple[int, str]], steps: str, *more: str) -> None:
+    """Time steps of a GPT of these sizes (width, depth, length, rows); losses must be those of the first row."""
+    count, first = "8" if run.on_gpu else "4", None
+    for workers, transport in rows:
+        typed = ["plain" if transport == "plain" else "pipe", sizes, count, steps, *more]
+        if workers == 1:
+            typed.append("profile")
+        command = ["bench/gpu/train.py", *typed]
+        if transport != "plain":
+            how = ["--workers", str(workers), "--device", run.device, "--transport", transport]
+            command = ["-m", "rpc_pipe", "run", command[0], *how, "--", *typed]
+        name = " ".join([sizes.partition(",")[0], "wide:", str(workers), transport, *more])
+        found = _told(run, name, run.call(name, command, 60), ("profile",))
+        first = first or found
+        if found and first and found["losses"] != first["losses"] and not more:
+            run.fail(f"losses of {name}", f"{found['losses']}, not {first['losses']}")
+
+
+def speed(run: Runner) -> None:
+    """Time a GPT whose device time dominates."""
+    sizes = "4096,4,1024,16" if run.on_gpu else "64,4,32,8"
+    rows = [(1, "plain"), (2, "rpc")] if run.quick else [(1, "plain"), (1, "local"), (2, "rpc"), (2, "zmq")]
+    _rows(run, sizes, rows, "4" if run.on_gpu else "2")
+
+
+def small(run: Runner) -> None:
+    """Time a small GPT, which launches bind, as it is and compiled."""
+    sizes, steps = ("512,8,128,64", "8") if run.on_gpu else ("32,2,16,8", "4")
+    rows = [(1, "plain"), (1, "local"), (2, "rpc"), (4, "rpc")]
+    _rows(run, sizes, rows, steps)
+    _rows(run, sizes, rows[:3], steps, "compile")
+
+
+def _verify(run: Runner, name: str, typed: list[str], steps: str) -> Callable[[], None]:
+    def job() -> None:
+        done = run.call(name, ["-m", "rpc_pipe", "verify", *typed, "--device", run.device, "--steps", steps, "--json"])
+        same = done.code == 0 and ('"identical": true' in done.text or "--slices" in typed)  # sums of slices round
+        told = "\n".join(line for line in done.text.splitlines() if not line.startswith("{"))
+        run.note(name, [same, done.code, round(done.seconds, 1)])
+        if not same:
+            run.fail(name, f"{done.code}: {told[-500:]}")
+
+    return job
+
+
+def _checks(run: Runner, label: str, jobs: dict[str, list[str]], steps: str) -> Callable[[], None]:
+    """Return what runs `verify` for several models or schedules in one process."""
+
+    def job() -> None:
+        typed = [f"{name}={' '.join(args)}" for name, args in jobs.items()]
+        done = run.call(label, ["-m", "bench.gpu.checks", run.device, steps, *typed], 120)
+        found = {each["name"]: each for each in map(json.loads, re.findall(r"CHECK (\{.*\})", done.text))}
+        for name in jobs:
+            each = found.get(name, {"ok": False, "why": f"{done.code}: {done.last}", "s": 0})
+            run.note(name, [each["ok"], each["s"]])
+            if not each["ok"]:
+                run.fail(name, each["why"])
+
+    return job
+
+
+def _at_once(run: Runner) -> int:
+    return max(1, ((os.cpu_count() or 2) - 2) // 2)
+
+
+def matrix(run: Runner) -> None:
+    """Compare schedules, models and transports with one process, bit for bit."""
+    models = ("mlp", "conv", "gpt") if run.on_gpu else ("mlp", "gpt") if not run.quick else ("mlp",)
+    schedules = _SCHEDULES if not run.quick else _SCHEDULES[1:3]
+    jobs: list[Callable[[], None]] = []
+    for schedule in schedules:
+        workers = "4" if schedule in _OF_FOUR else "2"
+        typed = ["--schedule", schedule, "--workers", workers, "--transport", "local"]
+        many = {f"{schedule} {model} local": [f"{_MODELS}:{model}", *typed] for model in models}
+        jobs.append(_checks(run, f"{schedule} local", many, "2"))
+    for transport in _TRANSPORTS[1:]:
+        for schedule in schedules if run.on_gpu else schedules[1:2]:
+            model = models[len(jobs) % len(models)]
+            typed = [f"{_MODELS}:{model}", "--schedule", schedule, "--transport", transport]
+            typed += ["--workers", "4" if schedule in _OF_FOUR and schedule != "zb-v" else "2"]
+            jobs.append(_verify(run, f"{schedule} {model} {transport}", typed, "2"))
+    _compare(run, jobs)
+
+
+def _compare(run: Runner, jobs: list[Callable[[], None]]) -> None:
+    run.together(jobs, _at_once(run))
+    found = [each for each in run.results.get(run.part, {}).values()]
+    good = sum(isinstance(each, list) and each[0] is True for each in found)
+    run.say(f"  {good} of {len(found)} are bit for bit one process")
+    if not good:
+        run.fail("all", "nothing was compared")
+
+
+def options(run: Runner) -> None:
+    """The same for transformers, replicas, slices, recomputation and clipping."""
+
+    def of(model: str, *typed: str) -> list[str]:
+        return [f"{_MODELS}:{model}", "--workers", "2", *typed]
+
+    local, replicas = ("--transport", "local"), ("--workers", "4", "--replicas", "2")
+    inside = {
+        "replicas": {
+            "replicas local": of("mlp", *local, *replicas),
+            "zero local": of("mlp", *local, *replicas, "--zero", "1"),
+        },
+        "recompute": {
+            "recompute": of("mlp", *local, "--set", "recompute=all"),
+            "clipped": of("mlp", *local, "--max-grad-norm", "0.1"),
+            "pipedream": of("mlp", *local, "--schedule", "pipedream"),
+            "pipedream-2bw": of("mlp", *local, "--schedule", "pipedream-2bw"),
+        },
+        "slices": {"slices gpt2": of("gpt2", *local, "--slices", "4")},
+    }
+    alone = {f"hf {kind} rpc": of(kind) for kind in ("gpt2", "llama", "qwen3", "mixtral", "bert", "t5")}
+    alone |= {"slices llama rpc": of("llama", "--slices", "4"), "zero rpc": of("mlp", *replicas, "--zero", "1")}
+    if run.quick:
+        inside, alone = {"recompute": {"recompute": inside["recompute"]["recompute"]}}, {}
+    elif not run.on_gpu:
+        alone = {name: alone[name] for name in ("hf llama rpc", "zero rpc")}
+    jobs = [_checks(run, label, many, "2") for label, many in inside.items()]
+    _compare(run, [*jobs, *[_verify(run, name, typed, "2") for name, typed in alone.items()]])
+
+
+def precision(run: Runner) -> None:
+    """Train in bfloat16 and float16 with a scaler, and compare losses with the plain loop; tests marked `gpu`."""
+    done = run.call("precision", ["-m", "bench.gpu.precision", run.device], 60)
+    found = _told(run, "precision", done) or {}
+    for name, (ours, plain) in found.items():
+        if ours != plain:
+            run.fail(name, f"losses {ours}, not {plain}")
+
+
+def tests(run: Runner) -> None:
+    """Run the tests marked `gpu`."""
+    typed = ["-q", "-p", "no:cacheprovider", "-m", "gpu", "tests/workers/test_gpu.py", "--timeout", "60"]
+    done = run.call("tests", ["-m", "pytest", *typed], 100)
+    planted = run.planted == ("tests", "wrong")
+    run.note("tests", [done.code, done.last])
+    run.say(f"  {done.last}")
+    if done.code != 0 or planted:
+        run.fail("tests", done.text[-1500:])
+
+
+def kill(run: Runner) -> None:
+    """Kill a worker by signal 9: the launcher restarts from the checkpoint, and nothing is left on the device."""
+    folder = Path(tempfile.mkdtemp())
+    steps = "400" if run.on_gpu else "60"
+    typed = [
+        "--workers",
+        "2",
+        "--device",
+        run.device,
+        "--steps",
+        steps,
+        "--checkpoint-every",
+        "20",
+        "--max-restarts",
+        "1",
+    ]
+    command = [sys.executable, "-m", "rpc_pipe", "run", *typed, "--checkpoint-folder", str(folder / "k")]
+    log = folder / "log.txt"
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            command, stdout=file, stderr=subprocess.STDOUT, env=run.environment("kill"), cwd=folder,
+            start_new_session=True,
+        )  # fmt: skip
+    timer = threading.Timer(max(1, run.left - 5), os.killpg, (process.pid, signal.SIGKILL))
+    timer.start()
+    killed = False
+    planted = run.planted == ("kill", "wrong")
+    while process.poll() is None:
+        if not killed and not planted and len(list((folder / "k").glob("step*"))) >= 1:
+            workers = _descendants(process.pid)
+            if workers:
+                os.kill(workers[-1], signal.SIGKILL)
+                killed = True
+        time.sleep(0.1)
+    timer.cancel()
+    text = log.read_text(errors="replace")
+    restarted = "starting again" in text or "restart" in text
+    run.note("kill", [process.returncode, killed, restarted])
+    run.say(f"  killed {killed}, restarted {restarted}, ended with {process.returncode}: {text.strip()[-160:]!r}")
+    if not (killed and restarted and process.returncode == 0):
+        run.fail("kill", text[-800:])
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _descendants(pid: int) -> list[int]:
+    """Return the processes below a process that run no further ones, in order of their numbers."""
+    found, leaves = [pid], []
+    while found:
+        each = found.pop()
+        try:
+            tasks = Path(f"/proc/{each}/task").iterdir()
+            children = [int(child) for task in tasks for child in (task / "children").read_text().split()]
+        except OSError:
+            children = []
+        found += children
+        if not children and each != pid:
+            leaves.append(each)
+    return sorted(leaves)
+
+
+def peers(run: Runner) -> None:
+    """Compare with PiPPy and torch on the machine's cores."""
+    for only in ("emulated",) if run.quick else ("emulated", "bert", "resnet"):
+        path = run.folder / f"vs-{only}.json"
+        done = run.call(only, ["bench/vs_pippy.py", "--quick", "--only", only, "--json", str(path)], 150)
+        if done.code != 0 or not path.exists():
+            run.fail(only, f"{done.code}: {done.text[-500:]}")
+            continue
+        for row in json.loads(path.read_text()):
+            shown = ("scenario", "workers", "system", "schedule", "median_ms", "limit_ms")
+            run.say(f"    {[row.get(key) for key in shown]}")
+
+
+#: name -> the part, and its seconds
+PARTS: dict[str, tuple[Callable[[Runner], None], float]] = {
+    "about": (about, 60), "ways": (ways, 60), "payloads": (payloads, 80), "speed": (speed, 150),
+    "matrix": (matrix, 120), "options": (options, 110), "tests": (tests, 60), "precision": (precision, 50),
+    "kill": (kill, 75), "small": (small, 150), "peers": (peers, 300),
+}  # fmt: skip
+#: what runs without a word, in this order
+USUAL = "about", "ways", "payloads", "speed", "matrix", "options", "tests", "precision", "kill", "small"
+#: what a rehearsal of a minute runs
+QUICK = "about", "ways", "payloads", "speed", "matrix", "options", "precision"
