@@ -126,7 +126,7 @@ def test_flush_completes_what_has_been_begun():
             flushed = pipe.weights.state_dict()
     ahead = most_open(pipe.spec) - 1
     first = [loss for loss in twin.train((x, x) for x in X[: 2 + ahead])]
-    assert first == losses[: 2 + ahead] and same(flushed, twin.state_dict())
+    assert first == losses[: 2 + ahead] and same(flushed, twin.weights.state_dict())
     assert losses[2 + ahead :] == list(twin.train((x, x) for x in X[2 + ahead :])), "in an empty pipe"
 
 
@@ -135,7 +135,7 @@ def test_a_step_is_a_stream_of_length_one():
     found = [pipeline(schedule, P=3) for schedule in ("pipedream-2bw", "1f1b", "pipedream")]
     losses = [[pipe.step((x, x)) for x in X[:4]] for pipe in found]
     assert losses[0] == losses[1] != losses[2]
-    assert same(found[0].state_dict(), found[1].state_dict())
+    assert same(found[0].weights.state_dict(), found[1].weights.state_dict())
     replay = replay_of(found[2])
     assert losses[2] == [next(replay.train([(x, x)])) for x in X[:4]]
 
@@ -258,7 +258,7 @@ def test_a_run_that_goes_on_from_a_checkpoint_has_the_bits_of_one_that_was_never
         again.checkpoints.load(tmp_path / f"step-{step:08}")
         again.checkpoints.every(3, tmp_path / "again")
         assert list(again.train(batches[step:])) == losses[step:]
-        assert same(again.state_dict(), state)
+        assert same(again.weights.state_dict(), state)
         again.close()
 
 
@@ -287,7 +287,7 @@ def test_a_checkpoint_keeps_every_pipeline_and_what_they_are_pulled_to(tmp_path)
     )
     for each in (again, three, other):
         each.checkpoints.load(tmp_path)
-        assert same(each.state_dict(), state) and each.evaluate((X[-1], X[-1])) == held_out
+        assert same(each.weights.state_dict(), state) and each.evaluate((X[-1], X[-1])) == held_out
     found = [shard.state_dict() for actor in again.actors for shard in actor.shards.values()]
     assert all(same(first, second) for first, second in zip(own, found, strict=True))
     for actor in three.actors:

@@ -51,7 +51,7 @@ def test_sum_and_weight_count_padding_right():
     alone = pipeline(num_microbatches=1)
     for _ in range(3):
         assert pipe.step((X, padded)) == pytest.approx(alone.step((X[:7], Y[:7])), rel=1e-6)
-    for name, tensor in alone.state_dict().items():
+    for name, tensor in alone.weights.state_dict().items():
         torch.testing.assert_close(pipe.weights.state_dict()[name], tensor)
 
 
@@ -123,7 +123,7 @@ def test_a_builder_builds_only_what_it_is_asked_for():
     pipe, listed = pipeline(Builder(), split=[1, 3]), pipeline()
     assert asked == [[0], [1, 2, 3]]
     assert pipe.step((X, Y)) == listed.step((X, Y))
-    assert list(pipe.weights.state_dict()) == list(listed.state_dict())
+    assert list(pipe.weights.state_dict()) == list(listed.weights.state_dict())
 
 
 class Drawing(nn.Module):
@@ -160,9 +160,9 @@ def test_building_and_stepping_leave_the_callers_random_numbers_alone():
 
 
 def test_initial_weights_depend_on_the_seed_alone_whatever_draws_them():
-    first = pipeline([Drawing, Drawing], num_workers=1).state_dict()
+    first = pipeline([Drawing, Drawing], num_workers=1).weights.state_dict()
     random.seed(7), numpy.random.seed(8)
-    second = pipeline([Drawing, Drawing], num_workers=2).state_dict()
+    second = pipeline([Drawing, Drawing], num_workers=2).weights.state_dict()
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
@@ -240,7 +240,7 @@ def test_a_closed_pipeline_has_no_threads_and_others_go_on():
         first.close()
         second.step((X, Y))
     assert set(threading.enumerate()) <= before
-    for call in (lambda: first.step((X, Y)), first.state_dict, first.barrier):
+    for call in (lambda: first.step((X, Y)), first.weights.state_dict, first.barrier):
         with pytest.raises(PipeError, match="this pipeline is closed"):
             call()
 

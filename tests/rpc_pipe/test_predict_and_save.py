@@ -133,7 +133,7 @@ def test_an_evaluation_leaves_modules_in_the_modes_that_they_had():
 def test_saving_touches_no_other_file(tmp_path):
     """`save("w.safetensors")` wrote over and removed the user's `w.partial`."""
     (tmp_path / "w.partial").write_text("mine")
-    pipeline(num_workers=2).save(tmp_path / "w.safetensors")
+    pipeline(num_workers=2).weights.save(tmp_path / "w.safetensors")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["w.partial", "w.safetensors"]
     assert (tmp_path / "w.partial").read_text() == "mine"
 

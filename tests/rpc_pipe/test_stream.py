@@ -98,7 +98,7 @@ def test_a_stream_is_its_steps(schedule, layers):
         if number == 0:
             pipes[1].evaluate((X[0], X[0]))
     assert losses[0] == losses[1]
-    assert same(pipes[0].state_dict(), pipes[1].state_dict())
+    assert same(pipes[0].weights.state_dict(), pipes[1].weights.state_dict())
     assert all(len(actor.carrier.outbox) == 0 for actor in pipes[1].actors)
 
 
@@ -234,14 +234,14 @@ def test_the_body_of_a_loop_sees_the_model_of_a_complete_step(schedule):
     for loss in pipe.train((x, x) for x in X):
         found.append((loss, pipe.evaluate((X[5], X[5])), {k: t.clone() for k, t in pipe.weights.state_dict().items()}))
     if pipe.spec.synchronous:
-        expected = [(plain.step((x, x)), plain.evaluate((X[5], X[5])), plain.state_dict()) for x in X[:1]]
+        expected = [(plain.step((x, x)), plain.evaluate((X[5], X[5])), plain.weights.state_dict()) for x in X[:1]]
         assert found[0][:2] == expected[0][:2]
-        expected += [(plain.step((x, x)), plain.evaluate((X[5], X[5])), plain.state_dict()) for x in X[1:]]
+        expected += [(plain.step((x, x)), plain.evaluate((X[5], X[5])), plain.weights.state_dict()) for x in X[1:]]
         assert [each[:2] for each in found] == [each[:2] for each in expected]
-        assert same(found[-1][2], plain.state_dict())
+        assert same(found[-1][2], plain.weights.state_dict())
     again = pipeline(schedule, layers)
     for _, (_, evaluated, state) in zip(again.train((x, x) for x in X), found, strict=True):
-        assert again.evaluate((X[5], X[5])) == evaluated and same(again.state_dict(), state)
+        assert again.evaluate((X[5], X[5])) == evaluated and same(again.weights.state_dict(), state)
 
 
 class Typed(nn.Module):
@@ -297,7 +297,7 @@ def test_an_evaluation_between_steps_sees_no_weights_that_the_next_step_has_writ
     apart = [(one.step(batch), one.evaluate(batch)) for batch in batches]
     other.listen(Late)
     assert [(loss, other.evaluate(batches[n])) for n, loss in enumerate(other.train(batches))] == apart
-    assert same(one.state_dict(), other.state_dict())
+    assert same(one.weights.state_dict(), other.weights.state_dict())
 
 
 class Table(nn.Module):
