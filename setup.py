@@ -41,7 +41,13 @@ setup(
         "rpc_pipe.drawing": ["page.html", "timeline.css", "timeline.js"],
         "rpc_pipe.dispatch": ["live.html"],
     },
-    install_requires=["torch>=2.11,<2.16", "rich>=13", "safetensors>=0.4", "numpy"],  # safetensors.torch imports numpy
+    install_requires=[
+        "torch>=2.11,<2.16",
+        "rich>=13",
+        "safetensors>=0.4",
+        "numpy",
+        "msgspec>=0.19",
+    ],  # safetensors imports numpy
     extras_require={
         "test": ["pytest>=8", "pytest-timeout", "pytest-xdist", "hypothesis", "psutil", "mypy", "ruff", "pyzmq>=26"],
         "data": ["pyarrow>=14", "fsspec[http]>=2024.2", "tokenizers>=0.15", "pillow"],

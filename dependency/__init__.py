@@ -9,6 +9,7 @@ from .errors import (
     Damaged,
     DataError,
     Disagreement,
+    Malformed,
     ModelError,
     NotFinite,
     NotMet,
@@ -43,9 +44,9 @@ from .versions import (
 
 __all__ = [
     "A", "N", "NO_REDUCTIONS", "P", "RESOURCES", "S", "Action", "Reductions", "B", "BatchError", "C", "ConfigError",
-    "Damaged", "DataError", "D", "Disagreement", "Entry", "F", "G", "I", "Kind", "Order", "Part", "ModelError",
-    "NotFinite", "NotMet", "PeerLost", "PipeError", "Pulled", "R", "Resource", "ScheduleError", "Spec", "Stalled",
-    "StorageError", "T", "U", "V", "W", "WorkerFailure", "known_reductions", "schedule_errors", "check",
+    "Damaged", "DataError", "D", "Disagreement", "Entry", "F", "G", "I", "Kind", "Malformed", "Order", "Part",
+    "ModelError", "NotFinite", "NotMet", "PeerLost", "PipeError", "Pulled", "R", "Resource", "ScheduleError", "Spec",
+    "Stalled", "StorageError", "T", "U", "V", "W", "WorkerFailure", "known_reductions", "schedule_errors", "check",
     "check_all", "worker_weight_copies", "reduction_tree", "entries", "local_order", "microbatches_of",
     "microbatches_on", "most_open", "order_limit", "period", "reaches", "refuse_below", "worker_staleness",
     "staleness", "update_of", "updates_a_step", "weight_copies",

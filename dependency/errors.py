@@ -89,6 +89,10 @@ class Disagreement(PipeError, RuntimeError):
     """Workers were given different batches, made different calls, or began with different replicas."""
 
 
+class Malformed(PipeError, ValueError):
+    """A message is none that a worker of this version sends; the text says why."""
+
+
 def shortened(text: str, most: int) -> str:
     """Return a text, without its middle if it has more than `most` characters: it goes to every other worker."""
     left_out = len(text) - most

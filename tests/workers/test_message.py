@@ -78,7 +78,7 @@ def test_what_cannot_be_written_is_named():
     class Local(NamedTuple):
         x: int
 
-    with pytest.raises(ConfigError, match=r"cannot travel between workers.*Local"):
+    with pytest.raises(ConfigError, match=r"Local cannot travel between workers"):
         encode_value([Local(1)])
     deep = []
     for _ in range(3000):
@@ -89,8 +89,10 @@ def test_what_cannot_be_written_is_named():
 
 @pytest.mark.parametrize("value", [range(3), print, os.system, sys.exit], ids=str)
 def test_nothing_is_made_or_called_but_plain_values(value):
-    with pytest.raises(Malformed, match="cannot travel between workers"):
+    with pytest.raises(Malformed):
         decode_value(pickle.dumps(value))
+    with pytest.raises(ConfigError):
+        encode_value(value)
 
 
 def test_nobody_imports_for_a_message():
@@ -231,7 +233,7 @@ def test_a_disagreement_arrives_as_its_text():
 def test_a_message_of_another_version_says_so(monkeypatch):
     data, _ = encode(Message([(1, "0F0")], [], []))
     monkeypatch.setattr(message, "VERSION", 9)
-    with pytest.raises(Malformed, match="version 5, not 9: do all workers run the same rpc-pipe"):
+    with pytest.raises(Malformed, match="version 6, not 9: do all workers run the same rpc-pipe"):
         decode(data, None)
 
 

@@ -227,7 +227,7 @@ def test_frames_are_small_and_put_together_again(size, most):
     assert first[4:] + pieces.read(size - len(first) + 4) == body
     for tensor in tensors:
         shape, strides = tensor.shape, tensor.stride()
-        look = Look(tensor.dtype, shape, strides, False, shape, strides, tensor.nbytes, True)
+        look = Look(tensor.dtype, shape, strides, False, False, shape, strides, tensor.nbytes, True, 0)
         assert torch.equal(pieces.tensor(look), tensor)
     with pytest.raises(Malformed, match="are not beside it"):
         pieces.read(1)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from ...dependency import Disagreement
+from ...dependency import Disagreement, Malformed
 
 _CALL = "call "
 _FIELDS, _PARTS = "\x1f", "\x1e"
@@ -35,12 +35,20 @@ class Call(NamedTuple):
 
     def told(self) -> str:
         """Return this, less the worker, as the name of a question that asks for nothing."""
-        return _CALL + _FIELDS.join(self[1:])
+        # Half of a pair of UTF-16, as in names of files, is no text of a message.
+        return _CALL + _FIELDS.join(self[1:]).encode(errors="backslashreplace").decode()
 
 
 def parse(peer: int, told: str) -> Call:
-    """Return the call in a message of `peer`."""
-    return Call(peer, *told.removeprefix(_CALL).split(_FIELDS))
+    """Return the call in a message of `peer`.
+
+    Raises:
+        Malformed: there is none.
+    """
+    fields = told.removeprefix(_CALL).split(_FIELDS)
+    if len(fields) != len(Call._fields) - 1 or any(pair.count("=") != 1 for pair in fields[4].split()):
+        raise Malformed(f"malformed message: worker {peer} told no call")
+    return Call(peer, *fields)
 
 
 def is_call(what: str) -> bool:
@@ -160,6 +168,7 @@ class Calls:
 
     def heard(self, peer: int, run: int, text: str) -> None:
         """Compare a call of `peer` with this worker's call of that run, now or when it is made."""
+        parse(peer, text)
         self._told[peer, run] = text
         self._compare()
 

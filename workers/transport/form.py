@@ -15,13 +15,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...dependency import ConfigError
-from .payload import Payload, Place
-from .strides import fold, folded, is_sparing, spread
-from .values import decode_value, encode_value
+from ...dependency import ConfigError, Malformed
+from .payload import SPARSE, Payload, Place, Sparse
+from .strides import extent, fold, folded, is_sparing, spread
+from .values import decode_value, encode_value, malformed
 
-#: so many forms are remembered
-_MOST = 1000
+#: so many forms are remembered, if they are no larger
+_MOST, _MOST_BYTES = 1000, 2**13
+#: tensors up to this size travel inside a message
+INLINE_BYTES = 2**15
+#: bytes of the gaps of all tensors of a payload that its receiver leaves between their elements
+_MOST_GAPS = 2**19
+#: a tensor of larger gaps travels with what lies in them, if all is no more than so many times the elements
+_MOST_REACH = 4
+#: dimensions of a tensor, and what their sizes and strides come to
+_MOST_DIMS, _MOST_ELEMENTS = 64, 2**47
 #: a copy of up to so many bytes is not worth letting other threads in between
 _LITTLE = 2**15
 _copy_little = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
@@ -42,28 +50,43 @@ class Look(NamedTuple):
     strides: tuple[int, ...]
     #: whether it is shown conjugate: matrix products choose their kernel by it
     conjugate: bool
+    #: whether all travels that it reaches over, the content of its gaps too
+    reaches: bool
     dense_shape: tuple[int, ...]
     dense_strides: tuple[int, ...]
-    #: of what travels
+    #: of the tensor that travels
     num_bytes: int
     #: whether it is the tensor itself that travels
     plain: bool
+    #: bytes between the elements that the receiver leaves
+    gaps: int
 
     def empty(self) -> Tensor:
-        """Return what travels, for contents to be put in."""
+        """Return a tensor for the contents that travel."""
         return torch.empty_strided(self.dense_shape, self.dense_strides, dtype=self.dtype, device="cpu")
 
     def filled(self, content: bytes) -> Tensor:
-        """Return what travels, with these contents."""
+        """Return the tensor that travels, with these contents, whose size has been compared."""
         tensor = self.empty()
         copy_memory(tensor.data_ptr(), content, self.num_bytes)
         return tensor
 
+    def refuse(self, tensor: Any) -> None:
+        """Raise Malformed if a tensor is not as the one that travels."""
+        fits = isinstance(tensor, Tensor) and tensor.is_cpu and tensor.layout is torch.strided
+        if not fits or (tensor.dtype, tensor.shape, tensor.stride()) != (
+            self.dtype,
+            self.dense_shape,
+            self.dense_strides,
+        ):
+            raise Malformed("malformed message: a tensor beside it is not as its form says")
+
     def shown(self, dense: Tensor) -> Tensor:
-        """Return the tensor that looks so, from what has travelled."""
+        """Return the tensor that looks so, from the one that has travelled."""
         if self.plain:
             return dense
-        tensor = spread(dense, self.shape, self.strides)
+        view = (self.shape, self.strides)
+        tensor = dense.as_strided(*view) if self.reaches else spread(dense, *view)
         return tensor.conj() if self.conjugate else tensor
 
 
@@ -74,8 +97,9 @@ class Form(NamedTuple):
     looks: tuple[Look, ...]
     #: whether all tensors travel as they are
     plain: bool
-    #: of what travels
+    #: of all tensors that travel, and of those inside a message
     num_bytes: int
+    inline_bytes: int
 
 
 def describe(name: str, payload: Payload) -> tuple[bytes, list[Tensor]]:
@@ -84,12 +108,13 @@ def describe(name: str, payload: Payload) -> tuple[bytes, list[Tensor]]:
     Raises:
         ConfigError: something in it cannot travel.
     """
-    looks, dense, skeleton = [], [], payload.skeleton
+    looks, dense, skeleton, spare = [], [], payload.skeleton, _MOST_GAPS
     try:
         for tensor in payload.tensors:
-            look, travels = _seen(tensor)
+            look, travels = _seen(tensor, spare)
             looks.append(look)
             dense.append(travels)
+            spare -= look.gaps
         # Others that are equal are not the same, as 1 and True, so only these are remembered.
         if type(skeleton) is Place or (type(skeleton) is tuple and {*map(type, skeleton)} == {Place}):
             return _written_once(type(skeleton), skeleton, tuple(looks)), dense
@@ -98,10 +123,69 @@ def describe(name: str, payload: Payload) -> tuple[bytes, list[Tensor]]:
         raise ConfigError(f"the payload of {name}: {error}") from None
 
 
-@lru_cache(_MOST)
 def form_of(data: bytes) -> Form:
-    """Return the form that `describe` has written."""
-    return Form(*decode_value(data))
+    """Return the form that `describe` has written.
+
+    Raises:
+        Malformed: the bytes are something else, or the parts of the form contradict each other.
+    """
+    return _remembered(data) if len(data) <= _MOST_BYTES else _form(data)
+
+
+def _form(data: bytes) -> Form:
+    skeleton, seen = _pair(decode_value(data))
+    try:
+        looks = tuple([_checked_look(*each) for each in seen])
+        if sum([look.gaps for look in looks]) > _MOST_GAPS:
+            raise Malformed("malformed message: more gaps between elements than a payload may have")
+        _refuse_places(skeleton, looks)
+    except (TypeError, ValueError, RuntimeError, ConfigError) as error:
+        raise malformed(error) from error
+    sizes = [look.num_bytes for look in looks]
+    inside = sum([size for size in sizes if size <= INLINE_BYTES])
+    return Form(skeleton, looks, all([look.plain for look in looks]), sum(sizes), inside)
+
+
+_remembered = lru_cache(_MOST)(_form)
+
+
+def _pair(value: Any) -> Any:
+    if type(value) is not tuple or len(value) != 2 or type(value[1]) is not tuple:
+        raise Malformed("malformed message: no form of a payload")
+    return value
+
+
+def _checked_look(dtype: Any, shape: Any, strides: Any, conjugate: Any, reaches: Any) -> Look:
+    """Return what a tensor with these looks like, none of which is believed."""
+    if type(dtype) is not torch.dtype or type(shape) is not tuple or type(strides) is not tuple:
+        raise Malformed("malformed message: the look of a tensor of other types")
+    if len(shape) != len(strides) or any(type(each) is not int or each < 0 for each in shape + strides):
+        raise Malformed("malformed message: sizes and strides of a tensor that none has")
+    if type(conjugate) is not bool or type(reaches) is not bool or conjugate > dtype.is_complex:
+        raise Malformed("malformed message: a tensor that cannot be conjugate")
+    torch.empty(0, dtype=dtype)  # some types have no tensors
+    look = _look(dtype, shape, strides, conjugate, reaches)
+    if look is None:
+        raise Malformed("malformed message: a tensor of far more memory than elements")
+    return look
+
+
+def _refuse_places(tree: Any, looks: tuple[Look, ...], *, in_sparse: bool = False) -> None:
+    """Raise Malformed if a skeleton names a tensor that there is not, or owes a gradient that there cannot be."""
+    kind = type(tree)
+    if kind is Place:
+        if type(tree.number) is not int or not 0 <= tree.number < len(looks):
+            raise Malformed(f"malformed message: tensor {tree.number} of {len(looks)}")
+        dtype = looks[tree.number].dtype
+        if type(tree.owes_grad) is not bool or tree.owes_grad > (dtype.is_floating_point or dtype.is_complex):
+            raise Malformed(f"malformed message: a gradient of a tensor of {dtype}")
+    elif kind is Sparse:
+        if in_sparse or tree.layout not in SPARSE or type(tree.parts) is not tuple or type(tree.owes_grad) is not bool:
+            raise Malformed("malformed message: a sparse tensor of another kind")
+        _refuse_places(tree.parts, looks, in_sparse=True)
+    elif isinstance(tree, (tuple, list, dict)):
+        for child in tree.values() if isinstance(tree, dict) else tree:
+            _refuse_places(child, looks, in_sparse=in_sparse)
 
 
 def assemble(form: Form, contents: list[Tensor]) -> Payload:
@@ -112,8 +196,7 @@ def assemble(form: Form, contents: list[Tensor]) -> Payload:
 
 
 def _written(skeleton: Any, looks: tuple[Look, ...]) -> bytes:
-    plain, num_bytes = all([look.plain for look in looks]), sum([look.num_bytes for look in looks])
-    return encode_value((skeleton, looks, plain, num_bytes))
+    return encode_value((skeleton, tuple([tuple(look[:5]) for look in looks])))
 
 
 @lru_cache(_MOST)
@@ -121,8 +204,8 @@ def _written_once(kind: type, skeleton: Any, looks: tuple[Look, ...]) -> bytes:
     return _written(skeleton, looks)
 
 
-def _seen(tensor: Tensor) -> tuple[Look, Tensor]:
-    """Return what `tensor` looks like, and what is to be sent for it."""
+def _seen(tensor: Tensor, spare: int) -> tuple[Look, Tensor]:
+    """Return what `tensor` looks like, and what is to be sent for it, with so many bytes of gaps at most."""
     if type(tensor) is not Tensor or not tensor.is_cpu or tensor.layout is not torch.strided or tensor.is_quantized:
         kind = "quantized tensor" if tensor.is_quantized else type(tensor).__qualname__
         layout = "" if type(tensor) is not Tensor or tensor.layout is torch.strided else f" of layout {tensor.layout}"
@@ -132,22 +215,41 @@ def _seen(tensor: Tensor) -> tuple[Look, Tensor]:
     conjugate = tensor.is_conj()
     if conjugate:
         tensor = tensor.conj()  # a view of the memory as it is
-    look = _look(tensor.dtype, tensor.shape, tensor.stride(), conjugate)
+    look = _look(tensor.dtype, tensor.shape, tensor.stride(), conjugate, False)
+    if look is not None and look.gaps > spare:
+        look = _look(tensor.dtype, tensor.shape, tensor.stride(), conjugate, True)
     if look is None:
         tensor = tensor.contiguous()
-        look = _look(tensor.dtype, tensor.shape, tensor.stride(), conjugate)
+        look = _look(tensor.dtype, tensor.shape, tensor.stride(), conjugate, False)
         assert look is not None
+    if look.reaches:
+        return look, tensor.as_strided(look.dense_shape, look.dense_strides)
     return look, tensor if look.plain else fold(tensor)
 
 
 @lru_cache(_MOST)
-def _look(dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], conjugate: bool) -> Look | None:
-    """Return what a tensor with these looks like, None if it had better be dense."""
-    once, _, compact = folded(shape, strides)
+def _look(
+    dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], conjugate: bool, reaches: bool
+) -> Look | None:
+    """Return what a tensor with these looks like, None if it had better be dense.
+
+    Raises:
+        ConfigError: it has more dimensions or elements than may travel.
+    """
+    once, there, compact = folded(shape, strides)
+    elements, reach = prod(once), 0 if 0 in shape else extent(shape, strides)
+    if len(shape) > _MOST_DIMS or max(prod(shape), reach, *shape, *strides, 0) > _MOST_ELEMENTS:
+        raise ConfigError(f"a tensor of sizes {shape} and strides {strides} cannot travel between workers")
     plain = (once, compact, False) == (shape, strides, conjugate)
     if not plain and 0 not in shape and not is_sparing(shape, strides):
         return None
-    return Look(dtype, tuple(shape), strides, conjugate, once, compact, prod(once) * dtype.itemsize, plain)
+    gaps = (reach - elements) * dtype.itemsize if there != compact and elements else 0
+    if reaches:
+        if not 0 < reach <= _MOST_REACH * elements:
+            return None
+        once, compact, elements, plain, gaps = (reach,), (1,), reach, False, 0
+    num_bytes = elements * dtype.itemsize
+    return Look(dtype, tuple(shape), strides, conjugate, reaches, once, compact, num_bytes, plain, gaps)
 
 
 def _advice(tensor: Tensor) -> str:

@@ -5,18 +5,39 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 
+import msgspec
 from torch import Tensor
 
-from ...dependency import Disagreement, PipeError, WorkerFailure
-from .form import Look, assemble, describe, form_of
+from ...dependency import Disagreement, Malformed, PipeError, WorkerFailure
+from .form import INLINE_BYTES, Look, assemble, describe, form_of
 from .link import Message
 from .outbox import Answer, Key
-from .values import Malformed, decode_value, encode_value
+from .values import decode_value, encode_value, malformed, padding, refuse_heavy
 
 #: of all that is written here and in `form.py`
-VERSION = 5
-#: tensors up to this size travel inside a message
-_INLINE_BYTES = 2**15
+VERSION = 6
+#: the values of fewer bytes of a message take less than 1 MiB, as no array of it is shorter than a key
+_LITTLE = 3 * 2**13
+#: fewer questions and answers need no padding
+_FEW = 500
+
+
+class _Written(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """A message as it travels."""
+
+    version: int
+    asks: list[Key]
+    taken: list[Key]
+    #: run, name, the form of the payload, the contents of its small tensors
+    answers: list[tuple[int, str, bytes, bytes]]
+    #: the failure's parts, or its text; empty if there is none
+    failure: bytes
+    #: number, name, value
+    note: tuple[int, str, bytes] | None
+    padding: bytes = b""
+
+
+_encoder, _decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(_Written)
 
 
 def encode(message: Message) -> tuple[bytes, list[Tensor]]:
@@ -26,20 +47,30 @@ def encode(message: Message) -> tuple[bytes, list[Tensor]]:
         ConfigError: a payload cannot travel; the text says whose.
     """
     asks, taken, answers, failure, note = message
-    written: list[tuple[Key, bytes, list[bytes]]] = []
+    answered: list[tuple[int, str, bytes, bytes]] = []
     large: list[Tensor] = []
-    for key, answer in answers:
-        form, tensors = (b"", []) if answer is None else describe(key[1], answer)
+    for (run, name), answer in answers:
+        form, tensors = (b"", []) if answer is None else describe(name, answer)
         # TensorPipe sends each tensor on a channel of its own, which costs more than copying a small one.
         small: list[bytes] = []
         for tensor in tensors:
-            if (size := tensor.nbytes) <= _INLINE_BYTES:
+            if (size := tensor.nbytes) <= INLINE_BYTES:
                 small.append(ctypes.string_at(tensor.data_ptr(), size))
             else:
                 large.append(tensor)
-        written.append((key, form, small))
-    told = vars(failure) if isinstance(failure, WorkerFailure) else failure and str(failure)
-    return encode_value((VERSION, asks, taken, written, told, note)), large
+        answered.append((run, name, form, small[0] if len(small) == 1 else b"".join(small)))
+    told = b""
+    if failure is not None:
+        told = encode_value(vars(failure) if isinstance(failure, WorkerFailure) else str(failure))
+    noted = None if note is None else (note[0], note[1], encode_value(note[2]))
+    written = _Written(VERSION, asks, taken, answered, told, noted)
+    data = _encoder.encode(written)
+    if failure is None and len(asks) + len(taken) + len(answers) < _FEW:
+        return data, large
+    if missing := padding(data):
+        written.padding = bytes(missing)
+        data = _encoder.encode(written)
+    return data, large
 
 
 def decode(data: bytes, large: Callable[[Look], Tensor]) -> Message:
@@ -51,21 +82,39 @@ def decode(data: bytes, large: Callable[[Look], Tensor]) -> Message:
     Raises:
         Malformed: it has not, or a worker of another version of rpc-pipe has.
     """
-    version, *said = decode_value(data)
-    if version != VERSION:
-        raise Malformed(f"a message of version {version}, not {VERSION}: do all workers run the same rpc-pipe?")
-    asks, taken, written, told, note = said
+    try:
+        return _read(data, large)
+    except Exception as error:  # bytes that are no message fail in many ways
+        raise malformed(error) from error
+
+
+def _read(data: bytes, large: Callable[[Look], Tensor]) -> Message:
+    refuse_heavy(data, _LITTLE)
+    said = _decoder.decode(data)
+    if said.version != VERSION:
+        raise Malformed(f"a message of version {said.version}, not {VERSION}: do all workers run the same rpc-pipe?")
     answers: list[tuple[Key, Answer]] = []
-    for key, written_form, small in written:
-        answer: Answer = None
-        if written_form:
-            form, inside = form_of(written_form), iter(small)
-            contents = [
-                large(look) if look.num_bytes > _INLINE_BYTES else look.filled(next(inside)) for look in form.looks
-            ]
-            answer = assemble(form, contents)
-        answers.append((key, answer))
+    for run, name, written, content in said.answers:
+        answers.append(((run, name), _answer(written, content, large) if written else None))
     failure: PipeError | None = None
-    if told is not None:
-        failure = WorkerFailure(**told) if isinstance(told, dict) else Disagreement(told)
-    return Message(asks, taken, answers, failure, note)
+    if said.failure:
+        told = decode_value(said.failure)
+        failure = WorkerFailure(**told) if isinstance(told, dict) else Disagreement(str.__str__(told))
+    note = None if said.note is None else (said.note[0], said.note[1], decode_value(said.note[2]))
+    return Message(said.asks, said.taken, answers, failure, note)
+
+
+def _answer(written: bytes, content: bytes, large: Callable[[Look], Tensor]) -> Answer:
+    """Return a payload from its form and the contents of its small tensors."""
+    form = form_of(written)
+    if form.inline_bytes != len(content):
+        raise Malformed(f"malformed message: {len(content)} bytes for tensors of {form.inline_bytes}")
+    contents, at = [], 0
+    for look in form.looks:
+        if (size := look.num_bytes) > INLINE_BYTES:
+            contents.append(large(look))
+            look.refuse(contents[-1])
+        else:
+            contents.append(look.filled(content if size == len(content) else content[at : at + size]))
+            at += size
+    return assemble(form, contents)

@@ -23,7 +23,7 @@ from concurrent import futures
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ...dependency import PipeError
+from ...dependency import Malformed, PipeError
 from .carrier import LEFT, Carrier
 from .link import NOTHING, AnsweringForErrors, Ears, Link, Message
 from .outbox import Answer, Key
@@ -39,6 +39,10 @@ _RECENTLY = 5
 _LENT_LOOK_S = 0.001
 #: how long a leaving worker waits for the others to read its last message
 _LEAVE_S = 5.0
+#: by request: the type of its reply
+_REPLIES: dict[str, Any] = {
+    "clock": int, "look": bytes, "offer": (dict, type(None)), "hurry": type(None), "leave": type(None)
+}  # fmt: skip
 #: how long what a worker said before it left may take from one thread to another
 _LAST_WORDS_S = 1.0
 
@@ -126,7 +130,7 @@ class Messages:
         self._talks: dict[int, Talk] = {}
         #: requests that peers have not answered, by number
         self._numbers = itertools.count()
-        self._requests: dict[int, tuple[int, futures.Future[Any]]] = {}
+        self._requests: dict[int, tuple[int, str, futures.Future[Any]]] = {}
         #: peers that read nothing more
         self._gone: set[int] = set()
         self._closed = False
@@ -229,7 +233,7 @@ class Messages:
             last: what else is to be said.
         """
         number, answer = next(self._numbers), futures.Future[Any]()
-        self._requests[number] = peer, answer
+        self._requests[number] = peer, what, answer
         if peer in self._gone:
             self._give_up_requests(peer)
         else:
@@ -264,22 +268,27 @@ class Messages:
         """Do what a request of `peer` wants and reply; or take in its reply, which wants nothing."""
         if what:
             self.link.send(peer, NOTHING._replace(note=(number, "", self._serve(peer, what, value))))
-        elif (found := self._requests.pop(number, None)) is not None:
-            found[1].set_result(value)
+        elif (found := self._requests.get(number)) is not None and found[0] == peer:
+            if not isinstance(value, _REPLIES[found[1]]):
+                raise Malformed(f"malformed message: worker {peer} replies {type(value).__name__} to {found[1]}")
+            del self._requests[number]
+            found[2].set_result(value)
 
     def _serve(self, peer: int, what: str, value: Any) -> Any:
         if what == "clock":
             return time.perf_counter_ns()
-        if what == "look":
+        if what == "look" and type(value) is int:
             return b"" if self._carrier.serve_board is None else self._carrier.serve_board(value)
         if what == "offer":
             return None if self.channels is None else self.channels.accept(peer, value)
         if what == "hurry":
             self._talk(peer).hurry()
             self._say(peer)
-        else:  # "leave"
+        elif what == "leave":
             self._end(peer)
             self._lose_soon(peer, LEFT)
+        else:
+            raise Malformed(f"malformed message: worker {peer} requests {what[:40]!r}")
         return None
 
     def _see_taken(self, channels: Channels) -> None:
@@ -316,7 +325,7 @@ class Messages:
             self.channels.gone(peer)
 
     def _give_up_requests(self, peer: int) -> None:
-        for number, (asked, answer) in list(self._requests.items()):
+        for number, (asked, _, answer) in list(self._requests.items()):
             if asked == peer and self._requests.pop(number, None) is not None:
                 answer.set_exception(RuntimeError(f"worker {peer} cannot be reached"))
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 
-from ...dependency import PipeError
+from ...dependency import Malformed, PipeError
 from .payload import Payload
 
 #: (run, what): unique for the life of a worker
@@ -87,8 +87,9 @@ class Outbox:
             if not waiting:
                 del self._payloads[key]
             asked = self._asked.pop(key, set()) - self._left
+        if not asked <= waiting:
+            raise Malformed(f"workers {sorted(asked - waiting)} asked for {key}, which is for {sorted(waiting)}")
         for consumer in asked:
-            assert consumer in waiting, f"worker {consumer} asked for {key}, which is for {waiting}"
             self._say(consumer, key, payload)
 
     def finish(self, key: Key) -> None:

@@ -19,6 +19,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...dependency import Malformed
+from .values import tuple_of
+
 #: any nesting of tensors and plain values
 Tree = Any
 _TOO_DEEP = (
@@ -26,8 +29,8 @@ _TOO_DEEP = (
 )
 #: of tensors that travel as their parts
 _SPARSE = {torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
-#: make them without a look at the indices; the public constructors of torch 2.11 warn where they shall not look
-_coo, _compressed = torch.ops.aten._sparse_coo_tensor_unsafe, torch.ops.aten._sparse_compressed_tensor_unsafe
+#: the same by the names that travel
+SPARSE = {str(layout): layout for layout in _SPARSE}
 _NUM_BYTES = attrgetter("nbytes")
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.Size)
 
@@ -136,12 +139,15 @@ def unpack(payload: Payload, take: Callable[[Tensor, bool], Tensor] = as_leaf) -
 
     def together(place: Sparse) -> Tensor:
         part_of = (lambda part: payload.tensors[part.number]) if place.owes_grad else restore
-        parts, layout = _map(place.parts, (Place,), part_of, "payload"), getattr(torch, place.layout[len("torch.") :])
-        if layout is torch.sparse_coo:
-            *parts, is_coalesced = parts
-            tensor = _coo(*parts, is_coalesced=is_coalesced)
-        else:
-            tensor = _compressed(*parts, layout=layout)
+        parts, layout = _map(place.parts, (Place,), part_of, "payload"), SPARSE[place.layout]
+        try:
+            if layout is torch.sparse_coo:
+                *parts, is_coalesced = parts
+                tensor = torch.sparse_coo_tensor(*parts, check_invariants=True, is_coalesced=is_coalesced)
+            else:
+                tensor = torch.sparse_compressed_tensor(*parts, layout=layout, check_invariants=True)
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise Malformed(f"malformed message: a sparse tensor whose parts do not fit: {error}") from error
         return take(tensor, True) if place.owes_grad else tensor
 
     return _map(skeleton, (Place, Sparse), restore, "payload")
@@ -236,7 +242,7 @@ def _changed(tree: Tree, kinds: tuple[type, ...], change: Callable[[Any], Any]) 
         raise _UnfitError
     children = [_changed(child, kinds, change) for child in tree]
     kind: Any = type(tree)
-    return kind._make(children) if hasattr(tree, "_fields") else kind(children)
+    return kind(children) if isinstance(tree, list) else tuple_of(kind, children)
 
 
 def _unfit(tree: Tree, kinds: tuple[type, ...]) -> Iterator[tuple[str, str]]:

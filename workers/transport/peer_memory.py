@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...dependency import Malformed
 from .form import Look
 
 _PR_SET_PTRACER = 0x59616D61
@@ -63,6 +64,8 @@ class PeerMemory:
         return addresses_of(tensors)
 
     def reach(self, page: Any) -> Callable[[bytes], Callable[[Look], Tensor]]:
+        if type(page) is not tuple or tuple(map(type, page)) != (int, int, bytes) or len(page[2]) < _PROOF_BYTES:
+            raise Malformed("malformed message: no page of a process's memory")
         number, address, proof = page
         process = Process(number)
         seen = torch.empty(len(proof), dtype=torch.uint8, device="cpu")
@@ -79,11 +82,14 @@ def addresses_of(tensors: Sequence[Tensor]) -> bytes:
 
 def fetching(read: Callable[[int, Tensor], None], where: bytes) -> Callable[[Look], Tensor]:
     """Return what fetches tensors by their `addresses_of` another process: `read` fills a tensor from an address."""
-    addresses = iter(struct.unpack(f"<{len(where) // 8}Q", where))
+    addresses = iter([address for (address,) in struct.iter_unpack("<Q", where)])
 
     def fetch(look: Look) -> Tensor:
+        address = next(addresses)
+        if look.num_bytes:  # memory that is not there is not waited for with as much memory here
+            read(address + look.num_bytes - 1, torch.empty(1, dtype=torch.uint8, device="cpu"))
         tensor = look.empty()
-        read(next(addresses), tensor)
+        read(address, tensor)
         return tensor
 
     return fetch

@@ -44,7 +44,7 @@ from torch.distributed.rpc.api import _default_pickler
 from torch.distributed.rpc.internal import PythonUDF
 from torch.futures import Future
 
-from ...dependency import NotMet
+from ...dependency import Malformed, NotMet
 from .deadline import within
 from .link import NOTHING, Ears, Message
 from .message import decode, encode
@@ -180,7 +180,10 @@ class RpcLink:
 
     def _take_in(self, peer: int, data: bytes, tensors: list[Tensor]) -> None:
         beside = iter(tensors)
-        self._ears.on_message(peer, decode(data, lambda _: next(beside)))
+        message = decode(data, lambda _: next(beside))
+        if next(beside, None) is not None:
+            raise Malformed("malformed message: more tensors than it says are beside it")
+        self._ears.on_message(peer, message)
 
     def wait(self, timeout_s: float) -> bool:
         return self.wakeup.wait(timeout_s)

@@ -35,9 +35,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...dependency import Malformed
 from .form import Form, assemble, copy_memory, describe, form_of
 from .outbox import Answer, Key
 from .ring_buffer import ASLEEP, LINE, SIZE, WAY, WRITTEN, RingBuffer
+from .values import malformed
 from .wakeup import Notifier, Wakeup
 from .ways import Fetch, Way, ways_here
 
@@ -52,6 +54,7 @@ _SMALL = 2**15
 #: size of the whole record, ns when it was written, run, sizes of: name, form (0: no payload), where the contents lie
 #: that are not in it
 _HEAD = struct.Struct("<QqqIIQ")
+_NONE = (-1, 0, 0, 0, 0, 0)
 #: whether there can be channels here: others see what an x86 processor stores in the order in which it does, and loads
 #: are in theirs, but for a load behind a store; Python has no fence between these, but to release a lock is one
 POSSIBLE = sys.platform == "linux" and platform.machine() in ("x86_64", "AMD64") and hasattr(os, "memfd_create")
@@ -124,6 +127,8 @@ class Channels:
 
         None: it is on another host.
         """
+        if type(offer) is not Offer or tuple(map(type, offer)) != (int, int, int, str):
+            raise Malformed(f"malformed message: worker {peer} offers no channel")
         with self._lock, suppress(OSError):
             path = f"/proc/{offer.process}/fd/{offer.memory}"
             here = _network() in offer.name and os.readlink(path) == f"/memfd:{offer.name} (deleted)"
@@ -275,19 +280,32 @@ class _Reader(RingBuffer):
         at, data = self.front(), self.data
         if at is None:
             return None
-        size, at_ns, run, name_size, form_size, where_size = _HEAD.unpack_from(data, at)
+        there = min(len(data) - at, self.counters[WRITTEN] - self.counters[0])
+        size, at_ns, run, name_size, form_size, where_size = (
+            _HEAD.unpack_from(data, at) if there >= _HEAD.size else _NONE
+        )
         form_at = at + _HEAD.size + name_size
         form_end = form_at + form_size
-        name = str(data[at + _HEAD.size : form_at], "utf-8")
+        begin = form_end + where_size + -(form_end + where_size - at) % LINE
+        if not begin <= at + size <= at + there:
+            raise Malformed("malformed message: a record that is no part of its channel")
+        try:
+            name = str(data[at + _HEAD.size : form_at], "utf-8")
+        except UnicodeDecodeError as error:
+            raise malformed(error) from error
         answer: Answer | OSError = None
         if form_size:
             form = form_of(bytes(data[form_at:form_end]))
+            needed = sum([look.num_bytes + -look.num_bytes % LINE for look in form.looks])
+            if where_size != 8 * len(form.looks) if where_size else begin + needed != at + size:
+                raise Malformed(f"malformed message: a record of {size} bytes for {needed} of contents")
             try:
                 if where_size:
-                    assert self._fetching is not None, "nothing is lent to who cannot fetch it"
+                    if self._fetching is None:
+                        raise Malformed("malformed message: a payload is lent to a worker that cannot fetch it")
                     contents = list(map(self._fetching(bytes(data[form_end : form_end + where_size])), form.looks))
                 else:
-                    contents = self._copied(form, self.address + form_end + (at - form_end) % LINE)
+                    contents = self._copied(form, self.address + begin)
                 answer = assemble(form, contents)
             except OSError as error:
                 answer = error

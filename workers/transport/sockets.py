@@ -24,10 +24,9 @@ import zmq
 from torch import Tensor
 from zmq.utils.monitor import parse_monitor_message
 
-from ...dependency import ConfigError
+from ...dependency import ConfigError, Malformed
 from .form import Look, copy_memory
 from .keys import Keys
-from .values import Malformed
 
 #: congestion controls that are tried for a listener, in order: ones that do not pace bursts. Under BBR, the default of
 #: many servers, a message that is alone on its way takes twice as long as under reno. Cubic leaves slow start too early
@@ -228,6 +227,7 @@ class Pieces:
     def __init__(self, first: bytes, rest: list[zmq.Frame]) -> None:
         self.first = first
         self._rest = deque([frame.buffer for frame in rest])
+        self._left = sum(map(len, self._rest))
 
     def read(self, size: int) -> bytes:
         """Return the next `size` bytes behind the first frame."""
@@ -235,24 +235,33 @@ class Pieces:
 
     def tensor(self, look: Look) -> Tensor:
         """Return the next tensor, which looks so."""
+        parts = self._take(look.num_bytes)
         tensor = look.empty()
         to = tensor.data_ptr()
-        for part in self._take(look.num_bytes):
+        for part in parts:
             at = numpy.frombuffer(part, numpy.uint8).__array_interface__["data"][0]
             copy_memory(to, at, len(part))
             to += len(part)
         return tensor
 
-    def _take(self, size: int) -> Iterator[memoryview]:
+    def refuse_rest(self) -> None:
+        """Raise Malformed if bytes are left."""
+        if self._left:
+            raise Malformed(f"malformed message: {self._left} bytes more than it says are beside it")
+
+    def _take(self, size: int) -> list[memoryview]:
+        if not 0 <= size <= self._left:
+            raise Malformed(f"malformed message: {size} bytes are not beside it")
+        self._left -= size
+        taken = []
         while size:
-            if not self._rest:
-                raise Malformed(f"malformed message: {size} bytes are not beside it")
             part = self._rest.popleft()
             if len(part) > size:
                 self._rest.appendleft(part[size:])
                 part = part[:size]
             size -= len(part)
-            yield part
+            taken.append(part)
+        return taken
 
 
 def frames_of(head: bytes, body: bytes, tensors: Iterable[Tensor], most_bytes: int) -> list[Any]:

@@ -21,17 +21,16 @@ from typing import NamedTuple
 import zmq
 from torch import Tensor
 
-from ...dependency import ConfigError, NotMet
+from ...dependency import ConfigError, Malformed, NotMet
 from .deadline import within
 from .hearing import Hearing
 from .keys import Doorkeeper, Keys
 from .link import Ears, Message
 from .message import decode, encode
 from .sockets import CONGESTION, Pieces, Sockets
-from .values import Malformed
 from .wakeup import Wakeup
 
-_VERSION = 3
+_VERSION = 4
 #: version, what, who says so, size of the body
 _HEAD = struct.Struct("<BBHQ")
 #: that one is there, and, once the other has been heard, that it has been; or a message
@@ -174,6 +173,8 @@ class ZmqLink:
         return self._hearing.wait(partial(self.wakeup.wait, timeout_s))
 
     def _take_in(self, pieces: Pieces) -> None:
+        if len(pieces.first) < _HEAD.size:
+            raise Malformed("malformed message: shorter than its head")
         version, what, peer, size = _HEAD.unpack_from(pieces.first)
         if version != _VERSION or peer not in self._peers:
             self._misfit = f"a message of version {version} of worker {peer}: do all workers run the same rpc-pipe?"
@@ -183,7 +184,9 @@ class ZmqLink:
             self._met_by.add(peer)
         elif what == _MESSAGE:
             body = pieces.first[_HEAD.size :]
-            self._ears.on_message(peer, decode(body + pieces.read(size - len(body)), pieces.tensor))
+            message = decode(body + pieces.read(size - len(body)), pieces.tensor)
+            pieces.refuse_rest()
+            self._ears.on_message(peer, message)
 
     # --- watching: a thread that waits until a connection breaks
 
