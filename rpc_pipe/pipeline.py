@@ -8,17 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from functools import partial
-from itertools import chain, count
-from typing import Any, TypeVar
-
-import torch
+from contextlib import closing
+from itertools import chain
+from typing import TYPE_CHECKING, Any
 
 from .arguments import (
     begin_training,
-    describe,
     refuse_options,
-    refuse_shared,
     refuse_training,
     refuse_untrainable,
     settle_training,
@@ -26,29 +22,29 @@ from .arguments import (
 )
 from .checkpoints.nouns import Checkpoints
 from .checkpoints.weights import Weights
-from .dependency import ConfigError, Entry, Order, PipeError, check, most_open
+from .dependency import Entry, Order, Spec, check
 from .launching import launcher_link as link
 from .launching import overrides
 from .launching.job import own_part
-from .model.batches.batch_reader import BatchReader
 from .model.batches.lazy_batch import label_of
 from .model.batches.loaders import is_loader, mean_over
-from .model.batches.microbatches import Microbatches, Outputs, Pair, Prefetcher
-from .model.batches.step_inputs import StepEnd, StepInputs
-from .model.shard_maker import Model, ShardMaker, make_partition, with_metric
+from .model.batches.microbatches import Outputs
+from .model.batches.step_inputs import StepEnd
+from .model.shard_maker import Model, make_partition
 from .own_workers import make_actors
 from .planning.apply_plan import PlanLike, apply_plan, warn_if_other_model
 from .planning.specs import ScheduleLike, make_spec, with_replicas
+from .session import Session
 from .step_report import Inspected, StepReports
 from .workers.actor import WorkerActor
-from .workers.compute.randomness import preserved
 from .workers.compute.result import Result
 from .workers.compute.shard import LossFn
 from .workers.compute.updating import Training as Training
-from .workers.threads import WorkerThreads
 from .workers.transport.payload import Tree
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from .model.observed_partition import ObservedPartition
+    from .model.partition import LayerPartition
 
 
 class Pipeline(Inspected):
@@ -131,45 +127,31 @@ class Pipeline(Inspected):
         training = settle_training(type(self), training, old, alone=job is None)
         refuse_options(order, stall_s, self.num_workers, num_microbatches, seed)
         refuse_training(loss_fn, training)
-        self.spec = make_spec(schedule, self.num_workers, num_microbatches, schedule_options)
-        refuse_untrainable(self.spec, training)
+        spec = make_spec(schedule, self.num_workers, num_microbatches, schedule_options)
+        refuse_untrainable(spec, training)
         workers = [job.worker] if job else list(range(self.num_workers))
         for worker in workers:
-            check(self.spec, worker)
-        self.partition = make_partition(model, loss_fn, self.spec.num_stages, split, training, blocks=blocks, seed=seed)
-        self.order: Order = order or self.spec.order
-        self._step_end = StepEnd(self.spec, training)
-        self._actors = make_actors(job, workers, device, training.max_grad_norm, stall_s)
-        self._batch_reader = BatchReader(self.spec, self._actors, self.partition.whole, self.partition.loss_is_inside)
-        self._threads = None if job else WorkerThreads(self._actors)
-        self.worker, self._reports = 0 if job is None else job.rank, StepReports(self)
-        elastic, num_routes = self.spec.elasticity > 0, self.spec.num_routes
-        self.checkpoints = Checkpoints(self._each, self.num_workers, {"seed": seed}, stall_s, elastic, num_routes)
-        self.weights = Weights(self._each, self.checkpoints, self.partition, self.gather)
-        self._inputs = StepInputs(self.spec, self.order, workers, self._step_end, self.checkpoints.due)
-        self._devices, self._stopped, self._closed = {actor.backend.device for actor in self._actors}, False, False
-        #: None when the shards are made
-        self._maker: ShardMaker | None = ShardMaker(self.partition, seed, training)
+            check(spec, worker)
+        partition = make_partition(model, loss_fn, spec.num_stages, split, training, blocks=blocks, seed=seed)
+        end = StepEnd(spec, training)
+        actors = make_actors(job, workers, device, training.max_grad_norm, stall_s)
+        self._session = Session(
+            spec, order or spec.order, partition, end, actors, training=training, seed=seed, threaded=job is None
+        )
+        self.worker, self._reports, self._stopped = 0 if job is None else job.rank, StepReports(self), False
+        self.checkpoints = Checkpoints(self._session, {"seed": seed}, stall_s)
+        self.weights = Weights(self._session, self.checkpoints)
+        self._session.due, self._session.made = self.checkpoints.due, self._made
         link.attach(self)  # a model may hang while it is cut
-        if self.partition.ranges:
-            self._make(self._maker)
+        if partition.ranges:
+            self._session.make_shards()
         elif example is not None:
-            self._cut(example)
+            self._session.cut(example)
 
-    def _make(self, maker: ShardMaker) -> None:
-        """Make the shards of this process's workers, when the model has been cut."""
-        refuse_shared(self.spec, self.partition.shared)
-        here = [actor.worker for actor in self._actors]
-        for actor in self._actors:
-            actor.shards.update(maker.hosted(self.spec, actor.worker, actor.backend.device, here))
-        # What must be equal on all workers, and is compared: the pipeline, and the replicas' initial weights.
-        described = describe(self.spec, self.partition.ranges, maker.seed)
-        self.checkpoints.about["pipeline"] = self._inputs.described = described
-        self._inputs.weights = maker.weights
-        self.checkpoints.config, self._step_end.divided = self.partition.config, maker.divided
-        warn_if_other_model(self._plan, self.partition.name, [actor.shards for actor in self._actors])
-        maker.end([shard for actor in self._actors for shard in actor.shards.values()])
-        self._maker = None
+    def _made(self) -> None:
+        """Go on when the shards of this process's workers are made."""
+        self.checkpoints.about["pipeline"], self.checkpoints.config = self._session.described, self._session.config
+        warn_if_other_model(self._plan, self._session.name, [actor.shards for actor in self.actors])
         link.attach(self)
         overrides.made(self)
 
@@ -194,11 +176,11 @@ class Pipeline(Inspected):
             raise KeyboardInterrupt("the step before was the last, as `pipe.stopped` says: end the loop on it")
         self._forgot_optimizer = begin_training("step", self._forgot_optimizer and self.worker == 0)
         self.checkpoints.refuse_averaged("step")
-        cut = self._cut(batch, microbatches)
+        cut = self._session.cut(batch, microbatches)
         if self.replaying:
-            loss, self._stopped = self.checkpoints.skip_step(label_of(batch), self._actors)
+            loss, self._stopped = self.checkpoints.skip_step(label_of(batch), self.actors)
             return loss
-        return self._record(self._run(cut, train=True), label_of(batch))
+        return self._record(self._session.run(cut, train=True), label_of(batch))
 
     @shown_plainly
     def train(self, batches: Iterable[Tree]) -> Iterator[float]:
@@ -212,33 +194,25 @@ class Pipeline(Inspected):
             batches: each as for `step`; one is read ahead, or as many as steps overlap if the schedule is asynchronous.
         """
         batches = iter(batches)
-        if self._maker is not None:  # the model is cut with the first batch, and resumed then
+        if self._session.awaits_batch:  # the model is cut with the first batch, and resumed then
             first = next(batches, None)
             if first is None:
                 return
-            self._cut(first)
+            self._session.cut(first)
             batches = chain([first], batches)
         while self.replaying and (skipped := next(batches, batches)) is not batches:
-            loss, self._stopped = self.checkpoints.skip_step(label_of(skipped), self._actors)
+            loss, self._stopped = self.checkpoints.skip_step(label_of(skipped), self.actors)
             yield loss
-        ahead = Prefetcher(batches, self._cut, most_open(self.spec) - 1)
-        made = partial(self._inputs.make, train=True, streamed=True)
-        streams = {actor: actor.stream(map(partial(made, actor), ahead)) for actor in self._actors}
-        try:
-            for step in count():
+        with closing(self._session.stream(batches)) as results:
+            while True:
                 self._forgot_optimizer = begin_training("train", self._forgot_optimizer and self.worker == 0)
-                ahead.advance(step)
-                result = None if self._stopped else self._each(lambda actor: next(streams[actor], None))[0]
-                if result is None:
+                if self._stopped or (found := next(results, None)) is None:
                     return
-                yield self._record(result, ahead.finished(step))
-        finally:
-            if not self._closed and not (self._threads is not None and self._threads.stuck):  # that has been raised
-                self._each(lambda actor: streams[actor].close())
+                yield self._record(*found)
 
     def flush(self) -> None:
         """Complete the steps that `train` has begun by an asynchronous schedule; their losses are yielded next."""
-        self._each(WorkerActor.flush)
+        self._session.each(WorkerActor.flush)
 
     @shown_plainly
     def evaluate(
@@ -258,11 +232,11 @@ class Pipeline(Inspected):
         self, batch: Tree | None, microbatches: Sequence[Tree] | None, metric: LossFn | None
     ) -> tuple[float, float]:
         """Return the loss of a batch, or its metric, and the weight that it has among others."""
-        cut = self._cut(batch, microbatches, None if metric is None else self.partition.pair_for_metric, whole=True)
+        pair = None if metric is None else self.partition.pair_for_metric
+        cut = self._session.cut(batch, microbatches, pair, whole=True)
         if self.replaying:
             return math.nan, 1.0
-        with with_metric((shard for actor in self._actors for shard in actor.shards.values()), metric):
-            result = self._run(cut, what="evaluate")
+        result = self._session.evaluate(cut, metric)
         assert result.loss is not None
         return result.loss, result.divisor if result.summed else cut.rows
 
@@ -273,35 +247,23 @@ class Pipeline(Inspected):
         Args:
             to: the worker or workers that get the output; others get None. None: all workers.
         """
-        outputs, cut = Outputs(self.spec, to), self._cut(inputs, pair=self.partition.only_inputs, whole=True)
-        if self.replaying:
-            return None
-
-        def predicted(actor: WorkerActor) -> list[Tree] | None:
-            own = actor.run(self._inputs.make(actor, cut, train=False, what="predict")).outputs
-            return actor.hand(outputs.name, own, outputs.senders, outputs.takers)
-
-        found = outputs.joined(self._each(predicted))
-        cut.finished()
-        return self.partition.output(found)
+        outputs = Outputs(self.spec, to)
+        cut = self._session.cut(inputs, pair=self.partition.only_inputs, whole=True)
+        return None if self.replaying else self._session.predict(cut, outputs)
 
     def gather(self, name: str, value: Callable[[WorkerActor], Tree]) -> list[Tree] | None:
         """Return `value(actor)` of all workers, in order, on worker 0; None on the others."""
-        return self._each(lambda actor: actor.gather(name, value(actor)))[0]
+        return self._session.gather(name, value)
 
     def barrier(self) -> None:
         """Return when every worker has called this."""
-        self._each(WorkerActor.barrier)
+        self._session.each(WorkerActor.barrier)
 
     def close(self) -> None:
         """End the threads and release the model. A process of a job stays connected until it ends."""
-        if not self._closed:
+        if not self._session.closed:
             self.checkpoints.settle()
-        if self._threads is not None:
-            self._threads.close()
-        for actor in self._actors:
-            actor.backend.close()
-        self._threads, self._actors, self._closed = None, [], True
+        self._session.close()
 
     def __enter__(self) -> Pipeline:
         return self
@@ -319,7 +281,7 @@ class Pipeline(Inspected):
     @property
     def steps_done(self) -> int:
         """How many training steps the weights have had; in a script that is resumed, how many it has called."""
-        return self.checkpoints.results.steps_done(self._actors[0].step)
+        return self.checkpoints.results.steps_done(self.actors[0].step)
 
     @property
     def grad_norm(self) -> float | None:
@@ -334,13 +296,26 @@ class Pipeline(Inspected):
     @property
     def actors(self) -> list[WorkerActor]:
         """The workers of this process."""
-        return self._actors
+        return self._session.actors
+
+    @property
+    def spec(self) -> Spec:
+        """The schedule."""
+        return self._session.spec
+
+    @property
+    def order(self) -> Order:
+        """The order in which workers run ready actions."""
+        return self._session.order
+
+    @property
+    def partition(self) -> LayerPartition | ObservedPartition:
+        """The model, cut into stages."""
+        return self._session.partition
 
     def program(self, worker: int, num_microbatches: int) -> list[Entry]:
         """Return the entries of `worker` in a training step of `num_microbatches` microbatches."""
-        actor = next(actor for actor in self._actors if actor.worker == worker)
-        reductions = self._step_end.reductions(actor.next_step, streamed=False)
-        return self._inputs.part(actor, num_microbatches, reductions, train=True).entries
+        return self._session.program(worker, num_microbatches)
 
     def shards(self, worker: int) -> list[tuple[int, int, int]]:
         """Return (stage, route, number of layers) of every shard that `worker` holds."""
@@ -348,47 +323,17 @@ class Pipeline(Inspected):
 
     def request_stop(self) -> None:
         """Ask all workers to stop after the step that runs now. May be called from any thread."""
-        for actor in self._actors:
+        for actor in self.actors:
             actor.stop_requested = True
 
     # --- inside
-
-    def _cut(
-        self,
-        batch: Tree | None,
-        microbatches: Sequence[Tree] | None = None,
-        pair: Pair | None = None,
-        whole: bool = False,
-    ) -> Microbatches:
-        how, cuts = pair or self.partition.pair, self._maker is not None
-        found = self._batch_reader.cut(batch, microbatches, how, whole=whole, cuts_model=cuts)
-        if self._maker is not None:
-            with torch.inference_mode(False):  # what is made now is trained later
-                self.partition.observe(found.inputs[0], trained=pair is None)
-                self._make(self._maker)
-        return found
-
-    def _run(self, batch: Microbatches, *, train: bool = False, what: str = "") -> Result:
-        result = self._each(lambda actor: actor.run(self._inputs.make(actor, batch, train=train, what=what)))[0]
-        batch.finished()
-        return result
 
     def _record(self, result: Result, batch: str) -> float:
         """Record the result of a training step; return its loss."""
         assert result.loss is not None
         self._stopped |= result.stop
-        self._step_end.observe_result(result)
+        self._session.end.observe_result(result)
         self.checkpoints.note_step(result.loss, batch, result.norm)
         self.checkpoints.after(self.steps_done, result.stop)
         self._reports.tell(result.loss)
         return result.loss
-
-    def _each(self, call: Callable[[WorkerActor], T]) -> list[T]:
-        """Call for every worker of this process and raise the first cause."""
-        if self._closed:
-            raise PipeError("this pipeline is closed; `close` comes last, also at the end of a `with` block")
-        if self._maker is not None and call is not WorkerActor.barrier:
-            raise ConfigError("the model is cut by the first batch: to call this before, pass example= to Pipeline")
-        # Around all workers of this process at once: they share its generators, and the modules given.
-        with self.partition.module_copies.around(), preserved(*self._devices):
-            return [call(self._actors[0])] if self._threads is None else self._threads.each(call)

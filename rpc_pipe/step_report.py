@@ -11,8 +11,9 @@ from torch.optim import Optimizer
 
 from .checkpoints.nouns import Checkpoints
 from .checkpoints.together import together
-from .dependency import ConfigError, Spec
+from .dependency import ConfigError
 from .own_workers import parameter_groups, set_rate, sum_buffers
+from .session import Session
 from .workers.actor import WorkerActor
 from .workers.hooks import Listener, StepRecord
 
@@ -90,19 +91,15 @@ class StepReports:
 class Inspected:
     """The part of a `Pipeline` by which others look into its training."""
 
-    _actors: list[WorkerActor]
-    spec: Spec
+    _session: Session
     _reports: StepReports
     checkpoints: Checkpoints
-
-    def _each(self, call: Callable[[WorkerActor], Any]) -> list[Any]:
-        raise NotImplementedError
 
     def listen(self, listener: Callable[[int], Listener]) -> None:
         """Add `listener(worker)` to every worker of this process."""
         if not callable(listener):
             raise ConfigError(f"listener {listener!r}: must be callable as listener(worker), and return a Listener")
-        for actor in self._actors:
+        for actor in self._session.actors:
             actor.listeners.add(listener(actor.worker))
 
     def on_step(self, function: Callable[[StepReport], object]) -> None:
@@ -124,8 +121,8 @@ class Inspected:
         Raises:
             ConfigError: there is no such stage.
         """
-        if stage not in range(self.spec.num_stages) or not callable(function):
-            most = self.spec.num_stages - 1
+        if stage not in range(self._session.spec.num_stages) or not callable(function):
+            most = self._session.spec.num_stages - 1
             raise ConfigError(f"on_gradients {stage!r}, {function!r}: takes a stage from 0 to {most}, and a function")
 
         def add(actor: WorkerActor) -> None:
@@ -133,7 +130,7 @@ class Inspected:
                 if each == stage:
                     shard.updating.on_gradients.append(function)
 
-        self._each(add)
+        self._session.each(add)
 
     def modify(self, function: Callable[[int, list[nn.Module]], object], *, summed: str | Collection[str] = ()) -> None:
         """Call `function(stage, modules)` for each stage of each worker, between two steps, to change what is in them.
@@ -150,13 +147,13 @@ class Inspected:
                 such a buffer.
         """
         if names := {summed} if isinstance(summed, str) else set(summed):
-            self._each(lambda actor: sum_buffers(actor, names, self.spec.num_routes))
+            self._session.each(lambda actor: sum_buffers(actor, names, self._session.spec.num_routes))
 
         def change(actor: WorkerActor) -> None:
             for (stage, _), shard in actor.shards.items():
                 function(stage, shard.slice.modules)
 
-        self._each(lambda actor: together(actor, "modify", partial(change, actor)))
+        self._session.each(lambda actor: together(actor, "modify", partial(change, actor)))
 
     @property
     def replaying(self) -> bool:
@@ -173,17 +170,17 @@ class Inspected:
 
         To set it sets that of every group of this process's stages: all workers do so alike, between two steps.
         """
-        return next((float(group["lr"]) for group in parameter_groups(self._actors)), None)
+        return next((float(group["lr"]) for group in parameter_groups(self._session.actors)), None)
 
     @learning_rate.setter
     def learning_rate(self, rate: float) -> None:
-        set_rate(self._actors, rate)
+        set_rate(self._session.actors, rate)
 
     @property
     def optimizers(self) -> dict[int, list[Optimizer]]:
         """The optimizers of this process by stage, one for each replica here; stages that train nothing have none."""
         found: dict[int, list[Optimizer]] = {}
-        for actor in self._actors:
+        for actor in self._session.actors:
             for (stage, _), shard in actor.shards.items():
                 if shard.optimizer is not None:
                     found.setdefault(stage, []).append(shard.optimizer)
@@ -192,4 +189,4 @@ class Inspected:
     @property
     def loss_scale(self) -> float:
         """What the loss is scaled with; 1 without `grad_scaler`."""
-        return next(iter(self._actors[0].shards.values())).updating.scale.scale
+        return next(iter(self._session.actors[0].shards.values())).updating.scale.scale

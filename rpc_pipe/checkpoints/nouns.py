@@ -6,9 +6,9 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from ..dependency import ConfigError, refuse_below
+from ..dependency import ConfigError, Spec, refuse_below
 from .resumption import Resumption
 from .together import agreed, failure, raise_first
 
@@ -19,8 +19,18 @@ if TYPE_CHECKING:  # what a run without checkpoints does not load
 
 logger = logging.getLogger(__name__)
 
-#: calls a function for every worker of this process, at the same time
-Each = Callable[[Callable[["WorkerActor"], Any]], list[Any]]
+
+class Run(Protocol):
+    """A run of one schedule on the workers of this process."""
+
+    spec: Spec
+    partition: Any
+
+    def each(self, call: Callable[[WorkerActor], Any]) -> list[Any]:
+        """Call a function for every worker of this process, at the same time."""
+
+    def gather(self, name: str, value: Callable[[WorkerActor], Any]) -> list[Any] | None:
+        """Return `value(actor)` of all workers, in order, on the first worker; None on the others."""
 
 
 class Checkpoints:
@@ -28,7 +38,6 @@ class Checkpoints:
 
     Args:
         deadline_s: how long a worker's files may take.
-        elastic: whether routes have weights of their own, which are pulled to a reference.
 
     Attributes:
         about: what of the pipeline a reader of a checkpoint may want to know.
@@ -36,11 +45,8 @@ class Checkpoints:
         results: the last results of the run, and which calls are skipped.
     """
 
-    def __init__(
-        self, each: Each, num_workers: int, about: Mapping[str, Any], deadline_s: float, elastic: bool, num_routes: int
-    ) -> None:
-        self._each, self.num_workers, self.about, self.deadline_s = each, num_workers, dict(about), deadline_s
-        self._elastic, self._num_routes = elastic, num_routes
+    def __init__(self, run: Run, about: Mapping[str, Any], deadline_s: float) -> None:
+        self._run, self._each, self.about, self.deadline_s = run, run.each, dict(about), deadline_s
         self.config: Any = None
         self.results = Resumption()
         self._writing: Writing | None = None
@@ -102,11 +108,12 @@ class Checkpoints:
         self.refuse_averaged("checkpoints.load")
         self.settle()
         checkpoint, self.results, random = self._put(where)
-        apart = [] if self._num_routes == checkpoint.num_routes else checkpoint.apart()
+        num_routes = self._run.spec.num_routes
+        apart = [] if num_routes == checkpoint.num_routes else checkpoint.apart()
         if apart and 0 in self._each(lambda actor: actor.worker):
             logger.warning(
                 "checkpoint %s: buffers that differ between its %d replicas start from the first one (%s, %d in all): "
-                "there are %d now", checkpoint.path, checkpoint.num_routes, apart[0], len(apart), self._num_routes,
+                "there are %d now", checkpoint.path, checkpoint.num_routes, apart[0], len(apart), num_routes,
             )  # fmt: skip
         if anew:
             self.results.skip(checkpoint.step)
@@ -239,7 +246,7 @@ class Checkpoints:
         def copied(actor: WorkerActor) -> Snapshot:
             if not place.is_dir():
                 raise ConfigError(f"checkpoint folder {where}: worker {actor.worker} sees another; it must be shared")
-            return Snapshot(actor, self.num_workers, elastic=self._elastic)
+            return Snapshot(actor, elastic=self._run.spec.elasticity > 0)
 
         about["step"] = self._each(lambda actor: actor.step)[0]
         self._writing = Writing(self._each(copied), place, about, self.config, keep, self.deadline_s)
@@ -263,7 +270,8 @@ class Checkpoints:
     def _put(self, where: Path) -> Prepared:
         from .reading import put_all
 
-        return self._each(lambda actor: put_all(actor, where, self._elastic, self._num_routes))[0]  # type: ignore[no-any-return]
+        elastic, num_routes = self._run.spec.elasticity > 0, self._run.spec.num_routes
+        return self._each(lambda actor: put_all(actor, where, elastic, num_routes))[0]  # type: ignore[no-any-return]
 
 
 def path_of(given: str | Path) -> Path:

@@ -148,7 +148,6 @@ def load(actor: WorkerActor, where: Path, strict: bool) -> Loaded:
 def save(
     actor: WorkerActor,
     where: Callable[[], Path],
-    num_workers: int,
     config: Any,
     left_out: Collection[str],
     wait_s: float,
@@ -166,9 +165,10 @@ def save(
 
     def write() -> None:
         try:
-            Snapshot(actor, num_workers, left_out=left_out).write(place)
-            if actor.worker == 0:
-                files, _ = awaited_files(place, num_workers, wait_s)
+            snapshot = Snapshot(actor, left_out=left_out)
+            snapshot.write(place)
+            if snapshot.is_first:
+                files, _ = awaited_files(place, snapshot.workers, wait_s)
                 if config is not None:
                     config.write(place)
                 _move(place, files)

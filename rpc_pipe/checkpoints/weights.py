@@ -8,15 +8,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from ..dependency import ConfigError, PipeError, StorageError
-from .nouns import Checkpoints, Each, path_of
+from .nouns import Checkpoints, Run, path_of
 
 if TYPE_CHECKING:  # what a run without checkpoints does not load
-    from ..workers.actor import WorkerActor
     from .pretrained import Loaded
 
 #: how folders begin in which weights are kept that could not be written where they should be
@@ -24,21 +23,10 @@ _KEPT = "rpc-pipe-weights-"
 
 
 class Weights:
-    """A pipeline's weights, by the names of the unsplit model.
+    """A pipeline's weights, by the names of the unsplit model."""
 
-    Args:
-        partition: of the model; sorts the names.
-        gather: (name, value) -> values of all workers on worker 0, as `Pipeline.gather`.
-    """
-
-    def __init__(
-        self,
-        each: Each,
-        checkpoints: Checkpoints,
-        partition: Any,
-        gather: Callable[[str, Callable[[WorkerActor], Any]], Any],
-    ) -> None:
-        self._each, self._checkpoints, self._partition, self._gather = each, checkpoints, partition, gather
+    def __init__(self, run: Run, checkpoints: Checkpoints) -> None:
+        self._run, self._each, self._checkpoints = run, run.each, checkpoints
 
     def state_dict(self) -> dict[str, Tensor] | None:
         """Return the whole model's tensors on worker 0, on the CPU; None elsewhere.
@@ -47,8 +35,8 @@ class Weights:
         """
         from .whole import merged, own_state
 
-        parts = self._gather("weights (save, state_dict)", own_state)
-        return None if parts is None else merged(parts, self._partition.place_of)
+        parts = self._run.gather("weights (save, state_dict)", own_state)
+        return None if parts is None else merged(parts, self._run.partition.place_of)
 
     def save(self, path: str | Path) -> None:
         """Write the whole model as one safetensors file, from worker 0; complete or not at all.
@@ -110,8 +98,8 @@ class Weights:
         from .whole import save_adapters
 
         self._checkpoints.settle()
-        partition, about = self._partition, self._checkpoints
-        how = about.num_workers, about.config, partition.other_names, about.deadline_s
+        partition, about = self._run.partition, self._checkpoints
+        how = about.config, partition.other_names, about.deadline_s
 
         def write(where: Callable[[], Path]) -> Path:
             if partition.adapters:

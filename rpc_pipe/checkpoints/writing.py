@@ -54,10 +54,8 @@ class Snapshot:
         left_out: names of tensors that are not written, and nothing but weights is, each once; None: all is.
     """
 
-    def __init__(
-        self, actor: WorkerActor, num_workers: int, *, elastic: bool = False, left_out: Collection[str] | None = None
-    ) -> None:
-        self.worker, self.num_workers = actor.worker, num_workers
+    def __init__(self, actor: WorkerActor, *, elastic: bool = False, left_out: Collection[str] | None = None) -> None:
+        self.worker, self.workers = actor.worker, sorted(actor.carrier.workers)
         first = [shard for (_, route), shard in actor.shards.items() if route == 0]
         weights_alone = left_out is not None
         model: dict[str, Tensor] = {}
@@ -67,7 +65,7 @@ class Snapshot:
                 if name not in (left_out or ()) and tensor.data_ptr() not in elsewhere:
                     model[name] = _copied(tensor)
         self._stages: dict[str, dict[str, Any]] = {}
-        rest = random_state() if actor.worker == 0 and not weights_alone else {}
+        rest = random_state() if self.is_first and not weights_alone else {}
         if not weights_alone:
             self._stages = {str(shard.stage): described(shard) for shard in first}
             for (stage, number), shard in actor.shards.items():
@@ -85,6 +83,11 @@ class Snapshot:
         self._files = {"model": model, "optimizer": rest}
 
     @property
+    def is_first(self) -> bool:
+        """Whether the worker is the first, which completes what all have written."""
+        return self.worker == self.workers[0]
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of all tensors."""
         return sum(tensor.nbytes for tensors in self._files.values() for tensor in tensors.values())
@@ -99,7 +102,8 @@ class Snapshot:
         try:
             for what, tensors in self._files.items():
                 if tensors:
-                    name = f"{what}-{self.worker + 1:05}-of-{self.num_workers:05}.safetensors"
+                    number, count = self.workers.index(self.worker) + 1, len(self.workers)
+                    name = f"{what}-{number:05}-of-{count:05}.safetensors"
                     files[name] = {
                         "what": what,
                         "bytes": write(place / name, tensors),
@@ -153,7 +157,7 @@ def _part(worker: int) -> str:
 
 
 def finish(
-    place: Path, num_workers: int, about: dict[str, Any], config: Any, keep: int | None, deadline_s: float
+    place: Path, workers: Sequence[int], about: dict[str, Any], config: Any, keep: int | None, deadline_s: float
 ) -> Path:
     """Wait for all workers' lists, write the manifest, give the checkpoint its name and return it.
 
@@ -164,24 +168,24 @@ def finish(
         StorageError: the disk is full, or is not the same for all workers.
         Stalled: a worker's list has not come.
     """
-    files, stages = awaited_files(place, num_workers, deadline_s)
+    files, stages = awaited_files(place, workers, deadline_s)
     try:
         folder.write_json(place / folder.INDEX, index_of(files))
         told = {"format": FORMAT, **about, "files": files, "stages": stages}
         folder.write_json(place / folder.MANIFEST, {**told, "sum": folder.sum_of(told)})
         if config is not None:
             config.write(place)
-        for worker in range(num_workers):
+        for worker in workers:
             (place / _part(worker)).unlink()
         return folder.commit(place, about["step"], keep)
     except OSError as error:
         raise _unwritten(place, error) from error
 
 
-def awaited_files(place: Path, num_workers: int, deadline_s: float) -> tuple[dict[str, Any], dict[str, Any]]:
+def awaited_files(place: Path, workers: Sequence[int], deadline_s: float) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the files and the stages of all workers' lists."""
     end = time.monotonic() + deadline_s
-    parts = [folder.read_json(_awaited(place / _part(worker), end, deadline_s)) for worker in range(num_workers)]
+    parts = [folder.read_json(_awaited(place / _part(worker), end, deadline_s)) for worker in workers]
     files = {name: each for part in parts for name, each in part["files"].items()}
     for name, each in files.items():
         path = place / name
@@ -247,11 +251,11 @@ class Writing(threading.Thread):
             finally:
                 self._own_are.set()
             first = self._snapshots[0]
-            if first.worker == 0:
-                self.path = finish(self._place, first.num_workers, *self._how)
+            if first.is_first:
+                self.path = finish(self._place, first.workers, *self._how)
         except Exception as error:
             self.error = error
-            if self._snapshots[0].worker == 0:
+            if self._snapshots[0].is_first:
                 folder.empty(self._place)
 
     @property
@@ -284,5 +288,5 @@ class Writing(threading.Thread):
     def _at_exit(self) -> None:
         if (error := self.finished()) is not None:  # nobody has asked how it went
             logger.error("%s", error)
-            if self._snapshots[0].worker == 0:  # which has waited for the others
+            if self._snapshots[0].is_first:  # which has waited for the others
                 self.discard()

@@ -55,7 +55,9 @@ _carrier: Carrier | None = None
 class Watchable(Protocol):
     """A training with workers to which listeners can be added."""
 
-    spec: Spec
+    @property
+    def spec(self) -> Spec:
+        """The schedule."""
 
     @property
     def actors(self) -> list[WorkerActor]:

@@ -46,7 +46,7 @@ def test_a_prediction_goes_to_who_wants_it():
     for to in (1, [0, 2], range(3)):
         assert torch.equal(pipe.predict(X, to=to), logits)
     assert pipe.predict(X, to=[]) is None
-    handed = pipe._each(lambda actor: actor.hand("outputs to 1", actor.worker, [2], [1]))
+    handed = pipe._session.each(lambda actor: actor.hand("outputs to 1", actor.worker, [2], [1]))
     assert handed == [None, [2], None], "to no other worker"
     for to in (3, -1, True, [0, "1"], "0"):
         with pytest.raises(ConfigError, match="must be a worker, 0 to 2, or a list of such"):

@@ -33,10 +33,17 @@ class BatchReader:
             from .sequences import Sequences  # few jobs cut them
 
             self._sequences = Sequences(spec, whole, loss_is_inside=loss_is_inside)
-        self._spec, self._peer, self._is_whole = spec.unsliced(), peers[0], whole is not None
-        self._reader = spec.place(0, 0)
-        workers = [peer.worker for peer in peers]
-        self._has_all, self._reads = len(peers) == spec.num_workers, self._reader in workers
+        self._peers, self._peer, self._is_whole = peers, peers[0], whole is not None
+        #: whether a batch with fewer rows than microbatches has been reported
+        self._said_fewer = False
+        self._num_cut = 0
+        self.begin(spec)
+
+    def begin(self, spec: Spec) -> None:
+        """Read for `spec` from now on, the same schedule in perhaps another placement."""
+        self._spec, self._reader = spec.unsliced(), spec.place(0, 0)
+        workers = [peer.worker for peer in self._peers]
+        self._has_all, self._reads = len(workers) == spec.num_workers, self._reader in workers
         stages = {stage for worker in workers for stage, _ in spec.hosted(worker)}
         if self._sequences is not None:  # all must know how long sequences are
             stages = {0, spec.last_stage}
@@ -44,9 +51,6 @@ class BatchReader:
         self._used = 0 in stages, spec.last_stage in stages
         #: the rows that this worker reads, where other replicas read theirs
         self._own = None if self._has_all or spec.num_routes == 1 else OwnRows(self._spec, self._peer.worker)
-        #: whether a batch with fewer rows than microbatches has been reported
-        self._said_fewer = False
-        self._num_cut = 0
 
     def cut(
         self,

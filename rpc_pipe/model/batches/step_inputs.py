@@ -38,7 +38,7 @@ class StepEnd:
     def __init__(self, spec: Spec, training: Training) -> None:
         max_grad_norm, post_validation = training.max_grad_norm, training.post_validation
         scaled = training.grad_scaler is not None and training.grad_scaler.is_enabled()
-        self._spec, self._max_norm, self._accumulate = spec, max_grad_norm, training.accumulate
+        self._max_norm, self._accumulate = max_grad_norm, training.accumulate
         possible = spec.synchronous and max_grad_norm is not None and not scaled and not spec.zero
         if post_validation and not possible:
             raise BatchError(
@@ -56,7 +56,7 @@ class StepEnd:
         """Return whether training step `step` ends with an update."""
         return (step + 1) % self._accumulate == 0
 
-    def reductions(self, step: int, *, streamed: bool) -> Reductions:
+    def reductions(self, spec: Spec, step: int, *, streamed: bool) -> Reductions:
         """Return the reductions that the updates of training step `step` wait for.
 
         Args:
@@ -67,7 +67,7 @@ class StepEnd:
         else:
             reductions = self._reductions._replace(validated=self._reductions.validated and streamed)
         tied, buckets = self.divided.tied, self.divided.buckets
-        return known_reductions(self._spec, reductions._replace(tied=tied, buckets=buckets))
+        return known_reductions(spec, reductions._replace(tied=tied, buckets=buckets))
 
     def observe_result(self, result: Result) -> None:
         """Record the result of a step: after a clipped step the next is likely to be clipped too."""
@@ -127,7 +127,7 @@ class StepInputs:
             streamed: whether the next step may begin before this one has ended.
         """
         number = actor.next_step
-        reductions = self._step_end.reductions(number, streamed=streamed) if train else NO_REDUCTIONS
+        reductions = self._step_end.reductions(self._spec, number, streamed=streamed) if train else NO_REDUCTIONS
         part = self.part(actor, len(batch.inputs), reductions, train=train)
         weights = self.weights if number == 0 else ""
         call = Call(actor.worker, what or f"step {number}", self.described, *batch.described, weights)

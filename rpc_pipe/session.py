@@ -1,0 +1,197 @@
+"""A run of one schedule: what the workers of this process do in a step, an evaluation or a prediction."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Sequence
+from functools import partial
+from itertools import count
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from .arguments import describe, refuse_shared
+from .dependency import ConfigError, Entry, Order, PipeError, Spec, most_open
+from .model.batches.batch_reader import BatchReader
+from .model.batches.microbatches import Microbatches, Outputs, Pair, Prefetcher
+from .model.batches.step_inputs import StepEnd, StepInputs
+from .model.shard_maker import ShardMaker, with_metric
+from .workers.actor import WorkerActor
+from .workers.compute.randomness import preserved
+from .workers.compute.result import Result
+from .workers.compute.shard import LossFn, Shard
+from .workers.compute.updating import Training
+from .workers.threads import WorkerThreads
+from .workers.transport.payload import Tree
+
+if TYPE_CHECKING:
+    from .model.observed_partition import ObservedPartition
+    from .model.partition import LayerPartition
+
+T = TypeVar("T")
+
+
+class Session:
+    """The workers of this process in a run of one schedule: its relation, their shards, the inputs of their steps.
+
+    Args:
+        spec: the schedule, which has been checked for these workers.
+        partition: the model, cut into the schedule's stages, or to be cut by the first batch.
+        end: decides how steps end.
+        actors: the workers of this process.
+        threaded: whether they are all workers of the pipeline.
+
+    Attributes:
+        due: tells whether a checkpoint is written after so many steps.
+        made: called when the shards are made.
+        described: the settings that must be equal on all workers, in one line.
+        name, config: of the model, as checkpoints tell; None before the shards are made.
+    """
+
+    def __init__(
+        self,
+        spec: Spec,
+        order: Order,
+        partition: LayerPartition | ObservedPartition,
+        end: StepEnd,
+        actors: Sequence[WorkerActor],
+        *,
+        training: Training,
+        seed: int,
+        threaded: bool,
+    ) -> None:
+        self.order, self.partition, self.end, self.actors = order, partition, end, list(actors)
+        self.due: Callable[[int], bool] = lambda step: False
+        self.made: Callable[[], None] = lambda: None
+        self.described = self.name = ""
+        self.config: Any = None
+        self._threads = WorkerThreads(actors) if threaded else None
+        self._devices = {actor.backend.device for actor in actors}
+        self._reader = BatchReader(spec, self.actors, partition.whole, partition.loss_is_inside)
+        self.closed = False
+        #: None when the shards are made
+        self._maker: ShardMaker | None = ShardMaker(partition, seed, training)
+        self.begin(spec)
+
+    def begin(self, spec: Spec) -> None:
+        """Run `spec` from now on: the only holder of the schedule, and of what follows from it."""
+        self.spec = spec
+        self._reader.begin(spec)
+        workers = [actor.worker for actor in self.actors]
+        self._inputs = StepInputs(spec, self.order, workers, self.end, lambda step: self.due(step))
+
+    # --- the shards
+
+    @property
+    def awaits_batch(self) -> bool:
+        """Whether the first batch is still to cut the model."""
+        return self._maker is not None
+
+    @property
+    def shards(self) -> Iterator[Shard]:
+        """The shards of this process."""
+        return (shard for actor in self.actors for shard in actor.shards.values())
+
+    def make_shards(self) -> None:
+        """Make the shards of this process's workers, when the model has been cut."""
+        maker, self._maker = self._maker, None
+        assert maker is not None
+        refuse_shared(self.spec, self.partition.shared)
+        here = [actor.worker for actor in self.actors]
+        for actor in self.actors:
+            actor.shards.update(maker.hosted(self.spec, actor.worker, actor.backend.device, here))
+        # The pipeline, and the replicas' initial weights, must be equal on all workers, and are compared.
+        self.described = self._inputs.described = describe(self.spec, self.partition.ranges, maker.seed)
+        self._inputs.weights, self.end.divided = maker.weights, maker.divided
+        self.name, self.config = self.partition.name, self.partition.config
+        maker.end(list(self.shards))
+        self.made()
+
+    # --- steps
+
+    def cut(
+        self,
+        batch: Tree | None,
+        microbatches: Sequence[Tree] | None = None,
+        pair: Pair | None = None,
+        whole: bool = False,
+    ) -> Microbatches:
+        """Split a batch into microbatches; the first one cuts the model, too, if no example has."""
+        how, cuts = pair or self.partition.pair, self.awaits_batch
+        found = self._reader.cut(batch, microbatches, how, whole=whole, cuts_model=cuts)
+        if cuts:
+            with torch.inference_mode(False):  # parameters that are made now are trained later
+                self.partition.observe(found.inputs[0], trained=pair is None)
+                self.make_shards()
+        return found
+
+    def run(self, batch: Microbatches, *, train: bool = False, what: str = "") -> Result:
+        """Run a step, or without `train` a call named `what`, and return its result."""
+
+        def call(actor: WorkerActor) -> Result:
+            return actor.run(self._inputs.make(actor, batch, train=train, what=what))
+
+        result = self.each(call)[0]
+        batch.finished()
+        return result
+
+    def evaluate(self, batch: Microbatches, metric: LossFn | None) -> Result:
+        """Return the result of a batch, with `metric` in place of the loss."""
+        with with_metric(self.shards, metric):
+            return self.run(batch, what="evaluate")
+
+    def predict(self, batch: Microbatches, outputs: Outputs) -> Tree:
+        """Return the model's output for a batch on the workers that get it."""
+
+        def predicted(actor: WorkerActor) -> list[Tree] | None:
+            own = actor.run(self._inputs.make(actor, batch, train=False, what="predict")).outputs
+            return actor.hand(outputs.name, own, outputs.senders, outputs.takers)
+
+        found = outputs.joined(self.each(predicted))
+        batch.finished()
+        return self.partition.output(found)
+
+    def stream(self, batches: Iterator[Tree]) -> Generator[tuple[Result, str], None, None]:
+        """Train on one batch after the other; yield the result of each, and the name of its batch."""
+        ahead = Prefetcher(batches, self.cut, most_open(self.spec) - 1)
+        made = partial(self._inputs.make, train=True, streamed=True)
+        streams = {actor: actor.stream(map(partial(made, actor), ahead)) for actor in self.actors}
+        try:
+            for step in count():
+                ahead.advance(step)
+                result = self.each(lambda actor: next(streams[actor], None))[0]
+                if result is None:
+                    return
+                yield result, ahead.finished(step)
+        finally:
+            if not self.closed and not (self._threads is not None and self._threads.stuck):  # that has been raised
+                self.each(lambda actor: streams[actor].close())
+
+    def program(self, worker: int, num_microbatches: int) -> list[Entry]:
+        """Return the entries of `worker` in a training step of `num_microbatches` microbatches."""
+        actor = next(actor for actor in self.actors if actor.worker == worker)
+        reductions = self.end.reductions(self.spec, actor.next_step, streamed=False)
+        return self._inputs.part(actor, num_microbatches, reductions, train=True).entries
+
+    # --- the workers
+
+    def each(self, call: Callable[[WorkerActor], T]) -> list[T]:
+        """Call for every worker of this process and raise the first cause."""
+        if self.closed:
+            raise PipeError("this pipeline is closed; `close` comes last, also at the end of a `with` block")
+        if self.awaits_batch and call is not WorkerActor.barrier:
+            raise ConfigError("the model is cut by the first batch: to call this before, pass example= to Pipeline")
+        # Around all workers of this process at once: they share its generators, and the modules given.
+        with self.partition.module_copies.around(), preserved(*self._devices):
+            return [call(self.actors[0])] if self._threads is None else self._threads.each(call)
+
+    def gather(self, name: str, value: Callable[[WorkerActor], Tree]) -> list[Tree] | None:
+        """Return `value(actor)` of all workers, in order, on the first worker; None on the others."""
+        return self.each(lambda actor: actor.gather(name, value(actor)))[0]
+
+    def close(self) -> None:
+        """End the threads and release the model."""
+        if self._threads is not None:
+            self._threads.close()
+        for actor in self.actors:
+            actor.backend.close()
+        self._threads, self.actors, self.closed = None, [], True
