@@ -22,6 +22,7 @@ from .cut import cut
 from .deferred import DeferredModel
 from .module_copies import ModuleCopies
 from .observe.given import refuse_lazy
+from .observe.trees import tensors
 from .observed_model import ObservedModel, observe
 from .separate import mentioned, modules_in
 
@@ -120,6 +121,14 @@ class ObservedPartition:
 
     def _refuse_loss_of_attributes(self, observed: ObservedModel) -> None:
         """Refuse a loss function that refers to modules in which blocks leave tensors on stages before the last."""
+        boxes = [(name, box) for name, box in mentioned(self.loss_fn).items() if isinstance(box, (list, dict))]
+        for name, box in boxes:  # into which hooks have put tensors
+            if places := observed.made_before_last(tensors(box), self.ranges):
+                raise ModelError(
+                    f"loss_fn: reads {name}, into which a hook puts a tensor of {places[0]}, on a stage before the "
+                    f"last, which computes the loss; let the model return it, or cut so that the last stage has the "
+                    f"block (split=)"
+                )
         referred = {part for module in modules_in(mentioned(self.loss_fn).values(), 3) for part in module.modules()}
         left = [name for module, name in observed.left_before_last(self.ranges) if module in referred]
         if left:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
-from types import MethodType
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -57,10 +57,19 @@ def modules_in(values: Iterable[Any], depth: int) -> Iterator[nn.Module]:
             yield value
         elif isinstance(value, MethodType):
             yield from modules_in([value.__self__], depth)
+        elif isinstance(value, FunctionType) and depth:
+            yield from modules_in([cell.cell_contents for cell in value.__closure__ or () if _is_set(cell)], depth - 1)
         elif isinstance(value, partial) and depth:
             yield from modules_in([value.func, *value.args, *value.keywords.values()], depth - 1)
         elif isinstance(value, _BOXES) and depth:
             yield from modules_in(value.values() if isinstance(value, dict) else value, depth - 1)
+
+
+def _is_set(cell: CellType) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:
+        return False
 
 
 def mentioned(function: Any) -> dict[str, Any]:

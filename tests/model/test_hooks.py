@@ -13,7 +13,7 @@ from test_whole import SGD, made, plain
 from torch import Tensor, nn
 from torch.nn import functional
 
-from rpc_pipe import Pipeline, Training
+from rpc_pipe import ConfigError, Pipeline, Training
 
 X, Y = floats(8, 8), floats(8, 8)
 
@@ -74,6 +74,15 @@ class KeepsMean(KeepsInput):
 
     def keep(self, module: nn.Module, args: Any, output: Tensor) -> None:
         self.kept.append(output.square().mean(0))
+
+
+class ByClosure(Listed):
+    """The hook of each block is a closure over the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.layers:
+            layer.register_forward_hook(lambda module, args, output: self.kept.append(output))
 
 
 class KeepsInBlock(Listed):
@@ -148,12 +157,11 @@ class Masked(Listed):
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.parametrize(
-    "kind", [Lazy, KeepsInput, KeepsBefore, KeepsMean, KeepsInBlock, Lists, SharedKeys, Masked]
+    "kind", [Lazy, KeepsInput, KeepsBefore, KeepsMean, ByClosure, KeepsInBlock, Lists, SharedKeys, Masked]
 )  # fmt: skip
 def test_what_hooks_and_blocks_keep_trains_as_in_one_process(kind, workers):
     """Hooks of a first forward were missed from the second microbatch on; what the others keep was refused."""
-    model, loss_fn = made(kind), functional.mse_loss
-    alone = copy.deepcopy(model)
+    model, alone, loss_fn = made(kind), made(kind), functional.mse_loss
     pieces = [((a, b), {}) for a, b in zip(X.chunk(4), Y.chunk(4), strict=True)]
     expected = plain(lambda a, b: loss_fn(alone(a), b), [pieces] * 3, lambda loss: loss, list(alone.parameters()))
     pipe = Pipeline(model, loss_fn, training=Training(SGD), num_microbatches=4, num_workers=workers)
@@ -197,3 +205,23 @@ def test_a_loss_reads_hidden_states_and_attentions_of_a_stock_bert(options, work
     expected = plain(alone, [pieces] * 2, lambda output: loss_fn(output, None))
     pipe = Pipeline(model, loss_fn, training=Training(SGD), num_microbatches=2, num_workers=workers)
     assert [pipe.step(batch) for _ in range(2)] == expected
+
+
+@pytest.mark.parametrize(("block", "is_refused"), [(0, True), (3, False)])
+def test_a_loss_reads_what_a_hook_keeps(block, is_refused):
+    """The loss met a placeholder of another stage, and its error was one of torch."""
+    kept: dict[str, Tensor] = {}
+    model = made(Listed)
+    model.layers[block].register_forward_hook(lambda module, args, output: kept.update(features=output))
+    alone = made(Listed)
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        return functional.mse_loss(output, target) + kept["features"].square().mean()
+
+    pipe = Pipeline(model, loss_fn, training=Training(SGD), num_microbatches=1, num_workers=2)
+    if is_refused:
+        with pytest.raises(ConfigError):
+            pipe.step((X, Y))
+        return
+    output = alone(X)
+    assert pipe.step((X, Y)) == (functional.mse_loss(output, Y) + output.square().mean()).item()

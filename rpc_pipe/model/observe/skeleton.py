@@ -21,6 +21,7 @@ from ...dependency import ModelError
 from ...dependency.errors import first_sentence
 from ...workers.compute.module_state import OF_TORCH, Attributes
 from ...workers.compute.torch_internals import is_current
+from .closures import rebind
 from .given import refuse_lazy
 from .placeholder import Placeholder, PlaceholderFactory
 from .trees import at, leaves, tensors
@@ -94,8 +95,11 @@ class Skeleton:
                 elif type(value) in (Tensor, list, dict, tuple):
                     computed = [tensor for tensor in tensors(value) if not tensor.is_leaf]
                     memo |= {id(tensor): tensor.detach().clone() for tensor in computed}
+        fill = rebind([module for _, module in modules if id(module) not in memo], memo)
         try:
-            return copy.deepcopy(model, memo)
+            made = copy.deepcopy(model, memo)
+            fill()
+            return made
         except (TypeError, RuntimeError) as error:
             raise ModelError(
                 f"model {type(model).__name__}: cannot be copied ({first_sentence(error)}); pass a function that makes "

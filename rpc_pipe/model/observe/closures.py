@@ -1,0 +1,68 @@
+"""Hooks whose closures hold modules of the model: in a copy of the model they must hold the copies."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from types import CellType, FunctionType
+from typing import Any
+
+from torch import nn
+
+from ...workers.compute.by_hand import HOOKS
+from .trees import CLOSED
+
+
+def rebind(modules: Iterable[nn.Module], memo: dict[int, Any]) -> Callable[[], None]:
+    """Let deepcopy, by its `memo`, copy the hooks with closures over modules; return the function that fills these."""
+    held = {id(module) for module in modules}
+    cells: list[tuple[CellType, Any]] = []
+
+    def reaches(value: Any, depth: int) -> bool:
+        if isinstance(value, FunctionType):
+            return bool(depth) and any([reaches(content, depth - 1) for _, content in _closure(value)])
+        if isinstance(value, nn.Module):
+            return id(value) in held
+        return bool(depth) and any([reaches(each, depth - 1) for each in _inside(value)])
+
+    def visit(value: Any, depth: int) -> None:
+        if not isinstance(value, FunctionType):
+            for each in _inside(value) if depth else ():
+                visit(each, depth - 1)
+        elif id(value) not in memo and reaches(value, depth):
+            new = []
+            for cell, content in _closure(value):
+                new.append(CellType() if reaches(content, depth) else cell)
+                cells.extend([(new[-1], content)] if new[-1] is not cell else [])
+            made = FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, tuple(new))
+            made.__kwdefaults__ = value.__kwdefaults__
+            memo[id(value)] = made
+            for _, content in _closure(value):
+                visit(content, depth - 1)
+
+    for module in modules:
+        for name in HOOKS:
+            visit(list(vars(module)[name].values()), 4)
+
+    def fill() -> None:
+        for cell, content in cells:
+            cell.cell_contents = copy.deepcopy(content, memo)
+
+    return fill
+
+
+def _closure(function: FunctionType) -> Iterator[tuple[CellType, Any]]:
+    for cell in function.__closure__ or ():
+        try:
+            yield cell, cell.cell_contents
+        except ValueError:  # not set yet
+            yield cell, None
+
+
+def _inside(value: Any) -> list[Any]:
+    if isinstance(value, partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, (list, tuple, dict)):
+        return list(value.values() if isinstance(value, dict) else value)
+    return [value.__self__] if isinstance(value, CLOSED) and hasattr(value, "__self__") else []
