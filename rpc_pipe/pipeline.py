@@ -333,7 +333,7 @@ class Pipeline(Inspected):
         assert result.loss is not None
         self._stopped |= result.stop
         self._session.end.observe_result(result)
-        self.checkpoints.note_step(result.loss, batch, result.norm)
+        self.checkpoints.note_step(result.loss, batch, result.norm, result.rows)
         self.checkpoints.after(self.steps_done, result.stop)
         self._reports.tell(result.loss)
         return result.loss

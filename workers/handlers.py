@@ -277,7 +277,7 @@ def _collect_loss(ctx: ActionContext) -> Payload:
 def _tell_loss(ctx: ActionContext) -> Payload:
     (payload,) = _taken(ctx, D, C)
     step = ctx.step
-    step.result = Result(unpack(payload), step.outputs)
+    step.result = Result(unpack(payload), step.outputs, step.batch.rows)
     if step.result.summed and step.batch.train and step.batch.spec.takes_steps and not step.batch.reductions.weight:
         raise ConfigError("loss_fn: gave a mean before and gives (sum, weight) now; it must always give the same")
     return payload

@@ -72,7 +72,14 @@ def newest(path: Path) -> Path | None:
     if (path / MANIFEST).is_file():
         return path
     found = complete(path)
-    return found[-1] if found else None
+    return max(reversed(found), key=_begun) if found else None
+
+
+def _begun(path: Path) -> int:
+    """Return when the job began that wrote a checkpoint; 0 if that is not known."""
+    with suppress(ConfigError, AttributeError, LookupError, TypeError, ValueError):
+        return int(read_json(path / MANIFEST)["job"]["begun"])
+    return 0
 
 
 def name(step: int) -> str:
@@ -111,13 +118,14 @@ def umask() -> int:
     return mask
 
 
-def commit(place: Path, step: int, keep: int | None) -> Path:
+def commit(place: Path, step: int, keep: int | None, job: Any = None) -> Path:
     """Give a checkpoint all of whose files are there its name; remove all but this one and the newest of others.
 
     The others may be of a run that came further and has been left behind: this one is the newest, whatever its step.
 
     Args:
         keep: how many stay, this one included; None: all.
+        job: who writes it; those of another script or model are not removed.
     """
     files.sync(place)
     folder, final = place.parent, place.parent / name(step)
@@ -127,13 +135,20 @@ def commit(place: Path, step: int, keep: int | None) -> Path:
         final = folder / f"{name(step)}.{count}"
     place.rename(final)
     files.sync(folder)
-    others = [path for path in complete(folder) if path != final]
+    others = sorted((path for path in complete(folder) if path != final and _may_be_of(path, job)), key=_begun)
     for old in others[: max(0, len(others) + 1 - keep)] if keep else ():
         # No longer a checkpoint before it loses its first file.
         gone = folder / f"{_HIDDEN}{old.name}.old"
         old.rename(gone)
         shutil.rmtree(gone, ignore_errors=True)
     return final
+
+
+def _may_be_of(path: Path, job: Any) -> bool:
+    with suppress(ConfigError, AttributeError, LookupError, TypeError, ValueError):
+        found = read_json(path / MANIFEST)["job"]
+        return not job or all(found[name] == job[name] for name in ("script", "model"))
+    return True
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -214,8 +229,11 @@ def _locked(file: int) -> bool:
     return True
 
 
-def claim(folder: Path, starters: Collection[str]) -> list[Path]:
+def claim(folder: Path, starters: Collection[str], job: Any = None) -> list[Path]:
     """Take a folder for the job whose workers `starters` have started; return its own checkpoints, the newest first.
+
+    Args:
+        job: what is noted of it.
 
     Raises:
         ConfigError: another job writes there.
@@ -229,8 +247,8 @@ def claim(folder: Path, starters: Collection[str]) -> list[Path]:
         before = _before(noted, starters)
         if before is None:
             before = there
-        note = {"starters": sorted(starters), "before": before}
-        if note != noted:  # a restart needs no room for it
+        note = {"starters": sorted(starters), "before": before, "job": job}
+        if not isinstance(noted, dict) or {**noted, "job": job} != note:  # a restart needs no room for it
             write_json(folder / _JOB, note)
     except OSError as error:
         raise StorageError(f"checkpoint folder {folder}: cannot be written: {error.strerror}") from error
@@ -240,6 +258,12 @@ def claim(folder: Path, starters: Collection[str]) -> list[Path]:
 def _written(path: Path) -> int:
     manifest = path / MANIFEST
     return manifest.stat().st_mtime_ns if manifest.exists() else 0  # a damaged one
+
+
+def noted_job(folder: Path) -> Any:
+    """Return the job that has taken a folder last; None if that is not known."""
+    noted = _noted(folder / _JOB)
+    return noted.get("job") if isinstance(noted, dict) else None
 
 
 def _noted(path: Path) -> Any:

@@ -57,7 +57,8 @@ class Checkpoints:
         #: whether weights and their averages are exchanged now
         self.averaged = False
         #: the folder that was claimed, and by whom
-        self._claimed: tuple[Path, set[str]] | None = None
+        self._claimed: tuple[Path, set[str], dict[str, Any]] | None = None
+        self._job: dict[str, Any] | None = None
         #: whether the last checkpoint of `every` could not be written, which is told once
         self._goes_without = False
 
@@ -88,6 +89,15 @@ class Checkpoints:
             return self._put(resumed[0]).checkpoint.path
         return self._save(where, keep, extra, wait, asked=True)
 
+    @property
+    def job(self) -> dict[str, Any]:
+        """What is kept of this job in its checkpoints; all workers ask for it alike."""
+        if self._job is None:
+            from .series import job_of
+
+            self._job = self._each(job_of)[0]
+        return self._job
+
     def load(self, folder: str | Path, *, anew: bool = False) -> Restored:
         """Continue from a checkpoint, or from the newest complete one in `folder`.
 
@@ -102,11 +112,13 @@ class Checkpoints:
             ConfigError: it is of another model or optimizer; nothing has changed.
         """
         from .reading import Restored, understood
+        from .series import differences
         from .values import set_random_state
 
         where = path_of(folder)
         self.refuse_averaged("checkpoints.load")
         self.settle()
+        job = self.job  # with the learning rate of the script
         checkpoint, self.results, random = self._put(where)
         num_routes = self._run.spec.num_routes
         apart = [] if num_routes == checkpoint.num_routes else checkpoint.apart()
@@ -121,7 +133,8 @@ class Checkpoints:
         else:
             with understood(checkpoint.path):
                 set_random_state(random)
-        return Restored(checkpoint.path, checkpoint.step, checkpoint.extra)
+        written = checkpoint.about.get("job") or {}
+        return Restored(checkpoint.path, checkpoint.step, checkpoint.extra, differences(job, written))
 
     def resume(self, folder: str | Path) -> Restored:
         """Like `load`, for a script that makes all its calls again, from the first one on.
@@ -130,6 +143,18 @@ class Checkpoints:
         `pipe.replaying` is True: `step`, `train` and `evaluate` give nan, `predict` gives None, and nothing is saved.
         """
         return self.load(folder, anew=True)
+
+    def go_on_with(self, folder: str | Path) -> list[Path]:
+        """Go on with the series that this job has begun last in a folder; return its checkpoints, the newest first."""
+        from .series import last_series, written_by
+
+        where, job = path_of(folder), self.job
+        names = self._each(
+            lambda actor: agreed(actor, "series", lambda: " ".join(path.name for path in last_series(where, job)), of=0)
+        )[0].split()
+        found = [where / name for name in names]
+        job["begun"] = next((int(told["begun"]) for path in found if (told := written_by(path))), job["begun"])
+        return found
 
     def claim(self, folder: str | Path) -> list[Path]:
         """Take a folder for this job's checkpoints alone; return those that the job itself has written, newest first.
@@ -141,14 +166,14 @@ class Checkpoints:
         """
         from .folder import claim, starter
 
-        where = path_of(folder)
+        where, job = path_of(folder), self.job
 
         def claimed(actor: WorkerActor) -> list[Path]:
             starters = set(actor.exchange("starters", starter()))
             names = agreed(
-                actor, "own checkpoints", lambda: " ".join(path.name for path in claim(where, starters)), of=0
+                actor, "own checkpoints", lambda: " ".join(path.name for path in claim(where, starters, job)), of=0
             )
-            self._claimed = where.absolute(), starters
+            self._claimed = where.absolute(), starters, job
             return [where / name for name in names.split()]
 
         return self._each(claimed)[0]  # type: ignore[no-any-return]
@@ -189,10 +214,10 @@ class Checkpoints:
             self._put(self._resumed[0])
         return loss, stop
 
-    def note_step(self, loss: float, batch: str, norm: float | None) -> None:
+    def note_step(self, loss: float, batch: str, norm: float | None, rows: int) -> None:
         """Remember the result of a training step; what was written before it is not written again."""
         self._resumed = None
-        self.results.note_step(loss, batch, norm)
+        self.results.note_step(loss, batch, norm, rows)
 
     def refuse_averaged(self, what: str) -> None:
         """Refuse to train, or to keep what training goes on from, where the weights are their average."""
@@ -233,7 +258,7 @@ class Checkpoints:
         from .writing import Snapshot, Writing
 
         self.settle()
-        about = {**self.about, "extra": encoded(extra, "extra"), "asked": asked, **self.results.about}
+        about = {**self.about, "extra": encoded(extra, "extra"), "asked": asked, "job": self.job, **self.results.about}
         try:
             begun = self._each(lambda actor: agreed(actor, "checkpoint", lambda: self._begin(where, actor.step), of=0))
         except ConfigError as error:  # on every worker alike

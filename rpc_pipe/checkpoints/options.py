@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ..dependency import ConfigError, Damaged
 from . import folder as folders
+from .series import others
 
 if TYPE_CHECKING:
     from .nouns import Checkpoints
@@ -44,24 +45,23 @@ def follow(pipe: _Pipeline, every: int | None, folder: str, keep: int | None, re
     tell of it.
     """
     told = ""
+    # Before the folder is taken, by which its last job is noted.
+    typed = pipe.checkpoints.go_on_with(folder) if resume == "auto" else _typed(resume)
     # A job that is started again goes on from its own checkpoint, whatever was typed when it began.
     own = [] if every is None else pipe.checkpoints.claim(folder)
-    typed = _typed(folder, resume)
     if own or resume is not None:
         told = _newest_sound(pipe.checkpoints.resume, own, [path for path in typed if path not in own])
-        told = told or f"{folder} holds no complete checkpoint: training starts at step 0"
+        told = told or f"{folder} holds no complete checkpoint of this job: training starts at step 0"
+    if not own and not typed and every is not None:
+        told = "; ".join(filter(None, (told, others(Path(folder), ()))))
     if every is not None:
         pipe.checkpoints.every(every, folder, keep=keep)
     return told
 
 
-def _typed(folder: str, resume: str | None) -> list[Path]:
-    """Return which checkpoints will do, the best first: one that is named must be as it was written."""
-    if resume is None:
-        return []
-    if resume == "auto":
-        return folders.named(Path(folder))[::-1]
-    found = folders.newest(Path(resume))
+def _typed(resume: str | None) -> list[Path]:
+    """Return the checkpoint that is named, as a list: it must be as it was written."""
+    found = None if resume is None else folders.newest(Path(resume))
     return [] if found is None else [found]
 
 
@@ -81,6 +81,7 @@ def _newest_sound(load: Callable[[Path], Any], own: list[Path], typed: list[Path
             damaged.append(error)
             continue
         told = _instead(damaged, f"goes on from {path}, after {restored.step} steps")
+        told += f"; {restored.differs}" if restored.differs else ""
         return f"{told}; the script's steps 1 to {restored.step} are skipped: until then step and evaluate give nan"
     if typed:
         raise damaged[0]

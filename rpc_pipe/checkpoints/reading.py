@@ -158,6 +158,8 @@ class Restored(NamedTuple):
     step: int
     #: what was given to `save_checkpoint` to be kept
     extra: Any
+    #: settings of the script that the checkpoint has otherwise, and so decides; "" if none does
+    differs: str = ""
 
 
 class Prepared(NamedTuple):

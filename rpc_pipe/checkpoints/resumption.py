@@ -5,11 +5,14 @@ A checkpoint keeps how many training steps it covers and what the last ones gave
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from typing import Any
 
 from ..dependency import ConfigError
+
+logger = logging.getLogger(__name__)
 
 
 class Resumption:
@@ -26,6 +29,8 @@ class Resumption:
 
     def __init__(self, about: Mapping[str, Any] = {}) -> None:
         self.batch, self.loss = str(about.get("batch", "")), float(about.get("loss", math.nan))
+        #: of the run's first batch; 0: not known
+        self.rows = int(about.get("rows", 0))
         norm = about.get("norm")
         self.norm = None if norm is None else float(norm)
         #: training steps that are skipped, and how many the script has asked for
@@ -34,7 +39,7 @@ class Resumption:
     @property
     def about(self) -> dict[str, Any]:
         """What a checkpoint keeps of this."""
-        return {"batch": self.batch, "loss": self.loss, "norm": self.norm}
+        return {"batch": self.batch, "loss": self.loss, "norm": self.norm, "rows": self.rows}
 
     def skip(self, steps: int) -> None:
         """Skip calls until the script has asked for so many training steps."""
@@ -49,15 +54,18 @@ class Resumption:
         """Return how many training steps the script has asked for, which are `now` when none is skipped any more."""
         return self._asked if self.behind else now
 
-    def skip_step(self, batch: str) -> float:
+    def skip_step(self, batch: str, rows: int = 0) -> float:
         """Skip a training step; return the loss of the checkpoint's last step, and nan of those before it.
 
         Args:
             batch: what the batch is called, if it has a name.
+            rows: of the batch; 0: not known. The checkpoint's first batch had `self.rows`.
 
         Raises:
             ConfigError: it is the checkpoint's last step, and had another batch.
         """
+        if not self._asked and rows and self.rows not in (0, rows):
+            logger.warning("the first batch has %d rows, and had %d in the run before", rows, self.rows)
         self._asked += 1
         if not self.behind and batch != self.batch and batch and self.batch:
             raise ConfigError(
@@ -67,6 +75,6 @@ class Resumption:
             )
         return math.nan if self.behind else self.loss
 
-    def note_step(self, loss: float, batch: str, norm: float | None) -> None:
+    def note_step(self, loss: float, batch: str, norm: float | None, rows: int) -> None:
         """Remember the result of a training step."""
-        self.loss, self.batch, self.norm = loss, batch, norm
+        self.loss, self.batch, self.norm, self.rows = loss, batch, norm, self.rows or rows

@@ -177,7 +177,7 @@ def finish(
             config.write(place)
         for worker in workers:
             (place / _part(worker)).unlink()
-        return folder.commit(place, about["step"], keep)
+        return folder.commit(place, about["step"], keep, about.get("job"))
     except OSError as error:
         raise _unwritten(place, error) from error
 

@@ -84,8 +84,10 @@ class Result:
         outputs: this worker's outputs of a prediction, by microbatch.
     """
 
-    def __init__(self, parts: Iterable[Mapping[str, Any]], outputs: Mapping[int, Tree]) -> None:
+    def __init__(self, parts: Iterable[Mapping[str, Any]], outputs: Mapping[int, Tree], rows: int = 0) -> None:
         self._parts = list(parts)
+        #: of the whole batch
+        self.rows = rows
         #: True if a host was asked to stop: all workers stop after the same step
         self.stop = any(part["stop"] for part in self._parts)
         self.outputs = {microbatch: without_views(tree) for microbatch, tree in outputs.items()}

@@ -1,0 +1,89 @@
+"""Which job wrote a checkpoint: a script with a model. What it writes from one beginning on is a series."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+import zlib
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..dependency import ConfigError
+from . import folder
+
+if TYPE_CHECKING:
+    from ..workers.actor import WorkerActor
+
+#: settings of a job that go on as they were in the checkpoint, whatever the script says now
+_SETTINGS = {"learning_rate": "learning rate", "lr_scheduler": "learning-rate schedule", "rows": "rows of a batch"}
+
+
+def job_of(actor: WorkerActor) -> dict[str, Any]:
+    """Return what a checkpoint keeps of the job that writes it. All workers call this alike."""
+    shards = actor.shards.values()
+    named = [(name, tensor) for shard in shards for name, tensor in shard.state_dict().items()]
+    forms = {zlib.crc32(f"{name} {getattr(tensor, 'shape', '')}".encode()) for name, tensor in named}
+    every = {form for told in actor.exchange("shapes of the model", sorted(forms)) for form in told}
+    groups = [group for shard in shards if shard.optimizer is not None for group in shard.optimizer.param_groups]
+    return {
+        "script": Path(sys.argv[0]).name,
+        "model": zlib.crc32(repr(sorted(every)).encode()),
+        "begun": time.time_ns(),
+        "learning_rate": next((float(group.get("initial_lr", group["lr"])) for group in groups), None),
+        "lr_scheduler": next((_named(shard.updating.training.lr_scheduler) for shard in shards), None),
+    }
+
+
+def _named(factory: Any) -> str | None:
+    if isinstance(factory, partial):
+        given = [*map(repr, factory.args), *(f"{name}={value!r}" for name, value in sorted(factory.keywords.items()))]
+        return re.sub(" at 0x[0-9a-f]+", "", f"{_named(factory.func)}({', '.join(given)})")
+    return None if factory is None else str(getattr(factory, "__name__", type(factory).__name__))
+
+
+def differences(job: Mapping[str, Any], written: Mapping[str, Any]) -> str:
+    """Return which settings of a script differ from those of the job that wrote its checkpoint; "" if none does."""
+    found = [
+        f"{what} {written[name]} in the checkpoint, which counts, and {job[name]} in the script"
+        for name, what in _SETTINGS.items()
+        if written.get(name) and job.get(name) and written[name] != job[name]
+    ]
+    return "; ".join(found)
+
+
+def written_by(path: Path) -> dict[str, Any] | None:
+    """Return the job that wrote a checkpoint; {} if it does not say so, None if it cannot be read."""
+    with suppress(ConfigError, AttributeError, TypeError, ValueError):
+        return dict(folder.read_json(path / folder.MANIFEST).get("job") or {})
+    return None
+
+
+def is_same(job: Mapping[str, Any], other: Mapping[str, Any] | None) -> bool:
+    """Return whether both are of one script with one model; what does not say so may be."""
+    return not other or all(job.get(name) == other.get(name) for name in ("script", "model"))
+
+
+def last_series(where: Path, job: Mapping[str, Any]) -> list[Path]:
+    """Return the checkpoints of the series that `job` has begun last, also damaged ones, the newest first."""
+    found = [(path, written_by(path)) for path in reversed(folder.named(where))]
+    found = [(path, other) for path, other in found if is_same(job, other)]
+    begun = max((int(other.get("begun", 0)) for _, other in found if other is not None), default=0)
+    noted = folder.noted_job(where)
+    if noted and is_same(job, noted) and noted.get("begun", 0) > begun:
+        return []  # it has written none yet
+    return [path for path, other in found if other is None or other.get("begun", 0) == begun]
+
+
+def others(where: Path, own: Sequence[Path]) -> str:
+    """Return a sentence on the checkpoints in a folder that are not a job's own; "" if there is none."""
+    left = [path for path in folder.complete(where) if path not in own]
+    if not left:
+        return ""
+    found = written_by(left[-1]) or {}
+    begun = time.strftime(", begun %Y-%m-%d %H:%M", time.localtime(found["begun"] / 1e9)) if found.get("begun") else ""
+    of = f"of {found['script']}{begun}" if found.get("script") else "that do not say whose they are"
+    return f"{len(left)} other checkpoints stay in {where}, the last {left[-1].name} {of}: --resume names one"
