@@ -178,7 +178,7 @@ class Pipeline(Inspected):
         self.checkpoints.refuse_averaged("step")
         cut = self._session.cut(batch, microbatches)
         if self.replaying:
-            loss, self._stopped = self.checkpoints.skip_step(label_of(batch), self.actors)
+            loss, self._stopped = self.checkpoints.skip_step(label_of(batch), self.actors, cut.rows)
             return loss
         return self._record(self._session.run(cut, train=True), label_of(batch))
 

@@ -198,7 +198,7 @@ class Checkpoints:
         if self._every is not None and (stop or self.due(step)):
             self._save(*self._every[1:], extra=None, wait=stop, asked=False)
 
-    def skip_step(self, batch: str, actors: Iterable[WorkerActor]) -> tuple[float, bool]:
+    def skip_step(self, batch: str, actors: Iterable[WorkerActor], rows: int = 0) -> tuple[float, bool]:
         """Skip a training step that the checkpoint covers; return its loss, and whether all workers stop here.
 
         A worker that is asked to stop skips all steps that are left. With the last one the script is where the
@@ -207,7 +207,7 @@ class Checkpoints:
         """
         if stop := any(actor.stop_requested for actor in actors):
             self.results.skip(0)  # no more
-        loss = self.results.loss if stop else self.results.skip_step(batch)
+        loss = self.results.loss if stop else self.results.skip_step(batch, rows)
         if not self.results.behind and self._resumed is not None:
             # A worker that is faster waits here for the slower ones, of which one may have been asked to stop.
             stop = any(self._each(lambda actor: actor.exchange("steps skipped", stop))[0])
