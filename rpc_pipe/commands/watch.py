@@ -73,7 +73,7 @@ def _open_source(address: str | None) -> Source:
     Raises:
         ConfigError: there is none, or several.
     """
-    if address is not None and Path(address).is_file():
+    if address is not None and Path(address).is_file() and not address.endswith(".py"):  # a script's run, by its name
         return Replay(Path(address))
     if address is not None and address.endswith(".jsonl"):
         raise ConfigError(f"watch {address}: there is no such file")

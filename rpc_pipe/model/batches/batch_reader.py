@@ -73,7 +73,7 @@ class BatchReader:
             found = self._read(batch, pair, cuts_model)
         else:
             found = Microbatches.of(batch, microbatches, self._spec.num_microbatches, self._num_cut, pair)
-        if microbatches is None:
+        if microbatches is None and not whole:  # an evaluation of a row fills no pipeline
             self._say_if_fewer(found)
         return found if whole or self._sequences is None else self._sequences.cut(found)
 
