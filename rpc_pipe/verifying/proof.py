@@ -115,7 +115,8 @@ def _reference(
         module = _whole(made, options)
         give(module, initial)
         replicas.append(Replica(module, made.loss_fn or pipe.partition.loss_fn))  # type: ignore[arg-type]
-    return Reference(pipe.spec.unsliced(), replicas, pipe.partition, optimizer, randomness, **asked)
+    sizes = pipe.spec.slice_sizes
+    return Reference(pipe.spec.unsliced(), replicas, pipe.partition, optimizer, randomness, slices=sizes, **asked)
 
 
 def _whole(made: UserModel, options: VerifyOptions) -> nn.Module:

@@ -9,7 +9,7 @@ No worker, no stash and no timing: versions are copies in a dictionary, one micr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any
@@ -20,14 +20,16 @@ from torch.optim import Optimizer
 
 from ..dependency import Spec, local_order, microbatches_of, update_of
 from ..model.batches.microbatches import Microbatches, update_shares
+from ..model.batches.sequences import length_of, ranges_of
 from ..model.observe.trees import mapped
 from ..model.observed_partition import ObservedPartition
 from ..model.partition import LayerPartition
 from ..workers.compute.batch_norm import Statistics, defer
 from ..workers.compute.module_state import ModuleState, Value
-from ..workers.compute.randomness import Randomness, preserved
+from ..workers.compute.randomness import Randomness, Seed, preserved
 from ..workers.compute.shard import LossFn
 from ..workers.compute.stage_state import shown
+from ..workers.compute.whole_draws import WholeDraws
 from ..workers.transport.payload import Tree
 from .keyed import Keyed
 from .shares import Shares
@@ -96,6 +98,7 @@ class Reference:
     Args:
         replicas: one for each route, with equal weights.
         cut: which parameters each stage has, and which modules are blocks.
+        slices: sizes of the slices of a sequence, whose random numbers are drawn; empty: whole sequences draw.
         optimizer, lr_scheduler, max_grad_norm, deferred_batch_norm: as for `Pipeline`.
     """
 
@@ -107,10 +110,12 @@ class Reference:
         optimizer: Callable[..., Optimizer],
         randomness: Randomness,
         *,
+        slices: Sequence[int] = (),
         lr_scheduler: Any = None,
         max_grad_norm: float | None = None,
         deferred_batch_norm: bool = False,
     ) -> None:
+        self._slices = slices
         self._spec, self._cut, self._randomness, self._max_norm = spec, cut, randomness, max_grad_norm
         self.replicas = list(replicas)
         names: list[list[str]] = [[] for _ in range(spec.num_stages)]
@@ -179,10 +184,20 @@ class Reference:
 
     def _loss(self, replica: Replica, m: int, inputs: Any, target: Any) -> Any:
         args, kwargs = ((inputs,), {}) if isinstance(self._cut, LayerPartition) else inputs
-        seed = partial(self._randomness.seed_forward, self.num_steps, m)
-        with Keyed(replica.module, self._cut.block_names, seed, replica.shares):
+        seed, mode = self._draws(m, (inputs, target))
+        with mode, Keyed(replica.module, self._cut.block_names, seed, replica.shares):
             output = replica.module(*args, **kwargs)
         return replica.loss_fn(output, target)
+
+    def _draws(self, m: int, batch: Any) -> tuple[Seed, AbstractContextManager[Any]]:
+        """Return the seed of a microbatch's forward, and the mode in which its random numbers are drawn."""
+        seed = partial(self._randomness.seed_forward, self.num_steps)
+        if len(self._slices) < 2:
+            return partial(seed, m), nullcontext()
+        length = length_of(batch)
+        places = [(*each, length) for each in ranges_of(self._slices, length)]
+        draws = WholeDraws(places, lambda j, *key: seed(m * len(places) + j, *key), self._randomness.generators)
+        return draws.seed, draws
 
     def _forth_and_back(self, spec: Spec, step: _Step, m: int) -> list[Grads]:
         """Run one microbatch and return the gradients by stage; `m` is counted through the stream."""

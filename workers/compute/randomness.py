@@ -47,7 +47,7 @@ class Randomness:
         self.device = device or torch.device("cpu")
         #: to be held while numbers may be drawn, and while a generator is seeded
         self.lock = computing
-        self._generators = _generators(self.device)
+        self.generators = _generators(self.device)
 
     def seed_forward(self, step: int, microbatch: int, layer: int, operation: int = 0) -> None:
         """Let the next draws be the draws of `layer` for `microbatch` of `step`.
@@ -63,7 +63,7 @@ class Randomness:
             digest = hashlib.blake2b(
                 _pack_forward(self.seed, _FORWARD, step, microbatch, layer), digest_size=8
             ).digest()
-            for generator in self._generators:
+            for generator in self.generators:
                 generator.manual_seed(int.from_bytes(digest, "little") >> 1)
 
     def seed_backward(self, step: int, microbatch: int, layer: int, *, weights: bool = False) -> None:
@@ -87,7 +87,7 @@ class Randomness:
 
     def _seed(self, *key: int) -> int:
         seed = self._number(*key)
-        for generator in self._generators:
+        for generator in self.generators:
             generator.manual_seed(seed)
         return seed
 

@@ -27,9 +27,9 @@ from ..transport.payload import Payload, Tree, distinct_tensors, map_tensors, te
 from .borders import without_views
 from .shard import Given, Shard
 from .slice_check import Noted, compare, refused
-from .slice_draws import SliceDraws
 from .slices import has_own_state, note, output_alone, place_of_state
 from .torch_internals import BatchNorm, no_view, without_torch_function
+from .whole_draws import WholeDraws
 
 
 class Piece(NamedTuple):
@@ -63,8 +63,6 @@ class Left:
         self._histories: dict[Hashable, _History] = {}
         #: number of a slice -> where it begins and ends in its sequence, and the sequence's length
         self.places: dict[int, tuple[int, int, int]] = {}
-        #: whether the first slice has drawn random numbers
-        self.draws = False
 
     def enter(self, who: Hashable, number: int, near: Tree) -> Tree:
         """Return the state that slice `number` - 1 has left, for this one.
@@ -305,17 +303,18 @@ class SlicedShard(Shard):
 
     def _compare(self, noted: Sequence[Noted], step: int) -> None:
         """Refuse layers that do not go with slices, by a look at the first microbatch."""
-        left, seed, places = Left(), partial(self._randomness.seed_forward, step, 0), self._left[0].places
+        left, places = Left(), list(self._left[0].places.values())
+        draws = WholeDraws(places, partial(self._randomness.seed_forward, step), self._randomness.generators)
 
         def run(number: int | None, inputs: Tree, fields: Tree) -> Tree:
             if isinstance(inputs, tuple) and inputs and isinstance(inputs[-1], str):  # where it was made, once
                 inputs = inputs[:-1]
             given = map_tensors(inputs, torch.clone)
             if number is None:
-                with self._carrier.carrying(None):
-                    return self.slice.forward(given, fields, seed)
-            with self._carrier.carrying(Piece(left, number, self._count)), SliceDraws(number, places[number]):
-                return self.slice.forward(given, fields, seed)
+                with self._carrier.carrying(None), draws:
+                    return self.slice.forward(given, fields, draws.seed)
+            with self._carrier.carrying(Piece(left, number, self._count)):
+                return self.slice.forward(given, fields, partial(self._randomness.seed_forward, step, number))
 
         if any(isinstance(module, BatchNorm) and module.training for module in self.slice.own):
             raise refused("takes means over whole sequences")
@@ -324,20 +323,13 @@ class SlicedShard(Shard):
             compare(noted, run, self.loss_fn)
         self.train(True)
 
-    def _compute(self, given: Given, inputs: Tree, target: Tree, **drawing: int) -> Tree:
-        compute = partial(super()._compute, given, inputs, target, **drawing)
-        if not torch.is_grad_enabled():
-            with self._carrier.carrying(None):
-                return compute()
-        m, number = divmod(given.microbatch, self._count)
-        left, compute = self._left.setdefault(m, Left()), partial(compute, drawing=m)
-        with self._carrier.carrying(Piece(left, number, self._count)):
-            if number and not left.draws:
-                return compute()
-            with SliceDraws(number, left.places[number]) as draws:
-                tree = compute()
-            left.draws |= draws.found
-            return tree
+    def _compute(self, given: Given, inputs: Tree, target: Tree) -> Tree:
+        piece = None
+        if torch.is_grad_enabled():
+            microbatch, number = divmod(given.microbatch, self._count)
+            piece = Piece(self._left.setdefault(microbatch, Left()), number, self._count)
+        with self._carrier.carrying(piece):
+            return super()._compute(given, inputs, target)
 
     def _weigh(self, given: Given, loss: Any, share: float) -> Tensor:
         root = super()._weigh(given, loss, share)

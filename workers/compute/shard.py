@@ -217,10 +217,9 @@ class Shard:
             self._forwarded[given.microbatch] = Forwarded(given.step, owing, roots, saved, left)
         return tree
 
-    def _compute(self, given: Given, inputs: Tree, target: Tree, *, drawing: int = -1) -> Tree:
-        """Compute; `drawing` is the microbatch whose random numbers layers draw, if that is another one."""
+    def _compute(self, given: Given, inputs: Tree, target: Tree) -> Tree:
         step, microbatch = given.step, given.microbatch
-        seed: Seed = partial(self._randomness.seed_forward, step, microbatch if drawing < 0 else drawing)
+        seed: Seed = partial(self._randomness.seed_forward, step, microbatch)
         draws = self._draws
         draws_too = draws.found or draws.looks[torch.is_grad_enabled()] > 0
         tree = self.slice.forward(inputs, given.fields, draws.seeding(seed) if draws_too else seed)

@@ -74,9 +74,7 @@ class Sequences:
     def _slices(self, inputs: Tree, target: Tree, share: float) -> tuple[list[Any], ...]:
         """Return inputs, targets, shares and places of the slices of a microbatch."""
         length = length_of([inputs, target])
-        count, parts = len(self._sizes), sum(self._sizes)
-        ends = [(at * length + parts // 2) // parts for at in accumulate(self._sizes)]
-        ranges = list(zip([0, *ends], ends, strict=False))
+        count, ranges = len(self._sizes), ranges_of(self._sizes, length)
         if any(begin == end for begin, end in ranges):
             sizes = str(count) if len(set(self._sizes)) == 1 else ",".join(map(str, self._sizes))
             raise ConfigError(
@@ -210,6 +208,17 @@ def _masks(whole: Any, largest: float) -> Callable[[int, int, int], Tensor] | No
         return seen.contiguous() if seen.data_ptr() % 16 else seen
 
     return mask
+
+
+def ranges_of(sizes: Sequence[int], length: int) -> list[tuple[int, int]]:
+    """Return the beginning and end of each slice of a sequence; `sizes` are in parts of it.
+
+    >>> ranges_of([2, 1, 1], 10)
+    [(0, 5), (5, 8), (8, 10)]
+    """
+    parts = sum(sizes)
+    ends = [(at * length + parts // 2) // parts for at in accumulate(sizes)]
+    return list(zip([0, *ends], ends, strict=False))
 
 
 def length_of(tree: Tree) -> int:
