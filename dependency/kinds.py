@@ -16,10 +16,10 @@ W = Kind("W", "backward for weights", holds=-1, accumulates=True, colour="#009e7
 #: runs the forward again from its input, because the activations were not kept
 R = Kind("R", "recompute", colour="#0072b2", ink="#ffffff")
 #: the index of these three also counts the pieces into which a stage's parameters are divided
-G = Kind("G", "give gradients", index="route", resource="link", colour="#d55e00")
-S = Kind("S", "sum gradients", index="route", resource="link", colour="#d55e00")
-P = Kind("P", "give parameters", index="route", resource="link", colour="#d55e00")
-A = Kind("A", "take parameters", index="route", resource="link", colour="#d55e00")
+G = Kind("G", "reduce-scatter: send gradients", index="route", resource="link", colour="#d55e00")
+S = Kind("S", "reduce-scatter: sum gradients", index="route", resource="link", colour="#a84300", ink="#ffffff")
+P = Kind("P", "all-gather: send parameters", index="route", resource="link", colour="#f4a582")
+A = Kind("A", "all-gather: receive parameters", index="route", resource="link", colour="#fbd3c0")
 #: in an asynchronous stream the index of an update counts the updates
 U = Kind("U", "update", index="route", colour="#cc79a7")
 C = Kind("C", "collect the loss", index="route", resource="control")

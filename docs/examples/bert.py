@@ -1,6 +1,6 @@
 """Classify with a BERT of Hugging Face: a metric, and no weight decay for biases and norms, chosen by name.
 
-pip install 'rpc-pipe[hf]'
+pip install '.[hf]'
 rpc-pipe run bert.py --workers 2
 """
 

@@ -1,6 +1,6 @@
 """Fine-tune a causal language model of Hugging Face with LoRA, as peft makes it: neither knows of the pipeline.
 
-pip install 'rpc-pipe[hf]'
+pip install '.[hf]'
 python lora.py                                all workers are threads of this process
 rpc-pipe run lora.py --workers 4
 """

@@ -1,6 +1,6 @@
 """An encoder and a decoder: T5, whose embedding is used by both and by the output, cut over four workers.
 
-pip install 'rpc-pipe[hf]'
+pip install '.[hf]'
 rpc-pipe run t5.py --workers 4
 """
 

@@ -1,6 +1,6 @@
 """Train a causal language model of Hugging Face on shards of tokens that need not fit into memory.
 
-pip install 'rpc-pipe[hf]'
+pip install '.[hf]'
 python tokens.py                              all workers are threads of this process
 rpc-pipe run tokens.py --workers 2 --checkpoint-every 2 --resume auto
 """

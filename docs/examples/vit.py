@@ -1,6 +1,6 @@
 """A vision transformer of Hugging Face, with the loss outside of it: loss_fn(output, batch).
 
-pip install 'rpc-pipe[hf]'
+pip install '.[hf]'
 rpc-pipe run vit.py --workers 2 --schedule zb-h1
 """
 

@@ -22,6 +22,8 @@ from .timeline import held_stages, idle, name_index, summarize
 _MARKER = "@DATA@"
 #: number of causes of a worker's waits that are named, the longest first
 _MOST_CAUSES = 3
+#: the one definition of the gaps' share on all pages
+_GAPS = "{}: share of the time, from the first start to the last end, in which a worker runs no action"
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,7 @@ def _encode(picture: Picture) -> dict[str, object]:
         "stages": held_stages(spans, picture.num_workers),
         "spans": rows,
         "critical": [at[span] for span in critical_path(spans, picture.waits)] if picture.waits else [],
-        "notes": list(picture.notes),
+        "notes": [*picture.notes, *([_GAPS.format(picture.gaps)] if picture.spans else [])],
         "held": (held := _held(picture, first)),
         "table": _table(picture, held),
     }
@@ -117,18 +119,20 @@ def _held(picture: Picture, first: float) -> list[list[tuple[float, float]]]:
 
 def _table(picture: Picture, held: Sequence[Sequence[tuple[float, float]]]) -> list[list[str]]:
     """Return a heading and a row for each worker: idle time, causes of waits, and held activations."""
-    shares, unit = idle(picture.spans, picture.num_workers), f" {picture.unit}" if picture.unit else ""
+    shares = idle(picture.spans, picture.num_workers)
     if not shares:
         return []
     causes: list[dict[str, float]] = [defaultdict(float) for _ in shares]
     for span, wait in picture.waits.items():
-        if wait.cause is not None:
+        if wait.cause is not None and wait.cause.worker != span.worker:
             causes[span.worker][f"{wait.cause.action.kind} of worker {wait.cause.worker}"] += wait.time
-    rows = [["", picture.gaps, "waited for", "most activations held, in microbatches"]]
+    waited = f"waited for, {picture.unit or 'in units of time'}"
+    rows = [["", picture.gaps, waited, *[""] * (_MOST_CAUSES - 1), "most activations held, in microbatches"]]
     for worker, share in enumerate(shares):
         longest = sorted(causes[worker].items(), key=lambda cause: -cause[1])[:_MOST_CAUSES]
-        waited = ", ".join(f"{name} {time:.4g}{unit}" for name, time in longest)
-        rows.append([f"worker {worker}", f"{share:.1%}", waited, f"{max(number for _, number in held[worker]):.4g}"])
+        cells = [f"{time:.4g}: {name}" for name, time in longest]
+        most = f"{max(number for _, number in held[worker]):.4g}"
+        rows.append([f"worker {worker}", f"{share:.1%}", *cells, *[""] * (_MOST_CAUSES - len(cells)), most])
     if picture.memory:
         rows = [[*row, more] for row, more in zip(rows, ["peak memory", *picture.memory], strict=True)]
     return rows

@@ -2,7 +2,7 @@
 /* Timelines on canvases: `load` takes what `page.encode` made, `build` makes the elements, `refresh` draws. */
 const hint = document.getElementById("hint");
 const AXIS = 24;  // height of the axis, in pixels
-const TALLEST = 180;  // no row of a picture alone is higher, in pixels; of two pictures half of it
+const TALLEST = 60;  // no row is higher, in pixels, so that tables are on the screen, too
 const SMALLEST = 7, SIZES = [1, 0.8, 0.64];  // no text is smaller, in pixels; few sizes, for a calm picture
 const STRIPE = 0.28;  // share of a cell that the stripe of a worker's last stage takes
 const FONT = "system-ui, -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif";
@@ -126,7 +126,7 @@ function measure() {
   const ratio = window.devicePixelRatio || 1;
   const rows = drawn.reduce((sum, picture) => sum + picture.workers, 0);
   const free = window.innerHeight - 60 - drawn.length * (AXIS + 46);
-  const pitch = Math.max(11, Math.min(TALLEST / drawn.length, Math.floor(free / rows)));
+  const pitch = Math.max(11, Math.min(TALLEST, Math.floor(free / rows)));
   for (const picture of drawn) {
     picture.pitch = pitch;
     picture.cell = pitch - (pitch > 14 ? 2 : 1);
@@ -214,6 +214,7 @@ function drawRows(picture, context) {
 function label(picture, context, span, x, end, y) {
   const room = end - x - 3, {font, digit} = picture, per = room / (picture.longest * digit / font);
   const full = (picture.longest + picture.widest) * digit + 6 <= room;
+  if (!full && String(span.microbatch).includes(".")) return;  // a slice's name, such as 0.3, reads as a time
   const size = SIZES.map(part => part * font).find(size => size <= per && size >= SMALLEST);
   if (!size) return;
   const text = "GU".includes(span.kind) ? span.kind : full ? nameOf(span) : span.microbatch;
@@ -307,7 +308,7 @@ function explain(picture, span) {
   const lines = [`worker ${span.worker}, stage ${span.stage}` + ("GU".includes(span.kind) ? "" : `, microbatch ${span.microbatch}`),
     `start ${time(span.start, unit)}, took ${time(span.end - span.start, unit)}`];
   if (!span.wait) lines.push("did not wait");
-  else if (!span.cause) lines.push(`waited ${time(span.wait, unit)}`);
+  else if (!span.cause || span.cause.worker === span.worker) lines.push(`waited ${time(span.wait, unit)}`);
   else {
     const ago = span.start - span.cause.end;
     lines.push(`waited ${time(span.wait, unit)} for ${nameOf(span.cause)} of worker ${span.cause.worker}` +

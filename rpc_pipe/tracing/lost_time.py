@@ -1,4 +1,4 @@
-"""Attribution of a step's lost time to causes, with the worst one in a sentence.
+"""Attribution of a step's lost time to causes, with the largest in a sentence.
 
 The limit is the workers' work at normal speed, spread evenly and without waits. The schedule is simulated with the
 measured times, adding one cause at a time, and each cause is charged with the time that it adds:
@@ -20,6 +20,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from operator import itemgetter
 from statistics import median, median_low
 
 from ..dependency import Action, Kind
@@ -37,8 +38,10 @@ _STEPS = 3
 _NEGLIGIBLE = 0.04
 #: share of the waits between steps that reading batches must explain to be named as their cause
 _KNOWN = 0.5
-#: overhead is named only if every other cause is less than this share of it, since nothing more is known of it
-_VAGUE = 0.5
+#: the bubble in a sentence
+_BUBBLE = "the schedule's own bubble"
+#: times its usual time from which an action counts as long, and ms below which it counts as small
+_LONG, _SMALL_MS = 3, 3.0
 #: by cause of waiting for data: what is waited for, and advice
 _DATA = {
     "": (
@@ -61,7 +64,7 @@ class LostTime:
     parts: dict[str, float]
     #: what data are waited for: disk, network or decode; empty: unknown
     data_cause: str = ""
-    #: the worst cause, with advice
+    #: the largest causes, with advice
     sentence: str = ""
 
     def as_json(self) -> dict[str, float | str]:
@@ -131,36 +134,45 @@ class _Case:
         return LostTime(self._step_ms, min(limit, self._step_ms), parts, self._data_cause())
 
     def sentence(self, lost: LostTime, crowded: int | None, one_process: bool) -> str:
-        """Return the worst cause with advice; `crowded` is the number of cores if workers have to share them."""
-        shares = {cause: ms / lost.step_ms for cause, ms in lost.parts.items()}
-        bubble, name = shares.pop("bubble"), name_of(self._spec)
-        worst = max(shares, key=lambda cause: shares[cause] * (_VAGUE if cause == "overhead" else 1))
-        own = f"{name}'s own bubble is {_percent(bubble)}, less with more microbatches"
-        if shares[worst] < _NEGLIGIBLE:
-            return f"the run reaches {_percent(lost.limit_ms / lost.step_ms + bubble)} of what {name} allows; {own}"
-        if worst == "overhead" and one_process:
-            what = "the workers are threads of one process and take turns"
-            advice = "that is for looking and debugging; rpc-pipe run gives each a process"
-        elif worst != "data" and crowded is not None:
-            # Who waits for a core looks slow, and so does a link to it; which one it is changes from run to run.
-            workers = self._spec.num_workers
-            what, advice = "the workers wait for a core", f"{workers} workers share {crowded} cores of one machine"
-        else:
-            what, advice = self._blame(worst, lost.data_cause)
-        sentence = f"{what}, which costs about {_percent(shares[worst])} of a step: {advice}"
-        return f"{sentence}; {own}" if bubble > shares[worst] else sentence
+        """Return the two largest causes, the larger first, each with advice.
 
-    def _blame(self, worst: str, data_cause: str) -> tuple[str, str]:
-        """Return who costs so much, and advice."""
-        if worst == "data":
+        Args:
+            crowded: number of cores, if workers share them.
+        """
+        shares = {cause: ms / lost.step_ms for cause, ms in lost.parts.items()}
+        totals: dict[tuple[str, str], float] = defaultdict(float)
+        for cause, share in shares.items():
+            if share >= _NEGLIGIBLE:
+                totals[self._blame(cause, lost, crowded, one_process)] += share
+        found = [
+            f"{what}, which costs about {_percent(share)} of a step: {advice}"
+            for (what, advice), share in sorted(totals.items(), key=itemgetter(1), reverse=True)[:2]
+        ]
+        if not {what for what, _ in totals} - {_BUBBLE}:
+            reached = _percent(lost.limit_ms / lost.step_ms + shares["bubble"])
+            found.insert(0, f"the run reaches {reached} of what {name_of(self._spec)} allows")
+        return "; ".join(found)
+
+    def _blame(self, cause: str, lost: LostTime, crowded: int | None, one_process: bool) -> tuple[str, str]:
+        """Return the source of a cost, and advice."""
+        if cause == "bubble":
+            return _BUBBLE, "more microbatches make it smaller, and rpc-pipe compare shows other schedules"
+        if cause == "data":
             worker, waits = _largest(self._waits)
-            what, advice = _DATA[data_cause]
+            what, advice = _DATA[lost.data_cause]
             return f"worker {worker} waits {waits:.1f} ms for data between steps ({what})", advice
-        if worst == "slow worker":
+        if one_process:
+            what = "the workers are threads of one process and take turns"
+            return what, "that is for looking and debugging; rpc-pipe run gives each a process"
+        if crowded is not None:
+            # A worker that waits for a core looks slow, and so does a link to it: which one changes from run to run.
+            workers = self._spec.num_workers
+            return "the workers wait for a core", f"{workers} workers share {crowded} cores of one machine"
+        if cause == "slow worker":
             worker, times = _largest(self._slowness)
             what = f"worker {worker} takes {times:.1f} x as long as others for stages of the same form"
             return what, "it is slow, unless they are heavier"
-        if worst == "imbalance":
+        if cause == "imbalance":
             busy = [0.0] * self._spec.num_workers
             for action in self._actions:
                 busy[self._spec.worker(action)] += self._actual(action)
@@ -168,13 +180,30 @@ class _Case:
             times = longest / max(median_low(busy), 1e-9)
             what = f"stages or their actions take unequally long, those of worker {worker} {times:.1f} x the median"
             return what, "rpc-pipe plan finds cuts, and sizes of slices"
-        if worst == "link":
+        if cause == "link":
             (source, target), ms = max(self._delays.items(), key=lambda link: link[1])
             what = f"payloads take {ms:.1f} ms from worker {source} to worker {target}"
             return what, "a slow link; eager-1f1b or a wider window hides it for more activations"
-        typical = median(self._actual(action) for action in self._actions if action.kind.per_microbatch)
-        what = f"the runtime itself, or other programs on the cores, beside actions of {typical:.1f} ms"
-        return what, "larger or fewer microbatches make actions longer"
+        return self._overhead(lost.parts["overhead"])
+
+    def _overhead(self, lost_ms: float) -> tuple[str, str]:
+        """Return the source of the time that no other cause explains, and advice."""
+        lengths = [
+            ((run.end_ns - run.start_ns) / 1e6, self._actual(run.action))
+            for records in self._records for record in records for run in record.actions
+            if run.action.kind.per_microbatch
+        ]  # fmt: skip
+        long = [took - usual for took, usual in lengths if took > _LONG * usual + 1]
+        a_step = sum(long) / len(self._records) / self._spec.num_workers
+        if a_step > lost_ms * _KNOWN:
+            what = f"{len(long)} of {len(lengths)} actions took more than {_LONG} x their usual time"
+            return what, "new shapes, say, are looked at once: pad sequences to a few lengths; or other programs ran"
+        typical, count = median(usual for _, usual in lengths), len(lengths) // len(self._records)
+        if typical < _SMALL_MS:
+            what = f"the runtime itself handles {count} actions of {typical:.1f} ms a step"
+            return what, "larger or fewer microbatches make actions longer"
+        what = f"waits between {count} actions of {typical:.1f} ms, beyond those of the schedule"
+        return what, "times vary, or other programs run on the cores; rpc-pipe run --html shows where"
 
     def _nominal(self, action: Action) -> float:
         slowness = self._slowness[self._spec.worker(action)]

@@ -59,4 +59,4 @@ def summary(found: dict[str, Any], *more: str) -> str:
 
 def lost_lines(found: dict[str, Any]) -> list[str]:
     """Return lines on the lost time of a run, from its figures."""
-    return [f"a step's time: {found['lost']['line']}", f"worst: {found['lost']['sentence']}"]
+    return [f"a step's time: {found['lost']['line']}", f"costs most: {found['lost']['sentence']}"]

@@ -79,7 +79,7 @@ class Trace:
             write_chrome(path, self.spec, steps, device=device, clock_error_ms=self.clock_error_ms)
 
     def write_page(self, path: str | Path, lost: str) -> None:
-        """Write a page with a simulated step above the last one as it ran, and the line of the lost time.
+        """Write a page with a simulated step above the last step as it ran, and the line of the lost time.
 
         Raises:
             ConfigError: the file cannot be written.
@@ -103,7 +103,15 @@ class Trace:
         memory = [f"{record.peak_bytes / 1e6:,.0f} MB" for record in self.steps[last]] if measured else []
         ran = f"actual: step {last} of {self.run or 'the run'}, {schedule}"
         return (
-            Picture(f"planned: {schedule}", planned, spec.num_workers, "ms", "idle", why_planned, slices),
+            Picture(
+                f"this schedule with the measured times: {schedule}",
+                planned,
+                spec.num_workers,
+                "ms",
+                "idle",
+                why_planned,
+                slices,
+            ),
             Picture(ran, actual, spec.num_workers, "ms", "idle", why_actual, slices, memory=memory),
         )
 

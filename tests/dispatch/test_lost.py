@@ -38,6 +38,12 @@ def test_a_calm_run_is_told_how_close_it_is():
     assert "more microbatches" in lost.sentence
 
 
+def test_a_bubble_is_named_where_there_is_one_alone():
+    """A run of one worker was told "worst: the run reaches 98 %; 0 %, less with more microbatches"."""
+    lost = attribute_lost_time(trace_of("gpipe", workers=1), SHARDS[:1])
+    assert parts(lost)["bubble"] < 0.04 and "microbatches" not in lost.sentence
+
+
 def test_a_slow_worker_is_named():
     lost = attribute_lost_time(trace_of(cost=heavier(2, 1.5)), SHARDS)
     assert worst(lost) == "slow worker"
@@ -51,7 +57,7 @@ def test_uneven_stages_are_named():
     shards = [[(0, 0, 1, 1)], [(1, 0, 3, 3)], [(2, 0, 2, 2)], [(3, 0, 2, 2)]]
     lost = attribute_lost_time(trace_of(cost=cost), shards)
     assert worst(lost) == "imbalance"
-    assert lost.sentence.startswith("stages or their actions take unequally long, those of worker 1 1.5 x the median")
+    assert "stages or their actions take unequally long, those of worker 1 1.5 x the median" in lost.sentence
 
 
 def test_workers_that_compute_equally_long_are_not_said_to_have_more():
@@ -64,7 +70,7 @@ def test_workers_that_compute_equally_long_are_not_said_to_have_more():
     assert worst(lost) == "imbalance" and "is slow" not in lost.sentence
     assert "4 workers share 2 cores of one machine" in lost.sentence
     calm = attribute_lost_time(trace_of("gpipe", cost=cost), SHARDS).sentence
-    assert calm.startswith("stages or their actions take unequally long")
+    assert "stages or their actions take unequally long" in calm
 
 
 def test_a_slow_link_is_named():
@@ -135,7 +141,7 @@ def _late(record, first, ns):
 
 def test_crowded_machines_are_told_so():
     trace = trace_of(hop_ms=0.9, cost=lambda a: {F: 1, B: 2}.get(a.kind, 0.1))
-    assert attribute_lost_time(trace, SHARDS, cores=2).sentence.endswith("4 workers share 2 cores of one machine")
+    assert "wait for a core" in attribute_lost_time(trace, SHARDS, cores=2).sentence
     assert "the runtime itself" in attribute_lost_time(trace, SHARDS, cores=8).sentence
 
 

@@ -158,7 +158,7 @@ def test_a_run_is_found_shown_traced_recorded_and_replayed(tmp_path):
     code, out, err = watch(recording, "--record", recording)
     assert code == 2 and "run.jsonl: File exists" in err
     code, out, err = watch(recording, "--speed", "1000")
-    assert code == 0 and "has ended" in out and "worst: " in out, out + err
+    assert code == 0 and "has ended" in out and "costs most: " in out, out + err
 
 
 def test_a_stall_is_told_with_the_culprit_and_its_stacks(tmp_path):
@@ -172,7 +172,7 @@ def test_a_stall_is_told_with_the_culprit_and_its_stacks(tmp_path):
     assert "worker 0 waiting for 1B" in told
     assert "worker 0 -> worker 1: everybody waits for worker 1, which is running 1F" in told
     assert re.search(r'train.py", line \d+ in forward', told) and "_send_all" not in told
-    assert "20 steps on 2 workers" in told and "worst: " in told
+    assert "20 steps on 2 workers" in told and "costs most: " in told
 
 
 def test_a_program_alone_can_be_watched_and_leaves_nothing(tmp_path):

@@ -123,9 +123,9 @@ def test_one_script_alone_and_launched_gives_one_loss(tmp_path):
     printed = launched.stdout.splitlines()
     told = [line for line in printed if line.startswith("worker ")]  # the summary may come before another's last line
     assert sorted(told) == [f"worker {w} | {expected}" for w in range(3)]
-    assert [line.partition(":")[0] for line in printed if line.startswith(("3 steps", "worst"))] == [
+    assert [line.partition(":")[0] for line in printed if line.startswith(("3 steps", "costs most"))] == [
         "3 steps on 3 workers",
-        "worst",
+        "costs most",
     ]
 
 

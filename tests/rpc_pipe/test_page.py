@@ -1,14 +1,15 @@
 import json
 import re
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 from browser import needs_browser, shown
 
-from rpc_pipe.dependency import B, F
+from rpc_pipe.dependency import B, F, Kind
 from rpc_pipe.drawing.page import Picture, draw_page
 from rpc_pipe.planning.simulator import simulate, uniform
-from rpc_pipe.planning.span import Span, waits
+from rpc_pipe.planning.span import Span, Wait, waits
 from rpc_pipe.schedules import SCHEDULES
 
 
@@ -113,11 +114,11 @@ def test_a_browser_says_that_there_is_nothing(tmp_path):
 
 
 @needs_browser
-def test_a_browser_gives_a_picture_alone_the_height_of_the_window(tmp_path):
-    """Rows stopped at 96 pixels: four workers took half of a usual window."""
+def test_no_row_is_so_high_that_tables_leave_the_screen(tmp_path):
+    """Rows of 180 pixels: four workers filled a window, and the tables were below it."""
     words = "report([drawn[0].pitch, Math.floor((innerHeight - 60 - AXIS - 46) / drawn[0].workers)])"
     pitch, fair = shown(draw_page([picture()]), tmp_path, words)
-    assert pitch == min(180, fair) > 96
+    assert pitch == min(60, fair)
 
 
 def test_the_critical_path_goes_from_the_first_start_to_the_last_end():
@@ -132,7 +133,23 @@ def test_the_critical_path_goes_from_the_first_start_to_the_last_end():
 def test_each_worker_has_its_idle_time_its_waits_and_its_peak():
     (drawn,) = embedded(draw_page([picture(workers=2, microbatches=2, unit="ms")]))["pictures"]
     heading, first, last = drawn["table"]
-    assert heading[1:] == ["bubble", "waited for", "most activations held, in microbatches"]
-    assert first == ["worker 0", "33.3%", "B of worker 1 3 ms", "2"]  # of 9 ms 3: F 1 ends before B 0 has come
-    assert last[0] == "worker 1" and last[3] == "1"
+    assert heading[1:] == ["bubble", "waited for, ms", "", "", "most activations held, in microbatches"]
+    assert first == ["worker 0", "33.3%", "3: B of worker 1", "", "", "2"]  # of 9 ms 3: F 1 ends before B 0 has come
+    assert last[0] == "worker 1" and last[5] == "1"
     assert max(number for _, number in drawn["held"][0]) == 2 and drawn["held"][0][-1][1] == 0
+
+
+def test_no_worker_waits_for_itself():
+    """A worker whose last need was its own action was shown as waiting for itself."""
+    alone = picture(workers=2, microbatches=2, unit="ms")
+    own = {span: Wait(1.0, span) for span in alone.spans}
+    (drawn,) = embedded(draw_page([replace(alone, waits=own)]))["pictures"]
+    assert all(row[2] == "" for row in drawn["table"][1:])
+
+
+def test_kinds_of_the_exchange_have_colours_of_their_own():
+    """G, S, P and A had one colour, and words that the field does not use."""
+    colours = {kind.colour for kind in Kind.all() if kind.letter in "GSPA"}
+    assert len(colours) == 4 and {kind.word.partition(":")[0] for kind in Kind.all() if kind.letter in "GSPA"} == {
+        "reduce-scatter", "all-gather"
+    }  # fmt: skip

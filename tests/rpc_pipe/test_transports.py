@@ -144,7 +144,7 @@ def test_torchrun_on_one_host_needs_neither_port_nor_key(script):
     (loss,) = re.findall(r"loss (\S+) LocalPost", alone.stdout)
     assert re.findall(r"loss (\S+) ZmqLink", done.stdout) == [loss] * 2
     # Worker 0 says how it went; what else is on stderr is torchrun's.
-    said = [line for line in done.stderr.splitlines() if line.startswith(("3 steps on 2 workers: ", "worst: "))]
+    said = [line for line in done.stderr.splitlines() if line.startswith(("3 steps on 2 workers: ", "costs most: "))]
     assert len(said) == 2, done.stderr
 
 
