@@ -244,7 +244,7 @@ def test_what_a_killed_run_left_is_swept(tmp_path):
     (["--once", "--web"], "--web 8800: has no effect with --once"),
     (["--trace", "t.json", "--record", "r.jsonl"], "--record r.jsonl: has no effect with --trace"),
     (["--trace", "/dev/null/t.json"], "--trace /dev/null/t.json: /dev/null is a file, not a folder"),
-    (["--speed", "0"], "--speed 0: must be more than 0"),
+    (["--speed", "0"], "--speed 0: must be above 0"),
     (["--speed", "2", "--once"], "--speed 2: with --once a recording is read as fast as it can be"),
 ])  # fmt: skip
 def test_wrong_input_is_told(arguments, text):

@@ -142,7 +142,8 @@ def test_each_worker_has_its_idle_time_its_waits_and_its_peak():
 def test_no_worker_waits_for_itself():
     """A worker whose last need was its own action was shown as waiting for itself."""
     alone = picture(workers=2, microbatches=2, unit="ms")
-    own = {span: Wait(1.0, span) for span in alone.spans}
+    rows = [[span for span in sorted(alone.spans, key=lambda s: s.start) if span.worker == w] for w in range(2)]
+    own = {after: Wait(1.0, before) for row in rows for before, after in pairwise(row)}
     (drawn,) = embedded(draw_page([replace(alone, waits=own)]))["pictures"]
     assert all(row[2] == "" for row in drawn["table"][1:])
 
