@@ -1,6 +1,6 @@
 """Synchronisation of the copies of a user's modules with edits that the user makes between two calls.
 
-Stages of a model with its own forward compute with copies of its modules, and so do replicas of a stage. Modes,
+Stages of a whole model compute with copies of its modules, and so do replicas of a stage. Modes,
 plain attributes, weights and buffers that the user changes by hand are changed in the copies too. Versions and
 identities show a change; no number of a weight is read. Structural changes (parameters, modules, hooks, forwards)
 raise ModelError.
@@ -20,7 +20,7 @@ from ..dependency import ModelError
 from ..workers.compute.by_hand import HOOKS, OfWeight, fingerprint
 from .observe.given import is_placeholder
 
-#: returns what must stay of a module, by the words that say that it was changed
+#: returns the parts of a module that must stay, by the words that report a change
 _Structure = Callable[[nn.Module], dict[str, Any]]
 
 
@@ -28,9 +28,9 @@ class _Followed:
     """A module of the user's model and its copy. References are weak, so that neither is kept alive.
 
     Args:
-        copy: `own` itself, where a stage computes by it.
-        structure: what must stay of the user's module.
-        weights: names of the parameters of which `copy` has a copy.
+        copy: `own` itself, where a stage computes with it.
+        structure: the parts of the user's module that must stay.
+        weights: names of the parameters that `copy` has copies of.
         changes: whether calls change the user's module too.
         mirrored: names of the buffers that are copied back after every call.
     """
@@ -117,7 +117,7 @@ def _follow_weight(name: str, before: OfWeight, parameter: Any, copy: Any) -> No
 
 
 class ModuleCopies:
-    """All copies of a user's modules with which this process computes."""
+    """All copies of a user's modules that this process computes with."""
 
     def __init__(self) -> None:
         self._modules: list[_Followed] = []
@@ -132,13 +132,13 @@ class ModuleCopies:
         mirrored: Collection[str] = (),
         hooked: Collection[str] = (),
     ) -> None:
-        """Register `copy`, which has just been made of `own`, or of which some modules are those of `own`.
+        """Register `copy`, which has just been made of `own`, or shares modules with it.
 
         Args:
             runs: whether `own` computes too.
-            used: the modules of `copy` with which its stage computes; None: all.
-            mirrored: names of the buffers that are copied back after every call, of those that are copies.
-            hooked: names of the modules on which forwards register hooks, as each of them does for itself.
+            used: the modules of `copy` that its stage computes with; None: all.
+            mirrored: names of the copied buffers that are copied back after every call.
+            hooked: names of the modules that forwards register hooks on, as each of them does for itself.
         """
         pairs = [(path, module, made) for (path, module), made in zip(own.named_modules(), copy.modules(), strict=True)]
         weights = [_copied(module, made) for _, module, made in pairs]
@@ -180,7 +180,7 @@ class ModuleCopies:
 
 
 def _copied(own: nn.Module, copy: nn.Module) -> list[str]:
-    """Return the names of the parameters of a module of which `copy` has copies."""
+    """Return the names of a module's parameters that `copy` has copies of."""
     held = [(name, own._parameters.get(name), other) for name, other in copy._parameters.items() if other is not None]
     return [name for name, parameter, other in held if other is not parameter and not is_placeholder(other)]
 
@@ -190,7 +190,7 @@ def _nothing(module: nn.Module) -> dict[str, Any]:
 
 
 def structure(module: nn.Module) -> dict[str, Any]:
-    """Return what cannot be followed."""
+    """Return the parts whose changes cannot be followed."""
     held = module.__dict__
     return _parts(module) | {
         "the forward of a {} was set": id(held.get("forward")),
@@ -206,5 +206,5 @@ def _parts(module: nn.Module) -> dict[str, Any]:
 
 
 def unnamed_parts(module: nn.Module) -> dict[str, Any]:
-    """Return the same of a module of a list, whose parameters may get other names, as when they are pruned."""
+    """Return the same of a module of a list; its parameters may get other names, as when they are pruned."""
     return {what: set(parts) for what, parts in _parts(module).items()}

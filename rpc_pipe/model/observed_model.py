@@ -1,4 +1,4 @@
-"""An arbitrary model, cut where its own forward calls its blocks.
+"""An arbitrary model, cut where its forward calls its blocks.
 
 observed = observe(model, (), {"input_ids": ids, "labels": ids})
 cut = [range(0, 6), range(6, 12)]
@@ -69,7 +69,7 @@ def observe(
     """Find the blocks of a model and the tensors that pass between them, by observing a forward on shapes.
 
     Args:
-        model: any module, which is not changed; or a function that makes one, whose parameters are computed only
+        model: any module, which is not changed; or a function that makes one, with parameters that are computed only
             where they are held.
         args, kwargs: one microbatch, as the model's forward takes it. Later ones may have other shapes.
         blocks: names of blocks, or of lists of blocks; by default they are found.
@@ -111,7 +111,7 @@ class ObservedModel:
         self._observation = observation
         self._assignment: tuple[list[range], Assignment] | None = None
         self._block_paths = [skeleton.path_of(block) for block in skeleton.blocks]
-        #: names of the modules on which a forward registers hooks
+        #: names of the modules that a forward registers hooks on
         self.hooked = {skeleton.path_of(module) for module in observation.hooked}
         #: changes in the copies of the model, as sentences for the user
         self.notes = notes
@@ -139,7 +139,7 @@ class ObservedModel:
             refuse_hooks(parameters[name], name, stages)
 
     def left_before_last(self, cut: Sequence[range]) -> list[tuple[nn.Module, str]]:
-        """Return the modules in which blocks of other stages than the last leave tensors, and the attributes' names."""
+        """Return the modules with tensors left by blocks of stages before the last, and the attributes' names."""
         calls = self._observation.calls[: cut[-1].start]
         left = [(effect.module, effect.name) for event in calls for effect in event.effects if effect.name]
         paths = [(self._skeleton.path_of(module), name) for module, name in left if module is not None]
@@ -153,7 +153,7 @@ class ObservedModel:
         return [events[place].where for place in places if stages[place] not in (None, len(cut) - 1)]
 
     def crossing(self, cut: Sequence[range]) -> list[list[Crossing]]:
-        """Return what passes each cut."""
+        """Return the payload of each cut."""
         events = self._observation.events
         return [
             [Crossing(events[v.made].where, tuple(v.tensor.shape), v.tensor.dtype, v.tensor.nbytes) for v, _ in sent]
@@ -162,7 +162,10 @@ class ObservedModel:
 
     def holders(self, cut: Sequence[range]) -> dict[str, list[int]]:
         """Return the stages that hold each parameter, by the unsplit model's names."""
-        owners, unused = self._assigned(cut).owners, {len(cut) - 1}  # the last holds what no forward uses
+        owners, unused = (
+            self._assigned(cut).owners,
+            {len(cut) - 1},
+        )  # the last stage holds parameters that no forward uses
         return {name: sorted(owners.get(name, unused)) for name in self._skeleton.parameters}
 
     def shared(self, cut: Sequence[range]) -> dict[str, list[int]]:
@@ -170,7 +173,7 @@ class ObservedModel:
         return {name: stages for name, stages in self.holders(cut).items() if len(stages) > 1}
 
     def uses(self, cut: Sequence[range]) -> dict[tuple[int, int], int]:
-        """Return which stage runs a function around the blocks, of those that take parameters.
+        """Return the stage of each function around the blocks that takes parameters.
 
         By place: (calls of blocks before, number of the function since the last of them, from 1).
         """
@@ -191,9 +194,9 @@ class ObservedModel:
         initialise: bool = True,
         copied: bool = False,
     ) -> ObservedStage:
-        """Return a stage with its own parameters.
+        """Return a stage with its parameters.
 
-        If the model was given as a module, they are the module's own, so training the stage trains the module; of a
+        If the model was given as a module, they are the module's, so training the stage trains the module; of a
         parameter that several stages hold, the later stages have copies. Buffers are copies. Hooks that are methods
         of modules are bound to the copies of these modules.
 
@@ -234,8 +237,8 @@ class ObservedModel:
     def _own_blocks(self, stage: int, cut: Sequence[range], owners: Owners, device: torch.device) -> list[nn.Module]:
         """Return the user's blocks that a stage can run themselves, so that all that is done to them holds.
 
-        A block is copied if other stages run it too, if it is to run on another device, if it shares something with
-        what is around it, which is a copy in each stage, or if forwards register hooks on it, as each model would.
+        A block is copied if other stages run it too, if it is to run on another device, if it shares an object with
+        the modules around it, which are copies in each stage, or if forwards register hooks on it.
         """
         if not isinstance(self._source, nn.Module):
             return []
@@ -260,10 +263,10 @@ class ObservedModel:
         return self._assignment[1]
 
     def own_buffers(self, stage: int, cut: Sequence[range]) -> set[str]:
-        """Return the names of the buffers whose valid values `stage` has; the last has those that no stage uses."""
+        """Return the names of the buffers with valid values on `stage`; the last has also the unused ones."""
         owners = self._assigned(cut).buffers
         names = [name for name, _ in self._skeleton.module.named_buffers(remove_duplicate=False)]
-        # A module may write some of its buffers in its forward and compute others from them later.
+        # A module may write some of its buffers in its forward and compute further ones from them later.
         of_module = {name.rpartition(".")[0]: owner for name, owner in owners.items()}
         last = len(cut) - 1
         return {name for name in names if owners.get(name, of_module.get(name.rpartition(".")[0], last)) == stage}
@@ -299,7 +302,7 @@ def without_caches(module: nn.Module, own: Sequence[nn.Module] = ()) -> list[str
     """Set `use_cache` of configurations to False: key-value caches are of no use in training.
 
     Args:
-        own: modules inside, of the user's, whose configurations stay as they are.
+        own: modules of the user inside, with configurations that stay as they are.
     """
     theirs = {part for each in own for part in each.modules()}
     parts = [part for part in module.modules() if part not in theirs]

@@ -1,4 +1,4 @@
-"""The partition of an arbitrary model, which is cut where its own forward calls its blocks."""
+"""The partition of an arbitrary model, which is cut where its forward calls its blocks."""
 
 from __future__ import annotations
 
@@ -70,13 +70,13 @@ class ObservedPartition:
         self._names = {name: place for place, name in enumerate(whole.state_dict())}
         #: the model's configuration, if it can be saved
         self.config = Configuration(whole) if hasattr(getattr(whole, "config", None), "save_pretrained") else None
-        #: of tensors with several names, those by which they are not written
+        #: of tensors with several names, the names that are not written
         self.other_names = other_names(whole) if self.config else frozenset()
         self.adapters = _adapter_tensors(whole)
         self._output_type: type = dict
         #: calls of blocks of each stage; empty until the model has been cut
         self.ranges: list[range] = []
-        #: parameters that several stages hold -> those stages
+        #: parameters that several stages hold -> their stages
         self.shared: dict[str, list[int]] = {}
         #: (calls of blocks before, number of the function since then) -> stage, of functions that take parameters
         self.uses: dict[tuple[int, int], int] = {}
@@ -112,7 +112,7 @@ class ObservedPartition:
     def _cut(
         self, inputs: tuple[Sequence[Any], Mapping[str, Any]], blocks: str | Sequence[str] | None
     ) -> ObservedModel:
-        """Observe the model and cut it between its blocks, or those named."""
+        """Observe the model and cut it between its blocks, or the named ones."""
         assert self._source is not None, "released"
         observed = observe(self._source, *inputs, blocks=blocks, at_least=self._num_stages)
         self.ranges = cut(observed.num_blocks, self._num_stages, self._split)
@@ -120,7 +120,7 @@ class ObservedPartition:
         return observed
 
     def _refuse_loss_of_attributes(self, observed: ObservedModel) -> None:
-        """Refuse a loss function that refers to modules in which blocks leave tensors on stages before the last."""
+        """Raise if a loss function refers to modules with tensors that blocks leave on stages before the last."""
         boxes = [(name, box) for name, box in mentioned(self.loss_fn).items() if isinstance(box, (list, dict))]
         for name, box in boxes:  # into which hooks have put tensors
             if places := observed.made_before_last(tensors(box), self.ranges):
@@ -152,7 +152,7 @@ class ObservedPartition:
         """Return a stage's slice of the model, on the device of `randomness`.
 
         Args:
-            route: 0 for the first replica in this process; others get copies.
+            route: 0 for the first replica in this process; other routes get copies.
         """
         assert self._observed is not None, "not observed, or released"
         made = self._observed.build(stage, self.ranges, randomness.device, copied=route > 0)
@@ -205,10 +205,10 @@ def _adapter_tensors(whole: nn.Module) -> frozenset[str]:
     """Return the names of the tensors that peft writes of a model's adapters; none of one that it has not adapted.
 
     Raises:
-        ModelError: it writes others, which it makes of them.
+        ModelError: it writes other tensors, which it makes of them.
     """
     configs = getattr(whole, "peft_config", None)
-    peft: Any = sys.modules.get("peft")  # who has adapted a model has loaded it
+    peft: Any = sys.modules.get("peft")  # an adapted model implies that it is loaded
     if not isinstance(configs, dict) or peft is None:
         return frozenset()
     how = {"save_embedding_layers": False} if isinstance(whole, peft.PeftModel) else {}

@@ -1,9 +1,9 @@
 """The assignment of an observed forward's events to stages, and the tensors that cross each cut.
 
-An event that depends on parameters or blocks runs on exactly one stage; what depends on fields alone runs on every
+An event that depends on parameters or blocks runs on exactly one stage; an event of fields alone runs on every
 stage. The order of the program is the order of the stages: backward then meets every tensor's uses in the same order
-as in the uncut model, and sums of gradients have the same bits. Only what depends on parameters and no block (such as
-the embedding before a decoder) moves to the first stage that takes it, with all that it is made of.
+as in the uncut model, and sums of gradients have the same bits. Only events of parameters and no block (such as
+the embedding before a decoder) move to the first stage that takes them, with all that they depend on.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Role:
     own: set[int]
     #: value -> place in `receives` of the values that this stage itself reads
     used: dict[Value, int] = field(default_factory=dict)
-    #: those of them that it writes in place, so that it needs a copy
+    #: inputs that it writes in place, so that it needs a copy
     copied: set[Value] = field(default_factory=set)
     #: the event after which the stage's forward may end
     last: int = -1
@@ -143,7 +143,7 @@ class Assignment:
         for event in self._observation.events:
             made_on = [stage_of[value.made] for value, _ in event.reads if value.depends is Depends.WEIGHTS]
             if event.depends is Depends.WEIGHTS and (found := [stage for stage in made_on if stage is not None]):
-                # What stays where a block takes it has its other users there too, or their gradients would come first.
+                # A value that stays with a block has its other users there too, or their gradients would come first.
                 stage_of[event.index] = max(natural[event.index] or 0, *found)
         for event in self._observation.events:
             makers = [value.made for value, _ in event.reads if event.is_hook and value.made >= 0]
@@ -192,7 +192,7 @@ class Assignment:
         return found
 
     def _state_spans(self) -> list[tuple[int, int]]:
-        using = [event for event in self._observation.events if event.depends]  # all others run on every stage
+        using = [event for event in self._observation.events if event.depends]  # the rest runs on every stage
         users = ([event.index for event in using if name in event.buffers | event.params] for name in self.written)
         spans = [(places[0], places[-1]) for places in users if places]
         carried = [[e.index for e in each.events if self._is_own(e)] for each in self._observation.carried]
@@ -298,7 +298,7 @@ class Assignment:
         places = [event.position] if event.is_block else [event.position - 1, event.position]
         return {self._stage_of_call[place] for place in places if 0 <= place < len(self._stage_of_call)}
 
-    # --- what crosses
+    # --- values that cross a cut
 
     @cached_property
     def crossing(self) -> list[list[Version]]:

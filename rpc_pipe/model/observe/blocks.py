@@ -17,7 +17,7 @@ from .skeleton import Skeleton
 _LISTS = (nn.ModuleList, nn.Sequential)
 #: with fewer calls of blocks, lists inside the blocks are tried instead (the stages of a Swin or a ResNet)
 _FEW_CALLS = 8
-#: modules without a forward of their own
+#: container modules without a forward
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
 
@@ -53,7 +53,7 @@ def stateful_beside(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Mo
 def find_blocks(skeleton: Skeleton, args: Sequence[Any], kwargs: Mapping[str, Any], at_least: int) -> Observation:
     """Choose blocks by trial observations of the forward, and return the observation with the chosen blocks.
 
-    Tried are first the members of the outermost lists, or of lists inside them if those are few; the children, if the
+    Tried are first the members of the outermost lists, or of lists inside them if there are few; the children, if the
     model has no lists. With fewer calls than `at_least`, modules beside the lists and inside their members are added
     as long as the model can be cut there. Modules beside the lists are also added if the forward does something around
     the blocks that the stages could not do alike.
@@ -71,11 +71,11 @@ def find_blocks(skeleton: Skeleton, args: Sequence[Any], kwargs: Mapping[str, An
             finer = observe_forward(skeleton, args, kwargs)
         except ConfigError:
             if observation is not None:
-                break  # what is inside these blocks cannot be cut
+                break  # the inside of these blocks cannot be cut
             wider = _beside(skeleton.module, set(candidates))
             if set(wider) == set(candidates):
                 raise
-            candidates = wider  # what is refused around blocks is allowed inside one
+            candidates = wider  # operators that are refused around blocks are allowed inside one
             continue
         if observation is not None and not finer.calls:  # the modules are used, but not called
             candidates = chosen if len(observation.calls) >= at_least else _beside(skeleton.module, set(chosen))
@@ -95,7 +95,7 @@ def find_blocks(skeleton: Skeleton, args: Sequence[Any], kwargs: Mapping[str, An
 
 def _finer(model: nn.Module, chosen: list[nn.Module], num_calls: int, at_least: int) -> list[nn.Module]:
     """Return the modules to try as blocks instead of `chosen`; the same, if these suffice."""
-    # Blocks of one form are layers; those of several forms, such as the stages of a Swin, may consist of layers.
+    # Blocks of one form are layers; blocks of several forms, such as the stages of a Swin, may consist of layers.
     few = num_calls < _FEW_CALLS
     alike = len({tuple(p.shape for p in block.parameters()) for block in chosen}) == 1 < len(chosen)
     candidates = [inner for block in chosen for inner in _inside(block, len(chosen))] if few and not alike else chosen
@@ -143,7 +143,7 @@ def _members(module: nn.Module) -> list[nn.Module]:
         return [member for child in module.children() for member in _members(child)]
     found: list[nn.Module] = []
     for child in module.children():
-        # a list of lists, or of modules that only hold others
+        # a list of lists, or of containers
         has_no_forward = getattr(child.forward, "__func__", None) is nn.Module.forward
         holds_only = isinstance(child, nn.ModuleList) or has_no_forward
         found += (_members(child) or list(child.children())) if holds_only else [child]

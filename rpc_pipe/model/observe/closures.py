@@ -1,4 +1,4 @@
-"""Hooks whose closures hold modules of the model: in a copy of the model they must hold the copies."""
+"""Hooks with closures over modules of the model: in a copy of the model they must hold the copies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user gives, told by looking at it alone: no forward is run, and nothing that observes one is loaded."""
+"""Kinds of models, found by inspection alone: no forward is run, and no observing module is loaded."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _does_more(model: nn.Sequential) -> bool:
 
 
 def refuse_lazy(module: nn.Module, where: str) -> None:
-    """Refuse lazy parameters, whose shapes are unknown when the optimizer is made.
+    """Raise if there are lazy parameters: their shapes are unknown when the optimizer is made.
 
     Raises:
         ModelError: the module has one.

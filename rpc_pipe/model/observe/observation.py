@@ -37,7 +37,7 @@ class Value:
 
 @dataclass(eq=False, slots=True)
 class SideEffect:
-    """What a block leaves beside its result: what hooks see of a call, an attribute, or what a container then holds.
+    """A side effect of a block: the arguments that hooks see, an attribute, or the new contents of a container.
 
     Args:
         module: the module that has the hooks or the attribute; None: it is a container that the block was given.
@@ -70,7 +70,7 @@ class Event:
     #: the trees of tensors that it leaves: its result, then that of each side effect of a block
     trees: list[Any] = field(default_factory=list)
     effects: list[SideEffect] = field(default_factory=list)
-    #: what it must return again for a later forward to take the same path: a number, or the shape of a tensor
+    #: the result that a later forward on the same path must have again: a number, or the shape of a tensor
     answer: Any = None
     made: list[Value] = field(default_factory=list)
     reads: set[Version] = field(default_factory=set)
@@ -80,13 +80,13 @@ class Event:
     writes: set[int] = field(default_factory=set)
     #: its number from 1 among the events at its position that draw random numbers; 0: it draws none
     random: int = 0
-    #: whether it runs inside the forward of an `autograd.Function`, which has a backward of its own
+    #: whether it runs inside the forward of an `autograd.Function`, which defines a backward
     in_function: bool = False
     #: number of the call of `checkpoint` that recomputes it; 0: none
     checkpoint: int = 0
     #: if it returns data of tensors, such as `item`: these tensors
     asked: set[Version] = field(default_factory=set)
-    #: of a test for finite numbers: what it says if they are, which stages without them go by
+    #: of a test for finite numbers: its result if they are, used by stages without the numbers
     presumed: bool | None = None
     #: whether operators ran
     computes: bool = False
@@ -140,12 +140,12 @@ class Observation:
     changed: set[tuple[nn.Module, str]] = field(default_factory=set)
     #: events before which transforms of `torch.func` ran around the blocks; functions in these are no events
     transforms: set[int] = field(default_factory=set)
-    #: modules on which the forward has registered hooks
+    #: modules that the forward has registered hooks on
     hooked: set[nn.Module] = field(default_factory=set)
     #: whether all stages must run to the end, since the model changes state around the blocks
     to_the_end: bool = False
 
     @property
     def end(self) -> Event:
-        """The event that reads what the model returns."""
+        """The event that reads the model's result."""
         return self.events[-1]

@@ -2,7 +2,7 @@
 
 State that one forward leaves in the model for the next must be written and read by one stage, or by all alike, as each
 has a copy of the model. Tensors are found by observing a second forward, which begins with the attributes that the
-first has left: those that it reads are carried over.
+first has left: attributes that it reads are carried over.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def observe_forward(skeleton: Skeleton, args: Sequence[Any], kwargs: Mapping[str
     try:
         with preserved(skeleton.device), skeleton.with_placeholders() as held, _eager(), quiet(), _saving():
             python_too(partial(Randomness(0, skeleton.device).seed_forward, 0, 0))(0, 0)  # alike on all workers
-            # in new dicts and lists, from which the model may remove items
+            # in new dicts and lists, because the model may remove items
             hooks = {module: num_hooks(module) for module in skeleton.module.modules()}
             observer = Observer(skeleton, given)
             observation = observer.run(*mapped(given, lambda tensor: tensor))
@@ -75,13 +75,13 @@ def _raised(model: nn.Module, error: Exception) -> str:
 
 
 def _eager() -> AbstractContextManager[Any]:
-    """Return a context in which compiled functions run as they were written."""
+    """Return a context that runs compiled functions without the compiler."""
     # Importing the compiler takes seconds; a model that is compiled has imported it.
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 def _saving() -> AbstractContextManager[Any]:
-    """Return a context that overrides the caller's saved-tensor hooks, so that the model's own `autograd.grad` works.
+    """Return a context that overrides the caller's saved-tensor hooks, so that `autograd.grad` in the model works.
 
     Without such hooks it is empty, since `torch.func` does not run under any.
     """
@@ -113,7 +113,7 @@ def _find_carried_state(
         return
     given = mapped(given, Tensor.clone)
     again = Observer(skeleton, given, left)
-    with suppress(Exception):  # what it has read before the error counts
+    with suppress(Exception):  # reads before the error count
         again.run(*mapped(given, lambda tensor: tensor))
     observation.carried += [
         CarriedState(what, [made, _in_first_forward(observation, used)]) for (what, made), used in again.used

@@ -1,8 +1,8 @@
 """The observer of one forward: it records which operation reads which tensor.
 
-Parameters are placeholders, so whatever depends on a parameter or a block has a shape and no data, and nothing large is
-computed. What depends on the fields of the microbatch alone (masks, positions) is computed, so that the model may make
-decisions by it. The record is a list of events in program order: calls of blocks, and of torch functions around them.
+Parameters are placeholders, so a value that depends on a parameter or a block has a shape and no data, and nothing
+large is computed. Values of the microbatch's fields alone (masks, positions) are computed, so that the model may decide
+by them. The record is a list of events in program order: calls of blocks, and of torch functions around them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from .trees import at, leaves, mapped, replaced, tensors
 
 #: functions that read the data of a tensor without an operator
 _DATA_ACCESS = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.data_ptr}
-#: tests for numbers that are not finite, and what combines them
+#: tests for numbers that are not finite, and functions that combine their results
 _TESTS: dict[Any, bool] = {torch.isfinite: True, torch.isnan: False, torch.isinf: False}
 _TESTS |= {Tensor.isfinite: True, Tensor.isnan: False, Tensor.isinf: False}
 _COMBINING = {torch.all, torch.any, Tensor.all, Tensor.any}
@@ -63,7 +63,7 @@ class Observer(TorchFunctionMode):
         left: id of each tensor that an earlier forward has left -> its name and the event that made it.
 
     Attributes:
-        used: what was left and has been read, each with the event that read it.
+        used: values of an earlier forward that were read, each with the reading event.
     """
 
     def __init__(self, skeleton: Skeleton, given: Any, left: Mapping[int, tuple[str, Event]] | None = None) -> None:
@@ -83,7 +83,7 @@ class Observer(TorchFunctionMode):
         self._stored = {storage_of(tensor) for tensor, _ in self._standing}
         #: the event that runs now
         self.current: Event | None = None
-        #: id of a tensor -> the event whose operator made it; the tensors are kept alive, so that no id is reused
+        #: id of a tensor -> the event that made it; the tensors are kept alive, so that no id is reused
         self._made_by: dict[int, Event | None] = {}
         self._alive: list[Tensor] = []
         self._born = self._stored | {storage_of(value.tensor) for value in self._given}
@@ -91,11 +91,11 @@ class Observer(TorchFunctionMode):
         self._writer: dict[int, Event] = {}
         self._randoms = 0
         self._transforms: set[int] = set()
-        #: id of a result of a test for finite numbers -> what it says if all are
+        #: id of a result of a test for finite numbers -> its value if all are finite
         self._healthy: dict[int, bool] = {}
         #: id of a frame of `checkpoint` -> number of the call, and the frame, kept so that no id is reused
         self._checkpoints: dict[int, tuple[int, FrameType]] = {}
-        #: id of a tensor with data that a block has used or made -> the placeholder for which it stands
+        #: id of a tensor with data that a block has used or made -> its placeholder
         self._meant: dict[int, Tensor] = {}
         inside = {inner for block in skeleton.blocks for inner in block.modules()}
         self._around = [module for module in skeleton.module.modules() if module not in inside]
@@ -147,7 +147,7 @@ class Observer(TorchFunctionMode):
         return result
 
     def _presumed(self, event: Event, answer: bool) -> bool:
-        """Return what a test of finite numbers says, for stages without the numbers; the one with them asks them."""
+        """Return the result of a test of finite numbers, for stages without the numbers; the stage with them tests."""
         event.depends = max(self._depends(event))
         event.trees = [answer]
         event.presumed = answer
@@ -200,14 +200,14 @@ class Observer(TorchFunctionMode):
     # --- blocks
 
     def block(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run a block's own forward and record it as one event."""
+        """Run a block's forward and record it as one event."""
         with self._skeleton.inside_block(self):
             return self._block(module, forward, args, kwargs)
 
     def _block(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         event = self._begin(module=module, where=self._skeleton.name_of(module))
         event.depends = Depends.BLOCKS
-        # torch.func.functional_call may have put others in their places
+        # torch.func.functional_call may have replaced parameters
         event.params = {self._params[id(p)] for p in module.parameters() if id(p) in self._params}
         # even if the forward does not use them, hooks may write them
         event.buffers = {self._buffers[id(b)] for b in module.buffers() if id(b) in self._buffers}
@@ -220,7 +220,7 @@ class Observer(TorchFunctionMode):
                 except ConfigError:
                     raise
                 except Exception as error:
-                    # A block may decide by data of its own tensors; with random data it shows its outputs' shapes.
+                    # A block may decide by data of its tensors; with random data it shows its outputs' shapes.
                     logger.debug("block %s runs on random numbers, as it raised on shapes: %r", event.where, error)
                     calls.clear()
                     result = self._on_numbers(event, forward, args, kwargs)
@@ -250,7 +250,7 @@ class Observer(TorchFunctionMode):
             result = forward(*numbers[0], **numbers[1])
         finally:
             self._skeleton.put(fakes)
-        for path, box, _ in boxes((args, kwargs)):  # what the block has put into the copies of containers
+        for path, box, _ in boxes((args, kwargs)):  # tensors that the block has put into the copies of containers
             fill(box, contents(at(numbers, path)))
         self._meant |= {id(number): given[key] for key, number in standing.items()}
         self._alive += standing.values()
@@ -366,7 +366,7 @@ class Observer(TorchFunctionMode):
 
 
 class _OperatorObserver(OperatorMode):
-    """A dispatch mode that sees every operator, also those inside blocks."""
+    """A dispatch mode that sees every operator, also inside blocks."""
 
     def __init__(self, observer: Observer, factory: PlaceholderFactory) -> None:
         super().__init__()
@@ -377,7 +377,7 @@ class _OperatorObserver(OperatorMode):
         if func.namespace == "prim":
             return func(*args, **kwargs)
         observer, given = self._observer, tensors((args, kwargs))
-        # The argument of lift_fresh is what `torch.tensor` has just made of Python's numbers: no input of an event.
+        # `torch.tensor` has just made the argument of lift_fresh from Python numbers: it is no input of an event.
         is_new = func is torch.ops.aten.lift_fresh.default and observer.current is not None
         for tensor in given if not is_new else ():
             observer.read(observer.current, tensor)

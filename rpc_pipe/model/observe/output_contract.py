@@ -18,7 +18,7 @@ from .trees import PLAIN, Path, children, leaves, replaced
 
 
 def check_form(where: str, tree: Any, observed: Any, attribute: str = "") -> None:
-    """Check what a block has returned, or left in an attribute of which other stages use tensors.
+    """Check the result of a block, or an attribute with tensors that other stages use.
 
     Raises:
         ModelError: besides its tensors it differs from the observation.
@@ -35,7 +35,7 @@ def alias_given(result: Any, known: Callable[[Tensor], bool]) -> Any:
     """Return the result of a block with aliases for inputs that it returns, as other calls may return new tensors.
 
     Inputs with data stay the same objects, so that the model may decide by them, except the first tensor of the result,
-    which is taken for what the block computes.
+    which counts as computed by the block.
 
     Args:
         known: whether a tensor existed before the block.

@@ -1,7 +1,7 @@
 """Placeholders: tensors with a shape, a dtype and a device, but without data.
 
 They stand for parameters and activations of other stages. Results have the shapes that torch's fake tensors compute,
-which know devices and refuse operators that need data. The placeholders are of a class of their own because models
+which know devices and refuse operators that need data. The placeholders have a separate class because models
 recognise fake tensors and then behave differently.
 """
 
@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from .given import attributes_of
 from .trees import leaves, replaced, tensors
 
-#: errors of operators whose result, or its shape, depends on data
+#: errors of operators with a result, or a shape, that depends on data
 NEEDS_NUMBERS = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 #: nn.TransformerEncoder's question whether to take a way in evaluation that it never takes under a function mode
 LOOKS_AT_MASK = torch._nested_tensor_from_mask_left_aligned
@@ -38,11 +38,11 @@ _RUNNING = frozenset({"running_mean", "running_var"})
 
 
 class Placeholder(Tensor):
-    """A tensor whose data are on another worker or do not matter.
+    """A tensor with data on another worker, or with data that do not matter.
 
     Args:
         fake: a fake tensor of the same shape; views share its storage.
-        factory: makes what it may be used together with.
+        factory: makes tensors that it may be used with.
     """
 
     of_another_worker = True
@@ -135,7 +135,7 @@ class PlaceholderFactory:
         made = self.like(parameter, device)
         if parameter.requires_grad:
             made.requires_grad_()
-        made._is_param = True  # what nn.Parameter sets; it would also make another view
+        made._is_param = True  # nn.Parameter sets it, too, but would also make another view
         vars(made).update(attributes_of(parameter))
         return made  # type: ignore[return-value]
 
@@ -147,7 +147,7 @@ class PlaceholderFactory:
 
 
 def _unobserved() -> AbstractContextManager[None]:
-    """Return a context in which no dispatch mode sees operators."""
+    """Return a context that hides operators from dispatch modes."""
     return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
 
 

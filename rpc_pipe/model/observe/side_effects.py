@@ -1,4 +1,4 @@
-"""What blocks leave beside their results: noted where a block runs, and reproduced where it does not.
+"""Side effects of blocks: recorded where a block runs, and reproduced where it does not.
 
 Hooks see the calls of modules; a block sets attributes, and puts tensors into containers that it is given.
 """
@@ -20,7 +20,7 @@ _Box = tuple[Path, Any, Any]
 
 
 def hooked(module: nn.Module) -> list[nn.Module]:
-    """Return the modules inside with hooks of their calls, except those of torch, which compute weights."""
+    """Return the modules inside with hooks of their calls, except torch's hooks that compute weights."""
     return [
         inner
         for inner in module.modules()
@@ -102,7 +102,7 @@ class LeftAttributes:
         self._before = {id(m): {n: (v, _listed(v)) for n, v in _public(m)} for m in (*self._inside, *self._around)}
 
     def left(self, is_new: Callable[[Tensor], bool], known: Iterable[Any]) -> Iterator[tuple[Any, SideEffect]]:
-        """Yield the attributes in which the block has left tensors.
+        """Yield the attributes that the block has left tensors in.
 
         Args:
             is_new: whether the block has made a tensor.

@@ -1,6 +1,6 @@
-"""A copy of a model with placeholders for parameters, whose blocks report their calls to the running forward.
+"""A copy of a model with placeholders for parameters; its blocks report their calls to the running forward.
 
-The observer and the scripted forward run on skeletons. A stage puts its own parameters into one.
+The observer and the scripted forward run on skeletons. A stage puts its parameters into one.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class RunningForward(Protocol):
     """A running forward, as the blocks use it."""
 
     def block(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Return the result of a call of a block; `forward` is the block's own."""
+        """Return the result of a call of a block; `forward` is the block's original one."""
 
 
 class Skeleton:
@@ -45,7 +45,7 @@ class Skeleton:
     Args:
         model: not changed; its buffers are copied.
         device: device of placeholders and copied buffers.
-        own: modules of the model to be used themselves, with all that they hold, in place of copies.
+        own: modules of the model to be used themselves, with their contents, in place of copies.
 
     Raises:
         ModelError: the model cannot be copied.
@@ -71,11 +71,11 @@ class Skeleton:
         self.mark = nn.Identity()
         self.marked = False
         self._names[id(self.mark)] = MARK
-        #: the running forward; None: blocks run on their own
+        #: the running forward; None: blocks run by themselves
         self.run: RunningForward | None = None
         #: copies of buffers that are in use during `with_placeholders`
         self._buffer_copies: list[tuple[nn.Module, str, Tensor]] = []
-        #: modules whose attributes a forward has changed
+        #: modules with attributes that a forward has changed
         self.counting: set[nn.Module] = set()
         #: buffers that a forward has replaced by other tensors
         self.exchanged: dict[tuple[nn.Module, str], None] = {}
@@ -88,8 +88,8 @@ class Skeleton:
                 if parameter is not None and id(parameter) not in memo:
                     memo[id(parameter)] = self.placeholders.parameter_like(parameter, self.device)
             for value in vars(module).values():
-                # Empty containers of hooks take most of the time of a deepcopy; what every forward computes, as
-                # weight_norm does, is refused by it.
+                # Empty containers of hooks take most of the time of a deepcopy; it refuses tensors that every forward
+                # computes, as weight_norm does.
                 if type(value) in (OrderedDict, set) and not value:
                     memo[id(value)] = type(value)()
                 elif type(value) in (Tensor, list, dict, tuple):
@@ -107,7 +107,7 @@ class Skeleton:
             ) from None
 
     def _note_places(self, modules: Sequence[tuple[str, nn.Module]]) -> None:
-        """Move buffers to the device; record where parameters are held, and by which names."""
+        """Move buffers to the device; record the holders of parameters, and the names there."""
         names: dict[int, str] = {}
         for prefix, module in modules:
             for name, buffer in module._buffers.items():
@@ -153,7 +153,7 @@ class Skeleton:
 
     @contextmanager
     def with_placeholders(self) -> Iterator[Attributes]:
-        """Return a context in which all parameters are placeholders and all buffers copies, which a forward may write.
+        """Return a context with placeholders for all parameters, and copies of all buffers, which a forward may write.
 
         Attributes that change in it, such as counters, are restored; it yields their state before.
         """
@@ -187,7 +187,7 @@ class Skeleton:
 
     @contextmanager
     def reporting(self, run: RunningForward) -> Iterator[None]:
-        """Return a context in which the blocks report their calls to `run`; outside it they are as they were."""
+        """Return a context that lets the blocks report their calls to `run`; outside it they are as they were."""
         self.run = run
         undo = [wrap(block, partial(self._reported, block)) for block in self.blocks]
         try:
@@ -220,7 +220,7 @@ class Skeleton:
 
     @contextmanager
     def inside_block(self, mode: TorchFunctionMode) -> Iterator[None]:
-        """Return a context in which neither torch functions nor blocks are reported."""
+        """Return a context without reports of torch functions and blocks."""
         run, self.run = self.run, None
         if not is_current(mode):
             raise ModelError("model: calls its blocks under a torch function mode of its own, which cannot be cut")
@@ -248,7 +248,7 @@ def wrap(block: nn.Module, around: Callable[..., Any]) -> Callable[[], None]:
     calls = {"forward": block.forward, "_compiled_call_impl": block._call_impl}
     for name in _CALLS:
         held[name] = partial(around, calls[name])
-        held[name].__wrapped__ = calls[name]  # whose signature models ask for
+        held[name].__wrapped__ = calls[name]  # models ask for the signature of a forward
 
     def undo() -> None:
         for name in _CALLS:

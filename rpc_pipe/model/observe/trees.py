@@ -18,7 +18,7 @@ from torch import Tensor, nn
 Path = tuple[tuple[str, Any], ...]
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, type, torch.dtype, torch.device, torch.Size)
-#: types whose attributes are not searched
+#: types with attributes that are not searched
 CLOSED = (nn.Module, torch.Generator, FunctionType, BuiltinFunctionType, MethodType, ModuleType)
 
 
@@ -46,7 +46,7 @@ def _collect(tree: Any, path: Path, found: list[tuple[Path, Tensor]], above: set
 
 
 def children(tree: Any) -> list[tuple[tuple[str, Any], Any]]:
-    """Return what is directly in a tree, with the step that leads there."""
+    """Return the direct children of a tree, with the step that leads to each."""
     if isinstance(tree, (tuple, list)):
         return [(("[]", i), child) for i, child in enumerate(tree)]
     if isinstance(tree, Mapping):
@@ -60,7 +60,7 @@ def children(tree: Any) -> list[tuple[tuple[str, Any], Any]]:
 
 
 def at(tree: Any, path: Path) -> Any:
-    """Return what is at `path`."""
+    """Return the part at `path`."""
     for how, key in path:
         tree = tree[key] if how == "[]" else getattr(tree, key)
     return tree
@@ -78,7 +78,7 @@ def replaced(tree: Any, new: Mapping[Path, Any]) -> Any:
     children = {step: replaced(at(tree, (step,)), inner) for step, inner in below.items()}
     if isinstance(tree, tuple):
         items = [children.get(("[]", i), item) for i, item in enumerate(tree)]
-        # named tuples take their fields one by one, torch's own results (torch.return_types) take a sequence
+        # named tuples take their fields one by one, torch's results (torch.return_types) take a sequence
         return type(tree)(*items) if hasattr(tree, "_make") else type(tree)(items)
     result = copy.copy(tree)
     for (how, key), child in children.items():

@@ -1,4 +1,4 @@
-"""A stage of a model that is cut by observation: a slice whose forward is the model's own, by scripts of its paths."""
+"""A stage of a model that is cut by observation: it runs the model's forward, by scripts of its paths."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ _MOST_TRIES = 3
 
 
 class ObservedStage:
-    """The `Slice` of a stage, which runs the model's own forward by scripts.
+    """The `Slice` of a stage, which runs the model's forward by scripts.
 
     Args:
-        skeleton: a copy of the model with the stage's own parameters.
+        skeleton: a copy of the model with the stage's parameters.
         cut: the calls of blocks of every stage.
         owners: the stages that hold each parameter.
         foreign: blocks that only other stages run.
-        buffers: names of the buffers whose valid values this stage has.
+        buffers: names of the buffers with valid values on this stage.
 
     Attributes:
         module: the whole model's modules. Parameters of other stages are placeholders.
-        own: those that are not inside blocks of other stages only.
+        own: modules that are not inside blocks of other stages only.
     """
 
     takes_fields = True
@@ -111,8 +111,8 @@ class ObservedStage:
 
         Args:
             payload: the tensors from the stage before, leaves of this stage's graph; empty on the first stage.
-            args: the model's own positional arguments, which every stage has.
-            kwargs: its keyword arguments.
+            args: the model's positional arguments, which every stage has.
+            kwargs: the model's keyword arguments.
             seed: seeds the generators for a place in the model before numbers are drawn; the caller restores them.
 
         Returns:

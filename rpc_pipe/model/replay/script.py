@@ -39,11 +39,11 @@ class Diverged(BaseException):
 
 @dataclass(eq=False, slots=True)
 class ScriptLine:
-    """What to do at one event.
+    """The instruction of one event.
 
     Args:
         event: as it was observed. Its trees are of placeholders that hold no graph; if it runs they are the forms
-            (`form_of`) by which other stages go.
+            (`form_of`) for other stages.
         runs: whether to run it; otherwise its trees are returned in its place.
         last: whether the stage's forward ends with it.
         substituted: tensors of these trees that this stage has.
@@ -62,7 +62,7 @@ class Script:
 
     Args:
         observation: the observed forward. Its tensors are not kept: they hold a graph, and that copies of fields. They
-            live until the script is made, so the ids by which it knows them are all different.
+            live until the script is made, so their ids are all different.
     """
 
     def __init__(
@@ -90,12 +90,12 @@ class Script:
             if at in (stage, None)
             for storage in event.writes & observation.stored.keys()
         } | observation.exchanged
-        #: what arrives: (shape, maker)
+        #: arriving tensors: (shape, maker)
         self.receives = [(value.tensor.shape, observation.events[value.made].where) for value, _ in role.receives]
-        #: (id of the observed tensor, place in what arrives, whether to copy it)
+        #: (id of the observed tensor, place in the payload, whether to copy it)
         self.used = [(id(value.tensor), place, value in role.copied) for value, place in role.used.items()]
         arrives = {version: place for place, version in enumerate(role.receives)}
-        #: (place in what arrives or None, id of the observed tensor)
+        #: (place in the payload or None, id of the observed tensor)
         self.sends = [(arrives.get(version), id(version[0].tensor)) for version in role.sends]
         self.fields = [(path, id(tensor)) for path, tensor in leaves(observation.fields)]
         self._stand_ins: dict[int, Tensor] = {}
@@ -142,8 +142,8 @@ class Script:
     def settle(self, before: Attributes) -> bool:
         """Return whether the script's first forward has left the same attributes as a whole forward.
 
-        If not, forwards run to the model's end from now on: a model may restore behind later blocks what it sets for
-        earlier ones (`block.eval()`), or update a counter behind the last block.
+        If not, forwards run to the model's end from now on: a model may restore behind later blocks a mode that it sets
+        for earlier ones (`block.eval()`), or update a counter behind the last block.
 
         Args:
             before: the attributes before that forward.
@@ -161,7 +161,7 @@ class Script:
         return False
 
     def refusal(self, payload: Sequence[Tensor]) -> str:
-        """Say why what arrives is of another path than this script's, on which other tensors cross; "": it is not."""
+        """Return the reason why a payload is of another path than this script's; "" if it is not."""
         if len(payload) != len(self.receives):
             return (
                 f"model: stage {self.stage - 1} handed on {len(payload)} tensors where stage {self.stage} takes "
@@ -177,7 +177,7 @@ class Script:
         return ""
 
     def allows(self, diverged: Diverged) -> bool:
-        """Return whether this script agrees with the path on which another was left."""
+        """Return whether this script agrees with the path of a script that was left."""
         if diverged.event >= len(self.lines):
             return False
         event = self.lines[diverged.event].event

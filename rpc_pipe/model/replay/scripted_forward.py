@@ -1,7 +1,7 @@
-"""The forward of one stage: the model's own forward, in which a script replaces what other stages run.
+"""The forward of one stage: the model's forward, in which a script replaces the events of other stages.
 
-Calls of torch functions and blocks are compared with the script in order. Those of this stage run; others return
-placeholders, or the tensors that have come from the stage before.
+Calls of torch functions and blocks are compared with the script in order. This stage's calls run; all other calls
+return placeholders, or the tensors that have come from the stage before.
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ class ScriptedForward(TorchFunctionMode):
         self._tensors |= {key: at(fields, path) for path, key in script.fields}
         buffers = [(module._buffers, name, module._buffers.get(name)) for module, name in self._skeleton.exchanged]
         output = None
-        with torch.set_grad_enabled(torch.is_grad_enabled()):  # restores what contexts of the model leave changed
+        with torch.set_grad_enabled(
+            torch.is_grad_enabled()
+        ):  # restores the mode that contexts of the model leave changed
             try:
                 self._seed(0, 0)
                 with self._skeleton.reporting(self), self:
@@ -137,7 +139,7 @@ class ScriptedForward(TorchFunctionMode):
         return replaced(trees, {path: here.get(path, tensor) for path, tensor in leaves(trees)})  # type: ignore[no-any-return]
 
     def block(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run a block if it is this stage's own; otherwise return its output with placeholders."""
+        """Run a block of this stage; return the output of any other block with placeholders."""
         with self._skeleton.inside_block(self):
             line = self._line(module)
             if line.runs:
@@ -177,7 +179,7 @@ class ScriptedForward(TorchFunctionMode):
 
 
 def _with_history(tensor: Tensor) -> Tensor:
-    """Return a tensor at which backward can begin if it requires a gradient.
+    """Return a tensor that backward can begin at if it requires a gradient.
 
     A view that was made under no_grad requires one if its base does, but has no graph: it is detached.
     """
