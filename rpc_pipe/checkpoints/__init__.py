@@ -1,1 +1,1 @@
-"""What is kept of a training run, so that it goes on anywhere: any number of workers, cut and schedule."""
+"""Checkpoints of a training run, so that it goes on anywhere: with any number of workers, cut and schedule."""

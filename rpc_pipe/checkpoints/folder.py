@@ -1,18 +1,18 @@
-"""Checkpoints in a folder: how they are called, which is the newest, that one is there whole or not at all, and whose.
+"""Checkpoints in a folder: their names, the newest, their completeness, and the job that writes them.
 
-    folder/step-00000120/manifest.json                       what the others are, and their sizes
-                         model.safetensors.index.json        as Hugging Face's: which file has which tensor
+    folder/step-00000120/manifest.json                       the other files, and their sizes
+                         model.safetensors.index.json        as Hugging Face's: the file of each tensor
                          model-00001-of-00004.safetensors    of worker 0, and so on
                          optimizer-00001-of-00004.safetensors
 
-While it is written a checkpoint has a name that begins with a dot. It gets its own by one rename, after everything
-in it has reached the disk.
+While it is written a checkpoint has a name that begins with a dot. It gets its name by one rename, after all files
+in it have reached the disk.
 
     folder/.lock        held by worker 0 for as long as it runs: one job writes there at a time
-           .job.json    who has started the workers, on every host, and which checkpoints were there before
+           .job.json    the starters of the workers, on every host, and the checkpoints that were there before
 
-A restart is the same job, and knows its own checkpoints, if one of those who start the workers, our launcher or an
-agent of torchrun, had started them before: nobody counts, as agents of one job may have counted differently.
+A restart is the same job, and knows its checkpoints, if one of the workers' starters, the launcher or an agent of
+torchrun, had started them before. Restarts are not counted, because agents of one job may count differently.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _ENDING_S, _PAUSE_S = 5.0, 0.1
 #: most bytes of a list of tensors
 _MOST_BYTES = 2**26
 _MOST_NOTED = 300
-#: who starts workers does not have this variable, and all below him do
+#: a starter of workers does not have this variable, and all its descendants do
 _OF_WORKERS = b"RANK="
 
 #: files that are open while this process runs; a lock would go with the first descriptor of its file that is closed
@@ -53,7 +53,7 @@ _held: set[tuple[int, int]] = set()
 
 
 def named(folder: Path) -> list[Path]:
-    """Return what is called a checkpoint in `folder`, also what has been damaged since, the oldest first."""
+    """Return the checkpoints in `folder` by name, also damaged ones, the oldest first."""
     found = []
     if folder.is_dir():
         for path in folder.iterdir():
@@ -83,12 +83,12 @@ def _begun(path: Path) -> int:
 
 
 def name(step: int) -> str:
-    """Return what a checkpoint after so many steps is called."""
+    """Return the name of a checkpoint after `step` steps."""
     return f"step-{step:08}"
 
 
 def begin(folder: Path, step: int) -> Path:
-    """Make the place where a checkpoint is written; remove what killed jobs have left half-written.
+    """Make the place where a checkpoint is written; remove half-written ones of killed jobs.
 
     Raises:
         StorageError: it cannot be made.
@@ -105,7 +105,7 @@ def begin(folder: Path, step: int) -> Path:
 
 
 def empty(place: Path) -> None:
-    """Remove what has been written of a checkpoint that fails; a worker that is slower may yet look for its place."""
+    """Remove the files of a checkpoint that fails; a slower worker may still look for its place."""
     with suppress(OSError):
         for path in place.iterdir():
             path.unlink(missing_ok=True)
@@ -119,18 +119,18 @@ def umask() -> int:
 
 
 def commit(place: Path, step: int, keep: int | None, job: Any = None) -> Path:
-    """Give a checkpoint all of whose files are there its name; remove all but this one and the newest of others.
+    """Give a complete checkpoint its name; remove all but this one and the newest earlier ones.
 
-    The others may be of a run that came further and has been left behind: this one is the newest, whatever its step.
+    Earlier ones may be of an abandoned run that came further: this one is the newest, whatever its step.
 
     Args:
-        keep: how many stay, this one included; None: all.
-        job: who writes it; those of another script or model are not removed.
+        keep: number of checkpoints that stay, this one included; None: all.
+        job: the writing job; checkpoints of another script or model are not removed.
     """
     files.sync(place)
     folder, final = place.parent, place.parent / name(step)
     count = 0
-    while final.exists():  # the same step was saved before: what is there stays until this is
+    while final.exists():  # the same step was saved before: the old files stay until these are there
         count += 1
         final = folder / f"{name(step)}.{count}"
     place.rename(final)
@@ -158,7 +158,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def sum_of(value: Any) -> int:
-    """Return a number that tells a value of JSON, also after it was read back, from one of which a bit has changed."""
+    """Return a checksum of a value of JSON, the same after it was read back."""
     return zlib.crc32(json.dumps(value).encode())
 
 
@@ -172,7 +172,7 @@ def read_json(path: Path) -> Any:
 
 
 def starter() -> str:
-    """Return what tells the process that starts this job's workers on this host from all others, also later ones."""
+    """Return an identity of the process that starts this job's workers on this host, unique over time."""
     process = os.getppid()
     with suppress(OSError, IndexError, ValueError):
         while process > 1 and any(word.startswith(_OF_WORKERS) for word in _environment(process)):
@@ -197,7 +197,7 @@ def hold(folder: Path) -> None:
     Raises:
         ConfigError: another one does.
     """
-    with suppress(OSError):  # no room, no right or no locks on this file system: nobody is kept out
+    with suppress(OSError):  # no room, no right or no locks on this file system: no other job is kept out
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / _LOCK
         if path.exists() and _identity(path.stat()) in _held:
@@ -230,10 +230,10 @@ def _locked(file: int) -> bool:
 
 
 def claim(folder: Path, starters: Collection[str], job: Any = None) -> list[Path]:
-    """Take a folder for the job whose workers `starters` have started; return its own checkpoints, the newest first.
+    """Take a folder for the job of these `starters`; return the job's checkpoints, the newest first.
 
     Args:
-        job: what is noted of it.
+        job: the facts to record of it.
 
     Raises:
         ConfigError: another job writes there.
@@ -273,7 +273,7 @@ def _noted(path: Path) -> Any:
 
 
 def _before(noted: Any, starters: Collection[str]) -> dict[str, Any] | None:
-    """Return what was there before this job began; None: it begins."""
+    """Return the checkpoints from before this job began; None: it begins."""
     with suppress(LookupError, TypeError, ValueError):
         if set(starters) & set(noted["starters"]):
             return dict(noted["before"])

@@ -12,7 +12,7 @@ from ..dependency import ConfigError, Spec, refuse_below
 from .resumption import Resumption
 from .together import agreed, failure, raise_first
 
-if TYPE_CHECKING:  # what a run without checkpoints does not load
+if TYPE_CHECKING:  # a run without checkpoints does not load these
     from ..workers.actor import WorkerActor
     from .reading import Prepared, Restored
     from .writing import Snapshot, Writing
@@ -30,7 +30,7 @@ class Run(Protocol):
         """Call a function for every worker of this process, at the same time."""
 
     def gather(self, name: str, value: Callable[[WorkerActor], Any]) -> list[Any] | None:
-        """Return `value(actor)` of all workers, in order, on the first worker; None on the others."""
+        """Return `value(actor)` of all workers, in order, on the first worker; None on any other."""
 
 
 class Checkpoints:
@@ -40,7 +40,7 @@ class Checkpoints:
         deadline_s: how long a worker's files may take.
 
     Attributes:
-        about: what of the pipeline a reader of a checkpoint may want to know.
+        about: facts of the pipeline for readers of a checkpoint.
         config: of the model, if it has one that can write itself.
         results: the last results of the run, and which calls are skipped.
     """
@@ -56,20 +56,20 @@ class Checkpoints:
         self._resumed: tuple[Path, bool] | None = None
         #: whether weights and their averages are exchanged now
         self.averaged = False
-        #: the folder that was claimed, and by whom
+        #: the claimed folder, and the claiming job
         self._claimed: tuple[Path, set[str], dict[str, Any]] | None = None
         self._job: dict[str, Any] | None = None
-        #: whether the last checkpoint of `every` could not be written, which is told once
+        #: whether the last checkpoint of `every` could not be written, which is reported once
         self._goes_without = False
 
     def save(self, folder: str | Path, *, keep: int | None = None, extra: Any = None, wait: bool = True) -> Path | None:
-        """Write `folder/step-NNNNNNNN`, each worker its own part; return its path on worker 0.
+        """Write `folder/step-NNNNNNNN`, each worker its part; return its path on worker 0.
 
-        Where calls are skipped it has been written already. If it is the one that the script goes on from, all is put
-        as it was once more: what the script changes by hand just before is in it, and must not count twice.
+        Where calls are skipped it has been written already. If the script goes on from it, all is restored once more:
+        changes that the script makes by hand just before are in it, and must not count twice.
 
         Args:
-            keep: keep only so many of the newest checkpoints in `folder`.
+            keep: number of the newest checkpoints to keep in `folder`.
             extra: plain values to be saved with it.
             wait: whether to return only when it is complete. Otherwise it is written while training goes on, and an
                 error is raised by the next checkpoint or `close`.
@@ -91,7 +91,7 @@ class Checkpoints:
 
     @property
     def job(self) -> dict[str, Any]:
-        """What is kept of this job in its checkpoints; all workers ask for it alike."""
+        """The facts of this job in its checkpoints; all workers make the same call."""
         if self._job is None:
             from .series import job_of
 
@@ -101,7 +101,7 @@ class Checkpoints:
     def load(self, folder: str | Path, *, anew: bool = False) -> Restored:
         """Continue from a checkpoint, or from the newest complete one in `folder`.
 
-        It may have been written by another number of workers, with another cut and schedule. The process's own random
+        It may have been written by another number of workers, with another cut and schedule. The process's random
         generators are restored, too.
 
         Args:
@@ -157,7 +157,7 @@ class Checkpoints:
         return found
 
     def claim(self, folder: str | Path) -> list[Path]:
-        """Take a folder for this job's checkpoints alone; return those that the job itself has written, newest first.
+        """Take a folder for this job's checkpoints alone; return the job's checkpoints in it, newest first.
 
         There are some if the job has been started again, by `--max-restarts` of ours or of torchrun.
 
@@ -179,7 +179,7 @@ class Checkpoints:
         return self._each(claimed)[0]  # type: ignore[no-any-return]
 
     def every(self, steps: int, folder: str | Path, *, keep: int | None = None) -> None:
-        """Write a checkpoint after every so many steps from here on, beside training.
+        """Write a checkpoint every `steps` steps from here on, beside training.
 
         Raises:
             ConfigError: a number that is not at least 1.
@@ -187,14 +187,14 @@ class Checkpoints:
         refuse_below(1, steps=steps, keep=1 if keep is None else keep)
         self._every = steps, path_of(folder).absolute(), keep  # a script may go to another one
 
-    # --- what the pipeline calls
+    # --- called by the pipeline
 
     def due(self, step: int) -> bool:
-        """Tell whether a checkpoint is written after so many steps."""
+        """Return whether a checkpoint is written after a number of steps."""
         return self._every is not None and step % self._every[0] == 0
 
     def after(self, step: int, stop: bool) -> None:
-        """Write a checkpoint if one is due after so many steps, or the run will stop."""
+        """Write a checkpoint if one is due after a number of steps, or the run will stop."""
         if self._every is not None and (stop or self.due(step)):
             self._save(*self._every[1:], extra=None, wait=stop, asked=False)
 
@@ -209,18 +209,18 @@ class Checkpoints:
             self.results.skip(0)  # no more
         loss = self.results.loss if stop else self.results.skip_step(batch, rows)
         if not self.results.behind and self._resumed is not None:
-            # A worker that is faster waits here for the slower ones, of which one may have been asked to stop.
+            # A faster worker waits here for the slower ones: one of them may have been asked to stop.
             stop = any(self._each(lambda actor: actor.exchange("steps skipped", stop))[0])
             self._put(self._resumed[0])
         return loss, stop
 
     def note_step(self, loss: float, batch: str, norm: float | None, rows: int) -> None:
-        """Remember the result of a training step; what was written before it is not written again."""
+        """Remember the result of a training step; earlier checkpoints are not written again."""
         self._resumed = None
         self.results.note_step(loss, batch, norm, rows)
 
     def refuse_averaged(self, what: str) -> None:
-        """Refuse to train, or to keep what training goes on from, where the weights are their average."""
+        """Raise if the weights are their average: training, or a checkpoint, would go on from it."""
         if self.averaged:
             raise ConfigError(
                 f"{what}: the weights are their average here, to evaluate or save them by `save`: call it outside of "
@@ -228,7 +228,7 @@ class Checkpoints:
             )
 
     def settle(self) -> Path | None:
-        """Wait until what is being written is complete; return its path where worker 0 is.
+        """Wait until a checkpoint that is being written is complete; return its path where worker 0 is.
 
         Raises:
             ConfigError: on every worker, if it failed on one, and a script has asked for it or storage does not answer.
@@ -287,7 +287,7 @@ class Checkpoints:
         return str(folder.begin(where, step))
 
     def _go_without(self, error: ConfigError) -> None:
-        """Tell, once, that checkpoints of `every` cannot be written: training does not depend on them."""
+        """Report, once, that checkpoints of `every` cannot be written: training does not depend on them."""
         if not self._goes_without and 0 in self._each(lambda actor: actor.worker):
             logger.warning("%s; training goes on without it", error)
         self._goes_without = True
@@ -300,7 +300,7 @@ class Checkpoints:
 
 
 def path_of(given: str | Path) -> Path:
-    """Return what a user gave as a path.
+    """Return the user's argument as a path.
 
     Raises:
         ConfigError: it cannot be one.

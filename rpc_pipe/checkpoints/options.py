@@ -1,4 +1,4 @@
-"""What a user types about checkpoints. Loads without torch."""
+"""The command line's options of checkpoints. Loads without torch."""
 
 from __future__ import annotations
 
@@ -41,13 +41,11 @@ def try_checkpoints(every: int | None, folder: str, keep: int | None, resume: st
 
 
 def follow(pipe: _Pipeline, every: int | None, folder: str, keep: int | None, resume: str | None) -> str:
-    """Do with the new pipeline of a script, which makes its calls from the first one on, what was typed; return what to
-    tell of it.
-    """
+    """Apply the options to the new pipeline of a script that starts from its first call; return a line for the user."""
     told = ""
-    # Before the folder is taken, by which its last job is noted.
+    # Before the folder is taken, which records its last job.
     typed = pipe.checkpoints.go_on_with(folder) if resume == "auto" else _typed(resume)
-    # A job that is started again goes on from its own checkpoint, whatever was typed when it began.
+    # A restarted job goes on from its checkpoint, whatever options it began with.
     own = [] if every is None else pipe.checkpoints.claim(folder)
     if own or resume is not None:
         told = _newest_sound(pipe.checkpoints.resume, own, [path for path in typed if path not in own])
@@ -66,7 +64,7 @@ def _typed(resume: str | None) -> list[Path]:
 
 
 def _newest_sound(load: Callable[[Path], Any], own: list[Path], typed: list[Path]) -> str:
-    """Go on from the first of these checkpoints that is not damaged; tell which, and which are.
+    """Go on from the first of these checkpoints that is not damaged; report it, and the damaged ones.
 
     Where all that a job has written itself are damaged, and none was typed, it starts again as it did at first.
 

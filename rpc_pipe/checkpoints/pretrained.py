@@ -1,4 +1,4 @@
-"""Weights from a folder that Hugging Face's `save_pretrained` wrote; each worker reads its own tensors alone."""
+"""Weights from a folder that Hugging Face's `save_pretrained` wrote; each worker reads its tensors alone."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _WRITTEN = (".json", ".safetensors")
 class Loaded(NamedTuple):
     """How the names in a folder and in a model have met."""
 
-    #: tensors of the model for which the folder has no numbers; they are as they were
+    #: tensors of the model that the folder lacks; they are as they were
     missing: list[str]
     #: tensors of the folder that the model does not have
     unexpected: list[str]
@@ -63,7 +63,7 @@ class Pretrained:
             )
 
     def prefix(self, names: set[str]) -> tuple[str, str]:
-        """Return what to take from the front of a model's name, and what to put there, to have the folder's name.
+        """Return the prefix of the model's names and the prefix of the folder's names that replaces it.
 
         A model with a head calls its body by one more name than the body alone does.
         """
@@ -79,7 +79,7 @@ class Pretrained:
         return "", ""
 
     def find(self, own: Mapping[str, Tensor], change: tuple[str, str]) -> tuple[dict[str, str], set[str]]:
-        """Return the folder's names for a shard's tensors, and the shard's names for which there are none.
+        """Return the folder's names for a shard's tensors, and the shard's names without one.
 
         Another name of a tensor that has numbers needs none.
 
@@ -106,7 +106,7 @@ class Pretrained:
                 own[name].copy_(tensors.get_tensor(found[name]))
 
     def _each(self, found: Mapping[str, str]) -> Iterator[tuple[str, str, Any]]:
-        """Yield the file, the name of each tensor, and what the open file has."""
+        """Yield the file, the name of each tensor, and the open file's entry."""
         for file, names in by_file({name: self._files[other] for name, other in found.items()}).items():
             with opened(self.path / file, ConfigError) as tensors:
                 yield from ((file, name, tensors) for name in names)
@@ -156,10 +156,10 @@ def save(
 
     Args:
         where: makes the folder's path; called on worker 0.
-        left_out: names of tensors that have another name, by which they are written.
+        left_out: names of tensors that are written under another name.
 
     Raises:
-        StorageError: on every worker, if it failed on one; what was in the folder is as it was.
+        StorageError: on every worker, if it failed on one; the folder is as it was.
     """
     place = Path(agreed(actor, "export", lambda: str(folder.begin(where(), 0)), of=0))
 
@@ -184,7 +184,7 @@ def save(
     finally:
         if actor.worker == 0:
             shutil.rmtree(place, ignore_errors=True)
-            with suppress(OSError):  # if nothing else is there
+            with suppress(OSError):  # if it is empty
                 place.parent.rmdir()
     return place.parent
 
@@ -219,7 +219,7 @@ def _move(place: Path, files: Mapping[str, Any]) -> None:
 
 
 def _names_of(*found: tuple[dict[str, str], set[str]]) -> list[list[str]]:
-    """Return the names that shards lack, and those in the folder that they use, of what `Pretrained.find` gave."""
+    """Return, from results of `Pretrained.find`, the names that shards lack, and the used names of the folder."""
     lacking, used = (
         {name for _, lacks in found for name in lacks},
         {other for here, _ in found for other in here.values()},

@@ -1,4 +1,4 @@
-"""A checkpoint is read: looked through first, so that what does not fit is told before anything has changed.
+"""Reading of a checkpoint: it is checked first, so that a mismatch is reported before anything has changed.
 
 All workers go on from it together, or none does.
 """
@@ -30,7 +30,7 @@ class Checkpoint:
     """One that is complete.
 
     Args:
-        path: the checkpoint, or the folder whose newest is meant.
+        path: the checkpoint, or a folder, for its newest.
 
     Raises:
         ConfigError: there is none.
@@ -58,9 +58,9 @@ class Checkpoint:
             self.step = int(manifest["step"])
             if not 0 <= self.step < 2**53:
                 raise ValueError(f"step {self.step}")
-            #: what was given to be kept with it
+            #: the user's values that were saved with it
             self.extra = decoded(manifest.get("extra"))
-            #: name of a tensor -> (file, dtype and shape), by what it is for
+            #: name of a tensor -> (file, dtype and shape), by use
             self._tensors: dict[str, dict[str, tuple[str, list[Any]]]] = {"model": {}, "optimizer": {}}
             self._sums: dict[str, dict[str, int]] = {
                 name: each.get("sums", {}) for name, each in manifest["files"].items()
@@ -69,11 +69,11 @@ class Checkpoint:
             for name, each in manifest["files"].items():
                 for key, form in each["tensors"].items():
                     self._tensors[each["what"]].setdefault(key, (name, form))
-            #: how many routes had buffers of their own, the first included
+            #: number of routes with separate buffers, the first included
             self.num_routes = 1 + max((buffer_of(key)[0] for key in self._tensors["optimizer"]), default=0)
             told = dict(manifest["stages"])
             self.stages = self._described(told)
-            #: of each route that has weights of its own
+            #: of each route with separate weights
             self.routes = [
                 self._described({stage: each["routes"][number] for stage, each in told.items()}, of_route(number, ""))
                 for number in range(max((len(each.get("routes", ())) for each in told.values()), default=0))
@@ -96,7 +96,7 @@ class Checkpoint:
         return {buffer_of(key)[1]: tensor for key, tensor in self.rest(there).items()}
 
     def apart(self) -> list[str]:
-        """Return the names of the buffers in which routes differed from the first."""
+        """Return the names of the buffers that differed between routes."""
         sums = {key: each for of_file in self._sums.values() for key, each in of_file.items()}
         named = [(key, *buffer_of(key)) for key in self._tensors["optimizer"]]
         return sorted({name for key, route, name in named if route and sums.get(key) != sums.get(name)})
@@ -129,7 +129,7 @@ class Checkpoint:
         return Stages(told, names, partial(self.rest, prefix=prefix))
 
     def rest(self, names: Iterable[str], prefix: str = "") -> dict[str, Tensor]:
-        """Return tensors of optimizers, or others that were saved with them, whose names begin with `prefix`."""
+        """Return tensors of optimizers, or saved with them, with names that begin with `prefix`."""
         found = self.tensors("optimizer", [prefix + name for name in names])
         return {name.removeprefix(prefix): tensor for name, tensor in found.items()}
 
@@ -151,19 +151,19 @@ class Checkpoint:
 
 
 class Restored(NamedTuple):
-    """What a pipeline went on from."""
+    """The checkpoint that a pipeline went on from."""
 
     path: Path
     #: training steps done
     step: int
-    #: what was given to `save_checkpoint` to be kept
+    #: the values that were given as `extra` when it was saved
     extra: Any
     #: settings of the script that the checkpoint has otherwise, and so decides; "" if none does
     differs: str = ""
 
 
 class Prepared(NamedTuple):
-    """What has been read of a checkpoint beside what each worker puts in its place."""
+    """The read parts of a checkpoint besides the tensors that each worker takes."""
 
     checkpoint: Checkpoint
     results: Resumption
@@ -220,7 +220,7 @@ def put_all(actor: WorkerActor, where: str | Path, elastic: bool, num_routes: in
 
 @contextmanager
 def understood(checkpoint: str | Path) -> Iterator[None]:
-    """Turn what is raised where a manifest says something else than it should into a sentence.
+    """Turn an exception about a malformed manifest into a sentence.
 
     Raises:
         Damaged: instead of that.

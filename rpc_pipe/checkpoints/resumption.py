@@ -1,6 +1,6 @@
 """A script that knows nothing of checkpoints starts from the top: its calls that a checkpoint covers are skipped.
 
-A checkpoint keeps how many training steps it covers and what the last ones gave, so its size does not grow with them.
+A checkpoint keeps the number of its training steps and the results of the last ones, so its size does not grow.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Resumption:
         about: of the run that the checkpoint was made in, as `about` gives it.
 
     Attributes:
-        batch: what the batch of the last training step is called, if it has a name.
+        batch: name of the batch of the last training step, if it has one.
         loss: of the last training step.
         norm: of the gradients of the last training step, if it was asked for.
     """
@@ -38,11 +38,11 @@ class Resumption:
 
     @property
     def about(self) -> dict[str, Any]:
-        """What a checkpoint keeps of this."""
+        """The values of this that a checkpoint keeps."""
         return {"batch": self.batch, "loss": self.loss, "norm": self.norm, "rows": self.rows}
 
     def skip(self, steps: int) -> None:
-        """Skip calls until the script has asked for so many training steps."""
+        """Skip calls until the script has made a number of training steps."""
         self._covered, self._asked = steps, 0
 
     @property
@@ -55,10 +55,10 @@ class Resumption:
         return self._asked if self.behind else now
 
     def skip_step(self, batch: str, rows: int = 0) -> float:
-        """Skip a training step; return the loss of the checkpoint's last step, and nan of those before it.
+        """Skip a training step; return the loss for the checkpoint's last step, and nan for any step before.
 
         Args:
-            batch: what the batch is called, if it has a name.
+            batch: name of the batch, if it has one.
             rows: of the batch; 0: not known. The checkpoint's first batch had `self.rows`.
 
         Raises:

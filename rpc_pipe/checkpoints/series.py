@@ -1,4 +1,4 @@
-"""Which job wrote a checkpoint: a script with a model. What it writes from one beginning on is a series."""
+"""The job that wrote a checkpoint: a script with a model. Its checkpoints from one beginning on are a series."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from . import folder
 if TYPE_CHECKING:
     from ..workers.actor import WorkerActor
 
-#: settings of a job that go on as they were in the checkpoint, whatever the script says now
+#: settings of a job that go on as they were in the checkpoint, whatever the script's settings are now
 _SETTINGS = {"learning_rate": "learning rate", "lr_scheduler": "learning-rate schedule", "rows": "rows of a batch"}
 
 
 def job_of(actor: WorkerActor) -> dict[str, Any]:
-    """Return what a checkpoint keeps of the job that writes it. All workers call this alike."""
+    """Return the facts that a checkpoint keeps of its job. All workers make the same call."""
     shards = actor.shards.values()
     named = [(name, tensor) for shard in shards for name, tensor in shard.state_dict().items()]
     forms = {zlib.crc32(f"{name} {getattr(tensor, 'shape', '')}".encode()) for name, tensor in named}
@@ -46,7 +46,7 @@ def _named(factory: Any) -> str | None:
 
 
 def differences(job: Mapping[str, Any], written: Mapping[str, Any]) -> str:
-    """Return which settings of a script differ from those of the job that wrote its checkpoint; "" if none does."""
+    """Return the settings of a script that differ from its checkpoint's job; "" if none does."""
     found = [
         f"{what} {written[name]} in the checkpoint, which counts, and {job[name]} in the script"
         for name, what in _SETTINGS.items()
@@ -56,14 +56,14 @@ def differences(job: Mapping[str, Any], written: Mapping[str, Any]) -> str:
 
 
 def written_by(path: Path) -> dict[str, Any] | None:
-    """Return the job that wrote a checkpoint; {} if it does not say so, None if it cannot be read."""
+    """Return the job that wrote a checkpoint; {} if it does not name one, None if it cannot be read."""
     with suppress(ConfigError, AttributeError, TypeError, ValueError):
         return dict(folder.read_json(path / folder.MANIFEST).get("job") or {})
     return None
 
 
 def is_same(job: Mapping[str, Any], other: Mapping[str, Any] | None) -> bool:
-    """Return whether both are of one script with one model; what does not say so may be."""
+    """Return whether both are of one script with one model; a job without the fact may be."""
     return not other or all(job.get(name) == other.get(name) for name in ("script", "model"))
 
 
@@ -79,7 +79,7 @@ def last_series(where: Path, job: Mapping[str, Any]) -> list[Path]:
 
 
 def others(where: Path, own: Sequence[Path]) -> str:
-    """Return a sentence on the checkpoints in a folder that are not a job's own; "" if there is none."""
+    """Return a sentence on the checkpoints in a folder that another job wrote; "" if there is none."""
     left = [path for path in folder.complete(where) if path not in own]
     if not left:
         return ""

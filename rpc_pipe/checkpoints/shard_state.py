@@ -1,4 +1,4 @@
-"""What a shard has to remember, by the unsplit model's names, and how the shards of another cut take it up.
+"""The state of a shard, by the unsplit model's names, and how the shards of another cut take it up.
 
 Tensors of an optimizer's state are named as in torch's flattened state: `state.<parameter>.<key>`.
 """
@@ -18,12 +18,12 @@ from ..workers.compute.shard import Shard
 from .values import decoded, encoded
 
 _AVERAGE, _HELD, _PART, _SUMS, _BUFFER = "average.", "gradient.", "gradient/", "statistics.", "buffer/"
-#: options of a group that say how torch computes, not what
+#: options of a group that change torch's way to compute, not the result
 _HOW = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
 
 
 def of_route(number: int, name: str) -> str:
-    """Return how a tensor is called that each route has of its own."""
+    """Return the name of a tensor that each route has separately."""
     return f"route{number}.{name}"
 
 
@@ -33,7 +33,7 @@ def model_tensors(shard: Shard) -> dict[str, Tensor]:
 
 
 def own_buffers(shard: Shard, route: int) -> dict[str, Tensor]:
-    """Return the shard's buffers themselves, by names of their own on the second and later routes.
+    """Return the shard's buffers themselves, by separate names on the second and later routes.
 
     Routes see other rows, so that their statistics, codebooks and moving averages differ.
     """
@@ -49,7 +49,7 @@ def buffer_of(key: str) -> tuple[int, str]:
 
 
 def evaluated_tensors(shard: Shard) -> dict[str, Tensor]:
-    """Return the tensors by which the shard evaluates."""
+    """Return the tensors that the shard evaluates with."""
     return _checked(shard.evaluated_state_dict())
 
 
@@ -89,7 +89,7 @@ def held_tensors(shard: Shard, route: int = 0) -> dict[str, Tensor]:
 
 
 def _sums(shard: Shard) -> dict[str, Tensor]:
-    """Return what batch normalisations have summed up since the last update, if that may be some steps ago."""
+    """Return the sums of batch normalisations since the last update, if that may be some steps ago."""
     found = shard.statistics.sums() if shard.updating.training.accumulate > 1 else []
     names = {tensor.data_ptr(): name for name, tensor in shard.state_dict().items() if isinstance(tensor, Tensor)}
     named = [(names.get(mean.data_ptr()), sums) for mean, sums in found]
@@ -97,7 +97,7 @@ def _sums(shard: Shard) -> dict[str, Tensor]:
 
 
 def described(shard: Shard) -> dict[str, Any]:
-    """Return what else there is to remember, as JSON."""
+    """Return the rest of the state, as JSON."""
     optimizer, scheduler, updating = shard.optimizer, shard.updating.lr_scheduler, shard.updating
     if optimizer is None:
         return {"updates": 0, "groups": []}
@@ -134,10 +134,10 @@ def _state(shard: Shard) -> Iterator[tuple[str, Any, nn.Parameter]]:
 
 
 class Stages:
-    """What the stages of a checkpoint have described.
+    """The descriptions of a checkpoint's stages.
 
     Args:
-        stages: as `described`, by stage or, where several own parts of it, by stage and route.
+        stages: as `described`, by stage or, where several routes own parts of it, by stage and route.
         tensors: names of all tensors of optimizers.
         read: gives such tensors by name.
     """
@@ -158,14 +158,14 @@ class Stages:
         }
         self._plain = {key: value for each in stages.values() for key, value in each.get("plain", {}).items()}
         self._on_host = {key for each in stages.values() for key in each.get("on_host", ())}
-        #: what all stages that were trained have described alike
+        #: the values that all trained stages have in common
         self._told = next((each for each in stages.values() if each["groups"]), {})
         #: how often the weights had been updated
         self.updates = max(int(each["updates"]) for each in stages.values())
         self._beside = {key for key in tensors if not key.startswith("state.")}
-        #: of which parameter each gradient kept for later is, or is a part
+        #: the parameter of each gradient, or part of one, that is kept for later
         self._held = {key: key.partition(".")[2] for key in tensors if key.startswith((_HELD, _PART))}
-        #: of each parameter, what its optimizer remembers
+        #: of each parameter, the state of its optimizer
         self._state: dict[str, list[str]] = {}
         for key in (*set(tensors) - self._beside, *self._plain):
             self._state.setdefault(key.removeprefix("state.").rpartition(".")[0], []).append(key)
@@ -185,7 +185,7 @@ class Stages:
         ]
 
     def _of_sums(self, shard: Shard, route: int, num_routes: int) -> dict[str, Tensor]:
-        """Return by key the sums that a route goes on from; the first also takes those of routes that are no more."""
+        """Return by key the sums that a route goes on from; the first also takes the sums of missing routes."""
         parts = [(key, *key.partition("/")[::2]) for key in self._beside if key.startswith(_SUMS)]
         return {
             key: sums
@@ -195,8 +195,8 @@ class Stages:
         }
 
     def _takes(self, key: str, shard: Shard, num_routes: int) -> tuple[int, int]:
-        """Return the stage and route that take up a gradient kept for later: its own, so that sums have the same order
-        as if training had not stopped, or the first if that does not hold the parameter here."""
+        """Return the stage and route that take up a gradient kept for later: the same ones, so that sums have the same
+        order as if training had not stopped, or the first if that does not hold the parameter here."""
         stages = shard.slice.shared.get(self._held[key], (shard.stage,))
         if key.startswith(_PART):
             stage, route = map(int, key.removeprefix(_PART).partition(".")[0].split("/"))
@@ -205,7 +205,7 @@ class Stages:
         return min(stages), 0
 
     def prepare(self, shard: Shard, route: int, num_routes: int = 1) -> Callable[[], None]:
-        """See that training of `shard`, which is of one of `num_routes`, can go on from here; return what makes it.
+        """Check that training of `shard`, of `num_routes` routes, can go on from here; return the call that restores.
 
         Raises:
             ConfigError: it has another optimizer, or groups other parameters together.
@@ -253,7 +253,7 @@ class Stages:
         return apply
 
     def _origins(self, optimizer: Optimizer, names: list[str]) -> list[tuple[str, int]]:
-        """Return of which groups these parameters, of one group here, were."""
+        """Return the former groups of these parameters, which are in one group here."""
         for name in names:
             if name not in self._groups:
                 raise ConfigError(f"{name} is trained here, and was not when the checkpoint was written")
@@ -296,8 +296,8 @@ class Stages:
         )
 
     def _apply_beside(self, shard: Shard, tensors: Mapping[str, Tensor], of_sums: Mapping[str, Tensor]) -> None:
-        """Set what is not the optimizer's: the average of the weights, sums of batch normalisations, gradients of steps
-        since the last update, and the scale of the loss."""
+        """Set the state outside the optimizer: the average of the weights, sums of batch normalisations, gradients of
+        steps since the last update, and the scale of the loss."""
         for sums in of_sums.values():
             sums.zero_()
         for key, sums in of_sums.items():
@@ -335,7 +335,7 @@ def _as_in(own: Any, stored: Any) -> Any:
 
 
 def _by_group(states: list[tuple[Any, int, int]]) -> Any:
-    """Return one scheduler's state for groups whose schedulers were several.
+    """Return one scheduler's state for groups that had several schedulers.
 
     Args:
         states: for each group the state that it was part of, its index there, and how many groups there were.

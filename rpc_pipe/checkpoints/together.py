@@ -1,4 +1,4 @@
-"""All workers do a thing, or none: what failed on one is raised on every worker, and is the same error there."""
+"""Calls that succeed on all workers or on none: an error on one worker is raised on every worker."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from ..dependency import ConfigError, Damaged, PipeError, Stalled, StorageError
 from ..workers.actor import WorkerActor
 
 T = TypeVar("T")
-#: errors that stay what they are on every worker; others are a `ConfigError` there
+#: errors that keep their class on every worker; any other becomes a `ConfigError`
 _TYPES = {kind.__name__: kind for kind in (Damaged, StorageError)}
 
 
 def agreed(actor: WorkerActor, name: str, value: Callable[[], str], of: int) -> str:
-    """Return on every worker what `value` gives on worker `of`.
+    """Return on every worker the result of `value` on worker `of`.
 
     Raises:
-        ConfigError: what it raised there, on every worker.
+        ConfigError: on every worker, if `value` raised.
     """
     _, told = together(actor, name, lambda: value() if actor.worker == of else "", str)
     return str(told[of])
@@ -26,7 +26,7 @@ def agreed(actor: WorkerActor, name: str, value: Callable[[], str], of: int) -> 
 def together(
     actor: WorkerActor, name: str, do: Callable[[], T], tell: Callable[[T], Any] = lambda done: None
 ) -> tuple[T, list[Any]]:
-    """Do something on every worker; return what it gave here, and what each worker tells of its own, in order.
+    """Make a call on every worker; return the local result, and each worker's report of its result, in order.
 
     Raises:
         ConfigError: it failed on one, on every worker; of several the first that did not only wait for another.
@@ -37,7 +37,7 @@ def together(
     try:
         done.append(do())
         own = tell(done[0])
-    except Exception as error:  # whatever it is: the others wait for this worker's word
+    except Exception as error:  # any exception: the other workers wait for this worker's report
         failed, unexpected = failure(error), None if isinstance(error, PipeError) else error
     told = actor.exchange(name, [own, failed])
     if unexpected is not None:
@@ -47,13 +47,13 @@ def together(
 
 
 def failure(error: Exception | None) -> list[Any]:
-    """Return what a worker tells of an error, whether it only waited for another one, and the name of its type."""
+    """Return a worker's text of an error, whether it only waited for another worker, and the name of its type."""
     text = "" if error is None else str(error) if isinstance(error, PipeError) else f"{type(error).__name__}: {error}"
     return [text, isinstance(error, Stalled), type(error).__name__]
 
 
 def raise_first(told: list[list[Any]]) -> None:
-    """Raise the first cause of what workers tell."""
+    """Raise the first cause among the workers' reports."""
     for text, _, kind in sorted(told, key=lambda each: bool(each[1])):
         if text:
             raise _TYPES.get(kind, ConfigError)(text)

@@ -32,10 +32,10 @@ NAMES = [f"{_PREFIX}{name}" for name in ("torch", "python", "numpy")]
 
 
 def encoded(value: Any, what: str) -> Any:
-    """Return what `json` can write of `value`.
+    """Return `value` in a form that `json` can write.
 
     Args:
-        what: named in the error.
+        what: name of the value, for the error.
 
     Raises:
         ConfigError: something in it is no plain value.
@@ -61,7 +61,7 @@ def encoded(value: Any, what: str) -> Any:
 
 
 def decoded(value: Any) -> Any:
-    """Return what `encoded` was given."""
+    """Return the argument of `encoded`."""
     if isinstance(value, list):
         return [decoded(each) for each in value]
     if not isinstance(value, dict):
@@ -77,7 +77,7 @@ def decoded(value: Any) -> Any:
 
 
 def random_state() -> dict[str, Tensor]:
-    """Return the states of the process's own generators, of torch's CPU, of Python and of numpy, as tensors by name."""
+    """Return the states of the process's generators, of torch's CPU, of Python and of numpy, as tensors by name."""
     version, numbers, gauss = random.getstate()
     name, keys, position, has_gauss, cached = numpy.random.get_state()
     texts = {
@@ -131,7 +131,7 @@ def _order_texts(path: Path) -> None:
 
 
 def checksum(tensor: Tensor) -> int:
-    """Return a number that tells a contiguous tensor of the CPU from one of which a bit has changed."""
+    """Return a checksum of a contiguous tensor of the CPU."""
     return zlib.crc32(memory_of(tensor), zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode()))
 
 
@@ -145,7 +145,7 @@ def by_file(files: Mapping[str, str]) -> dict[str, list[str]]:
 
 @contextmanager
 def opened(path: Path, error: type[ConfigError]) -> Iterator[Any]:
-    """Open a file of safetensors, of which tensors are read when they are asked for.
+    """Open a file of safetensors; its tensors are read on demand.
 
     Raises:
         ConfigError: as the type `error`: it cannot be read.

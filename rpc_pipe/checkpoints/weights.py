@@ -15,10 +15,10 @@ from torch import Tensor
 from ..dependency import ConfigError, PipeError, StorageError
 from .nouns import Checkpoints, Run, path_of
 
-if TYPE_CHECKING:  # what a run without checkpoints does not load
+if TYPE_CHECKING:  # a run without checkpoints does not load these
     from .pretrained import Loaded
 
-#: how folders begin in which weights are kept that could not be written where they should be
+#: prefix of folders with weights that could not be written to their place
 _KEPT = "rpc-pipe-weights-"
 
 
@@ -65,8 +65,8 @@ class Weights:
     def load_pretrained(self, folder: str | Path, *, strict: bool = True) -> Loaded:
         """Read weights from a folder of safetensors as `save_pretrained` of Hugging Face writes it, or a checkpoint.
 
-        Each worker reads only its own tensors, and converts them to the model's types. If the folder has a body and
-        the model has a head, or the other way round, the name of the body is added or left out.
+        Each worker reads only its tensors, and converts them to the model's types. If the folder has a body and
+        the model has a head, or the other way round, the name of the body is added or removed.
 
         Args:
             strict: refuse if one of the two lacks a tensor that the other has; otherwise these stay as they are.
@@ -86,7 +86,7 @@ class Weights:
         """Write the weights as Hugging Face's `from_pretrained` reads them, and the model's config if it has one.
 
         Of a model with adapters of peft these alone are written, as `PeftModel.from_pretrained` reads them. Each worker
-        writes its own part, so all workers must see the folder. Weights that are there are replaced: a crash leaves the
+        writes its part, so all workers must see the folder. Existing weights are replaced: a crash leaves the
         old ones or the new ones whole.
 
         Raises:
@@ -110,7 +110,7 @@ class Weights:
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Return a context in which the weights are their moving average, to evaluate or save them.
+        """Return a context that replaces the weights by their moving average, to evaluate or save them.
 
         Raises:
             ConfigError: there is none.
@@ -132,10 +132,10 @@ class Weights:
 
 
 def _kept_somewhere(given: str | Path, write: Callable[[Callable[[], Path]], Path]) -> None:
-    """Write weights where a user says, or, as they may be hours of work, in another place.
+    """Write weights to the user's place, or, because they may be hours of work, to another.
 
     Args:
-        write: takes what makes the path, which it calls on one worker, and returns it.
+        write: takes a function that makes the path, calls it on one worker, and returns the path.
 
     Raises:
         StorageError: they could not be written as given; `kept` is where they are.
@@ -148,7 +148,7 @@ def _kept_somewhere(given: str | Path, write: Callable[[Callable[[], Path]], Pat
         for root in (os.getcwd(), os.path.expanduser("~"), tempfile.gettempdir()):
             try:
                 kept = write(partial(_new_place, root))
-            except Exception:  # the first error is told
+            except Exception:  # the first error is raised
                 continue
             raised = StorageError(f"{error}; the trained weights are kept in {kept}")
             raised.kept = str(kept)

@@ -51,7 +51,7 @@ def save_whole(state: Mapping[str, Tensor], path: str | Path) -> None:
 
     Raises:
         StorageError: it cannot be written.
-        ConfigError: what has that name is no regular file, but a device, say, whose place another file would take.
+        ConfigError: a device, say, has that name, not a regular file; another file would take its place.
     """
     if Path(path).exists() and not Path(path).is_file():
         raise ConfigError(f"{path}: is not a regular file")

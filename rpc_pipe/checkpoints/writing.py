@@ -1,6 +1,6 @@
 """A checkpoint is written: a copy of the numbers at once, and everything slow on a thread beside training.
 
-Workers need no message for it. Each leaves a list of what it wrote; worker 0 waits for all lists, writes the manifest
+Workers need no message for it. Each leaves a list of its files; worker 0 waits for all lists, writes the manifest
 and gives the checkpoint its name.
 """
 
@@ -38,20 +38,20 @@ from .values import checksum, random_state, write
 logger = logging.getLogger(__name__)
 
 FORMAT = 1
-#: what a worker's files may take beyond the deadline: storage that is slower than this does not do for training
+#: bytes a second that extend the deadline of a worker's files: slower storage is too slow for training
 _LEAST_BYTES_A_SECOND = 10e6
-#: what the manifest may take beyond it
+#: seconds for the manifest beyond the deadline
 _MANIFEST_S = 10.0
 #: how a folder ends that stands for a list that cannot be written
 _FAILED = ".failed"
 
 
 class Snapshot:
-    """What one worker writes: copies on the CPU of its numbers as they are now.
+    """A worker's part of a checkpoint: copies on the CPU of its present numbers.
 
     Args:
-        elastic: whether routes have weights of their own, which are pulled to a reference, and so are written, too.
-        left_out: names of tensors that are not written, and nothing but weights is, each once; None: all is.
+        elastic: whether routes have separate weights, which are pulled to a reference, and so are written, too.
+        left_out: names of tensors that are not written; then only weights are, each once. None: everything is written.
     """
 
     def __init__(self, actor: WorkerActor, *, elastic: bool = False, left_out: Collection[str] | None = None) -> None:
@@ -84,7 +84,7 @@ class Snapshot:
 
     @property
     def is_first(self) -> bool:
-        """Whether the worker is the first, which completes what all have written."""
+        """Whether the worker is the first, which completes the checkpoint."""
         return self.worker == self.workers[0]
 
     @property
@@ -121,7 +121,7 @@ class Snapshot:
 
 
 def own_routes(actor: WorkerActor) -> list[list[Shard]]:
-    """Return a worker's shards by route, where each route has weights of its own."""
+    """Return a worker's shards by route, where each route has separate weights."""
     routes = sorted({route for _, route in actor.shards})
     return [[shard for (_, route), shard in actor.shards.items() if route == each] for each in routes]
 
@@ -147,7 +147,7 @@ def _unwritten(path: Path, error: OSError) -> StorageError:
 
 
 def _give_up(place: Path, worker: int) -> None:
-    """Tell worker 0, who waits for this worker's list, that there will be none."""
+    """Inform worker 0, which waits for this worker's list, that there will be none."""
     with suppress(OSError):  # a folder needs no descriptor, and an empty one no room
         (place / _part(worker)).with_suffix(_FAILED).mkdir()
 
@@ -217,9 +217,9 @@ def _awaited(path: Path, end: float, deadline_s: float) -> Path:
 
 
 class Writing(threading.Thread):
-    """Writes one checkpoint beside training: this process's snapshots and, where worker 0 is, what makes it one.
+    """Writes one checkpoint beside training: this process's snapshots and, where worker 0 is, the manifest.
 
-    A process that ends waits for it; not longer than training would, as what never answers may be its storage.
+    A process that ends waits for it, not longer than training would, because its storage may never answer.
     """
 
     def __init__(
@@ -235,7 +235,7 @@ class Writing(threading.Thread):
         self._snapshots, self._place, self._deadline_s = snapshots, place, deadline_s
         self._how = about, config, keep, deadline_s
         self._own_s = deadline_s + sum(each.num_bytes for each in snapshots) / _LEAST_BYTES_A_SECOND
-        #: whether this process's own files are written, or cannot be
+        #: whether this process's files are written, or cannot be
         self._own_are = threading.Event()
         self.error: Exception | None = None
         self.path: Path | None = None
@@ -282,11 +282,11 @@ class Writing(threading.Thread):
         )
 
     def discard(self) -> None:
-        """Remove what is left of a checkpoint that has failed, when all workers know that."""
+        """Remove the rest of a checkpoint that has failed, when all workers know that."""
         shutil.rmtree(self._place, ignore_errors=True)
 
     def _at_exit(self) -> None:
-        if (error := self.finished()) is not None:  # nobody has asked how it went
+        if (error := self.finished()) is not None:  # its result was not read
             logger.error("%s", error)
-            if self._snapshots[0].is_first:  # which has waited for the others
+            if self._snapshots[0].is_first:  # it has waited for the other workers
                 self.discard()

@@ -162,10 +162,8 @@ class ObservedModel:
 
     def holders(self, cut: Sequence[range]) -> dict[str, list[int]]:
         """Return the stages that hold each parameter, by the unsplit model's names."""
-        owners, unused = (
-            self._assigned(cut).owners,
-            {len(cut) - 1},
-        )  # the last stage holds parameters that no forward uses
+        # the last stage holds the parameters that no forward uses
+        owners, unused = self._assigned(cut).owners, {len(cut) - 1}
         return {name: sorted(owners.get(name, unused)) for name in self._skeleton.parameters}
 
     def shared(self, cut: Sequence[range]) -> dict[str, list[int]]:
