@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .dependency import *  # noqa: F403
-    from .pipeline import Pipeline, Training
+    from .pipeline import Pipeline, SplitBatch, Training
     from .planning.plan import Plan
     from .planning.simulator import Link, simulate
     from .step_report import StepReport
@@ -19,8 +19,8 @@ __version__ = "0.1.0"
 __all__ = [  # noqa: F405
     "B", "F", "G", "I", "R", "U", "W", "Action", "BatchError", "ConfigError", "DataError", "Disagreement", "Kind",
     "Link", "Listener", "ModelError", "Order", "PeerLost", "PipeError", "Pipeline", "Plan", "ScheduleError", "Spec",
-    "Stalled", "StepRecord", "StepReport", "StorageError", "Training", "WorkerFailure", "carries_out", "check",
-    "simulate",
+    "SplitBatch", "Stalled", "StepRecord", "StepReport", "StorageError", "Training", "WorkerFailure", "carries_out",
+    "check", "simulate",
 ]  # fmt: skip
 
 
@@ -29,6 +29,7 @@ _PLACES = {
     "Pipeline": ".pipeline",
     "Plan": ".planning.plan",
     **dict.fromkeys(("Link", "simulate"), ".planning.simulator"),
+    "SplitBatch": ".pipeline",
     "StepReport": ".step_report",
     "Training": ".pipeline",
     "carries_out": ".workers.handlers",

@@ -21,7 +21,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from .dependency import ConfigError, Disagreement, PipeError, ScheduleError, Spec, WorkerFailure, refuse_below
+from .model.batches.ordering import MicrobatchCost, Ordering
 from .model.shard_maker import refuse_sums
+from .planning.specs import MICROBATCH_ORDERS
 from .schedules import name_of
 from .workers.compute.updating import Training
 
@@ -179,6 +181,23 @@ def refuse_shared(spec: Spec, shared: Mapping[str, Sequence[int]]) -> None:
             f"schedule {name_of(spec)}: stages {', '.join(map(str, stages))} share weights, but each updates its "
             "own at another time; use a synchronous schedule, such as 1f1b, or do not tie the weights"
         )
+
+
+def make_ordering(said: object, cost: MicrobatchCost | None, *, is_called: bool) -> Ordering | None:
+    """Return the ordering of the microbatches of training steps; None: they run as they come.
+
+    Raises:
+        ConfigError: there is no such order, or the cost is no function.
+    """
+    if said not in MICROBATCH_ORDERS:
+        raise ConfigError(f"microbatch_order={said!r}: must be {' or '.join(MICROBATCH_ORDERS)}")
+    if cost is not None and not callable(cost):
+        raise ConfigError(f"microbatch_cost={cost!r}: must be a function of a microbatch that returns seconds, or None")
+    if said == "given":
+        return None
+    from .planning.unequal import balanced  # which few jobs need
+
+    return Ordering(balanced, cost, is_called)
 
 
 def begin_training(what: str, forgot_optimizer: bool) -> bool:

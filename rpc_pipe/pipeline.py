@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from .arguments import (
     begin_training,
+    make_ordering,
     refuse_options,
     refuse_training,
     refuse_untrainable,
@@ -29,6 +30,8 @@ from .launching.job import own_part
 from .model.batches.lazy_batch import label_of
 from .model.batches.loaders import is_loader, mean_over
 from .model.batches.microbatches import Outputs
+from .model.batches.microbatches import SplitBatch as SplitBatch
+from .model.batches.ordering import MicrobatchCost, Ordering
 from .model.batches.step_inputs import StepEnd
 from .model.shard_maker import Model, make_partition
 from .own_workers import make_actors
@@ -72,6 +75,10 @@ class Pipeline(Inspected):
         blocks: names of the model's lists of blocks, or of single blocks; found automatically by default.
         example: a batch with which the model is cut at once; by default the first batch cuts it.
         order: `ready` or `fixed`; by default what the schedule prefers. The result is the same.
+        microbatch_order: `balanced`: unequal microbatches train in an order that fills and drains the pipeline quickly,
+            by their predicted times; sums follow this order (docs/training.md). `given`: as they come.
+        microbatch_cost: predicts them: called as the model is, with a microbatch, it returns seconds, alike on all
+            workers. None: tokens, or the elements of the first tensor, count.
         device: `cpu`, `cuda:N`, or `cuda`: each worker of a host uses another GPU. None: `cuda` where the host has a
             GPU for each of its workers, else `cpu`.
         seed: for everything random: dropout, and initial weights of layers given as callables or of a model made by a
@@ -111,6 +118,8 @@ class Pipeline(Inspected):
         blocks: str | Sequence[str] | None = None,
         example: Tree | None = None,
         order: Order | None = None,
+        microbatch_order: str = "given",
+        microbatch_cost: MicrobatchCost | None = None,
         device: str | None = None,
         seed: int = 0,
         transport: str | None = None,
@@ -120,9 +129,9 @@ class Pipeline(Inspected):
         self._forgot_optimizer = training is None and "optimizer" not in old
         schedule_options = with_replicas(schedule_options, replicas, zero, bucket, slices, spread)
         said = schedule, schedule_options, num_microbatches, num_workers, split, order, device, seed, transport, plan
-        schedule, schedule_options, num_microbatches, num_workers, split, order, device, seed, transport, self._plan = (
-            overrides.settle(apply_plan(plan, overrides.Settings(*said)))
-        )
+        settings = overrides.settle(apply_plan(plan, overrides.Settings(*said, microbatch_order)))
+        schedule, schedule_options, num_microbatches, num_workers, split, order, device, seed, transport = settings[:9]
+        self._plan, microbatch_order = settings.plan, settings.microbatch_order
         job, self.num_workers = own_part(transport, num_workers)
         training = settle_training(type(self), training, old, alone=job is None)
         refuse_options(order, stall_s, self.num_workers, num_microbatches, seed)
@@ -133,11 +142,13 @@ class Pipeline(Inspected):
         for worker in workers:
             check(spec, worker)
         partition = make_partition(model, loss_fn, spec.num_stages, split, training, blocks=blocks, seed=seed)
+        ordering = make_ordering(microbatch_order, microbatch_cost, is_called=partition.whole is not None)
         end = StepEnd(spec, training)
         actors = make_actors(job, workers, device, training.max_grad_norm, stall_s)
         self._session = Session(
-            spec, order or spec.order, partition, end, actors, training=training, seed=seed, threaded=job is None
-        )
+            spec, order or spec.order, partition, end, actors,
+            training=training, seed=seed, threaded=job is None, ordering=ordering,
+        )  # fmt: skip
         self.worker, self._reports, self._stopped = 0 if job is None else job.rank, StepReports(self), False
         self.checkpoints = Checkpoints(self._session, {"seed": seed}, stall_s)
         self.weights = Weights(self._session, self.checkpoints)
@@ -163,7 +174,8 @@ class Pipeline(Inspected):
 
         Args:
             batch: (inputs, targets), trees of tensors that share dimension 0, which is split into microbatches that
-                differ by at most one row; for a whole model, what it is called with (docs/models.md).
+                differ by at most one row; for a whole model, what it is called with (docs/models.md). A `SplitBatch` is
+                split already.
             microbatches: instead of a batch, a list of batches that are split already; shapes may differ.
 
         Raises:
@@ -307,6 +319,11 @@ class Pipeline(Inspected):
     def order(self) -> Order:
         """The order in which workers run ready actions."""
         return self._session.order
+
+    @property
+    def ordering(self) -> Ordering | None:
+        """The ordering of the microbatches of training steps; None: they run as they come."""
+        return self._session.ordering
 
     @property
     def partition(self) -> LayerPartition | ObservedPartition:

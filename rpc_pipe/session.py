@@ -13,6 +13,7 @@ from .arguments import describe, refuse_shared
 from .dependency import ConfigError, Entry, Order, PipeError, Spec, most_open
 from .model.batches.batch_reader import BatchReader
 from .model.batches.microbatches import Microbatches, Outputs, Pair, Prefetcher
+from .model.batches.ordering import Ordering
 from .model.batches.step_inputs import StepEnd, StepInputs
 from .model.shard_maker import ShardMaker, with_metric
 from .workers.actor import WorkerActor
@@ -39,6 +40,7 @@ class Session:
         end: decides how steps end.
         actors: the workers of this process.
         threaded: whether they are all workers of the pipeline.
+        ordering: of the microbatches of training steps; None: as they come.
 
     Attributes:
         due: tells whether a checkpoint is written after so many steps.
@@ -58,15 +60,17 @@ class Session:
         training: Training,
         seed: int,
         threaded: bool,
+        ordering: Ordering | None = None,
     ) -> None:
         self.order, self.partition, self.end, self.actors = order, partition, end, list(actors)
+        self.ordering = ordering
         self.due: Callable[[int], bool] = lambda step: False
         self.made: Callable[[], None] = lambda: None
         self.described = self.name = ""
         self.config: Any = None
         self._threads = WorkerThreads(actors) if threaded else None
         self._devices = {actor.backend.device for actor in actors}
-        self._reader = BatchReader(spec, self.actors, partition.whole, partition.loss_is_inside)
+        self._reader = BatchReader(spec, self.actors, partition.whole, partition.loss_is_inside, ordering)
         self.closed = False
         #: None when the shards are made
         self._maker: ShardMaker | None = ShardMaker(partition, seed, training)

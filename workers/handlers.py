@@ -75,6 +75,8 @@ class StepInput:
     places: list[tuple[int, int, int]] | None = None
     #: which worker reads the batch for others; None: every worker reads what it uses
     scatter: Scatter | None = None
+    #: if microbatches run in another order than given: their numbers as given, in the order in which they run
+    microbatch_order: tuple[int, ...] = ()
     #: whether the step ends with an update; False while gradients accumulate over several steps
     updates: bool = True
     #: whether the pipeline drains after this step although steps overlap, because a checkpoint follows

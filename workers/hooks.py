@@ -67,6 +67,8 @@ class StepRecord:
     #: how long the worker waited for the data loader, and what that was busy with: disk, network or decode
     data_wait_ns: int = 0
     data_cause: str = ""
+    #: numbers of the microbatches as given, in the order in which they ran; empty: as given
+    microbatch_order: tuple[int, ...] = ()
 
     @property
     def busy_ns(self) -> int:

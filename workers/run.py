@@ -354,6 +354,7 @@ class Stream:
                 len(self._carrier.outbox),
                 len(step.batch.shares),
                 *step.batch.waited,
+                step.batch.microbatch_order,
             ),
         )
 

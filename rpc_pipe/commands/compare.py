@@ -25,6 +25,7 @@ from .options import (
     typed_attention,
     typed_costs,
     typed_exchange,
+    typed_lengths,
     typed_spec,
 )
 from .profile import load, progress
@@ -36,7 +37,7 @@ def add(commands: Any) -> None:
     parser: Parser = commands.add_parser("compare", help="all schedules side by side: time, memory, messages")
     parser.epilog = "--schedule adds one of yours, or a built-in one with other parameters; stages of 1/v cost 1/v."
     parser.take("schedule", "set", "workers", "microbatches", *REPLICAS, "slices", "attention", "order", "json")
-    parser.take("cost", "comm")
+    parser.take("microbatch-order", "lengths", "cost", "comm")
     parser.add_argument(
         "--memory", metavar="WHAT=BYTES", action=Pairs, const=(size, "activations=64MB,limit=8GB"),
         help="bytes of a worker's share: weights, gradients, optimizer, activations, after_inputs (kept from I to W), "
@@ -54,11 +55,13 @@ def _compare(typed: dict[str, Any], argv: list[str]) -> int:
     replicas = with_replicas(None, typed.get("replicas", 1), **typed_exchange(typed)) or {}
     slices = typed.get("slices")
     # Otherwise every row would be refused for it.
-    make_spec("gpipe", options.workers, options.microbatches, replicas, slices)
+    spec, unequal = make_spec("gpipe", options.workers, options.microbatches, replicas, slices), typed_lengths(typed)
+    if unequal is not None:
+        unequal(spec)
     with progress(reporter, "simulating") as tell:
         rows = compare(
             model, options.microbatches, comm=typed.get("comm", 0), limit=limit, order=options.order, also=also,
-            slices=slices, attention=typed_attention(typed), replicas=replicas, tell=tell,
+            slices=slices, attention=typed_attention(typed), unequal=unequal, replicas=replicas, tell=tell,
         )  # fmt: skip
     if "json" in typed:
         print(json.dumps([{**dataclasses.asdict(row), "parameters": dict(row.parameters)} for row in rows]))

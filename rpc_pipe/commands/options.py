@@ -8,15 +8,16 @@ import difflib
 import os
 import re
 from argparse import ArgumentError, ArgumentTypeError
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NoReturn, TypeVar
 
-from ..dependency import B, ConfigError, F, I, Kind, Spec, W
+from ..dependency import Action, B, ConfigError, F, I, Kind, Spec, W
 from ..launching.job import TRANSPORT, TRANSPORTS, TRUST, Job, current_job
 from ..launching.launcher_link import NAN, NANS
 from ..planning.listed_schedule import ListedSchedule
-from ..planning.specs import PipeOptions, find_schedule, make_spec
-from .readers import device, fraction, number, whole, wholes
+from ..planning.specs import MICROBATCH_ORDERS, PipeOptions, find_schedule, make_spec
+from .readers import device, fraction, number, numbers, whole, wholes
 
 T = TypeVar("T")
 
@@ -85,8 +86,8 @@ REPLICAS = ("replicas", *_EXCHANGE)
 SCHEDULE = ("schedule", "set", "window", "workers", "microbatches", *REPLICAS)
 #: options that make a pipeline
 PIPELINE = (
-    *SCHEDULE, "slices", "order", "json", "split", "device", "seed", "threads", "transport", "nan", "trust-network",
-    "port",
+    *SCHEDULE, "slices", "order", "microbatch-order", "json", "split", "device", "seed", "threads", "transport", "nan",
+    "trust-network", "port",
 )  # fmt: skip
 _SHARED: dict[str, dict[str, Any]] = {
     "schedule": dict(help="name or path/to/file.py:ClassName (1f1b)"),
@@ -104,6 +105,10 @@ _SHARED: dict[str, dict[str, Any]] = {
         help="share of a sequence's time that is causal attention, dearer for later slices (0)",
     ),
     "order": dict(choices=("ready", "fixed"), help="run what is ready, or in a fixed order (as the schedule says)"),
+    "microbatch-order": dict(
+        choices=MICROBATCH_ORDERS, help="balanced: unequal microbatches in an order that keeps workers busy (given)"
+    ),
+    "lengths": dict(type=numbers, metavar="L,L,...", help="relative time of each microbatch, such as 1,4,2,1 (equal)"),
     "json": dict(action="store_true", help="print JSON; human text goes to stderr"),
     "cost": dict(
         action=Pairs, const=(number, "F=1,B=2"), metavar="KIND=TIME",
@@ -161,6 +166,16 @@ def typed_attention(typed: Mapping[str, Any]) -> float:
     if "slices" not in typed:
         refuse_typed(typed, ["attention"], "is of slices; add --slices, such as --slices 4")
     return float(typed.get("attention", 0))
+
+
+def typed_lengths(typed: Mapping[str, Any]) -> Callable[[Spec], Callable[[Action], float]] | None:
+    """Return what makes, for a schedule, the factor of an action's time by its microbatch; None: all are equal."""
+    if "lengths" not in typed:
+        refuse_typed(typed, ["microbatch_order"], "is of unequal ones; add --lengths, such as --lengths 1,4,2,1")
+        return None
+    from ..planning.unequal import by_microbatch
+
+    return partial(by_microbatch, lengths=typed["lengths"], order=typed.get("microbatch_order", "given"))
 
 
 def typed_exchange(typed: Mapping[str, Any]) -> dict[str, Any]:

@@ -50,7 +50,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--microbatches", type=_counts, help="numbers of microbatches to try (workers x 1, 2, 4, 8)")
     parser.add_argument("--replicas", type=_counts, help="numbers of replicas of the pipeline to try, such as 1,2 (1)")
     parser.add_argument("--slices", type=_slices, help="numbers of slices to try, such as 1,4; auto: 1,2,4,8 (1)")
-    parser.take("zero", "bucket", "spread", "json")
+    parser.take("zero", "bucket", "spread", "microbatch-order", "json")
     parser.add_argument("--topology", metavar="FILE", help="JSON: memory and speed of each worker, links between them")
     parser.add_argument("--link", type=link, metavar="MS[/BANDWIDTH]", help="any link, in ms and bytes/s (measured)")
     parser.add_argument("--alone", action="store_true", help="measure in a single process instead of one per worker")
@@ -87,6 +87,11 @@ def _plan(typed: dict[str, Any], argv: list[str]) -> int:
         result = search(request, tell)
     if result.plans and "no_searched" not in typed:
         _add_searched(request, result, reporter)
+    if "microbatch_order" in typed:
+        result.plans, result.front = (
+            [replace(plan, microbatch_order=typed["microbatch_order"]) for plan in plans]
+            for plans in (result.plans, result.front)
+        )
     advice = binding_limits(request, result) if result.plans else changes_that_fit(request, result)
     told = _as_json(request, result, advice)
     if "output" in typed:

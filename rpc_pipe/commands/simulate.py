@@ -25,7 +25,17 @@ from ..planning.slice_costs import SliceCosts
 from ..planning.span import Span, waits
 from ..planning.specs import MAX_FORWARDS
 from .files import try_files, write
-from .options import SCHEDULE, Pairs, Parser, read_worker, refuse_typed, typed_attention, typed_costs, typed_spec
+from .options import (
+    SCHEDULE,
+    Pairs,
+    Parser,
+    read_worker,
+    refuse_typed,
+    typed_attention,
+    typed_costs,
+    typed_lengths,
+    typed_spec,
+)
 from .readers import link, numbers, positive, size, some, whole
 
 #: most actions that are drawn in the terminal
@@ -39,7 +49,7 @@ _MOST_LINES = 120
 def add(commands: Any) -> None:
     """Add `simulate` to the command line."""
     parser: Parser = commands.add_parser("simulate", help="check, price and draw a schedule")
-    parser.take(*SCHEDULE, "slices", "attention", "order", "json", "cost", "comm")
+    parser.take(*SCHEDULE, "slices", "attention", "order", "microbatch-order", "lengths", "json", "cost", "comm")
     parser.add_argument("--stage-cost", type=numbers, help="factor of the cost for each stage, such as 1,1,2,1")
     slow = "make workers slower by a factor"
     parser.add_argument("--slow", action=Pairs, const=(positive, "1=1.5"), metavar="WORKER=FACTOR", help=slow)
@@ -107,6 +117,8 @@ def _cost(spec: Spec, typed: Mapping[str, Any]) -> Cost:
     """Return the cost of an action from --cost, --stage-cost and --slow."""
     by_kind = typed_costs(typed)
     share = SliceCosts(attention=typed_attention(typed)).time_share(spec)
+    unequal = typed_lengths(typed)
+    factor = None if unequal is None else unequal(spec)
     by_stage: list[float] = typed.get("stage_cost", [1] * spec.num_stages)
     if len(by_stage) != spec.num_stages:
         said = ",".join(f"{factor:g}" for factor in by_stage)
@@ -118,7 +130,7 @@ def _cost(spec: Spec, typed: Mapping[str, Any]) -> Cost:
 
     def cost(action: Action) -> float:
         whole = by_kind.get(action.kind, 0) * by_stage[action.stage] * by_worker[spec.worker(action)]
-        return whole * share(action)
+        return whole * share(action) * (1 if factor is None else factor(action))
 
     return cost
 

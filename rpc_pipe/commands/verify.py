@@ -9,9 +9,9 @@ from ..launching.job import current_job
 from ..launching.launcher import launch
 from ..launching.report import Reporter
 from ..launching.worker_main import as_worker
-from ..verifying.options import BUILT_IN, VerifyOptions
+from ..verifying.options import BUILT_IN, CONTEXT, VerifyOptions
 from .options import MAKE, PIPELINE, Parser, filled, refuse_typed, set_transport
-from .readers import fraction, number, whole
+from .readers import fraction, number, whole, wholes
 from .run import how, refuse_idle
 
 
@@ -26,6 +26,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--blocks", action="append", help="names of lists of blocks, or of blocks, with commas")
     parser.add_argument("--list-blocks", action="store_true", help="only print the blocks, and what each cut passes")
     parser.add_argument("--rows", type=whole(1, 10**6), help="rows of a batch (2 M + 1, so that the last is ragged)")
+    parser.add_argument("--lengths", type=wholes, metavar="L,L,...", help="tokens a row of each microbatch of gpt (16)")
     parser.add_argument("--dropout", type=fraction, help=f"dropout ({VerifyOptions.dropout})")
     parser.add_argument("--max-grad-norm", type=number, help="clip gradients to this norm, and compare the norms")
     parser.add_argument(
@@ -68,6 +69,8 @@ def _checked(typed: dict[str, Any]) -> dict[str, Any]:
         ConfigError: the model is unknown, or something does not go with it.
     """
     model = typed.get("model", VerifyOptions.model)
+    if model != "gpt" or max(typed.get("lengths", [1])) > CONTEXT:
+        refuse_typed(typed, ["lengths"], f"is of gpt, whose rows have at most {CONTEXT} tokens")
     if model in BUILT_IN:
         refuse_typed(typed, ["blocks", "list_blocks"], "is of a model of yours; name it, FILE.py:make")
     elif ".py:" not in model:

@@ -22,6 +22,7 @@ class Settings(NamedTuple):
     transport: str | None = None
     #: the plan that decides the other settings
     plan: Any = None
+    microbatch_order: str = "given"
 
 
 #: argument -> option, if the names differ
@@ -71,6 +72,7 @@ class Overrides:
         return said._replace(**self._typed)._replace(schedule_options=options)
 
     def _replaced(self, option: str, shown: str, name: str, old: Any, new: Any) -> None:
+        option = option.replace("_", "-")
         if old is not None and str(old) != str(new):
             old = old.__name__ if isinstance(old, type) else repr(old)
             self._say(f"--{option} {shown} replaces the script's {name}={old}")

@@ -53,6 +53,7 @@ def apply_plan(plan: PlanLike | None, settings: Any) -> Any:
         num_workers=settings.num_workers or found.num_workers or None,
         split=list(found.cut),
         plan=found,
+        **({"microbatch_order": found.microbatch_order} if found.microbatch_order != "given" else {}),
     )
 
 

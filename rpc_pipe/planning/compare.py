@@ -123,6 +123,7 @@ def compare(
     also: tuple[str, Mapping[str, Any]] | None = None,
     slices: str | None = None,
     attention: float = 0,
+    unequal: Callable[[Spec], Cost] | None = None,
     replicas: Mapping[str, Any] = {},
     tell: Callable[[float], None] = lambda share: None,
     **run: Any,
@@ -136,6 +137,7 @@ def compare(
         also: another schedule, by name or file, and its parameters.
         slices: the slices of sequences, as for `make_spec`.
         attention: share of a whole sequence's time that is causal attention, 0 to 1.
+        unequal: makes the factor of an action's cost by its microbatch; None: microbatches are equal.
         replicas: parameters of every schedule: `replicas`, and `zero`, `bucket` and `spread`, as for `make_spec`.
         tell: called after each schedule with the progress, 0 to 1.
         run: `comm` and `order`, as of `simulate`.
@@ -148,10 +150,11 @@ def compare(
             spec = make_spec(name, model.num_workers, num_microbatches, parameters, slices)
             stages = model.stages(spec.num_stages)
             check_all(spec)
+            cost = _cost(spec, stages, attention, None if unequal is None else unequal(spec))
         except PipeError as error:
             rows.append(Row(name, parameters, refused=str(error)))
         else:
-            row = _row(name, parameters, spec, stages if model.sizes else None, _cost(spec, stages, attention), run)
+            row = _row(name, parameters, spec, stages if model.sizes else None, cost, run)
             needs = row.peak_memory
             refused = f"needs {format_bytes(needs)}" if limit is not None and needs and needs > limit else ""
             rows.append(replace(row, refused=refused))
@@ -159,9 +162,11 @@ def compare(
     return sorted(rows, key=lambda row: (bool(row.refused), not row.synchronous, row.makespan, row.peak_activations))
 
 
-def _cost(spec: Spec, stages: Sequence[LayerCost], attention: float) -> Cost:
+def _cost(spec: Spec, stages: Sequence[LayerCost], attention: float, factor: Cost | None) -> Cost:
     share = SliceCosts(attention=attention).time_share(spec)
-    return lambda action: stages[action.stage].times.get(action.kind, 0) * share(action)
+    if factor is None:
+        return lambda action: stages[action.stage].times.get(action.kind, 0) * share(action)
+    return lambda action: stages[action.stage].times.get(action.kind, 0) * share(action) * factor(action)
 
 
 def _row(

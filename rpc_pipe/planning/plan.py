@@ -41,6 +41,8 @@ class Plan:
     placement: tuple[tuple[int, ...], ...] = ()
     routes: tuple[int, ...] = ()
     program: tuple[str, ...] = field(default=(), repr=False)
+    #: `balanced`: unequal microbatches are put into a quick order
+    microbatch_order: str = "given"
 
     def __post_init__(self) -> None:
         if min(self.cut, default=0) < 1:

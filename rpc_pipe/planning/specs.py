@@ -27,6 +27,8 @@ _OF_TORCH = {
 }
 #: most forwards of a step: a worker lists its actions, the simulator lists all workers' actions
 MAX_FORWARDS = 20_000_000
+#: orders of the microbatches of a step
+MICROBATCH_ORDERS = ("given", "balanced")
 #: most slices of a sequence, and parts of a slice
 _MOST_SLICES = 65_536
 
@@ -285,6 +287,7 @@ class PipeOptions:
     schedule_options: dict[str, str] = field(default_factory=dict)
     microbatches: int = 8
     order: Order | None = None
+    microbatch_order: str = "given"
     split: list[int] | None = None
     device: str = "cpu"
     seed: int = 0
@@ -300,6 +303,7 @@ class PipeOptions:
             "schedule_options": dict(self.schedule_options),
             "split": self.split,
             "order": self.order,
+            "microbatch_order": self.microbatch_order,
             "device": self.device,
             "seed": self.seed,
         }

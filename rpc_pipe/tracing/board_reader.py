@@ -133,6 +133,7 @@ def decode_record(read: dict[str, Any], offset_ns: int = 0) -> StepRecord:
     times = {name: read[name] + offset_ns for name in ("start_ns", "end_ns")}
     parts: dict[str, Any] = {
         "loss": float(read["loss"]),
+        "microbatch_order": tuple(read.get("microbatch_order", ())),
         "actions": [Record(_parsed(name), start + offset_ns, end + offset_ns) for name, start, end in read["actions"]],
         "arrivals": [Arrived(_parsed(name), peer, size, at + offset_ns) for name, peer, size, at in read["arrivals"]],
     }

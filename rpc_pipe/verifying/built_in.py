@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from ..demo.gpt import gpt_layers, next_byte_loss
 from ..demo.settings import GPTConfig
+from .options import CONTEXT
 
 Layers = Sequence[Callable[[], nn.Module]]
 Batch = tuple[Tensor, Tensor]
@@ -24,7 +25,7 @@ Rows = Callable[[torch.Generator, int], Batch]
 def built_in(name: str, dropout: float, num_stages: int) -> tuple[Layers, Loss, Rows]:
     """Return the layers of `gpt`, `conv` or `mlp`, enough for `num_stages`, the loss, and the maker of data."""
     if name == "gpt":
-        config = GPTConfig(width=32, depth=max(4, num_stages - 2), heads=2, context=16, dropout=dropout)
+        config = GPTConfig(width=32, depth=max(4, num_stages - 2), heads=2, context=CONTEXT, dropout=dropout)
         return gpt_layers(config), next_byte_loss, _bytes
     if name == "conv":
         return _conv_layers(max(4, num_stages - 1), dropout), functional.cross_entropy, _images
@@ -32,7 +33,7 @@ def built_in(name: str, dropout: float, num_stages: int) -> tuple[Layers, Loss, 
 
 
 def _bytes(generator: torch.Generator, rows: int) -> Batch:
-    samples = torch.randint(256, (rows, 17), generator=generator)
+    samples = torch.randint(256, (rows, CONTEXT + 1), generator=generator)
     return samples[:, :-1].contiguous(), samples[:, 1:].contiguous()
 
 

@@ -8,6 +8,8 @@ from ..planning.specs import PipeOptions
 
 #: names of the models that need no file
 BUILT_IN = "gpt", "conv", "mlp"
+#: tokens of a row of `gpt`
+CONTEXT = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,6 +20,8 @@ class VerifyOptions(PipeOptions):
     transport: str = "rpc"
     steps: int = 8
     rows: int | None = None
+    #: tokens of a row of each microbatch of `gpt`; None: a batch is split into equal rows
+    lengths: list[int] | None = None
     dropout: float = 0.1
     max_grad_norm: float | None = None
     deferred_batch_norm: bool = False
@@ -34,3 +38,8 @@ class VerifyOptions(PipeOptions):
     def batch_rows(self) -> int:
         """Rows of a batch: by default not a multiple of the microbatches, so that the last is ragged."""
         return 2 * self.microbatches + 1 if self.rows is None else self.rows
+
+    @property
+    def microbatch_rows(self) -> int:
+        """Rows of each microbatch if `lengths` are given."""
+        return self.rows or 2

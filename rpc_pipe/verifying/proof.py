@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..model.batches.microbatches import SplitBatch
 from ..model.observe.trees import mapped
 from ..model.observed_model import without_caches
 from ..model.partition import LayerPartition
@@ -78,7 +79,8 @@ def prove(options: VerifyOptions) -> None:
             beyond = [max(0, n - (bound or n)) for n, bound in zip(slices_held, bounds, strict=True)]
             compared.numbers("slices held beyond the bound", beyond, [0.0] * len(beyond))
         because = summed_by_stages(list(pipe.partition.shared)) if slices is None else summed_by_slices(slices)
-        tell(compared, options, rows_of(mine[0]), losses, exactly=ours and not slices, because=because, more=about)
+        rows = sum(map(rows_of, mine[0])) if isinstance(mine[0], SplitBatch) else rows_of(mine[0])
+        tell(compared, options, rows, losses, exactly=ours and not slices, because=because, more=about)
     pipe.barrier()
 
 
@@ -98,8 +100,21 @@ def _load(options: VerifyOptions) -> tuple[UserModel, list[Tree]]:
     spec = options.spec(num_layers=10**9) if options.split is None else options.spec(sum(options.split))
     layers, loss_fn, rows = built_in(options.model, options.dropout, spec.num_stages)
     generator = torch.Generator().manual_seed(options.seed)
-    batches: list[Tree] = [rows(generator, options.batch_rows) for _ in range(options.steps)]
+    batches: list[Tree]
+    if options.lengths is None:
+        batches = [rows(generator, options.batch_rows) for _ in range(options.steps)]
+    else:
+        batches = [_ragged(partial(rows, generator, options.microbatch_rows), options) for _ in range(options.steps)]
     return UserModel(list(layers), batches[0], loss_fn), batches
+
+
+def _ragged(rows: Callable[[], tuple[Tensor, Tensor]], options: VerifyOptions) -> SplitBatch:
+    """Return microbatches of rows of the lengths that the options name."""
+    return SplitBatch(mapped(rows(), partial(_begin, length)) for length in options.lengths or ())
+
+
+def _begin(length: int, rows: Tensor) -> Tensor:
+    return rows[:, :length].contiguous()
 
 
 def _reference(
@@ -115,8 +130,11 @@ def _reference(
         module = _whole(made, options)
         give(module, initial)
         replicas.append(Replica(module, made.loss_fn or pipe.partition.loss_fn))  # type: ignore[arg-type]
-    sizes = pipe.spec.slice_sizes
-    return Reference(pipe.spec.unsliced(), replicas, pipe.partition, optimizer, randomness, slices=sizes, **asked)
+    spec, ordering = pipe.spec, pipe.ordering
+    return Reference(
+        spec.unsliced(), replicas, pipe.partition, optimizer, randomness,
+        slices=spec.slice_sizes, ordering=ordering, **asked,
+    )  # fmt: skip
 
 
 def _whole(made: UserModel, options: VerifyOptions) -> nn.Module:

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from ..dependency import Spec, local_order, microbatches_of, update_of
 from ..model.batches.microbatches import Microbatches, update_shares
+from ..model.batches.ordering import Ordering
 from ..model.batches.sequences import length_of, ranges_of
 from ..model.observe.trees import mapped
 from ..model.observed_partition import ObservedPartition
@@ -100,6 +101,7 @@ class Reference:
         cut: which parameters each stage has, and which modules are blocks.
         slices: sizes of the slices of a sequence, whose random numbers are drawn; empty: whole sequences draw.
         optimizer, lr_scheduler, max_grad_norm, deferred_batch_norm: as for `Pipeline`.
+        ordering: of the microbatches of a step; None: they run as they come.
     """
 
     def __init__(
@@ -114,8 +116,9 @@ class Reference:
         lr_scheduler: Any = None,
         max_grad_norm: float | None = None,
         deferred_batch_norm: bool = False,
+        ordering: Ordering | None = None,
     ) -> None:
-        self._slices = slices
+        self._slices, self._ordering = slices, ordering
         self._spec, self._cut, self._randomness, self._max_norm = spec, cut, randomness, max_grad_norm
         self.replicas = list(replicas)
         names: list[list[str]] = [[] for _ in range(spec.num_stages)]
@@ -144,6 +147,8 @@ class Reference:
             # Whole, as the model may change it: kernels go by where in memory a microbatch begins.
             batch = mapped(batch, partial(Tensor.to, device=self._randomness.device, copy=True))
             pieces = Microbatches.of(batch, None, self._spec.num_microbatches, 1, self._cut.pair)
+            if self._ordering is not None:
+                pieces = self._ordering.applied(self._spec, pieces)
             count = len(pieces.inputs)
             if not self.num_steps and not isinstance(self._cut, LayerPartition):  # the pipeline has observed one, too
                 self._settle(pieces)

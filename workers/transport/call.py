@@ -32,6 +32,8 @@ class Call(NamedTuple):
     weights: str = ""
     #: the run that rests while this call is made: the step that `train` has begun where the body of its loop is
     within: str = ""
+    #: numbers of the microbatches in the order in which they run, if it is not the order given
+    order: str = ""
 
     def told(self) -> str:
         """Return this, less the worker, as the name of a question that asks for nothing."""
@@ -83,6 +85,11 @@ def difference(call: Call, peer: int, told: str) -> Disagreement | None:
                 "drawn or shuffled (`torch.manual_seed(0)`), and use no sampler that gives each worker a share "
                 "(DistributedSampler)"
             )
+    if call.order != other.order:
+        return Disagreement(
+            f"{call.what}: worker {worker} runs microbatches as {call.order or 'given'}, worker {peer} as "
+            f"{other.order or 'given'}: microbatch_order and microbatch_cost must be the same on every worker"
+        )
     weights = [dict(pair.split("=") for pair in of.weights.split()) for of in (call, other)]
     for stage in weights[0].keys() & weights[1].keys():
         if weights[0][stage] != weights[1][stage]:

@@ -13,7 +13,8 @@ from ...workers.actor import WorkerActor
 from ...workers.transport.payload import Tree
 from ...workers.transport.scatter import scatter_whole
 from .lazy_batch import LazyBatch, OwnRows
-from .microbatches import Microbatches, Pair
+from .microbatches import Microbatches, Pair, SplitBatch
+from .ordering import Ordering
 
 logger = logging.getLogger(__name__)
 
@@ -25,9 +26,18 @@ class BatchReader:
         peers: these workers.
         whole: the model, if it is cut by observation: all its stages need inputs; None: a list of layers.
         loss_is_inside: whether it computes its loss itself.
+        ordering: of the microbatches of training steps; None: as they come.
     """
 
-    def __init__(self, spec: Spec, peers: Sequence[WorkerActor], whole: nn.Module | None, loss_is_inside: bool) -> None:
+    def __init__(
+        self,
+        spec: Spec,
+        peers: Sequence[WorkerActor],
+        whole: nn.Module | None,
+        loss_is_inside: bool,
+        ordering: Ordering | None = None,
+    ) -> None:
+        self._ordering = ordering
         self._sequences = None
         if len(spec.slice_sizes) > 1:
             from .sequences import Sequences  # few jobs cut them
@@ -65,7 +75,7 @@ class BatchReader:
 
         Args:
             batch, microbatches, pair: as of `Microbatches.of`.
-            whole: leave sequences whole where they are cut in training.
+            whole: leave sequences whole and microbatches in their order, as outside of training.
             cuts_model: whether the model will be cut with it, so that all workers need all of it.
         """
         self._num_cut += 1
@@ -73,8 +83,11 @@ class BatchReader:
             found = self._read(batch, pair, cuts_model)
         else:
             found = Microbatches.of(batch, microbatches, self._spec.num_microbatches, self._num_cut, pair)
-        if microbatches is None and not whole:  # an evaluation of a row fills no pipeline
+        # An evaluation of a row fills no pipeline.
+        if microbatches is None and not whole and not isinstance(batch, SplitBatch):
             self._say_if_fewer(found)
+        if self._ordering is not None and not whole:
+            found = self._ordering.applied(self._spec, found)
         return found if whole or self._sequences is None else self._sequences.cut(found)
 
     def _read(self, batch: LazyBatch, pair: Pair, cuts_model: bool) -> Microbatches:

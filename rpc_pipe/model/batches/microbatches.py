@@ -21,6 +21,10 @@ from .lazy_batch import LazyBatch, OwnRows, label_of
 Pair = Callable[[Tree], tuple[Tree, Tree]]
 
 
+class SplitBatch(list[Tree]):
+    """A batch that is split already: a list of microbatches, whose shapes may differ."""
+
+
 @dataclass(frozen=True)
 class Microbatches:
     """The microbatches of one batch."""
@@ -42,6 +46,8 @@ class Microbatches:
     scatter: Scatter | None = None
     #: if they are slices of sequences: where each begins and ends, and the sequence's length
     places: list[tuple[int, int, int]] | None = None
+    #: if they have been put into another order: their numbers as given, in the order in which they run
+    order: tuple[int, ...] = ()
 
     @classmethod
     def of(
@@ -63,6 +69,8 @@ class Microbatches:
         """
         if (batch is None) == (microbatches is None):
             raise BatchError("pass a batch, or else microbatches=, a list of such")
+        if isinstance(batch, SplitBatch):
+            microbatches = batch
         if microbatches is not None:
             if not isinstance(microbatches, Sequence) or not microbatches:
                 raise BatchError("microbatches: must be a list of at least one batch")

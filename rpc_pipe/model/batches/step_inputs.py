@@ -130,11 +130,12 @@ class StepInputs:
         reductions = self._step_end.reductions(self._spec, number, streamed=streamed) if train else NO_REDUCTIONS
         part = self.part(actor, len(batch.inputs), reductions, train=train)
         weights = self.weights if number == 0 else ""
-        call = Call(actor.worker, what or f"step {number}", self.described, *batch.described, weights)
+        order = " ".join(map(str, batch.order))
+        call = Call(actor.worker, what or f"step {number}", self.described, *batch.described, weights, order=order)
         scales = update_shares(part.spec, batch.shares) if train and not part.spec.synchronous else None
         return StepInput(
             part, self._order, call, batch.inputs, None if what == "predict" else batch.targets, batch.shares,
             train=train, reductions=reductions, rows=batch.rows, tokens=batch.tokens, waited=batch.waited,
-            scales=scales, places=batch.places, scatter=batch.scatter,
+            scales=scales, places=batch.places, scatter=batch.scatter, microbatch_order=batch.order,
             updates=self._step_end.updates(number), last=self._due(number + 1),
         )  # fmt: skip

@@ -1,0 +1,190 @@
+"""Unequal microbatches: their order, and the choice of their rows, by predicted time. Loads without torch.
+
+Short microbatches at the beginning and the end of a step fill and drain a pipeline quickly. The order costs no memory
+and changes no schedule. It is part of a step's declaration, so sums have a defined order: every worker computes it from
+the same sizes. DynaPipe (Jiang et al. 2024, arXiv:2311.10418, section 4) chooses the rows of microbatches by dynamic
+programming over rows that are sorted by length, as `group_rows` does.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+from ..dependency import Action, ConfigError, Spec
+from ..dependency.kinds import B, F, I, R, W
+from .relation import Relation
+from .simulator import simulate
+
+#: time of a kind relative to a forward's
+_RELATIVE = {F: 1.0, B: 2.0, I: 1.0, W: 1.0, R: 1.0}
+#: nominal seconds to simulate an action. A constant, not a measurement: all workers must search equally long
+_SECONDS_PER_ACTION = 3e-6
+#: share of a step's predicted time that the search for its order takes
+SEARCH_SHARE = 0.02
+_MOST_TRIALS = 200
+#: bounds on the slowest microbatch that the choice of rows tries
+_TRIED_BOUNDS = 24
+
+
+def mountain(seconds: Sequence[float]) -> list[int]:
+    """Return an order of microbatches with the longest in the middle.
+
+    >>> [[5, 1, 4, 2, 3][m] for m in mountain([5, 1, 4, 2, 3])]
+    [1, 3, 5, 4, 2]
+    """
+    by_length = _ascending(seconds)
+    return by_length[::2] + by_length[1::2][::-1]
+
+
+def _ascending(seconds: Sequence[float]) -> list[int]:
+    return sorted(range(len(seconds)), key=lambda m: (seconds[m], m))
+
+
+def balanced(spec: Spec, seconds: Sequence[float], step_s: float = 0.0) -> list[int]:
+    """Return the order of a step's microbatches that the schedule runs fastest, as far as a short search finds it.
+
+    Equal microbatches stay as they are. Of two routes of opposite directions each has long microbatches at another
+    place, so ascending times are tried, too.
+
+    Args:
+        spec: a schedule over whole sequences; its number of microbatches may be another one.
+        seconds: predicted time of each microbatch, in any unit.
+        step_s: predicted seconds of the step, of which the search takes `SEARCH_SHARE`; 0: no search behind `mountain`.
+    """
+    if len(set(seconds)) < 2:
+        return list(range(len(seconds)))
+    order = mountain(seconds)
+    if spec.num_routes == 1 and not step_s:
+        return order
+    relation = _relation(replace(spec, num_microbatches=len(seconds)))
+    found = span_of(relation, seconds, order)
+    if spec.num_routes > 1 and (other := span_of(relation, seconds, _ascending(seconds))) < found:
+        found, order = other, _ascending(seconds)
+    trials = min(_MOST_TRIALS, int(SEARCH_SHARE * step_s / (_SECONDS_PER_ACTION * len(relation.actions))))
+    numbers = random.Random(0)
+    for _ in range(trials - 1):
+        tried = list(order)
+        taken, put = numbers.sample(range(len(tried)), 2)
+        if numbers.random() < 0.5:
+            tried[taken], tried[put] = tried[put], tried[taken]
+        else:
+            tried.insert(put, tried.pop(taken))
+        span = span_of(relation, seconds, tried)
+        if span < found:
+            found, order = span, tried
+    return order
+
+
+def span_of(relation: Relation, seconds: Sequence[float], order: Sequence[int]) -> float:
+    """Return the simulated time of a step in a stream whose microbatches run in an order, in the unit of `seconds`."""
+    costs = [
+        seconds[order[action.index % len(order)]] * _RELATIVE.get(action.kind, 0.0)
+        if action.kind.per_microbatch
+        else 0.0
+        for action in relation.actions
+    ]
+    return simulate(relation, costs).span
+
+
+@lru_cache(8)
+def _relation(spec: Spec) -> Relation:
+    return Relation(spec, 1)
+
+
+def by_microbatch(spec: Spec, *, lengths: Sequence[float], order: str) -> Callable[[Action], float]:
+    """Return the factor of an action's time by its microbatch.
+
+    Args:
+        lengths: of the microbatches of a step, relative to the cost of one.
+        order: one of `MICROBATCH_ORDERS`.
+
+    Raises:
+        ConfigError: there is not one length for each microbatch.
+    """
+    whole, slices = spec.unsliced(), len(spec.slice_sizes)
+    count = whole.num_microbatches
+    if len(lengths) != count:
+        raise ConfigError(f"lengths: has {len(lengths)} numbers for {count} microbatches; give one for each")
+    numbers = balanced(whole, lengths) if order == "balanced" else range(count)
+    factors = [lengths[m] for m in numbers]
+    return lambda action: factors[action.index // slices % count] if action.kind.per_microbatch else 1
+
+
+def group_rows(
+    lengths: Sequence[int],
+    seconds: Callable[[int, int], float],
+    *,
+    most_tokens: int,
+    num_stages: int,
+    least: int = 1,
+) -> list[list[int]]:
+    """Return the rows of each microbatch, for the shortest step on a pipeline.
+
+    A step takes about the sum of its microbatches' times, and `num_stages` - 1 times the longest one. Rows of similar
+    length share a microbatch, which is padded to its longest row.
+
+    Args:
+        lengths: tokens of each row.
+        seconds: (rows, length) -> predicted time of a microbatch.
+        most_tokens: the most tokens of a microbatch, padding included: the limit of memory.
+        least: the least number of microbatches.
+
+    Raises:
+        ConfigError: a row is longer than `most_tokens`.
+
+    >>> group_rows([8, 2, 7, 2, 2, 2], lambda rows, length: 6 + rows * length, most_tokens=16, num_stages=2)
+    [[0], [2], [1, 3, 4, 5]]
+    """
+    if lengths and max(lengths) > most_tokens:
+        raise ConfigError(
+            f"most_tokens={most_tokens}: the longest row has {max(lengths)} tokens; pass at least {max(lengths)}"
+        )
+    rows = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
+    most_rows = max(1, math.ceil(len(rows) / least))
+    times = [
+        [seconds(count, lengths[rows[begin]]) for count in range(1, _fitting(lengths, rows, begin, most_tokens) + 1)]
+        for begin in range(len(rows))
+    ]
+    times = [each[:most_rows] for each in times]
+    candidates = sorted({time for each in times for time in each})
+    # Below the longest single row no bound is possible.
+    first = bisect_left(candidates, max((each[0] for each in times), default=0.0))
+    candidates = candidates[first:]
+    bounds = candidates[:: max(1, len(candidates) // _TRIED_BOUNDS)] + candidates[-1:]
+    best: tuple[float, list[int]] = math.inf, []
+    for bound in bounds:
+        total, sizes = _shortest(times, bound)
+        slowest = max((times[begin][size - 1] for begin, size in _begins(sizes)), default=0.0)
+        if total + (num_stages - 1) * slowest < best[0]:
+            best = total + (num_stages - 1) * slowest, sizes
+    return [sorted(rows[begin : begin + size]) for begin, size in _begins(best[1])]
+
+
+def _fitting(lengths: Sequence[int], rows: Sequence[int], begin: int, most_tokens: int) -> int:
+    return min(len(rows) - begin, max(1, most_tokens // max(1, lengths[rows[begin]])))
+
+
+def _begins(sizes: Sequence[int]) -> list[tuple[int, int]]:
+    found, begin = [], 0
+    for size in sizes:
+        found.append((begin, size))
+        begin += size
+    return found
+
+
+def _shortest(times: Sequence[Sequence[float]], bound: float) -> tuple[float, list[int]]:
+    """Return the least sum of times of groups of consecutive rows, none above `bound`, and the groups' sizes."""
+    ends: list[tuple[float, int]] = [(0.0, 0)]  # from the last row on: sum, size of the first group
+    for begin in range(len(times) - 1, -1, -1):
+        choices = [(time + ends[-size][0], size) for size, time in enumerate(times[begin], start=1) if time <= bound]
+        ends.append(min(choices))
+    sizes, place = [], len(times)
+    while place:
+        sizes.append(ends[place][1])
+        place -= ends[place][1]
+    return ends[-1][0], sizes

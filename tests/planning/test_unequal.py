@@ -1,0 +1,89 @@
+"""The order of unequal microbatches, and the choice of their rows."""
+
+import random
+
+import pytest
+
+from rpc_pipe.commands.main import main
+from rpc_pipe.dependency import ConfigError, F, U
+from rpc_pipe.planning.relation import Relation
+from rpc_pipe.planning.specs import make_spec
+from rpc_pipe.planning.unequal import balanced, by_microbatch, group_rows, mountain, span_of
+
+WORKERS, MICROBATCHES = 4, 16
+
+
+def drawn(seed, count=MICROBATCHES):
+    """Return lengths as of real text."""
+    numbers = random.Random(seed)
+    return [numbers.lognormvariate(0, 0.7) for _ in range(count)]
+
+
+def mean_span(schedule, order):
+    """Return the mean time of a step, over the busiest worker's work."""
+    spec = make_spec(schedule, WORKERS, MICROBATCHES)
+    relation, spans = Relation(spec), []
+    for seed in range(4):
+        seconds = drawn(seed)
+        work = 3 * sum(seconds) * spec.num_stages / WORKERS
+        spans.append(span_of(relation, seconds, order(spec, seconds)) / work)
+    return sum(spans) / len(spans)
+
+
+def given(spec, seconds):
+    return list(range(len(seconds)))
+
+
+@pytest.mark.parametrize("schedule, gain", [("1f1b", 1.25), ("zb-h1", 1.2), ("zb-v", 1.05), ("chimera", 1.2)])
+def test_long_microbatches_in_the_middle_are_quicker_than_as_they_come(schedule, gain):
+    assert gain * mean_span(schedule, balanced) <= mean_span(schedule, given)
+
+
+def test_a_balanced_zb_v_takes_little_more_than_the_work_of_its_busiest_worker():
+    assert mean_span("zb-v", balanced) <= 1.15
+
+
+def test_a_search_finds_the_same_order_again_and_none_that_is_slower():
+    spec, seconds = make_spec("zb-h1", WORKERS, MICROBATCHES), drawn(5)
+    found = balanced(spec, seconds, 1.0)
+    assert found == balanced(spec, seconds, 1.0) and sorted(found) == list(range(MICROBATCHES))
+    relation = Relation(spec)
+    assert span_of(relation, seconds, found) < span_of(relation, seconds, mountain(seconds))
+
+
+def test_equal_microbatches_stay_where_they_are():
+    assert balanced(make_spec("1f1b", 2, 4), [3, 3, 3, 3], 1.0) == [0, 1, 2, 3]
+
+
+def test_a_step_may_have_fewer_microbatches_than_its_schedule():
+    assert sorted(balanced(make_spec("chimera", 2, 8), [3, 1, 2, 4], 1.0)) == [0, 1, 2, 3]
+
+
+def test_lengths_are_factors_of_times_in_every_step_of_a_stream():
+    factor = by_microbatch(make_spec("pipedream", 2, 3), lengths=[1, 5, 2], order="balanced")
+    assert [factor(F(0, m)) for m in range(6)] == [1, 5, 2, 1, 5, 2] and factor(U(0, 4)) == 1
+    sliced = by_microbatch(make_spec("1f1b", 2, 3, slices="2"), lengths=[1, 5, 2], order="given")
+    assert [sliced(F(0, m)) for m in range(6)] == [1, 1, 5, 5, 2, 2]
+
+
+@pytest.mark.parametrize("command", ["simulate", "compare"])
+def test_there_is_a_length_for_each_microbatch(command, capsys):
+    asked = [command, "--microbatches", "3", "--microbatch-order", "balanced"]
+    assert main([*asked, "--lengths", "1,3,2", "--json"]) == 0
+    for wrong in ([*asked, "--lengths", "1,2"], asked):
+        assert main(wrong) == 2
+    capsys.readouterr()
+
+
+def test_rows_of_similar_length_share_a_microbatch_within_its_memory():
+    lengths = [int(100 * length) + 1 for length in drawn(1, 64)]
+    groups = group_rows(lengths, lambda rows, length: 50 + rows * length, most_tokens=800, num_stages=4)
+    assert sorted(row for group in groups for row in group) == list(range(64))
+    padded = sum(len(group) * max(lengths[row] for row in group) for group in groups)
+    assert all(len(group) * max(lengths[row] for row in group) <= 800 for group in groups)
+    assert padded < 1.2 * sum(lengths)
+
+
+def test_a_limit_below_one_row_is_refused_with_the_least_that_works():
+    with pytest.raises(ConfigError, match="9"):
+        group_rows([3, 9], lambda rows, length: rows * length, most_tokens=8, num_stages=2)

@@ -1,0 +1,118 @@
+"""Unequal microbatches trained in another order than given."""
+
+import pytest
+import torch
+from processes import python
+from small_pipeline import X, Y, pipeline
+from torch import nn
+
+from rpc_pipe import BatchError, ConfigError, Listener, SplitBatch
+from rpc_pipe.commands.main import main
+from rpc_pipe.workers.transport.call import Call, difference
+
+ROWS = [1, 4, 2, 3]
+#: by rows, the longest in the middle
+ORDER = [0, 3, 1, 2]
+
+
+def ragged():
+    return SplitBatch(zip(X.split(ROWS), Y.split(ROWS), strict=True))
+
+
+class Orders(Listener):
+    def __init__(self):
+        self.seen = []
+
+    def step_finished(self, record):
+        self.seen.append(list(record.microbatch_order))
+
+
+def trained(batches, streamed=False, **options):
+    """Return the weights after some steps, and the orders of the steps' records."""
+    orders = Orders()
+    with pipeline(**options) as pipe:
+        pipe.listen(lambda worker: orders if worker == 0 else Listener())
+        losses = list(pipe.train(batches)) if streamed else [pipe.step(batch) for batch in batches]
+        return losses, pipe.weights.state_dict(), orders.seen
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v", "pipedream"])
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_balanced_step_is_the_step_of_microbatches_in_that_order(schedule, streamed):
+    by_hand = SplitBatch(ragged()[m] for m in ORDER)
+    expected = trained([by_hand] * 2, streamed, schedule=schedule)
+    found = trained([ragged()] * 2, streamed, schedule=schedule, microbatch_order="balanced")
+    assert found[0] == expected[0] and found[2] == [ORDER] * 2 and expected[2] == [[], []]
+    for name, tensor in expected[1].items():
+        assert torch.equal(found[1][name], tensor), name
+
+
+def test_equal_microbatches_keep_their_order_and_bits():
+    equal = X[:8], Y[:8]
+    expected, found = trained([equal] * 2), trained([equal] * 2, microbatch_order="balanced")
+    assert found[0] == expected[0] and found[2] == expected[2] == [[], []]
+
+
+def test_outputs_come_in_the_order_of_their_rows():
+    with pipeline(microbatch_order="balanced") as pipe, pipeline() as other:
+        assert torch.equal(pipe.predict(X), other.predict(X))
+
+
+def test_a_cost_is_called_as_the_model_is():
+    """Of a whole model it gets the arguments of its forward by their names."""
+    seen = []
+
+    def cost(x):
+        seen.append(len(x))
+        return 1.0 / len(x)
+
+    for model in (None, nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))):
+        found = trained([ragged()], model=model, microbatch_order="balanced", microbatch_cost=cost)
+        assert found[2] == [[1, 2, 0, 3]]
+    assert seen == ROWS * 2
+
+
+@pytest.mark.parametrize("time", [float("nan"), -1.0, None, float("inf")])
+def test_a_cost_that_is_no_time_is_refused(time):
+    with pipeline(microbatch_order="balanced", microbatch_cost=lambda x: time) as pipe, pytest.raises(ConfigError):
+        pipe.step(ragged())
+
+
+def test_microbatches_without_a_size_are_refused():
+    """A worker in the middle may be given neither inputs nor targets, and could find no order."""
+    pipe = pipeline(microbatch_order="balanced")
+    with pipe, pytest.raises(BatchError):
+        pipe.step(SplitBatch([(None, Y[:2]), (None, Y[2:8])]))
+
+
+@pytest.mark.parametrize("options", [{"microbatch_order": "sorted"}, {"microbatch_cost": 3}])
+def test_an_order_that_is_none_is_refused(options):
+    with pytest.raises(ConfigError):
+        pipeline(**options)
+
+
+def test_workers_that_find_other_orders_disagree():
+    call = Call(0, "step 3", order="0 2 1")
+    assert difference(call, 1, call._replace(worker=1).told()) is None
+    for other in ("0 1 2", ""):
+        assert difference(call, 1, call._replace(order=other).told()) is not None
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+def test_verify_compares_with_one_process_that_sums_in_the_same_order(schedule, capsys):
+    asked = ["verify", "gpt", "--transport", "local", "--steps", "2", "--microbatches", "4", "--schedule", schedule]
+    assert main([*asked, "--lengths", "3,16,5,9", "--microbatch-order", "balanced"]) == 0
+    assert "identical" in capsys.readouterr().out
+
+
+def test_lengths_are_of_gpt_alone():
+    for model, lengths in (("mlp", "3,2"), ("gpt", "3,17")):
+        assert main(["verify", model, "--lengths", lengths]) == 2
+
+
+def test_a_pipeline_that_takes_microbatches_as_they_come_loads_no_planner():
+    code = (
+        "import sys; sys.path.insert(0, 'tests/rpc_pipe'); from small_pipeline import *; pipeline().step((X, Y)); "
+        "assert 'rpc_pipe.planning.unequal' not in sys.modules"
+    )
+    assert python("-c", code).returncode == 0
