@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -130,11 +131,12 @@ class Session:
 
     def run(self, batch: Microbatches, *, train: bool = False, what: str = "") -> Result:
         """Run a step, or without `train` a call named `what`, and return its result."""
-
-        def call(actor: WorkerActor) -> Result:
-            return actor.run(self._inputs.make(actor, batch, train=train, what=what))
-
-        result = self.each(call)[0]
+        with self._calling():
+            if self._threads is None or self._threads.alone:  # in as few frames as possible
+                result = self.actors[0].run(self._inputs.make(self.actors[0], batch, train=train, what=what))
+            else:
+                each = self._threads.each
+                result = each(lambda actor: actor.run(self._inputs.make(actor, batch, train=train, what=what)))[0]
         batch.finished()
         return result
 
@@ -180,13 +182,23 @@ class Session:
 
     def each(self, call: Callable[[WorkerActor], T]) -> list[T]:
         """Call for every worker of this process and raise the first cause."""
+        with self._calling(call is WorkerActor.barrier):
+            return [call(self.actors[0])] if self._threads is None else self._threads.each(call)
+
+    @contextmanager
+    def _calling(self, uncut: bool = False) -> Iterator[None]:
+        """Return a context in which workers are called, of a model that has been cut unless `uncut`."""
         if self.closed:
             raise PipeError("this pipeline is closed; `close` comes last, also at the end of a `with` block")
-        if self.awaits_batch and call is not WorkerActor.barrier:
+        if self.awaits_batch and not uncut:
             raise ConfigError("the model is cut by the first batch: to call this before, pass example= to Pipeline")
         # Around all workers of this process at once: they share its generators, and the modules given.
-        with self.partition.module_copies.around(), preserved(*self._devices):
-            return [call(self.actors[0])] if self._threads is None else self._threads.each(call)
+        with ExitStack() as stack:
+            stack.enter_context(self.partition.module_copies.around())
+            stack.enter_context(preserved(*self._devices))
+            if self._threads is not None:
+                stack.enter_context(self._threads.undoing())
+            yield
 
     def gather(self, name: str, value: Callable[[WorkerActor], Tree]) -> list[Tree] | None:
         """Return `value(actor)` of all workers, in order, on the first worker; None on the others."""

@@ -68,6 +68,9 @@ class WorkerActor(Context):
         self._bound: dict[Part, Bound] = {}
         #: those that have not ended
         self._streams: list[Stream] = []
+        #: whether a stream that an error breaks off stays as it is, to be looked at, until `abandon_broken`
+        self.keeps_broken = False
+        self.broken: Stream | None = None
 
     def run(self, batch: StepInput) -> Result:
         """Do this worker's part of `batch` and return what all workers know after it: a stream of length one.
@@ -81,13 +84,33 @@ class WorkerActor(Context):
         if self.running:
             raise PipeError(f"called from within {self.running}, which this worker computes: layers, losses and hooks "
                             "cannot call the pipeline that runs them")  # fmt: skip
-        return next(self.stream(iter([batch])))
+        stream = self._begin(batch, iter([batch]))
+        try:
+            with self._telling_failures(stream):
+                result = stream.next()
+        finally:
+            self._end(stream)
+        assert result is not None
+        return result
 
     def stream(self, batches: Iterator[StepInput]) -> Generator[Result, None, None]:
         """Do this worker's part of one batch after the other; as `run`, but the next may begin before one has ended."""
         first = next(batches, None)
         if first is None:
             return
+        stream = self._begin(first, chain([first], batches))
+        try:
+            while True:
+                with self._telling_failures(stream):
+                    self.backend.use()
+                    result = stream.next()
+                if result is None:
+                    return
+                yield result
+        finally:
+            self._end(stream)
+
+    def _begin(self, first: StepInput, batches: Iterator[StepInput]) -> Stream:
         if self.backend.in_step:
             keep_freed_memory()
         kind: type[Stream] = Stream
@@ -95,19 +118,21 @@ class WorkerActor(Context):
             from .overlap import OverlappingStream
 
             kind = OverlappingStream
-        stream = kind(self, chain([first], batches), self._bound_for)
-        self._streams.append(stream)
-        try:
-            while True:
-                self.backend.use()
-                with self._telling_failures():
-                    result = stream.next()
-                if result is None:
-                    return
-                yield result
-        finally:
-            self._streams.remove(stream)
+        self.backend.use()
+        self._streams.append(kind(self, batches, self._bound_for))
+        return self._streams[-1]
+
+    def _end(self, stream: Stream) -> None:
+        """A stream is complete or left, so it is abandoned; or it has broken off."""
+        self._streams.remove(stream)
+        if stream is not self.broken:
             stream.abandon()
+
+    def abandon_broken(self) -> None:
+        """Undo what has been begun of a stream that has broken off."""
+        broken, self.broken = self.broken, None
+        if broken is not None:
+            broken.abandon()
 
     def flush(self) -> None:
         """Complete what has been begun of the streams that overlap; their results are given next."""
@@ -117,6 +142,7 @@ class WorkerActor(Context):
 
     def resume(self, carrier: Carrier, step: int) -> None:
         """Forget what was under way and go on, over another carrier, after `step` complete steps."""
+        self.abandon_broken()
         self.carrier, self.mailbox = carrier, Mailbox(carrier, self.backend, self.stall_s)
         self.running, self.step, self.next_step = "", step, step
         for shard in self.shards.values():
@@ -180,12 +206,14 @@ class WorkerActor(Context):
             shard.go_on_at(step, updates)
 
     @contextmanager
-    def _telling_failures(self) -> Iterator[None]:
+    def _telling_failures(self, stream: Stream | None = None) -> Iterator[None]:
         """Tell the others at once that there will be no more from here, and name the first cause."""
         self.running = ""
         try:
             yield
         except BaseException as error:
+            if self.keeps_broken and stream is not None:
+                self.broken = stream
             if isinstance(error, Stalled) and self.roll_call is not None:
                 error.args = ("\n".join(filter(None, [str(error), self.roll_call()])),)
             known = error.cause if isinstance(error, PeerLost) else error

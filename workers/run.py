@@ -66,7 +66,13 @@ class Stream:
             shard.train(oldest.batch.train)
         with torch.set_grad_enabled(oldest.batch.train):
             while oldest.state.left:
-                self._advance()
+                self._take_arrivals()
+                chosen, has_moved = self._choose_beside()
+                if chosen is None and not has_moved:
+                    self._wait()
+                    chosen, _ = self._choose_beside()
+                if chosen is not None:
+                    self._execute(*chosen)
                 self._open_next()
         result = self._close(oldest)
         self._carrier.calls.go_on(0)
@@ -143,31 +149,19 @@ class Stream:
         self._newest = None
         self._worker.next_step = self._worker.step
 
-    def _advance(self) -> None:
-        """Do what can be done next, or wait until there is something."""
-        for arrival in self._mailbox.arrivals(self._steps):  # as `_take_arrivals`, before each action
-            self._take_in(arrival)
-        if not self._act():
-            self._wait()
-            self._act()
-
-    def _act(self) -> bool:
-        """Do what may be done; return whether that was something."""
-        moved = False
+    def _choose_beside(self) -> tuple[tuple[Step, Entry] | None, bool]:
+        """Do all that may be done beside computing; return what is computed next, and whether anything was done."""
+        has_moved = False
         for step in self._steps.values():
             state = step.state
             if not (state.controls or state.links or state.copies):
                 continue
             while (entry := state.take("control") or state.take("link")) is not None:
                 self._execute(step, entry)
-                moved = True
+                has_moved = True
             while (entry := step.state.take("copy")) is not None:
                 self._copy(step, entry)
-        chosen = self._choose()
-        if chosen is None:
-            return moved
-        self._execute(*chosen)
-        return True
+        return self._choose(), has_moved
 
     def _choose(self) -> tuple[Step, Entry] | None:
         """Return what is computed next; None: nothing may run now."""

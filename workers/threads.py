@@ -53,12 +53,22 @@ class WorkerThreads:
         # A pipeline that nobody closes must not leave its threads when it is gone.
         self._ended = weakref.finalize(self, _end, self._pool or ())
 
+    @property
+    def alone(self) -> bool:
+        """Whether there is one worker, which computes on the caller's thread."""
+        return self._pool is None
+
     def each(self, call: Callable[[WorkerActor], T]) -> list[T]:
-        """Return `call(worker)` for every worker. If one fails, raise the first cause and undo what was under way."""
+        """Return `call(worker)` for every worker; raise the first cause if one fails."""
+        return [call(self._actors[0])] if self._pool is None else self._together(self._pool, call)
+
+    @contextmanager
+    def undoing(self) -> Iterator[None]:
+        """Return a context in which an error undoes what was under way."""
         if self.stuck:
             raise PipeError("a worker of this pipeline has hung, as an error said: make another pipeline")
         try:
-            return [call(self._actors[0])] if self._pool is None else self._together(self._pool, call)
+            yield
         except BaseException:
             if not self.stuck:
                 self._undo()

@@ -3,8 +3,10 @@
 import copy
 import random
 import threading
+import traceback
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 
 import numpy
 import pytest
@@ -12,7 +14,8 @@ import torch
 from small_pipeline import SGD, X, Y, layers, num_held, pipeline
 from torch import nn
 
-from rpc_pipe.dependency import F, PipeError
+import rpc_pipe
+from rpc_pipe.dependency import F, PipeError, WorkerFailure
 from rpc_pipe.pipeline import Pipeline
 from rpc_pipe.workers.compute.shard import Shard
 from rpc_pipe.workers.hooks import Listener
@@ -334,3 +337,42 @@ def test_groups_of_parameters_are_made_by_name():
     names = [name for actor in pipe.actors for s in actor.shards.values() for name, _ in s.named_parameters()]
     assert names == [name for name, _ in whole.named_parameters()]
     assert all(torch.equal(tensor, whole.state_dict()[name]) for name, tensor in pipe.weights.state_dict().items())
+
+
+class Deep(nn.Module):
+    """Notes how deep it is called; raises if told."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.frames, self.raises = nn.Linear(8, 8), [], False
+
+    def forward(self, x):
+        if self.raises:
+            raise ArithmeticError("mine")
+        ours = Path(rpc_pipe.__file__).resolve().parent
+        files = [Path(frame.filename).resolve() for frame in traceback.extract_stack()]
+        self.frames.append(sum(bool({ours, ours.parent / "workers"} & set(file.parents)) for file in files))
+        return self.linear(x)
+
+
+def test_few_of_our_frames_lie_between_a_step_and_the_users_layer():
+    """There were 16, which made tracebacks and profiles of a user's own layer hard to read."""
+    layer = Deep()
+    with Pipeline([layer], nn.functional.mse_loss, num_microbatches=2) as pipe:
+        pipe.step((torch.randn(4, 8), torch.randn(4, 8)))
+    assert max(layer.frames) <= 10
+
+
+def test_a_stream_that_breaks_off_is_as_it_was_until_it_is_abandoned(monkeypatch):
+    """An error abandoned it at once, so nobody could see which of its steps stand."""
+    layer, seen = Deep(), []
+    with Pipeline([layer], nn.functional.mse_loss, num_microbatches=2) as pipe:
+        batch, (actor,) = (torch.randn(4, 8), torch.randn(4, 8)), pipe.actors
+        expected = pipe.evaluate(batch)
+        monkeypatch.setattr(actor, "keeps_broken", True)
+        monkeypatch.setattr(actor, "resume", lambda *how: seen.append(len(actor.broken._steps)) or resume(*how))
+        resume, layer.raises = type(actor).resume.__get__(actor), True
+        with pytest.raises(WorkerFailure):
+            pipe.step(batch)
+        layer.raises = False
+        assert seen == [1] and actor.broken is None and pipe.evaluate(batch) == expected

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -323,13 +323,12 @@ class SlicedShard(Shard):
             compare(noted, run, self.loss_fn)
         self.train(True)
 
-    def _compute(self, given: Given, inputs: Tree, target: Tree) -> Tree:
+    def _computing(self, microbatch: int) -> AbstractContextManager[object]:
         piece = None
         if torch.is_grad_enabled():
-            microbatch, number = divmod(given.microbatch, self._count)
-            piece = Piece(self._left.setdefault(microbatch, Left()), number, self._count)
-        with self._carrier.carrying(piece):
-            return super()._compute(given, inputs, target)
+            of_sequences, number = divmod(microbatch, self._count)
+            piece = Piece(self._left.setdefault(of_sequences, Left()), number, self._count)
+        return self._carrier.carrying(piece)
 
     def _weigh(self, given: Given, loss: Any, share: float) -> Tensor:
         root = super()._weigh(given, loss, share)

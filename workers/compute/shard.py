@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields as fields_of
 from dataclasses import is_dataclass
 from functools import partial
@@ -202,9 +203,17 @@ class Shard:
         if looks:
             self.state.begin()
         saved = _saving() if backward and given.split else None
-        lock = self._randomness.lock
-        with lock, lock if saved is None else saved.hooks():
-            tree = self._compute(given, inputs, target)
+        lock, draws = self._randomness.lock, self._draws
+        with lock, lock if saved is None else saved.hooks(), self._computing(given.microbatch):
+            seed: Seed = partial(self._randomness.seed_forward, given.step, given.microbatch)
+            draws_too = draws.found or draws.looks[backward] > 0
+            tree = self.slice.forward(inputs, given.fields, draws.seeding(seed) if draws_too else seed)
+            if given.share is not None:
+                if draws_too:  # of torch's numbers the loss function takes those behind the last layer's
+                    draws.noting(partial(self._randomness.seed_loss, given.step, given.microbatch))(0, 0)
+                tree = self._weigh(given, self._loss(tree, target), given.share)
+            if draws_too:
+                draws.end()
         left = self.state.end(again) if looks else []
         borders.note_writes(entered)
         if backward:
@@ -217,25 +226,17 @@ class Shard:
             self._forwarded[given.microbatch] = Forwarded(given.step, owing, roots, saved, left)
         return tree
 
-    def _compute(self, given: Given, inputs: Tree, target: Tree) -> Tree:
-        step, microbatch = given.step, given.microbatch
-        seed: Seed = partial(self._randomness.seed_forward, step, microbatch)
-        draws = self._draws
-        draws_too = draws.found or draws.looks[torch.is_grad_enabled()] > 0
-        tree = self.slice.forward(inputs, given.fields, draws.seeding(seed) if draws_too else seed)
-        if given.share is not None:
-            if draws_too:  # of torch's numbers the loss function takes those behind the last layer's
-                draws.noting(partial(self._randomness.seed_loss, step, microbatch))(0, 0)
-            assert self.loss_fn is not None
-            try:
-                loss = self.loss_fn(tree, target)
-            except Exception as error:
-                note(error, "in the loss function")
-                raise
-            tree = self._weigh(given, loss, given.share)
-        if draws_too:
-            draws.end()
-        return tree
+    def _computing(self, microbatch: int) -> AbstractContextManager[object]:
+        """Return a context in which the forward of a microbatch computes."""
+        return nullcontext()
+
+    def _loss(self, output: Tree, target: Tree) -> Any:
+        assert self.loss_fn is not None
+        try:
+            return self.loss_fn(output, target)
+        except Exception as error:
+            note(error, "in the loss function")
+            raise
 
     def _staying(self) -> Iterable[Tensor]:
         """Return the tensors that outlive a forward: parameters and buffers."""
