@@ -1,12 +1,12 @@
-"""A worker's end of all pulls: its outbox, its open questions, what has arrived, and whom it has lost.
+"""A worker's end of all pulls: its outbox, its open questions, arrivals, and lost peers.
 
     worker's compute thread                     carrier                              other workers
         outbox.offer(1F3) ──────────────────────> post.answer ───────────────────>
         pull(2F0) ──────────────────────────────> post.ask ──────────────────────> their outbox
         poll(), wait() <── queue <── arrive <──── post <──────────────────────────
 
-Whoever brings something only notes it, so no thread is held and none computes. What brings it is a `Post`: calls within
-a process (`local.py`), or messages between processes (`messages.py`) over RPC or ZeroMQ.
+A delivering thread only records an arrival, so no thread is held and none computes. A `Post` delivers: by calls within
+a process (`local.py`), or by messages between processes (`messages.py`) over RPC or ZeroMQ.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from .payload import Payload
 Enter = Callable[[Payload], Payload]
 #: the reason of a peer that has left in good order
 LEFT = "has left"
-#: how often to ask again those who have not said that they have taken what is for them: first, and at most
+#: seconds between two requests to peers that have not confirmed their payloads: first, and at most
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.01, 1.0
-#: how long a worker may need to tell its clock; or, when nothing has come for long already, before it counts as silent
+#: seconds for a worker to report its clock; and, after a long silence, before it counts as silent
 _PING_S, _ANSWER_S = 30.0, 5.0
-#: how long a leaving worker waits for the others to take what it has made
+#: seconds that a leaving worker waits for peers to take its payloads
 _DRAIN_S = 300.0
 
 
@@ -69,7 +69,7 @@ class Post(Protocol):
     within_process: bool
 
     def open(self, carrier: Carrier) -> None:
-        """Meet the other workers; from now on `carrier` is told what they ask, answer and take, and when one is lost.
+        """Meet the other workers; from now on `carrier` gets their questions, answers, confirmations and losses.
 
         Raises:
             ConfigError: they did not come, or the address cannot be used.
@@ -82,25 +82,25 @@ class Post(Protocol):
         """Take an answer to `peer`, where it is to arrive. Return whether it is there for good, so was taken."""
 
     def fail(self, failure: PipeError) -> None:
-        """Tell all that one has talked to why there are no more answers."""
+        """Send all contacted peers the reason why there are no more answers."""
 
     def poll(self) -> None:
-        """Send what was left for later, and take in what has come. For the compute thread, as what follows."""
+        """Send deferred messages, and take in arrivals. For the compute thread, as the next methods."""
 
     def wait(self, timeout_s: float, there: Callable[[], bool]) -> bool:
-        """Sleep until notified, unless something is `there`; False: nobody did, in time."""
+        """Block until notified or until `there()`; return False on timeout."""
 
     def wait_taken(self, timeout_s: float) -> None:
-        """Send what was left for later, then sleep until something may have been taken."""
+        """Send deferred messages, then sleep until a payload may have been taken."""
 
     def notify(self) -> None:
         """Wake the compute thread, or do when it sleeps next. For any thread."""
 
     def request(self, peer: int, what: str, value: Any = None) -> Future[Any]:
-        """Have `peer` serve this: hurry to say what it has taken, tell its clock, or its board."""
+        """Send `peer` a request: to confirm its payloads now, to report its clock, or its board."""
 
     def close(self) -> None:
-        """Say goodbye to all that one has talked to."""
+        """Say goodbye to all contacted peers."""
 
 
 class Carrier:
@@ -116,16 +116,16 @@ class Carrier:
         self.workers = frozenset(workers)
         self.post = post
         self.outbox = Outbox(post.answer)
-        #: what this worker is asked for, as others are told with the first questions of a run
+        #: this worker's calls, which peers get with the first questions of a run
         self.calls = Calls(worker, self._disagree)
-        #: what is shown to those who watch from other machines; see rpc_pipe/tracing/remote.py
+        #: values for watchers on other machines; see rpc_pipe/tracing/remote.py
         self.serve_board: Callable[[int], bytes] | None = None
         self._told: dict[int, set[int]] = {}
         self._open: dict[tuple[int, Key], Enter | None] = {}
         self._arrived: deque[Delivered] = deque()
-        #: of runs that nobody has polled for yet
+        #: arrivals of runs that were not polled for yet
         self._set_aside: list[Delivered] = []
-        #: peers that answer nothing more, and why; those of them whose open questions are still to be given up
+        #: peers that answer nothing more, with the reason; and among them the peers with open questions
         self._lost: dict[int, PipeError | str] = {}
         self._breaking: deque[int] = deque()
         self._fault: BaseException | None = None
@@ -138,7 +138,7 @@ class Carrier:
         """Start another run, which is for `call`, and return its number; all workers do so in the same order.
 
         Raises:
-            PipeError: this worker has failed before, or others were asked for something else.
+            PipeError: this worker has failed before, or a peer makes another call.
         """
         run = self.calls.begin(call)
         self._told[run] = set()
@@ -154,7 +154,7 @@ class Carrier:
         self._told.pop(run, None)
 
     def abandon(self, run: int) -> None:
-        """`run` is given up by all workers, each of which may be at another point of it."""
+        """`run` is abandoned by all workers, each perhaps at another point of it."""
         self.calls.end(run)
         self.outbox.abandon(run)
         self._told.pop(run, None)
@@ -164,7 +164,7 @@ class Carrier:
         self._set_aside = [arrived for arrived in self._set_aside if arrived.key[0] != run]
 
     def pull(self, peer: int, run: int, names: Iterable[str], enter: Enter | None = None) -> None:
-        """Ask `peer` for all `names` of `run`, each of which will arrive once; return at once."""
+        """Ask `peer` for all `names` of `run`; each answer arrives once. Return at once."""
         keys = [(run, name) for name in names]
         self._open.update(dict.fromkeys([(peer, key) for key in keys], enter))
         if peer not in self._told[run]:
@@ -175,10 +175,10 @@ class Carrier:
             self._breaking.append(peer)
 
     def poll(self, runs: Container[int]) -> list[Delivered]:
-        """Return what has arrived for `runs`, without waiting; see to it that what has been said here is sent.
+        """Return the arrivals for `runs`, without waiting; make sure that deferred messages are sent.
 
         Raises:
-            BaseException: what ended a thread that worked for this worker.
+            BaseException: the error that ended a thread of this worker.
         """
         self.post.poll()
         if self._fault is not None:
@@ -193,17 +193,17 @@ class Carrier:
             arrived = self._arrived.popleft()
             if arrived.key[0] in runs:
                 found.append(arrived)
-            elif arrived.key[0] in self._told:  # what still comes of a run that has been given up is for nobody
+            elif arrived.key[0] in self._told:  # later arrivals of an abandoned run are dropped
                 self._set_aside.append(arrived)
         return found
 
     def wait(self, timeout_s: float) -> bool:
-        """Send what there is to say, then sleep until there is something to poll for.
+        """Send deferred messages, then sleep until there is an arrival to poll for.
 
         Returns:
             False if nothing came in time; True may be for nothing.
         """
-        self._sleeps = True  # before looking, so that whoever delivers after that look sees it
+        self._sleeps = True  # before the poll, so that a thread that delivers after it sees the flag
         try:
             return self.post.wait(timeout_s, self._has_come)
         finally:
@@ -227,7 +227,7 @@ class Carrier:
                 if now >= deadline:
                     names = ", ".join(f"{what} by {sorted(who)}" for (_, what), who in left.items())
                     raise PipeError(f"not taken from the outbox after {timeout_s:g} s: {names}")
-                if now >= look:  # a peer may have no other reason to say so soon
+                if now >= look:  # a peer may have no other reason to confirm soon
                     for peer in set().union(*left.values()):
                         self.post.request(peer, "hurry")
                     look, pause = now + pause, min(2 * pause, _LAST_LOOK_S)
@@ -244,12 +244,12 @@ class Carrier:
     def fail(self, failure: PipeError) -> None:
         """Answer every question, now and from now on, with the reason why there is no payload."""
         if self.outbox.failure is not None:
-            return  # that others know already
+            return  # the peers know it already
         self.outbox.fail(failure)
         self.post.fail(failure)
 
     def look(self, peer: int, seen: int) -> Future[bytes]:
-        """Ask for what `peer` exhibits."""
+        """Request a value that `peer` exhibits."""
         return self.post.request(peer, "look", seen)
 
     def clock_offset(self, peer: int) -> tuple[int, int]:
@@ -276,11 +276,11 @@ class Carrier:
         return [peer for peer, answer in asked.items() if not answer.done() or answer.exception()]
 
     def end_calls(self) -> None:
-        """Begin nothing more: who calls what this worker will not is told, at once or when it does."""
+        """Start no further runs. A peer that makes a call which this worker will not make gets a `Disagreement`."""
         self.calls.leave()
 
     def close(self) -> None:
-        """Leave, when the others have taken what is for them; whoever pulls from here from now on is told so."""
+        """Leave, when the peers have taken their payloads; a later pull from here is answered with `LEFT`."""
         self.end_calls()
         if self.outbox.failure is None and self._fault is None:
             with suppress(PipeError):
@@ -290,7 +290,7 @@ class Carrier:
     # --- for any thread
 
     def deliver(self, key: Key, answer: Answer | BaseException) -> None:
-        """Let something of this worker's own arrive, or fail it."""
+        """Let a payload of this worker arrive here, or fail with an error."""
         if isinstance(answer, BaseException):
             self.fault(answer)
             return
@@ -321,7 +321,7 @@ class Carrier:
         return enter is None
 
     def asked(self, peer: int, keys: Iterable[Key]) -> None:
-        """`peer` asks for `keys`, and tells its call, which is no question."""
+        """`peer` asks for `keys`, and reports its call, which is no question."""
         questions: list[Key] = []
         for key in keys:
             if is_call(key[1]):
@@ -338,7 +338,7 @@ class Carrier:
             self.post.notify()
 
     def lose(self, peer: int, reason: PipeError | str) -> None:
-        """`peer` answers and takes nothing more; what it has answered before counts first."""
+        """`peer` answers and takes nothing more; its earlier answers count first."""
         self.outbox.leaves(peer)
         self._lost.setdefault(peer, reason)
         self._breaking.append(peer)

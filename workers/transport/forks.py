@@ -1,8 +1,8 @@
-"""What forks of a worker let go: the sockets by which others reach it, and the training itself.
+"""Resources that forks of a worker release: the sockets for connections of peers, and the training itself.
 
-A process that loads data, or any other fork, inherits them all. Where it lived on, the others saw no connection break
-when its worker was killed, and waited for the fork to end. A fork that went on with the script took what was for its
-worker, and all waited in vain.
+A process that loads data, or any other fork, inherits them all. Where it lived on, the peers saw no connection break
+when its worker was killed, and waited for the fork to end. A fork that went on with the script took its worker's
+messages, and all workers waited in vain.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from weakref import WeakSet
 from ...dependency import PipeError
 
 _DESCRIPTORS = Path("/proc/self/fd")
-#: addresses at which this process listens for other workers
+#: addresses where this process listens for other workers
 _listens_at: set[object] = set()
 #: the carriers of this process
 _carriers: WeakSet[object] = WeakSet()
@@ -49,7 +49,7 @@ def _refuse(carrier: object, name: str) -> Any:
 
 @contextmanager
 def letting_go() -> Iterator[None]:
-    """Let forks of this process have nothing of what begins to listen within this, and of what comes there."""
+    """Let forks of this process have no socket that begins to listen in the body, and no connection to it."""
     before = {address for _, address, listens in _sockets() if listens}
     yield
     found = {address for _, address, listens in _sockets() if listens} - before
@@ -63,12 +63,12 @@ def _let_go() -> None:
         nowhere = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
         for descriptor, address, _ in _sockets():
             if address in _listens_at:
-                os.dup2(nowhere, descriptor, inheritable=False)  # not closed: who has opened it may do that again
+                os.dup2(nowhere, descriptor, inheritable=False)  # not closed: the opener may close it again
         os.close(nowhere)
 
 
 def _sockets() -> Iterator[tuple[int, object, bool]]:
-    """Yield this process's sockets: descriptor, own address, which accepted ones share, and whether it listens."""
+    """Yield this process's sockets: descriptor, local address, which accepted ones share, and whether it listens."""
     for name in os.listdir(_DESCRIPTORS) if _DESCRIPTORS.is_dir() else []:
         with suppress(OSError):  # it was that of the folder itself
             if stat.S_ISSOCK(os.fstat(int(name)).st_mode):

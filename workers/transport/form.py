@@ -1,8 +1,7 @@
-"""The form of a payload: its skeleton, and what each tensor looks like, not what is in it.
+"""The form of a payload: its skeleton, and the layout of each tensor, without the contents.
 
-Payloads differ in their numbers from microbatch to microbatch, seldom in form: what has been written and read is
-remembered. What is in the tensors is a run of memory for each, with each element once, however often the tensor repeats
-it.
+Payloads differ in their numbers from microbatch to microbatch, seldom in form: written and read forms are remembered.
+The contents of each tensor are one run of memory, with each element once, however often the tensor repeats it.
 """
 
 from __future__ import annotations
@@ -20,17 +19,17 @@ from .payload import SPARSE, Payload, Place, Sparse
 from .strides import extent, fold, folded, is_sparing, spread
 from .values import decode_value, encode_value, malformed
 
-#: so many forms are remembered, if they are no larger
+#: number of forms that are remembered, and their largest size
 _MOST, _MOST_BYTES = 1000, 2**13
 #: tensors up to this size travel inside a message
 INLINE_BYTES = 2**15
 #: bytes of the gaps of all tensors of a payload that its receiver leaves between their elements
 _MOST_GAPS = 2**19
-#: a tensor of larger gaps travels with what lies in them, if all is no more than so many times the elements
+#: a tensor with larger gaps travels with its gaps, if its memory is at most this multiple of its elements
 _MOST_REACH = 4
-#: dimensions of a tensor, and what their sizes and strides come to
+#: most dimensions of a tensor, and the bound of its sizes and strides
 _MOST_DIMS, _MOST_ELEMENTS = 64, 2**47
-#: a copy of up to so many bytes is not worth letting other threads in between
+#: most bytes of a copy that keeps the interpreter's lock
 _LITTLE = 2**15
 _copy_little = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
     ("memmove", ctypes.PyDLL(None))
@@ -43,7 +42,7 @@ def copy_memory(to: int, content: int | bytes, size: int) -> None:
 
 
 class Look(NamedTuple):
-    """What a tensor looks like, and the one that travels for it: without gaps or repeats."""
+    """The layout of a tensor, and of the tensor that travels for it: without gaps or repeats."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -66,7 +65,7 @@ class Look(NamedTuple):
         return torch.empty_strided(self.dense_shape, self.dense_strides, dtype=self.dtype, device="cpu")
 
     def filled(self, content: bytes) -> Tensor:
-        """Return the tensor that travels, with these contents, whose size has been compared."""
+        """Return the travelling tensor with these contents; their size has been compared."""
         tensor = self.empty()
         copy_memory(tensor.data_ptr(), content, self.num_bytes)
         return tensor
@@ -91,7 +90,7 @@ class Look(NamedTuple):
 
 
 class Form(NamedTuple):
-    """What a payload looks like."""
+    """The form of a payload."""
 
     skeleton: Any
     looks: tuple[Look, ...]
@@ -103,7 +102,7 @@ class Form(NamedTuple):
 
 
 def describe(name: str, payload: Payload) -> tuple[bytes, list[Tensor]]:
-    """Return the form of the payload of `name` and the tensors, all dense, whose contents go with it.
+    """Return the form of the payload of `name`, and the dense tensors with its contents.
 
     Raises:
         ConfigError: something in it cannot travel.
@@ -115,7 +114,7 @@ def describe(name: str, payload: Payload) -> tuple[bytes, list[Tensor]]:
             looks.append(look)
             dense.append(travels)
             spare -= look.gaps
-        # Others that are equal are not the same, as 1 and True, so only these are remembered.
+        # Equal values of other types may differ, as 1 and True, so only these are remembered.
         if type(skeleton) is Place or (type(skeleton) is tuple and {*map(type, skeleton)} == {Place}):
             return _written_once(type(skeleton), skeleton, tuple(looks)), dense
         return _written(skeleton, tuple(looks)), dense
@@ -156,7 +155,7 @@ def _pair(value: Any) -> Any:
 
 
 def _checked_look(dtype: Any, shape: Any, strides: Any, conjugate: Any, reaches: Any) -> Look:
-    """Return what a tensor with these looks like, none of which is believed."""
+    """Return the layout of a tensor with these values, all of which are checked."""
     if type(dtype) is not torch.dtype or type(shape) is not tuple or type(strides) is not tuple:
         raise Malformed("malformed message: the look of a tensor of other types")
     if len(shape) != len(strides) or any(type(each) is not int or each < 0 for each in shape + strides):
@@ -189,7 +188,7 @@ def _refuse_places(tree: Any, looks: tuple[Look, ...], *, in_sparse: bool = Fals
 
 
 def assemble(form: Form, contents: list[Tensor]) -> Payload:
-    """Return the payload of this form, from what has travelled."""
+    """Return the payload of this form, from its travelled contents."""
     if not form.plain:
         contents = [look.shown(dense) for look, dense in zip(form.looks, contents, strict=True)]
     return Payload(contents, form.skeleton)
@@ -205,7 +204,7 @@ def _written_once(kind: type, skeleton: Any, looks: tuple[Look, ...]) -> bytes:
 
 
 def _seen(tensor: Tensor, spare: int) -> tuple[Look, Tensor]:
-    """Return what `tensor` looks like, and what is to be sent for it, with so many bytes of gaps at most."""
+    """Return the layout of `tensor`, and the tensor to be sent for it, with a limit on bytes of gaps."""
     if type(tensor) is not Tensor or not tensor.is_cpu or tensor.layout is not torch.strided or tensor.is_quantized:
         kind = "quantized tensor" if tensor.is_quantized else type(tensor).__qualname__
         layout = "" if type(tensor) is not Tensor or tensor.layout is torch.strided else f" of layout {tensor.layout}"
@@ -231,7 +230,7 @@ def _seen(tensor: Tensor, spare: int) -> tuple[Look, Tensor]:
 def _look(
     dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], conjugate: bool, reaches: bool
 ) -> Look | None:
-    """Return what a tensor with these looks like, None if it had better be dense.
+    """Return the layout of a tensor with these values; None if it should become dense.
 
     Raises:
         ConfigError: it has more dimensions or elements than may travel.

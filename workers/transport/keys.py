@@ -1,7 +1,7 @@
-"""Who may talk to a worker over a network: those who prove that they know the job's secret (CurveZMQ, ZeroMQ RFC 26).
+"""Authentication of peers over a network: each proves that it knows the job's secret (CurveZMQ, ZeroMQ RFC 26).
 
-From the secret and the job's name follow the key pairs of all its workers. So no key travels, an address that somebody
-has forged leads to a peer that cannot prove whose it is, and who hears a worker hears that one and no other.
+From the secret and the job's name follow the key pairs of all its workers. So no key travels, a forged address leads
+to a peer that cannot prove its identity, and a connection to a worker reaches that worker and no other process.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Keys:
 
     Args:
         secret: of the job.
-        job: tells it from others that have the same secret.
+        job: distinguishes jobs with the same secret.
     """
 
     def __init__(self, secret: bytes, job: str, workers: Iterable[int]) -> None:
@@ -45,13 +45,13 @@ class Keys:
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
     def prove(self, socket: zmq.Socket[bytes], worker: int, peer: int) -> None:
-        """Let a socket of `worker` connect to `peer`, and nobody who is not."""
+        """Let a socket of `worker` connect to `peer`, and to no other process."""
         socket.curve_publickey = self._public[worker]
         socket.curve_secretkey = self._secrets[worker]
         socket.curve_serverkey = self._public[peer]
 
     def is_known(self, key: bytes) -> bool:
-        """Tell whether a public key is that of a worker of the job."""
+        """Return whether a public key belongs to a worker of the job."""
         return key in self._known
 
 
@@ -59,7 +59,7 @@ class Doorkeeper(threading.Thread):
     """Answers libzmq whether a peer may come in (ZAP, ZeroMQ RFC 27); it asks when the handshake has proved the key.
 
     Args:
-        context: whose sockets ask.
+        context: of the sockets that ask.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys: Keys) -> None:

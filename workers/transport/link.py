@@ -1,4 +1,4 @@
-"""What brings messages from worker to worker: what `messages.py` stands on."""
+"""Links, which carry messages from worker to worker, below `messages.py`."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from .wakeup import Wakeup
 
 
 class Message(NamedTuple):
-    """All that one worker has to say to another at one moment."""
+    """All that one worker sends another at one moment."""
 
     asks: list[Key]
     taken: list[Key]
     answers: list[tuple[Key, Answer]]
     #: why there will be no more answers
     failure: PipeError | None = None
-    #: a request between two carriers: its number, what is asked for, a plain value; or the reply to it, without a name
+    #: a request between two carriers: its number, its name, a plain value; or the reply to it, without a name
     note: tuple[int, str, Any] | None = None
 
 
@@ -27,24 +27,24 @@ NOTHING = Message([], [], [])
 
 
 class Ears(NamedTuple):
-    """Whom a link tells what it hears, in any of its threads."""
+    """Receiver of a link's events, called in any of its threads."""
 
-    #: a peer has said this
+    #: a peer has sent this
     on_message: Callable[[int, Message], None]
     #: a peer can be reached no more, and why
     on_lost: Callable[[int, str], None]
-    #: entered by the link's own threads: what goes wrong there, where nobody would hear it, is the worker's failure
+    #: entered by the link's threads: an error there, which would otherwise be lost, is the worker's failure
     guard: AbstractContextManager[None]
 
 
 class Link(Protocol):
-    """Sends messages, hears them, and loses peers. Nothing is lost or doubled; what is sent may overtake."""
+    """Sends and receives messages, and loses peers. No message is lost or doubled; messages may overtake."""
 
-    #: what the compute thread of this worker sleeps on
+    #: the compute thread of this worker sleeps on it
     wakeup: Wakeup
     #: whether to send something costs the compute thread no more than to have another thread do so
     sends_cheaply: bool
-    #: called when the compute thread looks for what has come, if it may have to hear that itself
+    #: called when the compute thread polls for arrivals, if it may have to receive them itself
     look: Callable[[], None] | None
 
     def open(self, ears: Ears) -> None:
@@ -55,21 +55,21 @@ class Link(Protocol):
         """
 
     def send(self, peer: int, message: Message) -> None:
-        """Send; return at once. That it cannot be is told to `on_lost`.
+        """Send; return at once. A failure is reported to `on_lost`.
 
         Raises:
-            ConfigError: a payload in it cannot travel; the text says whose.
+            ConfigError: a payload in it cannot travel; the text names the payload.
         """
 
     def wait(self, timeout_s: float) -> bool:
-        """Let the compute thread sleep until notified; False: nobody did, in time."""
+        """Let the compute thread sleep until notified; return False on timeout."""
 
     def close(self) -> None:
-        """Hear and say nothing more, once what has been sent is on its way."""
+        """Receive and send nothing more, once sent messages are on their way."""
 
 
 class AnsweringForErrors:
-    """A context for what another thread does: the worker fails with what goes wrong there, where nobody would hear it.
+    """A context for work on another thread: the worker fails with an error there, which would otherwise be lost.
 
     Entered for each message, so no generator.
     """
@@ -81,7 +81,9 @@ class AnsweringForErrors:
         pass
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> bool:
-        if error is None or isinstance(error, KeyboardInterrupt):  # Ctrl-C comes to the compute thread, as it hears
+        if error is None or isinstance(
+            error, KeyboardInterrupt
+        ):  # Ctrl-C comes to the compute thread while it receives
             return False
         # SystemExit, or a panic of a library: raised again in the compute thread, it would end the script instead.
         self._fault(error if isinstance(error, Exception) else PipeError(f"a thread of the worker ended: {error!r}"))

@@ -45,7 +45,7 @@ class LocalPost:
         self._wakeup.wait(timeout_s)
 
     def fail(self, failure: PipeError) -> None:
-        """Who asks is answered."""
+        """Questions are answered at once."""
 
     def poll(self) -> None:
         """Everything is brought at once."""
@@ -53,7 +53,7 @@ class LocalPost:
     close = poll
 
     def request(self, peer: int, what: str, value: Any = None) -> Future[Any]:
-        """There is nothing to be told that is not known."""
+        """All workers of the process know it already."""
         known = Future[Any]()
         known.set_result(None)
         return known

@@ -1,4 +1,4 @@
-"""What one worker says to another, as bytes, and the tensors that are too large to be among them, beside it."""
+"""A message from one worker to another as bytes, beside the tensors that are too large to be among them."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ def encode(message: Message) -> tuple[bytes, list[Tensor]]:
     """Write a message, small tensors included; large ones travel beside it.
 
     Raises:
-        ConfigError: a payload cannot travel; the text says whose.
+        ConfigError: a payload cannot travel; the text names the payload.
     """
     asks, taken, answers, failure, note = message
     answered: list[tuple[int, str, bytes, bytes]] = []
     large: list[Tensor] = []
     for (run, name), answer in answers:
         form, tensors = (b"", []) if answer is None else describe(name, answer)
-        # TensorPipe sends each tensor on a channel of its own, which costs more than copying a small one.
+        # TensorPipe sends each tensor on a separate channel, which costs more than copying a small one.
         small: list[bytes] = []
         for tensor in tensors:
             if (size := tensor.nbytes) <= INLINE_BYTES:
@@ -74,7 +74,7 @@ def encode(message: Message) -> tuple[bytes, list[Tensor]]:
 
 
 def decode(data: bytes, large: Callable[[Look], Tensor]) -> Message:
-    """Read what `encode` has written.
+    """Read a result of `encode`.
 
     Args:
         large: returns the next of the tensors beside it, which looks so.

@@ -1,14 +1,14 @@
-"""The post between processes: what is said to others, in as few messages as possible, and what they say.
+"""The post between processes: sends to peers in the fewest messages, and receives their messages.
 
-Messages are one plane: a `Link` (`rpc.py`, `zeromq.py`) sends them, hears them and loses peers. Payloads are the other:
-between processes of one host they take a shorter way, see `shared_memory.py`.
+Messages are one plane: a `Link` (`rpc.py`, `zeromq.py`) sends them, receives them and loses peers. Payloads are the
+other: between processes of one host they take a shorter way, see `shared_memory.py`.
 
-A message carries everything that goes one way: questions, answers, and the news of what has arrived. News can wait for
-company: it is sent with the next message, or alone once there is much of it. What the compute thread has to say it
-sends itself where that is cheap or it waits; an answer, for which others may wait, also if it has waited a short while
-ago. The rest it leaves to the sender's thread; questions to workers of its host only behind the first action that it
-has to run: so the threads do not compete for the interpreter where others wait for what that action makes. Questions to
-other hosts leave before it, as their way may be longer than the action.
+A message carries everything that goes one way: questions, answers, and confirmations of arrivals. Confirmations can
+wait: they are sent with the next message, or alone once there are many. The compute thread sends a message itself where
+that is cheap or it waits anyway; an answer, which a peer may wait for, also if it has waited a short while ago. All
+other messages are left to the sender's thread; questions to workers of the same host only behind the first action that
+can run: so the threads do not compete for the interpreter while a peer waits for the result of that action. Questions
+to other hosts leave before it, because their way may be longer than the action.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ from .outbox import Answer, Key
 if TYPE_CHECKING:
     from .shared_memory import Channels
 
-#: arrivals are told alone once there are so many, or so many bytes, of them
+#: number of arrivals, and of their bytes, that are confirmed in a separate message
 _UNTOLD_LIMIT, _UNTOLD_BYTES = 8, 4 * 2**20
-#: a compute thread that has waited within so many polls has time to send by itself
+#: polls since its last wait within which a compute thread has time to send by itself
 _RECENTLY = 5
-#: how often to look whether what was lent has been taken, while nothing else is to be done
+#: seconds between two checks that lent payloads have been taken, while there is nothing else to do
 _LENT_LOOK_S = 0.001
-#: how long a leaving worker waits for the others to read its last message
+#: seconds that a leaving worker waits for peers to read its last message
 _LEAVE_S = 5.0
 #: by request: the type of its reply
 _REPLIES: dict[str, Any] = {
     "clock": int, "look": bytes, "offer": (dict, type(None)), "hurry": type(None), "leave": type(None)
 }  # fmt: skip
-#: how long what a worker said before it left may take from one thread to another
+#: seconds that the last messages of a worker may take from one thread to another
 _LAST_WORDS_S = 1.0
 
 
 class Talk:
-    """What this worker says to one peer. Thread-safe.
+    """The queue of messages to one peer. Thread-safe.
 
-    What is said here makes it `urgent` if it is to be sent now.
+    A message that is to be sent now makes the queue `urgent`.
     """
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class Talk:
         self.closed = False
         #: whether there is something to send now
         self.urgent = False
-        #: whether the peer has ever said anything
+        #: whether the peer has ever sent a message
         self.heard = False
 
     def ask(self, keys: list[Key]) -> None:
@@ -71,19 +71,19 @@ class Talk:
             self.urgent = True
 
     def answer(self, key: Key, answer: Answer) -> None:
-        """Say `answer` to the peer's question for `key`."""
+        """Queue `answer` to the peer's question for `key`."""
         with self._lock:
             self._gathered.answers.append((key, answer))
             self.urgent = True
 
     def fail(self, failure: PipeError) -> None:
-        """Say why there are no more answers; to be said again to who asks again."""
+        """Queue the reason why there are no more answers; a later question gets it again."""
         with self._lock:
             self._gathered = self._gathered._replace(failure=failure)
             self.urgent = True
 
     def received(self, message: Message) -> None:
-        """Note what a message has brought."""
+        """Record the arrivals of a message."""
         with self._lock:
             self.heard = True
             for key, answer in message.answers:
@@ -93,17 +93,17 @@ class Talk:
             self.urgent |= len(self._gathered.taken) >= _UNTOLD_LIMIT or self._taken_bytes >= _UNTOLD_BYTES
 
     def hurry(self) -> None:
-        """Let what could have waited for company be sent."""
+        """Let deferred confirmations be sent."""
         with self._lock:
             self.urgent |= bool(self._gathered.taken)
 
     def gathered(self) -> Message | None:
-        """Return what is to be sent, with all that has gathered; None: nothing."""
+        """Return the message to be sent, with all deferred parts; None: there is none."""
         with self._lock:
             return self._take() if self.urgent and not self.closed else None
 
     def close(self) -> Message:
-        """One of the two leaves: return what is still to be said."""
+        """One of the two leaves: return the last message."""
         with self._lock:
             self.closed = True
             return self._take()
@@ -115,7 +115,7 @@ class Talk:
 
 
 class Messages:
-    """Tells a carrier what others ask, answer and take, and them what it does.
+    """Passes the peers' questions, answers and confirmations to a carrier, and the carrier's to the peers.
 
     Args:
         link: to the other workers.
@@ -134,11 +134,11 @@ class Messages:
         #: peers that read nothing more
         self._gone: set[int] = set()
         self._closed = False
-        #: those that the compute thread has asked something, since it has polled last and before that
+        #: peers that the compute thread has asked since its last poll, and before it
         self._gathered: deque[int] = deque()
         self._asked_before = self._gathered.copy()
         self._compute_thread = threading.get_ident()
-        #: for so many polls the compute thread sends by itself
+        #: number of polls during which the compute thread sends by itself
         self._has_time = 0
         self._to_send: queue.SimpleQueue[int | None] = queue.SimpleQueue()  # peers; None: no more
         self._sender = threading.Thread(target=self._send_all, name="sender", daemon=True)
@@ -199,7 +199,7 @@ class Messages:
                 self._hand_on(asked.popleft(), waits=True)
 
     def close(self) -> None:
-        """Say goodbye to all that one has talked to, with what is still to be said; wait until they have read it."""
+        """Say goodbye to all contacted peers, with the last messages; wait until they have read them."""
         self._closed = True
         self._to_send.put(None)
         if self._sender.is_alive():
@@ -227,10 +227,10 @@ class Messages:
             self._say(peer)
 
     def request(self, peer: int, what: str, value: Any = None, last: Message = NOTHING) -> futures.Future[Any]:
-        """Have `peer` serve this, and return what it replies; a RuntimeError if it does not.
+        """Send `peer` a request, and return its reply; raise RuntimeError if there is none.
 
         Args:
-            last: what else is to be said.
+            last: the last message, to be sent with it.
         """
         number, answer = next(self._numbers), futures.Future[Any]()
         self._requests[number] = peer, what, answer
@@ -240,7 +240,7 @@ class Messages:
             self.link.send(peer, last._replace(note=(number, what, value)))
         return answer
 
-    # --- what others say
+    # --- messages of peers
 
     def received(self, peer: int, message: Message) -> None:
         """Take in a message of `peer`."""
@@ -265,7 +265,7 @@ class Messages:
             self._say(peer)
 
     def _noted(self, peer: int, number: int, what: str, value: Any) -> None:
-        """Do what a request of `peer` wants and reply; or take in its reply, which wants nothing."""
+        """Serve a request of `peer` and reply; or take in its reply, which needs no answer."""
         if what:
             self.link.send(peer, NOTHING._replace(note=(number, "", self._serve(peer, what, value))))
         elif (found := self._requests.get(number)) is not None and found[0] == peer:
@@ -295,7 +295,7 @@ class Messages:
         for peer, key in channels.returned():
             self._carrier.outbox.taken([key], peer)
 
-    # --- those who are gone
+    # --- lost peers
 
     def lost(self, peer: int, reason: str) -> None:
         """`peer` cannot be reached."""
@@ -303,17 +303,17 @@ class Messages:
         if talk.closed and not self._closed:
             return  # it has said goodbye
         self._end(peer)
-        # Goodbye is said to those one has talked to.
+        # Only contacted peers get a goodbye.
         self._carrier.lose(peer, reason.strip().split("\n")[0] if talk.heard else LEFT)
 
     def _lose_soon(self, peer: int, reason: str) -> None:
-        """Lose `peer` when what it said before, as why it failed, has come out of other threads' hands."""
+        """Lose `peer` when its earlier messages, such as the reason of its failure, have left other threads."""
         timer = threading.Timer(_LAST_WORDS_S, self._carrier.lose, (peer, reason))
         timer.daemon = True
         timer.start()
 
     def _end(self, peer: int) -> None:
-        """`peer` takes and says nothing more."""
+        """`peer` takes and sends nothing more."""
         self._takes_nothing(peer)
         self._talk(peer).close()
         self._gone.add(peer)
@@ -331,13 +331,13 @@ class Messages:
 
     def _talk(self, peer: int) -> Talk:
         talk = self._talks.get(peer)
-        # setdefault, in one step of the interpreter: those who hear and the compute thread may both come first
+        # setdefault, in one step of the interpreter: receiving threads and the compute thread may both come first
         return self._talks.setdefault(peer, Talk()) if talk is None else talk
 
     # --- sending
 
     def _say(self, peer: int) -> None:
-        """Send what there is to say to `peer`, if that should not wait."""
+        """Send the queue of `peer`, if that should not wait."""
         if not self._talk(peer).urgent:
             return
         if threading.get_ident() == self._compute_thread:

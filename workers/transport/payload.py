@@ -1,7 +1,7 @@
-"""What travels between workers: trees of tensors and plain values that describe themselves.
+"""Payloads between workers: trees of tensors and plain values that describe themselves.
 
 A tree is made of tensors, None, bool, numbers, strings, tuples, lists and dicts. It travels as a flat list
-of tensors and a skeleton in which each tensor is replaced by its place in that list and by whether a
+of tensors and a skeleton that replaces each tensor by its place in that list and by whether a
 gradient is owed for it. Shapes and structure may change with every microbatch; nothing is declared. A tensor
 that the tree holds in several places travels once and stays one tensor.
 """
@@ -36,7 +36,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.Size)
 
 
 class TensorHolder(ABC):
-    """An object in a batch that has tensors of its own: it goes to a device with the batch, but not between workers."""
+    """An object with tensors in a batch: it goes to a device with the batch, but not between workers."""
 
     @abstractmethod
     def mapped(self, change: Callable[[Tensor], Any]) -> TensorHolder:
@@ -55,7 +55,7 @@ class Sparse(NamedTuple):
     """Stands in the skeleton where a sparse tensor was."""
 
     layout: str
-    #: what it was made of, places and plain values
+    #: its parts, places and plain values
     parts: tuple[Any, ...]
     owes_grad: bool
 
@@ -77,7 +77,7 @@ def pack(tree: Tree) -> Payload:
     """Take `tree` apart. The tensors are detached: no autograd graph ever travels.
 
     Raises:
-        TypeError: a value that is none of the supported types; the text says where.
+        TypeError: a value that is none of the supported types; the text names its place.
     """
     if type(tree) is Tensor and tree.layout is torch.strided:  # as most are
         return Payload([tree.detach()], Place(0, tree.requires_grad))
@@ -96,7 +96,7 @@ def pack(tree: Tree) -> Payload:
         return found_at[id(tensor)]
 
     def apart(tensor: Tensor) -> Sparse:
-        # Not coalesced: the order in which values are added up stays the receiver's to choose.
+        # Not coalesced: the receiver chooses the order of sums.
         parts = _map(_made_of(tensor), (Tensor,), lambda part: append(part, False), "output")
         return Sparse(str(tensor.layout), parts, tensor.requires_grad)
 
@@ -108,7 +108,7 @@ def pack(tree: Tree) -> Payload:
 
 
 def _is_flat(tree: Tree) -> bool:
-    """Tell whether `tree` is a tuple of different tensors, as gradients are."""
+    """Return whether `tree` is a tuple of different tensors, as gradients are."""
     if type(tree) is not tuple or len(set(map(id, tree))) < len(tree):
         return False
     return all([type(part) is Tensor and part.layout is torch.strided for part in tree])
@@ -123,7 +123,7 @@ def unpack(payload: Payload, take: Callable[[Tensor, bool], Tensor] = as_leaf) -
     """Put a tree together again; tensors that owe a gradient become fresh leaves of this worker's graph.
 
     Args:
-        take: what makes a tensor of the tree from one of the payload and from whether it owes a gradient.
+        take: makes a tensor of the tree from one of the payload and from whether it owes a gradient.
     """
     skeleton = payload.skeleton
     if type(skeleton) is Place:
@@ -161,7 +161,7 @@ def parts_of(tensor: Tensor) -> list[Tensor]:
 
 
 def _made_of(tensor: Tensor) -> tuple[Any, ...]:
-    """Return what a sparse tensor is made of, as torch pickles it: indices, values, sizes, and whether coalesced."""
+    """Return the parts of a sparse tensor, as torch pickles it: indices, values, sizes, and whether coalesced."""
     _, (_, parts) = tensor.detach().__reduce_ex__(2)
     made_of: tuple[Any, ...] = parts
     return made_of
@@ -175,7 +175,7 @@ def compact(tensor: Tensor) -> Tensor:
 
 
 def tensors_of(tree: Tree) -> Iterator[Tensor]:
-    """Return the tensors of `tree` in the order in which `pack` numbers them."""
+    """Return the tensors of `tree` in the order of `pack`."""
     return iter((tree,)) if isinstance(tree, Tensor) else _tensors_in(tree)
 
 
@@ -246,7 +246,7 @@ def _changed(tree: Tree, kinds: tuple[type, ...], change: Callable[[Any], Any]) 
 
 
 def _unfit(tree: Tree, kinds: tuple[type, ...]) -> Iterator[tuple[str, str]]:
-    """Yield (path, type) of what is in `tree` and may not be."""
+    """Yield (path, type) of the forbidden values in `tree`."""
     if isinstance(tree, (tuple, list, dict)) and not isinstance(tree, kinds + _PLAIN):
         for place, child in tree.items() if isinstance(tree, dict) else enumerate(tree):
             yield from ((f"[{place!r}]{path}", kind) for path, kind in _unfit(child, kinds))
@@ -271,7 +271,7 @@ def split_rows(tree: Tree, parts: int, rows: int | None = None) -> list[Tree]:
 
 
 def rows_of_parts(rows: int, parts: int) -> list[range]:
-    """Return which of so many rows each of the pieces has that `split_rows` makes."""
+    """Return the rows of each piece that `split_rows` makes of a number of rows."""
     least, more = divmod(rows, parts)
     begins = [number * least + min(number, more) for number in range(parts + 1)]
     return [range(*each) for each in pairwise(begins)]

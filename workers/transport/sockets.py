@@ -1,10 +1,10 @@
-"""The ZeroMQ sockets of a worker: one that it says everything by, one that hears all others.
+"""The ZeroMQ sockets of a worker: one sends all its messages, one receives from all peers.
 
-Each worker binds what it speaks by (ROUTER), and those who listen connect (DEALER): so bulk data leaves from accepted
-connections, which have the congestion control that the listener chose: see `CONGESTION`.
+Each worker binds its sending socket (ROUTER), and receiving peers connect (DEALER): so bulk data leaves from accepted
+connections, which have the congestion control of the listening socket: see `CONGESTION`.
 
 Inside a host they are unix sockets in a folder that its owner alone may enter, without port or key; between hosts TCP
-with CURVE. See `keys.py` for who is let in.
+with CURVE. See `keys.py` for the authentication.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .keys import Keys
 #: congestion controls that are tried for a listener, in order: ones that do not pace bursts. Under BBR, the default of
 #: many servers, a message that is alone on its way takes twice as long as under reno. Cubic leaves slow start too early
 #: where a burst looks like a queue: 256 KiB every 30 ms over 20 ms took 22 to 44 ms one way under reno, 25 to 60 under
-#: BBR, 25 to 400 under cubic. Where packets are lost BBR is the faster one by far: who has such a line asks for it.
+#: BBR, 25 to 400 under cubic. Where packets are lost BBR is the faster one by far: users of such a line ask for it.
 CONGESTION = "reno,cubic"
 _TCP_CONGESTION = 13
 #: frames of a message are no larger, so heartbeats find a gap between them, and a stranger cannot make us reserve more
@@ -39,17 +39,17 @@ PIECE_BYTES = 2**22
 #: where frames are encrypted: each as a whole before it travels, so the next one is while it does
 SECRET_PIECE_BYTES = 2**17
 _MOST_FRAME_BYTES = 2 * PIECE_BYTES
-#: what a unix socket holds of what its peer has not read, where the system allows it; TCP finds out by itself
+#: unread bytes that a unix socket holds, where the system allows it; TCP adapts by itself
 _UNIX_BUFFER_BYTES = 2**22
 _RECONNECT_MS, _RECONNECT_MOST_MS = 20, 500
 _CONNECT_MS = 5000
-#: who has not proved who it is by then is disconnected
+#: seconds until a peer without a proof of identity is disconnected
 _HANDSHAKE_MS = 10_000
 _BACKLOG = 1024
 _ADDRESS = re.compile(r"tcp://([0-9]{1,3}(?:\.[0-9]{1,3}){3}|\[[0-9a-f:.]{2,45}\]):([0-9]{1,5})")
-#: how libzmq spells an address of IPv4 to which it connects again from a socket that may have IPv6
+#: how libzmq spells an address of IPv4 when it reconnects from a socket that may have IPv6
 _MAPPED = re.compile(r"\[::ffff:([0-9.]+)\]")
-#: what a monitor tells of connections that those who listen accept
+#: events of a monitor about connections that listening sockets accept
 _CAME = (
     zmq.EVENT_ACCEPTED
     | zmq.EVENT_HANDSHAKE_SUCCEEDED
@@ -57,7 +57,7 @@ _CAME = (
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
-#: no enum, whose operators are functions in Python
+#: no enum: its operators are functions in Python
 _READABLE = int(zmq.POLLIN)
 
 Context = zmq.Context[zmq.Socket[bytes]]
@@ -65,11 +65,11 @@ Socket = zmq.Socket[bytes]
 
 
 class Sockets:
-    """By which a worker says and hears. Saying is for all threads, hearing for one at a time.
+    """The sending and the receiving sockets of a worker. All threads may send, one at a time may receive.
 
     Args:
-        keys: of the job; None: everybody who can reach the sockets is of this job.
-        lost_after_s: for how long a peer may not answer; None: connections break with the peer alone.
+        keys: of the job; None: every process that can reach the sockets is of this job.
+        lost_after_s: seconds that a peer may not answer; None: connections break with the peer alone.
     """
 
     def __init__(self, context: Context, worker: int, keys: Keys | None, lost_after_s: float | None) -> None:
@@ -90,7 +90,7 @@ class Sockets:
         self._file: Path | None = None
         self._folder = -1
         self._peers: dict[str, int] = {}
-        #: connections that were accepted, and of those the ones that proved who they were
+        #: accepted connections, and the authenticated ones among them
         self._came = self._known = 0
         self._closed = False
 
@@ -98,7 +98,7 @@ class Sockets:
         """Be reached through a unix socket in `folder`.
 
         Raises:
-            ConfigError: others may enter it.
+            ConfigError: other users may enter it.
         """
         found = folder.stat()
         if found.st_uid != os.getuid() or found.st_mode & 0o077:
@@ -133,7 +133,7 @@ class Sockets:
         return self.bound
 
     def connect_in(self, folder: Path, peer: int) -> None:
-        """Hear `peer`, a worker of this host."""
+        """Receive from `peer`, a worker of this host."""
         self._connect(peer, self._address(folder, peer))
 
     def _address(self, folder: Path, worker: int) -> str:
@@ -145,10 +145,10 @@ class Sockets:
         return f"ipc://{path}"
 
     def connect_tcp(self, address: str, peer: int) -> None:
-        """Hear `peer`, a worker of another host.
+        """Receive from `peer`, a worker of another host.
 
         Raises:
-            ConfigError: what the workers were told is no address.
+            ConfigError: the exchanged text is no address.
         """
         if not _ADDRESS.fullmatch(address):
             raise ConfigError(f"worker {peer} is said to be at {address[:40]!r}, which is no address")
@@ -169,7 +169,7 @@ class Sockets:
 
     @property
     def descriptor(self) -> int:
-        """Readable when something may have come since `hear` last returned None."""
+        """Readable when a message may have come since `hear` last returned None."""
         return int(self._hears.getsockopt(zmq.FD))
 
     def hear(self) -> Pieces | None:
@@ -187,7 +187,7 @@ class Sockets:
         return Pieces(first, rest)
 
     def broken(self, monitor: Socket) -> Iterator[int]:
-        """Yield the peers that cannot be heard any more since the last call; for the thread that watches."""
+        """Yield the peers that were lost since the last call; for the watching thread."""
         while monitor.poll(0):
             event = parse_monitor_message(monitor.recv_multipart())
             kind = event["event"]
@@ -203,17 +203,17 @@ class Sockets:
         return self._came - self._known
 
     def fall_silent(self) -> None:
-        """Say nothing more, once what has been said is sent, which is tried for a second."""
+        """Send nothing more, once earlier messages are sent, within a second."""
         with self._lock:
             self._closed = True
             self._speaks.close(1000)
 
     def close_hearing(self) -> None:
-        """Hear nothing more."""
+        """Receive nothing more."""
         self._hears.close(0)
 
     def clear_up(self) -> None:
-        """Remove what is left on the disk, when the context has ended."""
+        """Remove the files on the disk, when the context has ended."""
         if self._file is not None:
             self._file.unlink(missing_ok=True)
         if self._folder >= 0:
@@ -222,7 +222,7 @@ class Sockets:
 
 
 class Pieces:
-    """A message as it came: its first frame, and others that may not be cut where its parts are."""
+    """A message as it came: its first frame, and further ones that may not be cut at its parts."""
 
     def __init__(self, first: bytes, rest: list[zmq.Frame]) -> None:
         self.first = first
@@ -276,7 +276,7 @@ def frames_of(head: bytes, body: bytes, tensors: Iterable[Tensor], most_bytes: i
 
 
 class _Memory:
-    """Lets numpy see, and so keep, a tensor's memory, whatever its type and strides."""
+    """Lets numpy see, and so keep, the memory of a tensor of any type and strides."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
@@ -286,7 +286,7 @@ class _Memory:
 
 
 def choose(listener: sockets.socket, names: str) -> None:
-    """Choose the first congestion control of `names` that the system allows; none: its own stays."""
+    """Choose the first congestion control of `names` that the system allows; none: the default stays."""
     for name in filter(None, names.split(",")):
         with suppress(OSError):
             listener.setsockopt(sockets.IPPROTO_TCP, _TCP_CONGESTION, name.encode())
@@ -294,7 +294,7 @@ def choose(listener: sockets.socket, names: str) -> None:
 
 
 def _set(socket: Socket, lost_after_s: float | None) -> None:
-    socket.sndhwm = socket.rcvhwm = 0  # what is under way is bounded by what may be in flight
+    socket.sndhwm = socket.rcvhwm = 0  # windows bound the messages under way
     socket.maxmsgsize = _MOST_FRAME_BYTES
     socket.linger = 0
     socket.ipv6 = True  # IPv4 works as before

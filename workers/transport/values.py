@@ -1,4 +1,4 @@
-"""Plain values as bytes: MessagePack by msgspec, in which every array begins with the tag of the type it stands for.
+"""Plain values as bytes: MessagePack by msgspec, with arrays that begin with the tag of their type.
 
 A message is data. Nothing in it is called or imported, no part refers to another part, and reading takes no more than
 twice its size and 1 MiB. The sender pads a message whose values take more. Tuples travel with their class if reading
@@ -23,7 +23,7 @@ from ...dependency import ConfigError, Malformed
 
 #: containers lie no deeper in each other
 _MOST_DEEP = 200
-#: the values of fewer bytes take less than `_SPARE`, whatever they are
+#: values of fewer bytes take less than `_SPARE`, whatever they are
 _LITTLE = 2**13
 #: bytes that reading may take beside twice the size of a message
 _SPARE = 2**20
@@ -31,7 +31,7 @@ _LIST, _TUPLE, _DICT, _ORDERED, _SIZE, _CLASS, _DTYPE, _COMPLEX, _INT, _TEXT, _P
 _TAGS: dict[type, int] = {list: _LIST, tuple: _TUPLE, torch.Size: _SIZE, dict: _DICT, OrderedDict: _ORDERED}
 _ALIKE = frozenset((type(None), bool, float, bytes))
 _DTYPES = {str(each)[len("torch.") :]: each for each in vars(torch).values() if isinstance(each, torch.dtype)}
-#: methods by which a class of tuples would run code of its own when one is read
+#: methods that would let a class of tuples run code when one is read
 _OWN_METHODS = frozenset(
     ("__iter__", "__getitem__", "__len__", "__eq__", "__hash__", "__getattribute__", "__getattr__", "__del__")
 )
@@ -169,7 +169,7 @@ _MAKERS: tuple[Callable[..., Any], ...] = (
 
 
 def tuple_of(kind: type, items: Iterable[Any]) -> Any:
-    """Return a tuple of a class, without a call of the class; those that torch makes in C have no other way."""
+    """Return a tuple of a class, without a call of the class; torch's classes made in C have no other way."""
     return kind(items) if hasattr(kind, "n_sequence_fields") else tuple.__new__(kind, items)
 
 
