@@ -29,8 +29,8 @@ from bench import devices, group
 from bench.scenarios import emulated
 from bench.systems import SYSTEMS, Job, Ours
 from rpc_pipe.dependency import Entry
-from rpc_pipe.workers.handlers import Step
 from rpc_pipe.workers.run import Stream
+from rpc_pipe.workers.step import Step
 from rpc_pipe.workers.transport import message, rpc
 from rpc_pipe.workers.transport.carrier import Carrier
 from rpc_pipe.workers.transport.messages import Messages, Talk

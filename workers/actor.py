@@ -29,9 +29,9 @@ from .compute.module_state import may_count
 from .compute.result import Result
 from .compute.shard import Shard
 from .context import Context
-from .handlers import Bound, StepInput
 from .mailbox import Mailbox
 from .run import Stream
+from .step import Bound, StepInput
 from .tasks import bound, refuse_collectives, refuse_disorder
 from .transport.call import Call
 from .transport.carrier import Carrier

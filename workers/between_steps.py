@@ -7,7 +7,7 @@ from .compute.by_hand import ByHand
 from .compute.module_state import ModuleState
 from .compute.shard import Shard
 from .context import Context
-from .handlers import Step
+from .step import Step
 
 
 class BetweenSteps:

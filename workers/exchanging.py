@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from ..dependency import A, G, P, S, reduction_tree
 from .compute.pieces import Pieces
-from .handlers import ActionContext, Task, carries_out
+from .handlers import carries_out
+from .step import ActionContext, Task
 from .transport.payload import Payload
 
 

@@ -3,197 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..dependency import (
-    NO_REDUCTIONS,
-    Action,
     B,
     C,
     ConfigError,
     D,
-    Entry,
     F,
     I,
     Kind,
     N,
-    Order,
-    Part,
     R,
-    Reductions,
-    Spec,
     T,
     U,
     V,
     W,
     reduction_tree,
 )
-from .compute.device import Timestamp
-from .compute.module_state import ModuleState
-from .compute.result import Losses, Result, clips, total_norm
+from .compute.result import Result, clips, total_norm
 from .compute.shard import Given, Shard
-from .context import Context
-from .hooks import Arrived
-from .state import WorkerState
-from .transport.call import Call
+from .step import ActionContext, Handler
 from .transport.payload import Payload, Tree, pack, unpack
-from .transport.scatter import Scatter
 
 if TYPE_CHECKING:
-    from .compute.snapshot import BeforeUpdate
+    pass
 
 
-@dataclass(frozen=True)
-class StepInput:
-    """The input of one training step, evaluation or prediction on a worker."""
-
-    part: Part
-    order: Order
-    #: describes the call; other workers compare it with their own
-    call: Call
-    #: model inputs, one tree per microbatch; read by the worker of stage 0, and by all workers if stages take fields
-    inputs: list[Tree]
-    #: targets, one tree per microbatch; read by the worker of the last stage. None: return outputs, not the loss
-    targets: list[Tree] | None
-    #: fraction of the batch's rows in each microbatch
-    shares: list[float]
-    train: bool = True
-    #: results of other stages that an update waits for; `part` was compiled for them
-    reductions: Reductions = NO_REDUCTIONS
-    #: rows and tokens of the whole batch; 0 tokens if the inputs are not integers
-    rows: int = 0
-    tokens: int = 0
-    #: time (ns) spent waiting for the batch to be read, and the cause: disk, network or decode
-    waited: tuple[int, str] = (0, "")
-    #: if steps overlap: each microbatch's fraction of the rows of the update that takes its gradients
-    scales: list[float] | None = None
-    #: if microbatches are slices of sequences: where each begins and ends, and the sequence's length
-    places: list[tuple[int, int, int]] | None = None
-    #: which worker reads the batch for others; None: every worker reads what it uses
-    scatter: Scatter | None = None
-    #: if microbatches run in another order than given: their numbers as given, in the order in which they run
-    microbatch_order: tuple[int, ...] = ()
-    #: whether the step ends with an update; False while gradients accumulate over several steps
-    updates: bool = True
-    #: whether the pipeline drains after this step although steps overlap, because a checkpoint follows
-    last: bool = False
-
-    @property
-    def spec(self) -> Spec:
-        return self.part.spec
-
-
-class Task(NamedTuple):
-    """An action bound to its shard and handler; reused in every step."""
-
-    entry: Entry
-    name: str
-    #: under what others are told that it is finished
-    done: str
-    shard: Shard
-    handler: Handler
-    #: of a forward: whether its saved tensors are managed here (split backward, offload), and whether it is recomputed
-    saves: bool
-    recomputes: bool
-    #: whether it is of the last stage
-    is_last: bool
-
-
-class Question(NamedTuple):
-    """What is pulled of one worker in every step."""
-
-    peer: int
-    names: list[str]
-    #: whether this worker computes from it
-    to_compute: bool
-
-
-class Bound(NamedTuple):
-    """What a part of a schedule means on its worker; made once, for all its steps."""
-
-    tasks: dict[Action, Task]
-    questions: list[Question]
-    #: by the name by which they arrive
-    arriving: dict[str, Action]
-
-
-@dataclass(eq=False)
-class Step:
-    """The state of one step on a worker, from its first action to its last."""
-
-    batch: StepInput
-    state: WorkerState
-    #: its actions on this worker
-    tasks: dict[Action, Task]
-    #: those that arrive, as of other workers, by name
-    arriving: dict[str, Action]
-    #: takes in what has arrived, in the middle of an action
-    take_in: Callable[[], None]
-    #: number under which workers exchange its payloads
-    run: int
-    #: index of the training step
-    number: int
-    start_ns: int
-    #: received payloads by the action that produced them, on another worker or on this one
-    payloads: dict[Action, Payload] = field(default_factory=dict)
-    forwards_left: int = 0
-    #: parts of the batch that have not arrived from the worker that reads it
-    awaited_inputs: set[str] = field(default_factory=set)
-    losses: Losses = field(default_factory=Losses)
-    outputs: dict[int, Tree] = field(default_factory=dict)
-    #: set when `D` has run
-    result: Result | None = None
-    #: shards whose gradients are complete: summed over replicas and divided by the step's weight
-    completed: set[Shard] = field(default_factory=set)
-    #: by such shard, with a scaled loss: whether all gradients are finite
-    finite: dict[Shard, Tensor] = field(default_factory=dict)
-    #: of shards updated before the global gradient norm was known: their own norms, and the state before the update
-    own_norms: dict[int, Tensor] = field(default_factory=dict)
-    early: dict[Shard, BeforeUpdate] = field(default_factory=dict)
-    #: whether such an update was undone, which invalidates what has run of the next step
-    taken_back: bool = False
-    #: error raised by a step whose weights may still be undone, and the action that raised it
-    failure: Exception | None = None
-    failed: str = ""
-    timestamps: list[tuple[Action, Timestamp, Timestamp]] = field(default_factory=list)
-    arrived: list[Arrived] = field(default_factory=list)
-    #: if steps overlap: offsets of its microbatches, updates and slots within the stream
-    first: int = 0
-    first_update: int = 0
-    before_slots: int = 0
-    #: whether it may have to be undone; if so, the state of modules before the first forward of each shard
-    undoable: bool = False
-    before: dict[Shard, ModuleState] = field(default_factory=dict)
-
-
-class ActionContext(NamedTuple):
-    """An action that is running."""
-
-    worker: Context
-    step: Step
-    task: Task
-
-    def source(self) -> Payload | None:
-        """Take the input payload of the action; None if it has none, as the backward of the loss."""
-        sources = self.task.entry.sources
-        if not sources:
-            return None
-        payload, backend = self.step.payloads.pop(sources[0]), self.worker.backend
-        self.worker.given = payload = payload if backend.in_step else backend.ready(payload)
-        return payload
-
-    @property
-    def microbatch(self) -> int:
-        """The microbatch index as shards count it: through the whole stream if steps overlap."""
-        return self.step.first + self.task.entry.action.index
-
-
-#: runs an action and returns its payload; actions on the resource `copy` run in a thread of their own
-Handler = Callable[[ActionContext], "Payload | None"]
 _handlers: dict[Kind, Handler] = {}
 
 

@@ -17,8 +17,8 @@ from collections import deque
 from ..dependency import Entry, Spec, most_open, period, updates_a_step
 from .compute.result import Result
 from .compute.stash import StashingShard
-from .handlers import Step, StepInput
 from .run import Stream
+from .step import Step, StepInput
 
 
 class OverlappingStream(Stream):

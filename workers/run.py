@@ -20,9 +20,9 @@ from .between_steps import BetweenSteps
 from .compute.autocast import forget_casts
 from .compute.result import Result
 from .context import Context
-from .handlers import ActionContext, Bound, Step, StepInput
 from .hooks import Arrived, Blocked, Record, StepRecord
 from .state import WorkerState
+from .step import ActionContext, Bound, Step, StepInput
 from .transport.carrier import Delivered
 from .transport.payload import Payload, pack, unpack
 

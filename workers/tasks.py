@@ -10,7 +10,8 @@ from torch import nn
 from ..dependency import Action, B, ConfigError, F, G, Order, Part, R, S, W
 from .compute.shard import Shard
 from .compute.torch_internals import keep_donated_buffers
-from .handlers import Bound, Question, Task, handler_of
+from .handlers import handler_of
+from .step import Bound, Question, Task
 from .transport.outbox import DONE
 
 

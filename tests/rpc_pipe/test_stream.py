@@ -14,8 +14,8 @@ from rpc_pipe.dependency import G, PipeError
 from rpc_pipe.pipeline import Pipeline
 from rpc_pipe.schedules import SCHEDULES
 from rpc_pipe.workers import run
-from rpc_pipe.workers.handlers import Step
 from rpc_pipe.workers.hooks import Listener
+from rpc_pipe.workers.step import Step
 
 X = torch.randn(6, 10, 8, generator=torch.Generator().manual_seed(1))
 

@@ -15,7 +15,8 @@ from torch.nn.functional import mse_loss
 from rpc_pipe import Pipeline
 from rpc_pipe.dependency.errors import WorkerFailure
 from rpc_pipe.dependency.kinds import D
-from rpc_pipe.workers.handlers import ActionContext, handler_of
+from rpc_pipe.workers.handlers import handler_of
+from rpc_pipe.workers.step import ActionContext
 from rpc_pipe.workers.transport.payload import pack
 
 X = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))

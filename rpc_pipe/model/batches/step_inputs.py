@@ -19,7 +19,7 @@ from ...dependency import (
 from ...workers.actor import WorkerActor
 from ...workers.compute.result import Result, clips
 from ...workers.compute.updating import Training
-from ...workers.handlers import StepInput
+from ...workers.step import StepInput
 from ...workers.transport.call import Call
 from .microbatches import Microbatches, update_shares
 
