@@ -32,6 +32,7 @@ def make_actors(
         from .launching.meeting_place import place_of
 
         carriers = [join(place_of(job))]
+        carriers[0].post.use_device(backends[0].way())
     else:
         carriers = local_carriers(len(workers))
     made = zip(carriers, backends, strict=True)

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -23,11 +23,13 @@ from rpc_pipe.workers.compute.cuda_device import Cuda
 class Stream:
     """Work in order; that of an eager one is done at once, as compute on a CPU is."""
 
+    #: one for all, as streams of several devices wait for each other
+    _lock = threading.RLock()
+
     def __init__(self, eager: bool = False) -> None:
         self._eager = eager
         self._waiting: list[Callable[[], None]] = []
         self._done = 0
-        self._lock = threading.RLock()
 
     def issue(self, work: Callable[[], None]) -> int:
         """Add work; return how much there is up to here."""
@@ -61,11 +63,25 @@ class Event:
     def synchronize(self) -> None:
         self._stream.run(self._end)
 
+    def query(self) -> bool:
+        return self._stream._done >= self._end
+
     def elapsed_time(self, other: Event) -> float:
         """Return milliseconds; as torch does, refuse to tell the time of what has not been."""
         if not self.time_ns or not other.time_ns:
             raise RuntimeError("both events must be completed before calculating elapsed time")
         return (other.time_ns - self.time_ns) / 1e6
+
+
+class SharedEvent:
+    """An event that is recorded again and again; who waits for it waits for the last time before."""
+
+    def record(self, stream: Stream) -> None:
+        self._last = Event(stream)
+
+    @property
+    def synchronize(self) -> Callable[[], None]:
+        return self._last.synchronize
 
 
 class FakeCuda(Cuda):
@@ -75,7 +91,7 @@ class FakeCuda(Cuda):
         self.device = torch.device("cpu")
         self._compute = Stream(eager=True)
         self._local = threading.local()
-        self.num_copies = 0
+        self.num_copies = self.num_shared = 0
 
     def use(self) -> None:
         pass
@@ -120,6 +136,37 @@ class FakeCuda(Cuda):
 
     def hold(self, tensor: Tensor, stream: Any) -> None:
         pass
+
+    #: memory and events of all such devices, which are "other processes'" by their numbers
+    handles: ClassVar[list[Any]] = []
+
+    def identity(self) -> str:
+        return "one for all"
+
+    def share(self, memory: Any) -> Any:
+        self.handles.append(memory)
+        return len(self.handles) - 1
+
+    def share_event(self, event: Any) -> Any:
+        return self.share(event)
+
+    def opened(self, identity: str, handle: int) -> Tensor:
+        self.num_shared += 1
+        memory: Tensor = self.handles[handle]
+        return memory
+
+    def opened_event(self, handle: int) -> Any:
+        return self.handles[handle]
+
+    def shared_event(self) -> Any:
+        event = SharedEvent()
+        event.record(self.current())
+        return event
+
+    def copy(self, to: Tensor, source: Tensor) -> Tensor:
+        self.current().issue(lambda: to.copy_(source))
+        self.num_copies += 1
+        return to
 
     def peak_bytes(self) -> int:
         return 0

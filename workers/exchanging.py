@@ -50,7 +50,7 @@ def exchanging(backward: Task, tasks: Sequence[Task]) -> Task:
             if payload is not None:
                 if task.entry.here:
                     step.payloads[task.entry.action] = payload
-                worker.mailbox.publish(step.run, task.name, payload, task.entry.consumers)
+                worker.mailbox.publish(step.run, task.name, payload, task.entry.consumers, to_compute=True)
             return True
 
         with pieces.exchanged_within(of_piece, exchanged):

@@ -50,12 +50,19 @@ class Mailbox:
         enter = self._backend.enter if to_compute and not self._backend.in_step else None
         self.carrier.pull(peer, run, names, enter)
 
-    def publish(self, run: int, what: str, payload: Payload, others: Sequence[int]) -> None:
-        """Let the workers `others` pull `payload` as soon as it has left the device."""
+    def publish(
+        self, run: int, what: str, payload: Payload, others: Sequence[int], *, to_compute: bool = False
+    ) -> None:
+        """Let the workers `others` pull `payload`: at once where all copy it from the device, else when it has left."""
         outbox, key = self.carrier.outbox, (run, what)
         if self._backend.in_step:
             outbox.offer(key, payload, others)
             return
+        takes, device = self.carrier.post.takes_from_device, self._backend.device
+        if to_compute and all([takes(peer, device) for peer in others]):
+            if (stays := self._backend.staying(payload, self.carrier.fault)) is not None:
+                outbox.offer(key, stays, others)
+                return
         outbox.promise(key, others)
         self._backend.leave(payload, lambda left: outbox.offer(key, left, others), self.carrier.fault)
 

@@ -242,7 +242,9 @@ class Stream:
             if task.entry.here:
                 step.payloads[action] = payload
             if task.entry.consumers:
-                self._mailbox.publish(step.run, task.name, payload, task.entry.consumers)
+                self._mailbox.publish(
+                    step.run, task.name, payload, task.entry.consumers, to_compute=action.kind.resource != "control"
+                )
         self._carrier.outbox.finish((step.run, task.done))
         step.state.finished(action)
 

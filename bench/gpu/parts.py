@@ -23,7 +23,9 @@ _SCHEDULES = "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "chimera", "hanayo
 _OF_FOUR = "zb-v", "chimera", "hanayo", "dualpipev"
 _TRANSPORTS = "local", "rpc", "zmq"
 #: how a payload of 64 MiB must come inside a host, as workers say at INFO
-_EXPECTED_WAY = re.compile(r"large payloads of worker \d+ are (.*)")
+_WAY, _WAY_ON_DEVICE = (
+    re.compile(rf"{payloads} of worker \d+ are (.*)") for payloads in ("large payloads", "payloads on the device")
+)
 
 _ABOUT = """
 import json, os, platform, sys, importlib.util as u, torch
@@ -71,9 +73,9 @@ def payloads(run: Runner) -> None:
         with _environment(RPC_PIPE_SHARED_MEMORY=ways_off):
             done = run.call(transport, ["-m", "rpc_pipe", "run", *program, "--", sizes, "8", steps], 60)
         _told(run, f"crossing by {transport}, ms", done)
-        said = sorted(set(_EXPECTED_WAY.findall(done.text)))
+        said = sorted(set((_WAY_ON_DEVICE if run.on_gpu else _WAY).findall(done.text)))
         run.say(f"    {'; '.join(said) or 'no way was told'}")
-        if transport != "local" and (not said or any(each.startswith("copied") for each in said)):
+        if transport != "local" and (not said or any(each.startswith(("copied by", "brought by")) for each in said)):
             run.fail(f"way by {transport}", "; ".join(said) or "none was told: payloads went as messages")
 
 

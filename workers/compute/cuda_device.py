@@ -7,16 +7,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...dependency import PipeError
-from ..transport.payload import Payload, Tree, map_tensors
-from ..transport.strides import fold, is_dense, is_sparing, spread
+from ..transport.payload import Payload, Staying, Tree, map_tensors
+from ..transport.strides import fold, is_dense
 from .device import DeviceBackend
+from .device_way import BlockWay
+from .moving import Look, Moving, look_of, spread_again, travels
+from .torch_internals import open_device_memory, share_device_memory
 
 
 class Cuda:
@@ -78,37 +80,47 @@ class Cuda:
         """Keep the memory of `tensor` until `stream` is done with what it has been issued."""
         tensor.record_stream(stream)
 
+    # --- memory that several processes use
+
+    def identity(self) -> str:
+        """Return the device's name, alike in all processes."""
+        return str(torch.cuda.get_device_properties(self.device).uuid)
+
+    def share(self, memory: Tensor) -> Any:
+        """Return a handle of memory, a plain value."""
+        return share_device_memory(memory)
+
+    def opened(self, identity: str, handle: Any) -> Tensor:
+        """Return another process's memory, bytes of it; raise OSError if its device cannot be used here."""
+        count = range(torch.cuda.device_count())
+        indices = [each for each in count if str(torch.cuda.get_device_properties(each).uuid) == identity]
+        if not indices:
+            raise OSError("its device cannot be seen from this process")
+        storage = open_device_memory(indices[0], handle)
+        memory = torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", indices[0]))
+        return memory.set_(storage, 0, (storage.nbytes(),), (1,))
+
+    def shared_event(self) -> Any:
+        """Return an event that other processes can wait for."""
+        event = torch.cuda.Event(interprocess=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def share_event(self, event: Any) -> Any:
+        """Return a handle of an event, a plain value."""
+        return event.ipc_handle()
+
+    def opened_event(self, handle: Any) -> Any:
+        """Return another process's event."""
+        return torch.cuda.Event.from_ipc_handle(self.device, handle)
+
+    def copy(self, to: Tensor, source: Tensor) -> Tensor:
+        """Have the current stream copy memory within or between devices; return `to`."""
+        return to.copy_(source, non_blocking=True)
+
     def peak_bytes(self) -> int:
         """Return the most memory that was held."""
         return torch.cuda.max_memory_allocated(self.device)
-
-
-#: shape and strides of a tensor that is not dense
-_Look = tuple[tuple[int, ...], tuple[int, ...]] | None
-
-
-def _look(tensor: Tensor) -> _Look:
-    if tensor.layout is not torch.strided or is_dense(tensor) or not is_sparing(tensor.shape, tensor.stride()):
-        return None
-    return tensor.shape, tensor.stride()
-
-
-@dataclass(slots=True)
-class _Moving(Payload):
-    """A payload whose copies, dense ones, have been issued; what they look like there; `event`: when they are there."""
-
-    looks: list[_Look]
-    event: Any
-
-    def spread(self) -> Payload:
-        """Return the payload as it was."""
-        return Payload([_spread(*each) for each in zip(self.tensors, self.looks, strict=True)], self.skeleton)
-
-
-def _spread(copy: Tensor, look: _Look) -> Tensor:
-    if look is None:
-        return copy
-    return spread(copy.conj(), *look).conj() if copy.is_conj() else spread(copy, *look)
 
 
 class CudaBackend(DeviceBackend):
@@ -137,16 +149,36 @@ class CudaBackend(DeviceBackend):
 
         return follow
 
-    def leave(self, payload: Payload, publish: Callable[[Payload], None], failed: Callable[[PipeError], None]) -> None:
-        self._out.wait_event(self._cuda.recorded(self._cuda.current()))
+    def leave(
+        self, payload: Payload, publish: Callable[[Payload], object], failed: Callable[[PipeError], None]
+    ) -> None:
+        self._leave(payload, self._cuda.recorded(self._cuda.current()), publish, failed)
+
+    def staying(self, payload: Payload, failed: Callable[[PipeError], None]) -> Staying | None:
+        if not all([type(each) is Tensor and self._cuda.has(each) and travels(each) for each in payload.tensors]):
+            return None  # a part is on the host
+        event = self._cuda.recorded(self._cuda.current())
+
+        def leave(publish: Callable[[Payload], object]) -> None:
+            self._leave(payload, event, publish, failed)
+
+        return Staying(payload.tensors, payload.skeleton, event, leave)
+
+    def way(self) -> BlockWay | None:
+        return BlockWay(self._cuda, self._out, self._in)
+
+    def _leave(
+        self, payload: Payload, event: Any, publish: Callable[[Payload], object], failed: Callable[[PipeError], None]
+    ) -> None:
+        self._out.wait_event(event)
         with self._cuda.on(self._out):
             left = [self._left(tensor) for tensor in payload.tensors]
             looks = [look for _, look in left]
-            moving = _Moving([copy for copy, _ in left], payload.skeleton, looks, self._cuda.recorded(self._out))
+            moving = Moving([copy for copy, _ in left], payload.skeleton, looks, self._cuda.recorded(self._out))
         # The tensors are held until they are copied: the caller may let go of them.
         self._leaving.put((moving, payload, publish, failed))
 
-    def _left(self, tensor: Tensor) -> tuple[Tensor, _Look]:
+    def _left(self, tensor: Tensor) -> tuple[Tensor, Look]:
         """Copy a tensor to the host, densely; one that is there, such as a norm that is only passed on, is as it is."""
         # Torch would make numbers conjugate, or negative, in the host's copy at once, before they are there.
         if tensor.is_conj():
@@ -154,7 +186,7 @@ class CudaBackend(DeviceBackend):
             return copy.conj(), look
         tensor = tensor.resolve_neg()
         if self._cuda.has(tensor) and tensor.layout is torch.strided:
-            look = _look(tensor)
+            look = look_of(tensor)
             return self._cuda.down(fold(tensor) if look else tensor), look
         return tensor.cpu(), None  # of another device or layout it is waited for
 
@@ -169,21 +201,23 @@ class CudaBackend(DeviceBackend):
             del leaving, moving, held, publish, failed  # not to be held until the next one comes
 
     def enter(self, payload: Payload) -> Payload:
+        if isinstance(payload, Moving):
+            return payload  # it has come from another device
         with self._cuda.on(self._in):
             entered = [self._entered(tensor) for tensor in payload.tensors]
             looks = [look for _, look in entered]
-            return _Moving([copy for copy, _ in entered], payload.skeleton, looks, self._cuda.recorded(self._in))
+            return Moving([copy for copy, _ in entered], payload.skeleton, looks, self._cuda.recorded(self._in))
 
-    def _entered(self, tensor: Tensor) -> tuple[Tensor, _Look]:
+    def _entered(self, tensor: Tensor) -> tuple[Tensor, Look]:
         """Copy a tensor to the device, densely; a conjugate one stays so, because products choose kernels by it."""
         if tensor.is_conj():
             copy, look = self._entered(tensor.conj())
             return copy.conj(), look
-        look = _look(tensor)
+        look = look_of(tensor)
         return self._cuda.up(fold(tensor) if look else tensor), look
 
     def ready(self, payload: Payload) -> Payload:
-        if isinstance(payload, _Moving):
+        if isinstance(payload, Moving):
             compute = self._cuda.current()
             compute.wait_event(payload.event)
             for tensor in payload.tensors:
@@ -198,7 +232,7 @@ class CudaBackend(DeviceBackend):
         if self._cuda.has(tensor):
             return tensor
         with self._cuda.on(self._cuda.current()):
-            return _spread(*self._entered(tensor))
+            return spread_again(*self._entered(tensor))
 
     def timestamp(self) -> Any:
         return self._cuda.recorded(self._cuda.current())

@@ -11,12 +11,15 @@ from __future__ import annotations
 import resource
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ...dependency import PipeError
-from ..transport.payload import Payload, Tree
+from ..transport.payload import Payload, Staying, Tree
+
+if TYPE_CHECKING:
+    from ..transport.ways import DeviceWay
 
 #: a point in time on the device; what it is depends on the backend
 Timestamp = Any
@@ -44,6 +47,14 @@ class DeviceBackend:
     def leave(self, payload: Payload, publish: Callable[[Payload], None], failed: Callable[[PipeError], None]) -> None:
         """Call `publish` with the payload in CPU memory, when it is there, or `failed`; return at once."""
         publish(payload)
+
+    def staying(self, payload: Payload, failed: Callable[[PipeError], None]) -> Staying | None:
+        """Return a payload that consumers copy from the device; None if none does."""
+        return None
+
+    def way(self) -> DeviceWay | None:
+        """Return this worker's end of the way between devices; None: it has no device apart from the host."""
+        return None
 
     def enter(self, payload: Payload) -> Payload:
         """Bring an arrived payload towards the device. Runs in the transport's thread."""

@@ -7,6 +7,7 @@ agent that of `transport/rpc.py`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -84,6 +85,19 @@ def keep_device_guard() -> None:
     """
     if torch.backends.cuda.is_built() and not torch.cuda.is_available():
         torch._C._ensureCUDADeviceGuardSet()
+
+
+# --- memory that several processes use
+
+
+def share_device_memory(memory: Tensor) -> tuple[Any, ...]:
+    """Return the handle of a tensor's memory on a GPU, plain values."""
+    return tuple(memory.untyped_storage()._share_cuda_())
+
+
+def open_device_memory(index: int, handle: Sequence[Any]) -> torch.UntypedStorage:
+    """Return another process's memory, on the GPU that has this index here."""
+    return torch.UntypedStorage._new_shared_cuda(index, *handle[1:])
 
 
 # --- modes

@@ -23,6 +23,7 @@ from ...dependency import PipeError
 from .call import Call, Calls, is_call
 from .outbox import Answer, Key, Outbox
 from .payload import Payload
+from .ways import DeviceWay
 
 #: brings an arrived payload towards the device; called in any thread
 Enter = Callable[[Payload], Payload]
@@ -80,6 +81,12 @@ class Post(Protocol):
 
     def answer(self, peer: int, key: Key, answer: Answer | PipeError) -> bool:
         """Take an answer to `peer`, where it is to arrive. Return whether it is there for good, so was taken."""
+
+    def use_device(self, way: DeviceWay | None) -> None:
+        """Let payloads go from this device to those of other workers; those of a process have one device."""
+
+    def takes_from_device(self, peer: int, device: Any) -> bool:
+        """Return whether an answer to `peer` may be a payload that stays on this device."""
 
     def fail(self, failure: PipeError) -> None:
         """Send all contacted peers the reason why there are no more answers."""

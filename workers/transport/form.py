@@ -101,8 +101,14 @@ class Form(NamedTuple):
     inline_bytes: int
 
 
-def describe(name: str, payload: Payload) -> tuple[bytes, list[Tensor]]:
+_HOST = torch.device("cpu")
+
+
+def describe(name: str, payload: Payload, device: torch.device = _HOST) -> tuple[bytes, list[Tensor]]:
     """Return the form of the payload of `name`, and the dense tensors with its contents.
+
+    Args:
+        device: where the tensors lie.
 
     Raises:
         ConfigError: something in it cannot travel.
@@ -110,7 +116,7 @@ def describe(name: str, payload: Payload) -> tuple[bytes, list[Tensor]]:
     looks, dense, skeleton, spare = [], [], payload.skeleton, _MOST_GAPS
     try:
         for tensor in payload.tensors:
-            look, travels = _seen(tensor, spare)
+            look, travels = _seen(tensor, spare, device)
             looks.append(look)
             dense.append(travels)
             spare -= look.gaps
@@ -203,9 +209,10 @@ def _written_once(kind: type, skeleton: Any, looks: tuple[Look, ...]) -> bytes:
     return _written(skeleton, looks)
 
 
-def _seen(tensor: Tensor, spare: int) -> tuple[Look, Tensor]:
+def _seen(tensor: Tensor, spare: int, device: torch.device) -> tuple[Look, Tensor]:
     """Return the layout of `tensor`, and the tensor to be sent for it, with a limit on bytes of gaps."""
-    if type(tensor) is not Tensor or not tensor.is_cpu or tensor.layout is not torch.strided or tensor.is_quantized:
+    is_here = tensor.is_cpu or tensor.device == device
+    if type(tensor) is not Tensor or not is_here or tensor.layout is not torch.strided or tensor.is_quantized:
         kind = "quantized tensor" if tensor.is_quantized else type(tensor).__qualname__
         layout = "" if type(tensor) is not Tensor or tensor.layout is torch.strided else f" of layout {tensor.layout}"
         raise ConfigError(f"a {kind} on {tensor.device}{layout} cannot travel between workers{_advice(tensor)}")

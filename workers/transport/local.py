@@ -11,6 +11,7 @@ from ...dependency import PipeError
 from .carrier import Carrier
 from .outbox import Answer, Key
 from .wakeup import ThreadWakeup
+from .ways import DeviceWay
 
 
 class LocalPost:
@@ -37,6 +38,12 @@ class LocalPost:
     def answer(self, peer: int, key: Key, answer: Answer | PipeError) -> bool:
         self._group[peer].arrive(self._worker, key, answer, time.perf_counter_ns())
         return True
+
+    def use_device(self, way: DeviceWay | None) -> None:
+        """Each worker has a device of its own."""
+
+    def takes_from_device(self, peer: int, device: Any) -> bool:
+        return False  # a payload that is handed on is held by both, and one may write to it
 
     def wait(self, timeout_s: float, there: Callable[[], bool]) -> bool:
         return there() or self._wakeup.wait(timeout_s)

@@ -27,9 +27,11 @@ from ...dependency import Malformed, PipeError
 from .carrier import LEFT, Carrier
 from .link import NOTHING, AnsweringForErrors, Ears, Link, Message
 from .outbox import Answer, Key
+from .payload import Payload, Staying
 
 if TYPE_CHECKING:
     from .shared_memory import Channels
+    from .ways import DeviceWay
 
 #: number of arrivals, and of their bytes, that are confirmed in a separate message
 _UNTOLD_LIMIT, _UNTOLD_BYTES = 8, 4 * 2**20
@@ -204,6 +206,8 @@ class Messages:
         self._to_send.put(None)
         if self._sender.is_alive():
             self._sender.join(_LEAVE_S)
+        if self.channels is not None:
+            self.channels.release()
         talking = [(peer, talk) for peer, talk in list(self._talks.items()) if not talk.closed]
         futures.wait([self.request(peer, "leave", last=talk.close()) for peer, talk in talking], _LEAVE_S)
         self.link.close()
@@ -215,10 +219,24 @@ class Messages:
             self._talk(peer).fail(answer)
         elif self.channels is not None and (is_there := self.channels.write(peer, key, answer)) is not None:
             return is_there
+        elif isinstance(answer, Staying):  # there is no room in the channel, or the device has no memory left
+            answer.leave(partial(self._answer_by_host, peer, key))
+            return False
         else:
             self._talk(peer).answer(key, answer)
         self._say(peer)
         return False
+
+    def _answer_by_host(self, peer: int, key: Key, payload: Payload) -> None:
+        if self.answer(peer, key, payload):
+            self._carrier.taken([key], peer)
+
+    def use_device(self, way: DeviceWay | None) -> None:
+        if self.channels is not None and self.channels.device is None:
+            self.channels.device = way
+
+    def takes_from_device(self, peer: int, device: Any) -> bool:
+        return self.channels is not None and self.channels.takes_from_device(peer, device)
 
     def fail(self, failure: PipeError) -> None:
         self._has_time = _RECENTLY
@@ -248,7 +266,7 @@ class Messages:
         talk.received(message)
         for key, answer in message.answers:
             by_poll = self._carrier.arrive(peer, key, answer, time.perf_counter_ns())
-            if self.channels is None or answer is None or not by_poll:
+            if self.channels is None or answer is None or not (by_poll or self.channels.device is not None):
                 continue
             if (offer := self.channels.offer(peer)) is not None:
                 self.request(peer, "offer", offer).add_done_callback(partial(self.channels.decided, peer))
@@ -282,6 +300,8 @@ class Messages:
         if what == "offer":
             return None if self.channels is None else self.channels.accept(peer, value)
         if what == "hurry":
+            if self.channels is not None:
+                self.channels.settle(wait=True)
             self._talk(peer).hurry()
             self._say(peer)
         elif what == "leave":

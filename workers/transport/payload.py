@@ -73,6 +73,16 @@ class Payload:
         return sum(map(_NUM_BYTES, self.tensors))
 
 
+@dataclass(slots=True)
+class Staying(Payload):
+    """A payload that stays on its device until its way to a consumer is known."""
+
+    #: when it is there
+    event: Any
+    #: has it brought to the host; calls what it is given with the payload there, in another thread
+    leave: Callable[[Callable[[Payload], object]], None]
+
+
 def pack(tree: Tree) -> Payload:
     """Take `tree` apart. The tensors are detached: no autograd graph ever travels.
 

@@ -9,9 +9,9 @@ import mmap
 LINE = 64
 #: bytes of the mapping; the system gives memory for the used part alone
 SIZE = 2**24
-#: places of the reader's counters, behind its count of bytes: whether it sleeps, and the number of its way for large
-#: payloads, 0: none
-ASLEEP, WAY = 1, 2
+#: places of the reader's counters, behind its count of bytes: whether it sleeps; the number of its way for large
+#: payloads, 0: none; whether it takes payloads from the writer's device; how many of these it has copied
+ASLEEP, WAY, DEVICE, COPIED = 1, 2, 3, 4
 #: place of the writer's counter of written bytes
 WRITTEN = LINE // 8
 _CAPACITY = SIZE - 2 * LINE

@@ -37,11 +37,13 @@ from torch import Tensor
 
 from ...dependency import Malformed
 from .form import Form, assemble, copy_memory, describe, form_of
+from .from_device import FromDevice
 from .outbox import Answer, Key
-from .ring_buffer import ASLEEP, LINE, SIZE, WAY, WRITTEN, RingBuffer
+from .payload import Staying
+from .ring_buffer import ASLEEP, COPIED, DEVICE, LINE, SIZE, WAY, WRITTEN, RingBuffer
 from .values import malformed
 from .wakeup import Notifier, Wakeup
-from .ways import Fetch, Way, ways_here
+from .ways import DeviceWay, Fetch, Lending, Way, ways_here
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +57,8 @@ _SMALL = 2**15
 #: that are not in it
 _HEAD = struct.Struct("<QqqIIQ")
 _NONE = (-1, 0, 0, 0, 0, 0)
+#: name of a page, beside those of ways that users type; and a bit of the size of where contents lie
+_DEVICE, _ON_DEVICE = "device", 1 << 63
 #: whether there can be channels here: others see what an x86 processor stores in the order in which it does, and loads
 #: are in theirs, but for a load behind a store; Python has no fence between these, but to release a lock is one
 POSSIBLE = sys.platform == "linux" and platform.machine() in ("x86_64", "AMD64") and hasattr(os, "memfd_create")
@@ -96,8 +100,10 @@ class Channels:
         self._readers: tuple[tuple[int, _Reader, memoryview], ...] = ()
         self._writers: dict[int, _Writer] = {}
         self._gone: set[int] = set()
-        #: what has been lent: peer, its writer, where the record ends, key, tensors
-        self.lent: deque[tuple[int, _Writer, int, Key, list[Tensor]]] = deque()
+        #: what has been lent: peer, its writer, the reader's counter and what it will have reached, key, tensors
+        self.lent: deque[tuple[int, _Writer, int, int, Key, list[Tensor]]] = deque()
+        #: of payloads that stay on this worker's device; None: it has none
+        self.device: DeviceWay | None = None
 
     def offer(self, peer: int) -> Offer | None:
         """Return a channel for what `peer` says otherwise, if it has not been offered one."""
@@ -121,6 +127,9 @@ class Channels:
                 return
         how = reader.choose(self._ways, pages.result())
         logger.info("worker %d: large payloads of worker %d are %s", self._worker, peer, how)
+        if self.device is not None:
+            how = reader.from_device.choose(self.device, pages.result().get(_DEVICE))
+            logger.info("worker %d: payloads on the device of worker %d are %s", self._worker, peer, how)
 
     def accept(self, peer: int, offer: Offer) -> dict[str, Any] | None:
         """Write to `peer` through the channel that it offers; return the pages of this worker's ways, for it to try.
@@ -136,10 +145,14 @@ class Channels:
                 memory = os.open(path, os.O_RDWR | os.O_CLOEXEC)
                 try:
                     notifier = Notifier.of(offer.process, offer.wakeup)
-                    self._writers[peer] = _Writer(memory, notifier, [*self._ways.values()])
+                    lending = None if self.device is None else self.device.lending()
+                    self._writers[peer] = _Writer(memory, notifier, [*self._ways.values()], lending)
                 finally:
                     os.close(memory)
-                return {name: way.page() for name, way in self._ways.items()}
+                pages = {name: way.page() for name, way in self._ways.items()}
+                with suppress(OSError):  # the peer says that it has found none
+                    pages |= {} if self.device is None else {_DEVICE: self.device.page()}
+                return pages
         return None
 
     def write(self, peer: int, key: Key, answer: Answer) -> bool | None:
@@ -152,18 +165,34 @@ class Channels:
         written = None if writer is None else writer.write(key, answer)
         if writer is None or written is None:
             return None
-        end, lent = written
+        counter, end, lent = written
         if lent:
-            self.lent.append((peer, writer, end, key, lent))
+            self.lent.append((peer, writer, counter, end, key, lent))
         return not lent
+
+    def takes_from_device(self, peer: int, device: torch.device) -> bool:
+        """Return whether `peer` copies payloads from this device of this worker."""
+        writer = self._writers.get(peer)
+        known = writer is not None and self.device is not None and self.device.device == device
+        return known and writer is not None and writer.lends and bool(writer.counters[DEVICE])
+
+    def settle(self, *, wait: bool = False) -> None:
+        """Tell writers what has been copied from their devices; `wait` for the rest. For any thread."""
+        for _, reader, _ in self._readers:
+            reader.from_device.settle(wait=wait)
+
+    def release(self) -> None:
+        """Let go of all memory of other workers' devices."""
+        for _, reader, _ in self._readers:
+            reader.from_device.release()
 
     def returned(self) -> list[tuple[int, Key]]:
         """Return what of that which was lent its readers have taken since the last call, by peer. For one thread."""
         found = []
         for _ in range(len(self.lent)):
             entry = self.lent.popleft()
-            peer, writer, end, key, _ = entry
-            if writer.counters[0] >= end:
+            peer, writer, counter, end, key, _ = entry
+            if writer.counters[counter] >= end:
                 found.append((peer, key))
             elif peer not in self._gone:
                 self.lent.append(entry)
@@ -180,6 +209,8 @@ class Channels:
         """
         found: list[tuple[int, Key, Answer | OSError, int]] = []
         for peer, reader, counters in self._readers:
+            if reader.from_device.copying:
+                reader.from_device.settle(wait=False)
             while counters[0] != counters[WRITTEN] and (record := reader.read()) is not None:
                 found.append((peer, *record))
         return found
@@ -208,18 +239,27 @@ class Channels:
 class _Writer(RingBuffer):
     """The writing end of a channel. Thread-safe."""
 
-    def __init__(self, memory: int, notifier: Notifier, ways: Sequence[Way]) -> None:
+    def __init__(self, memory: int, notifier: Notifier, ways: Sequence[Way], lending: Lending | None = None) -> None:
         super().__init__(memory)
-        self._notifier, self._ways = notifier, ways
-        self._lock = threading.Lock()
+        self._notifier, self._ways, self._lending = notifier, ways, lending
+        self._lock, self._device_lock = threading.Lock(), threading.Lock()
 
-    def write(self, key: Key, answer: Answer) -> tuple[int, list[Tensor]] | None:
-        """Say `answer` to the question for `key`. Return where its record ends, and what was lent; None: no room.
+    @property
+    def lends(self) -> bool:
+        """Whether this worker has memory of a device that works."""
+        return self._lending is not None
+
+    def write(self, key: Key, answer: Answer) -> tuple[int, int, list[Tensor]] | None:
+        """Say `answer` to the question for `key`; None: no room.
+
+        Returns:
+            The reader's counter that says when it has been taken, what it will have reached, and what was lent.
 
         Raises:
             ConfigError: the payload cannot travel.
         """
-        run, name = key[0], key[1].encode()
+        if type(answer) is Staying:
+            return self._write_from_device(key, answer)
         form, tensors = (b"", []) if answer is None else describe(key[1], answer)
         contents, where = 0, b""
         for tensor in tensors:
@@ -228,6 +268,30 @@ class _Writer(RingBuffer):
             where, contents = self._ways[way - 1].lay(tensors), 0
         elif contents > LARGEST:
             return None
+        end = self._record(key, form, where, len(where), tensors, contents)
+        return None if end is None else (0, end, tensors if where else [])
+
+    def _write_from_device(self, key: Key, payload: Staying) -> tuple[int, int, list[Tensor]] | None:
+        with self._device_lock:  # a block, and its number, are in the order of records
+            if self._lending is None or not self.counters[DEVICE]:
+                return None
+            try:
+                form, where = self._lending.lay(key[1], payload, self.counters[COPIED])
+            except RuntimeError as error:
+                logger.info("payloads leave the device by the host: %s", str(error).partition("\n")[0])
+                self._lending = None
+                return None
+            number = self._lending.count
+            if self._record(key, form, where, len(where) | _ON_DEVICE, [], 0) is None:
+                self._lending.count -= 1  # the block is free: the next payload has its number
+                return None
+        return COPIED, number, payload.tensors
+
+    def _record(
+        self, key: Key, form: bytes, where: bytes, said: int, tensors: Sequence[Tensor], contents: int
+    ) -> int | None:
+        """Write a record, with the tensors' contents if it says not where they lie; return its end, None: no room."""
+        run, name = key[0], key[1].encode()
         described = _HEAD.size + len(name) + len(form) + len(where)
         begin = described + -described % LINE
         size = begin + contents
@@ -236,7 +300,7 @@ class _Writer(RingBuffer):
             if at is None:
                 return None
             data = self.data
-            _HEAD.pack_into(data, at, size, time.perf_counter_ns(), run, len(name), len(form), len(where))
+            _HEAD.pack_into(data, at, size, time.perf_counter_ns(), run, len(name), len(form), said)
             data[at + _HEAD.size : at + described] = name + form + where
             if not where:
                 to = self.address + at + begin
@@ -247,7 +311,7 @@ class _Writer(RingBuffer):
         # The lock's release was a fence: the reader sees the record, or this that the reader sleeps.
         if self.counters[ASLEEP]:
             self._notifier.notify()
-        return end, tensors if where else []
+        return end
 
 
 class _Reader(RingBuffer):
@@ -258,6 +322,7 @@ class _Reader(RingBuffer):
         super().__init__(memory)
         self.counters[ASLEEP] = 1  # it may be made while the thread that reads sleeps
         self._fetching: Callable[[bytes], Fetch] | None = None
+        self.from_device = FromDevice(self.counters)
         #: of the last record that was copied, if it was small; and tensors for another one that looks so
         self._last: Form | None = None
         self._prepared: list[Tensor] = []
@@ -284,6 +349,7 @@ class _Reader(RingBuffer):
         size, at_ns, run, name_size, form_size, where_size = (
             _HEAD.unpack_from(data, at) if there >= _HEAD.size else _NONE
         )
+        on_device, where_size = where_size & _ON_DEVICE, where_size & ~_ON_DEVICE
         form_at = at + _HEAD.size + name_size
         form_end = form_at + form_size
         begin = form_end + where_size + -(form_end + where_size - at) % LINE
@@ -297,16 +363,20 @@ class _Reader(RingBuffer):
         if form_size:
             form = form_of(bytes(data[form_at:form_end]))
             needed = sum([look.num_bytes + -look.num_bytes % LINE for look in form.looks])
-            if where_size != 8 * len(form.looks) if where_size else begin + needed != at + size:
+            fits = where_size == 8 * len(form.looks) if where_size else begin + needed == at + size
+            if not (on_device or fits):
                 raise Malformed(f"malformed message: a record of {size} bytes for {needed} of contents")
             try:
-                if where_size:
+                contents = []
+                if on_device:
+                    answer = self.from_device.fetch(bytes(data[form_end : form_end + where_size]), form)
+                elif where_size:
                     if self._fetching is None:
                         raise Malformed("malformed message: a payload is lent to a worker that cannot fetch it")
                     contents = list(map(self._fetching(bytes(data[form_end : form_end + where_size])), form.looks))
                 else:
                     contents = self._copied(form, self.address + begin)
-                answer = assemble(form, contents)
+                answer = answer or assemble(form, contents)
             except OSError as error:
                 answer = error
         self.counters[0] += size  # its place may be written again

@@ -11,10 +11,12 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from ...dependency import ConfigError
-from .form import Look
+from .form import Form, Look
+from .payload import Payload, Staying
 from .peer_memory import PeerMemory
 
 #: returns the tensors of a payload one after the other, each of which looks so; raises OSError if it cannot
@@ -39,6 +41,42 @@ class Way(Protocol):
         Raises:
             OSError: this way does not work, and why.
         """
+
+
+class Lending(Protocol):
+    """Memory of a device from which one consumer copies."""
+
+    #: how many payloads have lain there
+    count: int
+
+    def lay(self, name: str, payload: Staying, taken: int) -> tuple[bytes, bytes]:
+        """Return a payload's form and where it lies; raise RuntimeError if it cannot. `taken`: so many are copied."""
+
+
+class Fetching(Protocol):
+    """Brings payloads from a producer's device to this worker's."""
+
+    def __call__(self, where: bytes, form: Form) -> tuple[Payload, Any]:
+        """Return a payload and the event of its copy; raise OSError if it cannot be copied."""
+
+    def release(self) -> None:
+        """Let go of the producer's memory."""
+
+
+class DeviceWay(Protocol):
+    """One end of the way between devices of one host: nothing is copied to the host."""
+
+    name: str
+    device: torch.device
+
+    def page(self) -> Any:
+        """Return what a consumer needs to try this, a plain value; raise OSError if there is none."""
+
+    def lending(self) -> Lending:
+        """Return memory for one consumer."""
+
+    def reach(self, page: Any) -> Fetching:
+        """Return what fetches from the producer of this page; raise OSError if this way does not work."""
 
 
 #: by the names that users type
