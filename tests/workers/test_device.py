@@ -11,7 +11,7 @@ import torch
 from fake_cuda import DEVICE, Apart, FakeCuda, Stream, StrictCuda, is_there, put_there
 from unkind import MODELS, batches_for, differences
 
-from rpc_pipe import Pipeline, own_workers, pipeline
+from rpc_pipe import Pipeline, own_workers, session
 from rpc_pipe.dependency import PipeError, WorkerFailure
 from rpc_pipe.launching.job import current_job
 from rpc_pipe.schedules import SCHEDULES
@@ -359,7 +359,7 @@ def test_shards_are_made_on_their_workers_gpu(two_gpus, monkeypatch):
     monkeypatch.setattr(torch.nn.Module, "to", lambda self, where: moved.append(str(where)) or self)
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
     monkeypatch.setattr(torch.cuda, "default_generators", [torch.Generator(), torch.Generator()])
-    for module in (pipeline, randomness):
+    for module in (session, randomness):
         monkeypatch.setattr(module, "preserved", lambda *devices: contextlib.nullcontext())
     with Pipeline(
         [partial(torch.nn.Linear, 2, 2)] * 2,
