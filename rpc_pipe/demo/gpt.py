@@ -18,6 +18,14 @@ from .settings import GPTConfig
 VOCABULARY = 256
 
 
+class Positions(nn.Module):
+    """Numbers the tokens of a sequence; its state is how many tokens have come."""
+
+    def forward(self, tokens: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        count = torch.zeros((), dtype=torch.long, device=tokens.device) if state is None else state
+        return count + torch.arange(tokens.shape[1], device=tokens.device), count + tokens.shape[1]
+
+
 class Embedding(nn.Module):
     """Bytes and positions to vectors."""
 
@@ -25,14 +33,35 @@ class Embedding(nn.Module):
         super().__init__()
         self.token = nn.Embedding(VOCABULARY, config.width)
         self.position = nn.Embedding(config.context, config.width)
+        self.positions = Positions()
         self.dropout = nn.Dropout(config.dropout)
         nn.init.normal_(self.token.weight, std=0.02)
         nn.init.normal_(self.position.weight, std=0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        positions, _ = self.positions(tokens)
         out: Tensor = self.dropout(self.token(tokens) + self.position(positions))
         return out
+
+
+class Attention(nn.Module):
+    """Causal attention of heads; its state is the keys and values of the slices before."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.p = dropout
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, state: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        mask = None
+        if state is not None:
+            k, v = torch.cat([state[0], k], -2), torch.cat([state[1], v], -2)
+            new, all_ = q.shape[-2], k.shape[-2]
+            mask = torch.ones(new, all_, dtype=torch.bool, device=q.device).tril(all_ - new)
+        p = self.p if self.training else 0.0
+        attend = functional.scaled_dot_product_attention
+        return attend(q, k, v, attn_mask=mask, dropout_p=p, is_causal=mask is None), (k, v)
 
 
 class Block(nn.Module):
@@ -42,7 +71,7 @@ class Block(nn.Module):
         super().__init__()
         width = config.width
         self.heads = config.heads
-        self.p = config.dropout
+        self.attention = Attention(config.dropout)
         self.norm1 = nn.LayerNorm(width)
         self.qkv = nn.Linear(width, 3 * width)
         self.merge = nn.Linear(width, width)
@@ -62,8 +91,7 @@ class Block(nn.Module):
         batch, sequence, width = x.shape
         split = self.qkv(x).view(batch, sequence, 3, self.heads, width // self.heads)
         q, k, v = split.permute(2, 0, 3, 1, 4)  # each [batch, heads, sequence, width / heads]
-        p = self.p if self.training else 0.0
-        mixed = functional.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=True)
+        mixed: Tensor = self.attention(q, k, v)[0]
         return mixed.transpose(1, 2).reshape(batch, sequence, width)
 
 

@@ -39,7 +39,7 @@ def prove(options: VerifyOptions) -> None:
     ours = options.model in BUILT_IN
     made, batches = _load(options)
     mine = [mapped(batch, torch.clone) for batch in batches]
-    optimizer = _built_in_optimizer if ours else _optimizer
+    optimizer = _built_in_optimizer if ours and options.slices is None else _optimizer
     begin, begin_cpu = time.perf_counter(), time.process_time()
     asked: dict[str, Any] = {"max_grad_norm": options.max_grad_norm, "deferred_batch_norm": options.deferred_batch_norm}
     pipe = Pipeline(

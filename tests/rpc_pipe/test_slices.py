@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from processes import rpc_pipe
+from processes import SMALL, TEXT, rpc_pipe
 from torch import nn
 from torch.nn.functional import cross_entropy, dropout, scaled_dot_product_attention
 
@@ -463,3 +463,19 @@ def test_a_step_that_fails_is_undone():
         with pytest.raises(WorkerFailure, match="once"):
             pipe.step((IDS, TARGETS))
         assert [pipe.step((IDS, TARGETS)) for _ in range(2)] == pytest.approx(losses, rel=1e-12)
+
+
+def test_the_built_in_gpt_trains_on_slices(capsys):
+    """Its attention and its positions had no state, so that both commands refused the option that README recommends."""
+    for typed in ("--slices 4", "--slices 8,4,4 --schedule zb-h1 --replicas 2"):
+        assert (
+            main(["verify", "gpt", *typed.split(), *"--microbatches 4 --steps 2 --transport local --json".split()]) == 0
+        )
+        told = json.loads(capsys.readouterr().out)
+        assert told["verdict"] == "rounding" and told["max_rel_error"] < 1e-5
+    losses = []
+    for typed in ((), ("--slices", "4")):
+        ran = rpc_pipe("run", *SMALL, *TEXT, *"--steps 2 --workers 2 --transport zmq --json".split(), *typed)
+        assert ran.returncode == 0, ran.stderr
+        losses.append(json.loads(ran.stdout)["loss"])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
