@@ -21,7 +21,7 @@ from .arguments import (
     settle_training,
     shown_plainly,
 )
-from .checkpoints.nouns import Checkpoints
+from .checkpoints.facade import Checkpoints
 from .checkpoints.weights import Weights
 from .dependency import Entry, Order, Spec, check
 from .launching import launcher_link as link

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.optim import Optimizer
 
-from .checkpoints.nouns import Checkpoints
-from .checkpoints.together import together
+from .checkpoints.collective import together
+from .checkpoints.facade import Checkpoints
 from .dependency import ConfigError
 from .own_workers import parameter_groups, set_rate, sum_buffers
 from .session import Session

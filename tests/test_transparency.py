@@ -4,8 +4,8 @@ import pytest
 
 from rpc_pipe.launching import launcher_link as link
 from rpc_pipe.schedules import SCHEDULES
-from rpc_pipe.verifying.options import VerifyOptions
 from rpc_pipe.verifying.proof import prove
+from rpc_pipe.verifying.verify_options import VerifyOptions
 
 #: the others are in test_asynchronous.py
 SYNCHRONOUS = [name for name, cls in SCHEDULES.items() if cls.synchronous]

@@ -20,8 +20,8 @@ from rpc_pipe.dependency import (
     most_open,
     updates_a_step,
 )
-from rpc_pipe.planning.compare import ModelCosts, compare
-from rpc_pipe.planning.compare import verdict as told
+from rpc_pipe.planning.comparison import ModelCosts, compare
+from rpc_pipe.planning.comparison import verdict as told
 from rpc_pipe.planning.footprint import Size
 from rpc_pipe.planning.relation import Relation
 from rpc_pipe.planning.simulator import simulate, uniform

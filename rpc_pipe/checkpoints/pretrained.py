@@ -17,9 +17,9 @@ from ..system.files import sync
 from ..workers.actor import WorkerActor
 from ..workers.compute.shard import Shard
 from . import folder
+from .collective import agreed, together
+from .json_values import by_file, opened
 from .shard_state import model_tensors
-from .together import agreed, together
-from .values import by_file, opened
 from .writing import Snapshot, awaited_files, index_of
 
 _SINGLE = "model.safetensors"

@@ -19,10 +19,10 @@ from ..system.files import DAMAGED
 from ..workers.actor import WorkerActor
 from ..workers.compute.stash import StashingShard
 from . import folder
+from .collective import together
+from .json_values import NAMES, by_file, checksum, decoded, opened
 from .resumption import Resumption
 from .shard_state import Stages, buffer_of, model_tensors, of_route, own_buffers, put
-from .together import together
-from .values import NAMES, by_file, checksum, decoded, opened
 from .writing import FORMAT, own_routes
 
 

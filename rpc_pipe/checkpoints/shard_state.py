@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from ..dependency import ConfigError
 from ..workers.compute.shard import Shard
-from .values import decoded, encoded
+from .json_values import decoded, encoded
 
 _AVERAGE, _HELD, _PART, _SUMS, _BUFFER = "average.", "gradient.", "gradient/", "statistics.", "buffer/"
 #: options of a group that change torch's way to compute, not the result

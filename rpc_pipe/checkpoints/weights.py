@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from ..dependency import ConfigError, PipeError, StorageError
-from .nouns import Checkpoints, Run, path_of
+from .facade import Checkpoints, Run, path_of
 
 if TYPE_CHECKING:  # a run without checkpoints does not load these
     from .pretrained import Loaded

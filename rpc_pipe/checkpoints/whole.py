@@ -14,8 +14,8 @@ from torch import Tensor
 from ..dependency import ConfigError, StorageError
 from ..system.files import replacing
 from ..workers.actor import WorkerActor
-from .together import together
-from .values import write
+from .collective import together
+from .json_values import write
 
 #: where torch keeps the versions of modules beside a state
 _VERSIONS = "_metadata"

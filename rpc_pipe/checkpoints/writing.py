@@ -23,6 +23,7 @@ from ..system.at_exit import at_exit
 from ..workers.actor import WorkerActor
 from ..workers.compute.shard import Shard
 from . import folder
+from .json_values import checksum, random_state, write
 from .shard_state import (
     described,
     evaluated_tensors,
@@ -33,7 +34,6 @@ from .shard_state import (
     own_buffers,
     state_tensors,
 )
-from .values import checksum, random_state, write
 
 logger = logging.getLogger(__name__)
 

@@ -23,8 +23,8 @@ from ..planning.search import PlanRequest, search
 from ..system.files import DAMAGED, read_json
 from ..tracing.lost_time import LostTime
 from ..tracing.trace import Trace
-from .files import write
 from .options import NOTED_PLAN
+from .output_files import write
 
 #: prefix of files with the times of runs
 _RAN = "ran-"

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from ..dependency import ConfigError, check_all
 from ..launching.report import Reporter
-from ..planning.compare import ModelCosts, Row, compare, format_bytes, verdict
+from ..planning.comparison import ModelCosts, Row, compare, format_bytes, verdict
 from ..planning.footprint import Size
 from ..planning.specs import PipeOptions, make_spec, with_replicas
 from .options import (

@@ -189,7 +189,7 @@ def typed_costs(typed: Mapping[str, Any]) -> dict[Kind, float]:
     >>> typed_costs({"cost": {"B": 3}})
     {F: 1, B: 3, I: 1.5, W: 1.5, R: 1}
     """
-    from ..planning.compare import complete_costs
+    from ..planning.comparison import complete_costs
 
     kinds = {kind.letter: kind for kind in Kind.all()}
     costs: dict[Kind, float] = {F: 1}

@@ -14,15 +14,15 @@ from ..dependency import ConfigError
 from ..drawing.plans import front_svg, front_text, left_out_text, plans_table
 from ..launching.report import Reporter
 from ..planning.advice import Advice, binding_limits, changes_that_fit
-from ..planning.compare import format_bytes
+from ..planning.comparison import format_bytes
 from ..planning.json_fields import to_json_value
 from ..planning.profile import Machines, Profile, as_json
 from ..planning.program_search import faster_program
 from ..planning.search import PlanRequest, PlanResult, default_microbatches, refuse_unknown, search
 from ..planning.specs import make_spec, with_replicas
 from .auto import Auto
-from .files import try_files, write
 from .options import MAKE, Parser, refuse_typed, typed_exchange
+from .output_files import try_files, write
 from .profile import add_measuring, find_profile, load, progress, with_slices
 from .readers import link, some, whole, wholes
 from .topology import HERE, machines_of, read_topology

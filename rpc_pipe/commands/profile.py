@@ -24,8 +24,8 @@ from ..launching.report import Reporter
 from ..launching.worker_main import as_worker
 from ..planning.profile import Profile, as_json, from_json
 from ..system.files import read_json
-from .files import try_files, write
 from .options import MAKE, MOST_WORKERS, Parser, refuse_device, refuse_workers
+from .output_files import try_files, write
 from .readers import whole, wholes
 from .topology import machines_of
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..checkpoints.options import try_checkpoints
-from ..demo.settings import GPTConfig, Training
+from ..checkpoints.resume_options import try_checkpoints
+from ..demo.settings import DemoTraining, GPTConfig
 from ..dependency import ConfigError
 from ..launching import launcher_link as link
 from ..launching.job import TRANSPORT, TRANSPORTS, Job, current_job
@@ -21,7 +21,6 @@ from ..launching.report import Reporter
 from ..launching.worker_main import as_worker
 from ..planning.specs import PipeOptions, make_spec
 from ..tracing.run_summary import FILES
-from .files import try_files
 from .options import (
     MAKE,
     PIPELINE,
@@ -33,6 +32,7 @@ from .options import (
     set_transport,
     typed_checkpoints,
 )
+from .output_files import try_files
 from .readers import fraction, number, some, whole
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def add(commands: Any) -> None:
     kept.add_argument("--resume", metavar="auto|FOLDER", help="from the newest; auto: if --checkpoint-folder has one")
     gpt = parser.add_argument_group("the built-in GPT")
     for name, (kind, text) in _GPT.items():
-        default = {**vars(GPTConfig), **vars(Training)}[name]
+        default = {**vars(GPTConfig), **vars(DemoTraining)}[name]
         gpt.add_argument(f"--{name}", type=kind, help=text + ("" if default is None else f" ({default})"))
     beaten = "fail unless the held-out loss is below a byte bigram model's"
     gpt.add_argument("--beat-bigram", action=argparse.BooleanOptionalAction, help=beaten)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy
 import torch
 
-from ..checkpoints.options import follow
+from ..checkpoints.resume_options import follow
 from ..dependency import ConfigError
 from ..launching import launcher_link as link
 from ..launching import overrides
@@ -46,7 +46,7 @@ def run_script(
     if "threads" in typed:
         torch.set_num_threads(typed["threads"])
     _seed(typed.get("seed", 0))
-    ending = _Ending(typed, job)
+    ending = _ScriptEnd(typed, job)
     is_own = _PACKAGE in Path(script).parents
 
     def tell(text: str) -> None:
@@ -83,7 +83,7 @@ def _absolute(path: str) -> str:
     return path if path == "auto" else os.path.abspath(path)
 
 
-class _Ending:
+class _ScriptEnd:
     """Saves and reports, at the script's end, with the pipeline that was made last."""
 
     def __init__(self, typed: Mapping[str, Any], job: Job) -> None:
@@ -118,7 +118,7 @@ class _Ending:
             pipe.weights.save(typed["save"])
         if pipe.worker == 0:
             if self._wants_steps:
-                from ..planning.compare import describe_staleness
+                from ..planning.comparison import describe_staleness
 
                 self._tell(str(pipe.actors[0].backend.device), describe_staleness(pipe.spec))
             elif "save" in typed:

@@ -19,12 +19,11 @@ from ..drawing.page import Picture, draw_page, write_chrome
 from ..drawing.svg import draw_svg
 from ..drawing.timeline import count_microbatches, draw
 from ..launching.report import Reporter
-from ..planning.compare import describe_staleness
+from ..planning.comparison import describe_staleness
 from ..planning.simulator import Cost, Link, Simulation, simulate
 from ..planning.slice_costs import SliceCosts
 from ..planning.span import Span, waits
 from ..planning.specs import MAX_FORWARDS
-from .files import try_files, write
 from .options import (
     SCHEDULE,
     Pairs,
@@ -36,6 +35,7 @@ from .options import (
     typed_lengths,
     typed_spec,
 )
+from .output_files import try_files, write
 from .readers import link, numbers, positive, size, some, whole
 
 #: most actions that are drawn in the terminal

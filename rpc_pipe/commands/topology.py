@@ -37,7 +37,7 @@ class _Worker:
 
 
 @dataclass(frozen=True)
-class _Way:
+class _Direction:
     latency_ms: float = 0.0
     bandwidth: str = ""
 
@@ -45,8 +45,8 @@ class _Way:
 @dataclass(frozen=True)
 class _Topology:
     workers: tuple[_Worker, ...]
-    link: _Way = _Way(HERE.latency, f"{HERE.bandwidth / 1e3:g}MB")
-    links: Mapping[str, _Way] = field(default_factory=dict)
+    link: _Direction = _Direction(HERE.latency, f"{HERE.bandwidth / 1e3:g}MB")
+    links: Mapping[str, _Direction] = field(default_factory=dict)
 
 
 def read_topology(path: str) -> Machines:
@@ -95,7 +95,7 @@ def machines_of(where: str, told: Any) -> Machines:
     )
 
 
-def _link(where: str, way: _Way) -> Link:
+def _link(where: str, way: _Direction) -> Link:
     return Link(way.latency_ms, _read(where, "bandwidth", way.bandwidth) / 1e3 if way.bandwidth else float("inf"))
 
 

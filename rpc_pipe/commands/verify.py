@@ -9,7 +9,7 @@ from ..launching.job import current_job
 from ..launching.launcher import launch
 from ..launching.report import Reporter
 from ..launching.worker_main import as_worker
-from ..verifying.options import BUILT_IN, CONTEXT, VerifyOptions
+from ..verifying.verify_options import BUILT_IN, CONTEXT, VerifyOptions
 from .options import MAKE, PIPELINE, Parser, filled, refuse_typed, set_transport
 from .readers import fraction, number, whole, wholes
 from .run import how, refuse_idle
@@ -48,7 +48,7 @@ def verify(typed: dict[str, Any], argv: list[str]) -> int:
     options.spec(sum(options.split) if options.split else 10**9)
     reporter = Reporter("json" in typed)
     if "list_blocks" in typed:
-        from ..verifying.blocks import list_blocks
+        from ..verifying.block_report import list_blocks
 
         return as_worker(lambda: list_blocks(options), reporter)
     if job is None and options.transport != "local":

@@ -14,8 +14,8 @@ from ..dispatch.recording import Replay, Source
 from ..dispatch.watcher import Watcher, Wishes
 from ..system.files import DAMAGED
 from ..tracing.boards import RunBoards, find
-from .files import try_files
 from .options import Parser, filled, refuse_typed
+from .output_files import try_files
 from .readers import positive
 
 #: option that replaces the display -> options that have no effect with it

@@ -1,6 +1,6 @@
 """Data larger than memory: a function gives the order of samples, and every chunk is loaded once an epoch.
 
-order.py      sample number = f(seed, position)
+sample_order.py  sample number = f(seed, position)
 residency.py  which chunks are in memory, which come next, which go
 storage.py    shards from elsewhere, through a cache on this machine's disk
 sources       token_files.py, tables.py, image_files.py, maps.py: the chunks of a format, and their samples
@@ -12,8 +12,8 @@ from .image_files import images
 from .loader import Batch, Loader
 from .maps import dataset
 from .opening import open_source
-from .order import Order
 from .packing import pack, text
+from .sample_order import Order
 from .source import Source
 from .storage import Storage
 from .tables import table

@@ -19,10 +19,10 @@ from ..dependency import ConfigError, refuse_below
 from ..model.batches.lazy_batch import LazyBatch, OwnRows
 from ..system.sizes import num_bytes, told
 from ..workers.transport.payload import Tree
+from .batch_making import Dealt, Reader, Share
 from .bijection import Numbers
-from .order import Order
-from .reading import Reader, Share, Shares
 from .residency import chunk_memory, widest_window
+from .sample_order import Order
 from .source import Source, Wanted
 
 #: of the memory, batches that are made ahead take this share at most
@@ -133,9 +133,9 @@ class Loader:
         return max(2 * self.source.sample_bytes * self.rows // self._pipelines, self._memory // _AHEAD)
 
     @property
-    def _shares(self) -> Shares:
+    def _shares(self) -> Dealt:
         total = None if self._epochs is None else self._epochs * self.order.num_samples
-        return Shares(self.rows, self._pipeline, self._pipelines, total)
+        return Dealt(self.rows, self._pipeline, self._pipelines, total)
 
     # --- where it is
 

@@ -15,7 +15,7 @@ import numpy as np
 from ..dependency import ConfigError, Stalled
 from ..system.sizes import told
 from .bijection import Numbers
-from .order import Order
+from .sample_order import Order
 from .source import ALL, Source, Wanted
 
 #: chunks that are loaded at once

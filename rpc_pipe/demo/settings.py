@@ -23,7 +23,7 @@ class GPTConfig:
 
 
 @dataclass(frozen=True)
-class Training:
+class DemoTraining:
     """How it is trained."""
 
     steps: int = 100

@@ -17,7 +17,7 @@ from ..pipeline import Training as PipelineTraining
 from ..step_report import StepReport
 from .corpus import Corpus
 from .gpt import gpt_layers, next_byte_loss
-from .settings import GPTConfig, Training
+from .settings import DemoTraining, GPTConfig
 
 _HELD_OUT_BATCHES = 16
 #: seconds between progress lines
@@ -38,7 +38,7 @@ def _warmup_and_cosine(optimizer: Optimizer, steps: int) -> LambdaLR:
 def main() -> None:
     """Train, and compare the held-out loss with that of a bigram model."""
     parser = argparse.ArgumentParser()
-    for field in (*fields(GPTConfig), *fields(Training)):
+    for field in (*fields(GPTConfig), *fields(DemoTraining)):
         parser.add_argument(f"--{field.name}", type=type(field.default or ""), default=field.default)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--beat-bigram", action="store_true")

@@ -10,7 +10,7 @@ from xml.sax.saxutils import escape
 from rich.table import Table
 
 from ..dependency import G, R
-from ..planning.compare import format_bytes
+from ..planning.comparison import format_bytes
 from ..planning.plan import Plan
 from ..planning.profile import TIMED, Profile
 from .svg import nice_step

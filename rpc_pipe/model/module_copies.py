@@ -18,7 +18,7 @@ from torch import nn
 
 from ..dependency import ModelError
 from ..workers.compute.by_hand import HOOKS, OfWeight, fingerprint
-from .observe.given import is_placeholder
+from .observe.model_kinds import is_placeholder
 
 #: returns the parts of a module that must stay, by the words that report a change
 _Structure = Callable[[nn.Module], dict[str, Any]]

@@ -20,6 +20,7 @@ from ..dependency import ModelError
 from ..system.garbage import uncollected
 from .assign.assignment import Assignment, Owners
 from .deferred import DeferredModel
+from .detachable_blocks import separate
 from .observe.blocks import find_blocks, named_blocks, num_bytes, stateful_beside
 from .observe.observation import Observation
 from .observe.observe_forward import observe_forward
@@ -28,7 +29,6 @@ from .observe.skeleton import MARK, Skeleton
 from .observe.trees import mapped, tensors
 from .parameter_hooks import copy_attachments, needs_rebinding, rebinding, refuse_hooks
 from .replay.observed_stage import ObservedStage
-from .separate import separate
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,11 +20,11 @@ from .call_form import CallForm, loss_of_output
 from .configuration import Configuration, other_names
 from .cut import cut
 from .deferred import DeferredModel
+from .detachable_blocks import mentioned, modules_in
 from .module_copies import ModuleCopies
-from .observe.given import refuse_lazy
+from .observe.model_kinds import refuse_lazy
 from .observe.trees import tensors
 from .observed_model import ObservedModel, observe
-from .separate import mentioned, modules_in
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from ..dependency import ModelError
-from .observe.given import attributes_of
+from .observe.model_kinds import attributes_of
 
 #: maps a hook, or a dict of attributes, to that of a copy
 Change = Callable[[Any], Any]

@@ -21,7 +21,7 @@ from ..workers.transport.payload import Tree
 from .call_form import as_pair
 from .cut import cut
 from .module_copies import ModuleCopies, structure, unnamed_parts
-from .observe.given import refuse_lazy
+from .observe.model_kinds import refuse_lazy
 from .parameter_hooks import copy_attachments
 from .sharing import Ties, refuse_handed_on, shared_holders
 

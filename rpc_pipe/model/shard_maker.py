@@ -19,7 +19,7 @@ from ..workers.compute.randomness import Randomness
 from ..workers.compute.shard import LossFn, Shard
 from ..workers.compute.slices import Slice
 from ..workers.compute.updating import Training
-from .observe.given import needs_observation
+from .observe.model_kinds import needs_observation
 from .partition import Layered, LayerPartition
 from .stale_weights import refuse_stale_weights
 

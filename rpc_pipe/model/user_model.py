@@ -18,7 +18,7 @@ from ..workers.compute.shard import LossFn
 from ..workers.transport.payload import Tree, map_tensors, tensors_of
 from .call_form import CallForm, as_pair, loss_of_output
 from .deferred import DeferredModel
-from .observe.given import needs_observation
+from .observe.model_kinds import needs_observation
 from .observed_model import ObservedModel, observe
 from .partition import LayerLike, refuse_no_layer
 from .shard_maker import Model

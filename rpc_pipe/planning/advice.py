@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from .compare import format_bytes
+from .comparison import format_bytes
 from .plan import Plan
 from .profile import Machines
 from .search import PlanRequest, PlanResult, search

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from ..demo.gpt import gpt_layers, next_byte_loss
 from ..demo.settings import GPTConfig
-from .options import CONTEXT
+from .verify_options import CONTEXT
 
 Layers = Sequence[Callable[[], nn.Module]]
 Batch = tuple[Tensor, Tensor]

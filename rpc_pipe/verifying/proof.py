@@ -24,9 +24,9 @@ from ..workers.compute.slices import has_own_state
 from ..workers.transport.payload import Tree
 from .built_in import built_in
 from .by_slices import Floats, Held
-from .options import BUILT_IN, VerifyOptions
 from .reference import Reference, Replica, give, state_of
 from .verdict import Compared, summed_by_slices, summed_by_stages, tell
+from .verify_options import BUILT_IN, VerifyOptions
 
 _built_in_optimizer = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
 # Linear in the gradients, so that rounding stays rounding; the momentum shows the gradients themselves.

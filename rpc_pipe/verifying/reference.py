@@ -76,7 +76,7 @@ class Replica:
 
 
 @dataclass
-class _Step:
+class _StepSums:
     """The sums of a step's microbatches so far."""
 
     begin: int
@@ -157,7 +157,9 @@ class Reference:
                 for stage in (stage for replica in self.replicas for stage in replica.stages):
                     stage.newest, stage.versions = 0, {}
                     stage.note()
-            step = _Step(0 if spec.synchronous else begin, pieces, update_shares(spec, pieces.shares), spec.takes_steps)
+            step = _StepSums(
+                0 if spec.synchronous else begin, pieces, update_shares(spec, pieces.shares), spec.takes_steps
+            )
             with preserved(self._randomness.device):
                 self._step(spec, step)
             self._take_over_statistics()
@@ -204,7 +206,7 @@ class Reference:
         draws = WholeDraws(places, lambda j, *key: seed(m * len(places) + j, *key), self._randomness.generators)
         return draws.seed, draws
 
-    def _forth_and_back(self, spec: Spec, step: _Step, m: int) -> list[Grads]:
+    def _forth_and_back(self, spec: Spec, step: _StepSums, m: int) -> list[Grads]:
         """Run one microbatch and return the gradients by stage; `m` is counted through the stream."""
         replica, at = self.replicas[spec.route(m)], m - step.begin
         replica.shares.renew()
@@ -227,7 +229,7 @@ class Reference:
             leaf.grad = None
         return grads
 
-    def _step(self, spec: Spec, step: _Step) -> None:
+    def _step(self, spec: Spec, step: _StepSums) -> None:
         """Train on a batch; an update comes as soon as its microbatches have been there and back.
 
         An optimizer that takes a whole step serves all routes, whatever their gradients are.
@@ -265,7 +267,7 @@ class Reference:
         for each in self._statistics:
             each.commit()
 
-    def _take(self, spec: Spec, step: _Step, number: int, routes: Sequence[int], grads: dict[int, Grads]) -> None:
+    def _take(self, spec: Spec, step: _StepSums, number: int, routes: Sequence[int], grads: dict[int, Grads]) -> None:
         """Give a stage's parameters on some routes the sum of an update's gradients: over microbatches in the order of
         the schedule, then over routes, then over the stages that use a parameter."""
         of_step = summing_orders(spec)

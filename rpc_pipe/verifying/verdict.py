@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..launching import launcher_link as link
-from .options import VerifyOptions
+from .verify_options import VerifyOptions
 
 #: allowed difference of sums in another order, in units of the float's precision, relative to the largest number
 _ROUNDINGS = 256

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rpc_pipe.data import Loader, dataset, tokens
-from rpc_pipe.data.reading import Reader
+from rpc_pipe.data.batch_making import Reader
 from rpc_pipe.dependency import ConfigError, DataError, Stalled
 
 CONTEXT = 4

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from rpc_pipe.data.bijection import key, permute
-from rpc_pipe.data.order import Order
+from rpc_pipe.data.sample_order import Order
 
 
 def test_a_bijection_of_every_size():

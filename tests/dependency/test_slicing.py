@@ -13,7 +13,7 @@ from rpc_pipe.dependency.slicing import sliced
 from rpc_pipe.drawing.page import Picture, encode
 from rpc_pipe.drawing.svg import draw_svg
 from rpc_pipe.drawing.timeline import draw
-from rpc_pipe.planning.compare import ModelCosts, compare
+from rpc_pipe.planning.comparison import ModelCosts, compare
 from rpc_pipe.planning.footprint import Size
 from rpc_pipe.planning.simulator import simulate, uniform
 from rpc_pipe.planning.slice_costs import SliceCosts

@@ -10,7 +10,7 @@ import pytest
 from bench.plan_exact import brute_force, instance
 from rpc_pipe.dependency import B, F, I, R, U, W, check_all
 from rpc_pipe.planning.bounds import Bounds, schedule_free_bound
-from rpc_pipe.planning.compare import ModelCosts
+from rpc_pipe.planning.comparison import ModelCosts
 from rpc_pipe.planning.cut_search import CutSearch, costliest, least_bottleneck
 from rpc_pipe.planning.footprint import Size, peak_bytes
 from rpc_pipe.planning.pricing import PricedSchedule

@@ -14,7 +14,7 @@ from bench.measured_layers import measure_layers
 from rpc_pipe.commands.compare import table
 from rpc_pipe.commands.main import main
 from rpc_pipe.dependency import B, F, I, R, W
-from rpc_pipe.planning.compare import ModelCosts, compare, complete_costs, verdict
+from rpc_pipe.planning.comparison import ModelCosts, compare, complete_costs, verdict
 from rpc_pipe.planning.footprint import Size, num_messages, peak_bytes
 from rpc_pipe.planning.search import VARIANTS
 from rpc_pipe.planning.simulator import simulate, uniform

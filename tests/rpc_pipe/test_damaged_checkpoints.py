@@ -6,7 +6,7 @@ import re
 import pytest
 from saved_training import BATCHES, DONE, bits, pipeline
 
-from rpc_pipe.checkpoints.options import follow
+from rpc_pipe.checkpoints.resume_options import follow
 from rpc_pipe.dependency import ConfigError, Damaged
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from rpc_pipe.checkpoints import folder as folders
 from rpc_pipe.checkpoints import series
-from rpc_pipe.checkpoints.options import follow
+from rpc_pipe.checkpoints.resume_options import follow
 
 
 def job(folder, steps, *, resume=None, lr=0.1, layers=LAYERS, every=1, **options):

@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 
+from rpc_pipe.checkpoints.json_values import decoded, encoded
 from rpc_pipe.checkpoints.shard_state import Stages
-from rpc_pipe.checkpoints.values import decoded, encoded
 from rpc_pipe.dependency import ConfigError
 
 

@@ -18,7 +18,7 @@ from rpc_pipe.workers.transport import sockets
 from rpc_pipe.workers.transport.call import Call
 from rpc_pipe.workers.transport.form import Look
 from rpc_pipe.workers.transport.payload import pack, unpack
-from rpc_pipe.workers.transport.sockets import PIECE_BYTES, SECRET_PIECE_BYTES, Pieces, Sockets, frames_of
+from rpc_pipe.workers.transport.sockets import PIECE_BYTES, SECRET_PIECE_BYTES, Frames, Sockets, frames_of
 from rpc_pipe.workers.transport.values import Malformed
 
 CALL = Call(0, "step 0")
@@ -223,7 +223,7 @@ def test_frames_are_small_and_put_together_again(size, most):
     body = bytes(size)
     first, *rest = [bytes(frame) for frame in frames_of(b"head", body, tensors, most)]
     assert all(len(frame) <= most + 4 for frame in (first, *rest))
-    pieces = Pieces(first, [zmq.Frame(frame) for frame in rest])
+    pieces = Frames(first, [zmq.Frame(frame) for frame in rest])
     assert first[4:] + pieces.read(size - len(first) + 4) == body
     for tensor in tensors:
         shape, strides = tensor.shape, tensor.stride()

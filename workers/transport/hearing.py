@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager
 
 import zmq
 
-from .sockets import Pieces, Sockets
+from .sockets import Frames, Sockets
 from .wakeup import Wakeup
 
 #: seconds between two checks of the receiver's thread that the compute thread still receives
@@ -38,7 +38,7 @@ class Hearing:
         self,
         sockets: Sequence[Sockets],
         wakeup: Wakeup,
-        take_in: Callable[[Pieces], None],
+        take_in: Callable[[Frames], None],
         guard: AbstractContextManager[None],
     ) -> None:
         self._sockets, self._take_in, self._guard = sockets, take_in, guard

@@ -29,7 +29,7 @@ _INIT = 1
 _PROOF_BYTES = 16
 
 
-class _Piece(ctypes.Structure):
+class _IoVec(ctypes.Structure):
     _fields_ = [("address", ctypes.c_void_p), ("size", ctypes.c_size_t)]
 
 
@@ -121,7 +121,7 @@ class Process:
         """
         done, size, here = 0, to.nbytes, to.data_ptr()
         while done < size:  # more than 2 GiB take more than one call
-            into, source = _Piece(here + done, size - done), _Piece(address + done, size - done)
+            into, source = _IoVec(here + done, size - done), _IoVec(address + done, size - done)
             count = self._copy(self._process, ctypes.byref(into), 1, ctypes.byref(source), 1, 0)
             if count <= 0:
                 number = ctypes.get_errno()

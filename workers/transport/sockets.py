@@ -172,7 +172,7 @@ class Sockets:
         """Readable when a message may have come since `hear` last returned None."""
         return int(self._hears.getsockopt(zmq.FD))
 
-    def hear(self) -> Pieces | None:
+    def hear(self) -> Frames | None:
         """Return the next message, None if none has come.
 
         Raises:
@@ -184,7 +184,7 @@ class Sockets:
         rest = []
         while self._hears.getsockopt(zmq.RCVMORE):
             rest.append(self._hears.recv(copy=False))
-        return Pieces(first, rest)
+        return Frames(first, rest)
 
     def broken(self, monitor: Socket) -> Iterator[int]:
         """Yield the peers that were lost since the last call; for the watching thread."""
@@ -221,7 +221,7 @@ class Sockets:
             self._folder = -1
 
 
-class Pieces:
+class Frames:
     """A message as it came: its first frame, and further ones that may not be cut at its parts."""
 
     def __init__(self, first: bytes, rest: list[zmq.Frame]) -> None:
@@ -270,12 +270,12 @@ def frames_of(head: bytes, body: bytes, tensors: Iterable[Tensor], most_bytes: i
     for at in range(most_bytes, len(body), most_bytes):
         frames.append(body[at : at + most_bytes])
     for tensor in tensors:
-        memory = memoryview(numpy.asarray(_Memory(tensor)))  # type: ignore[arg-type]
+        memory = memoryview(numpy.asarray(_ArrayView(tensor)))  # type: ignore[arg-type]
         frames += [memory[at : at + most_bytes] for at in range(0, len(memory), most_bytes)]
     return frames
 
 
-class _Memory:
+class _ArrayView:
     """Lets numpy see, and so keep, the memory of a tensor of any type and strides."""
 
     def __init__(self, tensor: Tensor) -> None:

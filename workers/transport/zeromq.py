@@ -27,7 +27,7 @@ from .hearing import Hearing
 from .keys import Doorkeeper, Keys
 from .link import Ears, Message
 from .message import decode, encode
-from .sockets import CONGESTION, Pieces, Sockets
+from .sockets import CONGESTION, Frames, Sockets
 from .wakeup import Wakeup
 
 _VERSION = 4
@@ -172,7 +172,7 @@ class ZmqLink:
     def wait(self, timeout_s: float) -> bool:
         return self._hearing.wait(partial(self.wakeup.wait, timeout_s))
 
-    def _take_in(self, pieces: Pieces) -> None:
+    def _take_in(self, pieces: Frames) -> None:
         if len(pieces.first) < _HEAD.size:
             raise Malformed("malformed message: shorter than its head")
         version, what, peer, size = _HEAD.unpack_from(pieces.first)

@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .given import attributes_of
+from .model_kinds import attributes_of
 from .trees import leaves, replaced, tensors
 
 #: errors of operators with a result, or a shape, that depends on data

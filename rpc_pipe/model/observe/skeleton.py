@@ -22,7 +22,7 @@ from ...dependency.errors import first_sentence
 from ...workers.compute.module_state import OF_TORCH, Attributes
 from ...workers.compute.torch_internals import is_current
 from .closures import rebind
-from .given import refuse_lazy
+from .model_kinds import refuse_lazy
 from .placeholder import Placeholder, PlaceholderFactory
 from .trees import at, leaves, tensors
 

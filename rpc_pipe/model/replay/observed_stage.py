@@ -19,8 +19,8 @@ from ..observe.observe_forward import observe_forward
 from ..observe.output_contract import form_of
 from ..observe.placeholder import Placeholder
 from ..observe.skeleton import Skeleton
-from .script import Diverged, Script
 from .scripted_forward import ScriptedForward
+from .stage_script import Diverged, Script
 
 #: most scripts for inputs of one form
 _MOST_SCRIPTS = 8

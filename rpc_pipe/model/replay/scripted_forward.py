@@ -22,7 +22,7 @@ from ..observe.placeholder import LOOKS_AT_MASK, Placeholder
 from ..observe.side_effects import contents, reproduce, watching
 from ..observe.skeleton import Skeleton, is_mark
 from ..observe.trees import at, leaves, mapped, replaced, tensors
-from .script import Diverged, Script, ScriptLine, agrees
+from .stage_script import Diverged, Script, ScriptLine, agrees
 
 
 class ScriptedForward(TorchFunctionMode):

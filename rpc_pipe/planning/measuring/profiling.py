@@ -42,7 +42,7 @@ _Measured = tuple[list[LayerCost], dict[Kind, float], tuple[Tie, ...]]
 RUNTIME_MS = 0.15
 
 
-class _Task(NamedTuple):
+class _MeasuredModel(NamedTuple):
     """A model with the microbatch to measure it on; arguments as of `profile_model`."""
 
     user_model: UserModel
@@ -135,7 +135,7 @@ def profile_model(
         def advance(share: float, number: int = number) -> None:
             tell((number + share) / len(set(rows)))
 
-        task = _Task(user_model, batch, device, factory, repeats, advance, at_least)
+        task = _MeasuredModel(user_model, batch, device, factory, repeats, advance, at_least)
         with _named_errors(user_model):
             if estimate:
                 measured[count] = _estimate(task)
@@ -197,7 +197,7 @@ class _Blocks(NamedTuple):
     whole: Callable[[], TimedBlock] | None = None
 
 
-def _measure(task: _Task, barrier: Barrier) -> _Measured:
+def _measure(task: _MeasuredModel, barrier: Barrier) -> _Measured:
     count, made, make_whole = _blocks_of(task)
     total = (1 + task.repeats) * (count + (make_whole is not None))
     blocks: list[TimedBlock] = []
@@ -213,13 +213,13 @@ def _measure(task: _Task, barrier: Barrier) -> _Measured:
     return costs, _around(costs, whole[0].times if whole else None), _ties([dict(b.named) for b in blocks], costs)
 
 
-def _estimate(task: _Task) -> list[LayerCost]:
+def _estimate(task: _MeasuredModel) -> list[LayerCost]:
     """Return the estimated costs of all blocks, holding one at a time."""
     speed, state = operations_a_ms(task.device), optimizer_ratio(task.optimizer)
     return [estimated(block, speed, state) for block in _blocks_of(task, runs=False).blocks]
 
 
-def _blocks_of(task: _Task, *, runs: bool = True) -> _Blocks:
+def _blocks_of(task: _MeasuredModel, *, runs: bool = True) -> _Blocks:
     """Return the blocks of a model; `runs`: to be run on the device, else to be estimated without numbers."""
     user_model = task.user_model
     device = task.device if runs else "meta" if user_model.is_layers else "cpu"

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..dependency import ConfigError, Spec, refuse_below
+from .collective import agreed, failure, raise_first
 from .resumption import Resumption
-from .together import agreed, failure, raise_first
 
 if TYPE_CHECKING:  # a run without checkpoints does not load these
     from ..workers.actor import WorkerActor
@@ -111,9 +111,9 @@ class Checkpoints:
             Damaged: it is; nothing has changed.
             ConfigError: it is of another model or optimizer; nothing has changed.
         """
+        from .json_values import set_random_state
         from .reading import Restored, understood
         from .series import differences
-        from .values import set_random_state
 
         where = path_of(folder)
         self.refuse_averaged("checkpoints.load")
@@ -254,7 +254,7 @@ class Checkpoints:
     # --- inside
 
     def _save(self, where: Path, keep: int | None, extra: Any, wait: bool, asked: bool) -> Path | None:
-        from .values import encoded
+        from .json_values import encoded
         from .writing import Snapshot, Writing
 
         self.settle()

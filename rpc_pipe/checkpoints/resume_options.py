@@ -12,10 +12,10 @@ from . import folder as folders
 from .series import others
 
 if TYPE_CHECKING:
-    from .nouns import Checkpoints
+    from .facade import Checkpoints
 
 
-class _Pipeline(Protocol):
+class _ResumedPipeline(Protocol):
     checkpoints: Checkpoints
 
 
@@ -40,7 +40,7 @@ def try_checkpoints(every: int | None, folder: str, keep: int | None, resume: st
             raise ConfigError(f"--checkpoint-folder {folder}: cannot be written: {error.strerror}") from error
 
 
-def follow(pipe: _Pipeline, every: int | None, folder: str, keep: int | None, resume: str | None) -> str:
+def follow(pipe: _ResumedPipeline, every: int | None, folder: str, keep: int | None, resume: str | None) -> str:
     """Apply the options to the new pipeline of a script that starts from its first call; return a line for the user."""
     told = ""
     # Before the folder is taken, which records its last job.

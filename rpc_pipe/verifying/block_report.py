@@ -12,13 +12,13 @@ from ..launching import launcher_link as link
 from ..model.observed_model import BlockCall, Crossing, ObservedModel, observe
 from ..model.partition import LayerPartition
 from ..model.user_model import UserModel
-from ..planning.compare import format_bytes
+from ..planning.comparison import format_bytes
 from ..workers.compute.randomness import Randomness
 from ..workers.compute.sequence import state_dropped
 from ..workers.compute.slices import has_own_state
 from ..workers.transport.payload import distinct_tensors
-from .options import VerifyOptions
 from .proof import seeded
+from .verify_options import VerifyOptions
 
 
 def list_blocks(options: VerifyOptions) -> None:

@@ -16,8 +16,8 @@ from ..dependency import ConfigError, Stalled
 from ..model.batches.lazy_batch import OwnRows
 from ..workers.transport.payload import Tree, map_tensors, tensors_of
 from .bijection import Numbers
-from .order import Order, Segment
 from .residency import Residency
+from .sample_order import Order, Segment
 from .source import Cause, Source, Wanted
 
 #: samples that are located together, which takes hardly longer than for one batch
@@ -38,7 +38,7 @@ class Share(NamedTuple):
     after: int
 
 
-class Shares(NamedTuple):
+class Dealt(NamedTuple):
     """How positions are dealt to batches and pipelines."""
 
     rows: int
@@ -57,7 +57,7 @@ class Shares(NamedTuple):
 
 
 def _located(
-    order: Order, shares: Shares, start: int, own: OwnRows | None = None
+    order: Order, shares: Dealt, start: int, own: OwnRows | None = None
 ) -> Iterator[list[tuple[Segment, list[Piece]]]]:
     """Yield, batch by batch and block by block, the places of a batch's samples, or of its `own` rows."""
     share = shares.at(start)
@@ -97,7 +97,7 @@ class Reader:
     """
 
     def __init__(
-        self, source: Source, order: Order, shares: Shares, room: int, ahead_bytes: int, timeout_s: float
+        self, source: Source, order: Order, shares: Dealt, room: int, ahead_bytes: int, timeout_s: float
     ) -> None:
         self._source, self._order, self._shares, self._timeout_s = source, order, shares, timeout_s
         self._num_ahead = max(1, ahead_bytes // (source.sample_bytes * shares.rows // shares.pipelines + 1))
