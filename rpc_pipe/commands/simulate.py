@@ -118,7 +118,7 @@ def _cost(spec: Spec, typed: Mapping[str, Any]) -> Cost:
     by_kind = typed_costs(typed)
     share = SliceCosts(attention=typed_attention(typed)).time_share(spec)
     unequal = typed_lengths(typed)
-    factor = None if unequal is None else unequal(spec)
+    by_microbatch = None if unequal is None else unequal(spec)
     by_stage: list[float] = typed.get("stage_cost", [1] * spec.num_stages)
     if len(by_stage) != spec.num_stages:
         said = ",".join(f"{factor:g}" for factor in by_stage)
@@ -130,7 +130,7 @@ def _cost(spec: Spec, typed: Mapping[str, Any]) -> Cost:
 
     def cost(action: Action) -> float:
         whole = by_kind.get(action.kind, 0) * by_stage[action.stage] * by_worker[spec.worker(action)]
-        return whole * share(action) * (1 if factor is None else factor(action))
+        return whole * share(action) * (1 if by_microbatch is None else by_microbatch(action))
 
     return cost
 
