@@ -1,6 +1,6 @@
 """Pure theory of pipeline schedules: actions, relation, checks. Standard library only."""
 
-from .action import RESOURCES, Action, Entry, Kind, Pulled, Resource
+from .action import RESOURCES, Action, Entry, Kind, Milestone, Pulled, Resource
 from .check import check, check_all, schedule_errors
 from .declared import Order
 from .errors import (
@@ -44,10 +44,10 @@ from .versions import (
 
 __all__ = [
     "A", "N", "NO_REDUCTIONS", "P", "RESOURCES", "S", "Action", "Reductions", "B", "BatchError", "C", "ConfigError",
-    "Damaged", "DataError", "D", "Disagreement", "Entry", "F", "G", "I", "Kind", "Malformed", "Order", "Part",
-    "ModelError", "NotFinite", "NotMet", "PeerLost", "PipeError", "Pulled", "R", "Resource", "ScheduleError", "Spec",
-    "Stalled", "StorageError", "T", "U", "V", "W", "WorkerFailure", "known_reductions", "schedule_errors", "check",
-    "check_all", "worker_weight_copies", "reduction_tree", "entries", "local_order", "microbatches_of",
+    "Damaged", "DataError", "D", "Disagreement", "Entry", "F", "G", "I", "Kind", "Malformed", "Milestone", "Order",
+    "Part", "ModelError", "NotFinite", "NotMet", "PeerLost", "PipeError", "Pulled", "R", "Resource", "ScheduleError",
+    "Spec", "Stalled", "StorageError", "T", "U", "V", "W", "WorkerFailure", "known_reductions", "schedule_errors",
+    "check", "check_all", "worker_weight_copies", "reduction_tree", "entries", "local_order", "microbatches_of",
     "microbatches_on", "most_open", "order_limit", "period", "reaches", "refuse_below", "worker_staleness",
     "staleness", "update_of", "updates_a_step", "weight_copies",
 ]  # fmt: skip

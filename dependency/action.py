@@ -147,12 +147,25 @@ class Pulled(NamedTuple):
     carries: bool
 
 
+class Milestone(NamedTuple):
+    """A point inside an action that an action of the same worker can need, such as "bucket 3 of 2B7 is complete".
+
+    An action that finishes has reached all its milestones.
+    """
+
+    action: Action
+    number: int
+
+    def __str__(self) -> str:
+        return str(self.action)
+
+
 class Entry(NamedTuple):
     """One action of a worker with everything the worker needs to know about it."""
 
     action: Action
-    #: own actions that must be finished first
-    own: tuple[Action, ...]
+    #: actions of the same worker that must be finished first, and milestones that must be reached
+    own: tuple[Action | Milestone, ...]
     #: other workers' actions that must be finished first
     pulled: tuple[Pulled, ...]
     #: other workers that pull the payload of this action

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 
-from .action import Action, Entry
+from .action import Action, Entry, Milestone
 from .program import entries
 from .spec import Spec
 
@@ -35,7 +35,7 @@ class Lives:
             overlap: a part of the relation gives an upper bound, and the whole gives the exact number.
     """
 
-    def __init__(self, relation: Iterable[tuple[bool, Action, Iterable[Action]]]) -> None:
+    def __init__(self, relation: Iterable[tuple[bool, Action, Iterable[Action | Milestone]]]) -> None:
         #: by number of first microbatches, the most of these that may be held at once
         self.most: list[int] = [0]
         self._own: list[tuple[Action, Ends]] = []  # beginnings and ends, with the ends that are finished by then
@@ -43,7 +43,7 @@ class Lives:
         self._length: list[int] = []  # of each chain
         self._partner: list[list[int]] = []  # chain -> the beginnings that its first ends are paired with
         self._full: dict[int, int] = {}  # chain -> how many of its ends lead to no end without a partner
-        needed: dict[Action, Ends] = {}
+        needed: dict[Action | Milestone, Ends] = {}
         for own, action, needs in relation:
             ends = _united(needed.get(need) for need in needs)
             held = action.kind.holds if own else 0
@@ -159,7 +159,8 @@ class Memory:
             for worker, program in enumerate(programs):
                 while program:
                     action, within, pulled, *_ = program[0]
-                    needs = [need for need in (*within, *(p.action for p in pulled)) if self.spec.orders(need)]
+                    all_needs = *within, *(p.action for p in pulled)
+                    needs = [need for need in all_needs if isinstance(need, Action) and self.spec.orders(need)]
                     if not done.issuperset(needs):
                         break
                     yield worker == own, action, needs

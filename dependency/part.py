@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 
-from .action import RESOURCES, Action, Entry, Kind, Pulled, Resource
-from .kinds import A, B, D, F, G, P, S, U, V
+from .action import RESOURCES, Action, Entry, Kind, Milestone, Pulled, Resource
+from .kinds import A, D, F, G, P, S, U, V
 from .order import routes
 from .reductions import reduction_tree
 from .spec import Spec
@@ -29,7 +29,9 @@ class Part:
         #: number of needs of each entry within its step
         self.num_needs = [len(entry.own) + len(entry.pulled) for entry in self.entries]
         #: need -> numbers of the entries that wait for it
-        self.waiting: dict[Action, list[int]] = {}
+        self.waiting: dict[Action | Milestone, list[int]] = {}
+        #: action -> the milestones in it that are needed
+        self.milestones: dict[Action, list[Milestone]] = {}
         #: the needs on other workers, each once
         self.pulls: list[Pulled] = []
         #: number of forwards
@@ -46,6 +48,8 @@ class Part:
         for number, (action, own, pulled, _, _, _) in enumerate(self.entries):
             for need in own:
                 waiting.setdefault(need, []).append(number)
+                if isinstance(need, Milestone):
+                    self.milestones.setdefault(need.action, []).append(need)
             for pull in pulled:
                 if pull.action not in waiting:
                     self.pulls.append(pull)
@@ -94,17 +98,6 @@ class Part:
         stage, kind, index = action
         route = routes(self.spec, self.forward_only)(index) if kind.per_microbatch else index % self.spec.num_routes
         return stage, route
-
-    def exchanged_within(self) -> Iterator[tuple[Action, Action]]:
-        """Yield (last backward of a shard, gradients that it gives to other workers, or sums, while it runs).
-
-        None where steps overlap: there the exchange has the time of a whole step.
-        """
-        for entry in self.entries if self.spec.synchronous else ():
-            if entry.action.kind is S or (entry.action.kind is G and not entry.here):
-                for need in entry.own:  # a later backward of another shard may stand for the last of this one
-                    if need.kind is B and self.shard(need) == self.shard(entry.action):
-                        yield need, entry.action
 
     def _inherit(self) -> None:
         """Let forwards and exchanges wait for their stage's update, and updates for the end of the step before.

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from .action import Action, Entry, Kind, Pulled
+from .action import Action, Entry, Kind, Milestone, Pulled
 from .errors import ScheduleError
-from .kinds import A, C, D, F, G, S, U
+from .kinds import A, B, C, D, F, G, S, U
 from .order import has_program, has_slot, is_uniform, local_order, routes
 from .reductions import NO_REDUCTIONS, Reductions, Replica, reduction_tree
 from .spec import Spec
@@ -47,7 +47,7 @@ def entries(
     for action in local_order(spec, worker, reductions):
         if forward_only and not flow.goes_forward(action):
             continue
-        own: list[Action] = []
+        own: list[Action | Milestone] = []
         pulled: list[Pulled] = []
         if after is not None and spec.orders(action):
             for need in after(action):
@@ -87,7 +87,7 @@ class _Flow:
         self._patterns: dict[tuple[object, ...], _Pattern] = {}
         self._kinds: dict[tuple[int, int], tuple[Kind, ...]] = {}
 
-    def entry(self, action: Action, own: Sequence[Action], pulled: Sequence[Pulled]) -> Entry:
+    def entry(self, action: Action, own: Sequence[Action | Milestone], pulled: Sequence[Pulled]) -> Entry:
         """Return the entry of `action`, which must also wait for `own` and `pulled`, by the schedule or the order."""
         new = tuple.__new__  # twice as fast as the named tuple's constructor, where a compile spends most of its time
         stage, kind, m = action
@@ -141,7 +141,7 @@ class _Flow:
             worker in consumers,
         )
 
-    def _end(self, action: Action, own: Sequence[Action], pulled: Sequence[Pulled]) -> Entry:
+    def _end(self, action: Action, own: Sequence[Action | Milestone], pulled: Sequence[Pulled]) -> Entry:
         spec, worker = self._spec, self._worker
         tree = reduction_tree(spec)
         _, others = tree.needs(action, self._reductions)
@@ -202,7 +202,7 @@ class _OrderEdges:
         self._last_of: dict[Action, Action] = {}
         self._takes = not spec.synchronous
 
-    def of(self, action: Action) -> list[Action]:
+    def of(self, action: Action) -> Sequence[Action | Milestone]:
         """Return the edges of `action`, which is the next in the order."""
         stage, kind, index = action
         if not kind.per_microbatch:
@@ -240,11 +240,22 @@ class _OrderEdges:
         before = [U(update.stage, update.index - replicas)] if action.kind is U and update.index >= replicas else []
         return before if last is None else [last, *before]
 
-    def _gradients_before(self, action: Action) -> list[Action]:
-        """Return the last B or W of each shard whose gradients `action` needs: it waits for all others."""
+    def _gradients_before(self, action: Action) -> list[Action | Milestone]:
+        """Return the last B or W of each shard with gradients that `action` needs: it waits for all others.
+
+        An exchange needs its piece alone, a milestone of that backward.
+        """
         shards, _ = reduction_tree(self._spec).needs(action, self._reductions)
         last = (self._last_release.get(shard if self._limit is None else _WHOLE_WORKER) for shard in shards)
-        return list(dict.fromkeys(release for release in last if release is not None))
+        found = dict.fromkeys(release for release in last if release is not None)
+        if action.kind not in (G, S):
+            return [*found]
+        piece, route = divmod(action.index, self._spec.num_routes)
+        return [
+            # A later backward of another shard may stand for the last of this one.
+            Milestone(last, piece) if last.kind is B and (last.stage, self._route(last.index)) == (action.stage, route)
+            else last for last in found
+        ]  # fmt: skip
 
     def _released_before(self, action: Action, limit: int) -> list[Action]:
         k = self._num_begun

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
-from .action import Action, Kind
+from .action import Action, Kind, Milestone
 from .declared import Declared
 from .kinds import A, C, D, F, G, N, P, S, T, U, V
 
@@ -175,6 +175,12 @@ class ReductionTree:
         number, route = divmod(action.index, self.spec.num_routes)
         step = next((p.step for p in self.pieces(action.stage, reductions) if p.number == number), 0)
         return action if action.kind is U else U(action.stage, step * self.spec.num_routes + route)
+
+    def share(self, milestone: Milestone, reductions: Reductions) -> float:
+        """Return at what share of a backward a piece is complete: the buckets of the last layers are first."""
+        stage, number = milestone.action.stage, milestone.number - len(reductions.tied)
+        bucket = number // self.spec.num_routes if number >= 0 and reductions.buckets else 0
+        return (bucket + 1) / (reductions.buckets[stage] if reductions.buckets and number >= 0 else 1)
 
     def _found_pieces(self, stage: int, reductions: Reductions) -> list[Piece]:
         if not (self.spec.takes_steps and reductions.updates):

@@ -83,7 +83,11 @@ def _forward(ctx: ActionContext) -> Payload | None:
 
 @carries_out(B)
 def _backward(ctx: ActionContext) -> Payload:
-    return ctx.task.shard.backward(ctx.microbatch, ctx.source())
+    shard, pieces = ctx.task.shard, ctx.task.shard.updating.pieces
+    if pieces is None or not ctx.task.milestones:
+        return shard.backward(ctx.microbatch, ctx.source())
+    with pieces.announced(ctx.task.milestones, ctx.reached):
+        return shard.backward(ctx.microbatch, ctx.source())
 
 
 @carries_out(I)

@@ -15,7 +15,7 @@ from functools import cache
 
 import torch
 
-from ..dependency import Action, Entry, NotFinite
+from ..dependency import Action, Entry, Milestone, NotFinite
 from .between_steps import BetweenSteps
 from .compute.autocast import forget_casts
 from .compute.result import Result
@@ -107,7 +107,7 @@ class Stream:
             self._carrier.calls.go_on(run)
         self._worker.next_step += batch.train
         step = self._newest = self._steps[run] = Step(
-            batch, state, tasks, arriving, self._take_arrivals, run, number, time.perf_counter_ns()
+            batch, state, tasks, arriving, self._reached, run, number, time.perf_counter_ns()
         )  # fmt: skip
         step.forwards_left, step.undoable = batch.part.num_forwards, undoable
         for peer, names, to_compute in questions:
@@ -193,6 +193,17 @@ class Stream:
                 step.payloads[action] = payload
                 step.arrived.append(Arrived(action, peer, payload.num_bytes, at_ns))
             step.state.arrived(action)
+
+    def _reached(self, step: Step, action: Action, number: int) -> None:
+        """Run the exchanges that a milestone lets run, within the action that has reached it."""
+        worker = self._worker
+        step.state.reached(Milestone(action, number))
+        if worker.backend.in_step:  # a GPU has the whole action in its queue long before payloads arrive
+            self._take_arrivals()
+        outer = worker.running, worker.given
+        while (entry := step.state.take("link")) is not None:
+            self._execute(step, entry)
+        worker.running, worker.given = outer
 
     def _wait(self) -> None:
         self._worker.listeners.tell("waiting", next(iter(self._steps.values())).number, self._blocked)

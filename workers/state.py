@@ -2,6 +2,7 @@
 
     events                          instructions
     arrived(1F3)         ──┬──  take() -> the entry of 2F1: run this now; it says who is served
+    reached(2B0, 3)      ──┤
     finished(2B0)        ──┘
 
 A worker has several resources and runs one action at a time on each: compute, copies beside it, and messages between
@@ -13,7 +14,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
-from ..dependency import RESOURCES, Action, Entry, Order, Part, Pulled, Resource
+from ..dependency import RESOURCES, Action, Entry, Milestone, Order, Part, Pulled, Resource
 
 
 class WorkerState:
@@ -35,6 +36,7 @@ class WorkerState:
         #: how many actions are not finished
         self.left = len(part.entries)
         self._arrived: set[Action] = set()
+        self._reached: set[Milestone] = set()
         self._done = bytearray(len(part.entries))
         #: all actions before this number are done
         self._first_left = 0
@@ -73,9 +75,18 @@ class WorkerState:
         self.left -= 1
         if waits := self.part.waiting.get(action):
             self._satisfy(waits)
+        for milestone in self.part.milestones.get(action, ()):
+            if milestone not in self._reached:
+                self._satisfy(self.part.waiting[milestone])
         for follower, waiting in self._followers:
             if action in waiting:
                 follower._satisfy(waiting[action])
+
+    def reached(self, milestone: Milestone) -> None:
+        """Note that a running action has reached a milestone; one that nothing needs is passed over."""
+        if milestone in self.part.waiting and milestone not in self._reached:
+            self._reached.add(milestone)
+            self._satisfy(self.part.waiting[milestone])
 
     def take(self, resource: Resource = "compute") -> Entry | None:
         """Choose the next action on `resource` and count it as running; None if none may run now."""

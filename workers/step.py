@@ -78,6 +78,8 @@ class Task(NamedTuple):
     recomputes: bool
     #: whether it is of the last stage
     is_last: bool
+    #: numbers of the milestones in it that other actions need
+    milestones: tuple[int, ...] = ()
 
 
 class Question(NamedTuple):
@@ -108,8 +110,8 @@ class Step:
     tasks: dict[Action, Task]
     #: those that arrive, as of other workers, by name
     arriving: dict[str, Action]
-    #: takes in what has arrived, in the middle of an action
-    take_in: Callable[[], None]
+    #: runs the actions that a milestone of this step lets run at once
+    reached: Callable[[Step, Action, int], None]
     #: number under which workers exchange its payloads
     run: int
     #: index of the training step
@@ -167,6 +169,10 @@ class ActionContext(NamedTuple):
     def microbatch(self) -> int:
         """The microbatch index as shards count it: through the whole stream if steps overlap."""
         return self.step.first + self.task.entry.action.index
+
+    def reached(self, number: int) -> None:
+        """Announce a milestone of the action."""
+        self.step.reached(self.step, self.task.entry.action, number)
 
 
 #: runs an action and returns its payload; actions on the resource `copy` run in a thread of their own

@@ -30,9 +30,8 @@ def bound(part: Part, shards: dict[tuple[int, int], Shard]) -> Bound:
 def tasks(part: Part, shards: dict[tuple[int, int], Shard]) -> dict[Action, Task]:
     """Return a task for every action of `part`, on a worker with these shards."""
     spec, found = part.spec, {}
-    exchanges = any(entry.action.kind in (G, S) for entry in part.entries)
-    if exchanges:
-        from . import exchanging  # registers handlers, which few runs need
+    if any(entry.action.kind in (G, S) for entry in part.entries):
+        from . import exchanging  # noqa: F401  registers handlers, which few runs need
     for entry in part.entries:
         stage, kind, index = entry.action
         chain = [a.kind for a in spec.actions(stage, index)] if kind.per_microbatch else []
@@ -42,12 +41,9 @@ def tasks(part: Part, shards: dict[tuple[int, int], Shard]) -> dict[Action, Task
         if saves:
             keep_donated_buffers()
         name, handler, is_last = str(entry.action), handler_of(kind), stage == spec.last_stage
-        found[entry.action] = Task(entry, name, name + DONE, shards[place], handler, saves, recomputes, is_last)
-    within: dict[Action, list[Task]] = {}
-    for backward, exchanged in part.exchanged_within():
-        within.setdefault(backward, []).append(found[exchanged])
-    for backward, those in within.items():
-        found[backward] = exchanging.exchanging(found[backward], those)
+        announced = tuple(milestone.number for milestone in part.milestones.get(entry.action, ()))
+        shard = shards[place]
+        found[entry.action] = Task(entry, name, name + DONE, shard, handler, saves, recomputes, is_last, announced)
     return found
 
 

@@ -13,12 +13,13 @@ from ..dependency import (
     NO_REDUCTIONS,
     RESOURCES,
     Action,
+    Milestone,
     Part,
     Reductions,
-    S,
     ScheduleError,
     Spec,
     entries,
+    reduction_tree,
 )
 from ..system.garbage import uncollected
 
@@ -68,8 +69,8 @@ class Relation:
         self.others: list[list[int]] = [[] for _ in self.actions]
         #: (number, worker): that worker waits for the action, but does not take its output
         self.signals: set[tuple[int, int]] = set()
-        #: last backward of a replica -> gradients that leave, or are summed, in it: (at which part of its time, number)
-        self.within: dict[int, list[tuple[float, int]]] = {}
+        #: number -> (share of its time, actions of the same worker that need a milestone there)
+        self.within: dict[int, list[tuple[float, list[int]]]] = {}
         for step in range(steps):
             self._connect(parts, step)
 
@@ -96,8 +97,11 @@ class Relation:
                     met += 1
                     if not need.carries:
                         self.signals.add((starts[need.worker] + at, part.worker))
-            for backward, exchanged in part.exchanged_within():
-                self._exchange_within(start + part.number[backward], start + part.number[exchanged], exchanged)
+            for action, milestones in part.milestones.items():
+                number = start + part.number[action]
+                for milestone in milestones:
+                    self._announce(number, milestone, [start + waits for waits in waiting[milestone]])
+                met += len(milestones)
             if met < len(waiting):
                 self._refuse(parts, part)
             if step:
@@ -109,15 +113,12 @@ class Relation:
                     for waits in numbers:
                         self.num_needs[start + waits] += 1
 
-    def _exchange_within(self, backward: int, number: int, exchanged: Action) -> None:
-        """Note where a bucket of gradients leaves, or can be summed: those of a stage's last layers are there first."""
-        stage, kind, index = exchanged
-        bucket = (index // self.spec.num_routes - len(self.reductions.tied)) // self.spec.num_routes
-        share = (bucket + 1) / (self.reductions.buckets[stage] if self.reductions.buckets else 1)
-        if 0 < share < 1:
-            self.within.setdefault(backward, []).append((share, number))
-            if kind is S:
-                self.own[backward].remove(number)
+    def _announce(self, number: int, milestone: Milestone, waiting: list[int]) -> None:
+        share = reduction_tree(self.spec).share(milestone, self.reductions)
+        if share < 1:
+            self.within.setdefault(number, []).append((share, waiting))
+        else:
+            self.own[number] += waiting
 
     def _refuse(self, parts: list[Part], part: Part) -> None:
         for entry in part.entries:

@@ -16,7 +16,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
-from ..dependency import RESOURCES, Action, Kind, Order, S, ScheduleError, Spec, U
+from ..dependency import RESOURCES, Action, Kind, Order, ScheduleError, Spec, U
 from ..system.garbage import uncollected
 from .relation import Relation
 from .span import Span
@@ -280,9 +280,9 @@ def _run(relation: Relation, costs: Sequence[float], fixed: bool, comm: float, l
     idle = [True] * relation.num_lanes
     at_once = link_queues is None and not comm
     push, pop = heapq.heappush, heapq.heappop
-    #: (time, number, or -1 - number within another action; the actions that its arrival is for; None: it ended)
+    #: (time, number, the actions that its arrival is for; None: it ended); -1 - number: a milestone in it
     events: list[tuple[float, int, list[int] | None]] = []
-    touched, left, within = set(range(relation.num_lanes)), set[int](), relation.within
+    touched, within = set(range(relation.num_lanes)), relation.within
     ran: _Ran = []
     now: float = 0
     while True:
@@ -294,9 +294,8 @@ def _run(relation: Relation, costs: Sequence[float], fixed: bool, comm: float, l
                 idle[lane] = False
                 ran.append((number, now, now + costs[number]))
                 push(events, (now + costs[number], number, None))
-                for share, given in within.get(number, ()):
-                    summed = relation.actions[given].kind is S  # then it is one need less
-                    push(events, (now + share * costs[number], -1 - given, [given] if summed else None))
+                for share, numbers in within.get(number, ()):
+                    push(events, (now + share * costs[number], -1 - number, numbers))
         if not events:
             break
         now = events[0][0]
@@ -304,22 +303,17 @@ def _run(relation: Relation, costs: Sequence[float], fixed: bool, comm: float, l
         while events and events[0][0] == now:
             _, number, arrives_for = pop(events)
             if arrives_for is None:
-                event = number
-                if number < 0:
-                    number, arrives_for = -1 - number, []
-                    left.add(number)
-                else:
-                    touched.add(lanes[number])
-                    idle[lanes[number]] = True
-                    arrives_for = own[number]
-                if others[number] and (event < 0 or number not in left):
+                touched.add(lanes[number])
+                idle[lanes[number]] = True
+                arrives_for = own[number]
+                if others[number]:
                     if at_once:
                         arrives_for = arrives_for + others[number]
                     elif link_queues is None:
-                        push(events, (now + comm, event, others[number]))
+                        push(events, (now + comm, number, others[number]))
                     else:
                         for there, numbers in link_queues.arrivals(relation, number, now):
-                            push(events, (there, event, numbers))
+                            push(events, (there, number, numbers))
             for user in arrives_for:
                 missing[user] -= 1
                 if not missing[user]:

@@ -13,7 +13,11 @@ def most_held(spec: Spec) -> list[int]:
     finished before the second, no life in two pairs as the first nor as the second.
     """
     programs = [[e for e in entries(spec, w) if spec.orders(e.action)] for w in range(spec.num_workers)]
-    needs = {e.action: {*e.own, *(p.action for p in e.pulled)} for program in programs for e in program}
+    needs = {
+        e.action: {*(need for need in e.own if isinstance(need, Action)), *(p.action for p in e.pulled)}
+        for program in programs
+        for e in program
+    }
     before: dict[Action, set[Action]] = {}
 
     def all_before(action: Action) -> set[Action]:

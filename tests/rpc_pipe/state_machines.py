@@ -6,21 +6,34 @@ import heapq
 from collections import defaultdict
 from collections.abc import Iterator
 
-from rpc_pipe.dependency import RESOURCES, Action, Order, Part, PipeError, Pulled, Spec, entries
+from rpc_pipe.dependency import (
+    NO_REDUCTIONS,
+    RESOURCES,
+    Action,
+    Milestone,
+    Order,
+    Part,
+    PipeError,
+    Pulled,
+    Reductions,
+    Spec,
+    entries,
+    reduction_tree,
+)
 from rpc_pipe.planning.simulator import Cost
 from rpc_pipe.planning.span import Span
 from rpc_pipe.workers.state import WorkerState
 
 
 def run_state_machines(
-    spec: Spec, cost: Cost, *, comm: float = 0, order: Order | None = None
+    spec: Spec, cost: Cost, *, comm: float = 0, order: Order | None = None, reductions: Reductions = NO_REDUCTIONS
 ) -> tuple[list[Span], list[int]]:
     """Run one step of `spec`; return what ran, and the peaks of activations.
 
     Raises:
         PipeError: the run cannot finish; `dependency.check_all` says why.
     """
-    parts = [Part(spec, worker, entries(spec, worker)) for worker in range(spec.num_workers)]
+    parts = [Part(spec, worker, entries(spec, worker, reductions=reductions)) for worker in range(spec.num_workers)]
     states = [WorkerState(part, order or spec.order) for part in parts]
     clock = _Clock(comm)
     spans: list[Span] = []
@@ -42,10 +55,16 @@ def run_state_machines(
                     live[worker] += 1
                     peak[worker] = max(peak[worker], live[worker])
                 clock.finish_after(duration, worker, entry.action)
+                for milestone in states[worker].part.milestones.get(entry.action, ()):
+                    share = reduction_tree(spec).share(milestone, reductions)
+                    if share < 1:
+                        clock.reach_after(share * duration, worker, milestone)
         touched = set()
         for worker, action, is_arrival in clock.advance():
             touched.add(worker)
-            if is_arrival:
+            if isinstance(action, Milestone):
+                states[worker].reached(action)
+            elif is_arrival:
                 states[worker].arrived(action)
             else:
                 live[worker] -= action.kind.holds < 0
@@ -68,16 +87,19 @@ class _Clock:
     def __init__(self, comm: float) -> None:
         self.now: float = 0
         self._comm = comm
-        self._events: list[tuple[float, int, int, Action, bool]] = []
+        self._events: list[tuple[float, int, int, Action | Milestone, bool]] = []
         self._number = 0
         self._asked: defaultdict[Action, list[int]] = defaultdict(list)
 
-    def _push(self, time: float, worker: int, action: Action, is_arrival: bool) -> None:
+    def _push(self, time: float, worker: int, action: Action | Milestone, is_arrival: bool) -> None:
         self._number += 1
         heapq.heappush(self._events, (time, self._number, worker, action, is_arrival))
 
     def finish_after(self, duration: float, worker: int, action: Action) -> None:
         self._push(self.now + duration, worker, action, False)
+
+    def reach_after(self, duration: float, worker: int, milestone: Milestone) -> None:
+        self._push(self.now + duration, worker, milestone, False)
 
     def ask(self, worker: int, pulls: list[Pulled]) -> None:
         for pull in pulls:
@@ -88,7 +110,7 @@ class _Clock:
         for worker in self._asked.pop(action, ()):
             self._push(self.now + self._comm, worker, action, True)
 
-    def advance(self) -> Iterator[tuple[int, Action, bool]]:
+    def advance(self) -> Iterator[tuple[int, Action | Milestone, bool]]:
         """Go to the next time at which something happens and yield all of it, with what it causes then."""
         if self._events:
             self.now = self._events[0][0]

@@ -256,14 +256,16 @@ def test_owners_give_no_frozen_parameters():
 
 
 def pieces_given(monkeypatch, layers, kind=G, **options):
-    """Train three steps; return, by step, what the worker ran while gradients of its stage, or sums of them, left."""
+    """Train three steps; return, by step, what the worker computed while gradients of its stage, or sums, left."""
     given = []
     publish = Mailbox.publish
 
     def noted(mailbox, run, what, payload, others):
-        running = next(actor.running for actor in pipe.actors if actor.mailbox is mailbox)
+        actor = next(actor for actor in pipe.actors if actor.mailbox is mailbox)
         if Action.parse(str(what)).kind is kind:
-            given.append(Action.parse(running).kind)
+            state = actor._streams[-1]._steps[run].state
+            computes = state.running.get("compute")
+            given.append(kind if computes is None else state.part.entries[computes].action.kind)
         publish(mailbox, run, what, payload, others)
 
     monkeypatch.setattr(Mailbox, "publish", noted)

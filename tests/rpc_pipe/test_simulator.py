@@ -112,6 +112,36 @@ def test_what_is_simulated_is_what_the_workers_decide(name, P, M, order, comm, c
     assert list(result.peak_activations) == peak
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    name=st.sampled_from(["1f1b", "gpipe", "interleaved", "hanayo", "chimera", "zb-v"]),
+    replicas=st.integers(1, 3),
+    zero=st.sampled_from([0, 1]),
+    P=st.integers(1, 4),
+    order=st.sampled_from(["ready", "fixed"]),
+    comm=st.integers(0, 3),
+    buckets=st.integers(1, 4),
+    costs=st.dictionaries(st.tuples(st.integers(0, 8), st.sampled_from([F, B, G, S, U])), st.integers(0, 7)),
+)
+def test_the_exchange_that_is_simulated_is_the_one_that_workers_decide(
+    name, replicas, zero, P, order, comm, buckets, costs
+):
+    """It was simulated by rules of its own, beside the state machines, which knew nothing of buckets in a backward."""
+    options = {} if replicas == 1 else {"replicas": replicas, "zero": zero}
+    spec = make_spec(name, P * replicas, 2 * replicas, options)
+    reductions = NO_REDUCTIONS._replace(buckets=(buckets,) * spec.num_stages)
+
+    def cost(action):
+        return costs.get((action.stage, action.kind), 1)
+
+    spans, _ = run_state_machines(spec, cost, comm=comm, order=order, reductions=reductions)
+    result = simulate(Relation(spec, reductions=reductions), cost, comm=comm, order=order)
+    taking_time = [s for s in spans if s.end > s.start or s.action.kind.resource != "control"]
+    assert {(s.worker, s.action): (s.start, s.end) for s in result.spans} == {
+        (s.worker, s.action): (s.start, s.end) for s in taking_time
+    }
+
+
 def test_several_steps_follow_each_other_without_a_barrier():
     """A step begins on a stage when it has been updated there: zero bubble is a matter of the step's end."""
     cost = uniform({F: 1, I: 1, W: 1, B: 2})

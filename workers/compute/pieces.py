@@ -44,7 +44,6 @@ class Pieces:
         owned: names of the parameters of which this replica is the owner.
         told: names of those whose gradients the optimizer of another holder keeps.
         num_buckets: into how many the part of each replica is divided.
-        done: pieces that were given, or summed, within this step's last backward.
     """
 
     def __init__(
@@ -91,23 +90,18 @@ class Pieces:
         first = {name: (min(shared.get(name, (stage,))), 0) for name in owners}
         told = {name for name, holder in first.items() if holder != (stage, route)}
         self.told = parameters.keys() - self.owned if self.zero else told
-        self.done: set[int] = set()
 
     def _size(self, name: str) -> int:
         parameter = self._parameters[name]
         return parameter.nbytes * parameter.requires_grad
 
     @contextmanager
-    def exchanged_within(self, numbers: Iterable[int], exchanged: Callable[[int], bool]) -> Iterator[None]:
-        """Call `exchanged(number)` within a backward for each piece, when the last of its gradients has been added.
-
-        It returns whether it could, and else is called again when another piece is whole.
+    def announced(self, numbers: Iterable[int], reached: Callable[[int], None]) -> Iterator[None]:
+        """Call `reached(number)` within a backward for each piece, when the last of its gradients has been added.
 
         Raises:
-            ConfigError: a gradient is added once more, behind what has left.
+            ConfigError: a gradient is added to a piece that was announced.
         """
-        self.done.clear()
-        whole: list[int] = []
         within = [number for number in numbers if number != self._last]
         missing = {n: {name for name in self._names[n] if self._parameters[name].requires_grad} for n in within}
 
@@ -119,8 +113,7 @@ class Pieces:
                 )
             missing[number].remove(name)
             if not missing[number]:
-                whole.append(number)
-                self.done |= {each for each in whole if each not in self.done and exchanged(each)}
+                reached(number)
 
         handles = [
             self._parameters[name].register_post_accumulate_grad_hook(partial(added, name, number))
@@ -132,12 +125,6 @@ class Pieces:
         finally:
             for handle in handles:
                 handle.remove()
-
-    def was_done(self, number: int) -> bool:
-        """Tell once whether a piece was given or summed within the last backward; a replica may have none in a step."""
-        done = number in self.done
-        self.done.discard(number)
-        return done
 
     def give(self, number: int) -> Payload:
         """Return this replica's gradients of a piece by name (None: no gradient); with ZeRO it has them no more."""
