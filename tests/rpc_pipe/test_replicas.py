@@ -260,13 +260,13 @@ def pieces_given(monkeypatch, layers, kind=G, **options):
     given = []
     publish = Mailbox.publish
 
-    def noted(mailbox, run, what, payload, others):
+    def noted(mailbox, run, what, payload, others, **how):
         actor = next(actor for actor in pipe.actors if actor.mailbox is mailbox)
         if Action.parse(str(what)).kind is kind:
             state = actor._streams[-1]._steps[run].state
             computes = state.running.get("compute")
             given.append(kind if computes is None else state.part.entries[computes].action.kind)
-        publish(mailbox, run, what, payload, others)
+        publish(mailbox, run, what, payload, others, **how)
 
     monkeypatch.setattr(Mailbox, "publish", noted)
     with Pipeline(
