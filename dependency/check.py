@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from numbers import Integral
 from traceback import walk_tb
 from typing import Any
 
-from .action import Action
+from .action import Action, Kind
 from .draw import draw_edge, draw_held, draw_listed
 from .errors import PipeError, ScheduleError
 from .memory import Lives, Memory
@@ -51,20 +52,34 @@ def schedule_errors() -> Iterator[None]:
         ) from error
 
 
-def _check_answers(spec: Spec) -> None:
+def _check_answers(spec: Spec, workers: Sequence[int]) -> None:
     """Check the answers of a user's schedule; the built-in ones are tested."""
     classes = type(spec).__mro__[: type(spec).__mro__.index(Spec)]
     if any(cls.__module__.partition(".")[0] != __name__.partition(".")[0] for cls in classes):
         from .answers import check_answers
 
         check_answers(spec)
+        _ask_twice(spec, workers)
+
+
+def _ask_twice(spec: Spec, workers: Sequence[int]) -> None:
+    """Refuse an `after` whose answer for an action changes: each worker would derive another relation."""
+    asked = [action for worker in workers for action in spec.own_actions(worker) if spec.orders(action)]
+    answers = [actions_in(spec.after(action), f"after({action})") for action in asked]
+    for action, answer in zip(asked, answers, strict=True):
+        again = actions_in(spec.after(action), f"after({action})")
+        if set(again) != set(answer):
+            raise ScheduleError(
+                f"after({action}) returned {answer} at first and {again} later: it may depend on the action and the "
+                "schedule's parameters alone"
+            )
 
 
 def actions_in(answer: object, call: str) -> list[Action]:
     """Return the actions that `call` returned.
 
     Raises:
-        ScheduleError: it is no list of actions.
+        ScheduleError: it is no list of actions, or a field of an action has another type.
     """
     actions: list[Any] = [None]
     if isinstance(answer, Iterable) and not isinstance(answer, (str, Action)):
@@ -74,6 +89,12 @@ def actions_in(answer: object, call: str) -> list[Action]:
             f"{call} returned {answer!r}: it must return a list of actions such as F(stage, microbatch), [] if there "
             "are none"
         )
+    for stage, kind, index in actions:
+        if type(kind) is not Kind or not (isinstance(stage, Integral) and isinstance(index, Integral)):
+            raise ScheduleError(
+                f"{call} returned Action({stage!r}, {kind!r}, {index!r}): the fields are stage, kind and index; write "
+                "F(stage, microbatch)"
+            )
     return actions
 
 
@@ -84,7 +105,7 @@ def check(spec: Spec, worker: int) -> None:
         ScheduleError: a rule is broken; the text names the action, the rule and a right value.
     """
     with schedule_errors():
-        _check_answers(spec)
+        _check_answers(spec, [worker])
         _check_parts(spec, [worker])
         _check_memory(Memory(spec), worker)
 
@@ -92,7 +113,7 @@ def check(spec: Spec, worker: int) -> None:
 def check_all(spec: Spec) -> None:
     """Check the part of every worker, as the simulator and the launcher do before anything is started."""
     with schedule_errors():
-        _check_answers(spec)
+        _check_answers(spec, range(spec.num_workers))
         _check_parts(spec, range(spec.num_workers))
         memory = Memory(spec)
         for worker in range(spec.num_workers):

@@ -6,7 +6,7 @@ from itertools import count
 import pytest
 from update_always import UpdateAlways
 
-from rpc_pipe.dependency import B, ConfigError, F, G, I, ScheduleError, Spec, U, check, check_all
+from rpc_pipe.dependency import Action, B, ConfigError, F, G, I, ScheduleError, Spec, U, check, check_all
 from rpc_pipe.planning.specs import make_spec
 from rpc_pipe.schedules import OneFOneB
 
@@ -31,6 +31,9 @@ AFTER = [
     (B(1, 0), "it must return a list of actions"),
     ("1B0", "after(1F1) returned '1B0': it must return a list of actions"),
     ([None], "after(1F1) returned [None]: it must return a list of actions"),
+    ([Action(B, 1, 0)], "after(1F1) returned Action(B, 1, 0): the fields are stage, kind and index"),
+    ([Action(1, "B", 0)], "after(1F1) returned Action(1, 'B', 0): the fields are stage, kind and index"),
+    ([B(1, 0.0)], "after(1F1) returned Action(1, B, 0.0): the fields are stage, kind and index"),
     ([B(1, 4)], "after(1F1) names 1B4, which does not exist: stages are 0 to 1, microbatches 0 to 3"),
     ([B(2, 0)], "after(1F1) names 2B0, which does not exist: stages are 0 to 1, microbatches 0 to 3"),
     ([B(-1, 0)], "after(1F1) names -1B0, which does not exist"),
@@ -67,6 +70,18 @@ def test_a_schedule_with_an_init_of_its_own_is_told_of_parameters():
 
     with pytest.raises(ConfigError, match="Mine must not define __init__; a parameter is an attribute with a type"):
         make_spec(Mine, 2, 4)
+
+
+@pytest.mark.parametrize("base", [OneFOneB, Spec], ids=["slot", "unrolled"])
+def test_an_after_that_changes_its_answer_is_refused(base):
+    """A window that was drawn at random, or counted calls, was simulated: each worker would have had another one."""
+    calls = count()
+
+    def after(self, a):
+        return [B(a.stage, a.microbatch - 2 - (next(calls) > 5))] if a.kind is F else []
+
+    with pytest.raises(ScheduleError, match=re.escape("at first and")):
+        check_all(broken(base, after=after))
 
 
 def test_what_after_may_answer():
