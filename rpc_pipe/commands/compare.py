@@ -108,7 +108,7 @@ def _also(typed: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
 
 
 def table(rows: Sequence[Row], title: str) -> Table:
-    """Return a table of at most 80 columns.
+    """Return a table of at most 80 columns, with the times of a first step and of each further one.
 
     `acts` are activations in worker's shares; `copies` are copies of weights on the worker with most. Asynchronous
     schedules are marked with the staleness of their gradients, in updates; synchronous ones that hold more than one
@@ -116,7 +116,7 @@ def table(rows: Sequence[Row], title: str) -> Table:
     """
     drawn = Table(title=title, box=None, pad_edge=False)
     drawn.add_column("schedule", no_wrap=True)
-    headings = ["makespan", "step", "bubble", "acts"]
+    headings = ["first", "further", "bubble", "acts"]
     with_memory = any(row.peak_memory is not None for row in rows)
     for heading in [*headings, *(["memory"] if with_memory else []), "msgs", "copies"]:
         drawn.add_column(heading, justify="right", no_wrap=True)

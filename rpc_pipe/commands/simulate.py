@@ -87,8 +87,8 @@ def _simulate(typed: dict[str, Any], argv: list[str]) -> int:
         width, slices = reporter.console.width, len(spec.slice_sizes)
         drawn = draw(result.spans, spec.num_workers, width=width, most_lines=_MOST_LINES, slices=slices)
         reporter.console.print(drawn)
-    a_step = f", step {result.step_time:g}" if steps > 1 else ""
-    took = f"makespan {result.makespan:g}{a_step}, span {result.span:g}, bubble {result.bubble:.1%}"
+    first, further = ("first step", result.span) if steps == 1 else (f"{steps} steps", result.step_time)
+    took = f"{first} {result.makespan:g}, each further step {further:g}, bubble {result.bubble:.1%}"
     reporter.text(f"{name}: {took}, peak activations {_tell_peaks(result.peak_activations)}")
     for line in [*_tell_unit(spec, typed), *describe_staleness(spec)]:
         reporter.text(line)
