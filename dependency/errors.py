@@ -116,7 +116,7 @@ class WorkerFailure(PipeError, RuntimeError):
     Args:
         worker: the worker that failed.
         action: the running one, such as `2B3`, or an empty string between actions.
-        step: the running one, counted from 0.
+        step: the running one, counted from 1.
         summary: type and message of the exception in one line.
         remote_traceback: the formatted traceback; text, because exceptions may not unpickle elsewhere. Empty for a
             refusal of rpc-pipe, which the summary explains.

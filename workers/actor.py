@@ -147,7 +147,7 @@ class WorkerActor(Context):
         self.running, self.step, self.next_step = "", step, step
         for shard in self.shards.values():
             shard.abandon()
-        self.listeners.tell("idle", step - 1)
+        self.listeners.tell("idle", step)
 
     def _bound_for(self, batch: StepInput) -> Bound:
         if batch.part not in self._bound:
@@ -233,7 +233,7 @@ class WorkerActor(Context):
         return isinstance(error, Exception) or bool(self.running)
 
     def _describe(self, error: BaseException) -> WorkerFailure:
-        step = self.running_step if self.running else self.step
+        step = self.running_step if self.running else self.step + 1
         try:
             error.__traceback__ = _leading_to(error)
             return WorkerFailure(self.worker, self.running, step, *_told(error), self._place())

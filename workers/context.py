@@ -34,7 +34,7 @@ class Context:
     evaluated: int = 0
     #: the action that runs now, such as `2B3`, and its step, for error messages
     running: str = ""
-    running_step: int = 0
+    running_step: int = 1
     #: the payload that it computes from
     given: Payload | None = None
     #: set by signal handlers or the caller; all workers then stop after the same step (see Result.stop)

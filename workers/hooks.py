@@ -48,6 +48,7 @@ class StepRecord:
     """One step of one worker, as measured."""
 
     worker: int
+    #: from 1
     step: int
     start_ns: int
     end_ns: int
@@ -77,7 +78,7 @@ class StepRecord:
 
 
 class Listener:
-    """Override what you want to hear. Called in the compute thread: be quick, never wait."""
+    """Override what you want to hear. Called in the compute thread: be quick, never wait. Steps count from 1."""
 
     def action_started(self, step: int, action: Action) -> None:
         """An action is about to run."""
@@ -89,7 +90,7 @@ class Listener:
         """A step is complete on this worker."""
 
     def idle(self, step: int) -> None:
-        """What the worker was asked to do is done, be it a training step, an evaluation or a prediction."""
+        """A training step, an evaluation or a prediction is over; `step` training steps are done."""
 
 
 class Listeners:

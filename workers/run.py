@@ -206,7 +206,7 @@ class Stream:
         worker.running, worker.given = outer
 
     def _wait(self) -> None:
-        self._worker.listeners.tell("waiting", next(iter(self._steps.values())).number, self._blocked)
+        self._worker.listeners.tell("waiting", next(iter(self._steps.values())).ordinal, self._blocked)
         for arrival in self._mailbox.next_arrivals(self._steps, lambda: str(self._blocked()), looked=True):
             self._take_in(arrival)
 
@@ -222,12 +222,12 @@ class Stream:
         task = step.tasks[action]
         while step.awaited_inputs and action.kind.way == 1:
             missing = " and ".join(sorted(step.awaited_inputs))
-            for arrival in self._mailbox.next_arrivals(self._steps, lambda: f"{missing} of step {step.number}"):  # noqa: B023
+            for arrival in self._mailbox.next_arrivals(self._steps, lambda: f"{missing} of step {step.ordinal}"):  # noqa: B023
                 self._take_in(arrival)
         if step.undoable and action.kind.way == 1 and task.shard not in step.before:
             step.before[task.shard] = task.shard.recomputation.before_step(task.shard.state.weights)
-        worker.running, worker.running_step, worker.given = task.name, step.number, None
-        worker.listeners.tell("action_started", step.number, action)
+        worker.running, worker.running_step, worker.given = task.name, step.ordinal, None
+        worker.listeners.tell("action_started", step.ordinal, action)
         begin = worker.backend.timestamp()
         try:
             payload = task.handler(ActionContext(worker, step, task))
@@ -262,7 +262,7 @@ class Stream:
     def _copy(self, step: Step, entry: Entry) -> None:
         """Let an action run beside compute; that it is finished arrives like everything else."""
         task = step.tasks[entry.action]
-        self._worker.listeners.tell("action_started", step.number, entry.action)
+        self._worker.listeners.tell("action_started", step.ordinal, entry.action)
         begin, follow = self._worker.backend.timestamp(), self._worker.backend.as_here()
 
         def does() -> Payload | None:
@@ -296,12 +296,12 @@ class Stream:
             forget_casts()  # made without gradients
             worker.evaluated += 1
         # The count goes up only after a training step, which this may not have been.
-        worker.listeners.tell("idle", worker.step - 1)
+        worker.listeners.tell("idle", worker.step)
         assert step.result is not None
         self._ended |= step.result.stop
         self._confirm(step)
         if step.batch.train and step.result.loss is not None and not math.isfinite(step.result.loss):
-            self._not_finite(step.number, step.result.loss)
+            self._not_finite(step.ordinal, step.result.loss)
         return step.result
 
     def _confirm(self, step: Step) -> None:
@@ -317,7 +317,7 @@ class Stream:
                 # What others have not taken of the step before, and of the run that was abandoned, is kept for them.
                 self._open(other.batch, [], _MOST_OPEN + 1).undoable = True
             elif other.failure is not None:
-                self._worker.running, self._worker.running_step = other.failed, other.number
+                self._worker.running, self._worker.running_step = other.failed, other.ordinal
                 raise other.failure
 
     def _not_finite(self, number: int, loss: float) -> None:
@@ -349,7 +349,7 @@ class Stream:
             "step_finished",
             StepRecord(
                 worker.worker,
-                step.number,
+                step.ordinal,
                 step.start_ns,
                 time.perf_counter_ns(),
                 records,

@@ -114,7 +114,7 @@ class Step:
     reached: Callable[[Step, Action, int], None]
     #: number under which workers exchange its payloads
     run: int
-    #: index of the training step
+    #: index of the training step, from 0: random numbers are keyed by it
     number: int
     start_ns: int
     #: received payloads by the action that produced them, on another worker or on this one
@@ -147,6 +147,11 @@ class Step:
     #: whether it may have to be undone; if so, the state of modules before the first forward of each shard
     undoable: bool = False
     before: dict[Shard, ModuleState] = field(default_factory=dict)
+
+    @property
+    def ordinal(self) -> int:
+        """Number of the training step from 1, as errors, listeners and watchers show it."""
+        return self.number + 1
 
 
 class ActionContext(NamedTuple):

@@ -137,7 +137,7 @@ class WorkerThreads:
         ahead = [] if several else [shard.stage for shard in shards if shard.num_updates > done]
         if ahead:
             logger.warning(
-                "step %d failed when stages %s had been updated already: they are one step ahead", done, ahead
+                "step %d failed when stages %s had been updated already: they are one step ahead", done + 1, ahead
             )
         for actor, carrier in zip(self._actors, local_carriers(len(self._actors)), strict=True):
             actor.resume(carrier, done)

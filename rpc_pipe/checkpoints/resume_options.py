@@ -28,7 +28,7 @@ def try_checkpoints(every: int | None, folder: str, keep: int | None, resume: st
     if every is None and keep is not None:
         raise ConfigError(f"--checkpoint-keep {keep}: without --checkpoint-every none is written")
     if resume not in (None, "auto") and folders.newest(Path(str(resume))) is None:
-        raise ConfigError(f"--resume {resume}: holds no complete checkpoint; auto starts at step 0 if there is none")
+        raise ConfigError(f"--resume {resume}: holds no complete checkpoint; auto starts at step 1 if there is none")
     if not folder:
         raise ConfigError("--checkpoint-folder: must name a folder")
     if every is not None:
@@ -49,7 +49,7 @@ def follow(pipe: _ResumedPipeline, every: int | None, folder: str, keep: int | N
     own = [] if every is None else pipe.checkpoints.claim(folder)
     if own or resume is not None:
         told = _newest_sound(pipe.checkpoints.resume, own, [path for path in typed if path not in own])
-        told = told or f"{folder} holds no complete checkpoint of this job: training starts at step 0"
+        told = told or f"{folder} holds no complete checkpoint of this job: training starts at step 1"
     if not own and not typed and every is not None:
         told = "; ".join(filter(None, (told, others(Path(folder), ()))))
     if every is not None:
@@ -83,7 +83,7 @@ def _newest_sound(load: Callable[[Path], Any], own: list[Path], typed: list[Path
         return f"{told}; the script's steps 1 to {restored.step} are skipped: until then step and evaluate give nan"
     if typed:
         raise damaged[0]
-    return _instead(damaged, "training starts at step 0") if damaged else ""
+    return _instead(damaged, "training starts at step 1") if damaged else ""
 
 
 def _instead(damaged: list[Damaged], then: str) -> str:

@@ -216,7 +216,7 @@ class _Collector:
     def collect(self) -> Iterator[Metric]:
         view, steps, step_ms = self._view, self._view.complete_steps(1), self._view.step_ms()
         if steps:
-            yield CounterMetricFamily("rpc_pipe_steps", "Steps that all workers have finished.", steps[0] + 1)
+            yield CounterMetricFamily("rpc_pipe_steps", "Steps that all workers have finished.", steps[0])
         rows, links, lost, rate = worker_rows(view), link_rows(view), view.lost(), view.throughput()
         whole = [
             ("workers", "Workers that can be seen.", "", len(view.headers)),

@@ -26,7 +26,7 @@ def figures(view: View) -> dict[str, Any] | None:
         return None
     planned, throughput = trace.simulated(), view.throughput()
     return {
-        "steps": view.complete_steps(1)[0] + 1,
+        "steps": view.complete_steps(1)[0],
         "workers": view.num_workers,
         "loss": view.losses[-1][1],
         "step_ms": trace.step_ms,

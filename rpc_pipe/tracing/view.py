@@ -147,7 +147,7 @@ class View:
 
     @property
     def pipelines(self) -> dict[int, int]:
-        """By process, an id of its pipeline, as steps of a process's next pipeline count from 0 again."""
+        """By process, an id of its pipeline, as steps of a process's next pipeline count from 1 again."""
         return {rank: header["clock_ns"] for rank, header in self.headers.items()}
 
     @property

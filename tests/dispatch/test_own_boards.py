@@ -41,14 +41,14 @@ def steps(pipe, *counts):
 def test_a_step_is_written_when_its_worker_waits_in_the_next_one(folder):
     boards, pipe = RunBoards(folder), pipeline(num_microbatches=2)
     batch = torch.ones(2, 4), torch.ones(2, 4)
-    for seen in ([], [0], [0, 1]):
+    for seen in ([], [1], [1, 2]):
         pipe.step(batch)
         view = View()
         view.take(RunBoards(folder).look())
         assert view.complete_steps(0) == seen
     own_boards.write_out()
     view.take(boards.look())
-    assert view.complete_steps(0) == [0, 1, 2]
+    assert view.complete_steps(0) == [1, 2, 3]
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v", "chimera"])
@@ -59,11 +59,11 @@ def test_steps_of_any_number_of_microbatches_are_recorded(folder, schedule):
     view.take(boards.look())
     steps(pipe, 40, 40, 40)
     view.take(boards.look())
-    assert view.complete_steps(0) == [0, 1, 2] and view.lost(fresh=True) is not None and view.latest.dropped == 0
+    assert view.complete_steps(0) == [1, 2, 3] and view.lost(fresh=True) is not None and view.latest.dropped == 0
     steps(pipe, 2, 6, 4)
     view.take(boards.look())
-    assert view.complete_steps(0) == list(range(6)) and view.latest.dropped == 0
-    for step, count in enumerate([40, 40, 40, 2, 6, 4]):
+    assert view.complete_steps(0) == list(range(1, 7)) and view.latest.dropped == 0
+    for step, count in enumerate([40, 40, 40, 2, 6, 4], 1):
         trace = view.trace_of([step])
         assert trace is not None and trace.spec.num_microbatches == count
         ran, planned = ({(s.worker, s.action) for s in spans} for spans in (trace.spans(), trace.simulated().spans))
@@ -77,7 +77,7 @@ def test_the_next_pipeline_of_a_process_replaces_the_one_before(folder):
     assert {found["microbatches"] for found in view.latest.listings.values()} == {8}
     steps(pipeline(num_microbatches=2, schedule="gpipe"), 2)
     view.take(boards.look())
-    assert {found["microbatches"] for found in view.latest.listings.values()} == {2} and view.complete_steps(0) == [0]
+    assert {found["microbatches"] for found in view.latest.listings.values()} == {2} and view.complete_steps(0) == [1]
     assert type(view.spec).__name__ == "gpipe"
 
 
@@ -107,9 +107,9 @@ def test_a_board_of_another_machine_is_mirrored_with_all_that_is_listed_later(fo
         copy.refresh()
         view.take(boards.look())
     there = Board(own_boards._boards[1].since).look()
-    seen = [view._steps[step][1] for step in range(3)]
+    seen = [view._steps[step][1] for step in (1, 2, 3)]
     assert [r.start_ns for r in seen] == [r.start_ns + 5_000_000 for r in there]
-    assert [(r.step, r.num_microbatches) for r in seen] == [(0, 2), (1, 6), (2, 4)] and view.latest.dropped == 0
+    assert [(r.step, r.num_microbatches) for r in seen] == [(1, 2), (2, 6), (3, 4)] and view.latest.dropped == 0
     assert {found["microbatches"] for found in view.latest.listings.values()} == {
         6
     } and view.latest.clock_error_ms == 1e-3
@@ -132,7 +132,7 @@ def test_a_run_that_is_not_watched_can_still_be_told_of(monkeypatch):
     steps(unseen, 2)
     steps(pipe, 4, 4, 4)
     history = own_boards.collect()
-    assert history.complete_steps(0) == [0, 1, 2] and history.spec.num_microbatches == 4
+    assert history.complete_steps(0) == [1, 2, 3] and history.spec.num_microbatches == 4
     found = figures(history)
     assert (found["steps"], found["workers"]) == (3, 2) and sentence(found).startswith("3 steps on 2 workers: ")
 
@@ -142,7 +142,7 @@ def test_boards_of_an_earlier_pipeline_with_more_workers_do_not_count(folder):
     steps(pipeline(num_microbatches=4), 4, 4)
     view = View()
     view.take(RunBoards(folder).look())
-    assert len(worker_rows(view)) == 2 and view.complete_steps(0) == [0, 1]
+    assert len(worker_rows(view)) == 2 and view.complete_steps(0) == [1, 2]
 
 
 def test_a_worker_that_ends_alone_tells_it_before_it_waits_for_the_last_look(monkeypatch):

@@ -142,8 +142,8 @@ def test_a_run_is_found_shown_traced_recorded_and_replayed(tmp_path):
         assert {e["args"]["step"] for e in trace["traceEvents"] if e["ph"] == "X"} == {first, first + 1, first + 2}
         assert trace["otherData"] == {"clock_error_ms": 0.0}
         until_step(folder, 1000)  # a short board keeps fewer
-        code, _, err = watch(name, "--trace", tmp_path / "t.json", "--steps", "0-1")
-        assert code == 2 and "--steps 0-1: step 0 is over; the earliest still there is" in err
+        code, _, err = watch(name, "--trace", tmp_path / "t.json", "--steps", "1-2")
+        assert code == 2 and "--steps 1-2: step 1 is over; the earliest still there is" in err
         recording = tmp_path / "run.jsonl"
         watcher = start("watch", name, "--record", recording)
         until(lambda: recording.exists() and '"kind":"step"' in recording.read_text())

@@ -54,7 +54,7 @@ def test_a_loader_that_shuffles_gives_every_worker_what_it_gives_one_process(tmp
     [
         ("share", "were given different inputs (float32[8, 4] and float32[8, 4], with other values)"),
         ("early", "worker 0 calls evaluate, but worker 1 has ended its script"),
-        ("body", "worker 0 calls step 7 where worker 1 calls evaluate"),
+        ("body", "worker 0 calls step 8 where worker 1 calls evaluate"),
     ],
 )
 def test_workers_that_are_not_asked_for_the_same_say_so_at_once(tmp_path, how, message):

@@ -319,7 +319,7 @@ def test_training_goes_on_without_checkpoints_while_a_disk_is_full(tmp_path, cap
 
 
 def test_a_folder_of_checkpoints_that_is_removed_in_a_run_is_told_and_made_again(tmp_path, caplog):
-    # It was made without a word, and without the note of whose it is: a restart began at step 0.
+    # It was made without a word, and without the note of whose it is: a restart began at step 1.
     folder = tmp_path / "checkpoints"
     pipe = pipeline(2)
     pipe.checkpoints.claim(folder)
@@ -457,7 +457,7 @@ def test_an_ordinary_script_that_was_killed_goes_on_with_other_workers(tmp_path)
 @pytest.mark.parametrize(
     "typed, says",
     [
-        (["--resume", "nowhere"], "--resume nowhere: holds no complete checkpoint; auto starts at step 0"),
+        (["--resume", "nowhere"], "--resume nowhere: holds no complete checkpoint; auto starts at step 1"),
         (["--checkpoint-every", 0], "--checkpoint-every 0: must be at least 1"),
         (["--checkpoint-keep", 2], "--checkpoint-keep 2: without --checkpoint-every none is written"),
         (["--checkpoint-every", 2, "--checkpoint-folder", "/proc/x"], "--checkpoint-folder /proc/x: cannot be written"),

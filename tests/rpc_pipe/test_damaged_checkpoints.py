@@ -135,7 +135,7 @@ def test_a_restart_of_which_all_checkpoints_are_damaged_begins_as_it_did_at_firs
     _, undisturbed = followed(tmp_path, steps=1)
     no_part(tmp_path / "step-00000001")
     told, weights = followed(tmp_path, steps=1)
-    assert re.fullmatch(r"damaged: .*step-00000001.* is missing; training starts at step 0 instead", told), told
+    assert re.fullmatch(r"damaged: .*step-00000001.* is missing; training starts at step 1 instead", told), told
     assert weights == undisturbed
 
 

@@ -63,7 +63,9 @@ def test_whatever_a_model_raises_is_named_with_place_and_shapes(error):
     pipe, batch = training(raising(error))
     with pytest.raises(WorkerFailure) as raised:
         pipe.step(batch)
-    assert str(raised.value).startswith(f"worker 1 failed (running 1F2, step 0): {type(error).__name__}")
+    assert str(raised.value).startswith(f"worker 1 failed (running 1F2, step 1): {type(error).__name__}")
+    # The first step was step 0 here, and step 1 in `on_step` and in the script's own lines.
+    assert (raised.value.worker, raised.value.action, raised.value.step) == (1, "1F2", 1)
     assert raised.value.place == "stage 1, microbatch 2, given float32[2, 4]"
     assert "in does" in raised.value.remote_traceback
     pipe.close()
@@ -72,7 +74,7 @@ def test_whatever_a_model_raises_is_named_with_place_and_shapes(error):
 def test_a_layer_that_calls_its_own_pipeline_is_told_so():
     """Between processes all waited in vain, and a lost message was blamed."""
     pipe, batch = training(lambda x: pipe.actors[1].run(None))
-    with pytest.raises(WorkerFailure, match=r"running 1F2, step 0.*called from within 1F2, which this worker computes"):
+    with pytest.raises(WorkerFailure, match=r"running 1F2, step 1.*called from within 1F2, which this worker computes"):
         pipe.step(batch)
     pipe.close()
 
@@ -86,7 +88,7 @@ class Noted(ArithmeticError):
 def test_an_error_that_takes_no_notes_is_named_all_the_same():
     """A TypeError of ours took its place, as its notes were no list."""
     pipe, batch = training(raising(Noted("no")))
-    with pytest.raises(WorkerFailure, match=r"worker 1 failed \(running 1F2, step 0\): .*Noted: no"):
+    with pytest.raises(WorkerFailure, match=r"worker 1 failed \(running 1F2, step 1\): .*Noted: no"):
         pipe.step(batch)
     pipe.close()
 
@@ -96,7 +98,7 @@ def test_a_script_alone_that_hangs_is_told_who_does(streamed):
     """Workers of a process wait for each other's locks, not for payloads: `stall_s` never fired. And `train` told only
     that something had hung."""
     pipe, batch = training(lambda x: time.sleep(2) or x, stall_s=0.6)
-    with pytest.raises(Stalled, match=r"worker 1 hangs: running 1F2, step 0, for 0.6 s; it is in") as raised:
+    with pytest.raises(Stalled, match=r"worker 1 hangs: running 1F2, step 1, for 0.6 s; it is in") as raised:
         next(pipe.train([batch])) if streamed else pipe.step(batch)
     assert "time.sleep(2)" in str(raised.value)
     with pytest.raises(Exception, match="make another pipeline"):
@@ -122,11 +124,11 @@ def test_a_loss_that_is_not_finite_stops_unless_told_otherwise(policy, monkeypat
     monkeypatch.setenv("RPC_PIPE_NAN", policy)
     pipe, batch = training(lambda x: x * float("nan"))
     if policy == "stop":
-        with pytest.raises(NotFinite, match="step 0: the loss is nan, and the weights are spoilt"):
+        with pytest.raises(NotFinite, match="step 1: the loss is nan, and the weights are spoilt"):
             pipe.step(batch)
     else:
         pipe.step(batch)
-        assert [record.message for record in caplog.records] == ["step 0: the loss is nan"] * (policy == "warn")
+        assert [record.message for record in caplog.records] == ["step 1: the loss is nan"] * (policy == "warn")
     pipe.close()
 
 
@@ -278,7 +280,7 @@ def test_a_failed_run_starts_again_from_its_own_checkpoint_and_ends_alike(tmp_pa
     done = rpc_pipe(*run(*options, of_script=(6, 0.1, "exit")), RPC_PIPE_LOGS=str(tmp_path / "logs"))
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"loss (0x\S+)", done.stdout)[1] == undisturbed(6)
-    assert "worker 0 ended with exit code 0 while running 0F2, step 3" in done.stdout
+    assert "worker 0 ended with exit code 0 while running 0F2, step 4" in done.stdout
     assert "starting again (1 of 1)" in done.stdout
     assert re.search(r"goes on from \S+/step-00000002, after 2 steps", done.stdout)
 

@@ -150,7 +150,7 @@ def test_a_workers_exception_reaches_the_console_first(tmp_path):
     first, second = done.stdout.splitlines()[:2]
     assert "worker 2 failed" in first
     assert (
-        second == "worker 2 failed (running 2F2, step 1): ArithmeticError: the model's own fault, in layer 2 (Faulty)"
+        second == "worker 2 failed (running 2F2, step 2): ArithmeticError: the model's own fault, in layer 2 (Faulty)"
     )
     assert "in forward" in done.stdout and str(script) in done.stdout
 

@@ -58,10 +58,10 @@ def test_what_a_script_says_otherwise_is_named(tmp_path, caplog):
 def test_another_script_or_model_has_its_own_series(tmp_path, monkeypatch):
     job(tmp_path, 2)
     told, _, names = job(tmp_path, 1, resume="auto", layers=[*LAYERS[:-1], partial(nn.Linear, 16, 4, bias=False)])
-    assert "training starts at step 0" in told and "step-00000001.1" in names
+    assert "training starts at step 1" in told and "step-00000001.1" in names
     monkeypatch.setattr("sys.argv", ["other.py"])
     told, *_ = job(tmp_path, 3, resume="auto", every=3)
-    assert "training starts at step 0" in told and "3 other checkpoints stay" in told
+    assert "training starts at step 1" in told and "3 other checkpoints stay" in told
     monkeypatch.undo()
     told, *_ = job(tmp_path, 0, resume="auto")
     assert "step-00000002, after 2 steps" in told
@@ -70,7 +70,7 @@ def test_another_script_or_model_has_its_own_series(tmp_path, monkeypatch):
 def test_a_job_that_has_written_nothing_yet_begins_again(tmp_path):
     job(tmp_path, 2)
     job(tmp_path, 1, every=5)
-    assert "training starts at step 0" in job(tmp_path, 0, resume="auto")[0]
+    assert "training starts at step 1" in job(tmp_path, 0, resume="auto")[0]
 
 
 def test_checkpoints_of_a_version_that_noted_no_job_are_gone_on_from(tmp_path, monkeypatch):

@@ -296,7 +296,7 @@ def test_what_is_refused_in_a_step_is_a_sentence_without_our_traceback(loss, sen
     with pytest.raises(WorkerFailure) as raised:
         pipe.step((torch.randn(8, 4), torch.zeros(8)))
     first, *others = str(raised.value).splitlines()
-    assert first.startswith(f"worker 1 failed (running 1F0, step 0): {sentence}")
+    assert first.startswith(f"worker 1 failed (running 1F0, step 1): {sentence}")
     assert others == ["stage 1, microbatch 0, given float32[4, 4]"]
     assert isinstance(raised.value.__cause__, ConfigError)  # which a launcher tells alone, with exit code 2
     pipe.close()

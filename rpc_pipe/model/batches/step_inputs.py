@@ -131,7 +131,7 @@ class StepInputs:
         part = self.part(actor, len(batch.inputs), reductions, train=train)
         weights = self.weights if number == 0 else ""
         order = " ".join(map(str, batch.order))
-        call = Call(actor.worker, what or f"step {number}", self.described, *batch.described, weights, order=order)
+        call = Call(actor.worker, what or f"step {number + 1}", self.described, *batch.described, weights, order=order)
         scales = update_shares(part.spec, batch.shares) if train and not part.spec.synchronous else None
         return StepInput(
             part, self._order, call, batch.inputs, None if what == "predict" else batch.targets, batch.shares,
