@@ -55,6 +55,7 @@ setup(
         "tensorboard": ["tensorboard"],
         "zmq": ["pyzmq>=26"],
         "hf": ["transformers>=5", "peft>=0.18"],
+        "docs": ["pdoc>=16"],
         "bench": ["torchpippy==0.1.1", "transformers"],
     },
     entry_points={"console_scripts": ["rpc-pipe = rpc_pipe.commands.main:main"]},

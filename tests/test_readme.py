@@ -108,7 +108,7 @@ def test_the_readme_is_short():
 @pytest.mark.parametrize("example", sorted((ROOT / "docs" / "examples").glob("*.py")), ids=lambda path: path.stem)
 def test_examples_run(example, tmp_path):
     for needed in re.findall(r"^from (peft|transformers) import", example.read_text(), re.MULTILINE):
-        pytest.importorskip(needed, reason=f"{example.name} needs pip install 'rpc-pipe[hf]'")
+        pytest.importorskip(needed, reason=f"{example.name} needs pip install '.[hf]'")
     run([example, "--steps", 3], tmp_path)
 
 

@@ -143,4 +143,4 @@ def need(module: str, what: str) -> Any:
         return import_module(module)
     except ImportError as error:
         top = module.partition(".")[0]
-        raise ConfigError(f"{what} needs {top}: pip install 'rpc-pipe[data]'") from error
+        raise ConfigError(f"{what} needs {top}: pip install '.[data]'") from error

@@ -212,7 +212,7 @@ class Scalars(_Sink):
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
-            raise ConfigError(f"--tensorboard: needs {error.name}; pip install 'rpc-pipe[tensorboard]'") from error
+            raise ConfigError(f"--tensorboard: needs {error.name}; pip install '.[tensorboard]'") from error
         self._writer = SummaryWriter(str(folder))
 
     def write(self, view: View) -> None:

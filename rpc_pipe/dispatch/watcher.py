@@ -89,7 +89,7 @@ class Watcher:
             try:
                 from .web import Server, parse_address
             except ImportError as error:
-                raise ConfigError(f"{option}: needs {error.name}; pip install 'rpc-pipe[dispatch]'") from error
+                raise ConfigError(f"{option}: needs {error.name}; pip install '.[dispatch]'") from error
             server = Server(self._view, self._source, option, *parse_address(option, text), page=option == "--web")
             address = await server.start()
             stack.push_async_callback(server.stop)

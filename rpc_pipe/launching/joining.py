@@ -117,7 +117,7 @@ def _by_zmq(place: MeetingPlace) -> ZmqLink:
     try:
         from ..workers.transport.zeromq import ZmqLink
     except ImportError as error:
-        raise ConfigError(f"transport zmq: needs {error.name}; pip install 'rpc-pipe[zmq]'") from error
+        raise ConfigError(f"transport zmq: needs {error.name}; pip install '.[zmq]'") from error
     folder, network = None if job.port else place.folder(), None
     if job.port or not job.one_host or job.interface != LOOPBACK:
         network = _network(place)
