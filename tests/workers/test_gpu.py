@@ -33,7 +33,8 @@ def test_payloads_leave_and_enter_as_they_are(backend):
     backend.leave(pack(source), left.put, left.put)
     entered = unpack(backend.ready(backend.enter(left.get(timeout=20))))
     for one, other in zip(source, entered, strict=True):
-        assert other.is_cuda and one.stride() == other.stride() and one.is_conj() == other.is_conj()
+        assert other.is_cuda and one.is_conj() == other.is_conj()
+        assert one.is_neg() or one.stride() == other.stride(), "numbers shown negative travel as numbers"
         assert torch.equal(one, other)
 
 
