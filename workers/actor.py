@@ -48,7 +48,7 @@ class WorkerActor(Context):
     Args:
         shards: by (stage, route).
         max_grad_norm: norm to which the gradients of the whole model are clipped.
-        stall_s: how long nothing may arrive while nothing can run, before that counts as a failure.
+        stall_s: seconds without an arrival, while nothing can run, that count as a failure.
     """
 
     def __init__(
@@ -63,21 +63,21 @@ class WorkerActor(Context):
         super().__init__(carrier.worker, backend, Mailbox(carrier, backend, stall_s), shards, max_grad_norm)
         self.carrier = carrier
         self.stall_s = stall_s
-        #: says who hangs, where nobody else does
+        #: names the hanging worker, where no launcher does
         self.roll_call: Callable[[], str] | None = None
         self._bound: dict[Part, Bound] = {}
-        #: those that have not ended
+        #: streams that have not ended
         self._streams: list[Stream] = []
         #: whether a stream that an error breaks off stays as it is, to be looked at, until `abandon_broken`
         self.keeps_broken = False
         self.broken: Stream | None = None
 
     def run(self, batch: StepInput) -> Result:
-        """Do this worker's part of `batch` and return what all workers know after it: a stream of length one.
+        """Do this worker's part of `batch` and return the result, which all workers share: a stream of length one.
 
         Raises:
-            Disagreement: another worker was asked for something else.
-            WorkerFailure: this worker's own work raised.
+            Disagreement: another worker makes another call.
+            WorkerFailure: this worker's work raised.
             PeerLost: another worker failed or is gone.
             Stalled: nothing arrived in time.
         """
@@ -129,19 +129,19 @@ class WorkerActor(Context):
             stream.abandon()
 
     def abandon_broken(self) -> None:
-        """Undo what has been begun of a stream that has broken off."""
+        """Undo the begun steps of a stream that has broken off."""
         broken, self.broken = self.broken, None
         if broken is not None:
             broken.abandon()
 
     def flush(self) -> None:
-        """Complete what has been begun of the streams that overlap; their results are given next."""
+        """Complete the begun steps of streams that overlap; their results are given next."""
         with self._telling_failures():
             for stream in self._streams:
                 stream.flush()
 
     def resume(self, carrier: Carrier, step: int) -> None:
-        """Forget what was under way and go on, over another carrier, after `step` complete steps."""
+        """Forget begun steps and go on, over another carrier, after `step` complete steps."""
         self.abandon_broken()
         self.carrier, self.mailbox = carrier, Mailbox(carrier, self.backend, self.stall_s)
         self.running, self.step, self.next_step = "", step, step
@@ -157,7 +157,7 @@ class WorkerActor(Context):
         return self._bound[batch.part]
 
     def gather(self, name: str, value: Tree) -> list[Tree] | None:
-        """Return every worker's `value`, in order of workers, on the first worker; None on the others."""
+        """Return every worker's `value`, in order of workers, on the first worker; None on any other."""
         return self.hand(f"gather {name}", value, self.carrier.workers, [min(self.carrier.workers)])
 
     def exchange(self, name: str, value: Tree) -> list[Tree]:
@@ -167,12 +167,12 @@ class WorkerActor(Context):
         return values
 
     def hand(self, name: str, value: Tree, senders: Collection[int], takers: Collection[int]) -> list[Tree] | None:
-        """Return the `value`s of the workers `senders`, in order, on the workers `takers`; None on the others.
+        """Return the `value`s of the workers `senders`, in order, on the workers `takers`; None on any other.
 
         They go straight from worker to worker, and are on the host of all takers alike. All workers call this alike.
         """
         with self._telling_failures():
-            if not self.backend.in_step:  # not by pinned memory, of which a whole model may be too much
+            if not self.backend.in_step:  # not by pinned memory: a whole model may be too large for it
                 value = map_tensors(value, Tensor.cpu)
             run = self.mailbox.begin(Call(self.worker, name))
             values: dict[int, Tree] = {self.worker: value} if self.worker in senders else {}
@@ -183,31 +183,31 @@ class WorkerActor(Context):
             if self.worker in takers:
                 arrived = self.mailbox.collect(run, name, set(senders) - {self.worker})
                 values |= {worker: unpack(one) for worker, one in arrived.items()}
-            if payload is not None and payload.num_bytes:  # the caller may write weights, and others may read them
+            if payload is not None and payload.num_bytes:  # the caller may write weights while peers read them
                 self.carrier.wait_taken(run + 1, self.stall_s, since=run)
             self.carrier.end(run)
         return [values[worker] for worker in sorted(senders)] if self.worker in takers else None
 
     def barrier(self) -> None:
-        """Return when every worker has called this and nobody needs anything of this one."""
+        """Return when every worker has called this and no peer needs a payload of this one."""
         self.exchange("barrier", None)
         with self._telling_failures():
             self.carrier.wait_taken(None, self.stall_s)
 
     def chained(self) -> set[int]:
-        """Return the stages whose forwards may write what later ones read."""
+        """Return the stages with forwards that may write state which later ones read."""
         shards = self.shards.items()
         return {stage for (stage, _), shard in shards if shard.stateful or any(map(may_count, shard.slice.own))}
 
     def go_on_at(self, step: int, updates: int) -> None:
-        """Count from here as after so many training steps and updates."""
+        """Count from here as after a number of training steps and updates."""
         self.step = self.next_step = step
         for shard in self.shards.values():
             shard.go_on_at(step, updates)
 
     @contextmanager
     def _telling_failures(self, stream: Stream | None = None) -> Iterator[None]:
-        """Tell the others at once that there will be no more from here, and name the first cause."""
+        """Inform the peers at once that this worker sends no more, with the first cause."""
         self.running = ""
         try:
             yield
@@ -220,12 +220,12 @@ class WorkerActor(Context):
             failure = known if isinstance(known, (Disagreement, NotFinite, WorkerFailure)) else self._describe(error)
             self.carrier.fail(failure)
             if self._is_own(error):
-                # contextlib takes a RuntimeError whose cause is a StopIteration for one that the interpreter has made.
+                # contextlib takes a RuntimeError caused by a StopIteration for one that the interpreter has made.
                 raise failure from None if isinstance(error, StopIteration) else error
             raise
 
     def _is_own(self, error: BaseException) -> bool:
-        """Tell whether this worker's own work raised; a model may call `sys.exit` too."""
+        """Return whether this worker's work raised; a model may call `sys.exit` too."""
         if isinstance(error, (Disagreement, NotFinite, PeerLost, Stalled, WorkerFailure)):
             return False
         if isinstance(error, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
@@ -237,12 +237,12 @@ class WorkerActor(Context):
         try:
             error.__traceback__ = _leading_to(error)
             return WorkerFailure(self.worker, self.running, step, *_told(error), self._place())
-        except Exception as another:  # of the user's class of errors: it is told all the same, or others would wait
+        except Exception as another:  # of the user's class of errors: it is reported all the same, or peers would wait
             told = f"{type(error).__name__}, which cannot be described: {type(another).__name__}"
             return WorkerFailure(self.worker, self.running, step, told, "")
 
     def _place(self) -> str:
-        """Say in a line what runs: stage, microbatch, types and shapes of what it was given."""
+        """Return a line on the running action: stage, microbatch, types and shapes of its arguments."""
         if not self.running:
             return ""
         action = Action.parse(self.running)
@@ -265,7 +265,7 @@ def _is_ours(file: Path) -> bool:
 
 
 def _told(error: BaseException) -> tuple[str, str]:
-    """Return an error in one line, and its traceback: none for a refusal of ours to which no code of others led."""
+    """Return an error in one line, and its traceback: none for a refusal of this project without foreign frames."""
     files = [Path(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(error.__traceback__)]
     if isinstance(error, PipeError) and all(_HERE.parent in file.parents for file in files):
         return str(error), ""

@@ -1,4 +1,4 @@
-"""What a caller may do between two steps of `train`, although forwards of the next step may already have run."""
+"""The time between two steps of `train`, for the caller, although forwards of the next step may have run."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from .step import Step
 
 
 class BetweenSteps:
-    """What the caller may do between two steps: it may evaluate, save, or change modules by hand."""
+    """The time between two steps, when the caller may evaluate, save, or change modules by hand."""
 
     def __init__(self, worker: Context) -> None:
         self._worker = worker
-        #: the state in which forwards of the step under way have left modules
+        #: the state of modules behind forwards of the open step
         self._under_way: dict[Shard, ModuleState] = {}
         self._notes: list[tuple[Shard, ByHand]] = []
         #: evaluations before the pause between the steps
         self._evaluated = 0
 
     def begin(self, step: Step | None) -> None:
-        """Show the caller the modules as they were before `step`, whose forwards have begun; None: none has."""
+        """Show the caller the modules as they were before the forwards of `step`; None: no step has begun."""
         self._evaluated = self._worker.evaluated
         for shard, before in () if step is None else step.before.items():
             self._under_way[shard] = before.now()
             before.put_back()
-        # All shards, not only those whose forwards have run: whether a change is refused must not depend on timing.
+        # All shards, also without a forward so far: the refusal of a change must not depend on timing.
         self._notes = [] if step is None else [(s, ByHand(s)) for s in self._worker.shards.values()]
 
     @property
@@ -39,7 +39,7 @@ class BetweenSteps:
         """Give modules back the state that forwards of `step` have left.
 
         Raises:
-            ConfigError: the caller, or an evaluation, has changed what these forwards had read.
+            ConfigError: the caller, or an evaluation, has changed state that these forwards had read.
         """
         notes, self._notes = self._notes, []
         for shard, note in notes:

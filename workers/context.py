@@ -13,7 +13,7 @@ from .transport.payload import Payload
 
 @dataclass(eq=False)
 class Context:
-    """A worker's shards, connections and settings, and what it is running."""
+    """A worker's shards, connections and settings, and its running action."""
 
     worker: int
     backend: DeviceBackend
@@ -22,7 +22,7 @@ class Context:
     shards: dict[tuple[int, int], Shard]
     #: the gradients of the whole model are clipped to this norm; None: no clipping
     max_grad_norm: float | None = None
-    #: what to do about a loss that is not finite: "stop", "warn" or "ignore"
+    #: reaction to a loss that is not finite: "stop", "warn" or "ignore"
     nan: str = "stop"
     listeners: Listeners = field(default_factory=Listeners)
     #: whether training can go on after a failed step: if all workers are threads of one process

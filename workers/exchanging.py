@@ -1,4 +1,4 @@
-"""The exchange of gradients between those who hold the same parameters: a handler a kind."""
+"""Handlers of G, S, P and A: the exchange of gradients across replicas and tied stages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each kind of action does on a worker: a function a kind. A new kind is one row of the table and one function."""
+"""Handlers of actions on a worker: a function a kind. A new kind is one row of the table and one function."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def _recompute(ctx: ActionContext) -> None:
 
 @carries_out(C)
 def _collect_loss(ctx: ActionContext) -> Payload:
-    """Append this worker's losses and stop request to those from workers further from the root of the tree."""
+    """Append this worker's losses and stop request to the lists from workers further from the root of the tree."""
     worker, step = ctx.worker, ctx.step
     parts = [part for payload in _taken(ctx, C) for part in unpack(payload)]
     if step.batch.spec.last_stage in (stage for stage, _ in worker.shards) and _is_first_node(ctx):
@@ -130,9 +130,9 @@ def _tell_loss(ctx: ActionContext) -> Payload:
 
 @carries_out(N)
 def _collect_norms(ctx: ActionContext) -> Payload:
-    """Merge the norms of this worker's gradients, keyed by parameter rank, with those from workers further away.
+    """Merge the norms of this worker's gradients, keyed by parameter rank, with the norms from workers further away.
 
-    With a scaled loss the flags that say whether gradients are finite travel along.
+    With a scaled loss the flags for finite gradients travel along.
     """
     norms = dict(ctx.step.own_norms) if _is_first_node(ctx) else {}
     finite: list[Tensor] = []
@@ -157,7 +157,7 @@ def _tell_norm(ctx: ActionContext) -> Payload:
     (payload,) = _taken(ctx, T, N)
     norm, finite = unpack(payload)
     if isinstance(norm, dict):
-        norm, finite = ctx.worker.backend.load((norm, finite))  # those of other workers have arrived on the host
+        norm, finite = ctx.worker.backend.load((norm, finite))  # other workers' norms have arrived on the host
         norm = total_norm([norm[rank] for rank in sorted(norm)], ctx.worker.backend.device) if norm else None
         finite = torch.stack(finite).all() if finite else None
     assert ctx.step.result is not None
@@ -204,15 +204,15 @@ def _validate(ctx: ActionContext) -> None:
 
 
 def _complete_gradients(ctx: ActionContext, shard: Shard, route: int) -> None:
-    """Take the sums over all who hold a parameter, and divide them by the step's weight if the loss is a sum; once per
-    step."""
+    """Take the sums over all holders of a parameter, and divide them by the step's weight if the loss is a sum; once
+    per step."""
     step, spec = ctx.step, ctx.step.batch.spec
     if shard in step.completed:
         return
     step.completed.add(shard)
     if shard.updating.pieces is not None and not spec.zero:
         for each in reduction_tree(spec).sums(shard.stage, route, step.batch.reductions):
-            # Not taken out: several who hold them may be on this worker.
+            # Not taken out: several holders may be on this worker.
             shard.updating.pieces.take(ctx.worker.backend.ready(step.payloads[each]))
     if step.result is not None and step.batch.reductions.weight and step.result.summed:
         shard.updating.divide(shard.updating.weight + step.result.divisor)
@@ -223,7 +223,7 @@ def _complete_gradients(ctx: ActionContext, shard: Shard, route: int) -> None:
 
 
 def _is_first_node(ctx: ActionContext) -> bool:
-    """Return whether the worker contributes its own values here; at its other nodes of the tree it only forwards."""
+    """Return whether the worker contributes its values here; at its other nodes of the tree it only forwards."""
     stage, _, route = ctx.task.entry.action
     return reduction_tree(ctx.step.batch.spec).own[ctx.worker.worker] == (stage, route)
 

@@ -1,4 +1,4 @@
-"""What a worker reports about itself while it runs, and the hooks that receive it. No worker depends on a listener."""
+"""A worker's reports while it runs, and the hooks that receive them. No worker depends on a listener."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Arrived(NamedTuple):
 
 
 class Blocked(NamedTuple):
-    """The next action of a worker that waits, and what it waits for."""
+    """The next action of a waiting worker, and the actions that it waits for."""
 
     #: None: all actions have run, and the result of the step is missing
     action: Action | None
@@ -65,10 +65,10 @@ class StepRecord:
     outbox: int = 0
     #: microbatches of the step
     num_microbatches: int = 0
-    #: how long the worker waited for the data loader, and what that was busy with: disk, network or decode
+    #: ns that the worker waited for the data loader, and the loader's work meanwhile: disk, network or decode
     data_wait_ns: int = 0
     data_cause: str = ""
-    #: numbers of the microbatches as given, in the order in which they ran; empty: as given
+    #: numbers of the microbatches as given, in the order of the run; empty: as given
     microbatch_order: tuple[int, ...] = ()
 
     @property
@@ -84,7 +84,7 @@ class Listener:
         """An action is about to run."""
 
     def waiting(self, step: int, what: Callable[[], Blocked]) -> None:
-        """There is nothing to run until something arrives; `what()` says what is missing."""
+        """Nothing can run until a payload arrives; `what()` returns the missing ones."""
 
     def step_finished(self, record: StepRecord) -> None:
         """A step is complete on this worker."""
@@ -94,7 +94,7 @@ class Listener:
 
 
 class Listeners:
-    """Tells several listeners; one that raises is reported once and removed, and the run goes on."""
+    """Calls several listeners; one that raises is reported once and removed, and the run goes on."""
 
     def __init__(self) -> None:
         self._listeners: tuple[Listener, ...] = ()

@@ -20,10 +20,10 @@ logger = logging.getLogger(__name__)
 
 
 class Mailbox:
-    """What a worker pulls and publishes.
+    """The pulls and published payloads of a worker.
 
     Args:
-        stall_s: how long nothing may arrive while somebody waits, before that counts as a failure.
+        stall_s: seconds without an arrival, while this worker waits, that count as a failure.
     """
 
     def __init__(self, carrier: Carrier, backend: DeviceBackend, stall_s: float) -> None:
@@ -45,7 +45,7 @@ class Mailbox:
         return run
 
     def pull(self, run: int, peer: int, names: Iterable[str], *, to_compute: bool = False) -> None:
-        """Ask `peer` for all of `names`, ahead of need; what is not computed from is read on the CPU."""
+        """Ask `peer` for all of `names`, ahead of need; payloads that are not computed with are read on the CPU."""
         # Copies to a GPU are started by the receiving thread: the compute thread must not wait for them.
         enter = self._backend.enter if to_compute and not self._backend.in_step else None
         self.carrier.pull(peer, run, names, enter)
@@ -53,7 +53,7 @@ class Mailbox:
     def publish(
         self, run: int, what: str, payload: Payload, others: Sequence[int], *, to_compute: bool = False
     ) -> None:
-        """Let the workers `others` pull `payload`: at once where all copy it from the device, else when it has left."""
+        """Let the workers `others` pull `payload`: at once if all copy it from the device, else when it has left."""
         outbox, key = self.carrier.outbox, (run, what)
         if self._backend.in_step:
             outbox.offer(key, payload, others)
@@ -67,7 +67,7 @@ class Mailbox:
         self._backend.leave(payload, lambda left: outbox.offer(key, left, others), self.carrier.fault)
 
     def arrivals(self, runs: Container[int]) -> list[Delivered]:
-        """Return what has arrived for `runs`, without waiting: payloads, or None for what is finished.
+        """Return the arrivals for `runs`, without waiting: payloads, or None for finished actions.
 
         Raises:
             PeerLost: a peer failed or is gone.
@@ -89,7 +89,7 @@ class Mailbox:
         Raises:
             PeerLost: a peer failed or is gone.
             Disagreement: a peer has made another call, or has ended its script.
-            Stalled: nothing arrived in time; `describe` names what was awaited.
+            Stalled: nothing arrived in time; `describe` names the awaited payloads.
         """
         me, begin, told = self.carrier.worker, time.monotonic(), False
         while looked or not (found := self.arrivals(runs)):

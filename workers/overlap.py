@@ -4,9 +4,9 @@
     step k+1            F F F F . . B U B U ...      as many are open as `most_open` says
     step k+2                    F F F F ...
 
-All workers open the same steps before they give the result of one. An update waits for all that ends the step before,
-so when a result is given the parameters of every worker are those of that step's last update: the caller may evaluate
-and save. What forwards write, such as running means, is given as it was after the step's forwards, and put back
+All workers open the same steps before they give the result of one. An update waits for the whole end of the step
+before, so when a result is given every worker has the parameters of that step's last update: the caller may evaluate
+and save. State that forwards write, such as running means, is shown as it was after the step's forwards, and put back
 afterwards.
 """
 
@@ -82,7 +82,7 @@ class OverlappingStream(Stream):
         return True
 
     def _begin(self, spec: Spec) -> None:
-        """Begin a stream of `spec`: what the parameters hold is version 0."""
+        """Begin a stream of `spec`: version 0 is the present parameters."""
         self._spec, self._num_begun = spec, 0
         self._most_open, self._period = most_open(spec), period(spec)
         for (stage, route), shard in self._worker.shards.items():

@@ -1,7 +1,7 @@
 """A stream of steps through one worker: the state machines' instructions, carried out on the thread that computes.
 
 Of a stream two steps are open at most. The next one is opened when the last forward of this one has been started: its
-forwards wait for nothing but their own stage's update, so the pipeline stays full from step to step.
+forwards wait only for their stage's update, so the pipeline stays full from step to step.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Stream:
     """Carries batches through a worker; gives the result of each, in order.
 
     Args:
-        bound_for: what the part of a batch means on the worker.
+        bound_for: returns the tasks of a batch's part on the worker.
     """
 
     def __init__(self, worker: Context, batches: Iterator[StepInput], bound_for: Callable[[StepInput], Bound]) -> None:
@@ -55,7 +55,7 @@ class Stream:
 
         No iterator: a StopIteration that a model raises would end it.
         """
-        self._between_steps.end(self._begun())  # modules hold what forwards of the next step have left
+        self._between_steps.end(self._begun())  # modules are as forwards of the next step have left them
         if self._steps:
             self._carrier.calls.go_on(next(iter(self._steps)))
         self._open_next()
@@ -95,9 +95,9 @@ class Stream:
         self._open(batch, [] if newest is None else [newest.state])
 
     def _open(self, batch: StepInput, before: Sequence[WorkerState], most_open: int = _MOST_OPEN) -> Step:
-        """Begin a step, and ask other workers for what it needs of them."""
+        """Begin a step, and ask other workers for its inputs."""
         state = WorkerState(batch.part, batch.order, before)
-        # In the middle of a stream, too, numbers drawn in an evaluation are those of the step that would come next.
+        # In the middle of a stream, too, an evaluation draws the numbers of the step that would come next.
         number = self._worker.next_step if batch.train else self._worker.step
         undoable = self._undoable(batch)
         for shard in self._worker.shards.values() if batch.train else ():
@@ -116,7 +116,7 @@ class Stream:
         return step
 
     def _scatter_inputs(self, step: Step) -> None:
-        """Offer what others use of a batch and cannot read, or ask for it."""
+        """Offer the parts of a batch that other workers use and cannot read, or ask for them."""
         scatter, me = step.batch.scatter, self._worker.worker
         if scatter is None:
             return
@@ -129,14 +129,14 @@ class Stream:
                 self._carrier.outbox.offer((step.run, what), pack(scatter.lists[what]), takers)
 
     def _undoable(self, batch: StepInput) -> bool:
-        """Tell whether a step that begins now may have to be undone, or rests while the caller acts."""
+        """Return whether a step that begins now may have to be undone, or rests while the caller acts."""
         return self._worker.recovers or bool(self._steps and batch.train)
 
     def flush(self) -> None:
-        """Complete what has been begun; of synchronous steps nothing waits for what comes later."""
+        """Complete begun steps; no synchronous step waits for a later one."""
 
     def abandon(self) -> None:
-        """Undo what has been done of steps that are not complete; all workers do so after the same step."""
+        """Undo incomplete steps; all workers do so after the same step."""
         if not self._steps:
             return
         self._between_steps.abandon(next(iter(self._steps.values())))
@@ -150,7 +150,7 @@ class Stream:
         self._worker.next_step = self._worker.step
 
     def _choose_beside(self) -> tuple[tuple[Step, Entry] | None, bool]:
-        """Do all that may be done beside computing; return what is computed next, and whether anything was done."""
+        """Run all actions beside compute; return the next compute action, and whether anything ran."""
         has_moved = False
         for step in self._steps.values():
             state = step.state
@@ -164,7 +164,7 @@ class Stream:
         return self._choose(), has_moved
 
     def _choose(self) -> tuple[Step, Entry] | None:
-        """Return what is computed next; None: nothing may run now."""
+        """Return the next compute action; None if nothing may run now."""
         for step in self._steps.values():
             entry = step.state.take()
             if entry is not None:
@@ -186,7 +186,7 @@ class Stream:
             assert payload is not None and step.batch.scatter is not None
             step.batch.scatter.lists[name][:] = unpack(payload)
             step.awaited_inputs.remove(name)
-        elif peer == self._worker.worker:  # a copy of our own
+        elif peer == self._worker.worker:  # a copy made on this worker
             self._finish(step, action, payload)
         else:
             if payload is not None:
@@ -243,13 +243,13 @@ class Stream:
         worker.running, worker.given = "", None
 
     def _may_be_wrong(self, step: Step) -> bool:
-        """Tell whether a step goes by weights that may be taken back."""
+        """Return whether a step uses weights that may be undone."""
         before = next(iter(self._steps.values()))
         return before is not step and before.batch.reductions.validated
 
     def _finish(self, step: Step, action: Action, payload: Payload | None) -> None:
         task = step.tasks[action]
-        if payload is not None:  # first of all: others wait for it
+        if payload is not None:  # first of all: peers wait for it
             if task.entry.here:
                 step.payloads[action] = payload
             if task.entry.consumers:
@@ -266,14 +266,14 @@ class Stream:
         begin, follow = self._worker.backend.timestamp(), self._worker.backend.as_here()
 
         def does() -> Payload | None:
-            follow()  # another thread has a current device and stream of its own
+            follow()  # the current device and stream belong to a thread
             return task.handler(ActionContext(self._worker, step, task))
 
         def copied(future: Future[Payload | None]) -> None:
             outcome = future.exception() or future.result()
             try:
                 step.timestamps.append((entry.action, begin, self._worker.backend.timestamp()))
-            except Exception as error:  # else nobody would hear of it, and the worker would wait
+            except Exception as error:  # else the error would be lost, and the worker would wait
                 outcome = outcome if isinstance(outcome, BaseException) else error
             self._carrier.deliver((step.run, task.name), outcome)
 
@@ -305,23 +305,23 @@ class Stream:
         return step.result
 
     def _confirm(self, step: Step) -> None:
-        """Go on with what comes after `step`, or begin it again if the update of `step` was taken back."""
+        """Go on with the step after `step`, or begin it again if the update of `step` was undone."""
         assert step.result is not None
         if step.result.stop:
-            return  # nobody goes on
+            return  # all workers stop
         for other in list(self._steps.values()):
             if step.taken_back:
                 for module_state in other.before.values():
                     module_state.forget_weights()
                 self.abandon()
-                # What others have not taken of the step before, and of the run that was abandoned, is kept for them.
+                # Payloads that peers have not taken, of the step before and of the abandoned run, are kept for them.
                 self._open(other.batch, [], _MOST_OPEN + 1).undoable = True
             elif other.failure is not None:
                 self._worker.running, self._worker.running_step = other.failed, other.ordinal
                 raise other.failure
 
     def _not_finite(self, number: int, loss: float) -> None:
-        """Stop, or warn: every worker finds the same, so one tells. A scaler goes on while it can shrink its scale.
+        """Stop, or warn: every worker finds the same, so one reports. A scaler goes on while it can shrink its scale.
 
         Raises:
             NotFinite: all stop here.

@@ -1,7 +1,7 @@
 """The decisions of a worker: events in, instructions out. No thread, clock, tensor or socket.
 
     events                          instructions
-    arrived(1F3)         ──┬──  take() -> the entry of 2F1: run this now; it says who is served
+    arrived(1F3)         ──┬──  take() -> the entry of 2F1: run this now; it lists its consumers
     reached(2B0, 3)      ──┤
     finished(2B0)        ──┘
 
@@ -18,10 +18,10 @@ from ..dependency import RESOURCES, Action, Entry, Milestone, Order, Part, Pulle
 
 
 class WorkerState:
-    """What one worker has done in a step, what it may do next, what it should ask for.
+    """The finished, ready and awaited actions of one worker in a step.
 
     Args:
-        part: what the worker has to do.
+        part: the actions of the worker.
         order: `fixed` waits for the next action in the order of each resource; `ready` runs the first action whose
             needs have all been met.
         before: the states of earlier steps that may still run, the latest first; this step waits for actions of them.
@@ -29,7 +29,7 @@ class WorkerState:
 
     def __init__(self, part: Part, order: Order, before: Sequence[WorkerState] = ()) -> None:
         self.part = part
-        #: by resource, what runs now
+        #: by resource, the running action
         self.running: dict[Resource, int] = {}
         self._fixed = order == "fixed"
         self._missing = part.num_needs.copy()
@@ -40,9 +40,9 @@ class WorkerState:
         self._done = bytearray(len(part.entries))
         #: all actions before this number are done
         self._first_left = 0
-        #: by resource, a heap of those whose needs are met, and the place of the next one in its queue
+        #: by resource, a heap of ready actions, and the place of the next one in its queue
         self._ready: dict[Resource, list[int]] = {resource: [] for resource in RESOURCES}
-        #: those of them that run beside compute
+        #: heaps of actions that run beside compute
         self.controls, self.links, self.copies = (self._ready[each] for each in ("control", "link", "copy"))
         self._issued: dict[Resource, int] = dict.fromkeys(RESOURCES, 0)
         #: the states of later steps, with their actions that wait for actions of this one
@@ -113,16 +113,16 @@ class WorkerState:
 
     @property
     def may_be_overtaken(self) -> bool:
-        """Tell whether the next step may compute now, because this one has nothing to run."""
+        """Return whether the next step may compute now, because this one has nothing to run."""
         return not self._fixed or self._issued["compute"] == len(self.part.queues["compute"])
 
     def has_finished(self, action: Action) -> bool:
-        """Tell whether an action of this worker in this step is done, or does not belong to this step."""
+        """Return whether an action of this worker in this step is done, or does not belong to this step."""
         number = self.part.number.get(action)
         return number is None or bool(self._done[number])
 
     def blocked(self) -> tuple[Action, list[Pulled]] | None:
-        """Return the first action that waits for other workers, and what it waits for; a stall's roll-call shows it."""
+        """Return the first action that waits for other workers, and its missing needs; a stall's report shows it."""
         done, entries = self._done, self.part.entries
         first = done.find(0, self._first_left)
         if first < 0:

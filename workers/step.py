@@ -30,7 +30,7 @@ class StepInput:
 
     part: Part
     order: Order
-    #: describes the call; other workers compare it with their own
+    #: describes the call; other workers compare it with theirs
     call: Call
     #: model inputs, one tree per microbatch; read by the worker of stage 0, and by all workers if stages take fields
     inputs: list[Tree]
@@ -50,9 +50,9 @@ class StepInput:
     scales: list[float] | None = None
     #: if microbatches are slices of sequences: where each begins and ends, and the sequence's length
     places: list[tuple[int, int, int]] | None = None
-    #: which worker reads the batch for others; None: every worker reads what it uses
+    #: the distribution from the reading worker; None: every worker reads the parts that it uses
     scatter: Scatter | None = None
-    #: if microbatches run in another order than given: their numbers as given, in the order in which they run
+    #: if microbatches run in another order than given: their numbers as given, in the order of the run
     microbatch_order: tuple[int, ...] = ()
     #: whether the step ends with an update; False while gradients accumulate over several steps
     updates: bool = True
@@ -69,7 +69,7 @@ class Task(NamedTuple):
 
     entry: Entry
     name: str
-    #: under what others are told that it is finished
+    #: name under which its end is offered to peers
     done: str
     shard: Shard
     handler: Handler
@@ -83,7 +83,7 @@ class Task(NamedTuple):
 
 
 class Question(NamedTuple):
-    """What is pulled of one worker in every step."""
+    """The pulls from one worker in every step."""
 
     peer: int
     names: list[str]
@@ -92,11 +92,11 @@ class Question(NamedTuple):
 
 
 class Bound(NamedTuple):
-    """What a part of a schedule means on its worker; made once, for all its steps."""
+    """A part of a schedule bound to its worker; made once, for all its steps."""
 
     tasks: dict[Action, Task]
     questions: list[Question]
-    #: by the name by which they arrive
+    #: by the name of the arrival
     arriving: dict[str, Action]
 
 
@@ -108,7 +108,7 @@ class Step:
     state: WorkerState
     #: its actions on this worker
     tasks: dict[Action, Task]
-    #: those that arrive, as of other workers, by name
+    #: arriving actions, such as other workers', by name
     arriving: dict[str, Action]
     #: runs the actions that a milestone of this step lets run at once
     reached: Callable[[Step, Action, int], None]
@@ -126,16 +126,16 @@ class Step:
     outputs: dict[int, Tree] = field(default_factory=dict)
     #: set when `D` has run
     result: Result | None = None
-    #: shards whose gradients are complete: summed over replicas and divided by the step's weight
+    #: shards with complete gradients: summed over replicas and divided by the step's weight
     completed: set[Shard] = field(default_factory=set)
     #: by such shard, with a scaled loss: whether all gradients are finite
     finite: dict[Shard, Tensor] = field(default_factory=dict)
-    #: of shards updated before the global gradient norm was known: their own norms, and the state before the update
+    #: of shards updated before the global gradient norm was known: their norms, and the state before the update
     own_norms: dict[int, Tensor] = field(default_factory=dict)
     early: dict[Shard, BeforeUpdate] = field(default_factory=dict)
-    #: whether such an update was undone, which invalidates what has run of the next step
+    #: whether such an update was undone, which invalidates the begun part of the next step
     taken_back: bool = False
-    #: error raised by a step whose weights may still be undone, and the action that raised it
+    #: error raised by a step with weights that may still be undone, and the action that raised it
     failure: Exception | None = None
     failed: str = ""
     timestamps: list[tuple[Action, Timestamp, Timestamp]] = field(default_factory=list)
@@ -180,5 +180,5 @@ class ActionContext(NamedTuple):
         self.step.reached(self.step, self.task.entry.action, number)
 
 
-#: runs an action and returns its payload; actions on the resource `copy` run in a thread of their own
+#: runs an action and returns its payload; actions on the resource `copy` run in a separate thread
 Handler = Callable[[ActionContext], "Payload | None"]

@@ -16,7 +16,7 @@ from .transport.outbox import DONE
 
 
 def bound(part: Part, shards: dict[tuple[int, int], Shard]) -> Bound:
-    """Return what `part` means on a worker with these shards."""
+    """Return `part` bound to a worker with these shards."""
     own = tasks(part, shards)
     names: dict[tuple[int, bool], list[str]] = {}
     arriving = {task.name: action for action, task in own.items() if action.kind.resource == "copy"}
@@ -71,7 +71,7 @@ def refuse_collectives(part: Part, order: Order, shards: Iterable[Shard]) -> Non
 def refuse_disorder(part: Part, shards: dict[tuple[int, int], Shard]) -> None:
     """Refuse a schedule that runs forwards of stages with buffers otherwise than in the order of microbatches.
 
-    One process runs them in that order, so a forward would read what a later microbatch has written.
+    One process runs them in that order, so a forward would read state that a later microbatch has written.
 
     Raises:
         ConfigError: it does.

@@ -1,5 +1,5 @@
-"""The workers of one process: each computes on a thread of its own, with the caller's settings, and after an error of
-the user's they go on from the last complete step."""
+"""The workers of one process: each computes on a separate thread, with the caller's settings, and after an error of
+the user's code they go on from the last complete step."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ class WorkerThreads:
         for actor in actors:
             actor.recovers = True
         if actors[0].backend.in_step:
-            keep_freed_memory()  # ahead of the threads, which would have heaps of their own
+            keep_freed_memory()  # ahead of the threads, which would have separate heaps
         if len(actors) > 1:
             keep_device_guard()  # ahead of the threads, which may compile and end
         self._pool = [_Thread(actor.worker) for actor in actors] if len(actors) > 1 else None
         #: whether one of them has hung: nothing more can be asked of them
         self.stuck = False
-        # A pipeline that nobody closes must not leave its threads when it is gone.
+        # A pipeline that is collected without a close must end its threads.
         self._ended = weakref.finalize(self, _end, self._pool or ())
 
     @property
@@ -64,7 +64,7 @@ class WorkerThreads:
 
     @contextmanager
     def undoing(self) -> Iterator[None]:
-        """Return a context in which an error undoes what was under way."""
+        """Return a context that undoes begun steps after an error."""
         if self.stuck:
             raise PipeError("a worker of this pipeline has hung, as an error said: make another pipeline")
         try:
@@ -78,7 +78,7 @@ class WorkerThreads:
         settings = callers_settings()
 
         def run(actor: WorkerActor, follow: Callable[[], None]) -> T:
-            follow()  # what the caller has made on the device is there in his stream alone
+            follow()  # the caller's tensors on the device are ready in the caller's stream alone
             with settings():
                 return call(actor)
 
@@ -90,7 +90,7 @@ class WorkerThreads:
             self._await(pool, futures)
         except Stalled:
             raise
-        except BaseException:  # Ctrl-C: let nobody wait for the others any more
+        except BaseException:  # Ctrl-C: end all waits for other workers
             for actor in self._actors:
                 actor.carrier.fault(PipeError("interrupted"))
             self.stuck = True  # also if there is another Ctrl-C, which waits no longer
@@ -108,7 +108,7 @@ class WorkerThreads:
         """Wait until all have ended, as they do soon after the first error, or until one hangs.
 
         Raises:
-            Stalled: naming who hangs; the others may wait for what threads of a process share, not for its payloads.
+            Stalled: the text names the hanging worker; other workers may wait for its locks, not for its payloads.
         """
         seen, since = self._progress(), time.monotonic()
         patience_s = self._actors[0].stall_s
@@ -131,7 +131,7 @@ class WorkerThreads:
     def _undo(self) -> None:
         """Let all workers go on from the last step that every stage has completed."""
         shards = [shard for actor in self._actors for shard in actor.shards.values()]
-        # A schedule that is not synchronous may update several times a step, and goes on with what has been updated.
+        # A schedule that is not synchronous may update several times a step, and goes on from its last update.
         several = any(shard.has_versions for shard in shards)
         done = min((s.num_updates for s in shards), default=0) if not several else min(a.step for a in self._actors)
         ahead = [] if several else [shard.stage for shard in shards if shard.num_updates > done]
@@ -169,7 +169,7 @@ class _Thread:
         return traceback.extract_stack(frame)
 
     def end(self) -> None:
-        """End when what has been submitted is done."""
+        """End when all submitted calls are done."""
         self._calls.put(None)
 
     def join(self) -> None:
@@ -192,7 +192,7 @@ def _end(threads: Iterable[_Thread]) -> None:
 
 
 def _who_hangs(working: Sequence[tuple[_Thread, WorkerActor]], patience_s: float) -> str:
-    """Say which of those that work does not come to an end: not one that waits in our own code for another."""
+    """Return the busy worker that does not end: not one that waits in this project's code for another."""
     if not working:
         return f"nothing has happened for {patience_s:g} s, and no worker runs anything"
     stacks = [(thread.stack(), actor) for thread, actor in working]
@@ -205,7 +205,7 @@ def _who_hangs(working: Sequence[tuple[_Thread, WorkerActor]], patience_s: float
 
 
 def callers_settings() -> Callable[[], AbstractContextManager[None]]:
-    """Return a context in which another thread computes as the calling one does now.
+    """Return a context that lets another thread compute with the settings of the calling one.
 
     Torch keeps these settings by thread. The number of threads decides how a sum is divided, and so its last bits.
     """

@@ -1,4 +1,4 @@
-"""The device that a worker computes on: what was asked for, or GPUs where there are enough."""
+"""The device that a worker computes on: the configured one, or GPUs where there are enough."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def backend_for(device: str, place: int = 0) -> DeviceBackend:
     """Return the backend for `cpu`, `cuda` or `cuda:N`.
 
     Args:
-        place: of the worker among those of its host: `cuda` is the GPU of this number, where there are fewer from the
-            first again.
+        place: of the worker on its host: `cuda` is the GPU of this number, counted from the first again where there
+            are fewer.
 
     Raises:
         ConfigError: the device does not exist here.

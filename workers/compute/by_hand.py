@@ -1,4 +1,4 @@
-"""What a user changes by hand between two steps: weights, whether they are trained, modes, numbers and hooks."""
+"""Changes by hand between two steps: of weights, whether they are trained, modes, numbers and hooks."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from .shard import Shard
 PLAIN = frozenset((bool, int, float, str))
 #: where a module has the hooks of its calls
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-#: containers whose contents are followed
+#: containers with contents that are followed
 _CONTAINERS = frozenset((list, dict, set))
-#: larger containers are taken for tables that nobody changes
+#: larger containers count as constant tables
 _MAX_ITEMS = 64
 
 
 class OfWeight(NamedTuple):
-    """What tells whether a weight was changed, but for what is written through `.data`."""
+    """A value that differs if a weight was changed, except through `.data`."""
 
     version: int
     address: int
@@ -35,19 +35,19 @@ class OfWeight(NamedTuple):
 
 
 class ByHand:
-    """Takes note of a shard as it is, and says what has been changed since. It waits for no device."""
+    """Records a shard's present state, and finds later changes. It waits for no device."""
 
     def __init__(self, shard: Shard) -> None:
-        written = set(shard.state.weights)  # by forwards, those of an evaluation too
+        written = set(shard.state.weights)  # by forwards, also of an evaluation
         self._parameters = [(name, p) for name, p in shard.updating.parameters.items() if p not in written]
         self._modules = shard.slice.modules
         self._noted = self._now()
 
     def changed(self, has_evaluated: bool) -> str:
-        """Say what has been changed, or nothing.
+        """Return a sentence on the change; "" if there is none.
 
         Args:
-            has_evaluated: whether forwards have run since, which may have written notes of their own.
+            has_evaluated: whether forwards have run since, which may have written attributes.
         """
         now = self._now()
         for of, what in self._noted | now:
@@ -60,7 +60,7 @@ class ByHand:
         return ""
 
     def _now(self) -> dict[tuple[nn.Module | str, str], Any]:
-        """Return what can be changed by hand, by whose it is and what it is."""
+        """Return the values that can be changed by hand, by holder and name."""
         found: dict[tuple[nn.Module | str, str], Any] = {}
         for name, parameter in self._parameters:
             version, address, trained, hooks = OfWeight.now(parameter)
@@ -72,11 +72,11 @@ class ByHand:
 
 
 def fingerprint(module: nn.Module, *, closely: bool = False) -> dict[str, Any]:
-    """Return what tells whether a module was changed by hand, by name: mode, plain attributes, and its buffers.
+    """Return values that differ if a module was changed by hand, by name: mode, plain attributes, and buffers.
 
     Args:
-        closely: look into small containers of plain values, such as a list of names; in a list that a caller empties
-            between two steps nobody has read.
+        closely: look into small containers of plain values, such as a list of names. A list that a caller empties
+            between two steps has not been read.
     """
     held = vars(module)
     found = {"training": held.get("training")}
@@ -91,7 +91,7 @@ def fingerprint(module: nn.Module, *, closely: bool = False) -> dict[str, Any]:
 
 
 def _of_buffer(buffer: Tensor) -> tuple[int, int]:
-    """Return a state that differs if a buffer was written, but for what is written through `.data` or numpy."""
+    """Return a state that differs if a buffer was written, except through `.data` or numpy."""
     return id(buffer), -1 if buffer.is_inference() else buffer._version
 
 

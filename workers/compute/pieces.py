@@ -1,4 +1,4 @@
-"""Who owns which parameters of a stage, whose gradients several hold: replicas of the stage, or stages that are tied.
+"""Ownership of parameters that several hold: replicas of a stage, or stages that are tied.
 
 Whole parameters are owned, so that any optimizer can update a part of a stage alone.
 """
@@ -18,9 +18,9 @@ from .batch_norm import Statistics
 
 
 def tied_parts(shared: Mapping[str, Sequence[int]], num_routes: int) -> dict[tuple[tuple[int, ...], int], list[str]]:
-    """Return the names of parameters that several stages hold, by (these stages, route whose part they are).
+    """Return the names of parameters that several stages hold, by (these stages, owning route).
 
-    The first of the stages owns them, which has its gradients last: so the others wait for them no longer than it does.
+    The first of the stages owns them. It has its gradients last, so the other stages wait no longer than it does.
     """
     found: dict[tuple[tuple[int, ...], int], list[str]] = {}
     counts: dict[tuple[int, ...], int] = {}
@@ -32,7 +32,7 @@ def tied_parts(shared: Mapping[str, Sequence[int]], num_routes: int) -> dict[tup
 
 
 class Pieces:
-    """The parameters of one replica of a stage in pieces, each of which has an owner; all holders divide alike.
+    """The parameters of one replica of a stage in pieces with an owner each; all holders divide alike.
 
     Args:
         named: the stage's parameters.
@@ -41,9 +41,9 @@ class Pieces:
             first: it is exchanged behind the backward, which may run forwards again (checkpoints).
 
     Attributes:
-        owned: names of the parameters of which this replica is the owner.
-        told: names of those whose gradients the optimizer of another holder keeps.
-        num_buckets: into how many the part of each replica is divided.
+        owned: names of the parameters that this replica owns.
+        told: names of the parameters with optimizer state on another replica or stage.
+        num_buckets: number of buckets in the part of each replica.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Pieces:
                 self._names[len(tied) + number * routes + owner] = names
         self._statistics = statistics
         last = len(tied) + (self.num_buckets - 1) * routes
-        #: the piece with which they go; -1: there are none
+        #: the piece that they travel with; -1: there are none
         self._last = last if routes > 1 and statistics.named(summed=True) else -1
         self.owned = {name for name in parameters if owners.get(name, (stage, route)) == (stage, route)}
         first = {name: (min(shared.get(name, (stage,))), 0) for name in owners}
@@ -134,13 +134,13 @@ class Pieces:
         return payload
 
     def _given(self, number: int) -> dict[str, Tensor | None]:
-        """Return what is summed of a piece; statistics as copies, as they may be taken over before they are read."""
+        """Return the summands of a piece; statistics as copies, because they may be taken over before they are read."""
         summed = self._statistics.named(summed=True) if number == self._last else {}
         found: dict[str, Tensor | None] = {name: tensor.clone() for name, tensor in summed.items()}
         return found | {name: self._parameters[name].grad for name in self._names[number]}
 
     def sum(self, number: int, parts: Sequence[Payload], own: int) -> Payload | None:
-        """Add up the gradients of a piece: those of `parts`, with one's own at place `own`.
+        """Add up the gradients of a piece: the `parts` of other holders, with the local ones at place `own`.
 
         With ZeRO they are set; else returned, for all holders to `take`.
         """
@@ -150,14 +150,14 @@ class Pieces:
         for name in sums:
             for grad in (each[name] for each in given if each[name] is not None):
                 total = sums[name]
-                sums[name] = grad.clone() if total is None else _added(total, grad)  # others read the parts
+                sums[name] = grad.clone() if total is None else _added(total, grad)  # peers read the parts
         if not self.zero:
             return pack(sums)
         self._set(sums)
         return None
 
     def take(self, sums: Payload) -> None:
-        """Replace gradients by sums, which others read too."""
+        """Replace gradients by sums, which peers read too."""
         self._set({name: None if total is None else total.clone() for name, total in unpack(sums).items()})
 
     def _set(self, sums: Mapping[str, Tensor | None]) -> None:
@@ -171,7 +171,7 @@ class Pieces:
     def updated(self, number: int) -> Payload:
         """Return a copy of the parameters of a piece that may have changed; they may be written when the step is over.
 
-        Frozen ones must not be written with their own numbers: where steps overlap, backwards still need them.
+        Frozen ones must not be written, even with the same numbers: where steps overlap, backwards still need them.
         """
         updated: dict[str, Tensor] = {
             name: p for name in self._names[number] if (p := self._parameters[name]).requires_grad
@@ -181,7 +181,7 @@ class Pieces:
 
     @torch.no_grad()
     def adopt(self, updated: Payload) -> None:
-        """Set parameters and statistics to those that their owner has updated."""
+        """Set parameters and statistics to the values of their owner."""
         held = self._parameters | self._statistics.named(summed=False)
         for name, value in unpack(updated).items():
             held[name].copy_(value)
@@ -194,7 +194,7 @@ def divided(spec: Spec, shared: Mapping[str, Sequence[int]], buckets: Mapping[in
 
 
 def _buckets(names: Sequence[str], size: Callable[[str], int], mebibytes: float) -> list[list[str]]:
-    """Cut into buckets, in order; a parameter that is larger than a bucket is one of its own."""
+    """Cut into buckets, in order; a parameter that is larger than a bucket gets a bucket alone."""
     found: list[list[str]] = []
     filled = 0.0
     for name in names:

@@ -1,15 +1,15 @@
-"""A stage that trains on slices of sequences: what earlier slices leave for later ones, and the gradients that return.
+"""A stage that trains on slices of sequences: state from earlier slices for later ones, and the gradients that return.
 
-Slice j of microbatch m has the index m*k + j. Its forward finds what slice j-1 has left: a state, or keys and values.
-That enters as a leaf would, cut off from the graph of slice j-1. Backward runs from the last slice to the first; a
-gradient that reaches what has entered is kept until the earlier slice's backward, and added there: that of the last
-slice first, the slice's own last.
+Slice j of microbatch m has the index m*k + j. Its forward finds the state of slice j-1, such as keys and values.
+The state enters as a leaf would, cut off from the graph of slice j-1. Backward runs from the last slice to the first; a
+gradient that reaches the entered state is kept until the earlier slice's backward, and added there: the last slice's
+first, the slice's last.
 
     forward   slice 0 ── leave ┄┄ enter ── slice 1 ── leave ┄┄ enter ── slice 2
     backward  slice 0 ──────── ┄┄ ──────── slice 1 ──────── ┄┄ ──────── slice 2
 
-Both ends are nodes of the graph of their slice, so every kind of backward (in two parts, of what is recomputed) meets
-them without knowing.
+Both ends are nodes of the graph of their slice, so every kind of backward (in two parts, or after recomputation) runs
+through them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .whole_draws import WholeDraws
 
 
 class Piece(NamedTuple):
-    """The slice that a forward computes: what the slices before have left, its number, and how many there are."""
+    """The slice that a forward computes: the state of the slices before, its number, and the number of slices."""
 
     left: Left
     number: int
@@ -55,10 +55,10 @@ def current() -> Piece | None:
 
 
 class Left:
-    """What the slices of one microbatch leave on a stage."""
+    """State that slices of a microbatch pass to later ones on a stage."""
 
     def __init__(self) -> None:
-        #: (who, number of the slice) -> its state
+        #: (module, number of the slice) -> its state
         self._states: dict[tuple[Hashable, int], _State] = {}
         self._histories: dict[Hashable, _History] = {}
         #: number of a slice -> where it begins and ends in its sequence, and the sequence's length
@@ -81,13 +81,13 @@ class Left:
 
     @property
     def num_bytes(self) -> int:
-        """What is stored for later slices."""
+        """Bytes that are stored for later slices."""
         states = (tensor for state in self._states.values() for tensor in tensors_of(state.tree))
         stored = (t.untyped_storage() for t in (*states, *(each.memory for each in self._histories.values())))
         return sum({storage.data_ptr(): storage.nbytes() for storage in stored}.values())
 
     def leave(self, who: Hashable, number: int, output: Tree, tree: Tree) -> Tree:
-        """Keep the state of slice `number` for the next; return the output, whose backward reaches the state."""
+        """Keep the state of slice `number` for the next; return the output, with a backward that reaches the state."""
         root = next((tensor for tensor in distinct_tensors(output) if tensor.requires_grad), None)
         trained = [] if root is None else [tensor for tensor in distinct_tensors(tree) if tensor.requires_grad]
         if (who, number) not in self._states:  # else it is computed again, and the next slice has taken it
@@ -100,9 +100,9 @@ class Left:
         return map_tensors(output, lambda tensor: tied if tensor is root else tensor)
 
     def join(self, who: Hashable, new: Tensor, begin: int) -> Tensor:
-        """Return what slices have given so far along the last dimension but one, `new` at the end.
+        """Return the tensors of all slices so far, joined along the last dimension but one, `new` at the end.
 
-        It is stored once for all slices: a later one writes behind what earlier ones have saved for backward.
+        They are stored once: a later slice writes behind the part that earlier ones have saved for backward.
 
         Args:
             begin: where `new` begins.
@@ -113,7 +113,7 @@ class Left:
 
 
 class _State:
-    """What a slice has left: a tree of tensors without graph, those that a gradient returns to, and these gradients."""
+    """The state of a slice: a tree of tensors without graph, the trained ones among them, and their gradients."""
 
     def __init__(self, tree: Tree, trained: list[Tensor]) -> None:
         self.tree, self.trained = tree, trained
@@ -146,7 +146,7 @@ class _Leave(torch.autograd.Function):
 
 
 class _History:
-    """Memory that slices fill one behind the other, and the gradients of what earlier ones have put there."""
+    """Memory that slices fill one behind the other, and the gradients of the earlier slices' parts."""
 
     def __init__(self, like: Tensor) -> None:
         self.memory = like.new_empty(0)
@@ -158,7 +158,7 @@ class _History:
         shape = begin + len(new), *new.shape[1:]
         storage = self.memory.untyped_storage()
         storage.resize_(max(storage.nbytes(), math.prod(shape) * new.element_size()))
-        whole = torch.empty(shape, device="meta")  # says how it lies
+        whole = torch.empty(shape, device="meta")  # for its strides
         seen = whole.movedim(0, -2)
         joined = self.memory.new_empty(0).set_(storage, 0, seen.shape, seen.stride())
         joined.movedim(-2, 0)[begin:].copy_(new)
@@ -184,15 +184,15 @@ class _Join(torch.autograd.Function):
 
 
 class Carrier:
-    """Lets modules that have a state carry it from slice to slice: torch's recurrent ones, and the user's own.
+    """Lets modules that have a state carry it from slice to slice: torch's recurrent ones, and the user's.
 
-    A module of the user's has a parameter `state` of its forward, None at the first slice, and returns
-    (output, state). Whoever calls it without a state need not know of slices.
+    A user's module has a parameter `state` of its forward, None at the first slice, and returns
+    (output, state). A caller without a state need not know of slices.
 
     Args:
         modules: of the stage.
-        layers: those that are called with the output of the one before, and hand on their output alone.
-        whole: the module whose forward calls all others; it may be called several times for a slice, on shapes first.
+        layers: modules that are called with the output of the one before, and hand on their output alone.
+        whole: the module that calls all others; it may be called several times for a slice, on shapes first.
     """
 
     def __init__(self, modules: Sequence[nn.Module], layers: Sequence[nn.Module], whole: nn.Module | None) -> None:
@@ -203,7 +203,7 @@ class Carrier:
 
     @contextmanager
     def carrying(self, piece: Piece | None) -> Iterator[None]:
-        """Return a context in which the modules compute a slice, or whole sequences."""
+        """Return a context that lets the modules compute a slice, or whole sequences."""
         global _now
         before, _now = _now, piece
         self._num_calls = {}
@@ -235,7 +235,7 @@ class Carrier:
             with without_torch_function():
                 kwargs[name] = piece.left.enter((module, number), piece.number, [args[:1], [*kwargs.values()][:1]])
             args = args[:place] + args[place + 1 :]
-            if args[place:]:  # what follows a state that was passed by its place
+            if args[place:]:  # arguments behind a state that was passed by position
                 args, kwargs = (*args[:place], kwargs.pop(name), *args[place:]), kwargs
         elif len(args) <= place:
             kwargs.setdefault(name, None)  # which a forward may have without a default
@@ -257,7 +257,7 @@ def state_dropped(layer: nn.Module) -> nn.Module:
 
 
 class SlicedShard(Shard):
-    """A shard whose forwards and backwards are of slices; evaluations are of whole sequences.
+    """A shard with forwards and backwards of slices; evaluations are of whole sequences.
 
     Args:
         count: of slices of a sequence.
@@ -268,9 +268,9 @@ class SlicedShard(Shard):
         self._count = count
         layers = [layer for _, layer in getattr(self.slice, "layers", [])]
         self._carrier = Carrier(self.slice.own, layers, None if layers else self.slice.modules[0])
-        #: microbatch -> what its slices have left
+        #: microbatch -> the state of its slices
         self._left: dict[int, Left] = {}
-        #: what slices of the first microbatch were given; None: it has been looked at
+        #: arguments of the first microbatch's slices; None: it has been checked
         self._looked: list[Noted] | None = []
 
     @property
@@ -280,7 +280,7 @@ class SlicedShard(Shard):
 
     @property
     def num_bytes_left(self) -> int:
-        """Bytes of what the slices of all microbatches have left here."""
+        """Bytes of the state of all microbatches' slices here."""
         return sum(left.num_bytes for left in self._left.values())
 
     def forward(self, given: Given) -> Payload | None:
@@ -346,7 +346,7 @@ class SlicedShard(Shard):
         self._end(microbatch)
 
     def _end(self, microbatch: int) -> None:
-        """Drop what slices have left when the first one's backward is over."""
+        """Drop the state of slices when the first one's backward is over."""
         if microbatch % self._count == 0:
             del self._left[microbatch // self._count]
 

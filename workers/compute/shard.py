@@ -39,7 +39,7 @@ _UNTRAINED = Training()
 
 
 class Given(NamedTuple):
-    """What a forward is given.
+    """The arguments of a forward.
 
     Attributes:
         inputs: the payload of the previous stage; on the first stage, the microbatch.
@@ -73,7 +73,7 @@ class Shard:
         slice: the modules that it computes with.
         loss_fn: on the last stage: (output, target) -> mean over the microbatch, or (sum, weight).
         training: optimizer, learning-rate schedule, loss scale and moving average of the parameters.
-        pieces: who owns which parameters, if others hold some of them too.
+        pieces: the ownership of parameters, if another stage or replica holds some of them too.
     """
 
     #: whether it keeps several versions of its weights, as schedules that let steps overlap need them
@@ -106,7 +106,7 @@ class Shard:
         #: microbatch -> step, state, and the part of its backward that is left for the weights
         self._deferred: dict[int, tuple[int, list[Value], WeightBackward]] = {}
         self.recomputation = Recomputation(slice.modules)
-        #: the last step of which a forward was run once more, to compare; None: none is
+        #: the last step with a forward that was run once more, to compare; None: there is none
         self._checked = -1 if training.check == "always" else None
         self.state = StageState(slice)
         # Names are taken now: a forward may replace modules.
@@ -139,9 +139,9 @@ class Shard:
 
     @property
     def stateful(self) -> bool:
-        """Whether a forward may write what later forwards read, such as running means, so that their order matters.
+        """Whether a forward may write state that later forwards read, such as running means, so that order matters.
 
-        What is in evaluation mode counts too, because a caller may put it into training mode between two steps.
+        Modules in evaluation mode count too, because a caller may put them into training mode between two steps.
         """
         return bool(self.state.weights or self.buffers())
 
@@ -176,8 +176,8 @@ class Shard:
         return borders.stage_output(tree, self._staying) if given.share is None else None
 
     def _noted(self, microbatch: int, forward: Callable[..., Tree]) -> Tree:
-        with self._randomness.lock:  # modules may be those of other threads too
-            # With the graph, not without: the outputs say what owes a gradient.
+        with self._randomness.lock:  # another thread may use the same modules
+            # With the graph, not without: the outputs show which of them owe a gradient.
             tree, noted = self.recomputation.first(partial(forward, again=True))
         del self._forwarded[microbatch]
         self._inputs[microbatch] = forward, noted
@@ -190,7 +190,7 @@ class Shard:
             self.recomputation.again(noted, forward)
 
     def _forward(self, given: Given, *, again: bool = False) -> Tree:
-        """Run the slice, and the loss function if a share is given; return what comes out.
+        """Run the slice, and the loss function if a share is given; return the output.
 
         Args:
             again: whether the same forward will run once more, from the same inputs.
@@ -209,7 +209,7 @@ class Shard:
             draws_too = draws.found or draws.looks[backward] > 0
             tree = self.slice.forward(inputs, given.fields, draws.seeding(seed) if draws_too else seed)
             if given.share is not None:
-                if draws_too:  # of torch's numbers the loss function takes those behind the last layer's
+                if draws_too:  # torch's generator goes on behind the last layer for the loss function
                     draws.noting(partial(self._randomness.seed_loss, given.step, given.microbatch))(0, 0)
                 tree = self._weigh(given, self._loss(tree, target), given.share)
             if draws_too:
@@ -227,7 +227,7 @@ class Shard:
         return tree
 
     def _computing(self, microbatch: int) -> AbstractContextManager[object]:
-        """Return a context in which the forward of a microbatch computes."""
+        """Return the context of a microbatch's forward."""
         return nullcontext()
 
     def _loss(self, output: Tree, target: Tree) -> Any:
@@ -260,7 +260,7 @@ class Shard:
         return self.updating.root(root, self.losses.summed)
 
     def backward(self, microbatch: int, grads: Payload | None) -> Payload:
-        """Run backward, accumulate the gradients of the weights, return those of the stage's inputs.
+        """Run backward, accumulate the gradients of the weights, return the gradients of the stage's inputs.
 
         Args:
             grads: from the next stage: for each output that requires one, its gradient or None; None after the loss.
@@ -295,7 +295,7 @@ class Shard:
             deferred.run()
 
     def saved(self, microbatch: int) -> Saved:
-        """Return what the forward of a microbatch saved for backward; only after a forward with `split`."""
+        """Return the tensors that the forward of a microbatch saved for backward; only after a forward with `split`."""
         saved: Saved = self._forwarded[microbatch].saved
         return saved
 

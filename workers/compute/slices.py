@@ -1,4 +1,4 @@
-"""What a stage computes: its slice of the model, as a shard sees it. A list of layers is one kind of slice."""
+"""The computation of a stage: its slice of the model, as a shard sees it. A list of layers is one kind of slice."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from ..transport.payload import Tree
 from .randomness import Seed, may_draw
 
-#: ranks of parameters of one layer lie below so many
+#: bound of the ranks of parameters in one layer
 _MOST_IN_LAYER = 2**20
-#: so many forwards are looked at
+#: number of forwards that are observed
 _LOOKS = 2
 
 
@@ -23,11 +23,11 @@ class Slice(Protocol):
     """A slice of the model: modules that own parameters by the unsplit model's names, and a forward.
 
     Attributes:
-        first: its first unit (layer, or call of a block), by which its random numbers are known.
-        takes_fields: whether it wants the microbatch's own fields; else they are the payload of the first stage.
-        modules: all whose modes follow those of a run.
-        own: those of them that compute here, whose buffers and attributes a forward may write.
-        shared: names of parameters that other stages hold too -> all those stages.
+        first: its first unit (layer, or call of a block), the key of its random numbers.
+        takes_fields: whether it wants the microbatch's fields; else they are the payload of the first stage.
+        modules: all modules that follow the mode of a run.
+        own: modules that compute here; a forward may write their buffers and attributes.
+        shared: names of parameters that other stages hold too -> all their stages.
     """
 
     first: int
@@ -43,7 +43,7 @@ class Slice(Protocol):
         """Return the buffers and weights that forwards are known to write, as far as forwards on shapes have shown."""
 
     def ranks(self) -> Mapping[str, int]:
-        """Return numbers that sort the parameters as the unsplit model does; those of other stages differ."""
+        """Return numbers that sort the parameters as the unsplit model does, unique over all stages."""
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the slice's tensors by the names that they have in the unsplit model."""
@@ -55,20 +55,20 @@ class Slice(Protocol):
         """Compute.
 
         Args:
-            tree: what comes from the stage before.
-            fields: the microbatch's own, if they are wanted.
+            tree: the payload of the stage before.
+            fields: the microbatch's, if they are wanted.
             seed: called before random numbers are drawn.
         """
 
 
 def versions_of(module: nn.Module) -> dict[str, dict[str, Any]]:
-    """Return what torch's `state_dict` says beside the tensors: of each module, by name, its version."""
+    """Return the metadata of torch's `state_dict`: of each module, by name, its version."""
     found = getattr(module.state_dict(keep_vars=True), "_metadata", {})
     return {name: dict(each) for name, each in found.items()}
 
 
 class Layers:
-    """A list of layers, each called with what the one before returned.
+    """A list of layers, each called with the result of the one before.
 
     Args:
         layers: (index in the whole model, module), in order.
@@ -137,7 +137,7 @@ def place_of_state(module: nn.Module) -> tuple[str, int] | None:
     """Return name and place of a forward's parameter for a state; None: it has none."""
     if isinstance(module, nn.RNNBase):
         return "hx", 1
-    if type(module).__module__.startswith("torch."):  # whose forward may show no signature
+    if type(module).__module__.startswith("torch."):  # its forward may show no signature
         return None
     names = list(inspect.signature(module.forward).parameters)
     return ("state", names.index("state")) if "state" in names else None

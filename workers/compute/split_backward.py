@@ -1,4 +1,4 @@
-"""Backward in two: gradients of a stage's inputs first, those of its weights later, nothing computed twice.
+"""Backward in two: gradients of a stage's inputs first, gradients of its weights later, nothing computed twice.
 
 The autograd graph of a stage is cut where paths that reach only weights leave the paths that reach inputs:
 
@@ -6,15 +6,16 @@ The autograd graph of a stage is cut where paths that reach only weights leave t
                        └── transpose ── weight       W runs along here, from where the paths part
 
 A node that can compute its two gradients apart (a matrix product, a convolution) runs once in each pass, each time for
-one of them. Any other node runs once, in I, and what it makes for the weights waits for W: for a norm or a scale
-that is the size of the weights. After I, everything saved in forward is freed but for what the nodes of W still
+one of them. Any other node runs once, in I, and its result for the weights waits for W: for a norm or a scale
+it has the size of the weights. After I, everything saved in forward is freed but for tensors that the nodes of W still
 read. That is little less, or nothing: W of a product needs its input and the gradient of its output, which did not
 exist before. A stage of products, norms and activation functions, each as wide as the next, holds 0.9 to 1.05 of its
-activations from I to W; all that is freed is what norms, activation functions, dropout and attention have saved.
+activations from I to W; only tensors saved by norms, activation functions, dropout and attention are freed.
 
-What meets in one place must be summed in one pass, in autograd's own order. So I also makes the gradients of a weight
-that several paths lead to, be it from several nodes or from an output of the stage that is made of weights alone; and
-those of all weights where forward has registered hooks, which a node that runs twice would call twice.
+Gradients that meet in one place must be summed in one pass, in autograd's order. So I also makes the gradients of a
+weight that several paths lead to, be it from several nodes or from an output of the stage that is made of weights
+alone; and the gradients of all weights where forward has registered hooks: a node that runs twice would call a hook
+twice.
 """
 
 from __future__ import annotations
@@ -35,22 +36,22 @@ from .autograd_graph import children_first, packed
 from .borders import address, strided_copy
 from .torch_internals import without_torch_function
 
-#: nodes whose formula computes the gradient of each operand by itself, and only if it is asked for
+#: nodes with a formula that computes the gradient of each operand separately, and only on demand
 _SEPARABLE = frozenset((
     "AddmmBackward", "MmBackward", "BmmBackward", "BaddbmmBackward", "AddbmmBackward", "AddmvBackward", "MvBackward",
     "LinearBackward", "ConvolutionBackward", "ConvolutionBackwardOverrideable", "ConvolutionOverrideableBackward",
 ))  # fmt: skip
-#: nodes that hide what they have saved
+#: nodes that hide their saved tensors
 _OPAQUE = frozenset(("CopySlices", "CppFunction"))
 
 #: where a gradient enters a node: the node and which of its outputs the gradient is for
 _Edge = tuple[Node, int]
-#: a run of the engine: where it starts with which gradients
+#: a run of the engine: its starting edges and gradients
 _Starts = list[tuple[_Edge, Tensor]]
 
 
 class Saved:
-    """What forward saves for backward, held where it can be let go of tensor by tensor."""
+    """The tensors that forward saves for backward, held so that each can be freed."""
 
     def __init__(self) -> None:
         self._handles: list[_Handle] = []
@@ -61,17 +62,17 @@ class Saved:
 
     @contextmanager
     def hooks(self) -> Iterator[None]:
-        """Return a context in which what autograd saves is saved here; `torch.func.grad` and the like refuse it."""
-        num_registered = RemovableHandle.next_id  # of the process; a node does not tell its hooks
+        """Return a context that saves autograd's tensors here; `torch.func.grad` and the like refuse it."""
+        num_registered = RemovableHandle.next_id  # of the process; a node does not show its hooks
         with saved_tensors_hooks(self._save, self._load):
             yield
         self.hooked |= RemovableHandle.next_id != num_registered
 
     @contextmanager
     def freeing(self, later: Iterable[Node], several_times: Iterable[Node]) -> Iterator[None]:
-        """Free each tensor when it has been used, and at the end all but those that the nodes `later` use.
+        """Free each tensor when it has been used, and at the end all but the tensors of the nodes `later`.
 
-        What the nodes `several_times` use is freed only at the end.
+        Tensors of the nodes `several_times` are freed only at the end.
         """
         kept = {handle for node in later for handle in _handles(node)}
         self._kept = kept | {handle for node in several_times for handle in _handles(node)}
@@ -85,7 +86,7 @@ class Saved:
             self._handles = list(kept)
 
     def num_bytes(self, without: Collection[int] = ()) -> dict[int, int]:
-        """Return the bytes of what is held by the addresses of storages, but for those `without`."""
+        """Return the bytes of the held storages by address, except `without`."""
         storages = [handle.tensor.untyped_storage() for handle in self._handles if handle.tensor is not None]
         return {storage.data_ptr(): storage.nbytes() for storage in storages if storage.data_ptr() not in without}
 
@@ -137,7 +138,7 @@ def _handles(node: Node) -> Iterator[_Handle]:
 
 
 def _may_wait(node: Node) -> bool:
-    """Tell whether `node` may run after I: not if that would recompute a checkpoint twice, or use what is freed."""
+    """Return whether `node` may run after I: not if it would recompute a checkpoint twice, or use freed tensors."""
     if type(node).__name__ in _OPAQUE:
         return False
     return all(each is None or isinstance(each, (_Handle, Tensor)) for each in packed(node))
@@ -146,12 +147,12 @@ def _may_wait(node: Node) -> bool:
 def backward_inputs(
     roots: Sequence[Tensor], grads: Sequence[Tensor | None], inputs: Sequence[Tensor], saved: Saved
 ) -> tuple[list[Tensor | None], WeightBackward]:
-    """Return the gradients of `inputs` and what is left to do for the weights.
+    """Return the gradients of `inputs` and the rest of the work, for the weights.
 
     Args:
         roots: tensors that backward starts from, each with its gradient; None for a scalar that counts as 1.
         inputs: leaves. Their data is freed.
-        saved: what the forward that made `roots` has saved.
+        saved: the tensors saved by the forward that made `roots`.
     """
     first = [torch.ones_like(root) if grad is None else grad for root, grad in zip(roots, grads, strict=True)]
     edges = [get_gradient_edge(root) for root in roots]
@@ -192,13 +193,13 @@ def _there(edges: Iterable[_Edge], at: Mapping[_Edge, Tensor | None]) -> _Starts
 
 
 def _unshared(grads: Sequence[Tensor | None], count: int) -> list[Tensor | None]:
-    """Return the first `count` gradients, copied where they share memory: whoever gets one may write to it."""
+    """Return the first `count` gradients, copied where they share memory: a receiver may write to its gradient."""
     users = Counter(address(grad) for grad in grads if grad is not None)
     return [strided_copy(grad) if grad is not None and users[address(grad)] > 1 else grad for grad in grads[:count]]
 
 
 def _run(starts: _Starts, wanted: Iterable[_Edge], retain_graph: bool = False) -> Sequence[Tensor | None]:
-    """Return the gradients that arrive at the edges `wanted`, from those at `starts` on."""
+    """Return the gradients at the edges `wanted`, from the gradients at `starts` on."""
     edges = [GradientEdge(*edge) for edge, _ in starts]
     grads = [grad for _, grad in starts]
     places = [GradientEdge(*edge) for edge in wanted]
@@ -211,7 +212,7 @@ class WeightBackward:
     Args:
         sums: leaves of the graph, and their gradients as I has made them.
         runs: where to start the engine, and the leaves to run to.
-        roots: of the graph. In torch before 2.13 a node written in Python does not own what is below it, and they do.
+        roots: of the graph. In torch before 2.13 a node written in Python does not own the nodes below it; roots do.
     """
 
     def __init__(
@@ -247,7 +248,7 @@ def _accumulate(leaf: Node, grad: Tensor) -> None:
     """Add to the gradient of the weight that `leaf` stands for, and call the hooks that wait for it."""
     weight: Tensor = leaf.variable  # type: ignore[attr-defined]
     if weight.grad is None:
-        # A copy: what autograd returns may be shared, with another weight or with what was received.
+        # A copy: a gradient of autograd may be shared, with another weight or with a received one.
         weight.grad = grad.clone() if grad.is_sparse else torch.empty_like(weight).copy_(grad)
     elif weight.grad.is_sparse and not grad.is_sparse:
         weight.grad = grad + weight.grad
@@ -277,11 +278,11 @@ class _Graph:
 
     def __init__(self, roots: Sequence[_Edge], inputs: set[Node]) -> None:
         self.nodes = children_first(node for node, _ in roots)
-        #: nodes that may read what they saved several times
+        #: nodes that may read their saved tensors several times
         self.written_in_python = [node for node in self.nodes if isinstance(node, BackwardCFunction)]
-        #: nodes from which an input can be reached
+        #: nodes that lead to an input
         self.to_inputs: set[Node] = set()
-        #: those of them from which a path leaves that reaches only weights -> where it leads
+        #: among them, nodes with a path that reaches only weights -> its first nodes
         self._leaving: dict[Node, list[_Edge]] = {}
         for node in self.nodes:
             children = [(child, i) for child, i in node.next_functions if child is not None]
@@ -289,11 +290,11 @@ class _Graph:
                 self.to_inputs.add(node)
                 if leaving := [edge for edge in children if edge[0] not in self.to_inputs]:
                     self._leaving[node] = leaving
-        #: what the outputs that no input is reached from are made of
+        #: the nodes of outputs that lead to no input
         self.outputs = _branch([edge for edge in roots if edge[0] not in self.to_inputs])
 
     def divided(self, all_now: bool) -> tuple[list[_Branch], list[_Branch]]:
-        """Return the branches for whose weights all is done in I, and those that run in W."""
+        """Return the branches that compute their weights' gradients in I, and the branches that run in W."""
         branches = [self.outputs]
         if not self.to_inputs:  # as on the first stage
             return [], branches

@@ -1,4 +1,4 @@
-"""A shard of which several versions of the weights are in use: each microbatch keeps to the one declared for it.
+"""A shard with several versions of the weights in use: each microbatch keeps to its declared one.
 
 The parameters hold the newest version, which the optimizer updates in place; an update gives them other memory first
 if a microbatch still needs the version that they held. A forward or backward by an older version is shown the memory of
@@ -22,7 +22,7 @@ from .stage_state import shown
 
 
 class StashingShard(Shard):
-    """A shard in a stream whose forwards overtake updates. Microbatches and updates are counted through the stream."""
+    """A shard in a stream with forwards that overtake updates. Microbatches and updates count through the stream."""
 
     has_versions = True
 
@@ -36,9 +36,9 @@ class StashingShard(Shard):
         self._uncounted: int | None = None
         #: older versions that microbatches use
         self._versions: dict[int, list[Value]] = {}
-        #: version -> how many microbatches use it whose backward is not over
+        #: version -> number of microbatches that use it and have not ended their backward
         self._left: dict[int, int] = {}
-        #: the update whose gradients the parameters have, and those that others take, by parameter
+        #: the update of the gradients in the parameters, and the gradients of other updates, by parameter
         self._update = 0
         self._gradients: dict[int, list[Tensor | None]] = {}
         #: weights that all routes have in common and are pulled to; None: there are none
@@ -46,10 +46,10 @@ class StashingShard(Shard):
         self._trained: list[nn.Parameter] = []
 
     def begin(self, spec: Spec, route: int, first: StashingShard) -> None:
-        """Begin a stream of `spec`: version 0 is what the parameters hold now.
+        """Begin a stream of `spec`: version 0 is the present parameters.
 
         Args:
-            first: the shard of the stage on the first route, whose reference the others share if there is one.
+            first: the shard of the stage on the first route; all routes share its reference if there is one.
         """
         self._trained = self._found()
         if spec.elasticity and first.reference is None:
@@ -93,7 +93,7 @@ class StashingShard(Shard):
         return output
 
     def _weigh(self, given: Given, loss: Any, share: float) -> Tensor:
-        """Note the loss as a part of its step; let backward start from what is a part of its update."""
+        """Record the loss as a part of its step; let backward start from its part of its update."""
         root, scale = super()._weigh(given, loss, share), share if given.scale is None else given.scale
         if not self.losses.summed:
             return root if scale == share else loss.reshape(()) * scale
@@ -148,12 +148,12 @@ class StashingShard(Shard):
             reference.add_(pull)
 
     def evaluated_state_dict(self) -> dict[str, Tensor]:
-        """Return the tensors by which the shard evaluates: of weights the reference, if there is one."""
+        """Return the tensors that the shard evaluates with: for weights the reference, if there is one."""
         with self._evaluating():
             return self.state_dict()
 
     def _evaluating(self) -> AbstractContextManager[object]:
-        """Return a context in which the parameters hold the weights by which the shard evaluates."""
+        """Return a context with the evaluated weights in the parameters."""
         pairs = zip(self._trained, self.reference or (), strict=False)
         return shown([Value(parameter, weight, parameter._version, None) for parameter, weight in pairs])
 
@@ -171,10 +171,10 @@ class StashingShard(Shard):
         self._update = 0
 
     def _using(self, microbatch: int) -> AbstractContextManager[object]:
-        """Return a context in which the parameters hold the version that a microbatch uses.
+        """Return a context with the version that a microbatch uses in the parameters.
 
         Raises:
-            ConfigError: it is not there, so something else than what was declared would be trained.
+            ConfigError: it is not there, so the declared weights would not be trained.
         """
         version = self._spec.version(self.stage, microbatch)
         if version != self.newest and version not in self._versions:
@@ -186,7 +186,7 @@ class StashingShard(Shard):
 
     @contextmanager
     def _accumulating(self, microbatch: int) -> Iterator[None]:
-        """Return a context in which a backward adds to the gradients of the update that takes them."""
+        """Return a context for a backward that adds to the gradients of its update."""
         self.turn_to(update_of(self._spec, self.stage, microbatch).index)
         with self._using(microbatch):
             yield

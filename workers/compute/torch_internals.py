@@ -1,7 +1,7 @@
-"""What computing uses of torch that is not public, in one place: a new torch can break it here alone.
+"""Private functions of torch that computing uses, in one place: a new torch can break it here alone.
 
-Importing this by a torch that has it not says so. Fake tensors are the business of `model/placeholder.py`, the RPC
-agent that of `transport/rpc.py`.
+An import with a torch that lacks one fails with a sentence. Fake tensors stand in `model/placeholder.py`, the RPC
+agent in `transport/rpc.py`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ try:
     from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    #: a context in which no function mode and no subclass sees what is called
+    #: a context that hides calls from function modes and subclasses
     without_torch_function = torch._C.DisableTorchFunction
 except (ImportError, AttributeError) as error:
     raise ImportError(f"rpc-pipe was not made for torch {torch.__version__}: {error}") from error
@@ -45,14 +45,14 @@ def run_backward(roots: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Non
 
 
 def _is_plain(root: Tensor, grad: Tensor | None) -> bool:
-    """Tell whether nothing has to be looked for: torch's own tensor, and a gradient or a loss."""
+    """Return whether no check is needed: torch's plain tensor, and a gradient or a loss."""
     if type(root) is not Tensor or root.is_nested:
         return False
     return grad is not None or (root.numel() == 1 and root.is_floating_point())
 
 
 def set_version(tensor: Tensor, version: int) -> None:
-    """Let autograd take a tensor for one that was written so many times."""
+    """Set the version of a tensor, which autograd compares."""
     torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
 
 
@@ -63,14 +63,14 @@ def no_view(tensor: Tensor) -> Tensor:
 
 
 def has_saved_tensor_hooks() -> bool:
-    """Tell whether the caller has set hooks of saved tensors."""
+    """Return whether the caller has set hooks of saved tensors."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 def keep_donated_buffers() -> None:
     """Let compiled functions run in a backward that keeps its graph: a split one runs each of them once all the same.
 
-    The default is set, as what is set by its name counts in one thread, and autograd has its own.
+    The default is set, because the setting by name counts in one thread, and autograd has other threads.
     """
     from torch._functorch import config
 
@@ -115,7 +115,7 @@ class OperatorMode(TorchDispatchMode):
 
 
 def is_current(mode: TorchFunctionMode) -> bool:
-    """Tell whether a function mode is the innermost one."""
+    """Return whether a function mode is the innermost one."""
     return _get_current_function_mode() is mode
 
 
@@ -129,6 +129,6 @@ def norms_of(tensors: Sequence[Tensor], order: float = 2.0) -> Sequence[Tensor]:
 
 
 def by_type(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Group tensors of one device by type, in the order in which torch goes through the groups."""
+    """Group tensors of one device by type, in torch's order of groups."""
     groups = _group_tensors_by_device_and_dtype([list(tensors)]).values()
     return [[each for each in of_type if each is not None] for ([of_type], _) in groups]

@@ -1,4 +1,4 @@
-"""What happens to the weights of a shard when its gradients are those of a whole batch."""
+"""The update of a shard's weights when the gradients of a whole batch are complete."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SchedulerFactory = Callable[[Optimizer], LRScheduler]
 
 @dataclass(frozen=True)
 class Training:
-    """What trains a model, alike on every stage: `Pipeline(..., training=Training(optimizer=...))`.
+    """The training of a model, alike on every stage: `Pipeline(..., training=Training(optimizer=...))`.
 
     Args:
         optimizer: called on each stage with (name, parameter) pairs, named as in the unsplit model, such as
@@ -48,7 +48,7 @@ class Training:
             `torch.nn.utils.clip_grad_norm_`; see `Pipeline.grad_norm`.
         post_validation: whether steps of `train` update before that norm is known, and repeat the update if gradients
             must be clipped, with the same bits; by default if the schedule gains by it. See docs/training.md.
-        untrained: names of parameters that no optimizer has on purpose, such as `*.bias`; others are refused.
+        untrained: names of parameters that no optimizer has on purpose, such as `*.bias`; any other is refused.
         check: `always` runs one microbatch of every step once more, on every stage, from the state that its forward
             began with, and compares the outputs: a layer that depends on something else is an error.
     """
@@ -65,17 +65,17 @@ class Training:
     check: Literal["first", "always"] = "first"
 
 
-#: parameters of a step for which a pipeline has nothing
+#: required arguments of `step` that a pipeline cannot give
 _UNKNOWN = ("closure", "metrics")
 
 
 class Updating:
-    """The optimizer of a shard, and what goes with it.
+    """The optimizer of a shard, with its schedule, scale and average.
 
     Args:
-        slice: whose parameters are updated.
+        slice: with the parameters to be updated.
         stage: its position in the model.
-        pieces: who owns which parameters, if others hold some of them too.
+        pieces: the ownership of parameters, if another stage or replica holds some of them too.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Updating:
         self._randomness, self._first = randomness, slice.first
         self._shared, self._ranks, self._stage = slice.shared, slice.ranks(), stage
         trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
-        #: names of parameters whose optimizer state is here; None: of all
+        #: names of parameters with optimizer state here; None: all
         self.owned = pieces.owned if pieces is not None and pieces.zero else None
         own = [pair for pair in trained if self.owned is None or pair[0] in self.owned]
         self.optimizer = _made("optimizer", training.optimizer, own) if training.optimizer and own else None
@@ -126,7 +126,7 @@ class Updating:
         self._is_known = training.optimizer is None
 
     def root(self, loss: Tensor, summed: bool) -> Tensor:
-        """Return what backward starts from: the loss's part in the update, scaled; of sums the weight comes later."""
+        """Return the start of backward: the loss's part in the update, scaled; sums are divided later."""
         if not self._is_known and loss.requires_grad:
             refuse_unowned(loss, self.parameters.values())
             self._is_known = True
@@ -147,7 +147,7 @@ class Updating:
         elsewhere = {name for name, stages in self._shared.items() if min(stages) < self._stage}
         named = [(n, p.grad) for n, p in self.parameters.items() if p.grad is not None and n not in elsewhere]
         norms = norms_of([grad for _, grad in named])
-        # Of the gradient's own type, also if that is complex: by it `clip_grad_norm_` takes them together.
+        # Of the gradient's type, also if that is complex: `clip_grad_norm_` groups by it.
         return {self._ranks[name]: norm.to(grad.dtype) for (name, grad), norm in zip(named, norms, strict=True)}
 
     def clip(self, max_norm: float, norm: Tensor) -> None:
@@ -169,7 +169,7 @@ class Updating:
                     function(self.parameters)
 
     def clip_by_own_norm(self, max_norm: float) -> None:
-        """Clip the gradients of this stage by their own norm."""
+        """Clip the gradients of this stage by the stage's norm."""
         torch.nn.utils.clip_grad_norm_(self.parameters.values(), max_norm)
 
     def hold(self, weight: float) -> None:
@@ -178,7 +178,7 @@ class Updating:
         self.weight += weight
 
     def restore(self) -> None:
-        """Set the gradients to those of complete steps."""
+        """Set the gradients to the sums of complete steps."""
         for name, parameter in self.parameters.items():
             held = self.held.get(name)
             parameter.grad = None if held is None else held.clone()
@@ -201,12 +201,12 @@ class Updating:
                 self.average.update()
         self.count += 1
         self.optimizer.zero_grad(set_to_none=True)
-        # Of those that the optimizer has not, too: the sum would be added to the next ones.
+        # Also of parameters outside the optimizer: the sum would be added to the next ones.
         for name in () if self.pieces is None else self.pieces.told:
             self.parameters[name].grad = None
 
     def adopted(self) -> None:
-        """Average the weights, of which others have updated some."""
+        """Average the weights, some of which other holders have updated."""
         if self.average is not None and self.average.tensors and self._finite:
             self.average.update()
         autocast.forget_casts()  # of weights as they were
@@ -217,7 +217,7 @@ class Updating:
         return {id(parameter) for group in groups for parameter in group["params"]}
 
     def refuse_untrained(self) -> None:
-        """Refuse parameters whose gradients no optimizer would look at; average those that one has been given.
+        """Raise if no optimizer reads the gradients of a parameter; average the parameters of the optimizer.
 
         Raises:
             ConfigError: there is one.
@@ -247,11 +247,11 @@ class Updating:
 class LossScale:
     """Loss scaling for float16: one decision for all stages, with the bits of `torch.amp.GradScaler`.
 
-    Gradients in float16 lose what is small, so backward starts from the loss times a scale, and gradients are divided
+    Gradients in float16 lose small numbers, so backward starts from the loss times a scale, and gradients are divided
     by it before they are used. If any gradient on any stage has overflowed, no stage updates, and the scale shrinks.
 
     Args:
-        scaler: what it begins with: scale, factors, interval; None: nothing is scaled.
+        scaler: the initial scale, factors and interval; None: nothing is scaled.
     """
 
     def __init__(self, scaler: torch.amp.GradScaler | None) -> None:
@@ -289,7 +289,7 @@ def _float32(number: float) -> float:
 
 
 def _made(name: str, factory: Callable[[Any], Any], given: object) -> Any:
-    """Return what the caller's factory makes.
+    """Return the optimizer of the caller's factory.
 
     Raises:
         ConfigError: it makes something else than is wanted, or its arguments are wrong; the text names the factory.
