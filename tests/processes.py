@@ -7,6 +7,7 @@ Processes are forks of one that has imported torch, which start in milliseconds,
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -56,3 +57,12 @@ def rpc_pipe(
 ) -> subprocess.CompletedProcess[str]:
     """Run the command line to its end."""
     return python("-m", "rpc_pipe", *arguments, timeout=timeout, cwd=cwd, anew=anew, **more)
+
+
+def unmerged(output: str) -> str:
+    """Return the output of a launcher with a line for each worker where it shows a line of several once."""
+    lines = []
+    for line in output.splitlines():
+        alike = re.fullmatch(r"\((\d+) workers\) (\| .*)", line)
+        lines += [line] if alike is None else [f"worker {worker} {alike[2]}" for worker in range(int(alike[1]))]
+    return "\n".join(lines)

@@ -37,6 +37,13 @@ def wholes(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
+def indices(text: str) -> list[int]:
+    """Read whole numbers from 0 with commas."""
+    if not re.fullmatch("[0-9]+(,[0-9]+)*", text):
+        raise ArgumentTypeError(f"{text}: must be whole numbers from 0 with commas, such as 0,2")
+    return [int(part) for part in text.split(",")]
+
+
 def number(text: str) -> float:
     """Read a number of at least 0; whole numbers stay whole, so that sums of them are exact."""
     try:

@@ -33,7 +33,7 @@ from .options import (
     typed_checkpoints,
 )
 from .output_files import try_files
-from .readers import fraction, number, some, whole
+from .readers import fraction, indices, number, some, whole
 
 if TYPE_CHECKING:
     from ..launching.launcher import How
@@ -67,6 +67,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--save", metavar="FILE", help="write the weights to this safetensors file")
     parser.add_argument("--trace", metavar="FILE", help="write the last steps for Chrome's tracing or Perfetto")
     parser.add_argument("--html", metavar="FILE", help="write the last step, planned and actual, as a page to zoom in")
+    parser.add_argument("--log-workers", type=indices, metavar="0,...", help="show what these workers print (all)")
     parser.add_argument("--max-restarts", type=whole(0), metavar="N", help="restart up to N times after failures (0)")
     kept = parser.add_argument_group("checkpoints")
     kept.add_argument("--checkpoint-every", type=whole(1), metavar="STEPS", help="write one every so many steps")
@@ -148,7 +149,10 @@ def how(typed: Mapping[str, Any]) -> How:
     from ..launching.launcher import How  # a worker starts none
 
     transport = os.environ.get(TRANSPORT, TRANSPORTS[0])
-    return How(typed.get("threads"), typed.get("port"), transport, typed.get("max_restarts", 0))
+    shown, workers = typed.get("log_workers"), typed.get("workers", PipeOptions.workers)
+    if beyond := [worker for worker in shown or () if worker >= workers]:
+        refuse_typed({"log_workers": beyond}, ["log_workers"], f"there are workers 0 to {workers - 1}")
+    return How(typed.get("threads"), typed.get("port"), transport, typed.get("max_restarts", 0), log_workers=shown)
 
 
 def follow_plan(typed: dict[str, Any]) -> dict[str, Any]:
@@ -188,6 +192,7 @@ def refuse_idle(typed: dict[str, Any], job: Job | None) -> None:
     if job is None or link.present():
         return
     refuse_typed(typed, ["port"], "this job meets where torchrun says; leave it out")
+    refuse_typed(typed, ["log_workers"], "torchrun shows what workers print; see its --tee and --local-ranks-filter")
     refuse_typed(typed, ["max_restarts"], "type it before the script, as torchrun's own")
     refuse_workers(typed, job)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..dependency import ConfigError
@@ -22,6 +22,7 @@ from ..tracing.run_summary import figures
 from ..tracing.stall_report import waits_for_unseen
 from ..tracing.view import View
 from .job import FAILED, INTERRUPTED, WRONG_INPUT
+from .printed import PATIENCE_S, Printed
 from .report import Reporter
 from .worker_process import Logs, WorkerEvent, WorkerProcess, hear
 
@@ -52,9 +53,17 @@ class Attempt:
 
     Args:
         boards: the workers' boards; None: none.
+        log_workers: the workers whose printed lines are shown; None: all.
     """
 
-    def __init__(self, num_processes: int, reporter: Reporter, boards: RunBoards | None) -> None:
+    def __init__(
+        self,
+        num_processes: int,
+        reporter: Reporter,
+        boards: RunBoards | None,
+        log_workers: Collection[int] | None = None,
+    ) -> None:
+        self._printed = Printed(range(num_processes) if log_workers is None else log_workers, reporter.line)
         self._reporter, self._boards = reporter, boards
         self._num_processes = num_processes
         self._view = View()
@@ -91,9 +100,16 @@ class Attempt:
         Args:
             tick: called several times a second.
         """
+        try:
+            return self._watch(tick)
+        finally:
+            self._printed.show()
+
+    def _watch(self, tick: Callable[[], None]) -> Cause | None:
         while len(self._ended) < self._num_processes:
             for event in hear(self.workers, _POLL_S):
                 self._take(event)
+            self._printed.show(PATIENCE_S)
             tick()
             if time.monotonic() > self._looked_at + _LOOK_EVERY_S:
                 self._look()
@@ -131,7 +147,7 @@ class Attempt:
         rank, detail = event.worker, event.detail
         if event.what == "printed":
             self._lines[rank].append(detail)
-            self._reporter.line(rank, detail)
+            self._printed.add(rank, detail)
         elif event.what == "told":
             self._told(rank, detail)
         else:
@@ -155,6 +171,7 @@ class Attempt:
         elif kind == "wrong input":
             self._cause = self._cause or Cause("", message["text"] + self._who_is_missing(rank), WRONG_INPUT)
         else:
+            self._printed.show()
             self._reporter.handle(message)
 
     def _who_is_missing(self, rank: int | None = None) -> str:

@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -56,6 +57,8 @@ class How(NamedTuple):
     max_restarts: int = 0
     #: whether workers show boards, and there is a summary at the end
     watched: bool = True
+    #: the workers whose printed lines are shown; None: all
+    log_workers: Sequence[int] | None = None
 
 
 _USUAL = How()
@@ -123,7 +126,7 @@ class Launcher:
             boards = self._make_boards()
             environment = self._environment(folder, boards) | {RESTARTS: str(restarts)}
             command = [sys.executable, str(_PROGRAM), *self._arguments]
-            attempt = Attempt(self._num_processes, self._reporter, boards)
+            attempt = Attempt(self._num_processes, self._reporter, boards, self._how.log_workers)
             self._workers = attempt.workers
             attempt.start(command, environment, logs)
             if self._signals:  # a signal came during the start

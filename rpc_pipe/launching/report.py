@@ -83,9 +83,10 @@ class Reporter:
         """Show text, such as a line of the launcher."""
         self.console.print(text, markup=False)
 
-    def line(self, worker: int, text: str) -> None:
-        """Show a line that a worker printed."""
-        self.console.print(f"worker {worker} | {text}", markup=False)
+    def line(self, workers: Sequence[int], text: str) -> None:
+        """Show a line that these workers printed."""
+        who = f"worker {workers[0]}" if len(workers) == 1 else f"({len(workers)} workers)"
+        self.console.print(f"{who} | {text}", markup=False)
 
     def failure(self, title: str, text: str, consequences: list[str]) -> None:
         """Show the first cause, then its consequences in one line."""

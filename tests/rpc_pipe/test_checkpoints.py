@@ -14,7 +14,7 @@ from functools import partial
 
 import pytest
 import torch
-from processes import rpc_pipe, start
+from processes import rpc_pipe, start, unmerged
 from safetensors.torch import load_file
 from saved_training import BATCHES, DONE, LAYERS, bits, pipeline
 from torch import nn
@@ -438,7 +438,7 @@ def test_an_ordinary_script_that_was_killed_goes_on_with_other_workers(tmp_path)
 
     def run(*typed):
         done = rpc_pipe("run", script, *typed, cwd=tmp_path)
-        return done, [line for line in done.stdout.splitlines() if line.startswith("worker 0 | ")]
+        return done, [line for line in unmerged(done.stdout).splitlines() if line.startswith("worker 0 | ")]
 
     _, undisturbed = run("--workers", 2, "--save", "undisturbed.safetensors", "--", 0)
     killed, _ = run("--workers", 2, "--checkpoint-every", 1, "--", 7)

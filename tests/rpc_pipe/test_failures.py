@@ -184,7 +184,7 @@ def test_output_that_cannot_be_written_does_not_end_training(monkeypatch, stdout
     monkeypatch.setattr(sys, "stdout", stdout)
     reporter = Reporter()
     for _ in range(3):
-        reporter.line(0, "a line")
+        reporter.line([0], "a line")
         reporter.handle({"kind": "text", "text": "some"})
     reporter.failure("title", "text", [])
     assert reporter.exit_code == 0

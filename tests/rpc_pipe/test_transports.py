@@ -8,7 +8,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from processes import python, rpc_pipe, start
+from processes import python, rpc_pipe, start, unmerged
 from torch.distributed import HashStore
 
 from rpc_pipe.dependency import ConfigError
@@ -59,7 +59,7 @@ def test_every_transport_trains_alike(script, tmp_path):
         options = "--workers", 2, "--transport", transport, "--save", f"{transport}.safetensors", "--", 3, *more
         done = rpc_pipe("run", script, *options, cwd=tmp_path, TMPDIR=str(folder))
         assert done.returncode == 0, done.stdout + done.stderr
-        told = re.findall(r"loss (\S+) (\w+)", done.stdout)
+        told = re.findall(r"loss (\S+) (\w+)", unmerged(done.stdout))
         assert len(told) == (1 if transport == "local" else 2)
         assert {name for _, name in told} == {carrier}
         assert (tmp_path / f"{transport}.safetensors").is_file(), "not in the folder that the script has gone to"
@@ -142,7 +142,7 @@ def test_torchrun_on_one_host_needs_neither_port_nor_key(script):
     assert done.returncode == 0, done.stderr
     alone = python(script, 3, OMP_NUM_THREADS="1")
     (loss,) = re.findall(r"loss (\S+) LocalPost", alone.stdout)
-    assert re.findall(r"loss (\S+) ZmqLink", done.stdout) == [loss] * 2
+    assert re.findall(r"loss (\S+) ZmqLink", unmerged(done.stdout)) == [loss] * 2
     # Worker 0 says how it went; what else is on stderr is torchrun's.
     said = [line for line in done.stderr.splitlines() if line.startswith(("3 steps on 2 workers: ", "costs most: "))]
     assert len(said) == 2, done.stderr
@@ -227,7 +227,7 @@ def test_a_fork_that_goes_on_with_the_script_takes_no_part(script, transport):
     done = rpc_pipe("run", script, "--transport", transport, "--", 50, timeout=60)
     assert done.returncode == 0, done.stdout
     assert re.search(r"process \d+ is a fork of a worker and cannot go on as one: end it by os._exit", done.stdout)
-    assert len(re.findall(r"loss \S+ \w+Link", done.stdout)) == 2 and "50 steps on 2 workers" in done.stdout
+    assert len(re.findall(r"loss \S+ \w+Link", unmerged(done.stdout))) == 2 and "50 steps on 2 workers" in done.stdout
 
 
 BEYOND = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
