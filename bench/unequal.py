@@ -95,7 +95,7 @@ class _Path(torch.autograd.Function):
         return x.clone()
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None]:
         devices.work(ctx.backward_s)  # type: ignore[attr-defined]
         return grad.clone(), None, None
 

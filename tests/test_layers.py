@@ -38,7 +38,7 @@ MAY_IMPORT = {
     "pipeline": "checkpoints launching model model/batches planning workers workers/compute workers/transport "
     "schedules dependency",
     # batches of data larger than memory; training does not need it, who makes batches may
-    "data": "system model/batches workers/compute workers/transport dependency",
+    "data": "system model/batches planning workers/compute workers/transport dependency",
     # times of this model on this machine, for the planner
     "planning/measuring": "system pipeline launching tracing planning model model/batches workers workers/compute "
     "workers/transport dependency",

@@ -5,9 +5,11 @@ residency.py  which chunks are in memory, which come next, which go
 storage.py    shards from elsewhere, through a cache on this machine's disk
 sources       token_files.py, tables.py, image_files.py, maps.py: the chunks of a format, and their samples
 loader.py     batches
+by_length.py  batches of rows of different lengths
 packing.py    shards made of text
 """
 
+from .by_length import batches_by_length
 from .image_files import images
 from .loader import Batch, Loader
 from .maps import dataset
@@ -20,6 +22,6 @@ from .tables import table
 from .token_files import tokens
 
 __all__ = [
-    "Batch", "Loader", "Order", "Source", "Storage", "dataset", "images", "open_source", "pack", "table", "text",
-    "tokens",
+    "Batch", "Loader", "Order", "Source", "Storage", "batches_by_length", "dataset", "images", "open_source", "pack",
+    "table", "text", "tokens",
 ]  # fmt: skip
