@@ -17,7 +17,7 @@ from ..dependency import (
 )
 from ..drawing.page import Picture, draw_page, write_chrome
 from ..drawing.svg import draw_svg
-from ..drawing.timeline import count_microbatches, draw
+from ..drawing.timeline import count_microbatches, draw, row_names
 from ..launching.report import Reporter
 from ..planning.comparison import describe_staleness
 from ..planning.simulator import Cost, Link, Simulation, simulate
@@ -193,7 +193,8 @@ def _write_pictures(typed: Mapping[str, Any], name: str, result: Simulation) -> 
         unit = "of --cost and --comm" if "cost" in typed else "in which a stage's forward takes 1"
         notes = [f"time in units {unit}"]
         causes = waits(spec, result.spans)
-        picture = Picture(title, result.spans, spec.num_workers, waits=causes, slices=slices, notes=notes)
+        rows = row_names(map(spec.hosted, range(spec.num_workers)), spec.num_routes, spec.replicas)
+        picture = Picture(title, result.spans, spec.num_workers, waits=causes, slices=slices, notes=notes, rows=rows)
         write(typed["html"], draw_page([picture]))
     if "chrome" in typed:
         write_chrome(typed["chrome"], spec, _by_step(result.spans))

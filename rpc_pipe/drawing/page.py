@@ -45,6 +45,8 @@ class Picture:
     notes: Sequence[str] = ()
     #: of each worker, its largest memory as text, where that was measured
     memory: Sequence[str] = ()
+    #: the names of the workers' rows, if they say more than the number
+    rows: Sequence[str] = ()
 
 
 def draw_page(pictures: Sequence[Picture]) -> str:
@@ -90,6 +92,7 @@ def _encode(picture: Picture) -> dict[str, object]:
         "name": picture.name,
         "unit": picture.unit,
         "workers": picture.num_workers,
+        "names": list(picture.rows) or [f"worker {worker}" for worker in range(picture.num_workers)],
         "gaps": picture.gaps,
         "about": summarize(spans, picture.num_workers, unit=picture.unit, gaps=picture.gaps),
         "stages": held_stages(spans, picture.num_workers),

@@ -142,7 +142,7 @@ function measure() {
     const context = picture.canvas.getContext("2d");
     context.font = `${picture.font}px ${FONT}`;
     picture.digit = context.measureText("0").width;
-    picture.left = Math.ceil(context.measureText(`worker ${picture.workers - 1}`).width) + 8;
+    picture.left = Math.ceil(Math.max(0, ...picture.names.map(name => context.measureText(name).width))) + 8;
   }
   // One left edge, so that equal times stand above each other.
   const left = Math.max(0, ...drawn.map(picture => picture.left));
@@ -246,7 +246,7 @@ function drawPicture(picture) {
   context.textAlign = "right";
   context.textBaseline = "middle";
   for (let worker = 0; worker < picture.workers; worker++)
-    context.fillText(`worker ${worker}`, picture.left - 6, worker * picture.pitch + picture.cell / 2 + 0.5);
+    context.fillText(picture.names[worker], picture.left - 6, worker * picture.pitch + picture.cell / 2 + 0.5);
   picture.canvas.dataset.shown = picture.shown;
 }
 

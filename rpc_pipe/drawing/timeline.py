@@ -7,7 +7,7 @@ The bubble, which every picture shows, stands here. `draw` is the terminal's pic
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 
 from rich.text import Text
@@ -60,6 +60,25 @@ def summarize(
     length = f"{makespan:.4g} {unit}" if unit else tell(makespan)
     parts += [f"makespan {length}", f"{gaps} {bubble(spans, num_workers):.1%}"]
     return ", ".join(parts)
+
+
+def row_names(hosted: Iterable[Sequence[tuple[int, int]]], num_routes: int = 1, replicas: int = 1) -> list[str]:
+    """Return the name of each worker's row, such as `worker 1: stage 0, replica 1`.
+
+    Args:
+        hosted: the (stage, route) of each worker.
+        num_routes: of all replicas.
+    """
+    names = []
+    for worker, own in enumerate(hosted):
+        stages = sorted({stage for stage, _ in own})
+        name = (
+            f"worker {worker}: stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
+            if own
+            else f"worker {worker}"
+        )
+        names.append(f"{name}, replica {own[0][1] * replicas // num_routes}" if own and replicas > 1 else name)
+    return names
 
 
 def tell(time: float) -> str:

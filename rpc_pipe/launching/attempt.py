@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from ..dependency import ConfigError
 from ..tracing.board import Live, State
 from ..tracing.boards import RunBoards
+from ..tracing.layout import layout
 from ..tracing.run_summary import figures
 from ..tracing.stall_report import waits_for_unseen
 from ..tracing.view import View
@@ -77,7 +78,7 @@ class Attempt:
         #: workers' reports that may be due to another worker
         self._consequences: dict[int, Cause] = {}
         self._failed_at = self._looked_at = self._joining_at = 0.0
-        self._told_stall = self._told_joining = False
+        self._told_stall = self._told_joining = self._told_layout = False
         #: the started processes
         self.workers: list[WorkerProcess] = []
 
@@ -236,6 +237,9 @@ class Attempt:
         if self._boards is None:
             return
         self._view.take(self._boards.look())
+        if not (self._told_layout or self._ended or self._done) and (told := layout(self._view.headers)):
+            self._told_layout = True
+            self._reporter.text(told)
         if self._view.stalled and not self._told_stall:
             self._reporter.roll_call(self._view.roll_call(), self._boards.stacks(self._view.culprit()))
         self._told_stall = self._view.stalled

@@ -111,7 +111,14 @@ def _header(training: Watchable, actor: WorkerActor) -> dict[str, Any]:
         "device": str(training.actors[0].backend.device),
         "schedule": name_of(training.spec),
         "microbatches": training.spec.num_microbatches,
+        "replicas": training.spec.replicas,
+        "zero": training.spec.zero,
+        "num_routes": training.spec.num_routes,
         "shards": [(*each, _form(shards[each[:2]])) for each in (training.shards(worker) if shards else ())],
+        "parameters": [
+            sum(parameter.numel() for _, parameter in shards[each[:2]].named_parameters())
+            for each in (training.shards(worker) if shards else ())
+        ],
         "cores": len(os.sched_getaffinity(0)),
         "started": time.time(),
         "clock_ns": time.perf_counter_ns(),

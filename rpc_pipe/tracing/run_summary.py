@@ -28,6 +28,7 @@ def figures(view: View) -> dict[str, Any] | None:
     return {
         "steps": view.complete_steps(1)[0],
         "workers": view.num_workers,
+        "layout": trace.layout,
         "loss": view.losses[-1][1],
         "step_ms": trace.step_ms,
         **({f"{throughput[1]}_per_s": throughput[0]} if throughput else {}),
@@ -54,7 +55,7 @@ def _count(number: int, what: str) -> str:
 
 def summary(found: dict[str, Any], *more: str) -> str:
     """Return what is told of a run at its end, from its figures; with lines of `more`."""
-    return "\n".join([sentence(found), *more, *lost_lines(found)])
+    return "\n".join([sentence(found), *filter(None, [found["layout"]]), *more, *lost_lines(found)])
 
 
 def lost_lines(found: dict[str, Any]) -> list[str]:

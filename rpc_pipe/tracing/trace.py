@@ -33,6 +33,9 @@ class Trace:
     clock_error_ms: float = 0.0
     #: name of the run, such as its script's
     run: str = ""
+    #: the names of the workers' rows, and where the model's parts are
+    rows: Sequence[str] = ()
+    layout: str = ""
 
     def spans(self, last: int = 0) -> list[Span]:
         """Return the spans of a number of last steps, in ms; 0: of all steps."""
@@ -87,7 +90,7 @@ class Trace:
         last = max(self.steps)
         planned, actual = replace(self, steps={last: self.steps[last]}).pictures()
         with _writing(path):
-            page = draw_page([planned, replace(actual, notes=[f"a step's time: {lost}"])])
+            page = draw_page([planned, replace(actual, notes=[*actual.notes, f"a step's time: {lost}"])])
             Path(path).write_text(page, encoding="utf-8")
 
     def pictures(self) -> tuple[Picture, Picture]:
@@ -111,8 +114,20 @@ class Trace:
                 "idle",
                 why_planned,
                 slices,
+                rows=self.rows,
             ),
-            Picture(ran, actual, spec.num_workers, "ms", "idle", why_actual, slices, memory=memory),
+            Picture(
+                ran,
+                actual,
+                spec.num_workers,
+                "ms",
+                "idle",
+                why_actual,
+                slices,
+                [self.layout] if self.layout else [],
+                memory,
+                self.rows,
+            ),
         )
 
 

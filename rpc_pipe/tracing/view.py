@@ -15,6 +15,7 @@ from ..dependency import ConfigError, Spec
 from ..workers.hooks import StepRecord
 from .board import State
 from .boards import RunBoards, RunUpdate
+from .layout import layout, rows
 from .listed_relation import spec_of_listings
 from .lost_time import LostTime, attribute_lost_time
 from .stall_report import duration, roll_call, waiting_chain
@@ -203,7 +204,14 @@ class View:
         if spec is None:
             return None
         run = next(iter(self.headers.values())).get("script", "")
-        return Trace(spec, {step: self.records(step) for step in steps}, self.latest.clock_error_ms, run)
+        return Trace(
+            spec,
+            {step: self.records(step) for step in steps},
+            self.latest.clock_error_ms,
+            run,
+            rows(self.headers),
+            layout(self.headers),
+        )
 
     def lost(self, *, fresh: bool = False) -> LostTime | None:
         """Return the lost time of the recent steps; at most two seconds old, or `fresh`."""

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from rpc_pipe.dispatch.rows import worker_rows
+from rpc_pipe.drawing.page import encode
 from rpc_pipe.pipeline import Pipeline
 from rpc_pipe.tracing import own_boards, run_folders
 from rpc_pipe.tracing.board_reader import Board
@@ -156,3 +157,28 @@ def test_a_worker_that_ends_alone_tells_it_before_it_waits_for_the_last_look(mon
     own_boards.end_calls()
     own_boards.stay()
     assert "worker 1 calls step 3, but worker 0 has ended its script" in str(other.poll((1,))[0].answer)
+
+
+def test_the_layout_is_told_with_blocks_parameters_and_replicas(folder):
+    """Nothing said which part of the model a worker of 2 stages x 2 replicas holds."""
+    pipe = pipeline(4, num_microbatches=4, replicas=2, zero=1)
+    steps(pipe, 4)
+    view = View()
+    view.take(RunBoards(folder).look())
+    wanted = (
+        "4 processes: 2 stages x 2 replicas, zero 1; stage 0: blocks 0-3, 80 parameters; "
+        "stage 1: blocks 4-7, 80 parameters"
+    )
+    trace = view.trace()
+    planned, actual = trace.pictures()
+    assert trace.layout == wanted and actual.notes == [wanted] and figures(view)["layout"] == wanted
+    names = [f"worker {worker}: stage {worker // 2}, replica {worker % 2}" for worker in range(4)]
+    assert planned.rows == actual.rows == encode([actual])["pictures"][0]["names"] == names
+
+
+def test_a_worker_with_several_stages_names_them_in_its_row(folder):
+    steps(pipeline(2, num_microbatches=4, schedule="zb-v"), 4)
+    view = View()
+    view.take(RunBoards(folder).look())
+    assert view.trace().rows == ["worker 0: stages 0, 3", "worker 1: stages 1, 2"]
+    assert view.trace().layout.startswith("2 processes: 4 stages on 2 workers; stage 0: blocks 0-1, 40 parameters; ")
