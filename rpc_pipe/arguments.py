@@ -23,6 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from .dependency import ConfigError, Disagreement, PipeError, ScheduleError, Spec, WorkerFailure, refuse_below
 from .model.batches.ordering import MicrobatchCost, Ordering
 from .model.shard_maker import refuse_sums
+from .model.sharding import Sharing
 from .planning.specs import MICROBATCH_ORDERS
 from .schedules import name_of
 from .workers.compute.updating import Training
@@ -164,8 +165,9 @@ def refuse_training(loss_fn: object, training: Training) -> None:
         raise ConfigError(f"grad_scaler {scaler!r}: must be a torch.amp.GradScaler, which says how the scale begins")
 
 
-def refuse_untrainable(spec: Spec, training: Training) -> None:
-    """Refuse training options that asynchronous schedules cannot honour."""
+def refuse_untrainable(spec: Spec, training: Training, sharing: Sharing) -> None:
+    """Refuse training options that asynchronous schedules, or members of a worker, cannot honour."""
+    sharing.refuse(spec, training)
     for name in ("accumulate", "grad_scaler", "deferred_batch_norm"):
         if not spec.synchronous and getattr(training, name) != getattr(Training, name):
             raise ConfigError(

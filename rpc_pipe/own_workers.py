@@ -3,18 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from functools import reduce
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from .dependency import ConfigError
+from .dependency import BatchError, ConfigError, Spec, check
 from .launching.job import Job
 from .workers.actor import WorkerActor
 from .workers.compute.backends import backend_for, usual_device
 from .workers.transport.carrier import Carrier
 from .workers.transport.local import local_carriers
+
+if TYPE_CHECKING:
+    from .model.batches.microbatches import Microbatches
+    from .model.sharding import Sharing
+    from .workers.compute.members import Members
+    from .workers.compute.slices import Divide
+
+
+def checked_workers(spec: Spec, job: Job | None) -> list[int]:
+    """Return the workers of this process, whose parts in the schedule can run."""
+    workers = list(range(spec.num_workers)) if job is None else [job.worker]
+    for worker in workers:
+        check(spec, worker)
+    return workers
 
 
 def make_actors(
@@ -37,6 +52,39 @@ def make_actors(
         carriers = local_carriers(len(workers))
     made = zip(carriers, backends, strict=True)
     return [WorkerActor(*parts, {}, max_grad_norm=max_grad_norm, stall_s=stall_s) for parts in made]
+
+
+def make_members(
+    job: Job | None, sharing: Sharing | None, device: torch.device
+) -> tuple[Members | None, Divide | None]:
+    """Return this process among the members of its worker, and how they divide layers; None: it is alone."""
+    if job is None or sharing is None or job.members == 1:
+        return None, None
+    from .launching.joining import mesh_of_members
+    from .workers.compute.members import Members
+
+    mesh = mesh_of_members(job, device.type)
+    return Members(mesh, sharing.rows, sharing.per_microbatch), sharing.divide(mesh)
+
+
+def own_rows(batch: Microbatches, members: Members) -> Microbatches:
+    """Return the microbatches of a batch that this member computes.
+
+    Raises:
+        BatchError: they cannot be divided among members, or only one worker could read them.
+    """
+    if not members.rows:
+        return batch
+    if batch.scatter is not None:
+        raise BatchError(f"members={members.count}: {batch.scatter.reader} alone can read a batch; let all workers")
+    if len(batch.inputs) % members.count:
+        raise BatchError(
+            f"members={members.count}: a batch makes {len(batch.inputs)} microbatches, and each member needs as many; "
+            "give the batch more rows"
+        )
+    sides = batch.inputs, batch.targets, batch.shares
+    inputs, targets, shares = (list(side[members.index :: members.count]) for side in sides)
+    return replace(batch, inputs=inputs, targets=targets, shares=shares)
 
 
 def parameter_groups(actors: Sequence[WorkerActor]) -> list[dict[str, Any]]:

@@ -23,7 +23,7 @@ from .arguments import (
 )
 from .checkpoints.facade import Checkpoints
 from .checkpoints.weights import Weights
-from .dependency import Entry, Order, Spec, check
+from .dependency import Entry, Order, Spec
 from .launching import launcher_link as link
 from .launching import overrides
 from .launching.job import own_part
@@ -34,7 +34,8 @@ from .model.batches.microbatches import SplitBatch as SplitBatch
 from .model.batches.ordering import MicrobatchCost, Ordering
 from .model.batches.step_inputs import StepEnd
 from .model.shard_maker import Model, make_partition
-from .own_workers import make_actors
+from .model.sharding import ShardFn, settle_sharing
+from .own_workers import checked_workers, make_actors
 from .planning.apply_plan import PlanLike, apply_plan, warn_if_other_model
 from .planning.specs import ScheduleLike, make_spec, with_replicas
 from .session import Session
@@ -71,6 +72,9 @@ class Pipeline(Inspected):
         zero: 1: each replica keeps the optimizer states of its part of the parameters alone (ZeRO stage 1).
         bucket: the most gradients, in MiB, that replicas exchange at once.
         spread: "stages" puts the replicas of a stage far apart instead of the stages of a pipeline (docs/replicas.md).
+        members: how many processes are one worker together, and share its stages; see docs/members.md.
+        shard: `fsdp`, `tp`, or a function of (layer or block, mesh of the members) that divides it.
+        reduce: `step` or `microbatch`: when members sum gradients, with `fsdp`.
         split: number of layers, or of calls of blocks, for each stage; even by default.
         blocks: names of the model's lists of blocks, or of single blocks; found automatically by default.
         example: a batch with which the model is cut at once; by default the first batch cuts it.
@@ -114,6 +118,9 @@ class Pipeline(Inspected):
         zero: int = 0,
         bucket: float = 25.0,
         spread: str = "pipelines",
+        members: int = 1,
+        shard: str | ShardFn | None = None,
+        reduce: str = "step",
         split: Sequence[int] | None = None,
         blocks: str | Sequence[str] | None = None,
         example: Tree | None = None,
@@ -129,35 +136,32 @@ class Pipeline(Inspected):
         self._forgot_optimizer = training is None and "optimizer" not in old
         schedule_options = with_replicas(schedule_options, replicas, zero, bucket, slices, spread)
         said = schedule, schedule_options, num_microbatches, num_workers, split, order, device, seed, transport, plan
-        settings = overrides.settle(apply_plan(plan, overrides.Settings(*said, microbatch_order)))
+        settings = overrides.settle(
+            apply_plan(plan, overrides.Settings(*said, microbatch_order, members, shard, reduce))
+        )
         schedule, schedule_options, num_microbatches, num_workers, split, order, device, seed, transport = settings[:9]
-        self._plan, microbatch_order = settings.plan, settings.microbatch_order
-        job, self.num_workers = own_part(transport, num_workers)
+        self._plan, microbatch_order = settings[9:11]
+        sharing = settle_sharing(*settings[11:], microbatch_order)
+        job, self.num_workers = own_part(transport, num_workers, sharing.count)
         training = settle_training(type(self), training, old, alone=job is None)
         refuse_options(order, stall_s, self.num_workers, num_microbatches, seed)
         refuse_training(loss_fn, training)
-        spec = make_spec(schedule, self.num_workers, num_microbatches, schedule_options)
-        refuse_untrainable(spec, training)
-        workers = [job.worker] if job else list(range(self.num_workers))
-        for worker in workers:
-            check(spec, worker)
+        spec = make_spec(schedule, self.num_workers, sharing.microbatches(num_microbatches), schedule_options)
+        refuse_untrainable(spec, training, sharing)
+        workers = checked_workers(spec, job)
         partition = make_partition(model, loss_fn, spec.num_stages, split, training, blocks=blocks, seed=seed)
         ordering = make_ordering(microbatch_order, microbatch_cost, is_called=partition.whole is not None)
-        end = StepEnd(spec, training)
         actors = make_actors(job, workers, device, training.max_grad_norm, stall_s)
         self._session = Session(
-            spec, order or spec.order, partition, end, actors,
-            training=training, seed=seed, threaded=job is None, ordering=ordering,
+            spec, sharing.order(order, spec.order), partition, StepEnd(spec, training), actors,
+            training=training, seed=seed, job=job, sharing=sharing, ordering=ordering,
         )  # fmt: skip
         self.worker, self._reports, self._stopped = 0 if job is None else job.rank, StepReports(self), False
         self.checkpoints = Checkpoints(self._session, {"seed": seed}, stall_s)
         self.weights = Weights(self._session, self.checkpoints)
         self._session.due, self._session.made = self.checkpoints.due, self._made
         link.attach(self)  # a model may hang while it is cut
-        if partition.ranges:
-            self._session.make_shards()
-        elif example is not None:
-            self._session.cut(example)
+        self._session.cut_at_once(example)
 
     def _made(self) -> None:
         """Go on when the shards of this process's workers are made."""

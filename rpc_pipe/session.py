@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -17,6 +18,7 @@ from .model.batches.microbatches import Microbatches, Outputs, Pair, Prefetcher
 from .model.batches.ordering import Ordering
 from .model.batches.step_inputs import StepEnd, StepInputs
 from .model.shard_maker import ShardMaker, with_metric
+from .own_workers import make_members, own_rows
 from .workers.actor import WorkerActor
 from .workers.compute.randomness import preserved
 from .workers.compute.result import Result
@@ -26,8 +28,10 @@ from .workers.threads import WorkerThreads
 from .workers.transport.payload import Tree
 
 if TYPE_CHECKING:
+    from .launching.job import Job
     from .model.observed_partition import ObservedPartition
     from .model.partition import LayerPartition
+    from .model.sharding import Sharing
 
 T = TypeVar("T")
 
@@ -40,8 +44,9 @@ class Session:
         partition: the model, cut into the schedule's stages, or to be cut by the first batch.
         end: decides how steps end.
         actors: the workers of this process.
-        threaded: whether they are all workers of the pipeline.
+        job: of this process; None: they are all workers of the pipeline.
         ordering: of the microbatches of training steps; None: as they come.
+        sharing: how the members of this worker share its stages, if it has several.
 
     Attributes:
         due: tells whether a checkpoint is written after so many steps.
@@ -60,7 +65,8 @@ class Session:
         *,
         training: Training,
         seed: int,
-        threaded: bool,
+        job: Job | None = None,
+        sharing: Sharing | None = None,
         ordering: Ordering | None = None,
     ) -> None:
         self.order, self.partition, self.end, self.actors = order, partition, end, list(actors)
@@ -69,18 +75,23 @@ class Session:
         self.made: Callable[[], None] = lambda: None
         self.described = self.name = ""
         self.config: Any = None
-        self._threads = WorkerThreads(actors) if threaded else None
+        self._threads = WorkerThreads(actors) if job is None else None
         self._devices = {actor.backend.device for actor in actors}
+        self._members, divide = make_members(job, sharing, actors[0].backend.device)
+        end.meets = self._members is not None
+        for actor in actors:
+            actor.members = self._members
         self._reader = BatchReader(spec, self.actors, partition.whole, partition.loss_is_inside, ordering)
         self.closed = False
         #: None when the shards are made
-        self._maker: ShardMaker | None = ShardMaker(partition, seed, training)
+        self._maker: ShardMaker | None = ShardMaker(partition, seed, training, self._members, divide)
         self.begin(spec)
 
     def begin(self, spec: Spec) -> None:
         """Run `spec` from now on: the only holder of the schedule, and of what follows from it."""
         self.spec = spec
-        self._reader.begin(spec)
+        count = 1 if self._members is None else self._members.shares
+        self._reader.begin(replace(spec, num_microbatches=spec.num_microbatches * count) if count > 1 else spec)
         workers = [actor.worker for actor in self.actors]
         self._inputs = StepInputs(spec, self.order, workers, self.end, lambda step: self.due(step))
 
@@ -90,6 +101,11 @@ class Session:
     def awaits_batch(self) -> bool:
         """Whether the first batch is still to cut the model."""
         return self._maker is not None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process is alone, or the first member of its worker: it keeps and writes what all have."""
+        return self._members is None or self._members.index == 0
 
     @property
     def shards(self) -> Iterator[Shard]:
@@ -108,10 +124,19 @@ class Session:
         self.described = self._inputs.described = describe(self.spec, self.partition.ranges, maker.seed)
         self._inputs.weights, self.end.divided = maker.weights, maker.divided
         self.name, self.config = self.partition.name, self.partition.config
+        if self._members is not None:
+            self._members.look({n: t for shard in self.shards for n, t in shard.state_dict().items()})
         maker.end(list(self.shards))
         self.made()
 
     # --- steps
+
+    def cut_at_once(self, example: Tree | None) -> None:
+        """Make the shards if layers are cut, or an example cuts the model; else the first batch does."""
+        if self.partition.ranges:
+            self.make_shards()
+        elif example is not None:
+            self.cut(example)
 
     def cut(
         self,
@@ -127,7 +152,7 @@ class Session:
             with torch.inference_mode(False):  # parameters that are made now are trained later
                 self.partition.observe(found.inputs[0], trained=pair is None)
                 self.make_shards()
-        return found
+        return found if whole or self._members is None else own_rows(found, self._members)
 
     def run(self, batch: Microbatches, *, train: bool = False, what: str = "") -> Result:
         """Run a step, or without `train` a call named `what`, and return its result."""

@@ -220,7 +220,7 @@ def test_names_of_classes_and_files_are_unique():
 #: what may use functions of torch that are not public, each for one concern
 TORCH_INTERNALS = (
     "rpc_pipe.workers.compute.torch_internals", "rpc_pipe.workers.transport.rpc", "rpc_pipe.model.observe.placeholder",
-    "rpc_pipe.workers.transport.payload",
+    "rpc_pipe.workers.transport.payload", "rpc_pipe.workers.compute.fsdp",
 )  # fmt: skip
 
 

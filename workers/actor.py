@@ -151,9 +151,10 @@ class WorkerActor(Context):
 
     def _bound_for(self, batch: StepInput) -> Bound:
         if batch.part not in self._bound:
-            refuse_collectives(batch.part, batch.order, self.shards.values())
+            if self.members is None:  # members make them in one order
+                refuse_collectives(batch.part, batch.order, self.shards.values())
             refuse_disorder(batch.part, self.shards)
-            self._bound[batch.part] = bound(batch.part, self.shards)
+            self._bound[batch.part] = bound(batch.part, self.shards, self.members)
         return self._bound[batch.part]
 
     def gather(self, name: str, value: Tree) -> list[Tree] | None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from .compute.device import DeviceBackend
 from .compute.shard import Shard
 from .hooks import Listeners
 from .mailbox import Mailbox
 from .transport.payload import Payload
+
+if TYPE_CHECKING:
+    from .compute.members import Members
 
 
 @dataclass(eq=False)
@@ -27,6 +31,8 @@ class Context:
     listeners: Listeners = field(default_factory=Listeners)
     #: whether training can go on after a failed step: if all workers are threads of one process
     recovers: bool = False
+    #: the processes that are this worker together; None: this one alone
+    members: Members | None = None
     #: training steps that are complete, and that have begun
     step: int = 0
     next_step: int = 0

@@ -143,7 +143,7 @@ def _collect_norms(ctx: ActionContext) -> Payload:
         for (_, route), shard in ctx.worker.shards.items():
             if route == 0 or ctx.step.batch.spec.zero:
                 shard.turn_to(ctx.step.first_update + route)
-                _complete_gradients(ctx, shard, route)
+                complete_gradients(ctx, shard, route)
                 if ctx.worker.max_grad_norm is not None:
                     norms |= shard.updating.gradient_norms()
                 if shard.updating.scale.enabled:
@@ -173,7 +173,7 @@ def _update(ctx: ActionContext) -> None:
         shard.hold(result.divisor if result is not None and result.summed else 0.0)
         return
     shard.turn_to(step.first_update + index)
-    _complete_gradients(ctx, shard, index)
+    complete_gradients(ctx, shard, index)
     if step.batch.reductions.validated:
         if index == 0:
             step.own_norms |= shard.updating.gradient_norms()
@@ -203,7 +203,7 @@ def _validate(ctx: ActionContext) -> None:
         step.taken_back = True
 
 
-def _complete_gradients(ctx: ActionContext, shard: Shard, route: int) -> None:
+def complete_gradients(ctx: ActionContext, shard: Shard, route: int) -> None:
     """Take the sums over all holders of a parameter, and divide them by the step's weight if the loss is a sum; once
     per step."""
     step, spec = ctx.step, ctx.step.batch.spec
@@ -214,7 +214,8 @@ def _complete_gradients(ctx: ActionContext, shard: Shard, route: int) -> None:
         for each in reduction_tree(spec).sums(shard.stage, route, step.batch.reductions):
             # Not taken out: several holders may be on this worker.
             shard.updating.pieces.take(ctx.worker.backend.ready(step.payloads[each]))
-    if step.result is not None and step.batch.reductions.weight and step.result.summed:
+    alone = ctx.worker.members is None  # else this plane's weight is only a part
+    if alone and step.result is not None and step.batch.reductions.weight and step.result.summed:
         shard.updating.divide(shard.updating.weight + step.result.divisor)
     if shard.updating.scale.enabled:
         step.finite[shard] = shard.updating.unscale()

@@ -96,7 +96,7 @@ class Stream:
 
     def _open(self, batch: StepInput, before: Sequence[WorkerState], most_open: int = _MOST_OPEN) -> Step:
         """Begin a step, and ask other workers for its inputs."""
-        state = WorkerState(batch.part, batch.order, before)
+        state = WorkerState(batch.part, batch.order, before, apart=self._worker.members is not None)
         # In the middle of a stream, too, an evaluation draws the numbers of the step that would come next.
         number = self._worker.next_step if batch.train else self._worker.step
         undoable = self._undoable(batch)

@@ -25,13 +25,15 @@ class WorkerState:
         order: `fixed` waits for the next action in the order of each resource; `ready` runs the first action whose
             needs have all been met.
         before: the states of earlier steps that may still run, the latest first; this step waits for actions of them.
+        apart: whether the next step waits for the end of this one, so that all members of a worker make the same
+            collectives before a step's result is known.
     """
 
-    def __init__(self, part: Part, order: Order, before: Sequence[WorkerState] = ()) -> None:
+    def __init__(self, part: Part, order: Order, before: Sequence[WorkerState] = (), *, apart: bool = False) -> None:
         self.part = part
         #: by resource, the running action
         self.running: dict[Resource, int] = {}
-        self._fixed = order == "fixed"
+        self._fixed, self._apart = order == "fixed", apart
         self._missing = part.num_needs.copy()
         #: how many actions are not finished
         self.left = len(part.entries)
@@ -114,7 +116,7 @@ class WorkerState:
     @property
     def may_be_overtaken(self) -> bool:
         """Return whether the next step may compute now, because this one has nothing to run."""
-        return not self._fixed or self._issued["compute"] == len(self.part.queues["compute"])
+        return not self._apart and (not self._fixed or self._issued["compute"] == len(self.part.queues["compute"]))
 
     def has_finished(self, action: Action) -> bool:
         """Return whether an action of this worker in this step is done, or does not belong to this step."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -14,9 +15,12 @@ from .handlers import handler_of
 from .step import Bound, Question, Task
 from .transport.outbox import DONE
 
+if TYPE_CHECKING:
+    from .compute.members import Members
 
-def bound(part: Part, shards: dict[tuple[int, int], Shard]) -> Bound:
-    """Return `part` bound to a worker with these shards."""
+
+def bound(part: Part, shards: dict[tuple[int, int], Shard], members: Members | None = None) -> Bound:
+    """Return `part` bound to a worker with these shards, which members may share."""
     own = tasks(part, shards)
     names: dict[tuple[int, bool], list[str]] = {}
     arriving = {task.name: action for action, task in own.items() if action.kind.resource == "copy"}
@@ -24,7 +28,12 @@ def bound(part: Part, shards: dict[tuple[int, int], Shard]) -> Bound:
         name = str(action) if carries else str(action) + DONE
         arriving[name] = action
         names.setdefault((worker, action.kind.resource != "control"), []).append(name)
-    return Bound(own, [Question(peer, those, computes) for (peer, computes), those in names.items()], arriving)
+    found = Bound(own, [Question(peer, those, computes) for (peer, computes), those in names.items()], arriving)
+    if members is None:
+        return found
+    from .joint import joint
+
+    return joint(found, part, members)
 
 
 def tasks(part: Part, shards: dict[tuple[int, int], Shard]) -> dict[Action, Task]:

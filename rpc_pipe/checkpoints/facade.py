@@ -26,6 +26,10 @@ class Run(Protocol):
     spec: Spec
     partition: Any
 
+    @property
+    def is_first(self) -> bool:
+        """Whether this process keeps and writes what all members of its worker have."""
+
     def each(self, call: Callable[[WorkerActor], Any]) -> list[Any]:
         """Call a function for every worker of this process, at the same time."""
 

@@ -36,6 +36,8 @@ class Weights:
         from .whole import merged, own_state
 
         parts = self._run.gather("weights (save, state_dict)", own_state)
+        if parts is not None and not self._run.is_first:  # the first members have them
+            return None
         return None if parts is None else merged(parts, self._run.partition.place_of)
 
     def save(self, path: str | Path) -> None:

@@ -25,8 +25,9 @@ def own_state(actor: WorkerActor) -> dict[str, Any]:
     """Return the `tensors` of a worker's shards, each by its name in the unsplit model, and the modules' `versions`; of
     first replicas."""
     first_route = [shard for (_, route), shard in actor.shards.items() if route == 0]
+    tensors = {name: t for shard in first_route for name, t in shard.evaluated_state_dict().items()}
     return {
-        "tensors": {name: t for shard in first_route for name, t in shard.evaluated_state_dict().items()},
+        "tensors": tensors if actor.members is None else actor.members.whole(tensors),
         "versions": {name: each for shard in first_route for name, each in shard.slice.versions().items()},
     }
 

@@ -84,9 +84,12 @@ _EXCHANGE = ("zero", "bucket", "spread")
 REPLICAS = ("replicas", *_EXCHANGE)
 #: options that make a spec
 SCHEDULE = ("schedule", "set", "window", "workers", "microbatches", *REPLICAS)
+#: how several processes are one worker
+MEMBERS = ("members", "shard", "reduce")
 #: options that make a pipeline
 PIPELINE = (
-    *SCHEDULE, "slices", "order", "microbatch-order", "json", "split", "device", "seed", "threads", "transport", "nan",
+    *SCHEDULE, "slices", *MEMBERS, "order", "microbatch-order", "json", "split", "device", "seed", "threads",
+    "transport", "nan",
     "trust-network", "port",
 )  # fmt: skip
 _SHARED: dict[str, dict[str, Any]] = {
@@ -99,6 +102,9 @@ _SHARED: dict[str, dict[str, Any]] = {
     "zero": dict(type=whole(0), help="1: divide optimizer states among the replicas (0)"),
     "bucket": dict(metavar="MIB", help="largest part of gradients that replicas exchange at once (25)"),
     "spread": dict(help="stages: put the replicas of a stage far apart, not each pipeline (pipelines)"),
+    "members": dict(type=whole(1), help="processes that are one worker together, of those of --workers (1)"),
+    "shard": dict(choices=("fsdp", "tp"), help="how members share a stage: FSDP2, or the model's own tp_plan"),
+    "reduce": dict(choices=("step", "microbatch"), help="when members sum gradients of fsdp (step)"),
     "slices": dict(metavar="K", help="cut sequences into K slices, or sizes such as 8,6,5,4 (1)"),
     "attention": dict(
         type=fraction, metavar="SHARE",

@@ -19,7 +19,7 @@ from ..launching import launcher_link as link
 from ..launching.job import TRANSPORT, TRANSPORTS, Job, current_job
 from ..launching.report import Reporter
 from ..launching.worker_main import as_worker
-from ..planning.specs import PipeOptions, make_spec
+from ..planning.specs import PipeOptions, make_spec, workers_of
 from ..tracing.run_summary import FILES
 from .options import (
     MAKE,
@@ -215,7 +215,7 @@ def _run_script(typed: dict[str, Any], argv: list[str], job: Job | None) -> int:
         of_most = {name: typed[name] for name in ("replicas", "slices") if name in typed}
         known: Any = options if "schedule" in typed else of_most  # other options are the script's
         microbatches = typed.get("microbatches", typed.get("replicas", 1))
-        make_spec(typed.get("schedule", "1f1b"), workers, microbatches, known)
+        make_spec(typed.get("schedule", "1f1b"), workers_of(workers, typed.get("members", 1)), microbatches, known)
         from ..launching.launcher import launch
 
         return launch(argv, workers, reporter, how(typed))

@@ -112,12 +112,13 @@ def current_job(environ: Mapping[str, str] | None = None) -> Job | None:
     return Job(rank, count, "env://", interface, one_host=one_host, place=place, processes_here=here, **settings)
 
 
-def own_part(transport: str | None, num_workers: int | None) -> tuple[Job | None, int]:
+def own_part(transport: str | None, num_workers: int | None, members: int = 1) -> tuple[Job | None, int]:
     """Return (this process's job, None if it has all workers; the number of workers).
 
     Args:
         transport: that a script asks for.
-        num_workers: that a script asks for.
+        num_workers: that a script asks for; with members, the number of processes.
+        members: how many processes are one worker.
 
     Raises:
         ConfigError: they cannot be had here, or as `current_job`.
@@ -125,6 +126,10 @@ def own_part(transport: str | None, num_workers: int | None) -> tuple[Job | None
     job = current_job()
     if transport is not None:
         refuse_transport(transport, "transport")
+    if members > 1 and (job is None or job.transport == "local" or transport == "local"):
+        raise ConfigError(
+            f"members={members}: are processes, not threads; start the script by rpc-pipe run or torchrun"
+        )
     if job is None:
         return None, 1 if num_workers is None else num_workers
     if num_workers not in (None, job.num_workers):
@@ -134,6 +139,10 @@ def own_part(transport: str | None, num_workers: int | None) -> tuple[Job | None
             one = "one process" if job.transport == "local" else f"{job.num_workers} processes"
             raise ConfigError(f"transport {transport!r}: this job was started as {one}; leave it out, or type it")
         job = replace(job, transport=transport)
+    if job.num_processes % members or job.processes_here % members:
+        there = f"the job's {job.num_processes} processes, {job.processes_here} of them on this host"
+        raise ConfigError(f"members={members}: must divide {there}; start a multiple of {members} on each host")
+    job = replace(job, members=members)
     return None if job.transport == "local" else job, job.num_workers
 
 

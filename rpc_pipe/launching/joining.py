@@ -9,8 +9,9 @@ import gc
 import os
 import secrets
 from dataclasses import replace
+from datetime import timedelta
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..dependency import ConfigError, NotMet
 from ..system.at_exit import at_exit
@@ -23,7 +24,7 @@ from . import LOOPBACK
 from . import launcher_link as link
 from .interfaces import address_of, interface_towards, read_key
 from .job import KEY, TRUST, Job
-from .meeting_place import MeetingPlace
+from .meeting_place import MeetingPlace, root_of
 
 if TYPE_CHECKING:
     from ..workers.transport.keys import Keys
@@ -122,6 +123,33 @@ def _by_zmq(place: MeetingPlace) -> ZmqLink:
     if job.port or not job.one_host or job.interface != LOOPBACK:
         network = _network(place)
     return ZmqLink(job.worker, place.workers, folder, network, job.join_timeout_s)
+
+
+def mesh_of_members(job: Job, device: str) -> Any:
+    """Return the mesh of the members of this process's worker, when all of them have come.
+
+    They are torch's default process group, unless the script has made one of all processes.
+
+    Raises:
+        NotMet: not all came.
+    """
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    if dist.is_initialized():
+        every = init_device_mesh(device, (job.num_workers, job.members), mesh_dim_names=("worker", "member"))
+        return every["member"]
+    place = root_of(job).sub(f"worker {job.worker}", range(job.members))
+    if job.one_host:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", job.interface)
+    try:
+        dist.init_process_group(
+            store=place.store(), rank=job.member, world_size=job.members, timeout=timedelta(seconds=job.join_timeout_s)
+        )
+        at_exit(dist.destroy_process_group)
+        return init_device_mesh(device, (job.members,), mesh_dim_names=("member",))
+    except (TimeoutError, RuntimeError, OSError) as error:
+        raise NotMet(f"process {job.rank} could not meet the members of worker {job.worker}: {error}") from error
 
 
 # --- addresses

@@ -78,10 +78,14 @@ class MeetingPlace:
             run_folders.leave(_torchrun_folder())
 
 
+def root_of(job: Job) -> MeetingPlace:
+    """Return the place where all processes of a job could meet."""
+    return MeetingPlace(job, frozenset(range(job.num_processes)))
+
+
 def place_of(job: Job) -> MeetingPlace:
     """Return the place where the processes of this one's plane meet."""
-    root = MeetingPlace(job, frozenset(range(job.num_processes)))
-    return root if job.members == 1 else root.sub(f"plane {job.member}", range(job.num_workers))
+    return root_of(job) if job.members == 1 else root_of(job).sub(f"plane {job.member}", range(job.num_workers))
 
 
 @cache

@@ -23,6 +23,9 @@ class Settings(NamedTuple):
     #: the plan that decides the other settings
     plan: Any = None
     microbatch_order: str = "given"
+    members: int = 1
+    shard: Any = None
+    reduce: str = "step"
 
 
 #: argument -> option, if the names differ

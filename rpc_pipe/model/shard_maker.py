@@ -17,13 +17,14 @@ from ..workers.compute.by_hand import fingerprint
 from ..workers.compute.digest import digest
 from ..workers.compute.randomness import Randomness
 from ..workers.compute.shard import LossFn, Shard
-from ..workers.compute.slices import Slice
-from ..workers.compute.updating import Training
+from ..workers.compute.slices import Divide, Slice
+from ..workers.compute.updating import Training, Updating
 from .observe.model_kinds import needs_observation
 from .partition import Layered, LayerPartition
 from .stale_weights import refuse_stale_weights
 
 if TYPE_CHECKING:
+    from ..workers.compute.members import Members
     from ..workers.compute.pieces import Pieces
     from .observed_partition import ObservedPartition
 
@@ -87,15 +88,22 @@ def with_metric(shards: Iterable[Shard], metric: LossFn | None) -> Iterator[None
 
 
 class ShardMaker:
-    """Makes shards, with the same initial weights on every worker."""
+    """Makes shards, with the same initial weights on every worker.
+
+    Args:
+        members: the processes that share the shards; None: this one alone.
+        divide: divides a layer or block among them.
+    """
 
     def __init__(
         self,
         model: LayerPartition | ObservedPartition,
         seed: int,
         training: Training,
+        members: Members | None = None,
+        divide: Divide | None = None,
     ) -> None:
-        self._model = model
+        self._model, self._members, self._divide = model, members, divide
         self.seed = seed
         self._training = training
         #: how parameters that several hold are divided, when the shards have been made
@@ -114,6 +122,10 @@ class ShardMaker:
                 modules, which the user may change between two steps, and the other routes use copies.
         """
         randomness = Randomness(self.seed, device)
+        if self._members is not None:
+            from ..workers.compute.members import PlaneRandomness
+
+            randomness = PlaneRandomness(self.seed, device, self._members)
         first: dict[int, int] = {}
         for stage, route in chain.from_iterable(map(spec.hosted, here)):
             first[stage] = min(route, first.get(stage, route))
@@ -136,6 +148,8 @@ class ShardMaker:
             defer(slice.own)
         if spec.num_routes > 1:
             self.weights += f"{stage}={digest(slice.state_dict().values()):x} "
+        if self._divide is not None:
+            slice.divide(self._divide)
         loss_fn = self._model.loss_fn if stage == spec.last_stage else None
         if spec.num_routes > 1 and loss_fn is not None:
             loss_fn = _unchanging(loss_fn)
@@ -155,7 +169,17 @@ class ShardMaker:
             loss_fn=loss_fn,
             training=self._training,
             pieces=self._pieces(spec, stage, route, slice),
+            updating=self._updating,
         )
+
+    @property
+    def _updating(self) -> Callable[..., Updating]:
+        """Makes what a shard does with complete gradients."""
+        if self._members is None:
+            return Updating
+        from ..workers.compute.members import DividedUpdating
+
+        return partial(DividedUpdating, self._members)
 
     def _pieces(self, spec: Spec, stage: int, route: int, slice: Slice) -> Pieces | None:
         """Return the owners of a stage's parameters; None: no other stage or replica holds any."""

@@ -278,6 +278,17 @@ def _convert(schedule: str, key: str, value: Any, wanted: Any) -> Any:
     raise ConfigError(f"{key}={value}: schedule {schedule} takes {names}")
 
 
+def workers_of(processes: int, members: int) -> int:
+    """Return the number of a schedule's workers.
+
+    Raises:
+        ConfigError: the processes cannot be divided among workers of so many members.
+    """
+    if processes % members:
+        raise ConfigError(f"--members {members}: must divide the processes of --workers {processes}")
+    return processes // members
+
+
 @dataclass(frozen=True, kw_only=True)
 class PipeOptions:
     """The options of the command line that make a pipeline."""
@@ -293,6 +304,9 @@ class PipeOptions:
     seed: int = 0
     threads: int = 1
     steps: int = 100
+    members: int = 1
+    shard: str | None = None
+    reduce: str = "step"
 
     def for_pipeline(self) -> dict[str, Any]:
         """Return the options as keyword arguments of `Pipeline`."""
@@ -306,6 +320,9 @@ class PipeOptions:
             "microbatch_order": self.microbatch_order,
             "device": self.device,
             "seed": self.seed,
+            "members": self.members,
+            "shard": self.shard,
+            "reduce": self.reduce,
         }
 
     def spec(self, num_layers: int) -> Spec:
@@ -315,7 +332,8 @@ class PipeOptions:
             ConfigError: an impossible option.
             ScheduleError: the relation cannot run.
         """
-        spec = make_spec(self.schedule, self.workers, self.microbatches, self.schedule_options)
+        workers = workers_of(self.workers, self.members)
+        spec = make_spec(self.schedule, workers, self.microbatches, self.schedule_options)
         check_all(spec)
         cut(num_layers, spec.num_stages, self.split)
         return spec

@@ -130,7 +130,9 @@ def _reference(
         module = _whole(made, options)
         give(module, initial)
         replicas.append(Replica(module, made.loss_fn or pipe.partition.loss_fn))  # type: ignore[arg-type]
-    spec, ordering = pipe.spec, pipe.ordering
+    spec, ordering, members = pipe.spec, pipe.ordering, pipe.actors[0].members
+    if members is not None and members.rows:
+        asked = {**asked, "members": members.count, "per_microbatch": members.per_microbatch}
     return Reference(
         spec.unsliced(), replicas, pipe.partition, optimizer, randomness,
         slices=spec.slice_sizes, ordering=ordering, **asked,
@@ -151,9 +153,16 @@ def _whole(made: UserModel, options: VerifyOptions) -> nn.Module:
 def _optimizer_state(actor: WorkerActor) -> dict[str, Tensor]:
     """Return the tensors of optimizers on the first route, or of owners, by parameter and key."""
     shards = (s for (_, route), s in actor.shards.items() if route == 0 or s.updating.owned is not None)
-    return state_of((shard.optimizer, shard.named_parameters()) for shard in shards)
+    return _whole_tensors(actor, state_of((shard.optimizer, shard.named_parameters()) for shard in shards))
 
 
 def _routes(actor: WorkerActor) -> list[tuple[int, dict[str, Tensor]]]:
     """Return the parts missing from the state of the model: the shards of the other routes."""
-    return [(route, shard.state_dict()) for (_, route), shard in actor.shards.items() if route > 0]
+    return [
+        (route, _whole_tensors(actor, shard.state_dict())) for (_, route), shard in actor.shards.items() if route > 0
+    ]
+
+
+def _whole_tensors(actor: WorkerActor, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors, whole on the first member and none on the others, if members share them."""
+    return tensors if actor.members is None else actor.members.whole(tensors)

@@ -102,6 +102,8 @@ class Reference:
         slices: sizes of the slices of a sequence, whose random numbers are drawn; empty: whole sequences draw.
         optimizer, lr_scheduler, max_grad_norm, deferred_batch_norm: as for `Pipeline`.
         ordering: of the microbatches of a step; None: they run as they come.
+        members: how many members of a worker take its microbatches in turn.
+        per_microbatch: whether gradients are added over members after each microbatch, not once a step.
     """
 
     def __init__(
@@ -117,8 +119,11 @@ class Reference:
         max_grad_norm: float | None = None,
         deferred_batch_norm: bool = False,
         ordering: Ordering | None = None,
+        members: int = 1,
+        per_microbatch: bool = False,
     ) -> None:
         self._slices, self._ordering = slices, ordering
+        self._members, self._per_microbatch = members, per_microbatch
         self._spec, self._cut, self._randomness, self._max_norm = spec, cut, randomness, max_grad_norm
         self.replicas = list(replicas)
         names: list[list[str]] = [[] for _ in range(spec.num_stages)]
@@ -146,7 +151,7 @@ class Reference:
         for batch in batches:
             # Whole, as the model may change it: kernels go by where in memory a microbatch begins.
             batch = mapped(batch, partial(Tensor.to, device=self._randomness.device, copy=True))
-            pieces = Microbatches.of(batch, None, self._spec.num_microbatches, 1, self._cut.pair)
+            pieces = Microbatches.of(batch, None, self._spec.num_microbatches * self._members, 1, self._cut.pair)
             if self._ordering is not None:
                 pieces = self._ordering.applied(self._spec, pieces)
             count = len(pieces.inputs)
@@ -208,7 +213,7 @@ class Reference:
 
     def _forth_and_back(self, spec: Spec, step: _StepSums, m: int) -> list[Grads]:
         """Run one microbatch and return the gradients by stage; `m` is counted through the stream."""
-        replica, at = self.replicas[spec.route(m)], m - step.begin
+        replica, at = self.replicas[spec.route(m // self._members)], m - step.begin
         replica.shares.renew()
         used = [[replica.shares.of(parameter) for parameter in stage.own] for stage in replica.stages]
         with ExitStack() as stack:  # backward too, as a checkpoint computes again
@@ -270,16 +275,28 @@ class Reference:
     def _take(self, spec: Spec, step: _StepSums, number: int, routes: Sequence[int], grads: dict[int, Grads]) -> None:
         """Give a stage's parameters on some routes the sum of an update's gradients: over microbatches in the order of
         the schedule, then over routes, then over the stages that use a parameter."""
-        of_step = summing_orders(spec)
-        orders = [[[step.begin + i for i in order if step.begin + i in grads] for order in each] for each in of_step]
+        of_step = summing_orders(replace(spec, num_microbatches=spec.num_microbatches // self._members))
+        orders = [
+            [self._groups([m for m in order if self._members * m + step.begin in grads], step.begin) for order in each]
+            for each in of_step
+        ]
         weight = step.weight(grads) if step.is_one else 1.0
         for n, (name, _) in enumerate(self.replicas[0].stages[number].named):
             stages = enumerate(self._cut.shared.get(name, [number]))
-            total = add_up(add_up(grads[m][n][i] for m in order) for i, stage in stages for order in orders[stage])
+            added = ((i, groups) for i, stage in stages for groups in orders[stage])
+            total = add_up(add_up(add_up(grads[m][n][i] for m in each) for each in groups) for i, groups in added)
             if total is not None and weight != 1:
                 total = total.div_(weight)
             for route in routes:
                 self.replicas[route].stages[number].own[n].grad = None if total is None else total.clone()
+
+    def _groups(self, order: Sequence[int], begin: int) -> list[list[int]]:
+        """Return the microbatches of the whole batch in the groups that are added: those of each member, or those that
+        members compute at the same time. Without members they are one group."""
+        count = self._members
+        if self._per_microbatch:
+            return [[begin + m * count + member for member in range(count)] for m in order]
+        return [[begin + m * count + member for m in order] for member in range(count)]
 
     def _clip(self, stages: Sequence[_Stage], *, note: bool) -> None:
         if self._max_norm is not None and stages:

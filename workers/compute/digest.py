@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..transport.call import pack_description
 from ..transport.payload import Tree, tensors_of
+from .divided import local
 
 _READ = 0x100
 _memory_view = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)(
@@ -77,7 +78,7 @@ def memory_of(tensor: Tensor) -> memoryview:
 
 def sample(tensor: Tensor) -> Tensor:
     """Return numbers sampled from all over a tensor, to compare it with an earlier state. On its device."""
-    flat = tensor.detach().flatten()
+    flat = local(tensor).detach().flatten()
     return flat[:: 1 + len(flat) // _NUM_COMPARED]
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ...dependency import NO_REDUCTIONS, ConfigError, Reductions, Spec
 from ..transport.payload import Payload, pack, unpack
 from .batch_norm import Statistics
+from .divided import like, local
 
 
 def tied_parts(shared: Mapping[str, Sequence[int]], num_routes: int) -> dict[tuple[tuple[int, ...], int], list[str]]:
@@ -137,7 +138,8 @@ class Pieces:
         """Return the summands of a piece; statistics as copies, because they may be taken over before they are read."""
         summed = self._statistics.named(summed=True) if number == self._last else {}
         found: dict[str, Tensor | None] = {name: tensor.clone() for name, tensor in summed.items()}
-        return found | {name: self._parameters[name].grad for name in self._names[number]}
+        grads = {name: self._parameters[name].grad for name in self._names[number]}
+        return found | {name: None if grad is None else local(grad) for name, grad in grads.items()}
 
     def sum(self, number: int, parts: Sequence[Payload], own: int) -> Payload | None:
         """Add up the gradients of a piece: the `parts` of other holders, with the local ones at place `own`.
@@ -164,7 +166,7 @@ class Pieces:
         statistics = self._statistics.named(summed=True)
         for name, total in sums.items():
             if name in self._parameters:
-                self._parameters[name].grad = total
+                self._parameters[name].grad = None if total is None else like(self._parameters[name], total)
             elif total is not None:
                 statistics[name].copy_(total)
 
@@ -177,14 +179,14 @@ class Pieces:
             name: p for name in self._names[number] if (p := self._parameters[name]).requires_grad
         }
         updated |= self._statistics.named(summed=False) if number == self._last else {}
-        return pack({name: tensor.detach().clone() for name, tensor in updated.items()})
+        return pack({name: local(tensor).detach().clone() for name, tensor in updated.items()})
 
     @torch.no_grad()
     def adopt(self, updated: Payload) -> None:
         """Set parameters and statistics to the values of their owner."""
         held = self._parameters | self._statistics.named(summed=False)
         for name, value in unpack(updated).items():
-            held[name].copy_(value)
+            local(held[name]).copy_(value)
 
 
 def divided(spec: Spec, shared: Mapping[str, Sequence[int]], buckets: Mapping[int, int]) -> Reductions:

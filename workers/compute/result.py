@@ -85,23 +85,23 @@ class Result:
     """
 
     def __init__(self, parts: Iterable[Mapping[str, Any]], outputs: Mapping[int, Tree], rows: int = 0) -> None:
-        self._parts = list(parts)
+        self.parts = list(parts)
         #: of the whole batch
         self.rows = rows
         #: True if a host was asked to stop: all workers stop after the same step
-        self.stop = any(part["stop"] for part in self._parts)
+        self.stop = any(part["stop"] for part in self.parts)
         self.outputs = {microbatch: without_views(tree) for microbatch, tree in outputs.items()}
         #: norm of all gradients, once it has arrived, if they are clipped
         self.norm_tensor: Tensor | None = None
         #: whether no gradient has overflowed, once it is known, if the loss was scaled
         self.finite_tensor: Tensor | None = None
-        self.summed = any(part.get("summed", False) for part in self._parts)
+        self.summed = any(part.get("summed", False) for part in self.parts)
 
     @cached_property
     def _numbers(self) -> list[tuple[float, float]]:
         """Sum and weight (1 of means) of every microbatch in order; waits for the device where they were made."""
         found: list[tuple[int, float, float]] = []
-        for part in self._parts:
+        for part in self.parts:
             if "sums" in part:
                 microbatches, sums = array("q", part["microbatches"]), part["sums"].tolist()
                 told = part.get("weights", [1.0] * len(sums))

@@ -74,6 +74,7 @@ class Shard:
         loss_fn: on the last stage: (output, target) -> mean over the microbatch, or (sum, weight).
         training: optimizer, learning-rate schedule, loss scale and moving average of the parameters.
         pieces: the ownership of parameters, if another stage or replica holds some of them too.
+        updating: makes the object that takes complete gradients.
     """
 
     #: whether it keeps several versions of its weights, as schedules that let steps overlap need them
@@ -88,6 +89,7 @@ class Shard:
         loss_fn: LossFn | None = None,
         training: Training = _UNTRAINED,
         pieces: Pieces | None = None,
+        updating: Callable[..., Updating] = Updating,
     ) -> None:
         self.stage = stage
         self.slice = slice
@@ -110,7 +112,7 @@ class Shard:
         self._checked = -1 if training.check == "always" else None
         self.state = StageState(slice)
         # Names are taken now: a forward may replace modules.
-        self.updating = Updating(slice, stage, training, randomness, pieces)
+        self.updating = updating(slice, stage, training, randomness, pieces)
 
     @property
     def optimizer(self) -> Optimizer | None:

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from ..transport.payload import Tree
 from .randomness import Seed, may_draw
 
+#: (a layer or block, its name in the model, the model) -> None, or the module to use in its place
+Divide = Callable[[nn.Module, str, nn.Module], Any]
 #: bound of the ranks of parameters in one layer
 _MOST_IN_LAYER = 2**20
 #: number of forwards that are observed
@@ -50,6 +52,9 @@ class Slice(Protocol):
 
     def versions(self) -> dict[str, dict[str, Any]]:
         """Return the versions of the slice's modules by name, as torch's `state_dict` has them in its metadata."""
+
+    def divide(self, divide: Divide) -> None:
+        """Divide layers or blocks among the members of a worker."""
 
     def forward(self, tree: Tree, fields: Tree, seed: Seed) -> Tree:
         """Compute.
@@ -96,6 +101,13 @@ class Layers:
         self._stateful = {index for index, module in self.layers if has_own_state(module)}
         #: layers that are seeded: the last one too, from where a loss function draws on
         self._seeded = {index for index, module in self.layers if may_draw(module)} | {self.layers[-1][0]}
+
+    def divide(self, divide: Divide) -> None:
+        for place, (index, module) in enumerate(self.layers):
+            made = divide(module, "", module)
+            self.layers[place] = index, module if made is None else made
+        self.modules = list(dict.fromkeys(part for _, module in self.layers for part in module.modules()))
+        self.own = self.modules
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         found: dict[nn.Parameter, str] = {}

@@ -136,19 +136,26 @@ class Updating:
 
     def unscale(self) -> Tensor:
         """Divide the gradients by the scale; return whether all were finite, on the device."""
-        grads = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
-        return self.scale.unscale(grads, self._randomness.device)
+        return self.scale.unscale(self._grads(), self._randomness.device)
+
+    def _grads(self) -> list[Tensor]:
+        """Return the gradients that there are."""
+        return [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
 
     def gradient_norms(self) -> Mapping[int, Tensor]:
         """Return the norm of each gradient by the parameter's rank, as tensors on the device.
 
         The norm of a parameter that several stages hold is returned by the first of them alone.
         """
-        elsewhere = {name for name, stages in self._shared.items() if min(stages) < self._stage}
-        named = [(n, p.grad) for n, p in self.parameters.items() if p.grad is not None and n not in elsewhere]
+        named = self._counted()
         norms = norms_of([grad for _, grad in named])
         # Of the gradient's type, also if that is complex: `clip_grad_norm_` groups by it.
         return {self._ranks[name]: norm.to(grad.dtype) for (name, grad), norm in zip(named, norms, strict=True)}
+
+    def _counted(self) -> list[tuple[str, Tensor]]:
+        """Return the gradients whose norms this stage returns, by name."""
+        elsewhere = {name for name, stages in self._shared.items() if min(stages) < self._stage}
+        return [(n, p.grad) for n, p in self.parameters.items() if p.grad is not None and n not in elsewhere]
 
     def clip(self, max_norm: float, norm: Tensor) -> None:
         """Clip the gradients as `clip_grad_norm_` does; `norm`: of the gradients of the whole model."""

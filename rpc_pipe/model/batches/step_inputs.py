@@ -48,6 +48,8 @@ class StepEnd:
         self._validates = possible and (spec.post_validation if post_validation is None else post_validation)
         #: how parameters that several hold are divided into pieces; known when the model has been cut
         self.divided = NO_REDUCTIONS
+        #: whether members of a worker meet in the first update, which then waits for the loss
+        self.meets = False
         # Only the first step shows whether the loss is a sum with a weight, which updates wait for; and clipping is
         # frequent at first.
         self._reductions = Reductions(weight=True, norms=max_grad_norm is not None or scaled)
@@ -71,8 +73,13 @@ class StepEnd:
 
     def observe_result(self, result: Result) -> None:
         """Record the result of a step: after a clipped step the next is likely to be clipped too."""
-        quiet = self._validates and result.norm_tensor is not None and not clips(self._max_norm, result.norm_tensor)
-        self._reductions = self._reductions._replace(weight=result.summed, validated=quiet)
+        quiet = (
+            self._validates
+            and not self.meets
+            and result.norm_tensor is not None
+            and not clips(self._max_norm, result.norm_tensor)
+        )
+        self._reductions = self._reductions._replace(weight=result.summed or self.meets, validated=quiet)
 
 
 class StepInputs:

@@ -79,6 +79,8 @@ class Skeleton:
         self.counting: set[nn.Module] = set()
         #: buffers that a forward has replaced by other tensors
         self.exchanged: dict[tuple[nn.Module, str], None] = {}
+        #: hooks by which members of a worker share blocks, which do not run on shapes
+        self.of_members = Hooks(())
 
     def _copied(self, model: nn.Module, memo: dict[int, Any]) -> nn.Module:
         modules = list(model.named_modules())  # once, since it is slow
@@ -164,6 +166,7 @@ class Skeleton:
         places = [(module._parameters, attribute) for name in real for module, attribute in self._places[name]]
         held = [(parameters, name, parameters[name]) for parameters, name in places if name in parameters]
         self.put({name: self._fakes[name] for name in real})
+        self.of_members.swap()
         before = Attributes(self.module.modules())
         copies = {id(buffer): buffer.clone() for _, _, buffer in buffers}
         for module, name, buffer in buffers:
@@ -175,6 +178,7 @@ class Skeleton:
             self.counting |= before.changed()
             before.put_back()
             self._buffer_copies = []
+            self.of_members.swap()
             self.put(real)
             for parameters, name, version in held:  # of the weights, where several are in use
                 parameters[name] = version
@@ -230,6 +234,27 @@ class Skeleton:
         finally:
             TorchFunctionMode.__enter__(mode)
             self.run = run
+
+
+class Hooks:
+    """Forward hooks of modules, to be swapped with those that the modules have at another time."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        tables = [table for m in modules for table in (m._forward_hooks, m._forward_pre_hooks)]
+        self._held: list[tuple[dict[int, Any], dict[int, Any]]] = [(table, dict(table)) for table in tables]
+
+    def added(self) -> Hooks:
+        """Return those of modules that have other hooks now."""
+        found = Hooks(())
+        found._held = [(table, held) for table, held in self._held if table.keys() != held.keys()]
+        return found
+
+    def swap(self) -> None:
+        """Put back the hooks that are held, and hold those that are replaced."""
+        for number, (table, held) in enumerate(self._held):
+            self._held[number] = table, dict(table)
+            table.clear()
+            table.update(held)
 
 
 def is_mark(func: Any) -> bool:

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from ...dependency import ConfigError, ModelError
 from ...workers.compute.module_state import Attributes, ChangingModules, Place
 from ...workers.compute.randomness import Seed
-from ...workers.compute.slices import note, versions_of
+from ...workers.compute.slices import Divide, note, versions_of
 from ...workers.transport.payload import Tree
 from ..assign.assignment import Owners
 from ..observe.frames import name_of
 from ..observe.observe_forward import observe_forward
 from ..observe.output_contract import form_of
 from ..observe.placeholder import Placeholder
-from ..observe.skeleton import Skeleton
+from ..observe.skeleton import Hooks, Skeleton
 from .scripted_forward import ScriptedForward
 from .stage_script import Diverged, Script
 
@@ -75,6 +75,17 @@ class ObservedStage:
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return [(name, self._skeleton.parameters[name]) for name in self._names]
+
+    def divide(self, divide: Divide) -> None:
+        """Divide the blocks of this stage; modules around blocks stay whole on each member."""
+        before = Hooks(self.own)
+        for block in dict.fromkeys(self._skeleton.blocks):
+            if block in self.own:
+                divide(block, self._skeleton.path_of(block), self.module)
+        self._skeleton.of_members = before.added()
+        self.modules = list(self.module.modules())
+        for name in self._names:
+            self._skeleton.parameters[name] = self.module.get_parameter(name)
 
     def expected_writes(self) -> tuple[Collection[tuple[nn.Module, str]], Collection[Tensor]]:
         return self._writes

@@ -1,0 +1,75 @@
+"""A worker may be several processes: its members share the stages by FSDP2, and a step is that of one process."""
+
+import json
+
+import pytest
+from processes import start
+from torch import nn
+
+from rpc_pipe.dependency import ConfigError
+from rpc_pipe.model.sharding import settle_sharing
+from rpc_pipe.pipeline import Pipeline, Training
+
+
+def job(folder, count, *arguments, **more):
+    """Run `python *arguments` as each of the processes of a job; return what each has printed."""
+    folder.mkdir()
+    there = {"WORLD_SIZE": str(count), "RPC_PIPE_INIT": f"file://{folder}/rendezvous", "RPC_PIPE_LOGS": "off"}
+    processes = [start(*arguments, RANK=str(rank), **there, **more) for rank in range(count)]
+    try:
+        found = [process.communicate(timeout=100) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0] * count, found
+    return [out for out, _ in found]
+
+
+def verdict(folder, count, *options):
+    """Return the report of `rpc-pipe verify` with two members a worker."""
+    arguments = "-m", "rpc_pipe", "verify", "mlp", "--workers", count, "--steps", 2, "--json", *options
+    return json.loads(job(folder, count, *arguments)[0])
+
+
+FSDP = "--members", 2, "--shard", "fsdp", "--microbatches", 4
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--schedule", "1f1b", "--transport", "zmq"),
+        ("--schedule", "zb-h1", "--reduce", "microbatch"),
+    ],
+)
+def test_stages_shared_by_fsdp_train_bit_for_bit_as_one_process(tmp_path, options):
+    """W of a split backward calls none of FSDP2's hooks: gradients of earlier microbatches were summed in another
+    order."""
+    assert verdict(tmp_path / "job", 4, *FSDP, *options)["verdict"] == "identical"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(members=0), dict(members=True), dict(members=2), dict(members=2, shard="ddp"),
+        dict(members=2, shard="fsdp", reduce="never"),
+    ],
+)  # fmt: skip
+def test_impossible_members_are_refused(options):
+    with pytest.raises(ConfigError):
+        settle_sharing(**{"shard": None, "reduce": "step", **options})
+
+
+def test_members_are_processes_that_take_actions_in_one_order():
+    sharing = settle_sharing(2, "fsdp", "step")
+    with pytest.raises(ConfigError, match="order"):
+        sharing.order("ready", "ready")
+    assert sharing.order(None, "ready") == "fixed"
+    with pytest.raises(ConfigError, match="multiple"):
+        sharing.microbatches(5)
+    with pytest.raises(ConfigError, match="processes"):
+        Pipeline([nn.Linear(2, 2)], nn.functional.mse_loss, num_microbatches=2, members=2, shard="fsdp")
+
+
+def test_a_script_with_a_shard_runs_on_one_process_a_worker():
+    layers, training = [nn.Linear(2, 2)], Training()
+    Pipeline(layers, nn.functional.mse_loss, num_microbatches=2, shard="fsdp", training=training).close()

@@ -1,0 +1,40 @@
+"""Tensors of which each member of a worker holds a part: torch's DTensor."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return the part of a tensor that is in this process: all of it, unless it is a DTensor."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def is_divided(tensor: Tensor) -> bool:
+    """Return whether each member holds another part of a tensor."""
+    return any(not placement.is_replicate() for placement in getattr(tensor, "placements", ()))
+
+
+def like(tensor: Tensor, part: Tensor) -> Tensor:
+    """Return a part that is in this process as a tensor that is laid out as another one is."""
+    if not hasattr(tensor, "_local_tensor"):
+        return part
+    from torch.distributed.tensor import DTensor
+
+    mesh, placements = tensor.device_mesh, tensor.placements  # type: ignore[attr-defined]
+    return DTensor.from_local(part, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
+
+
+def part_of(whole: Tensor, tensor: Tensor) -> Tensor:
+    """Return a whole tensor laid out as another one is, without a message."""
+    if not hasattr(tensor, "device_mesh") or hasattr(whole, "device_mesh"):
+        return whole
+    from torch.distributed.tensor import distribute_tensor
+
+    mesh, placements = tensor.device_mesh, tensor.placements  # type: ignore[attr-defined]
+    return distribute_tensor(whole, mesh, placements, src_data_rank=None)
+
+
+def whole_of(tensor: Tensor) -> Tensor:
+    """Return a whole tensor; if it is divided, by a collective."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

@@ -1,0 +1,71 @@
+"""What members use of torch's FSDP2 that is not public: gradients of a split backward, sums in the order of members.
+
+FSDP2 gathers a layer's parameters before its forward and backward, and sums gradients by hooks of a whole backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard, share_comm_ctx
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+
+
+class InOrder(ReduceScatter):
+    """A reduce-scatter that adds up in the order of members: gloo's order depends on the place in the buffer."""
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        parts = torch.empty_like(input_tensor)
+        torch.distributed.all_to_all_single(parts, input_tensor, group=group)
+        first, *rest = parts.view(group.size(), -1)
+        output_tensor.copy_(first.view_as(output_tensor))
+        for part in rest:
+            output_tensor.add_(part.view_as(output_tensor))
+
+
+def divide(module: nn.Module, mesh: Any) -> None:
+    """Let each member hold a part of every parameter of a layer or block."""
+    if next(module.parameters(), None) is None:
+        return
+    # True, as torch keeps what a root has gathered: each layer is a root of its own.
+    made: Any = fully_shard(module, mesh=mesh, reshard_after_forward=True)
+    made.set_gradient_divide_factor(1.0)
+    made.set_force_sum_reduction_for_comms(True)
+    if mesh.size() > 2:  # of two parts the sum is the same in any order
+        made.set_custom_reduce_scatter(InOrder())
+
+
+def layers_of(modules: Iterable[nn.Module]) -> list[Any]:
+    """Return the layers that `divide` has divided. They share buffers: each alone would keep its last gradients."""
+    found = [module for module in modules if isinstance(module, FSDPModule)]
+    inside = {part for module in found for part in module.modules() if part is not module}
+    share_comm_ctx([module for module in found if module not in inside])
+    return found
+
+
+def expect(layers: Iterable[Any], *, sums: bool, last: bool) -> None:
+    """Tell layers whether the next backward sums their gradients, and whether it is the last of the step."""
+    for layer in layers:
+        layer.set_requires_gradient_sync(sums, recurse=False)
+        layer.set_is_last_backward(last)
+
+
+def take_gradients(layers: Iterable[Any], *, sums: bool) -> None:
+    """Keep, or sum over members, the gradients of a backward of weights alone, which calls none of FSDP2's hooks."""
+    for layer in layers:
+        state = layer._get_fsdp_state()
+        for group in state._fsdp_param_groups:
+            group.reduce_grads = sums
+            group.post_backward()
+            group.reduce_grads = False
+            group._training_state = type(group._training_state).IDLE
+            group.finalize_backward()
+        state._training_state = type(state._training_state).IDLE

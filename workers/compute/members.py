@@ -1,0 +1,149 @@
+"""Several processes that are one worker: its members, and tensors of which each member holds a part.
+
+Member i of every worker belongs to the i-th plane: a pipeline with a carrier of its own and the same relation. Members
+of a worker meet in the collectives of their layers, and once a step in the worker's first update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...dependency import Disagreement
+from .digest import digest
+from .divided import is_divided, local, whole_of
+from .randomness import Randomness
+from .updating import Updating
+
+
+class Members:
+    """This process among the members of its worker.
+
+    Args:
+        mesh: of the members, with one dimension.
+        rows: whether each member computes microbatches of its own (FSDP, experts); else all compute all (tensor
+            parallelism).
+        per_microbatch: whether gradients are summed over members after each microbatch, not once a step.
+
+    Attributes:
+        alone: names of tensors that only this member has, such as those of its experts.
+    """
+
+    def __init__(self, mesh: Any, rows: bool, per_microbatch: bool) -> None:
+        self.mesh, self.rows, self.per_microbatch = mesh, rows, per_microbatch
+        self.index, self.count, self.group = mesh.get_local_rank(), mesh.size(), mesh.get_group()
+        self.alone: set[str] = set()
+
+    @property
+    def shares(self) -> int:
+        """The number of members among which the microbatches of a worker are divided."""
+        return self.count if self.rows else 1
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Return the value of every member, in order. It is a collective."""
+        found: list[Any] = [None] * self.count
+        torch.distributed.all_gather_object(found, value, group=self.group)
+        return found
+
+    def compare(self, what: str, value: Any) -> None:
+        """Compare a value that must be alike on all members.
+
+        Raises:
+            Disagreement: it is not; on every member.
+        """
+        found = self.exchange(value)
+        if any(each != found[0] for each in found):
+            raise Disagreement(f"members of a worker differ: {what}; members must build and train alike")
+
+    def look(self, tensors: Mapping[str, Tensor]) -> None:
+        """Find the tensors that not all members have, and compare the initial values of those that all hold whole."""
+        found = self.exchange(sorted(tensors))
+        self.alone = {name for name in tensors if any(name not in each for each in found)}
+        alike = [t for name, t in tensors.items() if name not in self.alone and not is_divided(t)]
+        self.compare("initial weights that each holds whole", digest(map(local, alike)))
+
+    def counts(self, name: str, parameter: Tensor) -> bool:
+        """Return whether the norm of a gradient counts here: of what all members hold, the first member's counts."""
+        return self.index == 0 or name in self.alone or is_divided(parameter)
+
+    def sums(self, parameters: Mapping[str, nn.Parameter]) -> Iterable[tuple[str, nn.Parameter]]:
+        """Return the parameters whose gradients are summed over members here, since no layer does."""
+        pairs = parameters.items() if self.rows else ()
+        return [(n, p) for n, p in pairs if p.requires_grad and n not in self.alone and not is_divided(p)]
+
+    @torch.no_grad()
+    def sum(self, grads: list[Tensor | None]) -> list[Tensor | None]:
+        """Return the sums of gradients over members, added in the order of members; None where no member has one."""
+        there = self.exchange([grad is not None for grad in grads])
+        own = [grad for grad in grads if grad is not None]
+        shapes = self.exchange([(grad.shape, grad.dtype) for grad in own])
+        found: list[list[Tensor]] = [[] for _ in grads]
+        for member in range(self.count):
+            given = iter(own if member == self.index else [torch.empty(s, dtype=d) for s, d in shapes[member]])
+            for number in (number for number, has in enumerate(there[member]) if has):
+                part = next(given).contiguous()
+                torch.distributed.broadcast(part, group=self.group, group_src=member)
+                found[number].append(part)
+        return [sum(each[1:], each[0].clone()) if each else None for each in found]
+
+    def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return whole tensors on the first member, with those that others alone have; none on the others."""
+        with torch.no_grad():
+            found = {name: whole_of(tensor) for name, tensor in tensors.items()}
+        others = self.exchange({n: t for n, t in found.items() if self._is_alone(n)} if self.index else {})
+        return found | {name: t for each in others for name, t in each.items()} if self.index == 0 else {}
+
+    def _is_alone(self, name: str) -> bool:
+        """Return whether a tensor, or what an optimizer remembers of it, is this member's alone."""
+        return any(name == each or name.startswith((f"state.{each}.", f"{each} ")) for each in self.alone)
+
+
+# --- what a shard has in the place of the usual parts
+
+
+class PlaneRandomness(Randomness):
+    """The random numbers of a plane that trains on microbatches of its own: as one process draws them."""
+
+    def __init__(self, seed: int, device: torch.device, members: Members) -> None:
+        super().__init__(seed, device)
+        self._members = members
+
+    def _of_all(self, microbatch: int) -> int:
+        """Return the number of a microbatch among those of all planes; without training all planes run all."""
+        one = self._members
+        return microbatch * one.count + one.index if one.rows and torch.is_grad_enabled() else microbatch
+
+    def seed_forward(self, step: int, microbatch: int, layer: int, operation: int = 0) -> None:
+        super().seed_forward(step, self._of_all(microbatch), layer, operation)
+
+    def seed_backward(self, step: int, microbatch: int, layer: int, *, weights: bool = False) -> None:
+        microbatch = microbatch * self._members.count + self._members.index if self._members.rows else microbatch
+        super().seed_backward(step, microbatch, layer, weights=weights)
+
+    def seed_loss(self, step: int, microbatch: int, *more: int) -> None:
+        super().seed_loss(step, self._of_all(microbatch), *more)
+
+
+class DividedUpdating(Updating):
+    """The updating of a shard that members share: norms, clipping and overflow by the parts that are here."""
+
+    def __init__(self, members: Members, *parts: Any) -> None:
+        super().__init__(*parts)
+        self._members = members
+        # Parameters that FSDP2 gathers are of no layer: a look for those that no layer has would find them.
+        self._is_known = True
+
+    def _counted(self) -> list[tuple[str, Tensor]]:
+        found, counts = super()._counted(), self._members.counts
+        return [(name, local(grad)) for name, grad in found if counts(name, self.parameters[name])]
+
+    def _grads(self) -> list[Tensor]:
+        return [local(grad) for grad in super()._grads()]
+
+    def clip(self, max_norm: float, norm: Tensor) -> None:
+        coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        for grad in self._grads():
+            grad.mul_(coefficient)

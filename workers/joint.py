@@ -1,0 +1,171 @@
+"""A step of several members together: collectives in one order, sums over members, and one meeting in the first update.
+
+Only compute actions may hold collectives: a control action would wait for a member that waits in the next forward.
+"""
+
+from __future__ import annotations
+
+import sys
+import zlib
+from array import array
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..dependency import Action, Disagreement, I, Part, U, W
+from .compute.digest import digest
+from .compute.divided import is_divided, local
+from .compute.members import Members
+from .compute.result import Result
+from .compute.shard import Shard
+from .handlers import complete_gradients
+from .step import ActionContext, Bound, Handler
+from .transport.payload import Payload
+
+
+def joint(bound: Bound, part: Part, members: Members) -> Bound:
+    """Return the tasks of a part, with the members' own work around those that compute."""
+    order = [part.entries[number].action for number in part.queues["compute"]]
+    backwards: dict[Shard, list[Action]] = {}
+    for action in (action for action in order if action.kind.accumulates):
+        backwards.setdefault(bound.tasks[action].shard, []).append(action)
+    sums = {shard: SummedGradients(shard, members) for shard in backwards}
+    updates = [action for action in order if action.kind is U]
+    tasks, history = dict(bound.tasks), History()
+    for action in order:
+        task = tasks[action]
+        handler: Handler = task.handler
+        if action.kind.accumulates or action.kind is I:
+            of_shard = backwards[task.shard]
+            handler = partial(sums[task.shard].backward, handler, action == of_shard[0], action == of_shard[-1])
+        elif action.kind is U:
+            handler = partial(_update, handler, members, history if action == updates[0] else None)
+        # No milestones: within a backward its gradients are this member's alone.
+        tasks[action] = task._replace(handler=partial(history.noting, handler), milestones=())
+    return bound._replace(tasks=tasks)
+
+
+class History:
+    """A checksum of the actions that have computed, which members compare when they meet."""
+
+    def __init__(self) -> None:
+        self.checksum = 0
+
+    def noting(self, handler: Handler, ctx: ActionContext) -> Payload | None:
+        """Run an action and note it."""
+        self.checksum = zlib.crc32(ctx.task.name.encode(), self.checksum)
+        return handler(ctx)
+
+
+class SummedGradients:
+    """The gradients of a shard, which members sum once a step or after each microbatch."""
+
+    def __init__(self, shard: Shard, members: Members) -> None:
+        self._shard, self._members = shard, members
+        self._layers: list[Any] = []
+        if "torch.distributed.fsdp" in sys.modules:
+            from .compute import fsdp
+
+            self._fsdp, self._layers = fsdp, fsdp.layers_of(shard.slice.own)
+        self._whole = members.sums(shard.updating.parameters)
+        #: gradients of whole parameters that are summed already
+        self._aside: dict[str, Tensor] = {}
+
+    def backward(self, handler: Handler, is_first: bool, is_last: bool, ctx: ActionContext) -> Payload | None:
+        """Run an action of backward, and sum what is complete."""
+        kind, each = ctx.task.entry.action.kind, self._members.per_microbatch
+        split = kind in (I, W)
+        if self._layers:  # a backward of weights alone brings FSDP2 no gradients, or on the first stage too few
+            self._fsdp.expect(self._layers, sums=(each or is_last) and not split, last=is_last)
+        if kind is I:
+            return handler(ctx)
+        if each or is_first:
+            self._set_aside()
+        payload = handler(ctx)
+        if kind is W and self._layers:
+            self._fsdp.take_gradients(self._layers, sums=each or is_last)
+        if each or is_last:
+            self._sum()
+        return payload
+
+    def _set_aside(self) -> None:
+        self._aside = {name: p.grad for name, p in self._whole if p.grad is not None}
+        for _, parameter in self._whole:
+            parameter.grad = None
+
+    def _sum(self) -> None:
+        if not self._whole:
+            return
+        sums = self._members.sum([parameter.grad for _, parameter in self._whole])
+        for (name, parameter), total in zip(self._whole, sums, strict=True):
+            before = self._aside.pop(name, None)
+            parameter.grad = total if before is None else before if total is None else before.add_(total)
+
+
+def _update(handler: Handler, members: Members, history: History | None, ctx: ActionContext) -> Payload | None:
+    """Meet in the first update of a step; divide sums by the weight that all planes have; then update."""
+    step, updating = ctx.step, ctx.task.shard.updating
+    if history is not None:
+        _meet(members, ctx, history.checksum)
+    result = step.result
+    if result is not None and result.summed and step.batch.updates:
+        complete_gradients(ctx, ctx.task.shard, ctx.task.entry.action.index)
+        divisor = updating.weight + result.divisor
+        updating.divide(divisor)
+        if history is not None and result.norm_tensor is not None:
+            result.norm_tensor = result.norm_tensor / divisor
+    return handler(ctx)
+
+
+def _meet(members: Members, ctx: ActionContext, checksum: int) -> None:
+    """Join what the planes know of a step: losses, requests to stop, norms, overflows.
+
+    Raises:
+        Disagreement: members have run different actions, or hold different weights.
+    """
+    step, result = ctx.step, ctx.step.result
+    assert result is not None
+    norm, finite = result.norm_tensor, result.finite_tensor
+    known = (
+        (checksum, _sampled(members, ctx)),
+        [dict(part) for part in result.parts],
+        0.0 if norm is None else float(norm),
+        finite is None or bool(finite),
+    )
+    met = members.exchange(known)
+    if any(each[0] != known[0] for each in met):
+        raise Disagreement(
+            f"step {step.number}: members of a worker have run different actions, or hold different weights: layers "
+            "must compute alike on all members"
+        )
+    joined = Result(_parts(members, [each[1] for each in met]), result.outputs, result.rows)
+    if norm is not None:
+        joined.norm_tensor = torch.tensor([each[2] for each in met], dtype=torch.float64).norm().to(norm)
+    if finite is not None:
+        joined.finite_tensor = torch.tensor(all(each[3] for each in met), device=finite.device)
+    step.result = joined
+
+
+def _parts(members: Members, of_planes: list[list[Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    """Return the parts of a result with those of all planes, each microbatch by its number in the whole batch."""
+    if not members.rows:  # all planes have the same losses
+        stop = any(part["stop"] for parts in of_planes for part in parts)
+        return [{**part, "stop": stop} for part in of_planes[members.index]]
+    found = []
+    for plane, parts in enumerate(of_planes):
+        for part in map(dict, parts):
+            if "microbatches" in part:
+                numbers = [m * members.count + plane for m in array("q", part["microbatches"])]
+                part["microbatches"] = array("q", numbers).tobytes()
+            found.append(part)
+    return found
+
+
+def _sampled(members: Members, ctx: ActionContext) -> int:
+    """Return a digest of one parameter that all members hold whole, in each step another one."""
+    named = ((n, p) for shard in ctx.worker.shards.values() for n, p in shard.updating.parameters.items())
+    alike = [p for n, p in named if n not in members.alone and not is_divided(p)]
+    return digest([local(alike[ctx.step.number % len(alike)])]) if alike else 0
