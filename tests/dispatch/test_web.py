@@ -212,7 +212,7 @@ def test_a_port_that_is_taken_is_told():
 
 @needs_browser
 @pytest.mark.parametrize("view, expected", [
-    (lambda: view_of(), ["run-1: 1f1b", "step 3", "planned", "actual", "worker", "0 → 1", "bubble", "loss 2.7000"]),
+    (lambda: view_of(), ["run-1: 1f1b", "step 3", "actual", "worker", "0 → 1", "bubble", "loss 2.7000"]),
     (View, ["connected to 0 of ? workers of run-1; waiting for them to start"]),
 ], ids=["running", "empty"])  # fmt: skip
 def test_a_browser_shows_it(view, expected, tmp_path):

@@ -58,7 +58,9 @@ def test_25_epochs_leave_no_thread_descriptor_or_file_behind(tmp_path):
         there = {0, 1, 2} - {number % 3}
         epoch = [place.sub(f"epoch {number}", there) for place in places if place.job.worker in there]
         assert meet_and_leave(epoch) == [sorted(there)] * 2
-    assert held(tmp_path) == before
+    threads, descriptors, files = held(tmp_path)
+    assert (threads, files) == (before[0], before[2])
+    assert descriptors <= before[1]  # the first epoch's may be freed late
 
 
 def test_processes_of_different_planes_do_not_meet(tmp_path):

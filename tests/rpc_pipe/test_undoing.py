@@ -31,7 +31,7 @@ def test_the_first_cause_is_raised_with_worker_action_step_and_traceback():
     pipe.step((X, Y))
     with pytest.raises(WorkerFailure) as failure:
         pipe.step((X, Y))
-    assert (failure.value.worker, failure.value.action, failure.value.step) == (2, "2F2", 1)
+    assert (failure.value.worker, failure.value.action, failure.value.step) == (2, "2F2", 2)
     assert failure.value.summary == "ArithmeticError: the model's own fault, in layer 2 (Broken)"
     assert "in forward" in failure.value.remote_traceback
 
