@@ -48,13 +48,13 @@ class Uplink:
         """Take what rpc-pipe's replicas exchange in this process."""
         publish = Mailbox.publish
 
-        def published(mailbox: Mailbox, run: int, what: str, payload: Any, others: Any) -> None:
+        def published(mailbox: Mailbox, run: int, what: str, payload: Any, others: Any, **more: Any) -> None:
             if re.fullmatch(r"\d+[GSP]\d+", what):  # gradients, sums, parameters
                 mailbox.carrier.outbox.promise((run, what), others)
                 size = payload.num_bytes * len(others)
                 self.send(size, lambda: mailbox.carrier.outbox.offer((run, what), payload, others))
             else:
-                publish(mailbox, run, what, payload, others)
+                publish(mailbox, run, what, payload, others, **more)
 
         Mailbox.publish = published  # type: ignore[assignment, method-assign]
 
