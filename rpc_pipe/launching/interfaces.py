@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..dependency import ConfigError
+from ..system.files import open_regular
 from . import LOOPBACK
 
 #: the host's IPv6 addresses (proc(5)), and the scope of link-local ones
@@ -116,7 +117,7 @@ def read_key(path: Path) -> bytes:
         ConfigError: other users can read the file, or it belongs to another user, or it holds no secret.
     """
     try:
-        with path.open("rb") as file:
+        with open_regular(path, f"key file {path}") as file:
             found = os.fstat(file.fileno())
             if found.st_mode & 0o077:
                 raise ConfigError(f"key file {path}: others can read it; chmod 600 {path}")

@@ -64,8 +64,13 @@ def read_json(path: Path, said: str, most: int = MOST_BYTES) -> Any:
     Raises:
         ConfigError: as `read_file`, or it is no JSON.
     """
+    text = read_file(path, said, "utf-8-sig", most)
+    if (
+        len(text) > MOST_BYTES and text[0] != "{"
+    ):  # 24 MB of lists take 1 GB; large files are objects that were written here
+        raise ConfigError(f"{said}: cannot be read as JSON: begins with {text[0]!r} instead of an object")
     try:
-        return json.loads(read_file(path, said, "utf-8-sig", most))
+        return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{said}: cannot be read as JSON: {error}") from error
 

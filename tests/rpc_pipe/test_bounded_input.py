@@ -6,9 +6,12 @@ import resource
 
 import pytest
 
+from rpc_pipe.checkpoints import folder
+from rpc_pipe.checkpoints.folder import MANIFEST
 from rpc_pipe.commands.as_typed import as_typed
 from rpc_pipe.commands.main import main
 from rpc_pipe.dependency import ConfigError
+from rpc_pipe.launching.interfaces import read_key
 from rpc_pipe.system.files import MOST_BYTES, open_regular, read_file
 from rpc_pipe.tracing import run_folders
 from rpc_pipe.tracing.boards import headers_in
@@ -63,6 +66,22 @@ def test_only_regular_files_are_read(here, name):
         open_regular(here / name, name)
     with pytest.raises(ConfigError):
         read_file(here / name, name)
+
+
+def test_a_pipe_is_no_key(here):
+    """A worker under torchrun waited for ever, in silence, for the writer of a pipe that was named as the key file."""
+    os.mkfifo(here / "key", 0o600)
+    with pytest.raises(ConfigError):
+        read_key(here / "key")
+
+
+def test_a_large_list_is_no_manifest(here):
+    """24 MB of lists in the place of a checkpoint's manifest took 1 GB until they were refused."""
+    (here / MANIFEST).write_bytes(b"[" + b"[]," * 4_000_000)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(ConfigError):
+        folder.read_json(here / MANIFEST)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < before + 150_000
 
 
 def test_a_file_may_have_as_many_bytes_as_are_read(here):
