@@ -71,7 +71,9 @@ def critical_path(spans: Sequence[Span], found: Mapping[Span, Wait]) -> list[Spa
             before[span] = source
         if own is None or span.end >= own.end:
             latest[span.worker] = span
-    path = [max(spans, key=lambda s: s.end)] if spans else []
-    while path and path[-1] in before:
-        path.append(before[path[-1]])
-    return path[::-1]
+    path: dict[Span, None] = {}
+    span = max(spans, key=lambda s: s.end, default=None)
+    while span is not None and span not in path:  # causes form a circle where clocks differ by more than a step takes
+        path[span] = None
+        span = before.get(span)
+    return [*path][::-1]

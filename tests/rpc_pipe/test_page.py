@@ -9,7 +9,7 @@ from browser import needs_browser, shown
 from rpc_pipe.dependency import B, F, Kind
 from rpc_pipe.drawing.page import Picture, draw_page
 from rpc_pipe.planning.simulator import simulate, uniform
-from rpc_pipe.planning.span import Span, Wait, waits
+from rpc_pipe.planning.span import Span, Wait, critical_path, waits
 from rpc_pipe.schedules import SCHEDULES
 
 
@@ -128,6 +128,13 @@ def test_the_critical_path_goes_from_the_first_start_to_the_last_end():
     assert all(before[5] <= after[4] for before, after in pairwise(path))
     travels = sum(after[4] - before[5] for before, after in pairwise(path))
     assert sum(span[5] - span[4] for span in path) + travels == path[-1][5]
+
+
+def test_a_circle_of_causes_ends():
+    """Where clocks differ by more than a step takes, a cause was found behind its wait, and the page was never written."""
+    first, second = Span(0, F(0, 0), 0.0, 1.0), Span(1, F(1, 0), 0.5, 2.0)
+    assert critical_path([second], {second: Wait(0.1, second)}) == [second]
+    assert critical_path([first, second], {first: Wait(0.1, second), second: Wait(0.1, first)}) == [first, second]
 
 
 def test_each_worker_has_its_idle_time_its_waits_and_its_peak():
