@@ -131,7 +131,7 @@ def test_the_critical_path_goes_from_the_first_start_to_the_last_end():
 
 
 def test_a_circle_of_causes_ends():
-    """Where clocks differ by more than a step takes, a cause was found behind its wait, and the page was never written."""
+    """Where clocks differ by more than a step takes, a cause was found behind its wait, and no page was written."""
     first, second = Span(0, F(0, 0), 0.0, 1.0), Span(1, F(1, 0), 0.5, 2.0)
     assert critical_path([second], {second: Wait(0.1, second)}) == [second]
     assert critical_path([first, second], {first: Wait(0.1, second), second: Wait(0.1, first)}) == [first, second]
