@@ -7,6 +7,7 @@ measured times, adding one cause at a time, and each cause is charged with the t
     + bubble               the schedule with equal stages, free transfers
     + imbalance            with each stage's own work
     + slow worker          with each worker's own speed
+    + unequal microbatches with each microbatch's own length
     + link                 with the measured transfer times, beyond the runtime's own
     + data                 the time between steps, and the time of reading a batch within a step
     + overhead             the rest up to the measured time: the runtime, jitter
@@ -19,15 +20,18 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from operator import itemgetter
-from statistics import median, median_low
+from statistics import fmean, median, median_low
 
 from ..dependency import Action, Kind
 from ..planning.simulator import Cost, Link, simulate
+from ..planning.unequal import balanced
 from ..schedules import name_of
 from .trace import Trace, transfers
 
+#: the cause that another order of microbatches makes smaller
+UNEQUAL = "unequal microbatches"
 #: the runtime's own part of a transfer: serialisation, and waking threads (bench/hops.py)
 _RUNTIME_HOP_MS = 1.0
 #: ratio of times from which a worker counts as slow; less is noise
@@ -38,6 +42,8 @@ _STEPS = 3
 _NEGLIGIBLE = 0.04
 #: share of the waits between steps that reading batches must explain to be named as their cause
 _KNOWN = 0.5
+#: ratio of a step's longest microbatch to its shortest from which they count as unequal; less is noise
+_UNEQUAL = 1.3
 #: the bubble in a sentence
 _BUBBLE = "the schedule's own bubble"
 #: times its usual time from which an action counts as long, and ms below which it counts as small
@@ -98,8 +104,12 @@ def attribute_lost_time(
 
 class _Case:
     def __init__(self, trace: Trace, shards: Sequence[Sequence[Sequence[int]]]) -> None:
-        self._spec, self._actual, self._step_ms = trace.spec, trace.cost(), trace.step_ms
+        self._spec, self._usual, self._step_ms = trace.spec, trace.cost(), trace.step_ms
         self._records = [trace.steps[step] for step in sorted(trace.steps)]
+        #: of the last steps, the length of each microbatch relative to the median of all; empty: they are equal
+        self._lengths = self._unequal_lengths()
+        #: mean length: actions take the median times so long on average
+        self._mean = fmean(chain.from_iterable(self._lengths)) if self._lengths else 1.0
         #: by worker, the ratio of its times to those of other workers for stages of the same form
         self._slowness = self._compare(shards)
         #: (source, target) -> median transfer time in ms
@@ -122,6 +132,7 @@ class _Case:
             "bubble": equal - limit,
             "imbalance": uneven - equal,
             "slow worker": slow - uneven,
+            UNEQUAL: median(map(self._ragged, self._lengths)) - slow if self._lengths else 0.0,
             "link": self._simulate(self._actual, excess) - slow,
             "data": max(self._waits, default=0.0),
         }
@@ -164,6 +175,8 @@ class _Case:
         if one_process:
             what = "the workers are threads of one process and take turns"
             return what, "that is for looking and debugging; rpc-pipe run gives each a process"
+        if cause == UNEQUAL:
+            return self._unequal()
         if crowded is not None:
             # A worker that waits for a core looks slow, and so does a link to it: which one changes from run to run.
             workers = self._spec.num_workers
@@ -204,6 +217,42 @@ class _Case:
             return what, "larger or fewer microbatches make actions longer"
         what = f"waits between {count} actions of {typical:.1f} ms, beyond those of the schedule"
         return what, "times vary, or other programs run on the cores; rpc-pipe run --html shows where"
+
+    def _unequal(self) -> tuple[str, str]:
+        """Return how unequal microbatches are, and advice: the gain of another order, if there is one."""
+        shortest, longest = (found(map(found, self._lengths)) / self._mean for found in (min, max))
+        what = f"microbatches are {shortest:.1f} to {longest:.1f} x as long as their mean"
+        gains = []
+        for lengths in self._lengths:
+            order = balanced(self._spec.unsliced(), lengths)
+            gains.append(1 - self._ragged([lengths[m] for m in order]) / self._ragged(lengths))
+        if (gain := median(gains)) >= 0.01:
+            return what, f"--microbatch-order balanced would take {_percent(gain)} off"
+        return what, "rows of similar length in a microbatch make them more equal (batches_by_length)"
+
+    def _unequal_lengths(self) -> list[list[float]]:
+        count, slices = self._spec.unsliced().num_microbatches, len(self._spec.slice_sizes)
+        found = []
+        for records in self._records[-_STEPS:]:
+            ratios: dict[int, list[float]] = defaultdict(list)
+            for run in (run for record in records for run in record.actions if run.action.kind.per_microbatch):
+                if usual := self._usual(run.action):
+                    ratios[run.action.index // slices % count].append((run.end_ns - run.start_ns) / 1e6 / usual)
+            found.append([median(ratios.get(m, [1.0])) for m in range(count)])
+        return found if median(max(each) / max(min(each), 1e-9) for each in found) > _UNEQUAL else []
+
+    def _ragged(self, lengths: Sequence[float]) -> float:
+        """Return the simulated time of a step of microbatches of these lengths."""
+        slices = len(self._spec.slice_sizes)
+
+        def cost(action: Action) -> float:
+            own = lengths[action.index // slices % len(lengths)] if action.kind.per_microbatch else 1.0
+            return self._usual(action) * own
+
+        return self._simulate(cost)
+
+    def _actual(self, action: Action) -> float:
+        return self._usual(action) * (self._mean if action.kind.per_microbatch else 1.0)
 
     def _nominal(self, action: Action) -> float:
         slowness = self._slowness[self._spec.worker(action)]

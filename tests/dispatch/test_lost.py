@@ -7,7 +7,8 @@ from synthetic import trace_of
 
 from rpc_pipe.dependency import B, F, U
 from rpc_pipe.planning.simulator import Link
-from rpc_pipe.tracing.lost_time import attribute_lost_time
+from rpc_pipe.planning.unequal import balanced
+from rpc_pipe.tracing.lost_time import UNEQUAL, attribute_lost_time
 from rpc_pipe.tracing.trace import Trace, transfers
 
 SHARDS = [[(stage, 0, 2, 1)] for stage in range(4)]
@@ -71,6 +72,29 @@ def test_workers_that_compute_equally_long_are_not_said_to_have_more():
     assert "4 workers share 2 cores of one machine" in lost.sentence
     calm = attribute_lost_time(trace_of("gpipe", cost=cost), SHARDS).sentence
     assert "stages or their actions take unequally long" in calm
+
+
+def unequal(lengths):
+    def cost(action):
+        return {F: 10, B: 20}.get(action.kind, 0) * lengths[action.index] if action.kind is not U else 1
+
+    return cost
+
+
+def test_unequal_microbatches_are_named_with_the_gain_of_another_order():
+    """They were blamed on other programs, since the usual times of actions know no lengths."""
+    lengths = [6, 1, 1, 4, 1, 2, 1, 5]
+    trace = trace_of(cost=unequal(lengths))
+    lost = attribute_lost_time(trace, SHARDS)
+    assert worst(lost) == UNEQUAL and parts(lost)["overhead"] < 0.1
+    assert "--microbatch-order balanced would take" in lost.sentence
+    order = balanced(trace.spec, lengths)
+    better = attribute_lost_time(trace_of(cost=unequal([lengths[m] for m in order])), SHARDS)
+    assert better.step_ms < 0.9 * lost.step_ms and "balanced" not in better.sentence
+
+
+def test_microbatches_that_differ_by_noise_are_equal():
+    assert parts(attribute_lost_time(trace_of(cost=unequal([1, 1.1] * 4)), SHARDS))[UNEQUAL] == 0
 
 
 def test_a_slow_link_is_named():

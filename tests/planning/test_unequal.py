@@ -6,6 +6,8 @@ import pytest
 
 from rpc_pipe.commands.main import main
 from rpc_pipe.dependency import ConfigError, F, U
+from rpc_pipe.launching.overrides import Settings
+from rpc_pipe.planning.apply_plan import apply_plan
 from rpc_pipe.planning.relation import Relation
 from rpc_pipe.planning.specs import make_spec
 from rpc_pipe.planning.unequal import balanced, by_microbatch, group_rows, mountain, span_of
@@ -73,6 +75,15 @@ def test_there_is_a_length_for_each_microbatch(command, capsys):
     for wrong in ([*asked, "--lengths", "1,2"], asked):
         assert main(wrong) == 2
     capsys.readouterr()
+
+
+def test_a_plan_carries_the_order_to_its_pipelines():
+    plan = {"schedule": "1f1b", "cut": [1, 1], "num_microbatches": 2}
+    settings = Settings("1f1b", None, 0, None, None, None, None, 0, microbatch_order="balanced")
+    for said in ("given", "balanced"):
+        assert apply_plan(plan, settings._replace(microbatch_order=said)).microbatch_order == said
+    planned = apply_plan({**plan, "microbatch_order": "balanced"}, settings._replace(microbatch_order="given"))
+    assert planned.microbatch_order == "balanced"
 
 
 def test_rows_of_similar_length_share_a_microbatch_within_its_memory():
