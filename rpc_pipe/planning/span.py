@@ -72,8 +72,8 @@ def critical_path(spans: Sequence[Span], found: Mapping[Span, Wait]) -> list[Spa
         if own is None or span.end >= own.end:
             latest[span.worker] = span
     path: dict[Span, None] = {}
-    span = max(spans, key=lambda s: s.end, default=None)
-    while span is not None and span not in path:  # causes form a circle where clocks differ by more than a step takes
-        path[span] = None
-        span = before.get(span)
+    last = max(spans, key=lambda s: s.end, default=None)
+    while last is not None and last not in path:  # causes form a circle where clocks differ by more than a step takes
+        path[last] = None
+        last = before.get(last)
     return [*path][::-1]
