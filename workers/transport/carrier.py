@@ -17,13 +17,15 @@ from collections.abc import Callable, Container, Iterable
 from concurrent import futures
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ...dependency import PipeError
 from .call import Call, Calls, is_call
 from .outbox import Answer, Key, Outbox
 from .payload import Payload
-from .ways import DeviceWay
+
+if TYPE_CHECKING:
+    from .ways import DeviceWay
 
 #: brings an arrived payload towards the device; called in any thread
 Enter = Callable[[Payload], Payload]

@@ -5,13 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...dependency import PipeError
 from .carrier import Carrier
 from .outbox import Answer, Key
 from .wakeup import ThreadWakeup
-from .ways import DeviceWay
+
+if TYPE_CHECKING:
+    from .ways import DeviceWay
 
 
 class LocalPost:
