@@ -30,6 +30,13 @@ class Run(Protocol):
     def is_first(self) -> bool:
         """Whether this process keeps and writes what all members of its worker have."""
 
+    def refuse_members(self, what: str) -> None:
+        """Refuse a call that cannot read or write divided tensors.
+
+        Raises:
+            ConfigError: members of a worker share its stages.
+        """
+
     def each(self, call: Callable[[WorkerActor], Any]) -> list[Any]:
         """Call a function for every worker of this process, at the same time."""
 
@@ -188,6 +195,7 @@ class Checkpoints:
         Raises:
             ConfigError: a number that is not at least 1.
         """
+        self._run.refuse_members("checkpoints.every")
         refuse_below(1, steps=steps, keep=1 if keep is None else keep)
         self._every = steps, path_of(folder).absolute(), keep  # a script may go to another one
 
@@ -261,6 +269,7 @@ class Checkpoints:
         from .json_values import encoded
         from .writing import Snapshot, Writing
 
+        self._run.refuse_members("checkpoints.save")
         self.settle()
         about = {**self.about, "extra": encoded(extra, "extra"), "asked": asked, "job": self.job, **self.results.about}
         try:
@@ -299,6 +308,7 @@ class Checkpoints:
     def _put(self, where: Path) -> Prepared:
         from .reading import put_all
 
+        self._run.refuse_members("checkpoints.load")
         elastic, num_routes = self._run.spec.elasticity > 0, self._run.spec.num_routes
         return self._each(lambda actor: put_all(actor, where, elastic, num_routes))[0]  # type: ignore[no-any-return]
 

@@ -25,7 +25,7 @@ from ..workers.transport.payload import Tree
 from .built_in import built_in
 from .by_slices import Floats, Held
 from .reference import Reference, Replica, give, state_of
-from .verdict import Compared, summed_by_slices, summed_by_stages, tell
+from .verdict import Compared, summed_by_members, summed_by_slices, summed_by_stages, tell
 from .verify_options import BUILT_IN, VerifyOptions
 
 _built_in_optimizer = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
@@ -80,7 +80,11 @@ def prove(options: VerifyOptions) -> None:
             compared.numbers("slices held beyond the bound", beyond, [0.0] * len(beyond))
         because = summed_by_stages(list(pipe.partition.shared)) if slices is None else summed_by_slices(slices)
         rows = sum(map(rows_of, mine[0])) if isinstance(mine[0], SplitBatch) else rows_of(mine[0])
-        tell(compared, options, rows, losses, exactly=ours and not slices, because=because, more=about)
+        members = pipe.actors[0].members
+        divides = members is not None and (not members.rows or options.max_grad_norm is not None)
+        because = summed_by_members(options.members) if divides else because
+        exactly = ours and not slices and not divides
+        tell(compared, options, rows, losses, exactly=exactly, because=because, more=about)
     pipe.barrier()
 
 

@@ -128,6 +128,11 @@ def tell(
     link.tell(kind="result", text=text, json=report, exit_code=int(verdict == "different"))
 
 
+def summed_by_members(count: int) -> str:
+    """Return why numbers of a pipeline whose members share layers or norms may differ by rounding."""
+    return f"{count} members add up their parts of a layer's output, or of the norm of all gradients"
+
+
 def summed_by_slices(slices: str) -> str:
     """Return why numbers of a pipeline that trains on slices of sequences may differ by rounding."""
     return f"each sequence is computed in slices ({slices}), and what is summed over tokens slice by slice"

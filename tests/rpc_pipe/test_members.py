@@ -31,6 +31,57 @@ def verdict(folder, count, *options):
     return json.loads(job(folder, count, *arguments)[0])
 
 
+SCRIPT = """
+import torch
+from functools import partial
+from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from rpc_pipe.dependency import ConfigError
+from rpc_pipe.pipeline import Pipeline, Training
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+def shard(module, mesh):
+    assert mesh.mesh_dim_names == ("member",) and torch.distributed.get_world_size() == mesh.size() == 2
+    parallelize_module(module, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+x = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
+how = {"training": Training(partial(torch.optim.SGD, lr=0.1), max_grad_norm=0.05), "num_microbatches": 3}
+losses = {}
+for members in (2, 1):
+    if members == 1:  # all in this process
+        import os
+        del os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["RPC_PIPE_INIT"]
+    pipe = Pipeline([Block, Block], nn.functional.mse_loss, members=members, shard=shard, **how)
+    losses[members] = [pipe.step((x, x.flip(0))) for _ in range(3)], pipe.grad_norm, pipe.evaluate((x, x))
+    if members == 2:
+        state = pipe.weights.state_dict()
+        try:
+            pipe.checkpoints.save("never")
+            raise AssertionError("written")
+        except ConfigError:
+            pass
+        assert (state is None) == (pipe.worker > 0) and (state is None or state["0.up.weight"].shape == (16, 8))
+        pipe.barrier()
+flat = [[*steps, norm, evaluated] for steps, norm, evaluated in losses.values()]
+torch.testing.assert_close(*map(torch.tensor, flat), rtol=1e-5, atol=1e-6)
+print(flat[0])
+"""
+
+
+def test_a_function_divides_layers_and_all_members_end_alike(tmp_path):
+    """A clipped norm counted what all members hold whole as often as there are members."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    first, second = job(tmp_path / "job", 2, tmp_path / "train.py")
+    assert first == second
+
+
 FSDP = "--members", 2, "--shard", "fsdp", "--microbatches", 4
 
 
