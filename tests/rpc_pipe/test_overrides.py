@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from processes import python, rpc_pipe
+from processes import python, rpc_pipe, unmerged
 from safetensors.torch import load_file
 from torch import nn
 
@@ -81,11 +81,11 @@ def test_nothing_typed_changes_and_tells_nothing(typed):
     assert make(schedule="gpipe").spec.num_microbatches == 4 and not told
 
 
-def check(done, folder, times):
+def check(done, folder):
     """The same however the script was started; return its loss."""
     assert done.returncode == 0, done.stdout + done.stderr
     said = done.stdout + done.stderr
-    assert said.count("ZBH1 3 fixed [1, 3] ['--lr', '2']") == times, said  # rpc-pipe run shows a common line once
+    assert unmerged(said).count("ZBH1 3 fixed [1, 3] ['--lr', '2']") == 2, said
     assert said.count("--schedule zb-h1 replaces the script's schedule='1f1b'") == 1, said
     assert said.count("--workers 2 replaces the script's num_workers=4") == 1, said
     summary = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
@@ -104,8 +104,8 @@ def test_a_script_is_overridden_and_leaves_what_was_asked_for(tmp_path):
     files = ["--save", tmp_path / "w.safetensors", "--trace", tmp_path / "t.json", "--html", tmp_path / "p.html"]
     arguments = ["-m", "rpc_pipe", "run", script, *ASKED, *files, "--json", "--", "--lr", "2"]
     losses = []
-    for times, started in ((1, []), (2, ["-m", "torch.distributed.run", "--nproc-per-node", "2"])):
-        losses.append(check(python(*started, *arguments), tmp_path, times))
+    for started in ([], ["-m", "torch.distributed.run", "--nproc-per-node", "2"]):
+        losses.append(check(python(*started, *arguments), tmp_path))
         for file in files[1::2]:
             file.unlink()
     assert losses[0] == losses[1]
