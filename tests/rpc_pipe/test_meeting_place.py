@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
+from processes import python
 
 from rpc_pipe.launching import joining
 from rpc_pipe.launching.job import Job
@@ -48,19 +49,26 @@ def held(folder):
     return threading.active_count(), len(os.listdir("/proc/self/fd")), sorted(folder.rglob("*"))
 
 
-def test_25_epochs_leave_no_thread_descriptor_or_file_behind(tmp_path):
-    tmp_path.chmod(0o700)
-    places = root(tmp_path)
+def twenty_five_epochs(folder):
+    folder.chmod(0o700)
+    places = root(folder)
     assert meet_and_leave([place.sub("epoch 0") for place in places]) == [[0, 1, 2]] * 3
-    before = held(tmp_path)
+    before = held(folder)
     for number in range(1, 26):
         # One worker is gone in each epoch, and another is back.
         there = {0, 1, 2} - {number % 3}
         epoch = [place.sub(f"epoch {number}", there) for place in places if place.job.worker in there]
         assert meet_and_leave(epoch) == [sorted(there)] * 2
-    threads, descriptors, files = held(tmp_path)
+    threads, descriptors, files = held(folder)
     assert (threads, files) == (before[0], before[2])
     assert descriptors <= before[1]  # the first epoch's may be freed late
+
+
+def test_25_epochs_leave_no_thread_descriptor_or_file_behind(tmp_path):
+    """In a process of its own: what other tests have open comes and goes meanwhile."""
+    script = "import runpy, sys, pathlib; runpy.run_path(sys.argv[1])['twenty_five_epochs'](pathlib.Path(sys.argv[2]))"
+    done = python("-c", script, __file__, tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_processes_of_different_planes_do_not_meet(tmp_path):
