@@ -5,6 +5,7 @@ import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from processes import python
@@ -66,8 +67,11 @@ def twenty_five_epochs(folder):
 
 def test_25_epochs_leave_no_thread_descriptor_or_file_behind(tmp_path):
     """In a process of its own: what other tests have open comes and goes meanwhile."""
-    script = "import runpy, sys, pathlib; runpy.run_path(sys.argv[1])['twenty_five_epochs'](pathlib.Path(sys.argv[2]))"
-    done = python("-c", script, __file__, tmp_path)
+    script = (
+        "import pathlib, runpy, sys; _, here, tests, folder = sys.argv; sys.path.insert(0, tests); "
+        "runpy.run_path(here)['twenty_five_epochs'](pathlib.Path(folder))"
+    )
+    done = python("-c", script, __file__, Path(__file__).parents[1], tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
