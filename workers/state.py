@@ -78,14 +78,13 @@ class WorkerState:
         if waits := self.part.waiting.get(action):
             self._satisfy(waits)
         for milestone in self.part.milestones.get(action, ()):
-            if milestone not in self._reached:
-                self._satisfy(self.part.waiting[milestone])
+            self.reached(milestone)
         for follower, waiting in self._followers:
             if action in waiting:
                 follower._satisfy(waiting[action])
 
     def reached(self, milestone: Milestone) -> None:
-        """Note that a running action has reached a milestone; one that nothing needs is passed over."""
+        """Note that an action has reached a milestone, perhaps again; one that nothing needs is passed over."""
         if milestone in self.part.waiting and milestone not in self._reached:
             self._reached.add(milestone)
             self._satisfy(self.part.waiting[milestone])

@@ -5,6 +5,7 @@ import random
 import pytest
 
 from rpc_pipe.dependency import B, C, D, F, G, N, Part, Pulled, Reductions, T, U, entries
+from rpc_pipe.planning.specs import make_spec
 from rpc_pipe.schedules import Chimera, GPipe, OneFOneB, Varuna
 from rpc_pipe.workers.state import WorkerState
 
@@ -50,6 +51,19 @@ def test_a_middle_worker_of_1f1b_from_start_to_end():
     assert state.take() is None, "what is told does not occupy the device"
     assert run(state, D(1, 0), "control") == (0,)
     assert not state.left
+
+
+def test_a_milestone_that_is_told_after_its_action_has_ended_counts_once():
+    """With a backward of no length, the simulated worker took a bucket's sum that lacked a payload."""
+    spec = make_spec("1f1b", 2, 2, {"replicas": 2})
+    state = state_of(spec, 0, reductions=Reductions(buckets=(2,)))
+    run(state, F(0, 0))
+    run(state, B(0, 0))
+    for milestone in state.part.milestones[B(0, 0)]:
+        state.reached(milestone)
+    for _ in range(2):
+        state.finished(state.take("link").action)
+    assert state.take("link") is None, "its sums wait for the other replica's gradients"
 
 
 def test_an_update_waits_only_for_what_is_asked_for():
