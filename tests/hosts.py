@@ -138,9 +138,12 @@ class Hosts:
         waiting: list[tuple[float, int, int, bytes]] = []
         hosts = {device: host for (_, host), device in self._devices.items()}
         number = 0
+        readable = select.poll()
+        for device in hosts:
+            readable.register(device, select.POLLIN)
         while not self._over.is_set():
             timeout = min(0.05, max(0.0, waiting[0][0] - time.monotonic())) if waiting else 0.05
-            for device in select.select(list(hosts), [], [], timeout)[0]:
+            for device in [device for device, _ in readable.poll(1000 * timeout)]:
                 try:
                     packet = os.read(device, 65536)
                 except OSError:  # it was told to be ready too early, or its host has gone

@@ -215,6 +215,10 @@ class BoardWriter(Listener):
         self.write_out()
         self._write(State.LEFT, 0)
 
+    def detach(self) -> None:
+        """Give up the file to another board; its pipeline may live on until Python collects it."""
+        self.path, self._file, self._head = None, None, bytearray(self._head)
+
     def since(self, seen: int, most: int = MOST_SENT) -> bytes:
         """Return the head, the header, and the events after number `seen`, of steps the latest `most`."""
         # The training thread writes other events meanwhile.

@@ -178,6 +178,8 @@ def record(training: Watchable) -> None:
 def _keep(training: Watchable, folder: Path | None) -> None:
     global _carrier, _owner, _recorded
     written = max((own.written for own in _boards.values()), default=0)
+    for own in _boards.values():
+        own.detach()
     _boards.clear()
     ranks = {actor.worker: actor.carrier.plane.rank(actor.worker) for actor in training.actors}
     for actor in training.actors:
