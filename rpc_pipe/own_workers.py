@@ -47,9 +47,10 @@ def make_actors(
         from .launching.meeting_place import place_of
 
         carriers = [join(place_of(job))]
-        carriers[0].post.use_device(backends[0].way())
     else:
         carriers = local_carriers(len(workers))
+    for carrier, backend in zip(carriers, backends, strict=True):
+        carrier.post.use_device(backend.way())
     made = zip(carriers, backends, strict=True)
     return [WorkerActor(*parts, {}, max_grad_norm=max_grad_norm, stall_s=stall_s) for parts in made]
 

@@ -53,7 +53,7 @@ class Mailbox:
     def publish(
         self, run: int, what: str, payload: Payload, others: Sequence[int], *, to_compute: bool = False
     ) -> None:
-        """Let the workers `others` pull `payload`: at once if all copy it from the device, else when it has left."""
+        """Let the workers `others` pull `payload`: at once if all take it from the device, else when it has left."""
         outbox, key = self.carrier.outbox, (run, what)
         if self._backend.in_step:
             outbox.offer(key, payload, others)

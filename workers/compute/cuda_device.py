@@ -203,6 +203,8 @@ class CudaBackend(DeviceBackend):
     def enter(self, payload: Payload) -> Payload:
         if isinstance(payload, Moving):
             return payload  # it has come from another device
+        if isinstance(payload, Staying):  # it is here: of a worker of this process, and nothing is copied
+            return Moving(payload.tensors, payload.skeleton, [None] * len(payload.tensors), payload.event)
         with self._cuda.on(self._in):
             entered = [self._entered(tensor) for tensor in payload.tensors]
             looks = [look for _, look in entered]

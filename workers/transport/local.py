@@ -27,6 +27,8 @@ class LocalPost:
 
     def __init__(self, group: dict[int, Carrier]) -> None:
         self._group = group
+        #: on which payloads stay that a worker of the same device takes
+        self._device: Any = None
         self._wakeup = ThreadWakeup()
         self.notify = self._wakeup.notify
 
@@ -42,10 +44,11 @@ class LocalPost:
         return True
 
     def use_device(self, way: DeviceWay | None) -> None:
-        """Each worker has a device of its own."""
+        self._device = None if way is None else way.device
 
     def takes_from_device(self, peer: int, device: Any) -> bool:
-        return False  # a payload that is handed on is held by both, and one may write to it
+        post = self._group[peer].post
+        return isinstance(post, LocalPost) and post._device is not None and post._device == device
 
     def wait(self, timeout_s: float, there: Callable[[], bool]) -> bool:
         return there() or self._wakeup.wait(timeout_s)
