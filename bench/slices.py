@@ -70,7 +70,7 @@ def _time(slices: list[str]) -> None:
         plain = plain or ms
         spec = make_spec("1f1b", 4, 8, {"slices": said})
         costs = {"F": 1e3 * _FORWARD_S, "B": 1e3 * _BACKWARD_S}
-        share = 1 / len(spec.slice_sizes)
+        share = 1 / len(spec.parallelism.slices)
         simulated = simulate(spec, lambda action: costs.get(action.kind.letter, 0.0) * share).makespan  # noqa: B023
         print(
             f"slices {said}: {ms:.0f} ms a step, {plain / ms:.2f} x plain 1f1b; simulated {simulated:.0f} ms",

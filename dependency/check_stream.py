@@ -68,7 +68,7 @@ def _check_routes(spec: Spec) -> None:
                 f"route({m}) is {spec.route(m)}, but that of the same microbatch of later steps is "
                 f"{spec.route(m + STEADY * spec.num_microbatches)}: routes must repeat from step to step"
             )
-    for stage in range(spec.num_stages if spec.replicas == 1 else 0):
+    for stage in range(spec.num_stages if spec.parallelism.replicas == 1 else 0):
         if len({spec.place(stage, route) for route in range(spec.num_routes)}) > 1:
             raise ScheduleError(
                 f"place({stage}, ...): routes of a schedule that is not synchronous must hold a stage on one worker, "

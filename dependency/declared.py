@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from .action import Action
 from .errors import ConfigError
 from .kinds import B, F, I, R, U, W
+from .parallelism import Parallelism
 
 if TYPE_CHECKING:
     from typing_extensions import dataclass_transform
@@ -55,17 +56,8 @@ class Declared(_Frozen):
     post_validation: ClassVar[bool] = False
     #: for asynchronous schedules: how often weights are updated
     update_every: ClassVar[Literal["step", "microbatch"]] = "step"
-    #: sizes of the slices of a sequence, in parts of it. With several a microbatch of the step is as many indices, one
-    #: for each of its slices; see `slicing.py`
-    slice_sizes: ClassVar[tuple[int, ...]] = (1,)
-    #: how many replicas of the pipeline there are, whose gradients are summed; see `replicating.py`
-    replicas: ClassVar[int] = 1
-    #: of replicas: 1 if only the owner of a parameter keeps its optimizer state and updates it (ZeRO stage 1)
-    zero: ClassVar[int] = 0
-    #: of replicas: largest bucket of gradients in MiB
-    bucket: ClassVar[float] = 25.0
-    #: of replicas: what has numbers far apart: the workers of each pipeline, or those of each stage
-    spread: ClassVar[Literal["pipelines", "stages"]] = "pipelines"
+    #: replicas and slices, which transformations of a schedule add
+    parallelism: ClassVar[Parallelism] = Parallelism()
 
     def __post_init__(self) -> None:
         for name in ("num_workers", "num_microbatches", "num_steps"):
@@ -166,7 +158,7 @@ class Declared(_Frozen):
     @property
     def takes_steps(self) -> bool:
         """Whether each update takes the gradients of a whole step, on all routes."""
-        return self.synchronous or (self.update_every == "step" and self.num_routes == self.replicas)
+        return self.synchronous or (self.update_every == "step" and self.num_routes == self.parallelism.replicas)
 
     @property
     def total_microbatches(self) -> int:

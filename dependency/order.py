@@ -114,7 +114,7 @@ def _with_end(spec: Spec, worker: int, order: Iterable[Action], reductions: Redu
     yield from (each for shard in spec.hosted(worker) for each in tree.given(S, *shard, reductions))
     yield from tree.actions(worker, reductions)
     yield from (update for shard in ended for update in spec.updates(*shard))
-    if spec.zero:
+    if spec.parallelism.zero:
         yield from (given for shard in ended for given in tree.given(P, *shard, reductions))
         yield from (A(*shard) for shard in ended if tree.pieces(shard[0], reductions))
 
@@ -130,6 +130,6 @@ def _with_reductions(spec: Spec, worker: int, order: Iterable[Action], reduction
             continue
         replica = stage, index % routes, reductions, index // routes
         yield from (*tree.given(G, *replica), *tree.given(S, *replica), action)
-        if spec.zero:
+        if spec.parallelism.zero:
             yield from (*tree.given(P, *replica), A(stage, index))
     yield from tree.actions(worker, reductions)

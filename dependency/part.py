@@ -86,7 +86,7 @@ class Part:
             elif place not in begun and action.kind.way == 1 and action.stage in chained:
                 needs.append((1, last_forward[place]))
             begun.add(place)
-            if spec.zero and action.kind is F:
+            if spec.parallelism.zero and action.kind is F:
                 needs += [(steps, A(need.stage, need.index)) for steps, need in needs if need.kind is U]
             for steps, need in needs:
                 while len(self.inherited) < steps:
@@ -113,7 +113,7 @@ class Part:
             if kind.way == 1:
                 place = stage, route_of(index)
                 if U(*place) in self.number:  # an evaluation has no updates
-                    for before in (U(*place), A(*place)) if spec.zero else (U(*place),):
+                    for before in (U(*place), A(*place)) if spec.parallelism.zero else (U(*place),):
                         self.inherited[0].setdefault(before, []).append(number)
             elif kind in (G, S):  # a replica without a microbatch would give the gradients of the step before
                 self.inherited[0].setdefault(U(stage, index % spec.num_routes), []).append(number)

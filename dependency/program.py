@@ -60,7 +60,7 @@ def entries(
                         pulled.append(Pulled(need, at, carries))
         if versioned and action.kind is F:
             for update in before_forward(spec, action):
-                own += (update, A(action.stage, update.index)) if spec.zero else (update,)
+                own += (update, A(action.stage, update.index)) if spec.parallelism.zero else (update,)
         own += edges.of(action)
         yield flow.entry(action, own, pulled)
 
@@ -234,7 +234,7 @@ class _OrderEdges:
 
         Of gradients that are exchanged for an update, the last action alone.
         """
-        replicas = self._spec.replicas
+        replicas = self._spec.parallelism.replicas
         update = reduction_tree(self._spec).update_of(action, self._reductions)
         last = (self._last_of.pop if action.kind is U else self._last_of.get)(update, None)
         before = [U(update.stage, update.index - replicas)] if action.kind is U and update.index >= replicas else []

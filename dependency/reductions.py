@@ -148,7 +148,7 @@ class ReductionTree:
             below = [C(*child) for child in children if child in self._of_loss]
             return [], below + [f for shard in held if shard[0] == self.spec.last_stage for f in self._forwards(*shard)]
         below = [N(*child) for child in children] + [D(*node)]  # gradients of summed losses are divided first
-        first = [shard for shard in held if shard[1] == 0 or self.spec.zero]
+        first = [shard for shard in held if shard[1] == 0 or self.spec.parallelism.zero]
         if reductions.validated:
             return [], below + [U(*shard) for shard in first]  # U has noted the norms before it freed the gradients
         sums = [each for shard in first for each in self.sums(*shard, reductions)]
@@ -203,7 +203,7 @@ class ReductionTree:
         """Return the sums of gradients that an update takes; none if nobody else holds its parameters."""
         owners = ((piece.number, piece.owner) for piece in self.pieces(stage, reductions, step))
         return [S(owner[0], number * self.spec.num_routes + owner[1]) for number, owner in owners
-                if not self.spec.zero or owner == (stage, route)]  # fmt: skip
+                if not self.spec.parallelism.zero or owner == (stage, route)]  # fmt: skip
 
     def given(self, kind: Kind, stage: int, route: int, reductions: Reductions, step: int = 0) -> list[Action]:
         """Return what a replica gives: gradients to the owners of pieces (`G`), or as one sums (`S`) or parameters."""
@@ -227,7 +227,7 @@ class ReductionTree:
             if kind is P:
                 return [A(s, at) for s, at in holders if (s, at - first) != node]
             # Norms are of route 0, on whose worker the sums are needed anyway.
-            return [] if self.spec.zero else [U(*holder) for holder in holders]
+            return [] if self.spec.parallelism.zero else [U(*holder) for holder in holders]
         if kind in _COLLECTED:
             return [kind(*child) for child in self.children[stage, route]]
         if kind in _DISTRIBUTED:

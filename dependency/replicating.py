@@ -13,6 +13,7 @@ long by the slots of all.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import cached_property
 from typing import ClassVar
 
@@ -20,31 +21,29 @@ from .action import Action
 from .declared import Order
 from .errors import ConfigError
 from .kinds import F
+from .parallelism import Parallelism
 from .spec import Spec, Transformation, says, transformed
 
 
-def replicated(
-    base: type[Spec], replicas: int, zero: int = 0, bucket: float = Spec.bucket, spread: str = Spec.spread
-) -> type[Spec]:
-    """Return `base` on `replicas` times as many workers.
-
-    Args:
-        zero, bucket, spread: as in `Spec`.
+def replicated(base: type[Spec], parallelism: Parallelism) -> type[Spec]:
+    """Return `base`, whose slices it keeps, on as many times as many workers as there are replicas.
 
     Raises:
         ConfigError: the schedule updates several times a step, and why, in words that follow its name; or, from the
             class that is returned, the workers cannot be divided among the replicas.
     """
-    if replicas == 1:
+    if parallelism.replicas == 1:
         return base
     own_routes = says(base, "num_routes") or says(base, "elasticity")
     if not base.synchronous and (base.update_every == "microbatch" or own_routes):
         why = "after every microbatch" if base.update_every == "microbatch" else "its pipelines one after the other"
         raise ConfigError(f"updates {why}, not all at once; take pipedream-2bw, or a synchronous one such as 1f1b")
-    said = f", zero {zero}" * (zero > 0) + f", bucket {bucket:g}" * (bucket != Spec.bucket)
-    said += f", {spread} spread" * (spread != Spec.spread)
-    own = {"replicas": replicas, "zero": zero, "bucket": bucket, "spread": spread}
-    return transformed(Replicated, base, f"{replicas} replicas{said}", **own, of_one=base)
+    parallelism = replace(parallelism, slices=base.parallelism.slices)
+    zero, bucket, spread = parallelism.zero, parallelism.bucket, parallelism.spread
+    said = f", zero {zero}" * (zero > 0) + f", bucket {bucket:g}" * (bucket != Parallelism.bucket)
+    said += f", {spread} spread" * (spread != Parallelism.spread)
+    name = f"{parallelism.replicas} replicas{said}"
+    return transformed(Replicated, base, name, parallelism=parallelism, of_one=base)
 
 
 class Replicated(Transformation):
@@ -55,7 +54,7 @@ class Replicated(Transformation):
 
     def __post_init__(self) -> None:
         Spec.__post_init__(self)
-        workers, replicas = self.num_workers, self.replicas
+        workers, replicas = self.num_workers, self.parallelism.replicas
         if workers % replicas:
             possible = [n for n in range(1, workers + 1) if workers % n == 0]
             nearest = min(possible, key=lambda n: (abs(n - replicas), n))
@@ -68,19 +67,19 @@ class Replicated(Transformation):
     @cached_property
     def _replicas(self) -> list[Spec]:
         """The spec of each replica."""
-        workers, slices = self.num_workers // self.replicas, len(self.slice_sizes)
+        workers, slices = self.num_workers // self.parallelism.replicas, len(self.parallelism.slices)
         every = range(self.num_microbatches // slices)
-        begins = [q if self.synchronous else 0 for q in range(self.replicas)]
-        counts = [max(1, len(every[begin :: self.replicas])) * slices for begin in begins]
+        begins = [q if self.synchronous else 0 for q in range(self.parallelism.replicas)]
+        counts = [max(1, len(every[begin :: self.parallelism.replicas])) * slices for begin in begins]
         made = {n: self.of_one(num_workers=workers, num_microbatches=n, **self.parameters()) for n in set(counts)}
         return [made[count] for count in counts]
 
     def unsliced(self) -> Spec:
-        if len(self.slice_sizes) == 1:
+        if len(self.parallelism.slices) == 1:
             return self
         whole = type(self._replicas[0].unsliced())
-        cls = replicated(whole, self.replicas, self.zero, self.bucket, self.spread)
-        count = max(1, self.num_microbatches // len(self.slice_sizes))
+        cls = replicated(whole, self.parallelism)
+        count = max(1, self.num_microbatches // len(self.parallelism.slices))
         return cls(num_workers=self.num_workers, num_microbatches=count, **self.parameters())
 
     # --- of the pipeline
@@ -91,7 +90,7 @@ class Replicated(Transformation):
 
     @property
     def num_routes(self) -> int:
-        return self.replicas * self._replicas[0].num_routes
+        return self.parallelism.replicas * self._replicas[0].num_routes
 
     @property
     def order(self) -> Order:
@@ -105,19 +104,21 @@ class Replicated(Transformation):
     def place(self, stage: int, route: int) -> int:
         replica, inner = divmod(route, self._replicas[0].num_routes)
         own = self._replicas[replica].place(stage, inner)
-        of_one = self.num_workers // self.replicas
-        return replica * of_one + own if self.spread == "stages" else own * self.replicas + replica
+        of_one = self.num_workers // self.parallelism.replicas
+        return (
+            replica * of_one + own if self.parallelism.spread == "stages" else own * self.parallelism.replicas + replica
+        )
 
     def _own_place(self, worker: int) -> tuple[int, int]:
         """Return the replica of `worker`, and which worker of it `worker` is."""
-        if self.spread == "stages":
-            return divmod(worker, self.num_workers // self.replicas)
-        own, replica = divmod(worker, self.replicas)
+        if self.parallelism.spread == "stages":
+            return divmod(worker, self.num_workers // self.parallelism.replicas)
+        own, replica = divmod(worker, self.parallelism.replicas)
         return replica, own
 
     def program(self, worker: int) -> Iterable[Action]:
         replica, own = self._own_place(worker)
-        if replica >= self.num_microbatches // len(self.slice_sizes):
+        if replica >= self.num_microbatches // len(self.parallelism.slices):
             return []
         return self._outer(replica, self._replicas[replica].program(own))
 
@@ -134,12 +135,12 @@ class Replicated(Transformation):
     def _inner(self, action: Action) -> tuple[int, Spec, Action]:
         """Return the replica that runs `action`, its spec, and what the action is there."""
         if action.kind.per_microbatch:
-            (step, index), slices = divmod(action.index, self.num_microbatches), len(self.slice_sizes)
+            (step, index), slices = divmod(action.index, self.num_microbatches), len(self.parallelism.slices)
             microbatch, number = divmod(index, slices)
-            microbatch, replica = divmod(microbatch, self.replicas)
+            microbatch, replica = divmod(microbatch, self.parallelism.replicas)
             index = step * self._replicas[replica].num_microbatches + microbatch * slices + number
         else:
-            index, replica = divmod(action.index, self.replicas)
+            index, replica = divmod(action.index, self.parallelism.replicas)
         return replica, self._replicas[replica], action._replace(index=index)
 
     def _outer(self, replica: int, actions: Iterable[Action]) -> Iterator[Action]:
@@ -148,7 +149,7 @@ class Replicated(Transformation):
         What names the missing one, such as a window, then holds as many as it says.
         """
         count, own = self.num_microbatches, self._replicas[replica].num_microbatches
-        replicas, slices = self.replicas, len(self.slice_sizes)
+        replicas, slices = self.parallelism.replicas, len(self.parallelism.slices)
         for action in actions:
             if action.kind.per_microbatch:
                 step, index = divmod(action.index, own)
@@ -180,4 +181,4 @@ class Replicated(Transformation):
 
     def slot(self, action: Action) -> int:
         replica, own, inner = self._inner(action)
-        return own.slot(inner) * self.replicas + replica
+        return own.slot(inner) * self.parallelism.replicas + replica

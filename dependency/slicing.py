@@ -26,6 +26,7 @@ from .action import Action
 from .declared import Order
 from .errors import ConfigError
 from .kinds import F
+from .parallelism import Parallelism
 from .spec import Spec, Transformation, says, transformed
 
 
@@ -49,7 +50,9 @@ def sliced(base: type[Spec], sizes: tuple[int, ...]) -> type[Spec]:
     }.items():
         if is_so:
             raise ConfigError(f"{why_not}; 1f1b, zb-h1 and zb-v can be sliced")
-    return transformed(Sliced, base, f"slices {'+'.join(map(str, sizes))}", slice_sizes=sizes, whole=base)
+    return transformed(
+        Sliced, base, f"slices {'+'.join(map(str, sizes))}", parallelism=Parallelism(slices=sizes), whole=base
+    )
 
 
 class Sliced(Transformation):
@@ -60,7 +63,7 @@ class Sliced(Transformation):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        k = len(self.slice_sizes)
+        k = len(self.parallelism.slices)
         if self.num_microbatches % k:
             raise ConfigError(f"num_microbatches {self.num_microbatches}: must be a multiple of the {k} slices")
 
@@ -68,13 +71,13 @@ class Sliced(Transformation):
         return self.whole(num_workers=self.num_workers, num_microbatches=count, **self.parameters())
 
     def unsliced(self) -> Spec:
-        return self._of_whole(self.num_microbatches // len(self.slice_sizes))
+        return self._of_whole(self.num_microbatches // len(self.parallelism.slices))
 
     @cached_property
     def _units(self) -> Spec:
         """What the schedule itself is asked about: as many units as there are."""
         exact = self._of_whole(self.num_microbatches)
-        return exact if _goes_back(exact) else self._of_whole(self.num_microbatches + len(self.slice_sizes) - 1)
+        return exact if _goes_back(exact) else self._of_whole(self.num_microbatches + len(self.parallelism.slices) - 1)
 
     @cached_property
     def _shift(self) -> int:
@@ -90,7 +93,7 @@ class Sliced(Transformation):
         return "fixed" if says(cls, "slot") and not says(cls, "order") else super().order
 
     def after(self, action: Action) -> Iterable[Action]:
-        k, step = len(self.slice_sizes), -1 if action.kind is F else 1
+        k, step = len(self.parallelism.slices), -1 if action.kind is F else 1
         before = [action._replace(index=action.index + step)] if 0 <= action.index % k + step < k else []
         return [*dict.fromkeys([*before, *self._said_after(action)])]
 
@@ -142,7 +145,7 @@ class Sliced(Transformation):
 
     def _reversed(self, index: int) -> int:
         """Swap a slice with the one that is as far from the end of its microbatch as it is from the beginning."""
-        k = len(self.slice_sizes)
+        k = len(self.parallelism.slices)
         m, j = divmod(index, k)
         return m * k + k - 1 - j
 

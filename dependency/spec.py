@@ -35,7 +35,7 @@ class Spec(Declared):
 
     def share(self, action: Action) -> float:
         """Return which part of its microbatch's sequence an action works on: 1, unless sequences are sliced."""
-        sizes = self.slice_sizes
+        sizes = self.parallelism.slices
         if len(sizes) == 1 or not action.kind.per_microbatch:
             return 1
         return sizes[action.index % len(sizes)] / sum(sizes)

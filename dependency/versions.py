@@ -75,8 +75,8 @@ def before_update(spec: Declared, update: Action) -> Iterator[Action]:
     stage, _, index = update
     for m in microbatches_of(spec, update):
         yield from (action for action in spec.actions(stage, m) if action.kind.accumulates)
-    if index >= spec.replicas:
-        yield U(stage, index - spec.replicas)
+    if index >= spec.parallelism.replicas:
+        yield U(stage, index - spec.parallelism.replicas)
 
 
 def staleness(spec: Declared, stage: int) -> int:

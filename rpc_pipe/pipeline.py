@@ -24,6 +24,7 @@ from .arguments import (
 from .checkpoints.facade import Checkpoints
 from .checkpoints.weights import Weights
 from .dependency import Entry, Order, Spec
+from .dependency.parallelism import Parallelism, with_parallelism
 from .launching import launcher_link as link
 from .launching import overrides
 from .launching.job import own_part
@@ -37,7 +38,7 @@ from .model.shard_maker import Model, make_partition
 from .model.sharding import ShardFn, settle_sharing
 from .own_workers import checked_workers, make_actors
 from .planning.apply_plan import PlanLike, apply_plan, warn_if_other_model
-from .planning.specs import ScheduleLike, make_spec, with_replicas
+from .planning.specs import ScheduleLike, make_spec
 from .session import Session
 from .step_report import Inspected, StepReports
 from .workers.actor import WorkerActor
@@ -113,11 +114,11 @@ class Pipeline(Inspected):
         schedule: ScheduleLike = "1f1b",
         schedule_options: Mapping[str, Any] | None = None,
         num_workers: int | None = None,
-        replicas: int = 1,
+        replicas: int = Parallelism.replicas,
         slices: int | str | None = None,
-        zero: int = 0,
-        bucket: float = 25.0,
-        spread: str = "pipelines",
+        zero: int = Parallelism.zero,
+        bucket: float = Parallelism.bucket,
+        spread: str = Parallelism.spread,
         members: int = 1,
         shard: str | ShardFn | None = None,
         reduce: str = "step",
@@ -134,11 +135,11 @@ class Pipeline(Inspected):
         **old: Any,
     ) -> None:
         self._forgot_optimizer = training is None and "optimizer" not in old
-        schedule_options = with_replicas(schedule_options, replicas, zero, bucket, slices, spread)
+        divided = {"replicas": replicas, "slices": slices, "zero": zero, "bucket": bucket, "spread": spread}
+        schedule_options = with_parallelism(schedule_options, **divided)
         said = schedule, schedule_options, num_microbatches, num_workers, split, order, device, seed, transport, plan
-        settings = overrides.settle(
-            apply_plan(plan, overrides.Settings(*said, microbatch_order, members, shard, reduce))
-        )
+        more = microbatch_order, members, shard, reduce
+        settings = overrides.settle(apply_plan(plan, overrides.Settings(*said, *more)))
         schedule, schedule_options, num_microbatches, num_workers, split, order, device, seed, transport = settings[:9]
         self._plan, microbatch_order = settings[9:11]
         sharing = settle_sharing(*settings[11:], microbatch_order)

@@ -141,7 +141,7 @@ def _collect_norms(ctx: ActionContext) -> Payload:
         norms, finite = norms | others, finite + flags
     if _is_first_node(ctx) and not ctx.step.batch.reductions.validated:
         for (_, route), shard in ctx.worker.shards.items():
-            if route == 0 or ctx.step.batch.spec.zero:
+            if route == 0 or ctx.step.batch.spec.parallelism.zero:
                 shard.turn_to(ctx.step.first_update + route)
                 complete_gradients(ctx, shard, route)
                 if ctx.worker.max_grad_norm is not None:
@@ -210,7 +210,7 @@ def complete_gradients(ctx: ActionContext, shard: Shard, route: int) -> None:
     if shard in step.completed:
         return
     step.completed.add(shard)
-    if shard.updating.pieces is not None and not spec.zero:
+    if shard.updating.pieces is not None and not spec.parallelism.zero:
         for each in reduction_tree(spec).sums(shard.stage, route, step.batch.reductions):
             # Not taken out: several holders may be on this worker.
             shard.updating.pieces.take(ctx.worker.backend.ready(step.payloads[each]))

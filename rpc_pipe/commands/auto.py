@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..dependency import ConfigError
+from ..dependency.parallelism import OPTIONS
 from ..launching import launcher_link as link
 from ..planning.correcting import MeasuredRun, corrected, measured_run, predicted_ms
 from ..planning.json_fields import from_json_value, to_json_value
@@ -32,8 +33,7 @@ _RAN = "ran-"
 WORTHWHILE = 0.02
 #: options that a kept plan must share
 _ASKED = (
-    "workers", "memory", "batch", "microbatches", "replicas", "slices", "zero", "bucket", "spread", "topology",
-    "link", "schedule", "no_recompute", "seconds",
+    "workers", "memory", "batch", "microbatches", *OPTIONS, "topology", "link", "schedule", "no_recompute", "seconds",
 )  # fmt: skip
 
 

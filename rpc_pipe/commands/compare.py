@@ -10,13 +10,13 @@ from typing import Any
 from rich.table import Table
 
 from ..dependency import ConfigError, check_all
+from ..dependency.parallelism import REPLICAS, with_parallelism
 from ..launching.report import Reporter
 from ..planning.comparison import ModelCosts, Row, compare, format_bytes, verdict
 from ..planning.footprint import Size
-from ..planning.specs import PipeOptions, make_spec, with_replicas
+from ..planning.specs import PipeOptions, make_spec
 from .options import (
     MAKE,
-    REPLICAS,
     Pairs,
     Parser,
     filled,
@@ -24,7 +24,6 @@ from .options import (
     schedule_options,
     typed_attention,
     typed_costs,
-    typed_exchange,
     typed_lengths,
     typed_spec,
 )
@@ -52,7 +51,7 @@ def _compare(typed: dict[str, Any], argv: list[str]) -> int:
         refuse_typed(typed, ["set"], "is of the schedule that --schedule adds; name it")
     options, reporter, also = filled(PipeOptions, typed), Reporter(), _also(typed)
     limit, model = _model(typed, options)
-    replicas = with_replicas(None, typed.get("replicas", 1), **typed_exchange(typed)) or {}
+    replicas = with_parallelism(None, **{name: typed[name] for name in REPLICAS if name in typed}) or {}
     slices = typed.get("slices")
     # Otherwise every row would be refused for it.
     spec, unequal = make_spec("gpipe", options.workers, options.microbatches, replicas, slices), typed_lengths(typed)

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 from ..dependency import Action, B, ConfigError, F, I, Kind, Spec, W
+from ..dependency.parallelism import OPTIONS, REPLICAS
 from ..launching.job import TRANSPORT, TRANSPORTS, TRUST, Job, current_job
 from ..launching.launcher_link import NAN, NANS
 from ..planning.listed_schedule import ListedSchedule
@@ -79,9 +80,6 @@ class Pairs(argparse.Action):
         setattr(namespace, self.dest, pairs)
 
 
-#: how replicas exchange gradients, as parameters of every schedule
-_EXCHANGE = ("zero", "bucket", "spread")
-REPLICAS = ("replicas", *_EXCHANGE)
 #: options that make a spec
 SCHEDULE = ("schedule", "set", "window", "workers", "microbatches", *REPLICAS)
 #: how several processes are one worker
@@ -92,20 +90,23 @@ PIPELINE = (
     "transport", "nan",
     "trust-network", "port",
 )  # fmt: skip
+
+
+def _typed(least: int | None = None, **settings: Any) -> dict[str, Any]:
+    """Return the arguments of an option; `least` of a whole number."""
+    return settings if least is None else {"type": whole(least), **settings}
+
+
 _SHARED: dict[str, dict[str, Any]] = {
     "schedule": dict(help="name or path/to/file.py:ClassName (1f1b)"),
     "set": dict(action=Pairs, const=(str, "chunks=2"), metavar="NAME=VALUE", help="set a parameter of the schedule"),
     "window": dict(type=whole(), help="microbatches in flight, where the schedule has a window"),
     "workers": dict(type=whole(1, MOST_WORKERS), help="number of workers (2)"),
     "microbatches": dict(type=whole(1), help="microbatches of a step, of all replicas together (8)"),
-    "replicas": dict(type=whole(1), help="replicas of the pipeline, which share the workers (1)"),
-    "zero": dict(type=whole(0), help="1: divide optimizer states among the replicas (0)"),
-    "bucket": dict(metavar="MIB", help="largest part of gradients that replicas exchange at once (25)"),
-    "spread": dict(help="stages: put the replicas of a stage far apart, not each pipeline (pipelines)"),
+    **{name: _typed(**option.typed) for name, option in OPTIONS.items()},
     "members": dict(type=whole(1), help="processes that are one worker together, of those of --workers (1)"),
     "shard": dict(choices=("fsdp", "tp"), help="how members share a stage: FSDP2, or the model's own tp_plan"),
     "reduce": dict(choices=("step", "microbatch"), help="when members sum gradients of fsdp (step)"),
-    "slices": dict(metavar="K", help="cut sequences into K slices, or sizes such as 8,6,5,4 (1)"),
     "attention": dict(
         type=fraction, metavar="SHARE",
         help="share of a sequence's time that is causal attention, dearer for later slices (0)",
@@ -184,11 +185,6 @@ def typed_lengths(typed: Mapping[str, Any]) -> Callable[[Spec], Callable[[Action
     return partial(by_microbatch, lengths=typed["lengths"], order=typed.get("microbatch_order", "given"))
 
 
-def typed_exchange(typed: Mapping[str, Any]) -> dict[str, Any]:
-    """Return how replicas exchange gradients, as parameters of a schedule."""
-    return {name: typed[name] for name in _EXCHANGE if name in typed}
-
-
 def typed_costs(typed: Mapping[str, Any]) -> dict[Kind, float]:
     """Return the costs of a stage's microbatch by kind; missing costs follow from given ones, or are the defaults.
 
@@ -262,7 +258,7 @@ def with_listed(typed: dict[str, Any]) -> dict[str, Any]:
 def schedule_options(typed: Mapping[str, Any]) -> dict[str, str]:
     """Return a schedule's parameters, from `--set`, `--window`, `--replicas` and the like."""
     options: dict[str, str] = {**typed.get("set", {})}
-    for name in ("window", "slices", *REPLICAS):
+    for name in ("window", *OPTIONS):
         if name in options:
             refuse_typed(typed, [name], f"--set {name}={options[name]} says it too")
         if name in typed:

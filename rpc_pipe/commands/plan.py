@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..dependency import ConfigError
+from ..dependency.parallelism import EXCHANGE, with_parallelism
 from ..drawing.plans import front_svg, front_text, left_out_text, plans_table
 from ..launching.report import Reporter
 from ..planning.advice import Advice, binding_limits, changes_that_fit
@@ -19,9 +20,9 @@ from ..planning.json_fields import to_json_value
 from ..planning.profile import Machines, Profile, as_json
 from ..planning.program_search import faster_program
 from ..planning.search import PlanRequest, PlanResult, default_microbatches, refuse_unknown, search
-from ..planning.specs import make_spec, with_replicas
+from ..planning.specs import make_spec
 from .auto import Auto
-from .options import MAKE, Parser, refuse_typed, typed_exchange
+from .options import MAKE, Parser, refuse_typed
 from .output_files import try_files, write
 from .profile import add_measuring, find_profile, load, progress, with_slices
 from .readers import link, some, whole, wholes
@@ -50,7 +51,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--microbatches", type=_counts, help="numbers of microbatches to try (workers x 1, 2, 4, 8)")
     parser.add_argument("--replicas", type=_counts, help="numbers of replicas of the pipeline to try, such as 1,2 (1)")
     parser.add_argument("--slices", type=_slices, help="numbers of slices to try, such as 1,4; auto: 1,2,4,8 (1)")
-    parser.take("zero", "bucket", "spread", "microbatch-order", "json")
+    parser.take(*EXCHANGE, "microbatch-order", "json")
     parser.add_argument("--topology", metavar="FILE", help="JSON: memory and speed of each worker, links between them")
     parser.add_argument("--link", type=link, metavar="MS[/BANDWIDTH]", help="any link, in ms and bytes/s (measured)")
     parser.add_argument("--alone", action="store_true", help="measure in a single process instead of one per worker")
@@ -181,9 +182,11 @@ def _request(typed: dict[str, Any], seconds: float, reporter: Reporter) -> tuple
     wanted = sorted({rows[0], rows[len(rows) // 2], rows[-1]})
     workers = machines.num_workers
     replicas: list[int] = typed.get("replicas", [1])
-    exchange = typed_exchange(typed)
+    exchange = {name: typed[name] for name in EXCHANGE if name in typed}
     for each in replicas:  # otherwise all their candidates would be left out
-        make_spec("gpipe", workers, max(counts), with_replicas(exchange if each == max(replicas) else None, each))
+        make_spec(
+            "gpipe", workers, max(counts), with_parallelism(exchange if each == max(replicas) else None, replicas=each)
+        )
     least, slices = workers // max(replicas), typed.get("slices", [1])
     profile, path = find_profile(typed, wanted, reporter, at_least=least, together=_together(typed, workers))
     profile = with_slices(typed, profile, path, max(slices))

@@ -84,7 +84,7 @@ def _simulate(typed: dict[str, Any], argv: list[str]) -> int:
         print(json.dumps(_report(name, result)))
         return 0
     if len(result.spans) <= _MOST_DRAWN:
-        width, slices = reporter.console.width, len(spec.slice_sizes)
+        width, slices = reporter.console.width, len(spec.parallelism.slices)
         drawn = draw(result.spans, spec.num_workers, width=width, most_lines=_MOST_LINES, slices=slices)
         reporter.console.print(drawn)
     first, further = ("first step", result.span) if steps == 1 else (f"{steps} steps", result.step_time)
@@ -165,8 +165,8 @@ def _report(schedule: str, result: Simulation) -> dict[str, Any]:
         "parameters": spec.parameters(),
         "workers": spec.num_workers,
         "stages": spec.num_stages,
-        "microbatches": spec.num_microbatches // len(spec.slice_sizes),
-        **({"slices": list(spec.slice_sizes)} if len(spec.slice_sizes) > 1 else {}),
+        "microbatches": spec.num_microbatches // len(spec.parallelism.slices),
+        **({"slices": list(spec.parallelism.slices)} if len(spec.parallelism.slices) > 1 else {}),
         "order": result.order,
         "makespan": result.makespan,
         "step_time": result.step_time,
@@ -183,7 +183,7 @@ def _report(schedule: str, result: Simulation) -> dict[str, Any]:
 
 
 def _write_pictures(typed: Mapping[str, Any], name: str, result: Simulation) -> None:
-    spec, slices = result.spec, len(result.spec.slice_sizes)
+    spec, slices = result.spec, len(result.spec.parallelism.slices)
     title = f"{name}, {spec.num_workers} workers, {count_microbatches(spec)}"
     if "svg" in typed:
         stages = spec.num_stages
@@ -193,7 +193,7 @@ def _write_pictures(typed: Mapping[str, Any], name: str, result: Simulation) -> 
         unit = "of --cost and --comm" if "cost" in typed else "in which a stage's forward takes 1"
         notes = [f"time in units {unit}"]
         causes = waits(spec, result.spans)
-        rows = row_names(map(spec.hosted, range(spec.num_workers)), spec.num_routes, spec.replicas)
+        rows = row_names(map(spec.hosted, range(spec.num_workers)), spec.num_routes, spec.parallelism.replicas)
         picture = Picture(title, result.spans, spec.num_workers, waits=causes, slices=slices, notes=notes, rows=rows)
         write(typed["html"], draw_page([picture]))
     if "chrome" in typed:

@@ -51,7 +51,7 @@ class Screen:
         if trace is not None and 2 * len(rows) < free:
             yield _cropped(f"step {max(trace.steps)} as it ran", width, "bold")
             spec = trace.spec
-            yield draw(trace.spans(last=1), spec.num_workers, width=width, slices=len(spec.slice_sizes))
+            yield draw(trace.spans(last=1), spec.num_workers, width=width, slices=len(spec.parallelism.slices))
         if lost is not None:
             yield _cropped(lost.line(), width, "bold")
             yield Text(lost.sentence, overflow="fold")

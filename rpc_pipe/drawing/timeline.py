@@ -88,7 +88,7 @@ def tell(time: float) -> str:
 
 def count_microbatches(spec: Spec) -> str:
     """Return how many microbatches a step has, and of how many slices each, as text."""
-    slices = len(spec.slice_sizes)
+    slices = len(spec.parallelism.slices)
     return f"{spec.num_microbatches // slices} microbatches" + (f" of {slices} slices" if slices > 1 else "")
 
 

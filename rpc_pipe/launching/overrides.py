@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..dependency import Order, Spec
+from ..dependency.parallelism import OPTIONS
 
 
 class Settings(NamedTuple):
@@ -63,8 +64,7 @@ class Overrides:
             shown = ",".join(map(str, value)) if isinstance(value, list) else str(value)
             self._replaced(_OPTIONS.get(name, name), shown, name, getattr(said, name), value)
         if self._typed.get("schedule", said.schedule) != said.schedule:
-            of_most = "replicas", "slices", "zero", "bucket", "spread"
-            kept = {name: value for name, value in options.items() if name in of_most}
+            kept = {name: value for name, value in options.items() if name in OPTIONS}
             if options != kept:
                 gone = ", ".join(f"{name}={value!r}" for name, value in options.items() if name not in kept)
                 self._say(f"--schedule {self._typed['schedule']} leaves out the script's {gone}")

@@ -158,10 +158,10 @@ class ShardMaker:
             from ..workers.compute.stash import StashingShard
 
             kind = StashingShard
-        elif len(spec.slice_sizes) > 1:
+        elif len(spec.parallelism.slices) > 1:
             from ..workers.compute.sequence import SlicedShard
 
-            kind = partial(SlicedShard, count=len(spec.slice_sizes))
+            kind = partial(SlicedShard, count=len(spec.parallelism.slices))
         return kind(
             stage,
             slice,

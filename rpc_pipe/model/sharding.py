@@ -68,7 +68,7 @@ class Sharing:
             return
         if not spec.takes_steps or not spec.synchronous:
             raise ConfigError(f"members={self.count}: members meet in one update a step; take a synchronous schedule")
-        if len(spec.slice_sizes) > 1:
+        if len(spec.parallelism.slices) > 1:
             raise ConfigError(f"members={self.count} slices: not both; leave slices out")
         for name in ("deferred_batch_norm", "post_validation"):
             if getattr(training, name):

@@ -36,11 +36,11 @@ class Bounds:
         self._place = [[spec.place(s, r) for r in range(spec.num_routes)] for s in range(spec.num_stages)]
         self._slow = [machines.slow(worker) for worker in range(spec.num_workers)]
         #: of a microbatch's time and bytes, the least that a slice of its sequence takes
-        sizes = spec.slice_sizes
+        sizes = spec.parallelism.slices
         self._time_share = min(min(chain.slicing.shares(sizes, attends=attends)) for attends in (True, False))
         self._byte_share = min(sizes) / sum(sizes)
         #: share of a stage's optimizer state that each of its workers holds
-        self._state_share = 1 / spec.num_routes if spec.zero else 1.0
+        self._state_share = 1 / spec.num_routes if spec.parallelism.zero else 1.0
 
     def bound(self, ends: Sequence[int]) -> float:
         """Return the bound of all cuts that begin with these boundaries.

@@ -20,6 +20,7 @@ from ..dependency import (
     worker_staleness,
     worker_weight_copies,
 )
+from ..dependency.parallelism import REPLICAS
 from ..model.cut import cut
 from .footprint import Size, num_messages, peak_bytes, weight_bytes
 from .plan import schedule_label
@@ -31,7 +32,6 @@ from .specs import make_spec
 
 #: number of steps that are simulated in sequence for the time of a step in a stream
 _STEPS = 4
-_OF_REPLICAS = "replicas", "zero", "bucket", "spread"
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Row:
     @property
     def name(self) -> str:
         """The schedule with the parameters that are not its defaults, without replicas' ones."""
-        return schedule_label(self.schedule, {key: v for key, v in self.parameters.items() if key not in _OF_REPLICAS})
+        return schedule_label(self.schedule, {key: v for key, v in self.parameters.items() if key not in REPLICAS})
 
 
 def compare(
@@ -138,7 +138,7 @@ def compare(
         slices: the slices of sequences, as for `make_spec`.
         attention: share of a whole sequence's time that is causal attention, 0 to 1.
         unequal: makes the factor of an action's cost by its microbatch; None: microbatches are equal.
-        replicas: parameters of every schedule: `replicas`, and `zero`, `bucket` and `spread`, as for `make_spec`.
+        replicas: parameters of every schedule: how many replicas, and their options, as for `make_spec`.
         tell: called after each schedule with the progress, 0 to 1.
         run: `comm` and `order`, as of `simulate`.
     """

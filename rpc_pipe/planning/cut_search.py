@@ -103,7 +103,7 @@ class CutSearch:
             return slow[stage] * (count * once + chain.time(U, a, b))
 
         limits = [self.machines.limit(spec.place(s, 0)) for s in range(depth)]
-        share = min(spec.slice_sizes) / sum(spec.slice_sizes)
+        share = min(spec.parallelism.slices) / sum(spec.parallelism.slices)
         held = [spec.peak_activations(spec.place(s, 0)) or count for s in range(depth)]
 
         def fits(stage: int, a: int, b: int) -> bool:

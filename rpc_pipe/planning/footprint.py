@@ -77,7 +77,7 @@ def peak_bytes(simulation: Simulation, sizes: Sequence[Size]) -> tuple[float, ..
     changes: list[dict[tuple[float, int], float]] = [defaultdict(float) for _ in range(spec.num_workers)]
     span_of = {span.action: span for span in simulation.spans}
     arrival = {(action, target): when for action, _, target, when in simulation.transfers}
-    slices = len(spec.slice_sizes)
+    slices = len(spec.parallelism.slices)
 
     def add(worker: int, time: float, amount: float) -> None:
         changes[worker][time, 0 if amount < 0 else 1] += amount  # at equal times memory is freed before it is allocated
@@ -115,7 +115,7 @@ def peak_bytes(simulation: Simulation, sizes: Sequence[Size]) -> tuple[float, ..
     peaks, weights = [], weight_bytes(spec, sizes)
     for worker, change in enumerate(changes):
         hosted = [sizes[stage] for stage, _ in spec.hosted(worker)]
-        share = 1 / spec.num_routes if spec.zero else 1
+        share = 1 / spec.num_routes if spec.parallelism.zero else 1
         resident = sum(size.gradients + size.optimizer * share for size in hosted) + weights[worker]
         peaks.append(resident + max([0, *accumulate(change[key] for key in sorted(change))]))
     return tuple(peaks)

@@ -40,7 +40,7 @@ class PricedSchedule:
         known: dict[tuple[int, Kind, int, int], int] = {}
         like: list[tuple[Action, int]] = []
         self._ids: list[int] = []
-        slices = len(spec.slice_sizes)
+        slices = len(spec.parallelism.slices)
         for a, worker in zip(self.relation.actions, self.relation.worker, strict=True):
             number = known.setdefault((a.stage, a.kind, worker, a.index % slices * a.kind.per_microbatch), len(known))
             if number == len(like):
@@ -88,7 +88,7 @@ class PricedSchedule:
         if self._links is None:
             return simulate(self.relation, self.costs(ends), comm=self.machines.link.latency)
         sizes, spec = self.sizes(ends), self.spec
-        of_part = [size.gradients / spec.num_routes / (spec.bucket * 2**20) for size in sizes]
+        of_part = [size.gradients / spec.num_routes / (spec.parallelism.bucket * 2**20) for size in sizes]
         buckets = tuple(min(_MOST_BUCKETS, max(1, math.ceil(count))) if spec.num_routes > 1 else 1 for count in of_part)
         if buckets not in self._with_buckets:
             self._with_buckets[buckets] = PricedSchedule(spec, self.chain, self.machines, buckets)
@@ -119,7 +119,7 @@ class PricedSchedule:
             schedule,
             parameters,
             self.chain.counts(ends),
-            self.spec.num_microbatches // len(self.spec.slice_sizes),
+            self.spec.num_microbatches // len(self.spec.parallelism.slices),
             recompute,
             self.step_time(simulation, ends),
             max(memory),

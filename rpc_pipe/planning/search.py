@@ -13,13 +13,14 @@ from itertools import product
 from typing import Any
 
 from ..dependency import ConfigError, PipeError, Spec
+from ..dependency.parallelism import with_parallelism
 from ..schedules import SCHEDULES
 from .bounds import schedule_free_bound
 from .cut_search import CutFound, CutSearch
 from .plan import Plan, schedule_label, with_recompute
 from .profile import Chain, Machines, Profile
 from .slice_costs import SliceCosts
-from .specs import find_schedule, make_spec, with_replicas
+from .specs import find_schedule, make_spec
 
 #: called with the share of the search that is done, 0 to 1
 Progress = Callable[[float], None]
@@ -42,7 +43,7 @@ class PlanRequest:
     schedules: tuple[str, ...] | None = None
     #: into how many replicas of the pipeline the workers may be divided
     replicas: tuple[int, ...] = (1,)
-    #: `zero`, `bucket` and `spread` of these, as in `Spec`
+    #: how these exchange gradients, by the names in `Parallelism`
     exchange: Mapping[str, Any] = field(default_factory=dict)
     #: into how many slices sequences may be cut; each number but 1 needs a profile that has measured slices
     slices: tuple[int, ...] = (1,)
@@ -274,7 +275,7 @@ def candidates(
         most_stages: the most stages that the model can be cut into.
         schedules: names; None: all synchronous ones, as asynchronous ones train other parameters.
         replicas: how many replicas of the pipeline may share the workers.
-        exchange: `zero`, `bucket` and `spread` of these, where there are several, as in `Spec`.
+        exchange: how several exchange gradients, by the names in `Parallelism`.
         slices: the possible cuts of a sequence: sizes of slices, in parts of it.
     """
     seen = set()
@@ -282,7 +283,9 @@ def candidates(
         if schedules is not None and name not in schedules:
             continue
         sliced = None if len(sizes) == 1 else ",".join(map(str, sizes)) if len(set(sizes)) > 1 else len(sizes)
-        parameters = with_replicas(own, number, slices=sliced, **((exchange or {}) if number > 1 else {})) or {}
+        parameters = (
+            with_parallelism(own, replicas=number, slices=sliced, **((exchange or {}) if number > 1 else {})) or {}
+        )
         for count in microbatches:
             plain = Candidate(name, parameters, count)
             try:

@@ -83,7 +83,7 @@ class Simulation:
 
         They are whole numbers, unless sequences are sliced: a slice counts as its share of a microbatch.
         """
-        relation, num_workers, sizes = self._relation, self.spec.num_workers, self.spec.slice_sizes
+        relation, num_workers, sizes = self._relation, self.spec.num_workers, self.spec.parallelism.slices
         # At equal times ends come before starts; an action without duration starts and ends in its turn.
         events: list[tuple[float, bool, int, int]] = []
         for turn, (number, start, end) in enumerate(self._ran):

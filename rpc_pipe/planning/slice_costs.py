@@ -43,7 +43,7 @@ class SliceCosts:
 
     def time_share(self, spec: Spec) -> Callable[[Action], float]:
         """Return which part of a whole sequence's time an action takes; 1 if sequences are not sliced."""
-        sizes = spec.slice_sizes
+        sizes = spec.parallelism.slices
         if len(sizes) == 1 or not (self.fixed or self.attention):
             return spec.share
         attending, other = self.shares(sizes), self.shares(sizes, attends=False)

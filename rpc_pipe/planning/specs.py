@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..dependency import ConfigError, Order, Spec, check_all, schedule_errors
+from ..dependency.parallelism import Parallelism
 from ..model.cut import cut
 from ..schedules import SCHEDULES
 
@@ -29,8 +30,6 @@ _OF_TORCH = {
 MAX_FORWARDS = 20_000_000
 #: orders of the microbatches of a step
 MICROBATCH_ORDERS = ("given", "balanced")
-#: most slices of a sequence, and parts of a slice
-_MOST_SLICES = 65_536
 
 
 def find_schedule(schedule: ScheduleLike) -> type[Spec]:
@@ -80,8 +79,7 @@ def make_spec(
     """Make the spec of a schedule; parameters may be text, as typed after `--set`.
 
     Every schedule that does not recompute by itself takes `recompute`: `all`, `none`, or stages such as `0+1`. Every
-    a schedule with an update a step takes `replicas`, the number of replicas that share the workers; and with them
-    `zero`, `bucket` and `spread`, as `Spec` says; most take `slices`, as below.
+    schedule with an update a step takes the options of replicas in `Parallelism`; most take `slices`, as below.
 
     Args:
         slices: into how many slices each sequence is cut, such as `4`, or their sizes in parts, such as `8,6,5,4`.
@@ -98,14 +96,12 @@ def make_spec(
     known = parameter_types(cls)
     if not isinstance(parameters, Mapping | None):
         raise ConfigError(f"schedule_options {parameters!r}: must be a dict, such as {{'recompute': 'all'}}")
-    parameters = dict(parameters or {})
-    slices = parameters.pop("slices", slices)
-    sizes = read_slices(slices) if slices is not None else (1,)
+    parameters = {"slices": slices, **(parameters or {})}
+    parallelism = Parallelism.taken_from(parameters, own=known)
+    _refuse_too_many(parallelism.replicas, num_workers, num_microbatches)
     recomputed = frozenset() if "recompute" in known else _read_stages(parameters.pop("recompute", "none"))
-    numbers = num_workers, num_microbatches
-    replicas, exchange = (1, {}) if "replicas" in known else _read_replicas(parameters, *numbers)
-    num_microbatches *= len(sizes)
-    cls = _transformed(cls, name, sizes, recomputed, replicas, exchange)
+    num_microbatches *= len(parallelism.slices)
+    cls = _transformed(cls, name, recomputed, parallelism)
     values = _read_parameters(cls, name, parameters)
     try:
         with schedule_errors():
@@ -121,37 +117,30 @@ def make_spec(
     if num_stages < 1:
         raise ConfigError(f"schedule {name}{asked}: has {num_stages} stages; must be at least 1")
     if num_stages * num_microbatches > MAX_FORWARDS:
-        counted = "slices of microbatches" if len(sizes) > 1 else "microbatches"
+        counted = "slices of microbatches" if len(parallelism.slices) > 1 else "microbatches"
         forwards = f"{num_stages} stages times {num_microbatches} {counted}"
         raise ConfigError(f"schedule {name}{asked}: {forwards} are more than {MAX_FORWARDS} forwards, the most")
     return spec
 
 
-def _transformed(
-    cls: type[Spec],
-    name: str,
-    sizes: tuple[int, ...],
-    recomputed: frozenset[int] | None,
-    replicas: int,
-    exchange: dict[str, Any],
-) -> type[Spec]:
+def _transformed(cls: type[Spec], name: str, recomputed: frozenset[int] | None, parallelism: Parallelism) -> type[Spec]:
     """Return a schedule over slices of sequences, with recomputation, on replicas."""
     option = "slices"
     try:
-        if len(sizes) > 1:
+        if len(parallelism.slices) > 1:
             from ..dependency.slicing import sliced
 
-            cls = sliced(cls, sizes)
+            cls = sliced(cls, parallelism.slices)
         option = "recompute"
         if recomputed != frozenset():
             from ..dependency.recomputing import recomputing
 
             cls = recomputing(cls, recomputed)
-        option = f"replicas {replicas}"
-        if replicas > 1:
+        option = f"replicas {parallelism.replicas}"
+        if parallelism.replicas > 1:
             from ..dependency.replicating import replicated
 
-            cls = replicated(cls, replicas, **exchange)
+            cls = replicated(cls, parallelism)
     except ConfigError as error:
         raise ConfigError(f"{option}: schedule {name} {error}") from None
     return cls
@@ -170,69 +159,12 @@ def _read_parameters(cls: type[Spec], name: str, parameters: Mapping[str, Any]) 
     return values
 
 
-def read_slices(said: int | str) -> tuple[int, ...]:
-    """Read the cut of each sequence: sizes of its slices, in parts of the sequence.
-
-    >>> read_slices("4"), read_slices("8,6,5,4")
-    ((1, 1, 1, 1), (8, 6, 5, 4))
-
-    Raises:
-        ConfigError: it is neither a number of slices nor sizes.
-    """
-    if said == "auto":
-        raise ConfigError("slices auto: is of rpc-pipe plan, which measures them; take a number, or --plan plan.json")
-    try:
-        sizes = [int(part) for part in str(said).split(",")]
-    except ValueError:
-        sizes = [0]
-    if min(sizes) < 1 or max(sizes) > _MOST_SLICES or len(sizes) > _MOST_SLICES:
-        raise ConfigError(f"slices {said}: must be a number from 1 to {_MOST_SLICES}, or sizes, such as 8,6,5,4")
-    return (1,) * sizes[0] if len(sizes) == 1 else tuple(sizes)
-
-
-def with_replicas(
-    parameters: Mapping[str, Any] | None,
-    replicas: int,
-    zero: int = 0,
-    bucket: float = Spec.bucket,
-    slices: int | str | None = None,
-    spread: str = Spec.spread,
-) -> Mapping[str, Any] | None:
-    """Return a schedule's parameters with the parameters of replicas and slices that are not default."""
-    asked: dict[str, tuple[Any, Any]] = {"replicas": (replicas, 1), "zero": (zero, 0), "bucket": (bucket, Spec.bucket)}
-    asked |= {"slices": (slices, None), "spread": (spread, Spec.spread)}
-    found = {name: value for name, (value, usual) in asked.items() if value != usual}
-    return {**(parameters or {}), **found} if found else parameters
-
-
-def _read_replicas(parameters: dict[str, Any], num_workers: int, num_microbatches: int) -> tuple[int, dict[str, Any]]:
-    """Take out of a schedule's parameters how many replicas there are, and how they exchange gradients."""
-
-    def read(name: str, usual: Any, kind: type, allows: Callable[[Any], bool], rule: str) -> Any:
-        said = parameters.pop(name, usual)
-        try:
-            found = kind(said)
-        except (TypeError, ValueError, OverflowError):
-            found = -1
-        if not allows(found) or (kind is int and str(found) != str(said)):
-            raise ConfigError(f"{name} {said}: {rule}")
-        if name != "replicas" and replicas == 1 and found != usual:
-            raise ConfigError(f"{name} {said}: is of replicas, and there is one; take replicas 2, or leave it out")
-        return found
-
-    replicas: int = read("replicas", 1, int, lambda count: count > 0, "must be a whole number of at least 1")
+def _refuse_too_many(replicas: int, num_workers: int, num_microbatches: int) -> None:
     if replicas > max(1, num_microbatches):
         fewer = max(n for n in range(1, max(2, num_microbatches + 1)) if num_workers % n == 0)
         has = f"a step has {num_microbatches} microbatch{'es' * (num_microbatches > 1)}, fewer than replicas"
         advice = f"take at least {replicas} microbatches, or replicas {fewer}"
         raise ConfigError(f"replicas {replicas}: {has}; {advice}")
-    one = "must be 0, or 1 to divide optimizer states among replicas; take 1"
-    size = f"must be a size in MiB above 0; take {Spec.bucket:g}"
-    zero = read("zero", 0, int, lambda said: said in (0, 1), one)
-    bucket = read("bucket", Spec.bucket, float, lambda said: 0 < said < float("inf"), size)
-    far = "must be pipelines, each over all hosts, or stages, each pipeline on as few hosts as can be; take stages"
-    spread = read("spread", Spec.spread, str, lambda said: said in ("pipelines", "stages"), far)
-    return replicas, {"zero": zero, "bucket": bucket, "spread": spread}
 
 
 def _read_stages(said: Any) -> frozenset[int] | None:

@@ -106,7 +106,7 @@ def by_microbatch(spec: Spec, *, lengths: Sequence[float], order: str) -> Callab
     Raises:
         ConfigError: there is not one length for each microbatch.
     """
-    whole, slices = spec.unsliced(), len(spec.slice_sizes)
+    whole, slices = spec.unsliced(), len(spec.parallelism.slices)
     count = whole.num_microbatches
     if len(lengths) != count:
         raise ConfigError(f"lengths: has {len(lengths)} numbers for {count} microbatches; give one for each")

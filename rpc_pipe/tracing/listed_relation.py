@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from ..dependency import Action, ConfigError, Spec, updates_a_step
+from ..dependency.parallelism import Parallelism
 
 
 def spec_of_listings(listings: Sequence[Mapping[str, Any]], num_microbatches: int | None = None) -> Spec:
@@ -60,8 +61,7 @@ def _relation(listings: Sequence[Mapping[str, Any]], num_microbatches: int) -> d
         "period": first.get("period", 0),
         "synchronous": "period" not in first,
         "update_every": first.get("update_every", Spec.update_every),
-        "replicas": first.get("replicas", 1),
-        "slice_sizes": tuple(first.get("slices", Spec.slice_sizes)),
+        "parallelism": Parallelism(replicas=first.get("replicas", 1), slices=tuple(first.get("slices", (1,)))),
     }
 
 

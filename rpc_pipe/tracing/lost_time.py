@@ -231,7 +231,7 @@ class _Case:
         return what, "rows of similar length in a microbatch make them more equal (batches_by_length)"
 
     def _unequal_lengths(self) -> list[list[float]]:
-        count, slices = self._spec.unsliced().num_microbatches, len(self._spec.slice_sizes)
+        count, slices = self._spec.unsliced().num_microbatches, len(self._spec.parallelism.slices)
         found = []
         for records in self._records[-_STEPS:]:
             ratios: dict[int, list[float]] = defaultdict(list)
@@ -243,7 +243,7 @@ class _Case:
 
     def _ragged(self, lengths: Sequence[float]) -> float:
         """Return the simulated time of a step of microbatches of these lengths."""
-        slices = len(self._spec.slice_sizes)
+        slices = len(self._spec.parallelism.slices)
 
         def cost(action: Action) -> float:
             own = lengths[action.index // slices % len(lengths)] if action.kind.per_microbatch else 1.0

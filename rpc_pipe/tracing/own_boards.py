@@ -111,8 +111,8 @@ def _header(training: Watchable, actor: WorkerActor) -> dict[str, Any]:
         "device": str(training.actors[0].backend.device),
         "schedule": name_of(training.spec),
         "microbatches": training.spec.num_microbatches,
-        "replicas": training.spec.replicas,
-        "zero": training.spec.zero,
+        "replicas": training.spec.parallelism.replicas,
+        "zero": training.spec.parallelism.zero,
         "num_routes": training.spec.num_routes,
         "shards": [(*each, _form(shards[each[:2]])) for each in (training.shards(worker) if shards else ())],
         "parameters": [
@@ -285,7 +285,7 @@ def list_program(spec: Spec, worker: int, order: Order, program: Iterable[Entry]
     stream = {
         "period": period(spec),
         "update_every": spec.update_every,
-        "replicas": spec.replicas,
+        "replicas": spec.parallelism.replicas,
         "slots": [spec.slot(entry.action) for entry in entries],
         "earlier": [
             [[back, str(need)] for back, need in reaches(spec, entry.action, spec.needs)] for entry in entries
@@ -297,7 +297,7 @@ def list_program(spec: Spec, worker: int, order: Order, program: Iterable[Entry]
         "worker": worker,
         "microbatches": spec.num_microbatches,
         "order": order,
-        "slices": spec.slice_sizes,
+        "slices": spec.parallelism.slices,
         "shards": spec.hosted(worker),
         "routes": [spec.route(m) for m in range(spec.num_microbatches)] if spec.num_routes > 1 else [],
         "program": [

@@ -57,7 +57,7 @@ class Trace:
     def cost(self) -> Cost:
         """Return, for the simulator, the median ms of actions by worker, stage, kind and slice."""
         times: dict[tuple[int, int, Kind, int], list[float]] = defaultdict(list)
-        slices = len(self.spec.slice_sizes)
+        slices = len(self.spec.parallelism.slices)
 
         def key(worker: int, action: Action) -> tuple[int, int, Kind, int]:
             return worker, action.stage, action.kind, action.index % slices
@@ -95,7 +95,7 @@ class Trace:
 
     def pictures(self) -> tuple[Picture, Picture]:
         """Return these steps as planned and as they ran, in milliseconds."""
-        spec, last, slices = self.spec, max(self.steps), len(self.spec.slice_sizes)
+        spec, last, slices = self.spec, max(self.steps), len(self.spec.parallelism.slices)
         schedule = f"{name_of(spec)}, {count_microbatches(spec)}"
         planned, actual = self.simulated(len(self.steps)).spans, self.spans()
         why_planned, why_actual = (

@@ -139,7 +139,7 @@ def _reference(
         asked = {**asked, "members": members.count, "per_microbatch": members.per_microbatch}
     return Reference(
         spec.unsliced(), replicas, pipe.partition, optimizer, randomness,
-        slices=spec.slice_sizes, ordering=ordering, **asked,
+        slices=spec.parallelism.slices, ordering=ordering, **asked,
     )  # fmt: skip
 
 

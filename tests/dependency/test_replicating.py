@@ -7,6 +7,7 @@ import pytest
 from random_specs import random_spec
 
 from rpc_pipe.dependency import B, ConfigError, F, PipeError, ScheduleError, check_all
+from rpc_pipe.dependency.parallelism import Parallelism
 from rpc_pipe.dependency.replicating import replicated
 from rpc_pipe.dependency.spec import says
 from rpc_pipe.planning.simulator import simulate, uniform
@@ -98,7 +99,7 @@ def test_each_replica_runs_as_the_schedule_does_alone():
         except ScheduleError:
             continue
         accepted += 1
-        spec = replicated(type(base), replicas)(
+        spec = replicated(type(base), Parallelism(replicas=replicas))(
             num_workers=base.num_workers * replicas, num_microbatches=total, **base.parameters()
         )
         costs = [rng.choice([1, 2, 3, 20]) for _ in range(97)]
@@ -165,8 +166,8 @@ def test_a_mistake_in_a_schedule_of_ones_own_names_the_method():
             return [B(a.stage + 5, a.microbatch)] if a.kind is F else []
 
     with pytest.raises(PipeError, match=r"after\(0F0\) names 5B0, which does not exist"):
-        check_all(replicated(Wrong, 2)(num_workers=4, num_microbatches=4))
+        check_all(replicated(Wrong, Parallelism(replicas=2))(num_workers=4, num_microbatches=4))
 
 
 def test_what_a_schedule_does_not_say_stays_unsaid():
-    assert not says(replicated(OneFOneB, 2), "splits")
+    assert not says(replicated(OneFOneB, Parallelism(replicas=2)), "splits")

@@ -44,7 +44,7 @@ def test_slices_are_slices_of_microbatches():
     """A run with --slices 3 --html showed 9 microbatches, and activations in slices."""
     spec = make_spec("1f1b", 2, 3, {}, slices="3,2,1")
     read = spec_of_listings(written(spec))
-    assert read.slice_sizes == (3, 2, 1)
+    assert read.parallelism.slices == (3, 2, 1)
     assert simulate(read, COST).peak_activations == simulate(spec, COST).peak_activations
 
 

@@ -130,8 +130,10 @@ def test_a_plan_says_how_many_replicas_there_are(model, capsys, tmp_path):
     assert "gpipe replicas=" in capsys.readouterr().out
     made, plan = load_user_model(f"{model}:make"), read_plan(out)
     with Pipeline(made.model, made.loss_fn, plan=out) as pipe:
-        assert pipe.num_workers == 8 and pipe.spec.num_routes == plan.parameters["replicas"] and pipe.spec.zero
-        assert (pipe.spec.spread, pipe.spec.bucket) == ("stages", 5)
+        assert (
+            pipe.num_workers == 8 and pipe.spec.num_routes == plan.parameters["replicas"] and pipe.spec.parallelism.zero
+        )
+        assert (pipe.spec.parallelism.spread, pipe.spec.parallelism.bucket) == ("stages", 5)
         assert pipe.spec.num_stages * pipe.spec.num_routes == 8
         pipe.step(resize_batch(made.batch, 8))
 

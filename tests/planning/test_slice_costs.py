@@ -95,7 +95,7 @@ def test_a_plan_chooses_slices_and_trains_by_them(model, tmp_path, capsys):
     assert plan.num_microbatches == 2
     made = load_user_model(model)
     with Pipeline(made.model, made.loss_fn, plan=told) as pipe:
-        assert len(pipe.spec.slice_sizes) in (2, 4)
+        assert len(pipe.spec.parallelism.slices) in (2, 4)
         assert pipe.step(made.batch) > 0
     assert main(["plan", model, *asked, "--slices", "64"]) == 2
     assert "--slices 64: sequences have 32 places; take at most 32" in capsys.readouterr().err

@@ -403,7 +403,7 @@ def test_what_is_typed_wins_and_replicas_stay_when_the_schedule_is_another():
     try:
         options = {"num_workers": 4, "num_microbatches": 8, "replicas": 2}
         with Pipeline(LAYERS, nn.functional.mse_loss, schedule="gpipe", **options) as pipe:
-            assert (pipe.spec.replicas, pipe.spec.num_stages) == (4, 1)
+            assert (pipe.spec.parallelism.replicas, pipe.spec.num_stages) == (4, 1)
     finally:
         overrides.install(None)
     assert any("replicas=4 replaces the script's replicas=2" in line for line in told)

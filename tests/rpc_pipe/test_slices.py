@@ -271,7 +271,7 @@ def test_slices_draw_the_same_numbers_with_any_cut_and_a_whole_forward_can_join_
             with pipeline(dropping_layers(), slices=slices, **options) as pipe:
                 losses = [pipe.step((IDS, TARGETS)) for _ in range(2)]
                 found.append((losses, pipe.weights.state_dict()))
-                sizes = pipe.spec.slice_sizes
+                sizes = pipe.spec.parallelism.slices
         assert found[0][0] == found[1][0]
         assert all(found[0][1][name].equal(weight) for name, weight in found[1][1].items())
         torch.manual_seed(3)

@@ -15,6 +15,7 @@ from random_specs import random_spec, random_stream
 
 from rpc_pipe.dependency import Action, Order, PipeError, ScheduleError, Spec, check, check_all
 from rpc_pipe.dependency.memory import Memory
+from rpc_pipe.dependency.parallelism import Parallelism
 from rpc_pipe.dependency.replicating import replicated
 from rpc_pipe.planning.simulator import simulate
 
@@ -85,7 +86,7 @@ def _tried(spec: Spec, draw: random.Random) -> tuple[str, str]:
 
 def _replicated(base: Spec, draw: random.Random) -> Spec:
     replicas, zero = draw.choice([2, 3]), draw.choice([0, 1])
-    cls, count = replicated(type(base), replicas, zero), max(replicas, base.num_microbatches)
+    cls, count = replicated(type(base), Parallelism(replicas=replicas, zero=zero)), max(replicas, base.num_microbatches)
     parameters = base.parameters()
     if "claims" in parameters:
         parameters["claims"] = (3 * count,) * base.num_workers

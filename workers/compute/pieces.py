@@ -58,7 +58,7 @@ class Pieces:
     ) -> None:
         routes = spec.num_routes
         parameters, tied = dict(named), tied_parts(shared, routes)
-        self.zero = bool(spec.zero)
+        self.zero = bool(spec.parallelism.zero)
         self._parameters = parameters
         owners: dict[str, tuple[int, int]] = {}
         parts: list[list[str]] = [[] for _ in range(routes)]
@@ -77,7 +77,10 @@ class Pieces:
             parts[smallest].append(name)
             owners[name] = stage, smallest
         # Backward has the gradients of the last layers first.
-        split = [_buckets([n for n in reversed(own) if n in set(part)], self._size, spec.bucket) for part in parts]
+        split = [
+            _buckets([n for n in reversed(own) if n in set(part)], self._size, spec.parallelism.bucket)
+            for part in parts
+        ]
         self.num_buckets = max(1, *map(len, split))
         for owner, buckets in enumerate(split) if routes > 1 else ():
             for number in range(self.num_buckets):

@@ -39,7 +39,7 @@ class BatchReader:
     ) -> None:
         self._ordering = ordering
         self._sequences = None
-        if len(spec.slice_sizes) > 1:
+        if len(spec.parallelism.slices) > 1:
             from .sequences import Sequences  # few jobs cut them
 
             self._sequences = Sequences(spec, whole, loss_is_inside=loss_is_inside)

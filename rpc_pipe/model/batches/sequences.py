@@ -36,7 +36,7 @@ class Sequences:
     """
 
     def __init__(self, spec: Spec, whole: nn.Module | None, *, loss_is_inside: bool) -> None:
-        self._sizes = spec.slice_sizes
+        self._sizes = spec.parallelism.slices
         parameters = {} if whole is None else inspect.signature(whole.forward).parameters
         self._takes_cache = "past_key_values" in parameters
         takes_more = any(each.kind is each.VAR_KEYWORD for each in parameters.values())

@@ -39,7 +39,7 @@ class StepEnd:
         max_grad_norm, post_validation = training.max_grad_norm, training.post_validation
         scaled = training.grad_scaler is not None and training.grad_scaler.is_enabled()
         self._max_norm, self._accumulate = max_grad_norm, training.accumulate
-        possible = spec.synchronous and max_grad_norm is not None and not scaled and not spec.zero
+        possible = spec.synchronous and max_grad_norm is not None and not scaled and not spec.parallelism.zero
         if post_validation and not possible:
             raise BatchError(
                 "post_validation: needs max_grad_norm, a synchronous schedule, and neither grad_scaler nor zero: else "
