@@ -33,7 +33,7 @@ from rpc_pipe.workers.run import Stream
 from rpc_pipe.workers.step import Step
 from rpc_pipe.workers.transport import message, rpc
 from rpc_pipe.workers.transport.carrier import Carrier
-from rpc_pipe.workers.transport.messages import Messages, Talk
+from rpc_pipe.workers.transport.messages import Messages, PeerQueue
 from rpc_pipe.workers.transport.shared_memory import POSSIBLE, Channels
 from rpc_pipe.workers.transport.wakeup import Wakeup
 
@@ -134,9 +134,9 @@ class Observed(Ours):
         _replace(Wakeup, "wait", noted_wait)
 
     def _observe_messages(self) -> None:
-        gathered, send, decode = Talk.gathered, Messages._send, message.decode
+        gathered, send, decode = PeerQueue.gathered, Messages._send, message.decode
 
-        def noted_gathered(talk: Talk) -> Any:
+        def noted_gathered(talk: PeerQueue) -> Any:
             found = gathered(talk)
             keys = [key for key, _ in found.answers] if found else []
             self._sending.keys = keys
@@ -155,7 +155,7 @@ class Observed(Ours):
             self._events += [("received", str(key), now) for key, _ in found.answers]
             return found
 
-        _replace(Talk, "gathered", noted_gathered)
+        _replace(PeerQueue, "gathered", noted_gathered)
         _replace(Messages, "_send", noted_send)
         _replace(rpc, "decode", noted_decode)
 

@@ -173,4 +173,4 @@ class Entry(NamedTuple):
     #: the actions whose payloads this one computes from, on this worker or others
     sources: tuple[Action, ...]
     #: whether an action of this worker computes from the payload of this one
-    here: bool
+    consumed_locally: bool

@@ -9,7 +9,7 @@ from typing import get_args
 from .declared import Order
 from .errors import ScheduleError
 from .kinds import B, F, I, W
-from .spec import Spec, says
+from .spec import Spec, overrides
 
 #: properties of a schedule that are numbers, and the other allowed values
 _NUMBERS = ("num_workers", "num_microbatches", "num_stages", "num_routes")
@@ -55,7 +55,7 @@ def check_answers(spec: Spec) -> None:
 
 def _check_actions(spec: Spec, stage: int, microbatch: int) -> None:
     """Check the actions of a microbatch on a stage, for a schedule that adds kinds."""
-    if says(type(spec), "actions"):
+    if overrides(type(spec), "actions"):
         actions = spec.actions(stage, microbatch)
         kinds = {action.kind for action in actions}
         if len(kinds) < len(actions) or F not in kinds or (B in kinds) == ({I, W} <= kinds):

@@ -20,7 +20,7 @@ from .errors import PipeError, ScheduleError
 from .memory import Lives, Memory
 from .order import has_program, has_slot, local_order
 from .program import order_limit, peaks_in_order
-from .spec import Spec, says
+from .spec import Spec, overrides
 from .versions import updates_a_step
 
 _WINDOW = "A window is an edge: let after(F(s, m)) name the B or W of microbatch m - window"
@@ -263,7 +263,7 @@ def _grows(memory: Memory, worker: int) -> tuple[str, str] | None:
         return None
     spec, number = memory.spec, memory.spec.num_microbatches
     everywhere = (action for w in range(spec.num_workers) for action in spec.own_actions(w))
-    idle = says(type(spec), "after") and not any(list(spec.after(action)) for action in everywhere)
+    idle = overrides(type(spec), "after") and not any(list(spec.after(action)) for action in everywhere)
     return (
         f"with {number} microbatches worker {worker} may keep {lives.most[-1]} microbatches "
         f"of activations when gradients are late{_UNSURE * (not is_exact)}, but its order keeps {in_order[-1]}: "

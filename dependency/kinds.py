@@ -15,7 +15,7 @@ I = Kind("I", "backward for inputs", way=-1, colour="#f0e442")  # noqa: E741  th
 W = Kind("W", "backward for weights", holds=-1, accumulates=True, colour="#009e73")
 #: runs the forward again from its input, because the activations were not kept
 R = Kind("R", "recompute", colour="#0072b2", ink="#ffffff")
-#: the index of these three also counts the pieces into which a stage's parameters are divided
+#: index = bucket * routes + route
 G = Kind("G", "reduce-scatter: send gradients", index="route", resource="link", colour="#d55e00")
 S = Kind("S", "reduce-scatter: sum gradients", index="route", resource="link", colour="#a84300", ink="#ffffff")
 P = Kind("P", "all-gather: send parameters", index="route", resource="link", colour="#f4a582")

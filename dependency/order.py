@@ -15,22 +15,22 @@ from .action import Action
 from .errors import ScheduleError
 from .kinds import A, G, P, S, U
 from .reductions import NO_REDUCTIONS, Reductions, reduction_tree
-from .spec import Spec, says
+from .spec import Spec, overrides
 
 
 def has_slot(spec: Spec) -> bool:
     """Return whether the order of `spec` is a closed form, so that every worker can check it alone."""
-    return says(type(spec), "slot")
+    return overrides(type(spec), "slot")
 
 
 def has_program(spec: Spec) -> bool:
     """Return whether `spec` lists each worker's actions itself."""
-    return says(type(spec), "program")
+    return overrides(type(spec), "program")
 
 
 def is_uniform(spec: Spec) -> bool:
     """Return whether a stage runs the same kinds of actions for every microbatch."""
-    return not (says(type(spec), "splits") or says(type(spec), "actions"))
+    return not (overrides(type(spec), "splits") or overrides(type(spec), "actions"))
 
 
 def local_order(spec: Spec, worker: int, reductions: Reductions = NO_REDUCTIONS) -> Iterator[Action]:

@@ -12,7 +12,7 @@ from typing import ClassVar
 from .action import Action
 from .errors import ConfigError
 from .kinds import R
-from .spec import Spec, Transformation, says, transformed
+from .spec import Spec, Transformation, overrides, transformed
 
 
 def recomputing(base: type[Spec], stages: frozenset[int] | None) -> type[Spec]:
@@ -26,7 +26,7 @@ def recomputing(base: type[Spec], stages: frozenset[int] | None) -> type[Spec]:
         raise ConfigError("recomputes by itself; leave it out")
     if not base.synchronous:
         raise ConfigError("lets steps overlap; only synchronous ones recompute")
-    if says(base, "actions"):
+    if overrides(base, "actions"):
         raise ConfigError("says by `actions` what is done with a microbatch; leave it out")
     said = "all" if stages is None else "+".join(map(str, sorted(stages)))
     return transformed(Recomputing, base, f"recompute {said}", recomputed=stages)

@@ -55,7 +55,7 @@ class Reductions(NamedTuple):
 NO_REDUCTIONS = Reductions()
 
 
-class Piece(NamedTuple):
+class Bucket(NamedTuple):
     """Parameters whose gradients are exchanged together.
 
     The replicas of a stage own a part of its parameters each, in buckets. The owner sums the gradients of the others,
@@ -98,7 +98,7 @@ class ReductionTree:
         for node, parent in self.parent.items():
             if parent is not None:
                 self.children[parent].append(node)
-        self._pieces: dict[tuple[int, Reductions], list[Piece]] = {}
+        self._pieces: dict[tuple[int, Reductions], list[Bucket]] = {}
         #: nodes that contribute to the loss, or pass it on
         self._of_loss: set[Replica] = set()
         for route in range(spec.num_routes):
@@ -160,7 +160,7 @@ class ReductionTree:
         own = self.own[worker]
         return [T(*own)] if reductions.norms and not reductions.validated else [D(*own)] if reductions.weight else []
 
-    def pieces(self, stage: int, reductions: Reductions, step: int | None = None) -> list[Piece]:
+    def pieces(self, stage: int, reductions: Reductions, step: int | None = None) -> list[Bucket]:
         """Return the pieces of a stage's parameters that others hold too; of tied stages they have equal numbers.
 
         Args:
@@ -182,16 +182,16 @@ class ReductionTree:
         bucket = number // self.spec.num_routes if number >= 0 and reductions.buckets else 0
         return (bucket + 1) / (reductions.buckets[stage] if reductions.buckets and number >= 0 else 1)
 
-    def _found_pieces(self, stage: int, reductions: Reductions) -> list[Piece]:
+    def _found_pieces(self, stage: int, reductions: Reductions) -> list[Bucket]:
         if not (self.spec.takes_steps and reductions.updates):
             return []
         held = enumerate(reductions.tied)
-        found = [Piece(number, stages, (stages[0], route)) for number, (stages, route) in held if stage in stages]
+        found = [Bucket(number, stages, (stages[0], route)) for number, (stages, route) in held if stage in stages]
         routes, begin = self.spec.num_routes, len(reductions.tied)
         if routes > 1:
             count = routes * (reductions.buckets[stage] if reductions.buckets else 1)
             every = range(count * self.spec.num_steps)
-            found += [Piece(begin + n, (stage,), (stage, n % routes), n // count) for n in every]
+            found += [Bucket(begin + n, (stage,), (stage, n % routes), n // count) for n in every]
         return found
 
     def _holders(self, stage: int, number: int, reductions: Reductions) -> list[Replica]:

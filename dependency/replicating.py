@@ -22,7 +22,7 @@ from .declared import Order
 from .errors import ConfigError
 from .kinds import F
 from .parallelism import Parallelism
-from .spec import Spec, Transformation, says, transformed
+from .spec import Spec, Transformation, overrides, transformed
 
 
 def replicated(base: type[Spec], parallelism: Parallelism) -> type[Spec]:
@@ -34,7 +34,7 @@ def replicated(base: type[Spec], parallelism: Parallelism) -> type[Spec]:
     """
     if parallelism.replicas == 1:
         return base
-    own_routes = says(base, "num_routes") or says(base, "elasticity")
+    own_routes = overrides(base, "num_routes") or overrides(base, "elasticity")
     if not base.synchronous and (base.update_every == "microbatch" or own_routes):
         why = "after every microbatch" if base.update_every == "microbatch" else "its pipelines one after the other"
         raise ConfigError(f"updates {why}, not all at once; take pipedream-2bw, or a synchronous one such as 1f1b")

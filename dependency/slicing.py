@@ -27,7 +27,7 @@ from .declared import Order
 from .errors import ConfigError
 from .kinds import F
 from .parallelism import Parallelism
-from .spec import Spec, Transformation, says, transformed
+from .spec import Spec, Transformation, overrides, transformed
 
 
 def sliced(base: type[Spec], sizes: tuple[int, ...]) -> type[Spec]:
@@ -43,10 +43,10 @@ def sliced(base: type[Spec], sizes: tuple[int, ...]) -> type[Spec]:
     """
     for why_not, is_so in {
         "lets steps overlap": not base.synchronous,
-        "has several replicas of every stage": says(base, "num_routes"),
+        "has several replicas of every stage": overrides(base, "num_routes"),
         "recomputes by itself": base.recompute,
-        "says by `actions` what is done with a microbatch": says(base, "actions"),
-        "splits some backwards and others not": says(base, "splits"),
+        "says by `actions` what is done with a microbatch": overrides(base, "actions"),
+        "splits some backwards and others not": overrides(base, "splits"),
     }.items():
         if is_so:
             raise ConfigError(f"{why_not}; 1f1b, zb-h1 and zb-v can be sliced")
@@ -90,7 +90,7 @@ class Sliced(Transformation):
     @property
     def order(self) -> Order:
         cls = type(self)
-        return "fixed" if says(cls, "slot") and not says(cls, "order") else super().order
+        return "fixed" if overrides(cls, "slot") and not overrides(cls, "order") else super().order
 
     def after(self, action: Action) -> Iterable[Action]:
         k, step = len(self.parallelism.slices), -1 if action.kind is F else 1
@@ -152,7 +152,7 @@ class Sliced(Transformation):
 
 def _goes_back(spec: Spec) -> bool:
     """Return whether backwards run from the last microbatch to the first."""
-    if not says(type(spec), "slot") or spec.num_microbatches == 1:
+    if not overrides(type(spec), "slot") or spec.num_microbatches == 1:
         return False
     first, second = (next(a for a in spec.actions(0, m) if a.kind.way == -1) for m in (0, 1))
     return spec.slot(first) > spec.slot(second)

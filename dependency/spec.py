@@ -126,7 +126,7 @@ def _transformed(way: type[Transformation], base: type[Spec], said: str, **own: 
 transformed: Callable[..., type[Spec]] = cache(_transformed)
 
 
-def says(schedule: type[Spec], name: str) -> bool:
+def overrides(schedule: type[Spec], name: str) -> bool:
     """Return whether a schedule overrides a method, transformed or not: whether it has slots, for example."""
     own = (vars(cls) for cls in schedule.__mro__ if not issubclass(cls, Transformation))
     return next(held[name] for held in own if name in held) is not getattr(Spec, name)

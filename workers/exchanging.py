@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from ..dependency import A, G, P, S, reduction_tree
-from .compute.pieces import Pieces
+from .compute.ownership import Ownership
 from .handlers import carries_out
 from .step import ActionContext
 from .transport.payload import Payload
 
 
-def _pieces(ctx: ActionContext) -> tuple[Pieces, int]:
+def _pieces(ctx: ActionContext) -> tuple[Ownership, int]:
     """Return the pieces of the shard, with the gradients of the action's update, and the number of its piece."""
     (_, _, index), shard, routes = ctx.task.entry.action, ctx.task.shard, ctx.step.batch.spec.num_routes
     assert shard.updating.pieces is not None
-    shard.turn_to(ctx.step.first_update + index % routes)
+    shard.turn_to(ctx.step.update_offset + index % routes)
     return shard.updating.pieces, index // routes
 
 

@@ -25,7 +25,7 @@ from ..dependency import (
     reduction_tree,
 )
 from .compute.result import Result, clips, total_norm
-from .compute.shard import Given, Shard
+from .compute.shard import ForwardArgs, Shard
 from .step import ActionContext, Handler
 from .transport.payload import Payload, Tree, pack, unpack
 
@@ -72,7 +72,7 @@ def _forward(ctx: ActionContext) -> Payload | None:
         scale = None if batch.scales is None else batch.scales[at]
     place = None if batch.places is None else batch.places[at]
     output = shard.forward(
-        Given(step.number, m, payload, fields, target, share, task.saves, task.recomputes, scale, place)
+        ForwardArgs(step.number, m, payload, fields, target, share, task.saves, task.recomputes, scale, place)
     )
     if not task.is_last:
         return output
@@ -142,7 +142,7 @@ def _collect_norms(ctx: ActionContext) -> Payload:
     if _is_first_node(ctx) and not ctx.step.batch.reductions.validated:
         for (_, route), shard in ctx.worker.shards.items():
             if route == 0 or ctx.step.batch.spec.parallelism.zero:
-                shard.turn_to(ctx.step.first_update + route)
+                shard.turn_to(ctx.step.update_offset + route)
                 complete_gradients(ctx, shard, route)
                 if ctx.worker.max_grad_norm is not None:
                     norms |= shard.updating.gradient_norms()
@@ -172,7 +172,7 @@ def _update(ctx: ActionContext) -> None:
     if not step.batch.updates:
         shard.hold(result.divisor if result is not None and result.summed else 0.0)
         return
-    shard.turn_to(step.first_update + index)
+    shard.turn_to(step.update_offset + index)
     complete_gradients(ctx, shard, index)
     if step.batch.reductions.validated:
         if index == 0:

@@ -74,8 +74,8 @@ class OverlappingStream(Stream):
             self._next_batch, self._drains = None, batch.last
             step = self._open(batch, [step.state for step in reversed(self._steps.values())], self._most_open)
             step.first = self._num_begun * batch.spec.num_microbatches
-            step.first_update = self._num_begun * updates_a_step(batch.spec)
-            step.before_slots = self._num_begun * self._period
+            step.update_offset = self._num_begun * updates_a_step(batch.spec)
+            step.slot_offset = self._num_begun * self._period
             self._num_begun += 1
 
     def _undoable(self, batch: StepInput) -> bool:
@@ -95,7 +95,7 @@ class OverlappingStream(Stream):
         first, least = None, 0
         for step in self._steps.values():
             slot = step.state.next_slot
-            if slot is not None and (first is None or slot + step.before_slots < least):
-                first, least = step, slot + step.before_slots
+            if slot is not None and (first is None or slot + step.slot_offset < least):
+                first, least = step, slot + step.slot_offset
         entry = None if first is None else first.state.take()
         return None if first is None or entry is None else (first, entry)

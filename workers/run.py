@@ -250,7 +250,7 @@ class Stream:
     def _finish(self, step: Step, action: Action, payload: Payload | None) -> None:
         task = step.tasks[action]
         if payload is not None:  # first of all: peers wait for it
-            if task.entry.here:
+            if task.entry.consumed_locally:
                 step.payloads[action] = payload
             if task.entry.consumers:
                 self._mailbox.publish(

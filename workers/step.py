@@ -142,8 +142,8 @@ class Step:
     arrived: list[Arrived] = field(default_factory=list)
     #: if steps overlap: offsets of its microbatches, updates and slots within the stream
     first: int = 0
-    first_update: int = 0
-    before_slots: int = 0
+    update_offset: int = 0
+    slot_offset: int = 0
     #: whether it may have to be undone; if so, the state of modules before the first forward of each shard
     undoable: bool = False
     before: dict[Shard, ModuleState] = field(default_factory=dict)

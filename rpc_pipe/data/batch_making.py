@@ -24,7 +24,7 @@ from .source import Cause, Source, Wanted
 _LOCATED = 4096
 
 #: a chunk, the numbers of its samples, and their places in the batch
-Piece = tuple[int, Numbers, Numbers]
+Segmented = tuple[int, Numbers, Numbers]
 
 
 class Share(NamedTuple):
@@ -58,7 +58,7 @@ class Dealt(NamedTuple):
 
 def _located(
     order: Order, shares: Dealt, start: int, own: OwnRows | None = None
-) -> Iterator[list[tuple[Segment, list[Piece]]]]:
+) -> Iterator[list[tuple[Segment, list[Segmented]]]]:
     """Yield, batch by batch and block by block, the places of a batch's samples, or of its `own` rows."""
     share = shares.at(start)
     while share is not None:
@@ -78,7 +78,7 @@ def _located(
             begin = end
 
 
-def _by_chunk(blocks: Numbers, chunks: Numbers, numbers: Numbers) -> Iterator[tuple[int, list[Piece]]]:
+def _by_chunk(blocks: Numbers, chunks: Numbers, numbers: Numbers) -> Iterator[tuple[int, list[Segmented]]]:
     """Yield the blocks of a batch, each with its samples by chunk."""
     for block in np.unique(blocks).tolist():
         inside = np.flatnonzero(blocks == block)
@@ -149,7 +149,7 @@ class Reader:
         batches, self._batches, self._next = self._batches, iter(()), -1
         return not isinstance(batches, _Ahead) or batches.end(self._timeout_s)
 
-    def _made(self, located: list[tuple[Segment, list[Piece]]]) -> tuple[Tree, Tree]:
+    def _made(self, located: list[tuple[Segment, list[Segmented]]]) -> tuple[Tree, Tree]:
         """Put the rows of a batch together, block by block, as chunks come and go."""
         parts: list[Tree] = []
         places: list[Numbers] = []

@@ -25,7 +25,7 @@ from .stale_weights import refuse_stale_weights
 
 if TYPE_CHECKING:
     from ..workers.compute.members import Members
-    from ..workers.compute.pieces import Pieces
+    from ..workers.compute.ownership import Ownership
     from .observed_partition import ObservedPartition
 
 #: number of calls of a loss function that are observed
@@ -131,7 +131,7 @@ class ShardMaker:
             first[stage] = min(route, first.get(stage, route))
         made = {(s, r): self._make(spec, s, r, randomness, r - first[s]) for s, r in spec.hosted(worker)}
         if spec.takes_steps and (spec.num_routes > 1 or self._model.shared):
-            from ..workers.compute.pieces import divided
+            from ..workers.compute.ownership import divided
 
             self.divided = divided(spec, self._model.shared, self._buckets)
         return made
@@ -181,13 +181,13 @@ class ShardMaker:
 
         return partial(DividedUpdating, self._members)
 
-    def _pieces(self, spec: Spec, stage: int, route: int, slice: Slice) -> Pieces | None:
+    def _pieces(self, spec: Spec, stage: int, route: int, slice: Slice) -> Ownership | None:
         """Return the owners of a stage's parameters; None: no other stage or replica holds any."""
         if not spec.takes_steps or (spec.num_routes == 1 and not slice.shared):
             return None
-        from ..workers.compute.pieces import Pieces
+        from ..workers.compute.ownership import Ownership
 
-        pieces = Pieces(spec, stage, route, slice.named_parameters(), self._model.shared, Statistics(slice.own))
+        pieces = Ownership(spec, stage, route, slice.named_parameters(), self._model.shared, Statistics(slice.own))
         self._buckets[stage] = pieces.num_buckets
         return pieces
 

@@ -26,7 +26,7 @@ from ..model.observe.trees import mapped
 from ..model.observed_partition import ObservedPartition
 from ..model.partition import LayerPartition
 from ..workers.compute.batch_norm import Statistics, defer
-from ..workers.compute.module_state import ModuleState, Value
+from ..workers.compute.module_state import KeptTensor, ModuleState
 from ..workers.compute.randomness import Randomness, Seed, preserved
 from ..workers.compute.shard import LossFn
 from ..workers.compute.stage_state import shown
@@ -62,7 +62,7 @@ class _Stage:
         """Return a context in which the parameters hold a version; versions before it are dropped."""
         self.versions = {number: tensors for number, tensors in self.versions.items() if number >= version}
         pairs = zip(self.own, self.versions[version], strict=True)
-        return shown([Value(parameter, tensor, parameter._version, None) for parameter, tensor in pairs])
+        return shown([KeptTensor(parameter, tensor, parameter._version, None) for parameter, tensor in pairs])
 
 
 @dataclass

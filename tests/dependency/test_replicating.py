@@ -9,7 +9,7 @@ from random_specs import random_spec
 from rpc_pipe.dependency import B, ConfigError, F, PipeError, ScheduleError, check_all
 from rpc_pipe.dependency.parallelism import Parallelism
 from rpc_pipe.dependency.replicating import replicated
-from rpc_pipe.dependency.spec import says
+from rpc_pipe.dependency.spec import overrides
 from rpc_pipe.planning.simulator import simulate, uniform
 from rpc_pipe.planning.specs import make_spec
 from rpc_pipe.schedules import SCHEDULES, OneFOneB
@@ -170,4 +170,4 @@ def test_a_mistake_in_a_schedule_of_ones_own_names_the_method():
 
 
 def test_what_a_schedule_does_not_say_stays_unsaid():
-    assert not says(replicated(OneFOneB, Parallelism(replicas=2)), "splits")
+    assert not overrides(replicated(OneFOneB, Parallelism(replicas=2)), "splits")

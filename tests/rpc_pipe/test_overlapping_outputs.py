@@ -11,7 +11,7 @@ from unkind_layers import WIDTH, Linear
 
 from rpc_pipe.pipeline import Pipeline
 from rpc_pipe.workers.compute.randomness import Randomness
-from rpc_pipe.workers.compute.shard import Given, Shard
+from rpc_pipe.workers.compute.shard import ForwardArgs, Shard
 from rpc_pipe.workers.compute.slices import Layers
 from rpc_pipe.workers.transport.payload import pack
 
@@ -51,7 +51,7 @@ def test_halves_of_a_tensor_are_written_behind_a_cut_as_coupling_layers_do(layer
 def test_tensors_that_share_memory_arrive_apart_wherever_the_next_stage_is(both):
     """In threads one was written with the other if it was large, over processes never."""
     stage = Shard(0, Layers([(0, Hands(both))]), Randomness(0))
-    y, other = stage.forward(Given(0, 0, pack(torch.randn(2**10, WIDTH)))).tensors
+    y, other = stage.forward(ForwardArgs(0, 0, pack(torch.randn(2**10, WIDTH)))).tensors
     assert y.data_ptr() != other.data_ptr() and torch.equal(both(y)[1], other)
     assert both(y)[1].stride() == other.stride()
 

@@ -174,7 +174,7 @@ def test_a_bucket_of_gradients_leaves_within_the_last_backward():
         ).step_ends[0]
 
     assert ends(1) == 5 + 4 + 4
-    # Given from 3 to 5, its sum is back at 7; the other is given from 7 to 9 behind that sum, and back at 11.
+    # Sent from 3 to 5, the sum of the first is back at 7. The other is sent from 7 to 9, and its sum is back at 11.
     assert ends(2) == 11
 
 

@@ -20,7 +20,7 @@ from rpc_pipe.model.batches.microbatches import Microbatches, join_rows
 from rpc_pipe.model.partition import LayerPartition
 from rpc_pipe.verifying.keyed import Keyed
 from rpc_pipe.verifying.reference import add_up, summing_orders
-from rpc_pipe.workers.compute.module_state import Value
+from rpc_pipe.workers.compute.module_state import KeptTensor
 from rpc_pipe.workers.compute.randomness import Randomness, preserved, python_too
 from rpc_pipe.workers.compute.stage_state import shown
 from rpc_pipe.workers.transport.payload import Tree, map_tensors
@@ -207,7 +207,7 @@ class Replayed:
         with evaluating(modules), preserved(torch.device("cpu")), ExitStack() as stack:
             for stage, reference in zip(stages, replay.pulled_to, strict=True):
                 if self._case.spec().elasticity:
-                    values = [Value(p, reference[name], p._version, None) for name, p in stage.named]
+                    values = [KeptTensor(p, reference[name], p._version, None) for name, p in stage.named]
                     stack.enter_context(shown(values))
             for m, x in enumerate(pieces.inputs):
                 x = map_tensors(x, torch.clone)

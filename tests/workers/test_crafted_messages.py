@@ -16,7 +16,7 @@ import torch
 
 from rpc_pipe.dependency import Malformed, WorkerFailure
 from rpc_pipe.workers.transport.form import form_of
-from rpc_pipe.workers.transport.link import NOTHING, Ears, Message
+from rpc_pipe.workers.transport.link import NOTHING, LinkCallbacks, Message
 from rpc_pipe.workers.transport.message import VERSION, decode, encode
 from rpc_pipe.workers.transport.messages import Messages
 from rpc_pipe.workers.transport.payload import Place, Sparse, pack, unpack
@@ -252,7 +252,7 @@ class _Silent:
 
     sends_cheaply, look, wakeup = True, None, Wakeup()
 
-    def open(self, ears: Ears) -> None:
+    def open(self, ears: LinkCallbacks) -> None:
         pass
 
     def send(self, peer, message) -> None:

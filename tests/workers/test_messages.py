@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rpc_pipe.dependency import WorkerFailure
 from rpc_pipe.workers.transport import messages
 from rpc_pipe.workers.transport.link import Message
-from rpc_pipe.workers.transport.messages import Talk
+from rpc_pipe.workers.transport.messages import PeerQueue
 from rpc_pipe.workers.transport.outbox import Outbox
 from rpc_pipe.workers.transport.payload import Payload
 
@@ -26,7 +26,7 @@ class Network:
 
     def __init__(self, seed=0):
         self.random = random.Random(seed)
-        self.talks = Talk(), Talk()
+        self.talks = PeerQueue(), PeerQueue()
         self.outboxes = [Outbox(partial(self._answer, worker)) for worker in (0, 1)]
         self.delivered = Counter()
         self.under_way = []  # (sender, message)
@@ -121,7 +121,7 @@ def test_where_payloads_go_one_way_few_messages_are_alone():
 
 
 def test_a_failure_is_said_once_and_again_to_who_asks_again():
-    talk, failure = Talk(), WorkerFailure(0, "0F0", 1, "ValueError", "trace")
+    talk, failure = PeerQueue(), WorkerFailure(0, "0F0", 1, "ValueError", "trace")
     for _ in range(2):
         talk.fail(failure)
         assert talk.gathered().failure is failure
@@ -129,7 +129,7 @@ def test_a_failure_is_said_once_and_again_to_who_asks_again():
 
 
 def test_after_a_goodbye_nothing_is_said():
-    talk = Talk()
+    talk = PeerQueue()
     talk.ask([(1, "F0")])
     assert talk.close() == Message([(1, "F0")], [], [])
     talk.ask([(1, "F1")])
@@ -138,7 +138,7 @@ def test_after_a_goodbye_nothing_is_said():
 
 @pytest.mark.parametrize("count", [7, 8])
 def test_arrivals_are_told_alone_only_when_there_are_many(count):
-    talk = Talk()
+    talk = PeerQueue()
     talk.ask([(1, f"F{m}") for m in range(count)])
     assert talk.gathered() is not None
     for m in range(count):
@@ -153,12 +153,12 @@ def test_two_threads_that_come_first_share_one_talk(monkeypatch):
     """
     together = threading.Barrier(2)
 
-    class SlowTalk(Talk):
+    class SlowTalk(PeerQueue):
         def __init__(self):
             super().__init__()
             together.wait(10)
 
-    monkeypatch.setattr(messages, "Talk", SlowTalk)
+    monkeypatch.setattr(messages, "PeerQueue", SlowTalk)
     carrier, _ = loopback_carriers(2)
     with ThreadPoolExecutor(2) as pool:
         talks = list(pool.map(carrier.post._talk, [1, 1]))

@@ -13,7 +13,7 @@ from rpc_pipe.verifying.shares import Holding
 from rpc_pipe.workers.compute import torch_internals
 from rpc_pipe.workers.compute.borders import InputGradients, without_views
 from rpc_pipe.workers.compute.randomness import Randomness, computing
-from rpc_pipe.workers.compute.shard import Given, Shard
+from rpc_pipe.workers.compute.shard import ForwardArgs, Shard
 from rpc_pipe.workers.compute.slices import Layers
 from rpc_pipe.workers.compute.updating import Training
 from rpc_pipe.workers.transport.payload import pack, unpack
@@ -41,7 +41,7 @@ def test_what_arrives_may_be_written_in_place(rows):
     arrived = torch.randn(rows, 4)
     before, writing = arrived.clone(), Writing()
     stage = shard(nn.Identity(), writing)
-    made = unpack(stage.forward(Given(0, 0, pack(arrived.requires_grad_()))))
+    made = unpack(stage.forward(ForwardArgs(0, 0, pack(arrived.requires_grad_()))))
     assert torch.equal(made, before * 2)
     (grad,) = unpack(stage.backward(0, pack((torch.ones(rows, 4),))))
     assert torch.equal(grad, torch.full((rows, 4), 2.0))
@@ -67,7 +67,7 @@ def test_gradients_of_what_is_written_through_a_view_are_laid_out_as_inside_one_
     stages = shard(first(), stage=0), shard(Writing())
     payload = pack(between.detach().requires_grad_())
     for stage in stages:
-        payload = stage.forward(Given(0, 0, payload, split=split))
+        payload = stage.forward(ForwardArgs(0, 0, payload, split=split))
     grads = pack((grad,))
     for stage in reversed(stages):
         grads = (stage.backward_inputs if split else stage.backward)(0, grads)
@@ -79,7 +79,7 @@ def test_a_write_is_noticed_by_a_backward_that_needs_what_was_there():
     """With workers in one process, as with stages of one worker, the memory is that of the stage before."""
     x = torch.randn(ROWS["large"], 4, requires_grad=True)
     y = x.tanh()
-    shard(Writing()).forward(Given(0, 0, pack(y)))
+    shard(Writing()).forward(ForwardArgs(0, 0, pack(y)))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
 
@@ -91,7 +91,7 @@ def test_the_users_batch_is_left_alone(recompute):
     stage = shard(Writing(), nn.Linear(4, 4), stage=0, loss_fn=lambda out, target: (out - target.add_(1)).sum())
     for m in (0, 1):
         inputs, target = pack(x[m : m + 1]), y[m : m + 1]
-        stage.forward(Given(0, m, inputs, target=target, share=0.5, recompute=recompute))
+        stage.forward(ForwardArgs(0, m, inputs, target=target, share=0.5, recompute=recompute))
     for m in (0, 1):
         if recompute:
             stage.recompute(0, m)
@@ -114,7 +114,8 @@ def test_what_is_handed_on_and_lives_on_is_a_copy():
             return x, self.count, self.weight[:2]
 
     counting = Counting()
-    first, second = (shard(counting).forward(Given(0, m, pack(torch.ones(2, requires_grad=True) * 2))) for m in (0, 1))
+    inputs = pack(torch.ones(2, requires_grad=True) * 2)
+    first, second = (shard(counting).forward(ForwardArgs(0, m, inputs)) for m in (0, 1))
     first, second = (without_views(unpack(payload)) for payload in (first, second))
     assert [float(made[1]) for made in (first, second)] == [1, 2]
     with torch.no_grad():
@@ -129,7 +130,7 @@ def recomputed(layer, rounds=3):
     """Run forwards, then recompute each and run backward."""
     stage = shard(layer)
     for m in range(rounds):
-        stage.forward(Given(0, m, pack(torch.randn(2, 4).requires_grad_()), recompute=True))
+        stage.forward(ForwardArgs(0, m, pack(torch.randn(2, 4).requires_grad_()), recompute=True))
     for m in range(rounds):
         stage.recompute(0, m)
         stage.backward(m, pack((torch.ones(2, 4),)))
@@ -192,7 +193,7 @@ def test_a_buffer_is_copied_on_if_the_first_two_forwards_write_it():
         stage, copied = shard(layer), []
         table = layer.table
         for m in range(3):
-            stage.forward(Given(0, m, pack(torch.randn(2, 4).requires_grad_()), recompute=True))
+            stage.forward(ForwardArgs(0, m, pack(torch.randn(2, 4).requires_grad_()), recompute=True))
             copied.append(table in stage._inputs[m][1].module_state._tensors.copies)
         assert sum(copied) == copies
     recomputed(written)
@@ -203,7 +204,7 @@ def test_a_buffer_is_copied_on_if_the_first_two_forwards_write_it():
 
 def train_step(loss_fn, *layers, **options):
     stage = shard(*layers, stage=0, loss_fn=loss_fn, **options)
-    stage.forward(Given(0, 0, pack(torch.ones(2, 4)), target=torch.ones(2, 4), share=1.0))
+    stage.forward(ForwardArgs(0, 0, pack(torch.ones(2, 4)), target=torch.ones(2, 4), share=1.0))
 
 
 mse = nn.functional.mse_loss
@@ -305,10 +306,10 @@ def test_weights_that_change_behind_a_forward_that_failed_are_not_written_by_it(
     """An evaluation compared them with what they had been, and the next asynchronous step was refused."""
     made = shard(nn.Linear(4, 4))
     with pytest.raises(RuntimeError, match="in layer 0"):
-        made.forward(Given(0, 0, pack(torch.ones(2, 5))))
+        made.forward(ForwardArgs(0, 0, pack(torch.ones(2, 5))))
     with torch.no_grad():
         made.parameters()[0].mul_(2)
-        made.forward(Given(0, 0, pack(torch.ones(2, 4))))
+        made.forward(ForwardArgs(0, 0, pack(torch.ones(2, 4))))
     assert made.state.weights == []
 
 

@@ -30,7 +30,7 @@ from ..transport.payload import (
     unpack,
 )
 from ..transport.strides import extent, is_dense
-from .module_state import Value
+from .module_state import KeptTensor
 from .torch_internals import no_view
 
 #: most bytes of a tensor that is cheaper to clone than to make a view of
@@ -48,7 +48,7 @@ class Forwarded(NamedTuple):
     #: the needs of a split backward, a `Saved`, or None
     saved: Any
     #: the state of the stage's modules behind the forward, if forwards write it
-    left: list[Value]
+    left: list[KeptTensor]
 
 
 class WithViews(NamedTuple):

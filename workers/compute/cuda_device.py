@@ -22,7 +22,7 @@ from .torch_internals import open_device_memory, share_device_memory
 
 
 class Cuda:
-    """The part of `torch.cuda` that a backend needs; a test has another, of which nothing is done before it must be."""
+    """The part of `torch.cuda` that a backend needs; tests substitute a fake that delays all it may."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

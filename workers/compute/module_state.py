@@ -141,7 +141,7 @@ class ModuleState:
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Return a context in which the modules have this state; on leaving it they get back the present one."""
-        attributes, values = self._attributes.now(), list(map(Value.now, self._tensors.copies))
+        attributes, values = self._attributes.now(), list(map(KeptTensor.now, self._tensors.copies))
         self.put_back()
         try:
             yield
@@ -156,7 +156,7 @@ class ModuleState:
         self._attributes.put_back()
 
 
-class Value(NamedTuple):
+class KeptTensor(NamedTuple):
     """A tensor with the memory that it had at a time, and where a module had it; a weight stays where it is."""
 
     tensor: Tensor
@@ -165,7 +165,7 @@ class Value(NamedTuple):
     place: Place | None
 
     @classmethod
-    def now(cls, tensor: Tensor, place: Place | None = None) -> Value:
+    def now(cls, tensor: Tensor, place: Place | None = None) -> KeptTensor:
         """Return the present numbers of a tensor."""
         return cls(tensor, tensor.data, tensor._version, place)
 

@@ -25,17 +25,17 @@ from torch import Tensor, nn
 
 from ..transport.payload import Payload, Tree, distinct_tensors, map_tensors, tensors_of, unpack
 from .borders import without_views
-from .shard import Given, Shard
+from .shard import ForwardArgs, Shard
 from .slice_check import Noted, compare, refused
 from .slices import has_own_state, note, output_alone, place_of_state
 from .torch_internals import BatchNorm, no_view, without_torch_function
 from .whole_draws import WholeDraws
 
 
-class Piece(NamedTuple):
+class SliceInput(NamedTuple):
     """The slice that a forward computes: the state of the slices before, its number, and the number of slices."""
 
-    left: Left
+    left: SliceState
     number: int
     total: int
 
@@ -46,21 +46,21 @@ class Piece(NamedTuple):
 
 
 #: the slice that computes now; forwards of all threads take turns
-_now: Piece | None = None
+_now: SliceInput | None = None
 
 
-def current() -> Piece | None:
+def current() -> SliceInput | None:
     """Return the slice that computes now; None: whole sequences do."""
     return _now
 
 
-class Left:
+class SliceState:
     """State that slices of a microbatch pass to later ones on a stage."""
 
     def __init__(self) -> None:
         #: (module, number of the slice) -> its state
-        self._states: dict[tuple[Hashable, int], _State] = {}
-        self._histories: dict[Hashable, _History] = {}
+        self._states: dict[tuple[Hashable, int], _PassedState] = {}
+        self._histories: dict[Hashable, _SliceHistory] = {}
         #: number of a slice -> where it begins and ends in its sequence, and the sequence's length
         self.places: dict[int, tuple[int, int, int]] = {}
 
@@ -93,7 +93,7 @@ class Left:
         if (who, number) not in self._states:  # else it is computed again, and the next slice has taken it
             cut = {id(tensor): tensor.detach() for tensor in distinct_tensors(tree)}
             kept = map_tensors(tree, lambda tensor: cut[id(tensor)])
-            self._states[who, number] = _State(kept, [cut[id(tensor)] for tensor in trained])
+            self._states[who, number] = _PassedState(kept, [cut[id(tensor)] for tensor in trained])
         if not trained:
             return output
         tied = _Leave.apply(root, self._states[who, number], *trained)  # type: ignore[no-untyped-call]
@@ -107,12 +107,12 @@ class Left:
         Args:
             begin: where `new` begins.
         """
-        history = self._histories.setdefault(who, _History(new))
+        history = self._histories.setdefault(who, _SliceHistory(new))
         joined: Tensor = _Join.apply(new, history, begin)  # type: ignore[no-untyped-call]
         return joined
 
 
-class _State:
+class _PassedState:
     """The state of a slice: a tree of tensors without graph, the trained ones among them, and their gradients."""
 
     def __init__(self, tree: Tree, trained: list[Tensor]) -> None:
@@ -122,7 +122,7 @@ class _State:
 
 class _Enter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, state: _State, *tensors: Tensor) -> Any:
+    def forward(ctx: Any, anchor: Tensor, state: _PassedState, *tensors: Tensor) -> Any:
         ctx.set_materialize_grads(False)
         ctx.state = state
         return tuple([no_view(tensor) for tensor in tensors])
@@ -135,7 +135,7 @@ class _Enter(torch.autograd.Function):
 
 class _Leave(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, root: Tensor, state: _State, *tensors: Tensor) -> Any:
+    def forward(ctx: Any, root: Tensor, state: _PassedState, *tensors: Tensor) -> Any:
         ctx.set_materialize_grads(False)
         ctx.state = state
         return no_view(root)
@@ -145,7 +145,7 @@ class _Leave(torch.autograd.Function):
         return grad, None, *ctx.state.grads
 
 
-class _History:
+class _SliceHistory:
     """Memory that slices fill one behind the other, and the gradients of the earlier slices' parts."""
 
     def __init__(self, like: Tensor) -> None:
@@ -167,7 +167,7 @@ class _History:
 
 class _Join(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, new: Tensor, history: _History, begin: int) -> Any:
+    def forward(ctx: Any, new: Tensor, history: _SliceHistory, begin: int) -> Any:
         ctx.history, ctx.begin = history, begin
         return history.put(new, begin)
 
@@ -183,7 +183,7 @@ class _Join(torch.autograd.Function):
         return own, None, None
 
 
-class Carrier:
+class StateCarrier:
     """Lets modules that have a state carry it from slice to slice: torch's recurrent ones, and the user's.
 
     A user's module has a parameter `state` of its forward, None at the first slice, and returns
@@ -202,7 +202,7 @@ class Carrier:
         self._num_calls: dict[nn.Module, int] = {}
 
     @contextmanager
-    def carrying(self, piece: Piece | None) -> Iterator[None]:
+    def carrying(self, piece: SliceInput | None) -> Iterator[None]:
         """Return a context that lets the modules compute a slice, or whole sequences."""
         global _now
         before, _now = _now, piece
@@ -267,9 +267,9 @@ class SlicedShard(Shard):
         super().__init__(*args, **settings)
         self._count = count
         layers = [layer for _, layer in getattr(self.slice, "layers", [])]
-        self._carrier = Carrier(self.slice.own, layers, None if layers else self.slice.modules[0])
+        self._carrier = StateCarrier(self.slice.own, layers, None if layers else self.slice.modules[0])
         #: microbatch -> the state of its slices
-        self._left: dict[int, Left] = {}
+        self._left: dict[int, SliceState] = {}
         #: arguments of the first microbatch's slices; None: it has been checked
         self._looked: list[Noted] | None = []
 
@@ -283,10 +283,10 @@ class SlicedShard(Shard):
         """Bytes of the state of all microbatches' slices here."""
         return sum(left.num_bytes for left in self._left.values())
 
-    def forward(self, given: Given) -> Payload | None:
+    def forward(self, given: ForwardArgs) -> Payload | None:
         microbatch, number = divmod(given.microbatch, self._count)
         if given.place is not None:
-            self._left.setdefault(microbatch, Left()).places[number] = given.place
+            self._left.setdefault(microbatch, SliceState()).places[number] = given.place
         if self._looked is not None and torch.is_grad_enabled() and given.microbatch == len(self._looked):
             inputs = map_tensors(without_views(unpack(given.inputs)), lambda tensor: tensor.detach().clone())
             self._looked.append(Noted(inputs, given.fields, given.target, given.share))
@@ -303,7 +303,7 @@ class SlicedShard(Shard):
 
     def _compare(self, noted: Sequence[Noted], step: int) -> None:
         """Refuse layers that do not go with slices, by a look at the first microbatch."""
-        left, places = Left(), list(self._left[0].places.values())
+        left, places = SliceState(), list(self._left[0].places.values())
         draws = WholeDraws(places, partial(self._randomness.seed_forward, step), self._randomness.generators)
 
         def run(number: int | None, inputs: Tree, fields: Tree) -> Tree:
@@ -313,7 +313,7 @@ class SlicedShard(Shard):
             if number is None:
                 with self._carrier.carrying(None), draws:
                     return self.slice.forward(given, fields, draws.seed)
-            with self._carrier.carrying(Piece(left, number, self._count)):
+            with self._carrier.carrying(SliceInput(left, number, self._count)):
                 return self.slice.forward(given, fields, partial(self._randomness.seed_forward, step, number))
 
         if any(isinstance(module, BatchNorm) and module.training for module in self.slice.own):
@@ -327,10 +327,10 @@ class SlicedShard(Shard):
         piece = None
         if torch.is_grad_enabled():
             of_sequences, number = divmod(microbatch, self._count)
-            piece = Piece(self._left.setdefault(of_sequences, Left()), number, self._count)
+            piece = SliceInput(self._left.setdefault(of_sequences, SliceState()), number, self._count)
         return self._carrier.carrying(piece)
 
-    def _weigh(self, given: Given, loss: Any, share: float) -> Tensor:
+    def _weigh(self, given: ForwardArgs, loss: Any, share: float) -> Tensor:
         root = super()._weigh(given, loss, share)
         if share == 0 and not isinstance(loss, tuple):  # a mean over no tokens is no number
             self.losses.parts[given.microbatch] = torch.zeros_like(root), share

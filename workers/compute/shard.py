@@ -18,7 +18,7 @@ from ..transport.payload import Payload, Tree, distinct_tensors, pack
 from . import autocast, borders
 from .batch_norm import Statistics
 from .borders import Forwarded, InputGradients
-from .module_state import Value
+from .module_state import KeptTensor
 from .randomness import PythonDraws, Randomness, Seed
 from .recomputation import FirstRun, Recomputation
 from .result import Losses, sum_and_weight
@@ -28,7 +28,7 @@ from .torch_internals import run_backward
 from .updating import Training, Updating
 
 if TYPE_CHECKING:
-    from .pieces import Pieces
+    from .ownership import Ownership
     from .snapshot import BeforeUpdate
     from .split_backward import Saved, WeightBackward
 
@@ -38,7 +38,7 @@ LossFn = Callable[[Any, Any], Any]
 _UNTRAINED = Training()
 
 
-class Given(NamedTuple):
+class ForwardArgs(NamedTuple):
     """The arguments of a forward.
 
     Attributes:
@@ -88,7 +88,7 @@ class Shard:
         *,
         loss_fn: LossFn | None = None,
         training: Training = _UNTRAINED,
-        pieces: Pieces | None = None,
+        pieces: Ownership | None = None,
         updating: Callable[..., Updating] = Updating,
     ) -> None:
         self.stage = stage
@@ -106,7 +106,7 @@ class Shard:
         #: microbatch -> the forward to recompute, and the state of the modules that it began with
         self._inputs: dict[int, tuple[Callable[[], Tree], FirstRun]] = {}
         #: microbatch -> step, state, and the part of its backward that is left for the weights
-        self._deferred: dict[int, tuple[int, list[Value], WeightBackward]] = {}
+        self._deferred: dict[int, tuple[int, list[KeptTensor], WeightBackward]] = {}
         self.recomputation = Recomputation(slice.modules)
         #: the last step with a forward that was run once more, to compare; None: there is none
         self._checked = -1 if training.check == "always" else None
@@ -162,7 +162,7 @@ class Shard:
         self.num_updates = step
         self.updating.count = updates
 
-    def forward(self, given: Given) -> Payload | None:
+    def forward(self, given: ForwardArgs) -> Payload | None:
         """Run the slice; return the payload for the next stage, or None if the loss was computed."""
         step = given.step
         checked = self._checked not in (None, step) and torch.is_grad_enabled()
@@ -191,7 +191,7 @@ class Shard:
         with self._randomness.lock:
             self.recomputation.again(noted, forward)
 
-    def _forward(self, given: Given, *, again: bool = False) -> Tree:
+    def _forward(self, given: ForwardArgs, *, again: bool = False) -> Tree:
         """Run the slice, and the loss function if a share is given; return the output.
 
         Args:
@@ -244,7 +244,7 @@ class Shard:
         """Return the tensors that outlive a forward: parameters and buffers."""
         return [*self.parameters(), *self.buffers()]
 
-    def _weigh(self, given: Given, loss: Any, share: float) -> Tensor:
+    def _weigh(self, given: ForwardArgs, loss: Any, share: float) -> Tensor:
         """Record the microbatch's loss; return the scalar that backward starts from.
 
         A mean is multiplied by its share of the rows before backward, as in plain gradient accumulation. A sum starts

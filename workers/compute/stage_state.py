@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ...dependency import ConfigError
 from .autocast import forget_casts
 from .digest import sample
-from .module_state import Place, Tensors, Value
+from .module_state import KeptTensor, Place, Tensors
 from .randomness import computing
 from .slices import Slice
 from .torch_internals import NormBase
@@ -65,7 +65,7 @@ class StageState:
         self._modes = [module.training for module in self._modules]
         self._before = Tensors(self._modules)
 
-    def end(self, again: bool) -> list[Value]:
+    def end(self, again: bool) -> list[KeptTensor]:
         """Record the tensors that the forward has written, and go on with copies; return them, for `shown`.
 
         Args:
@@ -78,11 +78,11 @@ class StageState:
             self._looks -= 1
             self._note_written(again)
             self.watches = bool(self._looks or self._places or self.weights)
-        left = list(map(Value.now, self.weights))
+        left = list(map(KeptTensor.now, self.weights))
         for place in self._places:
             tensor = getattr(*place, None)
             if isinstance(tensor, Tensor) and tensor.layout is torch.strided and not tensor.requires_grad:
-                left.append(Value.now(tensor, place))
+                left.append(KeptTensor.now(tensor, place))
         for value in left:
             value.tensor.data = value.data.clone()
         return left
@@ -110,7 +110,7 @@ class StageState:
             )
 
 
-def shown(left: Sequence[Value]) -> AbstractContextManager[Any]:
+def shown(left: Sequence[KeptTensor]) -> AbstractContextManager[Any]:
     """Return a context, on this thread alone, with the stage in the state of a forward; the present state returns.
 
     Writes of backward itself, in layers that it runs again, are dropped.
@@ -119,10 +119,10 @@ def shown(left: Sequence[Value]) -> AbstractContextManager[Any]:
 
 
 @contextmanager
-def _shown(left: Sequence[Value]) -> Iterator[None]:
+def _shown(left: Sequence[KeptTensor]) -> Iterator[None]:
     with computing:
         held = [(value.place, value.tensor if value.place is None else getattr(*value.place, None)) for value in left]
-        now = [Value.now(tensor, place) for place, tensor in held if isinstance(tensor, Tensor)]
+        now = [KeptTensor.now(tensor, place) for place, tensor in held if isinstance(tensor, Tensor)]
         try:
             for value in left:
                 value.put()

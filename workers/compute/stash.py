@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from ...dependency import ConfigError, Spec, microbatches_on, update_of
 from ..transport.payload import Payload
-from .module_state import Value
-from .shard import Given, Shard
+from .module_state import KeptTensor
+from .shard import ForwardArgs, Shard
 from .stage_state import shown
 
 
@@ -35,7 +35,7 @@ class StashingShard(Shard):
         self._microbatches: Iterator[int] = iter(())
         self._uncounted: int | None = None
         #: older versions that microbatches use
-        self._versions: dict[int, list[Value]] = {}
+        self._versions: dict[int, list[KeptTensor]] = {}
         #: version -> number of microbatches that use it and have not ended their backward
         self._left: dict[int, int] = {}
         #: the update of the gradients in the parameters, and the gradients of other updates, by parameter
@@ -80,7 +80,7 @@ class StashingShard(Shard):
         """How many versions of the weights are held now."""
         return len(self._versions) + 1
 
-    def forward(self, given: Given) -> Payload | None:
+    def forward(self, given: ForwardArgs) -> Payload | None:
         """Run the layers by the declared version, or to evaluate by the newest; else as `Shard.forward`."""
         with self._using(given.microbatch) if torch.is_grad_enabled() else self._evaluating():
             output = super().forward(given)
@@ -92,7 +92,7 @@ class StashingShard(Shard):
             )
         return output
 
-    def _weigh(self, given: Given, loss: Any, share: float) -> Tensor:
+    def _weigh(self, given: ForwardArgs, loss: Any, share: float) -> Tensor:
         """Record the loss as a part of its step; let backward start from its part of its update."""
         root, scale = super()._weigh(given, loss, share), share if given.scale is None else given.scale
         if not self.losses.summed:
@@ -130,7 +130,7 @@ class StashingShard(Shard):
     def update(self, *, finite: bool = True) -> None:
         self._count_uses(self.newest)
         if self._left.get(self.newest):
-            self._versions[self.newest] = list(map(Value.now, self._trained))
+            self._versions[self.newest] = list(map(KeptTensor.now, self._trained))
             for parameter in self._trained:
                 parameter.data = parameter.data.clone()
         else:
@@ -155,7 +155,7 @@ class StashingShard(Shard):
     def _evaluating(self) -> AbstractContextManager[object]:
         """Return a context with the evaluated weights in the parameters."""
         pairs = zip(self._trained, self.reference or (), strict=False)
-        return shown([Value(parameter, weight, parameter._version, None) for parameter, weight in pairs])
+        return shown([KeptTensor(parameter, weight, parameter._version, None) for parameter, weight in pairs])
 
     def go_on_at(self, step: int, updates: int) -> None:
         super().go_on_at(step, updates)

@@ -23,7 +23,7 @@ from .torch_internals import norms_of
 
 if TYPE_CHECKING:
     from .average import Average
-    from .pieces import Pieces
+    from .ownership import Ownership
 
 #: (name in the unsplit model, parameter) of a stage -> its optimizer; torch's take such pairs
 OptimizerFactory = Callable[[list[tuple[str, nn.Parameter]]], Optimizer]
@@ -79,7 +79,7 @@ class Updating:
     """
 
     def __init__(
-        self, slice: Slice, stage: int, training: Training, randomness: Randomness, pieces: Pieces | None = None
+        self, slice: Slice, stage: int, training: Training, randomness: Randomness, pieces: Ownership | None = None
     ) -> None:
         if training.lr_scheduler is not None and training.optimizer is None:
             raise ConfigError("lr_scheduler: there is no optimizer for it; pass optimizer as well")
@@ -209,7 +209,7 @@ class Updating:
         self.count += 1
         self.optimizer.zero_grad(set_to_none=True)
         # Also of parameters outside the optimizer: the sum would be added to the next ones.
-        for name in () if self.pieces is None else self.pieces.told:
+        for name in () if self.pieces is None else self.pieces.updated_elsewhere:
             self.parameters[name].grad = None
 
     def adopted(self) -> None:

@@ -5,7 +5,7 @@
         pull(2F0) ──────────────────────────────> post.ask ──────────────────────> their outbox
         poll(), wait() <── queue <── arrive <──── post <──────────────────────────
 
-A delivering thread only records an arrival, so no thread is held and none computes. A `Post` delivers: by calls within
+A delivering thread only records an arrival, so no thread is held and none computes. A `Delivery` brings it: calls in
 a process (`local.py`), or by messages between processes (`messages.py`) over RPC or ZeroMQ.
 """
 
@@ -65,7 +65,7 @@ class Plane(NamedTuple):
 ALONE = Plane()
 
 
-class Post(Protocol):
+class Delivery(Protocol):
     """Brings questions and answers to other workers, and theirs to the carrier that has opened it."""
 
     #: whether all workers are of this process
@@ -120,7 +120,7 @@ class Carrier:
         post: to the other workers, which are met before this returns.
     """
 
-    def __init__(self, worker: int, workers: Iterable[int], post: Post, plane: Plane = ALONE) -> None:
+    def __init__(self, worker: int, workers: Iterable[int], post: Delivery, plane: Plane = ALONE) -> None:
         self.worker, self.plane = worker, plane
         self.workers = frozenset(workers)
         self.post = post

@@ -55,7 +55,7 @@ class Keys:
         return key in self._known
 
 
-class Doorkeeper(threading.Thread):
+class KeyServer(threading.Thread):
     """Answers libzmq whether a peer may come in (ZAP, ZeroMQ RFC 27); it asks when the handshake has proved the key.
 
     Args:

@@ -26,7 +26,7 @@ class Message(NamedTuple):
 NOTHING = Message([], [], [])
 
 
-class Ears(NamedTuple):
+class LinkCallbacks(NamedTuple):
     """Receiver of a link's events, called in any of its threads."""
 
     #: a peer has sent this
@@ -37,7 +37,7 @@ class Ears(NamedTuple):
     guard: AbstractContextManager[None]
 
 
-class Link(Protocol):
+class MessageLink(Protocol):
     """Sends and receives messages, and loses peers. No message is lost or doubled; messages may overtake."""
 
     #: the compute thread of this worker sleeps on it
@@ -47,7 +47,7 @@ class Link(Protocol):
     #: called when the compute thread polls for arrivals, if it may have to receive them itself
     look: Callable[[], None] | None
 
-    def open(self, ears: Ears) -> None:
+    def open(self, ears: LinkCallbacks) -> None:
         """Meet the other workers; return when all have come.
 
         Raises:

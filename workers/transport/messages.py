@@ -1,7 +1,7 @@
-"""The post between processes: sends to peers in the fewest messages, and receives their messages.
+"""Messages between processes: sends to peers in the fewest messages, and receives messages of peers.
 
-Messages are one plane: a `Link` (`rpc.py`, `zeromq.py`) sends them, receives them and loses peers. Payloads are the
-other: between processes of one host they take a shorter way, see `shared_memory.py`.
+A `MessageLink` (`rpc.py`, `zeromq.py`) sends messages, receives them and loses peers. Payloads between processes of one
+host travel beside the messages by a shorter way, see `shared_memory.py`.
 
 A message carries everything that goes one way: questions, answers, and confirmations of arrivals. Confirmations can
 wait: they are sent with the next message, or alone once there are many. The compute thread sends a message itself where
@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...dependency import Malformed, PipeError
 from .carrier import LEFT, Carrier
-from .link import NOTHING, AnsweringForErrors, Ears, Link, Message
+from .link import NOTHING, AnsweringForErrors, LinkCallbacks, Message, MessageLink
 from .outbox import Answer, Key
 from .payload import Payload, Staying
 
@@ -49,7 +49,7 @@ _REPLIES: dict[str, Any] = {
 _LAST_WORDS_S = 1.0
 
 
-class Talk:
+class PeerQueue:
     """The queue of messages to one peer. Thread-safe.
 
     A message that is to be sent now makes the queue `urgent`.
@@ -126,10 +126,10 @@ class Messages:
 
     within_process = False
 
-    def __init__(self, link: Link, channels: Channels | None = None) -> None:
+    def __init__(self, link: MessageLink, channels: Channels | None = None) -> None:
         self.link, self.channels = link, channels
         self.notify = link.wakeup.notify
-        self._talks: dict[int, Talk] = {}
+        self._talks: dict[int, PeerQueue] = {}
         #: requests that peers have not answered, by number
         self._numbers = itertools.count()
         self._requests: dict[int, tuple[int, str, futures.Future[Any]]] = {}
@@ -148,7 +148,7 @@ class Messages:
     def open(self, carrier: Carrier) -> None:
         self._carrier = carrier
         self.answering_for_errors = AnsweringForErrors(carrier.fault)
-        self.link.open(Ears(self.received, self.lost, self.answering_for_errors))
+        self.link.open(LinkCallbacks(self.received, self.lost, self.answering_for_errors))
         if not self.link.sends_cheaply:
             self._sender.start()
 
@@ -349,10 +349,10 @@ class Messages:
             if asked == peer and self._requests.pop(number, None) is not None:
                 answer.set_exception(RuntimeError(f"worker {peer} cannot be reached"))
 
-    def _talk(self, peer: int) -> Talk:
+    def _talk(self, peer: int) -> PeerQueue:
         talk = self._talks.get(peer)
         # setdefault, in one step of the interpreter: receiving threads and the compute thread may both come first
-        return self._talks.setdefault(peer, Talk()) if talk is None else talk
+        return self._talks.setdefault(peer, PeerQueue()) if talk is None else talk
 
     # --- sending
 

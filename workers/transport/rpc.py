@@ -46,7 +46,7 @@ from torch.futures import Future
 
 from ...dependency import Malformed, NotMet
 from .deadline import within
-from .link import NOTHING, Ears, Message
+from .link import NOTHING, LinkCallbacks, Message
 from .message import decode, encode
 from .payload import compact
 from .wakeup import Wakeup
@@ -108,7 +108,7 @@ class RpcLink:
         self._held: dict[int, deque[Future[Any]]] = {peer: deque() for peer in self._workers}
         self._lying = dict.fromkeys(self._workers, 0)
 
-    def open(self, ears: Ears) -> None:
+    def open(self, ears: LinkCallbacks) -> None:
         global _link
         self._ears, _link = ears, self
         _silence_leaving()

@@ -97,7 +97,7 @@ class Channels:
         self._lock = threading.Lock()
         self._offered: set[int] = set()
         #: (peer, the channel's reader, its counters)
-        self._readers: tuple[tuple[int, _Reader, memoryview], ...] = ()
+        self._readers: tuple[tuple[int, _MappedReader, memoryview], ...] = ()
         self._writers: dict[int, _Writer] = {}
         self._gone: set[int] = set()
         #: what has been lent: peer, its writer, the reader's counter and what it will have reached, key, tensors
@@ -112,7 +112,7 @@ class Channels:
                 self._offered.add(peer)
                 name = f"rpc-pipe {_network()} {secrets.token_hex(16)}"
                 memory = os.memfd_create(name)
-                reader = _Reader(memory)
+                reader = _MappedReader(memory)
                 weakref.finalize(reader, os.close, memory)
                 self._readers = (*self._readers, (peer, reader, reader.counters))
                 return Offer(os.getpid(), memory, self.wakeup.descriptor, name)
@@ -314,7 +314,7 @@ class _Writer(RingBuffer):
         return end
 
 
-class _Reader(RingBuffer):
+class _MappedReader(RingBuffer):
     """The reading end of a channel."""
 
     def __init__(self, memory: int) -> None:

@@ -24,8 +24,8 @@ from torch import Tensor
 from ...dependency import ConfigError, Malformed, NotMet
 from .deadline import within
 from .hearing import Hearing
-from .keys import Doorkeeper, Keys
-from .link import Ears, Message
+from .keys import Keys, KeyServer
+from .link import LinkCallbacks, Message
 from .message import decode, encode
 from .sockets import CONGESTION, Frames, Sockets
 from .wakeup import Wakeup
@@ -93,7 +93,7 @@ class ZmqLink:
         #: why one of those that are met is none of this job
         self._misfit = ""
 
-    def open(self, ears: Ears) -> None:
+    def open(self, ears: LinkCallbacks) -> None:
         self._ears = ears
         deadline = time.monotonic() + self._timeout_s
         try:
@@ -124,7 +124,7 @@ class ZmqLink:
             inside = self._sockets(None, None)
             inside.bind_in(folder)
         if network is not None:
-            Doorkeeper(self._context, network.keys)
+            KeyServer(self._context, network.keys)
             outside = self._sockets(network.keys, network.lost_after_s)
             address = outside.bind_tcp(network.host, network.port, network.congestion)
             network.tell("" if folder is None else _place(folder), address)

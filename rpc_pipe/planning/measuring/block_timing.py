@@ -165,7 +165,7 @@ class _TimedUpdate:
             self._optimizer.step()
 
     def run(self, kind: Kind) -> None:
-        """Update; or add another replica's gradients, as `Pieces.sum` does."""
+        """Update; or add another replica's gradients, as `Ownership.sum` does."""
         pairs = [(copy.detach(), copy.grad) for _, copy in self._copies if copy.grad is not None]
         if self._optimizer is not None:
             run = self._optimizer.step if kind is U else lambda: [own.clone().add_(other) for own, other in pairs]

@@ -32,7 +32,7 @@ def tied_parts(shared: Mapping[str, Sequence[int]], num_routes: int) -> dict[tup
     return found
 
 
-class Pieces:
+class Ownership:
     """The parameters of one replica of a stage in pieces with an owner each; all holders divide alike.
 
     Args:
@@ -43,7 +43,7 @@ class Pieces:
 
     Attributes:
         owned: names of the parameters that this replica owns.
-        told: names of the parameters with optimizer state on another replica or stage.
+        updated_elsewhere: names of the parameters with optimizer state on another replica or stage.
         num_buckets: number of buckets in the part of each replica.
     """
 
@@ -92,8 +92,8 @@ class Pieces:
         self._last = last if routes > 1 and statistics.named(summed=True) else -1
         self.owned = {name for name in parameters if owners.get(name, (stage, route)) == (stage, route)}
         first = {name: (min(shared.get(name, (stage,))), 0) for name in owners}
-        told = {name for name, holder in first.items() if holder != (stage, route)}
-        self.told = parameters.keys() - self.owned if self.zero else told
+        elsewhere = {name for name, holder in first.items() if holder != (stage, route)}
+        self.updated_elsewhere = parameters.keys() - self.owned if self.zero else elsewhere
 
     def _size(self, name: str) -> int:
         parameter = self._parameters[name]
