@@ -168,6 +168,11 @@ def refuse_training(loss_fn: object, training: Training) -> None:
 def refuse_untrainable(spec: Spec, training: Training, sharing: Sharing) -> None:
     """Refuse training options that asynchronous schedules, or members of a worker, cannot honour."""
     sharing.refuse(spec, training)
+    if training.log_grad_norm and not spec.takes_steps:
+        raise ConfigError(
+            f"log_grad_norm: schedule {name_of(spec)} updates stage by stage, so no gradients of a whole step have a "
+            "norm; leave it out"
+        )
     for name in ("accumulate", "grad_scaler", "deferred_batch_norm"):
         if not spec.synchronous and getattr(training, name) != getattr(Training, name):
             raise ConfigError(

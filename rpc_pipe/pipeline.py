@@ -302,7 +302,10 @@ class Pipeline(Inspected):
 
     @property
     def grad_norm(self) -> float | None:
-        """Norm of the last step's gradients before clipping; None without `max_grad_norm` or without an update."""
+        """Norm of the last step's gradients before clipping; None without an update.
+
+        It is measured with `max_grad_norm` or `log_grad_norm` alone.
+        """
         return None if self.replaying else self.checkpoints.results.norm
 
     @property

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from .checkpoints.collective import together
 from .checkpoints.facade import Checkpoints
 from .dependency import ConfigError
-from .own_workers import parameter_groups, set_rate, sum_buffers
+from .own_workers import set_rate, sum_buffers
 from .session import Session
 from .workers.actor import WorkerActor
 from .workers.hooks import Listener, StepRecord
@@ -24,7 +24,7 @@ class StepReport(NamedTuple):
     #: training steps done, this one too
     step: int
     loss: float
-    #: before clipping; None without `max_grad_norm`
+    #: before clipping; None without `max_grad_norm` or `log_grad_norm`
     grad_norm: float | None
     #: of the next update
     learning_rate: float | None
@@ -33,7 +33,7 @@ class StepReport(NamedTuple):
     #: of that, how long a worker of this process did not compute, on average
     lost_ms: float
     rows_per_s: float
-    #: 0.0 if the batch has no whole numbers
+    #: without padding where a mask or labels show it; 0.0 if the batch has no whole numbers
     tokens_per_s: float
     #: peak memory so far, of this process or of its GPU
     peak_bytes: int
@@ -170,7 +170,7 @@ class Inspected:
 
         To set it sets that of every group of this process's stages: all workers do so alike, between two steps.
         """
-        return next((float(group["lr"]) for group in parameter_groups(self._session.actors)), None)
+        return next((actor.learning_rate for actor in self._session.actors if actor.learning_rate is not None), None)
 
     @learning_rate.setter
     def learning_rate(self, rate: float) -> None:

@@ -45,3 +45,9 @@ class Context:
     given: Payload | None = None
     #: set by signal handlers or the caller; all workers then stop after the same step (see Result.stop)
     stop_requested: bool = False
+
+    @property
+    def learning_rate(self) -> float | None:
+        """Learning rate of the next update, of the first parameter group here; None: nothing here is trained."""
+        optimizers = (shard.optimizer for shard in self.shards.values() if shard.optimizer is not None)
+        return next((float(g["lr"]) for each in optimizers for g in each.param_groups if "lr" in g), None)

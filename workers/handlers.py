@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -28,10 +27,6 @@ from .compute.result import Result, clips, total_norm
 from .compute.shard import ForwardArgs, Shard
 from .step import ActionContext, Handler
 from .transport.payload import Payload, Tree, pack, unpack
-
-if TYPE_CHECKING:
-    pass
-
 
 _handlers: dict[Kind, Handler] = {}
 
@@ -144,7 +139,7 @@ def _collect_norms(ctx: ActionContext) -> Payload:
             if route == 0 or ctx.step.batch.spec.parallelism.zero:
                 shard.turn_to(ctx.step.update_offset + route)
                 complete_gradients(ctx, shard, route)
-                if ctx.worker.max_grad_norm is not None:
+                if shard.updating.training.measures_norm:
                     norms |= shard.updating.gradient_norms()
                 if shard.updating.scale.enabled:
                     finite.append(ctx.step.finite[shard])
@@ -177,7 +172,10 @@ def _update(ctx: ActionContext) -> None:
     if step.batch.reductions.validated:
         if index == 0:
             step.own_norms |= shard.updating.gradient_norms()
-        step.early[shard] = shard.update_early()
+        if worker.max_grad_norm is None:
+            shard.update()
+        else:
+            step.early[shard] = shard.update_early()
         return
     if shard.has_versions:
         shard.updating.tell_gradients()
@@ -196,8 +194,10 @@ def _update(ctx: ActionContext) -> None:
 def _validate(ctx: ActionContext) -> None:
     """Redo an early update if the gradients have to be clipped. Synchronises with the device to read the norm."""
     step, shard, max_norm = ctx.step, ctx.task.shard, ctx.worker.max_grad_norm
+    if max_norm is None:  # the norm is measured alone
+        return
     before = step.early.pop(shard)
-    assert step.result is not None and step.result.norm_tensor is not None and max_norm is not None
+    assert step.result is not None and step.result.norm_tensor is not None
     if clips(max_norm, step.result.norm_tensor):
         shard.update_again(before, max_norm, ctx.worker.backend.load(step.result.norm_tensor))
         step.taken_back = True

@@ -70,6 +70,12 @@ class StepRecord:
     data_cause: str = ""
     #: numbers of the microbatches as given, in the order of the run; empty: as given
     microbatch_order: tuple[int, ...] = ()
+    #: whether `tokens` counts padding, which neither a mask nor labels show
+    with_padding: bool = False
+    #: norm of all gradients before clipping; None if it is not measured
+    grad_norm: float | None = None
+    #: learning rate of the next update, of the first parameter group here; None if nothing here is trained
+    learning_rate: float | None = None
 
     @property
     def busy_ns(self) -> int:

@@ -344,7 +344,7 @@ class Stream:
         actions, begins, ends = zip(*step.timestamps, strict=True)
         times = worker.backend.resolve([*begins, *ends])
         records = list(map(Record, actions, times[: len(begins)], times[len(begins) :]))
-        loss = step.result.loss if step.result is not None else None
+        loss, norm = (None, None) if step.result is None else (step.result.loss, step.result.norm)
         worker.listeners.tell(
             "step_finished",
             StepRecord(
@@ -362,6 +362,9 @@ class Stream:
                 len(step.batch.shares),
                 *step.batch.waited,
                 step.batch.microbatch_order,
+                step.batch.with_padding,
+                norm,
+                worker.learning_rate,
             ),
         )
 

@@ -41,9 +41,10 @@ class StepInput:
     train: bool = True
     #: results of other stages that an update waits for; `part` was compiled for them
     reductions: Reductions = NO_REDUCTIONS
-    #: rows and tokens of the whole batch; 0 tokens if the inputs are not integers
+    #: rows and tokens of the whole batch; 0 tokens if the inputs are not integers; whether padding counts
     rows: int = 0
     tokens: int = 0
+    with_padding: bool = False
     #: time (ns) spent waiting for the batch to be read, and the cause: disk, network or decode
     waited: tuple[int, str] = (0, "")
     #: if steps overlap: each microbatch's fraction of the rows of the update that takes its gradients

@@ -13,12 +13,11 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ..dependency import BatchError, refuse_below
 from ..model.batches.microbatches import SplitBatch
+from ..model.batches.token_count import IGNORED
 from ..workers.compute.result import NUM_ITEMS
 
 #: a row: tensors or lists of numbers by name, or (inputs, targets)
 Row = Mapping[str, Any] | Sequence[Any]
-#: label that losses of tokens ignore, in torch and Hugging Face alike
-_IGNORED = -100
 #: microbatches for each stage, about, where time follows tokens
 _A_STAGE = 4
 
@@ -90,7 +89,7 @@ def _counted(rows: Sequence[Mapping[str, Tensor]], next_token: bool) -> dict[str
     """Return the number of labels of a batch that count, by its name; nothing if there are no labels of tokens."""
     if any("labels" not in row or not row["labels"].dim() for row in rows):
         return {}
-    return {NUM_ITEMS: torch.stack([(row["labels"][int(next_token) :] != _IGNORED).sum() for row in rows]).sum()}
+    return {NUM_ITEMS: torch.stack([(row["labels"][int(next_token) :] != IGNORED).sum() for row in rows]).sum()}
 
 
 def _padded(rows: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
@@ -99,6 +98,6 @@ def _padded(rows: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     made = {"attention_mask": pad_sequence(ones, batch_first=True)}
     for name, first in rows[0].items():
         fields = [row[name] for row in rows]
-        pad = _IGNORED if name in ("labels", "targets") else 0
+        pad = IGNORED if name in ("labels", "targets") else 0
         made[name] = pad_sequence(fields, batch_first=True, padding_value=pad) if first.dim() else torch.stack(fields)
     return made

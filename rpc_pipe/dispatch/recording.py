@@ -200,8 +200,26 @@ def _line(text: bytes) -> dict[str, Any]:
     return line
 
 
+def scalars_of(view: View, step: int) -> dict[str, float]:
+    """Return the known figures of a step by name; rates are from end to end of steps, as a script's report has them."""
+    records, length_ms = view.records(step), view.length_ms(step)
+    seconds = view.took_ms(step) / 1e3
+    found: dict[str, float | None] = {
+        "loss": records[0].loss,
+        "gradient norm": records[0].grad_norm,
+        "learning rate": next((r.learning_rate for r in records if r.learning_rate is not None), None),
+        "rows per s": records[0].rows / seconds,
+        "tokens per s": records[0].tokens / seconds if records[0].tokens else None,
+        "step/ms": length_ms,
+    }
+    for record in records:
+        found[f"bubble/worker {record.worker}"] = 1 - record.busy_ns / 1e6 / length_ms
+        found[f"peak MB/worker {record.worker}"] = record.peak_bytes / 1e6
+    return {name: value for name, value in found.items() if value is not None and not math.isnan(value)}
+
+
 class Scalars(_Sink):
-    """Writes loss, times and bubbles of every step for TensorBoard.
+    """Writes loss, gradient norm, learning rate, rates, times and bubbles of every step for TensorBoard.
 
     Raises:
         ConfigError: TensorBoard is not installed.
@@ -218,14 +236,8 @@ class Scalars(_Sink):
     def write(self, view: View) -> None:
         """Write the steps that are new since the last call."""
         for step in self._new_steps(view):
-            records, length_ms = view.records(step), view.length_ms(step)
-            scalars = {"loss": records[0].loss, "step/ms": length_ms}
-            for record in records:
-                scalars[f"bubble/worker {record.worker}"] = 1 - record.busy_ns / 1e6 / length_ms
-                scalars[f"peak MB/worker {record.worker}"] = record.peak_bytes / 1e6
-            for name, value in scalars.items():
-                if not math.isnan(value):
-                    self._writer.add_scalar(name, value, step)
+            for name, value in scalars_of(view, step).items():
+                self._writer.add_scalar(name, value, step)
         lost = self._new_lost(view)
         for cause, ms in lost.parts.items() if lost is not None else ():
             self._writer.add_scalar(f"lost ms/{cause}", ms, self._last_step)

@@ -127,6 +127,7 @@ def describe(view: View) -> dict[str, Any]:
         "step_ms": view.step_ms(),
         "rate": rate,
         "unit": unit,
+        "with_padding": view.with_padding,
         "bubble": mean_bubble(rows),
         "stalled": view.stalled,
         "ending": ending._asdict() if ending is not None else None,

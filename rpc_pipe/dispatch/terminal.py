@@ -70,7 +70,7 @@ class Screen:
         if (step_ms := view.step_ms()) is not None:
             parts.append(f"{step_ms:.0f} ms/step")
         if throughput := view.throughput():
-            parts.append(f"{throughput[0]:,.0f} {throughput[1]}/s")
+            parts.append(f"{throughput[0]:,.0f} {throughput[1]}/s{' with padding' * view.with_padding}")
         return Text("  ".join(parts), style="bold", overflow="fold")
 
     def _table(self, rows: list[WorkerRow], width: int) -> Table:

@@ -1,6 +1,6 @@
 """A run in the browser, and for Prometheus: read-only, for this machine alone by default.
 
-Needs the extra `rpc-pipe[dispatch]`. Requests must name a served address in Host (against DNS rebinding, as in
+Needs the extra `.[dispatch]`. Requests must name a served address in Host (against DNS rebinding, as in
 CVE-2025-62593), and an Origin, if there is one, must be this page. On any other address than loopback requests also
 need the token that is printed at the start.
 """

@@ -238,13 +238,13 @@ def encode_record(record: StepRecord) -> dict[str, Any]:
         **{each.name: getattr(record, each.name) for each in fields(record)},
         "actions": [[str(r.action), r.start_ns, r.end_ns] for r in record.actions],
         "arrivals": [[str(a.action), a.peer, a.num_bytes, a.at_ns] for a in record.arrivals],
-        "loss": number_or_word(record.loss),
+        **{name: number_or_word(getattr(record, name)) for name in ("loss", "grad_norm", "learning_rate")},
     }
 
 
-def number_or_word(value: float) -> float | str:
+def number_or_word(value: float | None) -> float | str | None:
     """Return a number for JSON, which has no words for "nan" and "inf"."""
-    return value if math.isfinite(value) else str(value)
+    return value if value is None or math.isfinite(value) else str(value)
 
 
 def json_line(**event: Any) -> bytes:

@@ -133,14 +133,14 @@ def decode_record(read: dict[str, Any], offset_ns: int = 0) -> StepRecord:
     times = {name: read[name] + offset_ns for name in ("start_ns", "end_ns")}
     parts: dict[str, Any] = {
         "loss": float(read["loss"]),
+        **{name: float(read[name]) for name in ("grad_norm", "learning_rate") if read.get(name) is not None},
         "microbatch_order": tuple(read.get("microbatch_order", ())),
         "actions": [Record(_parsed(name), start + offset_ns, end + offset_ns) for name, start, end in read["actions"]],
         "arrivals": [Arrived(_parsed(name), peer, size, at + offset_ns) for name, peer, size, at in read["arrivals"]],
     }
     found = {**read, **times, **parts}
-    return StepRecord(
-        **{name: value for name, value in found.items() if name in _FIELDS}
-    )  # _FIELDS are this version's  # another version has other fields
+    # Another version has other fields.
+    return StepRecord(**{name: value for name, value in found.items() if name in _FIELDS})
 
 
 _parsed = lru_cache(maxsize=2**14)(Action.parse)

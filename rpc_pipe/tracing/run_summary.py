@@ -32,6 +32,7 @@ def figures(view: View) -> dict[str, Any] | None:
         "loss": view.losses[-1][1],
         "step_ms": trace.step_ms,
         **({f"{throughput[1]}_per_s": throughput[0]} if throughput else {}),
+        **({"with_padding": True} if view.with_padding else {}),
         "bubble_planned": planned.bubble,
         "bubble_actual": trace.bubble,
         "peak_activations": list(planned.peak_activations),
@@ -43,6 +44,7 @@ def figures(view: View) -> dict[str, Any] | None:
 def sentence(found: dict[str, Any]) -> str:
     """Return a sentence on a run, from its figures."""
     rates = [f", {found[f'{unit}_per_s']:,.0f} {unit}/s" for unit in ("tokens", "rows") if f"{unit}_per_s" in found]
+    rates += [" with padding"] if "with_padding" in found else []
     return (
         f"{_count(found['steps'], 'step')} on {_count(found['workers'], 'worker')}: "
         f"{found['step_ms']:.0f} ms a step{''.join(rates)}, loss {found['loss']:.4f}"

@@ -235,6 +235,11 @@ class View:
         """Return the time from the first start to the last end of a complete step."""
         return step_ms([self.records(step)])
 
+    def took_ms(self, step: int) -> float:
+        """Return the time from the end of the step before to the end of a complete step."""
+        ends = {record.worker: record.end_ns for record in self._steps.get(step - 1, {}).values()}
+        return max(r.end_ns - ends.get(r.worker, r.start_ns) for r in self.records(step)) / 1e6
+
     def step_ms(self) -> float | None:
         """Return the median time from the end of a step to the end of the next, over the recent steps."""
         steps = self.complete_steps(RECENT + 1)
@@ -249,6 +254,11 @@ class View:
         tokens = sum(record.tokens for record in records)
         count = tokens or sum(record.rows for record in records)
         return 1e3 * count / (len(records) * ms), "tokens" if tokens else "rows"
+
+    @property
+    def with_padding(self) -> bool:
+        """Whether the tokens of the last step count padding too."""
+        return any(self.records(step)[0].with_padding for step in self.complete_steps(1))
 
 
 def describe_stall(folder: Path) -> str:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from rpc_pipe.dispatch.recording import scalars_of
 from rpc_pipe.dispatch.rows import worker_rows
 from rpc_pipe.drawing.page import encode
 from rpc_pipe.pipeline import Pipeline
@@ -182,3 +183,17 @@ def test_a_worker_with_several_stages_names_them_in_its_row(folder):
     view.take(RunBoards(folder).look())
     assert view.trace().rows == ["worker 0: stages 0, 3", "worker 1: stages 1, 2"]
     assert view.trace().layout.startswith("2 processes: 4 stages on 2 workers; stage 0: blocks 0-1, 40 parameters; ")
+
+
+def test_watchers_write_the_scalars_that_a_script_is_given(folder):
+    """TensorBoard got neither learning rate nor norm, and its rates left out the time between steps."""
+    pipe = pipeline(num_microbatches=2, max_grad_norm=1.0)
+    logged, view = [], View()
+    pipe.on_step(logged.append)
+    steps(pipe, 2, 2)
+    view.take(RunBoards(folder).look())
+    found = [scalars_of(view, step) for step in (1, 2)]
+    for report, scalars in zip(logged, found, strict=True):
+        assert scalars["gradient norm"] == report.grad_norm and scalars["learning rate"] == report.learning_rate
+        assert scalars["loss"] == report.loss and scalars["rows per s"] == pytest.approx(report.rows_per_s)
+        assert "tokens per s" not in scalars

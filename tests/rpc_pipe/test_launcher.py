@@ -253,8 +253,14 @@ def test_ctrl_c_stops_a_script_that_skips_its_batches(tmp_path):
     script.write_text(SKIPPING)
     arguments = ["run", script, "--workers", 2, "--checkpoint-every", 99]
     assert rpc_pipe(*arguments, cwd=tmp_path).returncode == 0
-    arguments = ["-m", "rpc_pipe", *arguments, "--resume", "auto", "--", "resumed"]
-    with start(*arguments, merged=True, cwd=tmp_path) as launcher:
+    output = interrupted_after_step_3(*arguments, "--resume", "auto", "--", "resumed", cwd=tmp_path)
+    assert "| step 90" not in output, "it read all batches"
+    assert unmerged(output).count("ends after 99 evaluated") == 2, output
+
+
+def interrupted_after_step_3(*arguments, **options):
+    """Return the output of a run whose launcher gets Ctrl-C once worker 0 has printed `step 3`."""
+    with start("-m", "rpc_pipe", *arguments, merged=True, **options) as launcher:
         try:
             while "| step 3\n" not in (line := launcher.stdout.readline()) or "worker 1" in line:
                 assert line
@@ -263,8 +269,7 @@ def test_ctrl_c_stops_a_script_that_skips_its_batches(tmp_path):
         finally:
             launcher.kill()
     assert launcher.returncode == 130, output
-    assert "| step 90" not in output, "it read all batches"
-    assert unmerged(output).count("ends after 99 evaluated") == 2, output
+    return output
 
 
 STOPPABLE = """
@@ -288,16 +293,7 @@ def test_ctrl_c_lets_a_script_end_its_loop_and_saves_either_way(tmp_path, how):
     """`step` raised SystemExit, and what the script saves after its loop was lost."""
     script, weights = tmp_path / "train.py", tmp_path / "w.safetensors"
     script.write_text(STOPPABLE)
-    arguments = ["run", script, "--workers", 2, "--save", weights, "--", how]
-    with start("-m", "rpc_pipe", *arguments, merged=True) as launcher:
-        try:
-            while "step 3" not in (line := launcher.stdout.readline()):
-                assert line
-            launcher.send_signal(signal.SIGINT)
-            output = launcher.communicate(timeout=60)[0]
-        finally:
-            launcher.kill()
-    assert launcher.returncode == 130, output
+    output = interrupted_after_step_3("run", script, "--workers", 2, "--save", weights, "--", how)
     assert unmerged(output).count("| evaluated") == (2 if how == "ends" else 0)
     assert weights.is_file() and "Traceback" not in output
 

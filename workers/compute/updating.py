@@ -46,6 +46,7 @@ class Training:
         deferred_batch_norm: take running statistics from whole batches, of all replicas, not from each microbatch.
         max_grad_norm: clip the gradients of the whole model to this norm before an update, with the bits of
             `torch.nn.utils.clip_grad_norm_`; see `Pipeline.grad_norm`.
+        log_grad_norm: measure that norm for `Pipeline.grad_norm` also without clipping.
         post_validation: whether steps of `train` update before that norm is known, and repeat the update if gradients
             must be clipped, with the same bits; by default if the schedule gains by it. See docs/training.md.
         untrained: names of parameters that no optimizer has on purpose, such as `*.bias`; any other is refused.
@@ -60,9 +61,15 @@ class Training:
     accumulate: int = 1
     deferred_batch_norm: bool = False
     max_grad_norm: float | None = None
+    log_grad_norm: bool = False
     post_validation: bool | None = None
     untrained: Sequence[str] = ()
     check: Literal["first", "always"] = "first"
+
+    @property
+    def measures_norm(self) -> bool:
+        """Whether the norm of all gradients is measured."""
+        return self.log_grad_norm or self.max_grad_norm is not None
 
 
 #: required arguments of `step` that a pipeline cannot give

@@ -291,9 +291,3 @@ def shapes_in(tree: Tree) -> str:
     """Write the shapes of all tensors, or that there is none."""
     found = ", ".join(str(tuple(tensor.shape)) for tensor in tensors_of(tree))
     return found or "no tensor (numpy's arrays and lists of numbers are none; torch.as_tensor makes one)"
-
-
-def num_tokens(inputs: Tree) -> int:
-    """Return how many whole numbers the first of the inputs has, such as bytes or words; 0 if they are not whole."""
-    first = next(iter(tensors_of(inputs)), None)
-    return 0 if first is None or first.is_floating_point() or first.is_complex() else first.numel()

@@ -13,9 +13,10 @@ from ...dependency import Action, BatchError, Spec, update_of
 from ...workers.compute.digest import describe
 from ...workers.compute.result import NUM_ITEMS
 from ...workers.transport.call import pack_description
-from ...workers.transport.payload import Tree, map_tensors, num_tokens, shapes_in, split_rows, tensors_of
+from ...workers.transport.payload import Tree, map_tensors, shapes_in, split_rows, tensors_of
 from ...workers.transport.scatter import Scatter
 from .lazy_batch import LazyBatch, OwnRows, label_of
+from .token_count import TokenCount, count_tokens
 
 #: splits a batch into (inputs, targets)
 Pair = Callable[[Tree], tuple[Tree, Tree]]
@@ -34,8 +35,7 @@ class Microbatches:
     #: what the loss of each microbatch counts: its share of the rows, or 1 where the model divides by `NUM_ITEMS`
     shares: list[float]
     rows: int
-    #: number of integers in the inputs, such as tokens
-    tokens: int
+    tokens: TokenCount
     #: shapes and digests of inputs and targets, which are compared between workers
     described: tuple[str, str]
     #: describes the batch as it is when this is called; None: it is a lazy one
@@ -100,7 +100,7 @@ class Microbatches:
             all_targets,
             _shares(rows, all_inputs[0], all_targets[0]),
             all_rows,
-            sum(map(num_tokens, all_inputs)) if num_tokens(all_inputs[0]) else 0,
+            count_tokens(*(batch if microbatches is not None else ([batch[0]], [batch[1]]))),
             now(),
             now,
         )
@@ -138,7 +138,7 @@ class Microbatches:
             targets,
             _shares(rows, inputs[0], targets[0]),
             batch.rows,
-            sum(map(num_tokens, inputs)),
+            count_tokens(inputs, targets),
             (pack_description(batch.label, []), ""),
             lazy=batch,
         )

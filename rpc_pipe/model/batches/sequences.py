@@ -18,9 +18,7 @@ from ...workers.compute.result import NUM_ITEMS
 from ...workers.compute.sequence import current
 from ...workers.transport.payload import TensorHolder, Tree, map_tensors, shapes_in, tensors_of
 from .microbatches import Microbatches, divides_sums
-
-#: label that losses of tokens ignore, in torch and Hugging Face alike
-_IGNORED = -100
+from .token_count import IGNORED
 
 
 class Sequences:
@@ -112,8 +110,8 @@ class Sequences:
         """Return the same with labels that are shifted already, across the borders of slices."""
         if not self._shifts or not isinstance(labels := named.get("labels"), Tensor):
             return named
-        shifted = nn.functional.pad(labels, (0, 1), value=_IGNORED)[..., 1:].contiguous()
-        counted = (shifted != _IGNORED).sum()
+        shifted = nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:].contiguous()
+        counted = (shifted != IGNORED).sum()
         return {NUM_ITEMS: counted, **named, "labels": shifted, "shift_labels": shifted}
 
     def _piece(self, named: Mapping[str, Any], whole: Mapping[str, Any], begin: int, end: int, length: int) -> Tree:
@@ -251,4 +249,4 @@ def _num_counted(target: Tree) -> int | None:
     tensors = list(tensors_of(target))
     if len(tensors) != 1 or tensors[0].is_meta or tensors[0].is_floating_point() or tensors[0].dim() < 2:
         return None
-    return int(torch.count_nonzero(tensors[0] != _IGNORED))
+    return int(torch.count_nonzero(tensors[0] != IGNORED))

@@ -39,11 +39,12 @@ class StepEnd:
         max_grad_norm, post_validation = training.max_grad_norm, training.post_validation
         scaled = training.grad_scaler is not None and training.grad_scaler.is_enabled()
         self._max_norm, self._accumulate = max_grad_norm, training.accumulate
-        possible = spec.synchronous and max_grad_norm is not None and not scaled and not spec.parallelism.zero
+        possible = spec.synchronous and training.measures_norm and not scaled and not spec.parallelism.zero
         if post_validation and not possible:
             raise BatchError(
-                "post_validation: needs max_grad_norm, a synchronous schedule, and neither grad_scaler nor zero: else "
-                "updates wait for no norm, must not overflow, or are given to others at once; leave it out"
+                "post_validation: needs max_grad_norm or log_grad_norm, a synchronous schedule, and neither "
+                "grad_scaler nor zero: else updates wait for no norm, must not overflow, or are given to others at "
+                "once; leave it out"
             )
         self._validates = possible and (spec.post_validation if post_validation is None else post_validation)
         #: how parameters that several hold are divided into pieces; known when the model has been cut
@@ -52,7 +53,7 @@ class StepEnd:
         self.meets = False
         # Only the first step shows whether the loss is a sum with a weight, which updates wait for; and clipping is
         # frequent at first.
-        self._reductions = Reductions(weight=True, norms=max_grad_norm is not None or scaled)
+        self._reductions = Reductions(weight=True, norms=training.measures_norm or scaled)
 
     def updates(self, step: int) -> bool:
         """Return whether training step `step` ends with an update."""
@@ -142,7 +143,8 @@ class StepInputs:
         scales = update_shares(part.spec, batch.shares) if train and not part.spec.synchronous else None
         return StepInput(
             part, self._order, call, batch.inputs, None if what == "predict" else batch.targets, batch.shares,
-            train=train, reductions=reductions, rows=batch.rows, tokens=batch.tokens, waited=batch.waited,
-            scales=scales, places=batch.places, scatter=batch.scatter, microbatch_order=batch.order,
-            updates=self._step_end.updates(number), last=self._due(number + 1),
+            train=train, reductions=reductions, rows=batch.rows, tokens=batch.tokens.tokens,
+            with_padding=batch.tokens.with_padding, waited=batch.waited, scales=scales, places=batch.places,
+            scatter=batch.scatter, microbatch_order=batch.order, updates=self._step_end.updates(number),
+            last=self._due(number + 1),
         )  # fmt: skip

@@ -1,0 +1,57 @@
+"""The norm of all gradients, measured without clipping."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from rpc_pipe import ConfigError, Pipeline, Training
+
+
+def _trained(streamed, training, **options):
+    torch.manual_seed(0)
+    layers = [layer for _ in range(8) for layer in (nn.Linear(6, 6), nn.Tanh())]
+    draw = partial(torch.randn, 12, 6, generator=torch.Generator().manual_seed(1))
+    batches = [(draw(), draw()) for _ in range(4)]
+    optimizer = partial(torch.optim.AdamW, lr=0.01)
+    with Pipeline(layers, nn.functional.mse_loss, training=Training(optimizer, **training), **options) as pipe:
+        found = [(loss, pipe.grad_norm) for loss in (pipe.train(batches) if streamed else map(pipe.step, batches))]
+        state = {name: tensor.clone() for name, tensor in pipe.weights.state_dict().items()}
+    return found, state
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_workers": 1, "num_microbatches": 1},
+        {"num_workers": 2, "num_microbatches": 4},
+        {"num_workers": 4, "num_microbatches": 8, "schedule": "zb-h2"},
+        {"num_workers": 2, "num_microbatches": 4, "schedule": "chimera"},
+        {"num_workers": 4, "num_microbatches": 4, "replicas": 2},
+        {"num_workers": 4, "num_microbatches": 4, "replicas": 2, "zero": 1},
+    ],
+)
+def test_the_norm_is_that_of_clipping_at_infinity(options, streamed):
+    """A script that does not clip had no norm to log, unless it clipped at infinity."""
+    (found, state), (clipped, expected) = (
+        _trained(streamed, training, **options)
+        for training in ({"log_grad_norm": True}, {"max_grad_norm": float("inf")})
+    )
+    assert found == clipped and all(norm > 0 for _, norm in found)
+    assert all(torch.equal(state[name], tensor) for name, tensor in expected.items())
+
+
+def test_a_norm_that_is_logged_changes_no_bit():
+    logged, plain = (
+        _trained(True, training, num_workers=2, num_microbatches=4) for training in ({"log_grad_norm": True}, {})
+    )
+    assert [loss for loss, _ in logged[0]] == [loss for loss, _ in plain[0]]
+    assert [norm for _, norm in plain[0]] == [None] * 4
+    assert all(torch.equal(logged[1][name], tensor) for name, tensor in plain[1].items())
+
+
+def test_a_schedule_without_whole_steps_refuses_to_log_their_norm():
+    with pytest.raises(ConfigError, match="log_grad_norm"):
+        _trained(False, {"log_grad_norm": True}, num_workers=2, num_microbatches=4, schedule="pipedream")
