@@ -19,6 +19,7 @@ from rpc_pipe.tracing.boards import headers_in
 CSV = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
 MODEL = "import torch\ndef make():\n    return [torch.nn.Linear(4, 4)] * 2, torch.ones(8, 4), torch.sum\n"
 READERS = {
+    "big.csv: ": ["run", "big.csv"],
     "--schedule big.csv": ["simulate", "--schedule", "big.csv"],
     "--schedule big.json": ["simulate", "--schedule", "big.json"],
     "--plan big.json": ["run", "--model", "m.py:make", "--plan", "big.json"],
