@@ -19,12 +19,13 @@ from ..planning.comparison import format_bytes
 from ..planning.json_fields import to_json_value
 from ..planning.profile import Machines, Profile, as_json
 from ..planning.program_search import faster_program
+from ..planning.remarks import remarks
 from ..planning.search import PlanRequest, PlanResult, default_microbatches, refuse_unknown, search
 from ..planning.specs import make_spec
 from .auto import Auto
 from .options import MAKE, Parser, refuse_typed
 from .output_files import try_files, write
-from .profile import add_measuring, find_profile, load, progress, with_slices
+from .profile import add_measuring, find_profile, load, progress, show_loading, with_slices
 from .readers import link, some, whole, wholes
 from .topology import HERE, machines_of, read_topology
 
@@ -94,7 +95,9 @@ def _plan(typed: dict[str, Any], argv: list[str]) -> int:
             for plans in (result.plans, result.front)
         )
     advice = binding_limits(request, result) if result.plans else changes_that_fit(request, result)
-    told = _as_json(request, result, advice)
+    here = request.profile.device == "cpu" and not {"topology", "link"} & typed.keys()
+    notes = list(remarks(request, result, len(os.sched_getaffinity(0)) if here else None)) if result.plans else []
+    told = {**_as_json(request, result, advice), "remarks": notes}
     if "output" in typed:
         write(typed["output"], json.dumps(told, indent=1))
     if "svg" in typed:
@@ -103,7 +106,7 @@ def _plan(typed: dict[str, Any], argv: list[str]) -> int:
     if "json" in typed:
         print(json.dumps(told))
     else:
-        _show(request, result, advice, typed, reporter)
+        _show(request, result, advice, notes, typed, reporter)
     if not result.plans and "json" in typed:
         reporter.text(_nothing_fits(result))
     return 0 if result.plans else 1
@@ -171,6 +174,7 @@ def _request(typed: dict[str, Any], seconds: float, reporter: Reporter) -> tuple
     if "model" not in typed and "profile" not in typed:
         raise ConfigError(f"plan: needs path/to/file.py:make, {MAKE}; or --profile FILE")
     machines = _machines(typed)
+    show_loading(typed, reporter)
     if "batch" not in typed and "model" not in typed:
         raise ConfigError("--batch: needed with --profile; give the rows of a step's batch")
     batch = typed["batch"] if "batch" in typed else load(typed)[1]
@@ -189,7 +193,7 @@ def _request(typed: dict[str, Any], seconds: float, reporter: Reporter) -> tuple
         )
     least, slices = workers // max(replicas), typed.get("slices", [1])
     profile, path = find_profile(typed, wanted, reporter, at_least=least, together=_together(typed, workers))
-    profile = with_slices(typed, profile, path, max(slices))
+    profile = with_slices(typed, profile, path, max(slices), reporter)
     refuse_too_few(profile, least)
     if profile.workers not in (0, workers):
         advice = f"profile --workers {workers} --again measures for {workers}"
@@ -247,7 +251,12 @@ def _as_json(request: PlanRequest, result: PlanResult, advice: Sequence[Advice])
 
 
 def _show(
-    request: PlanRequest, result: PlanResult, advice: Sequence[Advice], typed: dict[str, Any], reporter: Reporter
+    request: PlanRequest,
+    result: PlanResult,
+    advice: Sequence[Advice],
+    notes: Sequence[str],
+    typed: dict[str, Any],
+    reporter: Reporter,
 ) -> None:
     machines, profile = request.machines, request.profile
     sizes = f"{profile.num_blocks} blocks, {machines.num_workers} workers, batch of {request.batch}"
@@ -270,6 +279,8 @@ def _show(
     reporter.text(f"time against memory:\n{front_text(result.front)}")
     for each in advice:
         reporter.text(f"would be faster: {each.sentence}")
+    for note in notes:
+        reporter.text(f"note: {note}")
     if "output" in typed:
         reporter.text(f"written to {typed['output']}: rpc-pipe run SCRIPT --plan {typed['output']}")
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 #: folder of profiles, beside the model's file
 _FOLDER = ".rpc_pipe"
 OPTIMIZERS = ("adamw", "sgd", "momentum")
+#: seconds before the first line of progress without a terminal, and between lines
+_QUIET_S, _LINE_EVERY_S = 1.0, 10.0
 
 
 def add(commands: Any) -> None:
@@ -66,6 +69,7 @@ def _profile(typed: dict[str, Any], argv: list[str]) -> int:
     if job is not None:
         return as_worker(lambda: _as_part_of(job, typed, reporter), reporter)
     workers = typed.get("workers", 0)
+    show_loading(typed, reporter)
     profile, path = find_profile(typed, typed.get("rows"), reporter, at_least=max(1, workers), together=workers)
     if "json" in typed:
         print(json.dumps(as_json(profile)))
@@ -99,6 +103,10 @@ def _as_part_of(job: Job, typed: Mapping[str, Any], reporter: Reporter) -> None:
     user_model, of_batch = load(typed)
     rows = typed.get("rows") or [of_batch]
     settings = {**_settings(typed), "repeats": typed.get("repeats", 5)}
+    if job.rank == 0:
+        say: Callable[[str], None] = lambda text: link.tell(kind="progress", text=text)  # noqa: E731
+        say("measuring links, and the time of the runtime")
+        settings["tell"] = lines_of(say, "measuring")
     profile, worker = profile_together(user_model, rows, job.num_workers, settings)
     if worker == 0:
         name, path = _place(user_model, typed, job.num_workers)
@@ -119,6 +127,12 @@ def load(typed: Mapping[str, Any]) -> tuple[UserModel, int]:
     torch.set_num_threads(typed.get("threads", 1))
     user_model = load_user_model(typed["model"])
     return user_model, rows_of(user_model.batch)
+
+
+def show_loading(typed: Mapping[str, Any], reporter: Reporter) -> None:
+    """Show that a model is loaded, which takes seconds, as torch is loaded first."""
+    if "model" in typed:
+        reporter.progress(f"loading {typed['model']}")
 
 
 def find_profile(
@@ -164,7 +178,7 @@ def find_profile(
     return profile, path
 
 
-def with_slices(typed: Mapping[str, Any], profile: Profile, path: Path, most: int) -> Profile:
+def with_slices(typed: Mapping[str, Any], profile: Profile, path: Path, most: int, reporter: Reporter) -> Profile:
     """Return the profile with the costs of slices of sequences, measured in this process, once.
 
     Args:
@@ -179,6 +193,7 @@ def with_slices(typed: Mapping[str, Any], profile: Profile, path: Path, most: in
         from ..planning.measuring.slice_times import measure_slices
 
         rows = min(profile.measured)
+        reporter.progress(f"measuring slices of sequences, {rows} rows a microbatch")
         activations = sum(cost.size.activations for cost in profile.at(rows))
         found = measure_slices(load(typed)[0], rows, activations, typed.get("device", "cpu"))
         profile = replace(profile, slicing=(found,))
@@ -232,7 +247,7 @@ def _measure_together(
         if name in typed:
             arguments += [f"--{name}", str(typed[name])]
     path.parent.mkdir(parents=True, exist_ok=True)
-    reporter.text(f"measuring with {workers} workers at once")
+    reporter.progress(f"measuring with {workers} workers at once")
     before = path.stat().st_mtime_ns if path.exists() else 0
     code = launch(arguments, workers, Reporter("json" in typed), How(typed.get("threads"), watched=False))
     if code or not path.exists() or path.stat().st_mtime_ns == before:
@@ -260,14 +275,29 @@ def read_profile(path: Path) -> Profile:
     return profile
 
 
-@contextmanager
-def progress(reporter: Reporter, what: str) -> Iterator[Callable[[float], None]]:
-    """Draw a progress bar that is erased at its end; yield a function that takes the progress, 0 to 1.
+def lines_of(say: Callable[[str], None], what: str) -> Callable[..., None]:
+    """Return a function that takes the progress, 0 to 1, and a note; a new note, and every few seconds, make a line."""
+    due, shown = time.monotonic() + _QUIET_S, ""
 
-    Without a terminal it is not drawn.
+    def tell(done: float, note: str = "") -> None:
+        nonlocal due, shown
+        if note != shown or time.monotonic() > due:
+            due, shown = time.monotonic() + _LINE_EVERY_S, note
+            say(f"{what} {note}: {done:.0%}".replace(" :", ":"))
+
+    return tell
+
+
+@contextmanager
+def progress(reporter: Reporter, what: str) -> Iterator[Callable[..., None]]:
+    """Show progress on stderr; yield a function that takes it, 0 to 1, and a note.
+
+    On a terminal it is a bar, which is erased at its end.
     """
-    columns = TextColumn(what), BarColumn(), TextColumn("{task.percentage:>3.0f} %")
-    console = reporter.console
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %")
+    if not reporter.aside.is_terminal:
+        yield lines_of(reporter.progress, what)
+        return
+    with Progress(*columns, console=reporter.aside, transient=True) as bar:
         task = bar.add_task(what, total=1.0)
-        yield lambda done: bar.update(task, completed=done)
+        yield lambda done, note="": bar.update(task, completed=done, description=f"{what} {note}".rstrip())

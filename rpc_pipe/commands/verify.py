@@ -9,10 +9,11 @@ from ..launching.job import current_job
 from ..launching.launcher import launch
 from ..launching.report import Reporter
 from ..launching.worker_main import as_worker
+from ..planning.plan import read_plan
 from ..verifying.verify_options import BUILT_IN, CONTEXT, VerifyOptions
 from .options import MAKE, PIPELINE, Parser, filled, refuse_typed, set_transport
 from .readers import fraction, number, whole, wholes
-from .run import how, refuse_idle
+from .run import follow_plan, how, refuse_idle
 
 
 def add(commands: Any) -> None:
@@ -22,6 +23,7 @@ def add(commands: Any) -> None:
         "model", nargs="?", metavar="FILE.py:make", help=f"gpt, conv, mlp, or {MAKE} ({VerifyOptions.model})"
     )
     parser.take(*PIPELINE)
+    parser.add_argument("--plan", metavar="FILE", help="verify what rpc-pipe plan wrote")
     parser.add_argument("--steps", type=whole(1, 10**6), help=f"training steps ({VerifyOptions.steps})")
     parser.add_argument("--blocks", action="append", help="names of lists of blocks, or of blocks, with commas")
     parser.add_argument("--list-blocks", action="store_true", help="only print the blocks, and what each cut passes")
@@ -37,7 +39,7 @@ def add(commands: Any) -> None:
 
 def verify(typed: dict[str, Any], argv: list[str]) -> int:
     """Train by a pipeline and in one process, and compare; return the exit code."""
-    typed = _checked(typed)
+    typed = _checked(_followed(typed))
     set_transport(typed)
     started = how(typed)
     options = filled(VerifyOptions, {**typed, "transport": started.transport})
@@ -60,6 +62,18 @@ def verify(typed: dict[str, Any], argv: list[str]) -> int:
         prove(options)
 
     return as_worker(work, reporter)
+
+
+def _followed(typed: dict[str, Any]) -> dict[str, Any]:
+    """Return the typed options with the options that --plan decides, as `run` has them."""
+    if "plan" not in typed:
+        return typed
+    order = read_plan(typed["plan"]).microbatch_order
+    if order != "given":
+        refuse_typed(typed, ["microbatch_order"], f"--plan {typed['plan']} says it; leave one of the two out")
+    followed = follow_plan(typed)
+    del followed["plan"]
+    return followed if order == "given" else {**followed, "microbatch_order": order}
 
 
 def _checked(typed: dict[str, Any]) -> dict[str, Any]:

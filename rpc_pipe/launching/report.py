@@ -58,7 +58,7 @@ class Reporter:
 
     def __init__(self, as_json: bool = False) -> None:
         self._out = _Output("stdout")
-        self.console = _console("stderr" if as_json else "stdout")
+        self.console, self.aside = _console("stderr" if as_json else "stdout"), _console("stderr")
         #: follow-ups of the results shown so far
         self.exit_code = 0
         #: whether a summary or a result has been shown
@@ -74,6 +74,8 @@ class Reporter:
             self.failure("lost another worker" if message["error"] == "PeerLost" else "failed", message["text"], [])
         elif kind == "wrong input":
             self.error(message["text"])
+        elif kind == "progress":
+            self.progress(message["text"])
         elif "text" in message:
             self.text(message["text"])
             if kind == "result":
@@ -82,6 +84,10 @@ class Reporter:
     def text(self, text: str) -> None:
         """Show text, such as a line of the launcher."""
         self.console.print(text, markup=False)
+
+    def progress(self, text: str) -> None:
+        """Show on stderr what goes on."""
+        self.aside.print(text, markup=False)
 
     def line(self, workers: Sequence[int], text: str) -> None:
         """Show a line that these workers printed."""

@@ -22,8 +22,8 @@ from .profile import Chain, Machines, Profile
 from .slice_costs import SliceCosts
 from .specs import find_schedule, make_spec
 
-#: called with the share of the search that is done, 0 to 1
-Progress = Callable[[float], None]
+#: called with the share of the search that is done, 0 to 1, and a note of its size
+Progress = Callable[[float, str], None]
 
 #: share of the time for the first cut of every candidate
 _FIRST_CUTS = 0.4
@@ -98,7 +98,7 @@ def default_microbatches(num_workers: int, batch: int) -> tuple[int, ...]:
     return tuple(sorted({count for count in wanted if count <= batch} or {batch}))
 
 
-def search(request: PlanRequest, tell: Progress = lambda share: None) -> PlanResult:
+def search(request: PlanRequest, tell: Progress = lambda share, note: None) -> PlanResult:
     """Return the best plans, fastest first, with bounds."""
     return _Search(request, tell).result()
 
@@ -110,6 +110,8 @@ class _Search:
         self._chains = {count: request.chain(count) for count in request.microbatches}
         #: the most promising first
         self._searches = sorted(self._list(), key=lambda pair: pair[1].least)
+        names = {candidate.schedule for candidate, _ in self._searches}
+        self._note = f"{len(self._searches)} variants of {len(names)} schedules"
 
     def _list(self) -> Iterator[tuple[Candidate, CutSearch]]:
         q = self._request
@@ -153,7 +155,7 @@ class _Search:
 
         def is_worth(search: CutSearch, until: float) -> bool:
             nonlocal done
-            self._tell(done / (3 * len(self._searches)))
+            self._tell(done / (3 * len(self._searches)), self._note)
             done += 1
             # That nothing fits may be reported only when everything has been looked at.
             return best is None or (search.least < best.time and time.monotonic() <= until)
@@ -175,7 +177,7 @@ class _Search:
                 best = better(search.climb(min(until, now + max(0.05, (until - now) / 8))))
         bound = float("inf")
         for _, search in self._searches:
-            self._tell(done / (3 * len(self._searches)))
+            self._tell(done / (3 * len(self._searches)), self._note)
             done += 1
             proven, least = search.prove(best, until)
             best, bound = better(proven), min(bound, least)

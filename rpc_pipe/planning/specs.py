@@ -106,7 +106,8 @@ def make_spec(
     try:
         with schedule_errors():
             spec = cls(num_workers=num_workers, num_microbatches=num_microbatches, **values)
-            num_stages = spec.num_stages
+            # Both are read before the schedule is checked.
+            num_stages, _ = spec.num_stages, spec.synchronous
             if not isinstance(num_stages, int):
                 raise TypeError(f"num_stages is {num_stages!r}; must be a whole number")
     except (AttributeError, TypeError, NotImplementedError) as error:

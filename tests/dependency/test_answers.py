@@ -72,6 +72,13 @@ def test_a_schedule_with_an_init_of_its_own_is_told_of_parameters():
         make_spec(Mine, 2, 4)
 
 
+def test_a_property_that_raises_is_refused_when_the_schedule_is_made():
+    """`synchronous` is read before the check: `run` started workers, whose first one failed with a traceback."""
+    raises = type("Mine", (OneFOneB,), {"synchronous": property(lambda self: 1 // 0)})
+    with pytest.raises(ScheduleError, match="raised ZeroDivisionError"):
+        make_spec(raises, 2, 4)
+
+
 @pytest.mark.parametrize("base", [OneFOneB, Spec], ids=["slot", "unrolled"])
 def test_an_after_that_changes_its_answer_is_refused(base):
     """A window that was drawn at random, or counted calls, was simulated: each worker would have had another one."""

@@ -305,3 +305,26 @@ def test_the_picture_has_scales_and_no_name_upon_another():
     for at, (x, y) in enumerate(boxes):
         assert all(abs(x - other) > 70 or abs(y - line) > 12 for other, line in boxes[:at])
     assert ">800</text>" in picture and ">30 MB</text>" in picture
+
+
+def test_progress_is_shown_on_stderr(model, capsys):
+    """`plan` and `profile` showed nothing for half a minute where stdout was no terminal."""
+    assert main(["plan", f"{model}:make", "--alone", "--workers", "2", "--batch", "8", "--seconds", "1", "--json"]) == 0
+    out, lines = capsys.readouterr()
+    assert json.loads(out) and "loading" not in out
+    assert lines.startswith(f"loading {model}:make")
+    assert re.search(r"^measuring 6 blocks, \d rows a microbatch: ", lines, re.M)
+    assert re.search(r"^searching \d+ variants of \d+ schedules: ", lines, re.M)
+
+
+def test_a_plan_is_verified_as_it_is_run(model, capsys, tmp_path):
+    """`verify` had no --plan, so schedule, cut and microbatches had to be typed from the plan's file."""
+    out = tmp_path / "plan.json"
+    sizes = ["--workers", "2", "--batch", "8", "--microbatches", "4", "--seconds", "1"]
+    assert main(["plan", f"{model}:make", "--alone", *sizes, "--no-searched", "--output", str(out)]) == 0
+    arguments = ["verify", f"{model}:make", "--plan", str(out), "--transport", "local", "--steps", "2"]
+    capsys.readouterr()
+    assert main(arguments) == 0
+    assert f"{read_plan(out).schedule} on 2 workers" in capsys.readouterr().out
+    assert main([*arguments, "--microbatches", "2"]) == 2
+    assert "--microbatches 2" in capsys.readouterr().err

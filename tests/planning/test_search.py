@@ -15,6 +15,7 @@ from rpc_pipe.planning.cut_search import CutSearch, costliest, least_bottleneck
 from rpc_pipe.planning.footprint import Size, peak_bytes
 from rpc_pipe.planning.pricing import PricedSchedule
 from rpc_pipe.planning.profile import Chain, LayerCost, Machines, Profile, Tie, as_json, from_json
+from rpc_pipe.planning.remarks import num_copies, remarks
 from rpc_pipe.planning.search import Candidate, PlanRequest, candidates, search
 from rpc_pipe.planning.simulator import Link
 from rpc_pipe.planning.slice_costs import SliceCosts
@@ -340,3 +341,20 @@ def test_gradients_are_priced_bucket_by_bucket():
     # 8 buckets take 2.5 each: the last leaves when the backward ends, and its sum comes back.
     assert step(2) < step(1) < step(2, bucket=1000)
     assert step(2, bucket=1000) - step(2) == pytest.approx(40 - 5)
+
+
+def test_remarks_name_shared_cores_copies_of_the_weights_and_slices_that_do_not_pay():
+    """A plan was silent on its two copies of the weights, on shared cores, and on slices that were asked for."""
+    costs = [block(1.0, weights=10, activations=10, outputs=1) for _ in range(8)]
+    slicing = (SliceCosts(fixed=0.5, length=64),)
+    profile = Profile({1: costs}, {}, (), "model", "", "cpu", 8, slicing=slicing)
+    request = PlanRequest(profile, Machines(4), 8, (8,), schedules=("chimera", "1f1b"), slices=(1, 2), recompute=False)
+    result = search(request)
+    found = {plan.name: plan for plan in result.plans}
+    assert num_copies(found["chimera"], 4) == 2 and num_copies(found["1f1b"], 4) == 1
+    result.plans.sort(key=lambda plan: plan.name != "chimera")
+    cores, copies, slices = remarks(request, result, 2)
+    assert cores.startswith("4 workers share 2 cores")
+    assert "2 copies" in copies and "1f1b" in copies and slices.startswith("--slices 1,2")
+    result.plans.sort(key=lambda plan: plan.name != "1f1b")
+    assert [note.partition(":")[0] for note in remarks(request, result, None)] == ["--slices 1,2"]

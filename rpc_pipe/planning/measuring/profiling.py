@@ -34,8 +34,8 @@ from .timed_block import Forward, TimedBlock
 
 __all__ = ["OPTIMIZERS", "UserModel", "load_user_model", "profile_model", "rows_of", "signature"]
 
-#: called with the share of the blocks that are measured, 0 to 1
-Progress = Callable[[float], None]
+#: called with the share of the blocks that are measured, 0 to 1, and a note of what is measured now
+Progress = Callable[[float, str], None]
 #: costs by block, time of a stage besides its block by kind, parameters that blocks share
 _Measured = tuple[list[LayerCost], dict[Kind, float], tuple[Tie, ...]]
 #: the runtime's time for an action, in milliseconds
@@ -106,7 +106,7 @@ def profile_model(
     repeats: int = 5,
     estimate: bool = False,
     at_least: int = 1,
-    tell: Progress = lambda share: None,
+    tell: Progress = lambda share, note: None,
     barrier: Barrier = lambda: None,
 ) -> Profile:
     """Measure a model for microbatches of each number of rows.
@@ -132,8 +132,8 @@ def profile_model(
     for number, count in enumerate(sorted(set(rows))):
         batch = resize_batch(user_model.batch, count)
 
-        def advance(share: float, number: int = number) -> None:
-            tell((number + share) / len(set(rows)))
+        def advance(share: float, note: str, number: int = number, count: int = count) -> None:
+            tell((number + share) / len(set(rows)), f"{note}, {count} rows a microbatch")
 
         task = _MeasuredModel(user_model, batch, device, factory, repeats, advance, at_least)
         with _named_errors(user_model):
@@ -204,11 +204,13 @@ def _measure(task: _MeasuredModel, barrier: Barrier) -> _Measured:
     for block in made:
         block.run()
         blocks.append(block)
-        task.tell(len(blocks) / total)
+        task.tell(len(blocks) / total, f"{count} blocks")
     whole = [] if make_whole is None else [make_whole()]
     for each in whole:
         each.run()
-    time_blocks([*blocks, *whole], task.repeats, lambda done: task.tell((count + len(whole) + done) / total))
+    time_blocks(
+        [*blocks, *whole], task.repeats, lambda done: task.tell((count + len(whole) + done) / total, f"{count} blocks")
+    )
     costs = costs_of(blocks, task.optimizer, task.repeats, barrier)
     return costs, _around(costs, whole[0].times if whole else None), _ties([dict(b.named) for b in blocks], costs)
 
