@@ -180,7 +180,7 @@ def test_run_plan_auto_measures_plans_trains_and_notes(tmp_path):
     done = rpc_pipe("run", "--plan", "auto", "--model", *said, "--steps", 4)
     out = done.stdout
     assert done.returncode == 0, done.stderr
-    assert "measuring with 2 workers at once" in out and "planned: " in out and "step 4 of 4" in out
+    assert "measuring with 2 workers at once" in done.stderr and "planned: " in out and "step 4 of 4" in out
     folder = tmp_path / ".rpc_pipe"
     kept = json.loads(next(folder.glob("profile-*.json")).read_text())
     assert kept["workers"] == 2 and kept["topology"]["link"]["latency_ms"] > 0 and len(kept["topology"]["workers"]) == 2
