@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from .action import Action
 from .errors import ScheduleError
+from .indexes import split_step
 from .order import has_slot
 from .reductions import on_route
 from .spec import Spec
@@ -106,7 +107,7 @@ def _check_action(spec: Spec, worker: int, action: Action, length: int) -> None:
         )
     for need in spec.needs(now):
         per_step = spec.num_microbatches if need.kind.per_microbatch else updates_a_step(spec)
-        step, index = divmod(need.index, per_step)
+        step, index = split_step(need.index, per_step)
         named = f"{need._replace(index=index)}" + (f" of {STEADY - step} steps before" if step != STEADY else "")
         if spec.worker(need) != worker:
             if step == STEADY:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from .action import Action
 from .errors import ConfigError
+from .indexes import join_route, route_in, split_step
 from .kinds import B, F, I, R, U, W
 from .parallelism import Parallelism
 
@@ -132,7 +133,7 @@ class Declared(_Frozen):
         Args:
             microbatch: counted through the stream.
         """
-        return microbatch // self.num_microbatches
+        return split_step(microbatch, self.num_microbatches)[0]
 
     def activation_limit(self, worker: int) -> int | None:
         """Return how many microbatches of its stages `worker` may hold from F to B (or W); None: no limit.
@@ -179,13 +180,13 @@ class Declared(_Frozen):
         """Return the updates of a replica of a stage: one for synchronous schedules, else as `update_every` says."""
         if self.update_every == "microbatch" and not self.synchronous:
             return (U(stage, m) for m in range(self.total_microbatches))
-        return [U(stage, route + step * self.num_routes) for step in range(self.num_steps)]
+        return [U(stage, join_route(step, route, self.num_routes)) for step in range(self.num_steps)]
 
     def worker(self, action: Action) -> int:
         """Return the worker that runs `action`."""
         stage, kind, index = action
         if not kind.per_microbatch:
-            return self.place(stage, index % self.num_routes)
+            return self.place(stage, route_in(index, self.num_routes))
         return self.place(stage, self.route(index))
 
     def hosted(self, worker: int) -> list[tuple[int, int]]:

@@ -13,6 +13,7 @@ from operator import itemgetter
 
 from .action import Action
 from .errors import ScheduleError
+from .indexes import split_route
 from .kinds import A, G, P, S, U
 from .reductions import NO_REDUCTIONS, Reductions, reduction_tree
 from .spec import Spec, overrides
@@ -128,7 +129,8 @@ def _with_reductions(spec: Spec, worker: int, order: Iterable[Action], reduction
         if kind is not U:
             yield action
             continue
-        replica = stage, index % routes, reductions, index // routes
+        step, route = split_route(index, routes)
+        replica = stage, route, reductions, step
         yield from (*tree.given(G, *replica), *tree.given(S, *replica), action)
         if spec.parallelism.zero:
             yield from (*tree.given(P, *replica), A(stage, index))

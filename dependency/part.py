@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 from .action import RESOURCES, Action, Entry, Kind, Milestone, Pulled, Resource
+from .indexes import route_in
 from .kinds import A, D, F, G, P, S, U, V
 from .order import routes
 from .reductions import reduction_tree
@@ -96,7 +97,11 @@ class Part:
     def shard(self, action: Action) -> tuple[int, int]:
         """Return (stage, route) of the shard of `action`."""
         stage, kind, index = action
-        route = routes(self.spec, self.forward_only)(index) if kind.per_microbatch else index % self.spec.num_routes
+        route = (
+            routes(self.spec, self.forward_only)(index)
+            if kind.per_microbatch
+            else route_in(index, self.spec.num_routes)
+        )
         return stage, route
 
     def _inherit(self) -> None:
@@ -116,7 +121,7 @@ class Part:
                     for before in (U(*place), A(*place)) if spec.parallelism.zero else (U(*place),):
                         self.inherited[0].setdefault(before, []).append(number)
             elif kind in (G, S):  # a replica without a microbatch would give the gradients of the step before
-                self.inherited[0].setdefault(U(stage, index % spec.num_routes), []).append(number)
+                self.inherited[0].setdefault(U(stage, route_in(index, spec.num_routes)), []).append(number)
             elif kind is U:
                 for before in (told, V(stage, index)):
                     self.inherited[0].setdefault(before, []).append(number)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from .action import Action, Entry, Kind, Milestone, Pulled
 from .errors import ScheduleError
+from .indexes import split_route
 from .kinds import A, B, C, D, F, G, S, U
 from .order import has_program, has_slot, is_uniform, local_order, routes
 from .reductions import NO_REDUCTIONS, Reductions, Replica, reduction_tree
@@ -250,7 +251,7 @@ class _OrderEdges:
         found = dict.fromkeys(release for release in last if release is not None)
         if action.kind not in (G, S):
             return [*found]
-        piece, route = divmod(action.index, self._spec.num_routes)
+        piece, route = split_route(action.index, self._spec.num_routes)
         return [
             # A later backward of another shard may stand for the last of this one.
             Milestone(last, piece) if last.kind is B and (last.stage, self._route(last.index)) == (action.stage, route)

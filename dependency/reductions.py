@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from .action import Action, Kind, Milestone
 from .declared import Declared
+from .indexes import join_route, route_in, split_route, split_step
 from .kinds import A, C, D, F, G, N, P, S, T, U, V
 
 #: kind that distributes a result -> kind that collects it
@@ -121,21 +122,22 @@ class ReductionTree:
         """Return what an action that ends a step needs: shards with all their gradients, and actions."""
         stage, kind, index = action
         routes = self.spec.num_routes
-        node = stage, index % routes
+        number, route = split_route(index, routes)
+        node = stage, route
         if kind is G:
             return [node], []
         if kind is S:
-            holders = self._holders(stage, index // routes, reductions)
-            return [node], [G(s, index // routes * routes + r) for s, r in holders if (s, r) != node]
+            holders = self._holders(stage, number, reductions)
+            return [node], [G(s, join_route(number, r, routes)) for s, r in holders if (s, r) != node]
         if kind is U:
             awaited = self.awaited(self.spec.place(*node), reductions)
-            sums = self.sums(*node, reductions, index // routes)
+            sums = self.sums(*node, reductions, number)
             return ([], sums + awaited) if sums else ([node], awaited)
         if kind is P:
             return [], [self.update_of(action, reductions)]
         if kind is A:
-            others = (piece for piece in self.pieces(stage, reductions, index // routes) if piece.owner != node)
-            return [], [U(stage, index)] + [P(p.owner[0], p.number * routes + p.owner[1]) for p in others]
+            others = (piece for piece in self.pieces(stage, reductions, number) if piece.owner != node)
+            return [], [U(stage, index)] + [P(p.owner[0], join_route(p.number, p.owner[1], routes)) for p in others]
         if kind is V:
             return [], [U(*node), T(*self.own[self.spec.place(*node)])]
         if kind in _COLLECTED:
@@ -172,14 +174,14 @@ class ReductionTree:
 
     def update_of(self, action: Action, reductions: Reductions) -> Action:
         """Return the update for which gradients are given or summed, or which makes the parameters that are given."""
-        number, route = divmod(action.index, self.spec.num_routes)
+        number, route = split_route(action.index, self.spec.num_routes)
         step = next((p.step for p in self.pieces(action.stage, reductions) if p.number == number), 0)
-        return action if action.kind is U else U(action.stage, step * self.spec.num_routes + route)
+        return action if action.kind is U else U(action.stage, join_route(step, route, self.spec.num_routes))
 
     def share(self, milestone: Milestone, reductions: Reductions) -> float:
         """Return at what share of a backward a piece is complete: the buckets of the last layers are first."""
         stage, number = milestone.action.stage, milestone.number - len(reductions.tied)
-        bucket = number // self.spec.num_routes if number >= 0 and reductions.buckets else 0
+        bucket = split_route(number, self.spec.num_routes)[0] if number >= 0 and reductions.buckets else 0
         return (bucket + 1) / (reductions.buckets[stage] if reductions.buckets and number >= 0 else 1)
 
     def _found_pieces(self, stage: int, reductions: Reductions) -> list[Bucket]:
@@ -191,7 +193,7 @@ class ReductionTree:
         if routes > 1:
             count = routes * (reductions.buckets[stage] if reductions.buckets else 1)
             every = range(count * self.spec.num_steps)
-            found += [Bucket(begin + n, (stage,), (stage, n % routes), n // count) for n in every]
+            found += [Bucket(begin + n, (stage,), (stage, route_in(n, routes)), split_step(n, count)[0]) for n in every]
         return found
 
     def _holders(self, stage: int, number: int, reductions: Reductions) -> list[Replica]:
@@ -202,13 +204,13 @@ class ReductionTree:
     def sums(self, stage: int, route: int, reductions: Reductions, step: int = 0) -> list[Action]:
         """Return the sums of gradients that an update takes; none if nobody else holds its parameters."""
         owners = ((piece.number, piece.owner) for piece in self.pieces(stage, reductions, step))
-        return [S(owner[0], number * self.spec.num_routes + owner[1]) for number, owner in owners
+        return [S(owner[0], join_route(number, owner[1], self.spec.num_routes)) for number, owner in owners
                 if not self.spec.parallelism.zero or owner == (stage, route)]  # fmt: skip
 
     def given(self, kind: Kind, stage: int, route: int, reductions: Reductions, step: int = 0) -> list[Action]:
         """Return what a replica gives: gradients to the owners of pieces (`G`), or as one sums (`S`) or parameters."""
         node, routes = (stage, route), self.spec.num_routes
-        return [kind(stage, piece.number * routes + route) for piece in self.pieces(stage, reductions, step)
+        return [kind(stage, join_route(piece.number, route, routes)) for piece in self.pieces(stage, reductions, step)
                 if (piece.owner == node) is (kind is not G)]  # fmt: skip
 
     def _forwards(self, stage: int, route: int) -> list[Action]:
@@ -218,10 +220,12 @@ class ReductionTree:
         """Return the actions that the payload of one that ends a step flows to."""
         stage, kind, route = action
         if kind in (G, S, P):
-            number, node = divmod(route, self.spec.num_routes)[0], (stage, route % self.spec.num_routes)
+            routes = self.spec.num_routes
+            number, own = split_route(route, routes)
+            node = stage, own
             if kind is G:
                 owners = (piece.owner for piece in self.pieces(stage, reductions) if piece.number == number)
-                return [S(owner[0], number * self.spec.num_routes + owner[1]) for owner in owners]
+                return [S(owner[0], join_route(number, owner[1], routes)) for owner in owners]
             first = self.update_of(action, reductions).index - node[1]
             holders = [(s, first + r) for s, r in self._holders(stage, number, reductions)]
             if kind is P:

@@ -20,6 +20,7 @@ from typing import ClassVar
 from .action import Action
 from .declared import Order
 from .errors import ConfigError
+from .indexes import join_replica, join_slice, join_step, split_replica, split_route, split_slice, split_step
 from .kinds import F
 from .parallelism import Parallelism
 from .spec import Spec, Transformation, overrides, transformed
@@ -102,7 +103,7 @@ class Replicated(Transformation):
     # --- of a worker
 
     def place(self, stage: int, route: int) -> int:
-        replica, inner = divmod(route, self._replicas[0].num_routes)
+        replica, inner = split_route(route, self._replicas[0].num_routes)
         own = self._replicas[replica].place(stage, inner)
         of_one = self.num_workers // self.parallelism.replicas
         return (
@@ -135,12 +136,13 @@ class Replicated(Transformation):
     def _inner(self, action: Action) -> tuple[int, Spec, Action]:
         """Return the replica that runs `action`, its spec, and what the action is there."""
         if action.kind.per_microbatch:
-            (step, index), slices = divmod(action.index, self.num_microbatches), len(self.parallelism.slices)
-            microbatch, number = divmod(index, slices)
-            microbatch, replica = divmod(microbatch, self.parallelism.replicas)
-            index = step * self._replicas[replica].num_microbatches + microbatch * slices + number
+            (step, index), slices = split_step(action.index, self.num_microbatches), len(self.parallelism.slices)
+            microbatch, number = split_slice(index, slices)
+            microbatch, replica = split_replica(microbatch, self.parallelism.replicas)
+            own = self._replicas[replica].num_microbatches
+            index = join_step(step, join_slice(microbatch, number, slices), own)
         else:
-            index, replica = divmod(action.index, self.parallelism.replicas)
+            index, replica = split_replica(action.index, self.parallelism.replicas)
         return replica, self._replicas[replica], action._replace(index=index)
 
     def _outer(self, replica: int, actions: Iterable[Action]) -> Iterator[Action]:
@@ -152,12 +154,12 @@ class Replicated(Transformation):
         replicas, slices = self.parallelism.replicas, len(self.parallelism.slices)
         for action in actions:
             if action.kind.per_microbatch:
-                step, index = divmod(action.index, own)
-                microbatch, number = divmod(index, slices)
-                index = (microbatch * replicas + replica) * slices + number
-                yield action._replace(index=step * count + index - replicas * slices * (index >= count))
+                step, index = split_step(action.index, own)
+                microbatch, number = split_slice(index, slices)
+                index = join_slice(join_replica(microbatch, replica, replicas), number, slices)
+                yield action._replace(index=join_step(step, index - replicas * slices * (index >= count), count))
             else:
-                yield action._replace(index=action.index * replicas + replica)
+                yield action._replace(index=join_replica(action.index, replica, replicas))
 
     def route(self, microbatch: int) -> int:
         replica, own, inner = self._inner(F(0, microbatch))

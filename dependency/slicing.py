@@ -25,6 +25,7 @@ from typing import ClassVar
 from .action import Action
 from .declared import Order
 from .errors import ConfigError
+from .indexes import join_slice, slice_in, split_slice
 from .kinds import F
 from .parallelism import Parallelism
 from .spec import Spec, Transformation, overrides, transformed
@@ -94,7 +95,7 @@ class Sliced(Transformation):
 
     def after(self, action: Action) -> Iterable[Action]:
         k, step = len(self.parallelism.slices), -1 if action.kind is F else 1
-        before = [action._replace(index=action.index + step)] if 0 <= action.index % k + step < k else []
+        before = [action._replace(index=action.index + step)] if 0 <= slice_in(action.index, k) + step < k else []
         return [*dict.fromkeys([*before, *self._said_after(action)])]
 
     def _said_after(self, action: Action) -> Iterator[Action]:
@@ -146,8 +147,8 @@ class Sliced(Transformation):
     def _reversed(self, index: int) -> int:
         """Swap a slice with the one that is as far from the end of its microbatch as it is from the beginning."""
         k = len(self.parallelism.slices)
-        m, j = divmod(index, k)
-        return m * k + k - 1 - j
+        microbatch, number = split_slice(index, k)
+        return join_slice(microbatch, k - 1 - number, k)
 
 
 def _goes_back(spec: Spec) -> bool:

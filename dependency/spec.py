@@ -19,6 +19,7 @@ from functools import cache
 
 from .action import Action
 from .declared import Declared
+from .indexes import slice_in
 from .kinds import F, U
 from .reductions import NO_REDUCTIONS, Reductions, on_route, reduction_tree
 from .versions import before_forward, before_update
@@ -38,7 +39,7 @@ class Spec(Declared):
         sizes = self.parallelism.slices
         if len(sizes) == 1 or not action.kind.per_microbatch:
             return 1
-        return sizes[action.index % len(sizes)] / sum(sizes)
+        return sizes[slice_in(action.index, len(sizes))] / sum(sizes)
 
     def origin(self, action: Action) -> Action | None:
         """Return the action of a neighbouring stage that sends the input of `action`; None if there is none."""

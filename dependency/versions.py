@@ -19,6 +19,7 @@ from itertools import accumulate, count, pairwise
 
 from .action import Action
 from .declared import Declared
+from .indexes import join_route, split_route, split_step
 from .kinds import U
 from .reductions import Reductions, on_route
 
@@ -43,14 +44,15 @@ def update_of(spec: Declared, stage: int, microbatch: int) -> Action:
     """Return the update that takes the gradients of a microbatch."""
     if spec.update_every == "microbatch":
         return U(stage, microbatch)
-    return U(stage, microbatch // spec.num_microbatches * spec.num_routes + spec.route(microbatch))
+    step, _ = split_step(microbatch, spec.num_microbatches)
+    return U(stage, join_route(step, spec.route(microbatch), spec.num_routes))
 
 
 def microbatches_of(spec: Declared, update: Action) -> list[int]:
     """Return the microbatches with gradients that an update takes."""
     if spec.update_every == "microbatch":
         return [update.index]
-    step, route = divmod(update.index, spec.num_routes)
+    step, route = split_route(update.index, spec.num_routes)
     first = step * spec.num_microbatches
     return [*on_route(spec, range(first, first + spec.num_microbatches), route)]
 
@@ -67,7 +69,9 @@ def before_forward(spec: Declared, forward: Action) -> Iterator[Action]:
     version = spec.version(stage, m)
     if version > 0:
         route = spec.route(m) if spec.num_routes > 1 else 0
-        yield U(stage, version - 1 if spec.update_every == "microbatch" else (version - 1) * spec.num_routes + route)
+        yield U(
+            stage, version - 1 if spec.update_every == "microbatch" else join_route(version - 1, route, spec.num_routes)
+        )
 
 
 def before_update(spec: Declared, update: Action) -> Iterator[Action]:
@@ -108,7 +112,7 @@ def weight_copies(spec: Declared, stage: int) -> int:
         for at, m in enumerate(uses):
             if m >= begin + spec.num_microbatches:
                 break
-            newest = m if spec.update_every == "microbatch" else m // spec.num_microbatches
+            newest = m if spec.update_every == "microbatch" else split_step(m, spec.num_microbatches)[0]
             last = bisect_right(versions, newest) - 1
             used = different[last] - different[at] + 1 if last >= at else 0
             most = max(most, used + (last < at or versions[last] != newest))
@@ -143,7 +147,7 @@ def reaches(spec: Declared, action: Action, needs: Callable[[Action], Iterable[A
     found = []
     for need in needs(steady(spec, action)):
         per_step = spec.num_microbatches if need.kind.per_microbatch else updates_a_step(spec)
-        step, index = divmod(need.index, per_step)
+        step, index = split_step(need.index, per_step)
         if step < STEADY:
             found.append((STEADY - step, need._replace(index=index)))
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..dependency import A, G, P, S, reduction_tree
+from ..dependency.indexes import route_in, split_route
 from .compute.ownership import Ownership
 from .handlers import carries_out
 from .step import ActionContext
@@ -13,8 +14,9 @@ def _pieces(ctx: ActionContext) -> tuple[Ownership, int]:
     """Return the pieces of the shard, with the gradients of the action's update, and the number of its piece."""
     (_, _, index), shard, routes = ctx.task.entry.action, ctx.task.shard, ctx.step.batch.spec.num_routes
     assert shard.updating.pieces is not None
-    shard.turn_to(ctx.step.update_offset + index % routes)
-    return shard.updating.pieces, index // routes
+    number, route = split_route(index, routes)
+    shard.turn_to(ctx.step.update_offset + route)
+    return shard.updating.pieces, number
 
 
 @carries_out(G)
@@ -29,7 +31,7 @@ def _sum(ctx: ActionContext) -> Payload | None:
     (pieces, number), (stage, _, index), spec = _pieces(ctx), ctx.task.entry.action, ctx.step.batch.spec
     (piece,) = (p for p in reduction_tree(spec).pieces(stage, ctx.step.batch.reductions) if p.number == number)
     parts = [ctx.worker.backend.ready(ctx.step.payloads.pop(source)) for source in ctx.task.entry.sources]
-    return pieces.sum(number, parts, piece.holders(spec.num_routes).index((stage, index % spec.num_routes)))
+    return pieces.sum(number, parts, piece.holders(spec.num_routes).index((stage, route_in(index, spec.num_routes))))
 
 
 @carries_out(P)

@@ -8,6 +8,7 @@ from dataclasses import astuple, dataclass, replace
 from itertools import accumulate
 
 from ..dependency import Action, B, F, G, I, P, R, S, Spec, U, W, weight_copies
+from ..dependency.indexes import slice_in
 from .simulator import Simulation
 from .span import Span
 
@@ -136,7 +137,7 @@ def _add_state(add: Callable[[int, float, float], None], span: Span, state: floa
     Each slice leaves its share of `state`. Gradients come with the last slice's backward, which is the first to run;
     all goes with the first slice's.
     """
-    number, kind = span.action.index % slices, span.action.kind
+    number, kind = slice_in(span.action.index, slices), span.action.kind
     if kind is F:
         add(span.worker, span.start, state * share)
     if number == slices - 1 and kind in (B, I):

@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 from ..dependency import NO_REDUCTIONS, Action, B, G, Kind, S, Spec, W
+from ..dependency.indexes import slice_in
 from .bounds import Ends
 from .footprint import Size, num_messages, payload_bytes, peak_bytes
 from .plan import Plan
@@ -42,7 +43,9 @@ class PricedSchedule:
         self._ids: list[int] = []
         slices = len(spec.parallelism.slices)
         for a, worker in zip(self.relation.actions, self.relation.worker, strict=True):
-            number = known.setdefault((a.stage, a.kind, worker, a.index % slices * a.kind.per_microbatch), len(known))
+            number = known.setdefault(
+                (a.stage, a.kind, worker, slice_in(a.index, slices) * a.kind.per_microbatch), len(known)
+            )
             if number == len(like):
                 like.append((a, worker))
             self._ids.append(number)

@@ -17,6 +17,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from ..dependency import RESOURCES, Action, Kind, Order, ScheduleError, Spec, U
+from ..dependency.indexes import split_step
 from ..system.garbage import uncollected
 from .relation import Relation
 from .span import Span
@@ -218,7 +219,9 @@ def _ends_in_stream(relation: Relation, ran: _Ran) -> tuple[float, ...]:
     for number, _, end in ran:
         stage, kind, index = relation.actions[number]
         if kind.per_microbatch or kind is U:
-            step = index // (spec.num_microbatches if kind.per_microbatch else updates[stage] // spec.num_steps)
+            step, _ = split_step(
+                index, spec.num_microbatches if kind.per_microbatch else updates[stage] // spec.num_steps
+            )
             ends[step] = max(ends[step], end)
     return tuple(ends)
 

@@ -8,6 +8,7 @@ from itertools import accumulate, pairwise
 from math import sqrt
 
 from ..dependency import Action, Spec, W
+from ..dependency.indexes import slice_in
 
 #: least number of parts of a sequence to which the sizes of uneven slices are rounded
 _PARTS = 128
@@ -51,7 +52,7 @@ class SliceCosts:
         def share(action: Action) -> float:
             if not action.kind.per_microbatch:
                 return 1
-            return (other if action.kind is W else attending)[action.index % len(sizes)]
+            return (other if action.kind is W else attending)[slice_in(action.index, len(sizes))]
 
         return share
 

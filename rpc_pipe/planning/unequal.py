@@ -16,6 +16,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from ..dependency import Action, ConfigError, Spec
+from ..dependency.indexes import split_slice
 from ..dependency.kinds import B, F, I, R, W
 from .relation import Relation
 from .simulator import simulate
@@ -112,7 +113,7 @@ def by_microbatch(spec: Spec, *, lengths: Sequence[float], order: str) -> Callab
         raise ConfigError(f"lengths: has {len(lengths)} numbers for {count} microbatches; give one for each")
     numbers = balanced(whole, lengths) if order == "balanced" else range(count)
     factors = [lengths[m] for m in numbers]
-    return lambda action: factors[action.index // slices % count] if action.kind.per_microbatch else 1
+    return lambda action: factors[split_slice(action.index, slices)[0] % count] if action.kind.per_microbatch else 1
 
 
 def group_rows(

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from ..dependency import Action, ConfigError, Spec, updates_a_step
+from ..dependency.indexes import split_step
 from ..dependency.parallelism import Parallelism
 
 
@@ -84,10 +85,10 @@ class ListedRelation(Spec):
         return self.hosts[stage, route]
 
     def route(self, microbatch: int) -> int:
-        return self.routes[microbatch % self.num_microbatches] if self.routes else 0
+        return self.routes[split_step(microbatch, self.num_microbatches)[1]] if self.routes else 0
 
     def actions(self, stage: int, microbatch: int) -> tuple[Action, ...]:
-        step, m = divmod(microbatch, self.num_microbatches)
+        step, m = split_step(microbatch, self.num_microbatches)
         done = self.done[stage, m]
         return tuple([self._of(step, action) for action in done]) if step else done
 
@@ -105,7 +106,7 @@ class ListedRelation(Spec):
 
     def _within(self, action: Action) -> tuple[int, Action]:
         """Return the step of an action of a stream, and the action within that step."""
-        step, index = divmod(action.index, self._per_step(action))
+        step, index = split_step(action.index, self._per_step(action))
         return step, action._replace(index=index)
 
     def _of(self, step: int, action: Action) -> Action:

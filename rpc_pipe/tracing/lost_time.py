@@ -25,6 +25,7 @@ from operator import itemgetter
 from statistics import fmean, median, median_low
 
 from ..dependency import Action, Kind
+from ..dependency.indexes import split_slice
 from ..planning.simulator import Cost, Link, simulate
 from ..planning.unequal import balanced
 from ..schedules import name_of
@@ -237,7 +238,9 @@ class _Case:
             ratios: dict[int, list[float]] = defaultdict(list)
             for run in (run for record in records for run in record.actions if run.action.kind.per_microbatch):
                 if usual := self._usual(run.action):
-                    ratios[run.action.index // slices % count].append((run.end_ns - run.start_ns) / 1e6 / usual)
+                    ratios[split_slice(run.action.index, slices)[0] % count].append(
+                        (run.end_ns - run.start_ns) / 1e6 / usual
+                    )
             found.append([median(ratios.get(m, [1.0])) for m in range(count)])
         return found if median(max(each) / max(min(each), 1e-9) for each in found) > _UNEQUAL else []
 
@@ -246,7 +249,7 @@ class _Case:
         slices = len(self._spec.parallelism.slices)
 
         def cost(action: Action) -> float:
-            own = lengths[action.index // slices % len(lengths)] if action.kind.per_microbatch else 1.0
+            own = lengths[split_slice(action.index, slices)[0] % len(lengths)] if action.kind.per_microbatch else 1.0
             return self._usual(action) * own
 
         return self._simulate(cost)

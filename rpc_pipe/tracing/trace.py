@@ -12,6 +12,7 @@ from statistics import median
 from typing import NamedTuple
 
 from ..dependency import Action, ConfigError, Kind, Spec
+from ..dependency.indexes import slice_in
 from ..drawing.page import Picture, draw_page, write_chrome
 from ..drawing.timeline import count_microbatches
 from ..planning.simulator import Cost, Simulation, simulate
@@ -60,7 +61,7 @@ class Trace:
         slices = len(self.spec.parallelism.slices)
 
         def key(worker: int, action: Action) -> tuple[int, int, Kind, int]:
-            return worker, action.stage, action.kind, action.index % slices
+            return worker, action.stage, action.kind, slice_in(action.index, slices)
 
         for span in self.spans():
             times[key(span.worker, span.action)].append(span.end - span.start)

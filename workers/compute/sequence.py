@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ...dependency.indexes import split_slice
 from ..transport.payload import Payload, Tree, distinct_tensors, map_tensors, tensors_of, unpack
 from .borders import without_views
 from .shard import ForwardArgs, Shard
@@ -284,7 +285,7 @@ class SlicedShard(Shard):
         return sum(left.num_bytes for left in self._left.values())
 
     def forward(self, given: ForwardArgs) -> Payload | None:
-        microbatch, number = divmod(given.microbatch, self._count)
+        microbatch, number = split_slice(given.microbatch, self._count)
         if given.place is not None:
             self._left.setdefault(microbatch, SliceState()).places[number] = given.place
         if self._looked is not None and torch.is_grad_enabled() and given.microbatch == len(self._looked):
@@ -326,7 +327,7 @@ class SlicedShard(Shard):
     def _computing(self, microbatch: int) -> AbstractContextManager[object]:
         piece = None
         if torch.is_grad_enabled():
-            of_sequences, number = divmod(microbatch, self._count)
+            of_sequences, number = split_slice(microbatch, self._count)
             piece = SliceInput(self._left.setdefault(of_sequences, SliceState()), number, self._count)
         return self._carrier.carrying(piece)
 
@@ -347,8 +348,9 @@ class SlicedShard(Shard):
 
     def _end(self, microbatch: int) -> None:
         """Drop the state of slices when the first one's backward is over."""
-        if microbatch % self._count == 0:
-            del self._left[microbatch // self._count]
+        of_sequences, number = split_slice(microbatch, self._count)
+        if number == 0:
+            del self._left[of_sequences]
 
     def abandon(self) -> None:
         super().abandon()
