@@ -83,7 +83,7 @@ class Declared(_Frozen):
         return "ready"
 
     @property
-    def elasticity(self) -> float:
+    def averaging_pull(self) -> float:
         """How far each update pulls the weights of a route and their common reference to each other; 0: not at all."""
         return 0.0
 

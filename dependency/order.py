@@ -60,7 +60,7 @@ def routes(spec: Spec, forward_only: bool = False) -> Callable[[int], int]:
         forward_only: whether this is an evaluation. If pipelines are pulled to a common reference, the reference is
             evaluated on the shards of the first pipeline, because each pipeline has separate buffers.
     """
-    if spec.num_routes == 1 or (forward_only and spec.elasticity):
+    if spec.num_routes == 1 or (forward_only and spec.averaging_pull):
         return lambda microbatch: 0
     return lru_cache(maxsize=2**13)(spec.route)
 

@@ -35,7 +35,7 @@ def replicated(base: type[Spec], parallelism: Parallelism) -> type[Spec]:
     """
     if parallelism.replicas == 1:
         return base
-    own_routes = overrides(base, "num_routes") or overrides(base, "elasticity")
+    own_routes = overrides(base, "num_routes") or overrides(base, "averaging_pull")
     if not base.synchronous and (base.update_every == "microbatch" or own_routes):
         why = "after every microbatch" if base.update_every == "microbatch" else "its pipelines one after the other"
         raise ConfigError(f"updates {why}, not all at once; take pipedream-2bw, or a synchronous one such as 1f1b")

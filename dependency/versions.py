@@ -127,7 +127,7 @@ def worker_staleness(spec: Declared, worker: int) -> int:
 def worker_weight_copies(spec: Declared, worker: int) -> int:
     """Return the copies of weights on a worker, in shares of 1/P of the model: replicas, versions and a reference."""
     held = sum(
-        weight_copies(spec, stage) + (route == 0 and spec.elasticity > 0) for stage, route in spec.hosted(worker)
+        weight_copies(spec, stage) + (route == 0 and spec.averaging_pull > 0) for stage, route in spec.hosted(worker)
     )
     return -(-held * spec.num_workers // spec.num_stages)
 

@@ -38,7 +38,7 @@ class AvgPipe(OneFOneB):
         return self.pipelines
 
     @property
-    def elasticity(self) -> float:
+    def averaging_pull(self) -> float:
         return self.pull / self.pipelines
 
     def route(self, microbatch: int) -> int:

@@ -138,7 +138,7 @@ def far(self, a):
         (AvgPipe, {"place": lambda self, s, r: (s + r) % 3}, "must hold a stage on one worker"),
         (
             AvgPipe,
-            {"place": lambda self, s, r: (s + r) % 3, "elasticity": 0.0},
+            {"place": lambda self, s, r: (s + r) % 3, "averaging_pull": 0.0},
             "place(0, ...): routes of a schedule that is not synchronous must hold a stage on one worker",
         ),
         (AvgPipe, {"route": lambda self, m: m // 3 % 2}, "routes must repeat from step to step"),

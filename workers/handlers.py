@@ -186,8 +186,8 @@ def _update(ctx: ActionContext) -> None:
             shard.updating.clip_by_own_norm(worker.max_grad_norm)
     # The only synchronisation of host and device, and only with a scaled loss.
     shard.update(finite=result is None or result.finite_tensor is None or bool(result.finite_tensor))
-    if spec.elasticity:
-        shard.exchange(spec.elasticity)
+    if spec.averaging_pull:
+        shard.exchange(spec.averaging_pull)
 
 
 @carries_out(V)

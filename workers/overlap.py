@@ -86,7 +86,7 @@ class OverlappingStream(Stream):
         self._spec, self._num_begun = spec, 0
         self._most_open, self._period = most_open(spec), period(spec)
         for (stage, route), shard in self._worker.shards.items():
-            first = self._worker.shards[stage, 0] if spec.elasticity else shard
+            first = self._worker.shards[stage, 0] if spec.averaging_pull else shard
             assert isinstance(shard, StashingShard) and isinstance(first, StashingShard)
             shard.begin(spec, route, first)
 

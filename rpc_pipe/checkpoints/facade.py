@@ -284,7 +284,7 @@ class Checkpoints:
         def copied(actor: WorkerActor) -> Snapshot:
             if not place.is_dir():
                 raise ConfigError(f"checkpoint folder {where}: worker {actor.worker} sees another; it must be shared")
-            return Snapshot(actor, elastic=self._run.spec.elasticity > 0)
+            return Snapshot(actor, separate=self._run.spec.averaging_pull > 0)
 
         about["step"] = self._each(lambda actor: actor.step)[0]
         self._writing = Writing(self._each(copied), place, about, self.config, keep, self.deadline_s)
@@ -309,8 +309,8 @@ class Checkpoints:
         from .reading import put_all
 
         self._run.refuse_members("checkpoints.load")
-        elastic, num_routes = self._run.spec.elasticity > 0, self._run.spec.num_routes
-        return self._each(lambda actor: put_all(actor, where, elastic, num_routes))[0]  # type: ignore[no-any-return]
+        separate, num_routes = self._run.spec.averaging_pull > 0, self._run.spec.num_routes
+        return self._each(lambda actor: put_all(actor, where, separate, num_routes))[0]  # type: ignore[no-any-return]
 
 
 def path_of(given: str | Path) -> Path:

@@ -171,7 +171,7 @@ class Prepared(NamedTuple):
     random: dict[str, torch.Tensor]
 
 
-def put_all(actor: WorkerActor, where: str | Path, elastic: bool, num_routes: int) -> Prepared:
+def put_all(actor: WorkerActor, where: str | Path, separate: bool, num_routes: int) -> Prepared:
     """Put all of a checkpoint in its place on this worker, if it fits on all.
 
     Raises:
@@ -186,7 +186,7 @@ def put_all(actor: WorkerActor, where: str | Path, elastic: bool, num_routes: in
         checkpoint = Checkpoint(where)
         results = Resumption(checkpoint.about)
         # Another number of routes goes on from their reference, with the state of the first one's optimizer.
-        apart = elastic and len(checkpoint.routes) == len(own_routes(actor))
+        apart = separate and len(checkpoint.routes) == len(own_routes(actor))
         for (_, route), shard in actor.shards.items():
             weights, stages = checkpoint.model(own[shard]), checkpoint.stages
             if apart:

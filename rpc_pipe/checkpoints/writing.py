@@ -50,11 +50,11 @@ class Snapshot:
     """A worker's part of a checkpoint: copies on the CPU of its present numbers.
 
     Args:
-        elastic: whether routes have separate weights, which are pulled to a reference, and so are written, too.
+        separate: whether routes have separate weights, which are pulled to a reference, and so are written, too.
         left_out: names of tensors that are not written; then only weights are, each once. None: everything is written.
     """
 
-    def __init__(self, actor: WorkerActor, *, elastic: bool = False, left_out: Collection[str] | None = None) -> None:
+    def __init__(self, actor: WorkerActor, *, separate: bool = False, left_out: Collection[str] | None = None) -> None:
         self.worker, self.workers = actor.worker, sorted(actor.carrier.workers)
         first = [shard for (_, route), shard in actor.shards.items() if route == 0]
         weights_alone = left_out is not None
@@ -70,12 +70,12 @@ class Snapshot:
             self._stages = {str(shard.stage): described(shard) for shard in first}
             for (stage, number), shard in actor.shards.items():
                 own = optimizer_tensors(shard) if number == 0 else held_tensors(shard, number)
-                own |= {} if elastic else own_buffers(shard, number)
+                own |= {} if separate else own_buffers(shard, number)
                 if number and shard.updating.owned is not None:
                     self._stages[f"{stage}/{number}"] = described(shard)
                     own |= state_tensors(shard)
                 rest |= {name: _copied(tensor) for name, tensor in own.items()}
-        for number, route in enumerate(own_routes(actor) if elastic else ()):
+        for number, route in enumerate(own_routes(actor) if separate else ()):
             for shard in route:
                 self._stages[str(shard.stage)].setdefault("routes", []).append(described(shard))
                 own = model_tensors(shard) | optimizer_tensors(shard)

@@ -9,7 +9,7 @@ Block t mixes the chunks t … t+W-1. The samples of a chunk are dealt in equal 
 chunk, and the samples of a block are permuted. So a chunk comes once an epoch and stays for W blocks, memory changes by
 one chunk at a time, and every block has samples of W chunks.
 
-Chunks are not only permuted but spread: chunks that are resident together lie in different parts of the data, so that
+Chunks are not only permuted: chunks that are resident together lie in different parts of the data, so that
 data that are sorted, by label or by time, are mixed better than by chance.
 """
 
@@ -138,12 +138,12 @@ class Epoch:
         inside, sizes = np.arange(count) - borders[part], np.diff(borders)[part]
         levels = int(sizes.max() - 1).bit_length()
         base = key(self._key, _CHUNKS)
-        place, spread = (inside << levels) // sizes, np.zeros(count, np.int64)
+        place, turned = (inside << levels) // sizes, np.zeros(count, np.int64)
         for level in range(levels):
             node = (part << levels) + (place >> (levels - level))
             swapped = (keys(key(base, level), node) & np.uint64(1)).astype(np.int64)
-            spread |= ((place >> (levels - 1 - level) & 1) ^ swapped) << level
-        by_part = np.lexsort((spread, part))
+            turned |= ((place >> (levels - 1 - level) & 1) ^ swapped) << level
+        by_part = np.lexsort((turned, part))
         turn = np.empty(count, np.int64)
         turn[by_part] = inside  # chunks of a part lie in a row
         return np.lexsort((keys(key(self._key, _TURNS), part), turn))

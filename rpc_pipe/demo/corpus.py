@@ -17,7 +17,7 @@ from ..dependency import ConfigError
 from ..system.files import open_regular
 from ..system.sizes import told
 
-#: bytes of a chunk of the text, about: small, so that both splits are spread over all of it
+#: bytes of a chunk of the text, about: small, so that both splits come from all of it
 _CHUNK = 16384
 #: every worker holds all of the text
 _MOST_BYTES = 10**9
@@ -64,7 +64,7 @@ class Corpus:
         return samples[:, :-1].contiguous(), samples[:, 1:].contiguous()
 
     def held_out_batches(self, rows: int, batches: int) -> Iterator[Batch]:
-        """Yield samples of the held-out split, evenly spread over it."""
+        """Yield samples of the held-out split, from all of it alike."""
         per_chunk = (self.chunk - 1) // self.context
         starts = [i * self.chunk + k * self.context for i in self.held_out for k in range(per_chunk)]
         wanted = min(rows * batches, len(starts))

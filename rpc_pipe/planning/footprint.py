@@ -160,7 +160,7 @@ def weight_bytes(spec: Spec, sizes: Sequence[Size]) -> list[float]:
     """Return, by worker, the bytes of weights: of all replicas and versions, and of an elastic average's reference."""
     return [
         sum(
-            (weight_copies(spec, stage) + (route == 0 and spec.elasticity > 0)) * sizes[stage].weights
+            (weight_copies(spec, stage) + (route == 0 and spec.averaging_pull > 0)) * sizes[stage].weights
             for stage, route in spec.hosted(worker)
         )
         for worker in range(spec.num_workers)

@@ -176,7 +176,7 @@ class Reference:
         """Return the newest weights of a route under the unsplit model's names; of the first, the reference if any."""
         replica = self.replicas[route]
         state: dict[str, Tensor] = dict(replica.module.state_dict())
-        if self._spec.elasticity and route == 0:
+        if self._spec.averaging_pull and route == 0:
             now = {p: name for name, p in replica.module.named_parameters()}  # a forward may have exchanged modules
             for stage, pulled_to in zip(replica.stages, self.pulled_to, strict=True):
                 state |= {now[parameter]: pulled_to[name] for name, parameter in stage.named}
@@ -315,8 +315,8 @@ class Reference:
                 stage.lr_scheduler.step()
             stage.optimizer.zero_grad()
         with torch.no_grad():
-            for name, parameter in stage.named if self._spec.elasticity else ():
-                pull = (parameter - self.pulled_to[number][name]) * self._spec.elasticity
+            for name, parameter in stage.named if self._spec.averaging_pull else ():
+                pull = (parameter - self.pulled_to[number][name]) * self._spec.averaging_pull
                 parameter.sub_(pull)
                 self.pulled_to[number][name] += pull
         stage.newest += 1

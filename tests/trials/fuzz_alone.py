@@ -206,7 +206,7 @@ class Replayed:
         parts = []
         with evaluating(modules), preserved(torch.device("cpu")), ExitStack() as stack:
             for stage, reference in zip(stages, replay.pulled_to, strict=True):
-                if self._case.spec().elasticity:
+                if self._case.spec().averaging_pull:
                     values = [KeptTensor(p, reference[name], p._version, None) for name, p in stage.named]
                     stack.enter_context(shown(values))
             for m, x in enumerate(pieces.inputs):

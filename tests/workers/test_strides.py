@@ -7,7 +7,7 @@ import torch
 
 from rpc_pipe.workers.compute.borders import stage_inputs
 from rpc_pipe.workers.transport.payload import pack
-from rpc_pipe.workers.transport.strides import fold, is_dense, is_sparing, spread
+from rpc_pipe.workers.transport.strides import fold, is_dense, is_sparing, unfold
 
 
 def drawn(seed):
@@ -38,7 +38,7 @@ def test_each_element_travels_once_and_the_view_is_as_it_was(seeds):
             continue  # windows of what has gaps itself
         count, merged = view.unique().numel(), dense.shape != view.shape and dense.dim() == 1
         assert is_dense(dense) and (count <= dense.numel() if merged else count == dense.numel()), seed
-        found = spread(dense.clone(), view.shape, view.stride())
+        found = unfold(dense.clone(), view.shape, view.stride())
         assert torch.equal(found, view) and found.stride() == view.stride(), seed
 
 
@@ -52,7 +52,7 @@ def test_windows_that_overlap_over_rows_travel_too(seed):
     view = torch.arange(2000.0).as_strided(shape, strides)
     dense = fold(view)
     assert is_dense(dense) and view.unique().numel() <= dense.numel()
-    found = spread(dense.clone(), shape, strides)
+    found = unfold(dense.clone(), shape, strides)
     assert torch.equal(found, view) and found.stride() == strides
     assert seed or is_sparing(shape, strides)
 

@@ -195,7 +195,7 @@ class CudaBackend(DeviceBackend):
             moving, held, publish, failed = leaving
             try:
                 moving.event.synchronize()  # releases the GIL
-                publish(moving.spread())
+                publish(moving.unfold())
             except BaseException as error:
                 failed(PipeError(f"{self.device}: a payload could not leave it: {type(error).__name__}: {error}"))
             del leaving, moving, held, publish, failed  # not to be held until the next one comes
@@ -224,7 +224,7 @@ class CudaBackend(DeviceBackend):
             compute.wait_event(payload.event)
             for tensor in payload.tensors:
                 self._cuda.hold(tensor, compute)
-            return payload.spread()
+            return payload.unfold()
         return payload
 
     def load(self, batch: Tree) -> Tree:

@@ -49,7 +49,7 @@ class _Fetched(Moving):
 
     form: Form
 
-    def spread(self) -> Payload:
+    def unfold(self) -> Payload:
         return assemble(self.form, self.tensors)
 
 

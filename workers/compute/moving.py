@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..transport.payload import Payload
-from ..transport.strides import is_dense, is_sparing, spread
+from ..transport.strides import is_dense, is_sparing, unfold
 
 #: shape and strides of a tensor that is not dense
 Look = tuple[tuple[int, ...], tuple[int, ...]] | None
@@ -29,7 +29,7 @@ class Moving(Payload):
     looks: list[Look]
     event: Any
 
-    def spread(self) -> Payload:
+    def unfold(self) -> Payload:
         """Return the payload as it was."""
         return Payload([spread_again(*each) for each in zip(self.tensors, self.looks, strict=True)], self.skeleton)
 
@@ -38,7 +38,7 @@ def spread_again(copy: Tensor, look: Look) -> Tensor:
     """Return the tensor that looks so, from its dense copy."""
     if look is None:
         return copy
-    return spread(copy.conj(), *look).conj() if copy.is_conj() else spread(copy, *look)
+    return unfold(copy.conj(), *look).conj() if copy.is_conj() else unfold(copy, *look)
 
 
 def travels(tensor: Tensor) -> bool:

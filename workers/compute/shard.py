@@ -337,7 +337,7 @@ class Shard:
     def turn_to(self, update: int) -> None:
         """Let the parameters have the gradients that an update takes: where steps overlap, later ones may be made."""
 
-    def exchange(self, elasticity: float) -> None:
+    def exchange(self, averaging_pull: float) -> None:
         """Pull the weights to a reference that all routes have in common: only a shard of several versions has one."""
 
     def hold(self, weight: float) -> None:

@@ -52,7 +52,7 @@ class StashingShard(Shard):
             first: the shard of the stage on the first route; all routes share its reference if there is one.
         """
         self._trained = self._found()
-        if spec.elasticity and first.reference is None:
+        if spec.averaging_pull and first.reference is None:
             first.reference = [parameter.detach().clone() for parameter in first._found()]
         self.reference = first.reference
         self.newest, self._spec = 0, spec
@@ -139,11 +139,11 @@ class StashingShard(Shard):
         super().update(finite=finite)
 
     @torch.no_grad()
-    def exchange(self, elasticity: float) -> None:
+    def exchange(self, averaging_pull: float) -> None:
         """Pull the weights to the reference, and the reference to them."""
         assert self.reference is not None
         for parameter, reference in zip(self._trained, self.reference, strict=True):
-            pull = (parameter - reference) * elasticity
+            pull = (parameter - reference) * averaging_pull
             parameter.sub_(pull)
             reference.add_(pull)
 

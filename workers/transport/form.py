@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...dependency import ConfigError, Malformed
 from .payload import SPARSE, Payload, Place, Sparse
-from .strides import extent, fold, folded, is_sparing, spread
+from .strides import extent, fold, folded, is_sparing, unfold
 from .values import decode_value, encode_value, malformed
 
 #: number of forms that are remembered, and their largest size
@@ -85,7 +85,7 @@ class Look(NamedTuple):
         if self.plain:
             return dense
         view = (self.shape, self.strides)
-        tensor = dense.as_strided(*view) if self.reaches else spread(dense, *view)
+        tensor = dense.as_strided(*view) if self.reaches else unfold(dense, *view)
         return tensor.conj() if self.conjugate else tensor
 
 

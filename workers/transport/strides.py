@@ -2,7 +2,7 @@
 
 Kernels choose by strides how they go through a tensor, and so in which order they add up: the sum of an expanded
 column has other last bits than that of its contiguous copy. So a tensor keeps its strides wherever it goes, but each
-of its elements travels once: as a dense tensor, which is spread out again where it arrives.
+of its elements travels once: as a dense tensor, which is unfolded again where it arrives.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def fold(tensor: Tensor) -> Tensor:
     return once if there == strides else once.new_empty_strided(shape, strides).copy_(once)
 
 
-def spread(dense: Tensor, shape: Sizes, strides: Sizes) -> Tensor:
+def unfold(dense: Tensor, shape: Sizes, strides: Sizes) -> Tensor:
     """Return a tensor with this shape and these strides, from a result of `fold`."""
     form = folded(shape, strides)
     if form.there != form.strides:  # gaps, which are never read
@@ -81,6 +81,6 @@ def spread(dense: Tensor, shape: Sizes, strides: Sizes) -> Tensor:
 
 
 def is_sparing(shape: Sizes, strides: Sizes) -> bool:
-    """Return whether the memory of a tensor with these is small enough, for its contents, to be spread out."""
+    """Return whether the memory of a tensor with these is small enough, for its contents, to be unfolded."""
     count = prod(folded(shape, strides).shape)
     return count <= _MOST_BETWEEN * prod(shape) and extent(shape, strides) <= _MOST_GAPS * count
