@@ -107,18 +107,6 @@ class Session:
         """Whether this process is alone, or the first member of its worker: it keeps and writes what all have."""
         return self._members is None or self._members.index == 0
 
-    def refuse_members(self, what: str) -> None:
-        """Refuse a call that cannot read or write divided tensors.
-
-        Raises:
-            ConfigError: members of a worker share its stages.
-        """
-        if self._members is not None:
-            raise ConfigError(
-                f"members={self._members.count} {what}: cannot read or write divided tensors yet; pipe.weights.save "
-                "writes the whole model"
-            )
-
     @property
     def shards(self) -> Iterator[Shard]:
         """The shards of this process."""

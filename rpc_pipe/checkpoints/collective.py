@@ -14,19 +14,30 @@ _TYPES = {kind.__name__: kind for kind in (Damaged, StorageError)}
 
 
 def agreed(actor: WorkerActor, name: str, value: Callable[[], str], of: int) -> str:
-    """Return on every worker the result of `value` on worker `of`.
+    """Return on every worker the result of `value` on worker `of`, or on the first member of that.
 
     Raises:
         ConfigError: on every worker, if `value` raised.
     """
-    _, told = together(actor, name, lambda: value() if actor.worker == of else "", str)
+    _, told = together(actor, name, lambda: value() if actor.worker == of and is_first_member(actor) else "", str)
     return str(told[of])
+
+
+def is_first_member(actor: WorkerActor) -> bool:
+    """Return whether this process is alone, or the first member of its worker."""
+    return actor.members is None or actor.members.index == 0
+
+
+def everywhere(actor: WorkerActor, name: str, value: Any) -> list[Any]:
+    """Return every process's `value` on every process: of all first members, in order of workers, then of the next."""
+    told = actor.exchange(name, value)
+    return told if actor.members is None else [each for plane in actor.members.exchange(told) for each in plane]
 
 
 def together(
     actor: WorkerActor, name: str, do: Callable[[], T], tell: Callable[[T], Any] = lambda done: None
 ) -> tuple[T, list[Any]]:
-    """Make a call on every worker; return the local result, and each worker's report of its result, in order.
+    """Make a call on every worker; return the local result, and each worker's report of its result, as `everywhere`.
 
     Raises:
         ConfigError: it failed on one, on every worker; of several the first that did not only wait for another.
@@ -39,7 +50,7 @@ def together(
         own = tell(done[0])
     except Exception as error:  # any exception: the other workers wait for this worker's report
         failed, unexpected = failure(error), None if isinstance(error, PipeError) else error
-    told = actor.exchange(name, [own, failed])
+    told = everywhere(actor, name, [own, failed])
     if unexpected is not None:
         raise unexpected
     raise_first([failure for _, failure in told])

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..dependency import ConfigError, Spec, refuse_below
-from .collective import agreed, failure, raise_first
+from .collective import agreed, everywhere, failure, raise_first
 from .resumption import Resumption
 
 if TYPE_CHECKING:  # a run without checkpoints does not load these
@@ -29,13 +29,6 @@ class Run(Protocol):
     @property
     def is_first(self) -> bool:
         """Whether this process keeps and writes what all members of its worker have."""
-
-    def refuse_members(self, what: str) -> None:
-        """Refuse a call that cannot read or write divided tensors.
-
-        Raises:
-            ConfigError: members of a worker share its stages.
-        """
 
     def each(self, call: Callable[[WorkerActor], Any]) -> list[Any]:
         """Call a function for every worker of this process, at the same time."""
@@ -125,15 +118,16 @@ class Checkpoints:
         from .json_values import set_random_state
         from .reading import Restored, understood
         from .series import differences
+        from .shard_state import shares
 
         where = path_of(folder)
         self.refuse_averaged("checkpoints.load")
         self.settle()
         job = self.job  # with the learning rate of the script
         checkpoint, self.results, random = self._put(where)
-        num_routes = self._run.spec.num_routes
+        num_routes = self._each(lambda actor: self._run.spec.num_routes * shares(actor))[0]
         apart = [] if num_routes == checkpoint.num_routes else checkpoint.apart()
-        if apart and 0 in self._each(lambda actor: actor.worker):
+        if apart and self._is_first:
             logger.warning(
                 "checkpoint %s: buffers that differ between its %d replicas start from the first one (%s, %d in all): "
                 "there are %d now", checkpoint.path, checkpoint.num_routes, apart[0], len(apart), num_routes,
@@ -180,7 +174,7 @@ class Checkpoints:
         where, job = path_of(folder), self.job
 
         def claimed(actor: WorkerActor) -> list[Path]:
-            starters = set(actor.exchange("starters", starter()))
+            starters = set(everywhere(actor, "starters", starter()))
             names = agreed(
                 actor, "own checkpoints", lambda: " ".join(path.name for path in claim(where, starters, job)), of=0
             )
@@ -195,7 +189,6 @@ class Checkpoints:
         Raises:
             ConfigError: a number that is not at least 1.
         """
-        self._run.refuse_members("checkpoints.every")
         refuse_below(1, steps=steps, keep=1 if keep is None else keep)
         self._every = steps, path_of(folder).absolute(), keep  # a script may go to another one
 
@@ -222,7 +215,7 @@ class Checkpoints:
         loss = self.results.loss if stop else self.results.skip_step(batch, rows)
         if not self.results.behind and self._resumed is not None:
             # A faster worker waits here for the slower ones: one of them may have been asked to stop.
-            stop = any(self._each(lambda actor: actor.exchange("steps skipped", stop))[0])
+            stop = any(self._each(lambda actor: everywhere(actor, "steps skipped", stop))[0])
             self._put(self._resumed[0])
         return loss, stop
 
@@ -250,7 +243,7 @@ class Checkpoints:
             return None
         failed = failure(writing.finished())
         needed = writing.asked or writing.is_alive()
-        told = self._each(lambda actor: actor.exchange("checkpoint written", [failed, needed]))[0]
+        told = self._each(lambda actor: everywhere(actor, "checkpoint written", [failed, needed]))[0]
         if any(text for (text, *_), _ in told):
             writing.discard()
         try:
@@ -265,11 +258,15 @@ class Checkpoints:
 
     # --- inside
 
+    @property
+    def _is_first(self) -> bool:
+        """Whether this process is the one that tells the user."""
+        return self._run.is_first and 0 in self._each(lambda actor: actor.worker)
+
     def _save(self, where: Path, keep: int | None, extra: Any, wait: bool, asked: bool) -> Path | None:
         from .json_values import encoded
         from .writing import Snapshot, Writing
 
-        self._run.refuse_members("checkpoints.save")
         self.settle()
         about = {**self.about, "extra": encoded(extra, "extra"), "asked": asked, "job": self.job, **self.results.about}
         try:
@@ -301,14 +298,13 @@ class Checkpoints:
 
     def _go_without(self, error: ConfigError) -> None:
         """Report, once, that checkpoints of `every` cannot be written: training does not depend on them."""
-        if not self._goes_without and 0 in self._each(lambda actor: actor.worker):
+        if not self._goes_without and self._is_first:
             logger.warning("%s; training goes on without it", error)
         self._goes_without = True
 
     def _put(self, where: Path) -> Prepared:
         from .reading import put_all
 
-        self._run.refuse_members("checkpoints.load")
         separate, num_routes = self._run.spec.averaging_pull > 0, self._run.spec.num_routes
         return self._each(lambda actor: put_all(actor, where, separate, num_routes))[0]  # type: ignore[no-any-return]
 

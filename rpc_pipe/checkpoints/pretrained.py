@@ -15,9 +15,10 @@ from torch import Tensor
 from ..dependency import ConfigError, Stalled, StorageError
 from ..system.files import sync
 from ..workers.actor import WorkerActor
+from ..workers.compute.divided import local, part_of
 from ..workers.compute.shard import Shard
 from . import folder
-from .collective import agreed, together
+from .collective import agreed, everywhere, is_first_member, together
 from .json_values import by_file, opened
 from .shard_state import model_tensors
 from .writing import Snapshot, awaited_files, index_of
@@ -103,7 +104,7 @@ class Pretrained:
         """Copy the numbers of a shard's tensors into them."""
         with torch.no_grad():
             for _, name, tensors in self._each(found):
-                own[name].copy_(tensors.get_tensor(found[name]))
+                own[name].copy_(part_of(tensors.get_tensor(found[name]), own[name]))
 
     def _each(self, found: Mapping[str, str]) -> Iterator[tuple[str, str, Any]]:
         """Yield the file, the name of each tensor, and the open file's entry."""
@@ -125,7 +126,7 @@ def load(actor: WorkerActor, where: Path, strict: bool) -> Loaded:
     """
     # A parameter may have another name too, that of the stage which has it first.
     own = {shard: {**dict(shard.named_parameters()), **model_tensors(shard)} for shard in actor.shards.values()}
-    told = actor.exchange("names", sorted(name for tensors in own.values() for name in tensors))
+    told = everywhere(actor, "names", sorted(name for tensors in own.values() for name in tensors))
     names = {name for each in told for name in each}
 
     def find() -> tuple[Pretrained, dict[Shard, tuple[dict[str, str], set[str]]]]:
@@ -168,7 +169,7 @@ def save(
             snapshot = Snapshot(actor, left_out=left_out)
             snapshot.write(place)
             if snapshot.is_first:
-                files, _ = awaited_files(place, snapshot.workers, wait_s)
+                files, _ = awaited_files(place, snapshot.processes, wait_s)
                 if config is not None:
                     config.write(place)
                 _move(place, files)
@@ -182,7 +183,7 @@ def save(
     try:
         together(actor, "exported", write)
     finally:
-        if actor.worker == 0:
+        if actor.worker == 0 and is_first_member(actor):
             shutil.rmtree(place, ignore_errors=True)
             with suppress(OSError):  # if it is empty
                 place.parent.rmdir()
@@ -237,4 +238,4 @@ def _unmet(where: str | Path, loaded: Loaded) -> str:
 
 
 def _place(tensor: Tensor) -> tuple[int, object, object]:
-    return tensor.data_ptr(), tensor.shape, tensor.stride()
+    return local(tensor).data_ptr(), tensor.shape, tensor.stride()

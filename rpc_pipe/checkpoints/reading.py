@@ -17,12 +17,13 @@ from torch import Tensor
 from ..dependency import ConfigError, Damaged, PipeError
 from ..system.files import DAMAGED
 from ..workers.actor import WorkerActor
+from ..workers.compute.divided import is_divided, part_of
 from ..workers.compute.stash import StashingShard
 from . import folder
 from .collective import together
 from .json_values import NAMES, by_file, checksum, decoded, opened
 from .resumption import Resumption
-from .shard_state import Stages, buffer_of, model_tensors, of_route, own_buffers, put
+from .shard_state import Stages, buffer_of, column, model_tensors, of_route, own_buffers, put, shares
 from .writing import FORMAT, own_routes
 
 
@@ -122,19 +123,24 @@ class Checkpoint:
                     f"checkpoint {self.path / file}: tensor {name} is {dtype} of shape {tuple(shape)}, and "
                     f"{expected} of shape {tuple(tensor.shape)} in this model"
                 )
-        return self.tensors("model", own)
+        return self.tensors("model", own, own)
 
     def _described(self, told: dict[str, Any], prefix: str = "") -> Stages:
         names = [name.removeprefix(prefix) for name in self._tensors["optimizer"] if name.startswith(prefix)]
         return Stages(told, names, partial(self.rest, prefix=prefix))
 
-    def rest(self, names: Iterable[str], prefix: str = "") -> dict[str, Tensor]:
-        """Return tensors of optimizers, or saved with them, with names that begin with `prefix`."""
-        found = self.tensors("optimizer", [prefix + name for name in names])
+    def rest(self, names: Iterable[str], own: Mapping[str, Tensor] = {}, *, prefix: str = "") -> dict[str, Tensor]:
+        """Return tensors of optimizers, or saved with them, with names that begin with `prefix`.
+
+        Args:
+            own: of a tensor, the parameter that it belongs to.
+        """
+        of = {prefix + name: parameter for name, parameter in own.items()}
+        found = self.tensors("optimizer", [prefix + name for name in names], of)
         return {name.removeprefix(prefix): tensor for name, tensor in found.items()}
 
-    def tensors(self, what: str, names: Iterable[str]) -> dict[str, Tensor]:
-        """Read these of the `model`'s or the `optimizer`s' tensors."""
+    def tensors(self, what: str, names: Iterable[str], own: Mapping[str, Tensor] = {}) -> dict[str, Tensor]:
+        """Read these of the `model`'s or the `optimizer`s' tensors; of one whose `own` members share, the part here."""
         files = {}
         for name in names:
             if name not in self._tensors[what]:
@@ -143,11 +149,25 @@ class Checkpoint:
         found: dict[str, Tensor] = {}
         for file, keys in by_file(files).items():
             with opened(self.path / file, Damaged) as tensors:
-                found |= {name: tensors.get_tensor(name) for name in keys}
-            for name in keys:
-                if checksum(found[name]) != self._sums[file].get(name, checksum(found[name])):
-                    raise Damaged(f"checkpoint {self.path / file}: tensor {name} is not what was written")
+                for name in keys:  # only one is whole at a time
+                    whole = tensors.get_tensor(name)
+                    if (stored := self._sums[file].get(name)) is not None and checksum(whole) != stored:
+                        raise Damaged(f"checkpoint {self.path / file}: tensor {name} is not what was written")
+                    found[name] = _here(name, whole, own[name]) if name in own else whole
         return found
+
+
+def _here(name: str, whole: Tensor, own: Tensor) -> Tensor:
+    """Return the part of a tensor that is here, if members share `own`, the parameter that it belongs to.
+
+    Raises:
+        ConfigError: it is no number and has another shape than that.
+    """
+    if whole.shape == own.shape:
+        return part_of(whole, own)
+    if is_divided(own) and whole.numel() > 1:
+        raise ConfigError(f"{name}: has not the shape of its parameter, which members share; take another optimizer")
+    return whole
 
 
 class Restored(NamedTuple):
@@ -193,9 +213,9 @@ def put_all(actor: WorkerActor, where: str | Path, separate: bool, num_routes: i
                 assert isinstance(shard, StashingShard)
                 references.append(partial(shard.refer_to, weights))
                 stages = checkpoint.routes[route]
-                weights = stages.read(own[shard])
-            elif num_routes == checkpoint.num_routes:
-                weights |= checkpoint.buffers(own_buffers(shard, route))
+                weights = stages.read(own[shard], {})
+            elif num_routes * shares(actor) == checkpoint.num_routes:
+                weights |= checkpoint.buffers(own_buffers(shard, column(actor, route)))
             steps.extend([partial(put, shard, weights), stages.prepare(shard, route, num_routes)])
         return Prepared(checkpoint, results, checkpoint.rest(NAMES))
 

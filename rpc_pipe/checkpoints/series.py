@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..dependency import ConfigError
 from . import folder
+from .collective import everywhere
 
 if TYPE_CHECKING:
     from ..workers.actor import WorkerActor
@@ -27,7 +28,7 @@ def job_of(actor: WorkerActor) -> dict[str, Any]:
     shards = actor.shards.values()
     named = [(name, tensor) for shard in shards for name, tensor in shard.state_dict().items()]
     forms = {zlib.crc32(f"{name} {getattr(tensor, 'shape', '')}".encode()) for name, tensor in named}
-    every = {form for told in actor.exchange("shapes of the model", sorted(forms)) for form in told}
+    every = {form for told in everywhere(actor, "shapes of the model", sorted(forms)) for form in told}
     groups = [group for shard in shards if shard.optimizer is not None for group in shard.optimizer.param_groups]
     return {
         "script": Path(sys.argv[0]).name,

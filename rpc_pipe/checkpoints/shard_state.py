@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +17,23 @@ from ..dependency import ConfigError
 from ..workers.compute.shard import Shard
 from .json_values import decoded, encoded
 
+if TYPE_CHECKING:
+    from ..workers.actor import WorkerActor
+    from ..workers.compute.members import Members
+
 _AVERAGE, _HELD, _PART, _SUMS, _BUFFER = "average.", "gradient.", "gradient/", "statistics.", "buffer/"
 #: options of a group that change torch's way to compute, not the result
 _HOW = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
+
+
+def shares(actor: WorkerActor) -> int:
+    """Return how many members of a worker have buffers of their own, as replicas have: they see other rows."""
+    return 1 if actor.members is None else actor.members.shares
+
+
+def column(actor: WorkerActor, route: int) -> int:
+    """Return the number of a route's rows among those of all routes and members."""
+    return route * shares(actor) + (actor.members.index if actor.members is not None and actor.members.rows else 0)
 
 
 def of_route(number: int, name: str) -> str:
@@ -96,8 +110,22 @@ def _sums(shard: Shard) -> dict[str, Tensor]:
     return {f"{_SUMS}{name}.{key}": tensor for name, sums in named if name for key, tensor in sums.items()}
 
 
-def described(shard: Shard) -> dict[str, Any]:
-    """Return the rest of the state, as JSON."""
+def described(shard: Shard, members: Members | None) -> dict[str, Any]:
+    """Return the rest of the state, as JSON; of members, with what each has alone."""
+    found = _described(shard)
+    if members is None or not members.alone:
+        return found
+    planes = members.exchange(found)
+    for number, group in enumerate(found["groups"]):
+        every = [name for each in planes for name in each["groups"][number]["parameters"]]
+        group["parameters"] = list(dict.fromkeys(every))
+    if "plain" in found:
+        found["plain"] = {key: value for each in planes for key, value in each["plain"].items()}
+        found["on_host"] = list(dict.fromkeys(key for each in planes for key in each["on_host"]))
+    return found
+
+
+def _described(shard: Shard) -> dict[str, Any]:
     optimizer, scheduler, updating = shard.optimizer, shard.updating.lr_scheduler, shard.updating
     if optimizer is None:
         return {"updates": 0, "groups": []}
@@ -139,14 +167,14 @@ class Stages:
     Args:
         stages: as `described`, by stage or, where several routes own parts of it, by stage and route.
         tensors: names of all tensors of optimizers.
-        read: gives such tensors by name.
+        read: gives such tensors by name; of a tensor that members share, what is here.
     """
 
     def __init__(
         self,
         stages: Mapping[str, dict[str, Any]],
         tensors: list[str],
-        read: Callable[[Iterable[str]], dict[str, Tensor]],
+        read: Callable[[Iterable[str], Mapping[str, Tensor]], dict[str, Tensor]],
     ) -> None:
         self._stages, self.read = stages, read
         #: of each parameter that was trained, its stage and the number of its group there
@@ -184,6 +212,13 @@ class Stages:
             *(key for key in held if self._takes(key, shard, num_routes) == (shard.stage, route)),
         ]
 
+    def _laid_out(self, shard: Shard) -> Mapping[str, Tensor]:
+        """Return the parameter of each tensor, which is laid out as that is."""
+        named = dict(shard.named_parameters())
+        held = {key: named[name] for key, name in self._held.items() if name in named}
+        state = {key: p for name, p in named.items() for key in (*self._state.get(name, ()), _AVERAGE + name)}
+        return held | state
+
     def _of_sums(self, shard: Shard, route: int, num_routes: int) -> dict[str, Tensor]:
         """Return by key the sums that a route goes on from; the first also takes the sums of missing routes."""
         parts = [(key, *key.partition("/")[::2]) for key in self._beside if key.startswith(_SUMS)]
@@ -212,7 +247,7 @@ class Stages:
         """
         if not self._groups:  # there is nothing more
             return lambda: None
-        tensors = self.read(self._wanted(shard, route, num_routes))
+        tensors = self.read(self._wanted(shard, route, num_routes), self._laid_out(shard))
         own = {key: each for key, each in tensors.items() if key in self._beside}
         beside = partial(self._apply_beside, shard, own, self._of_sums(shard, route, num_routes))
         optimizer, owned = shard.optimizer, shard.updating.owned

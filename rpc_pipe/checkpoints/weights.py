@@ -81,7 +81,6 @@ class Weights:
         """
         from .pretrained import load
 
-        self._run.refuse_members("load_pretrained")
         where = path_of(folder)
         return self._each(lambda actor: load(actor, where, strict))[0]  # type: ignore[no-any-return]
 
@@ -95,7 +94,6 @@ class Weights:
         Raises:
             StorageError: it cannot be written, and is in another folder, which `kept` names.
         """
-        self._run.refuse_members("save_pretrained")
         if self._checkpoints.results.behind:
             return
         from .pretrained import save

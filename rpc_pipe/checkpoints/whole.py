@@ -14,7 +14,7 @@ from torch import Tensor
 from ..dependency import ConfigError, StorageError
 from ..system.files import replacing
 from ..workers.actor import WorkerActor
-from .collective import together
+from .collective import is_first_member, together
 from .json_values import write
 
 #: where torch keeps the versions of modules beside a state
@@ -80,7 +80,7 @@ def save_adapters(actor: WorkerActor, where: Callable[[], Path], names: frozense
     parts = actor.gather("adapters (save_pretrained)", own)
 
     def write() -> str:
-        if parts is None:
+        if parts is None or not is_first_member(actor):
             return ""
         tensors = {name: tensor.cpu() for part in parts for name, tensor in part.items()}
         model: Any = next(iter(actor.shards.values())).slice.modules[0]

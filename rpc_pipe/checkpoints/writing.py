@@ -11,7 +11,7 @@ import logging
 import shutil
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,12 @@ from torch import Tensor
 from ..dependency import Stalled, StorageError
 from ..system.at_exit import at_exit
 from ..workers.actor import WorkerActor
+from ..workers.compute.divided import local
 from ..workers.compute.shard import Shard
 from . import folder
 from .json_values import checksum, random_state, write
 from .shard_state import (
+    column,
     described,
     evaluated_tensors,
     held_tensors,
@@ -55,37 +57,48 @@ class Snapshot:
     """
 
     def __init__(self, actor: WorkerActor, *, separate: bool = False, left_out: Collection[str] | None = None) -> None:
-        self.worker, self.workers = actor.worker, sorted(actor.carrier.workers)
+        # Processes, each of which writes a part: workers, or their members.
+        self._members = members = actor.members
+        count, index = (1, 0) if members is None else (members.count, members.index)
+        self.process = actor.worker * count + index
+        self.processes = [w * count + each for w in sorted(actor.carrier.workers) for each in range(count)]
         first = [shard for (_, route), shard in actor.shards.items() if route == 0]
         weights_alone = left_out is not None
         model: dict[str, Tensor] = {}
         for shard in first:
             elsewhere = _written_elsewhere(shard) if weights_alone else ()
-            for name, tensor in evaluated_tensors(shard).items():
-                if name not in (left_out or ()) and tensor.data_ptr() not in elsewhere:
-                    model[name] = _copied(tensor)
+            named = evaluated_tensors(shard).items()
+            left = {n for n, t in named if n in (left_out or ()) or local(t).data_ptr() in elsewhere}
+            model |= self._copied({name: tensor for name, tensor in named if name not in left})
         self._stages: dict[str, dict[str, Any]] = {}
         rest = random_state() if self.is_first and not weights_alone else {}
         if not weights_alone:
-            self._stages = {str(shard.stage): described(shard) for shard in first}
+            self._stages = {str(shard.stage): described(shard, members) for shard in first}
             for (stage, number), shard in actor.shards.items():
                 own = optimizer_tensors(shard) if number == 0 else held_tensors(shard, number)
-                own |= {} if separate else own_buffers(shard, number)
                 if number and shard.updating.owned is not None:
-                    self._stages[f"{stage}/{number}"] = described(shard)
+                    self._stages[f"{stage}/{number}"] = described(shard, members)
                     own |= state_tensors(shard)
-                rest |= {name: _copied(tensor) for name, tensor in own.items()}
+                rest |= self._copied(own)
+                buffers = {} if separate else own_buffers(shard, column(actor, number))
+                rest |= self._copied(buffers, apart=members is not None and members.rows)
         for number, route in enumerate(own_routes(actor) if separate else ()):
             for shard in route:
-                self._stages[str(shard.stage)].setdefault("routes", []).append(described(shard))
+                self._stages[str(shard.stage)].setdefault("routes", []).append(described(shard, None))
                 own = model_tensors(shard) | optimizer_tensors(shard)
-                rest |= {of_route(number, name): _copied(tensor) for name, tensor in own.items()}
+                rest |= {of_route(number, name): tensor for name, tensor in self._copied(own).items()}
         self._files = {"model": model, "optimizer": rest}
+
+    def _copied(self, tensors: Mapping[str, Tensor], apart: bool = False) -> dict[str, Tensor]:
+        """Return copies of the tensors that this process writes, whole; `apart`: of members each writes its values."""
+        mine = tensors.items() if self._members is None or apart else self._members.taken(tensors)
+        # Several names may share memory, which safetensors refuses, and training goes on while this is written.
+        return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in mine}
 
     @property
     def is_first(self) -> bool:
-        """Whether the worker is the first, which completes the checkpoint."""
-        return self.worker == self.workers[0]
+        """Whether the process is the first, which completes the checkpoint."""
+        return self.process == self.processes[0]
 
     @property
     def num_bytes(self) -> int:
@@ -102,7 +115,7 @@ class Snapshot:
         try:
             for what, tensors in self._files.items():
                 if tensors:
-                    number, count = self.workers.index(self.worker) + 1, len(self.workers)
+                    number, count = self.processes.index(self.process) + 1, len(self.processes)
                     name = f"{what}-{number:05}-of-{count:05}.safetensors"
                     files[name] = {
                         "what": what,
@@ -110,9 +123,9 @@ class Snapshot:
                         "tensors": {key: _form(tensor) for key, tensor in tensors.items()},
                         "sums": {key: checksum(tensor) for key, tensor in tensors.items()},
                     }
-            folder.write_json(place / _part(self.worker), {"files": files, "stages": self._stages})
+            folder.write_json(place / _part(self.process), {"files": files, "stages": self._stages})
         except Exception as error:
-            _give_up(place, self.worker)
+            _give_up(place, self.process)
             if not isinstance(error, OSError):
                 raise
             raise _unwritten(place, error) from error
@@ -129,12 +142,8 @@ def own_routes(actor: WorkerActor) -> list[list[Shard]]:
 def _written_elsewhere(shard: Shard) -> set[int]:
     """Return where the parameters are that an earlier stage has, too."""
     parameters, shared = dict(shard.named_parameters()), shard.slice.shared
-    return {parameters[name].data_ptr() for name in shared if name in parameters and min(shared[name]) < shard.stage}
-
-
-def _copied(tensor: Tensor) -> Tensor:
-    # Several names may share memory, which safetensors refuses, and training goes on while this is written.
-    return tensor.detach().to("cpu", copy=True).contiguous()
+    elsewhere = [name for name in shared if name in parameters and min(shared[name]) < shard.stage]
+    return {local(parameters[name]).data_ptr() for name in elsewhere}
 
 
 def _form(tensor: Tensor) -> list[Any]:
@@ -252,7 +261,7 @@ class Writing(threading.Thread):
                 self._own_are.set()
             first = self._snapshots[0]
             if first.is_first:
-                self.path = finish(self._place, first.workers, *self._how)
+                self.path = finish(self._place, first.processes, *self._how)
         except Exception as error:
             self.error = error
             if self._snapshots[0].is_first:
@@ -275,7 +284,7 @@ class Writing(threading.Thread):
             return self.error
         if own:
             return Stalled(f"checkpoint {self._place}: is not complete after {self._deadline_s:g} s")
-        workers = ", ".join(str(each.worker) for each in self._snapshots)
+        workers = ", ".join(str(each.process) for each in self._snapshots)
         return StorageError(
             f"checkpoint {self._place}: the files of worker {workers} are not written after {self._own_s:.3g} s; "
             "the storage does not answer, or is too slow"

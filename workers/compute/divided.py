@@ -26,13 +26,14 @@ def like(tensor: Tensor, part: Tensor) -> Tensor:
 
 
 def part_of(whole: Tensor, tensor: Tensor) -> Tensor:
-    """Return a whole tensor laid out as another one is, without a message."""
+    """Return a copy of what another tensor's layout has here of a whole tensor, without a message."""
     if not hasattr(tensor, "device_mesh") or hasattr(whole, "device_mesh"):
         return whole
     from torch.distributed.tensor import distribute_tensor
 
     mesh, placements = tensor.device_mesh, tensor.placements  # type: ignore[attr-defined]
-    return distribute_tensor(whole, mesh, placements, src_data_rank=None)
+    # A copy, as a view would keep the memory of the whole.
+    return like(tensor, local(distribute_tensor(whole, mesh, placements, src_data_rank=None)).clone())
 
 
 def whole_of(tensor: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ of a worker meet in the collectives of their layers, and once a step in the work
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -92,12 +92,28 @@ class Members:
     def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return whole tensors on the first member, with those that others alone have; none on the others."""
         with torch.no_grad():
-            found = {name: whole_of(tensor) for name, tensor in tensors.items()}
-        others = self.exchange({n: t for n, t in found.items() if self._is_alone(n)} if self.index else {})
-        return found | {name: t for each in others for name, t in each.items()} if self.index == 0 else {}
+            each = ((name, whole_of(tensors[name])) for name in sorted(tensors))
+            found = {name: tensor for name, tensor in each if self.index == 0 or self._is_alone(name)}
+        others = self.exchange(found if self.index else {})
+        return found | {name: t for other in others for name, t in other.items()} if self.index == 0 else {}
+
+    @torch.no_grad()
+    def taken(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors that this member writes, whole: members take turns, and only one tensor is whole at once.
+
+        It is a collective: to be used up on all members.
+        """
+        # Sorted: a loaded optimizer has its state in the order of a set, another one in each process.
+        for number, name in enumerate(sorted(name for name in tensors if not self._is_alone(name))):
+            whole = whole_of(tensors[name])
+            if number % self.count == self.index:
+                yield name, whole
+        yield from (pair for pair in tensors.items() if self._is_alone(pair[0]))
 
     def _is_alone(self, name: str) -> bool:
         """Return whether a tensor, or what an optimizer remembers of it, is this member's alone."""
+        if name.startswith(("average.", "gradient")):
+            name = name.partition(".")[2]
         return any(name == each or name.startswith((f"state.{each}.", f"{each} ")) for each in self.alone)
 
 
