@@ -179,8 +179,8 @@ def test_forms_that_have_not_come_for_long_are_forgotten(monkeypatch):
     (stage,) = stages_of(observe(models.Nested(), [floats(1, 6)]), 1)
     for rows in (1, 2, 1, 3, 1):
         stage.run((), [floats(rows, 6)], {})
-    rows = [str(form).partition("torch.Size([")[2][0] for form, _ in stage._scripts]
-    assert rows == ["3", "1"], "the one that was used last is kept longest"
+    sizes = [sizes for *_, sizes in stage._scripts]
+    assert sizes == [(3, 6), (6,)], "the one that was used last is kept longest"
 
 
 def test_a_script_holds_no_graph_of_the_forward_it_was_made_from():

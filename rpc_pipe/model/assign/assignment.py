@@ -8,9 +8,12 @@ the embedding before a decoder) move to the first stage that takes them, with al
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+
+import torch
 
 from ...dependency import ConfigError, ModelError
 from ..observe.observation import Depends, Event, Observation, Value, Version
@@ -37,6 +40,12 @@ class Role:
     copied: set[Value] = field(default_factory=set)
     #: the event after which the stage's forward may end
     last: int = -1
+
+
+def fewest_bytes(choice: Sequence[Sequence[tuple[torch.Size, int]]]) -> int:
+    """Return the first of the places where the fewest bytes cross."""
+    sums = [sum(math.prod(shape) * size for shape, size in crossing) for crossing in choice]
+    return sums.index(min(sums))
 
 
 class BlocksNeeded(ConfigError):
@@ -94,6 +103,8 @@ class Assignment:
         self._kept_together = self._state_spans()
         #: with `owners`: by event, the parameters and buffers that its stage uses for it
         self._used_at = [] if owners is None else self._find_uses()
+        #: of each cut that was a choice: by place, (shape, bytes of an element) of the tensors that would cross there
+        self.choices: list[list[list[tuple[torch.Size, int]]]] = []
         #: stage by event; None: every stage runs it
         self.stage_of: list[int | None] = self._place()
         self.owners = self._find_owners()
@@ -174,7 +185,10 @@ class Assignment:
                 f"torch.utils.checkpoint, which computes both again; call it for each block, or cut elsewhere"
             )
         whole = [i for i in places if not any(begin < i <= end for begin, end in self._kept_together)]
-        return min(whole or places, key=self._bytes_crossing)
+        possible = whole or places
+        choice = [self._crossing_at(place) for place in possible]
+        self.choices.append(choice)
+        return possible[fewest_bytes(choice)]
 
     def _find_uses(self) -> list[set[str]]:
         """Return, by event, the parameters and buffers that it reads, also through values made of weights alone."""
@@ -208,15 +222,15 @@ class Assignment:
         events = self._observation.events
         return 0 < events[before].checkpoint == events[before - 1].checkpoint
 
-    def _bytes_crossing(self, before: int) -> int:
-        """Return the bytes that would cross a cut before this event."""
-        return sum(
-            value.tensor.nbytes
+    def _crossing_at(self, before: int) -> list[tuple[torch.Size, int]]:
+        """Return (shape, bytes of an element) of the tensors that would cross a cut before this event."""
+        return [
+            (value.tensor.shape, value.tensor.element_size())
             for value, readers in self._readers.items()
             if value.depends is Depends.BLOCKS
             and value.made < before
             and any(event.index >= before for event, _ in readers)
-        )
+        ]
 
     def _find_owners(self) -> Owners:
         owners: Owners = {}

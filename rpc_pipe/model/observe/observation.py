@@ -35,7 +35,7 @@ class Value:
     made: int = -1
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(frozen=True, slots=True)
 class SideEffect:
     """A side effect of a block: the arguments that hooks see, an attribute, or the new contents of a container.
 

@@ -48,14 +48,23 @@ def alias_given(result: Any, known: Callable[[Tensor], bool]) -> Any:
     return replaced(result, places)
 
 
-def form_of(tree: Any, of_tensor: Callable[[Tensor], Any] = lambda _: Tensor) -> Any:
-    """Return a tree without the contents of objects, to be compared and hashed; of each tensor `of_tensor` is left."""
+def form_of(
+    tree: Any, of_tensor: Callable[[Tensor], Any] = lambda _: Tensor, of_int: Callable[[int], Any] | None = None
+) -> Any:
+    """Return a tree without the contents of objects, to be compared and hashed.
+
+    Args:
+        of_tensor: its result stands for a tensor.
+        of_int: its result stands for an int, but not for one inside of an object.
+    """
     if isinstance(tree, Tensor):
         return of_tensor(tree)
+    if of_int is not None and type(tree) is int:
+        return int, of_int(tree)
     if isinstance(tree, (float, slice)):
         return repr(tree)  # nan equals nan
     if isinstance(tree, PLAIN):
         return type(tree), tree
     if isinstance(tree, (tuple, list, Mapping)) or dataclasses.is_dataclass(tree):
-        return type(tree), tuple([(step, form_of(child, of_tensor)) for step, child in children(tree)])
+        return type(tree), tuple([(step, form_of(child, of_tensor, of_int)) for step, child in children(tree)])
     return type(tree), tuple([(path, of_tensor(tensor)) for path, tensor in leaves(tree)])

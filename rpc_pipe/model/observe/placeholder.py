@@ -8,7 +8,7 @@ recognise fake tensors and then behave differently.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from typing import Any
@@ -122,13 +122,20 @@ class PlaceholderFactory:
         """The mode of fake tensors, made on first use, since it imports the compiler."""
         return FakeTensorMode(allow_non_fake_inputs=True)
 
-    def like(self, tensor: Tensor, device: torch.device | None = None) -> Placeholder:
-        """Return a placeholder of the shape, strides and dtype of `tensor`."""
-        with _unobserved(), torch.no_grad(), self.fake_mode:
-            made = torch.empty_strided(
-                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device or tensor.device
-            )
-        return Placeholder(made, self)  # type: ignore[arg-type]
+    def like(
+        self,
+        tensor: Tensor,
+        device: torch.device | None = None,
+        *,
+        shape: Sequence[int] | None = None,
+        strides: Sequence[int] | None = None,
+    ) -> Placeholder:
+        """Return a placeholder of the dtype of `tensor`, and of its shape and strides if no others are given."""
+        shape, strides = tensor.shape if shape is None else shape, tensor.stride() if strides is None else strides
+        with _unobserved(), torch.no_grad():
+            made = torch.empty_strided(shape, strides, dtype=tensor.dtype, device="meta")
+            # without its mode, which takes several times as long for a new shape
+            return Placeholder(FakeTensor(self.fake_mode, made, device or tensor.device), self)
 
     def parameter_like(self, parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
         """Return a placeholder for `parameter`, with its attributes."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +16,9 @@ from ...workers.transport.payload import Tree
 from ..assign.assignment import Owners
 from ..observe.frames import name_of
 from ..observe.observe_forward import observe_forward
-from ..observe.output_contract import form_of
 from ..observe.placeholder import Placeholder
 from ..observe.skeleton import Hooks, Skeleton
+from .script_family import ScriptFamily, sized_form
 from .scripted_forward import ScriptedForward
 from .stage_script import Diverged, Script
 
@@ -26,6 +26,7 @@ from .stage_script import Diverged, Script
 _MOST_SCRIPTS = 8
 #: most forms of inputs with scripts; the least recently used are dropped
 _MOST_FORMS = 512
+_Held = TypeVar("_Held")
 #: most observations of one forward; then it counts as one that takes another path each time
 _MOST_TRIES = 3
 
@@ -64,7 +65,9 @@ class ObservedStage:
         self._skeleton = skeleton
         self._cut = list(cut)
         self._owners = owners
-        #: (form of the inputs, modes) -> scripts; the most recently used is the last
+        #: (form of the inputs, modes) -> family; the most recently used is the last
+        self._families: dict[Any, ScriptFamily] = {}
+        #: ((form of the inputs, modes), sizes) -> scripts; the most recently used is the last
         self._scripts: dict[Any, list[Script]] = {}
         self.modules = list(self.module.modules())
         inside_others = {module for block in foreign for module in block.modules()}
@@ -133,7 +136,9 @@ class ObservedStage:
             ModelError: the model cannot run in stages on these inputs.
         """
         modes = self._modes()
-        scripts = self._scripts_of((form_of((args, kwargs), _look), modes))
+        form, sizes = sized_form((args, kwargs))
+        family = _recent(self._families, (form, modes), ScriptFamily)
+        scripts = _recent(self._scripts, (form, modes, sizes), lambda: family.scripts_for(sizes))
         divergences: list[Diverged] = []
         observed: list[Script] = []
         while True:
@@ -149,6 +154,7 @@ class ObservedStage:
                 if observed:
                     divergences.clear()  # the first forward may have changed the model permanently
                 script = self._observed(args, kwargs)
+                family.add(script, sizes)
                 if refusal := script.refusal(payload):
                     raise ModelError(refusal)
                 observed.append(script)
@@ -156,7 +162,8 @@ class ObservedStage:
             buffers, weights = self._writes
             before = self._changing.state(modes, weights, self._skeleton.counting | {module for module, _ in buffers})
             # A first forward may change modules of other stages too, by registering hooks there.
-            first = Attributes(self.modules) if script in observed or not script.is_settled else None
+            is_first = script in observed or script.is_new or not script.is_settled
+            first = Attributes(self.modules) if is_first else None
             try:
                 output = ScriptedForward(self._skeleton, script, payload, seed).run(args, kwargs)
             except Diverged as diverged:
@@ -165,6 +172,14 @@ class ObservedStage:
                 before.put_back()
                 divergences.append(diverged)
                 continue
+            except Exception:
+                if first is None or not script.is_new:
+                    raise
+                first.put_back()
+                before.put_back()
+                scripts.remove(script)  # a number may be another one
+                continue
+            script.is_new = False
             if first is not None and not script.is_settled and not script.settle(first):
                 first.put_back()
                 before.put_back()
@@ -189,13 +204,10 @@ class ObservedStage:
         grad = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         return grad, tuple([module.training for module in self.modules]), autocast
 
-    def _scripts_of(self, form: Any) -> list[Script]:
-        """Return the scripts for inputs of a form; drop the least recently used forms."""
-        scripts = self._scripts[form] = self._scripts.pop(form, [])
-        while len(self._scripts) > _MOST_FORMS:
-            del self._scripts[next(iter(self._scripts))]
-        return scripts
 
-
-def _look(tensor: Tensor) -> Any:
-    return tensor.shape, tensor.dtype, tensor.device
+def _recent(held: dict[Any, _Held], form: Any, make: Callable[[], _Held]) -> _Held:
+    """Return what is held for a form of inputs, which is now the most recently used; drop the least recently used."""
+    found = held[form] = held.pop(form) if form in held else make()
+    while len(held) > _MOST_FORMS:
+        del held[next(iter(held))]
+    return found

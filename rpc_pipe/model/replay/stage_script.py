@@ -5,19 +5,20 @@ A script is made of one observation and followed by every microbatch of the same
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from torch import Tensor
 
 from ...workers.compute.module_state import Attributes
-from ..assign.assignment import Assignment, Owners, Role
+from ..assign.assignment import Assignment, Owners, Role, fewest_bytes
 from ..observe.observation import Event, Observation
 from ..observe.output_contract import form_of
 from ..observe.placeholder import Placeholder
 from ..observe.skeleton import Skeleton
-from ..observe.trees import Path, leaves, mapped, tensors
+from ..observe.trees import Path, leaves, mapped, replaced, tensors
 
 #: path in the trees of an event, id of the observed tensor
 _Place = tuple[Path, int]
@@ -81,6 +82,9 @@ class Script:
         self.transforms = observation.transforms
         self._to_the_end = observation.to_the_end
         self._changed = observation.changed
+        self._choices = assignment.choices
+        #: whether it was made of others, and no forward has followed it yet
+        self.is_new = False
         #: whether the attributes have been compared that a forward leaves which ends with the stage's last event
         self.is_settled = self.is_last or self._to_the_end
         #: names of the weights and buffers that are written here, even with equal values
@@ -138,6 +142,61 @@ class Script:
             fake = tensor.detach() if is_fake else self._skeleton.placeholders.like(tensor)
             self._stand_ins[id(tensor)] = fake.requires_grad_(tensor.requires_grad)
         return self._stand_ins[id(tensor)]
+
+    def outline(self) -> list[Any]:
+        """Return all but the parts with numbers, to be compared."""
+        numbers: dict[int, int] = {}
+
+        def places(found: Sequence[_Place]) -> list[tuple[Path, int]]:
+            return [(path, numbers.setdefault(key, len(numbers))) for path, key in found]
+
+        found = [
+            self.transforms,
+            self.writes,
+            self.fields_written,
+            self._to_the_end,
+            self._changed,
+            [where for _, where in self.receives],
+            places(self.fields),
+            [(numbers.setdefault(key, len(numbers)), *how) for key, *how in self.used],
+            [(place, numbers.setdefault(key, len(numbers))) for place, key in self.sends],
+            list(map(fewest_bytes, self._choices)),
+        ]
+        for line in self.lines:
+            event = replace(line.event, answer=None, trees=[], writes=set())
+            found.append(([getattr(event, each.name) for each in fields(event)], line.runs, line.last))
+            found.append((places(line.substituted), places(line.recorded)))
+        return found
+
+    def with_numbers(self) -> list[Any]:
+        """Return a tree of the parts with numbers."""
+        lines = [[line.event.answer, line.event.trees] for line in self.lines]
+        return [[shape for shape, _ in self.receives], self._choices, lines]
+
+    def resized(self, changed: Mapping[Path, Any]) -> Script | None:
+        """Return the same script with other numbers; None: the model would be cut at other places.
+
+        Args:
+            changed: by path in the tree `with_numbers`.
+        """
+        made = copy(self)
+        shapes, made._choices, lines = replaced(self.with_numbers(), changed)
+        if list(map(fewest_bytes, made._choices)) != list(map(fewest_bytes, self._choices)):
+            return None
+        made.receives = [(shape, where) for shape, (_, where) in zip(shapes, self.receives, strict=True)]
+        made.lines = list(self.lines)
+        for number, (line, (answer, trees)) in enumerate(zip(self.lines, lines, strict=True)):
+            if answer is not line.event.answer or trees is not line.event.trees:
+                made.lines[number] = line = copy(line)
+                line.event = copy(line.event)
+                line.event.answer, line.event.trees = answer, trees
+        made.is_new = True
+        return made
+
+    def placeholder(self, like: Tensor, shape: Sequence[int], strides: Sequence[int]) -> Tensor:
+        """Return a placeholder of another size for one of this script."""
+        made = self._skeleton.placeholders.like(like, shape=shape, strides=strides)
+        return made.requires_grad_(like.requires_grad)
 
     def settle(self, before: Attributes) -> bool:
         """Return whether the script's first forward has left the same attributes as a whole forward.
