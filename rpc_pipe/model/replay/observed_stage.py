@@ -20,7 +20,7 @@ from ..observe.placeholder import Placeholder
 from ..observe.skeleton import Hooks, Skeleton
 from .script_family import ScriptFamily, sized_form
 from .scripted_forward import ScriptedForward
-from .stage_script import Diverged, Script
+from .stage_script import Departed, Diverged, Script
 
 #: most scripts for inputs of one form
 _MOST_SCRIPTS = 8
@@ -159,33 +159,47 @@ class ObservedStage:
                     raise ModelError(refusal)
                 observed.append(script)
                 scripts[:] = [script, *scripts][:_MOST_SCRIPTS]
-            buffers, weights = self._writes
-            before = self._changing.state(modes, weights, self._skeleton.counting | {module for module, _ in buffers})
-            # A first forward may change modules of other stages too, by registering hooks there.
-            is_first = script in observed or script.is_new or not script.is_settled
-            first = Attributes(self.modules) if is_first else None
             try:
-                output = ScriptedForward(self._skeleton, script, payload, seed).run(args, kwargs)
+                return self._followed(script, payload, (args, kwargs), seed, modes, is_first=script in observed)
             except Diverged as diverged:
-                if first is not None:
-                    first.put_back()
-                before.put_back()
                 divergences.append(diverged)
-                continue
-            except Exception:
-                if first is None or not script.is_new:
-                    raise
-                first.put_back()
-                before.put_back()
-                scripts.remove(script)  # a number may be another one
-                continue
+            except Departed:
+                if script.is_new:  # a number of it may be wrong
+                    scripts.remove(script)
+
+    def _followed(
+        self, script: Script, payload: Sequence[Tensor], fields: Any, seed: Seed | None, modes: Any, *, is_first: bool
+    ) -> Any:
+        """Run the forward by a script.
+
+        Args:
+            is_first: whether it is the first one after its observation.
+
+        Raises:
+            Departed: it cannot; the modules are as before.
+        """
+        buffers, weights = self._writes
+        before = self._changing.state(modes, weights, self._skeleton.counting | {module for module, _ in buffers})
+        # A first forward may change modules of other stages too, by registering hooks there.
+        is_first = is_first or script.is_new or not script.is_settled
+        first = Attributes(self.modules) if is_first else None
+        try:
+            try:
+                output = ScriptedForward(self._skeleton, script, payload, seed).run(*fields)
+            except Exception as error:
+                if script.is_new:
+                    raise Departed from error
+                raise
             script.is_new = False
             if first is not None and not script.is_settled and not script.settle(first):
+                raise Departed
+        except Departed:
+            if first is not None:
                 first.put_back()
-                before.put_back()
-                continue
-            self._changing.note(modes, before)
-            return output
+            before.put_back()
+            raise
+        self._changing.note(modes, before)
+        return output
 
     def _observed(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Script:
         observation = observe_forward(self._skeleton, args, kwargs)

@@ -24,8 +24,12 @@ from ..observe.trees import Path, leaves, mapped, replaced, tensors
 _Place = tuple[Path, int]
 
 
-class Diverged(BaseException):
-    """The forward has diverged from the script. A BaseException, so that no model catches it.
+class Departed(BaseException):
+    """A script does not serve a forward. A BaseException, so that no model catches it."""
+
+
+class Diverged(Departed):
+    """The forward calls another function than the script, or gets another answer.
 
     Args:
         event: index of the event.
