@@ -21,8 +21,8 @@ from .as_typed import as_typed
 from .options import Parser, with_listed
 
 _COMMANDS = (
-    "run", "plan", "profile", "verify", "watch", "simulate", "compare", "export", "schedules", "data", "key",
-    "completion",
+    "run", "plan", "profile", "verify", "watch", "simulate", "compare", "export", "schedules", "ranks", "data",
+    "key", "completion",
 )  # fmt: skip
 
 #: arguments that are no options

@@ -7,6 +7,7 @@ import pytest
 from processes import start
 from torch import nn
 
+from rpc_pipe.commands.main import main
 from rpc_pipe.dependency import ConfigError
 from rpc_pipe.model.sharding import settle_sharing
 from rpc_pipe.pipeline import Pipeline, Training
@@ -174,6 +175,18 @@ def test_members_are_processes_that_take_actions_in_one_order():
         sharing.microbatches(5)
     with pytest.raises(ConfigError, match="processes"):
         Pipeline([nn.Linear(2, 2)], nn.functional.mse_loss, num_microbatches=2, members=2, shard="fsdp")
+
+
+def test_ranks_are_in_the_words_of_other_frameworks(capsys):
+    """A rank is (worker * replicas + replica) * members + member, and a worker of two chunks has two stages."""
+    typed = "ranks --workers 16 --schedule interleaved --replicas 2 --members 2 --json".split()
+    assert main(typed) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["dimensions"] == ["pp", "dp_replicate", "dp_shard"]
+    assert found["processes"][7] == {"rank": 7, "mesh": [1, 1, 1], "stages": [1, 5]}
+    assert found["groups"]["pipeline"][1] == [1, 5, 9, 13]
+    assert found["groups"]["data"][0] == [0, 2] and found["groups"]["sharded data"][0] == [0, 1]
+    assert main(["ranks", "--workers", "7", "--members", "2"]) == 2
 
 
 def test_a_script_with_a_shard_runs_on_one_process_a_worker():

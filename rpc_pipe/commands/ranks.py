@@ -1,0 +1,77 @@
+"""`rpc-pipe ranks`: print which process is where, in the words of torchtitan's mesh and Megatron's groups."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from ..dependency import check_all
+from ..launching.report import Reporter
+from ..planning.specs import make_spec, workers_of
+from .options import SCHEDULE, Parser, schedule_options
+
+
+def add(commands: Any) -> None:
+    """Add `ranks` to the command line."""
+    parser: Parser = commands.add_parser("ranks", help="print which process has which stages, replica and member")
+    parser.take(*SCHEDULE, "members", "shard", "json")
+    parser.set_defaults(command=_ranks)
+
+
+class _PlacedRank(NamedTuple):
+    """The place of a process; `pp` is its worker's number in its replica."""
+
+    rank: int
+    pp: int
+    replica: int
+    member: int
+    stages: list[int]
+
+
+def _ranks(typed: dict[str, Any], argv: list[str]) -> int:
+    members, replicas = typed.get("members", 1), typed.get("replicas", 1)
+    workers = workers_of(typed.get("workers", 2), members)
+    count = typed.get("microbatches", 8 * replicas)
+    spec = make_spec(typed.get("schedule", "1f1b"), workers, count, schedule_options(typed))
+    check_all(spec)
+    places = []
+    for worker in range(workers):
+        if spec.parallelism.spread == "stages":
+            replica, pp = divmod(worker, workers // replicas)
+        else:
+            pp, replica = divmod(worker, replicas)
+        stages = sorted({stage for stage, _ in spec.hosted(worker)})
+        places += [_PlacedRank(worker * members + member, pp, replica, member, stages) for member in range(members)]
+    tensor = typed.get("shard") == "tp"
+    groups = {
+        "pipeline": _groups(places, lambda at: (at.replica, at.member)),
+        "data": _groups(places, lambda at: (at.pp, at.member)),
+        "tensor" if tensor else "sharded data": _groups(places, lambda at: (at.pp, at.replica)),
+    }
+    dims = ["pp", "dp_replicate", "tp" if tensor else "dp_shard"]
+    if "json" in typed:
+        mesh = [{"rank": at.rank, "mesh": [at.pp, at.replica, at.member], "stages": at.stages} for at in places]
+        print(json.dumps({"dimensions": dims, "processes": mesh, "groups": groups}))
+        return 0
+    reporter = Reporter()
+    sizes = f"{workers // replicas} x {replicas} x {members}"
+    reporter.text(f"{len(places)} processes: torchtitan's mesh ({', '.join(dims)}) is {sizes}")
+    for at in places:
+        hosted = ", ".join(map(str, at.stages))
+        said = (
+            f"rank {at.rank:>4}  mesh ({at.pp}, {at.replica}, {at.member})  stage{'s' * (len(at.stages) > 1)} {hosted}"
+        )
+        reporter.text(f"{said}; replica {at.replica}, member {at.member}")
+    reporter.text("Megatron-LM's groups:")
+    for name, found in groups.items():
+        reporter.text(f"  {name:<12}  " + " | ".join(" ".join(map(str, ranks)) for ranks in found))
+    return 0
+
+
+def _groups(places: list[_PlacedRank], key: Callable[[_PlacedRank], tuple[int, int]]) -> list[list[int]]:
+    """Return the ranks that have a key in common, for each key."""
+    found: dict[tuple[int, int], list[int]] = {}
+    for at in places:
+        found.setdefault(key(at), []).append(at.rank)
+    return list(found.values())
