@@ -242,8 +242,13 @@ class Pipeline(Inspected):
             metric: like a loss_fn, (output, targets or batch) -> mean, or (sum, weight). No output leaves its worker.
         """
         if microbatches is None and is_loader(batch):
-            return mean_over(self._evaluated(each, None, metric) for each in batch)
-        return self._evaluated(batch, microbatches, metric)[0]
+            loss = mean_over(self._evaluated(each, None, metric) for each in batch)
+        else:
+            loss = self._evaluated(batch, microbatches, metric)[0]
+        if metric is None and not self.replaying:
+            for actor in self.actors:
+                actor.listeners.tell("evaluated", self.steps_done, loss)
+        return loss
 
     def _evaluated(
         self, batch: Tree | None, microbatches: Sequence[Tree] | None, metric: LossFn | None

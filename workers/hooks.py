@@ -95,6 +95,9 @@ class Listener:
     def step_finished(self, record: StepRecord) -> None:
         """A step is complete on this worker."""
 
+    def evaluated(self, step: int, loss: float) -> None:
+        """An evaluation after `step` training steps has given `loss`; of a loader, the mean of its batches."""
+
     def idle(self, step: int) -> None:
         """A training step, an evaluation or a prediction is over; `step` training steps are done."""
 

@@ -3,6 +3,7 @@
     {"kind": "run", "workers": [...], "listings": [...]}          first, and again with another pipeline or program
     {"kind": "step", "step": 7, "loss": 2.3, "step_ms": 140.1, "tokens_per_s": ..., "bubble": 0.31, "lost": {...},
      "at": seconds since the epoch, "records": [...]}             a complete step; times in ns of the workers' clock
+    {"kind": "evaluation", "step": 7, "loss": 2.4}               after so many steps
     {"kind": "event", "at": ..., "text": ..., "warning": true}
     {"kind": "end", "what": "failed", "text": why, "consequence": false}           unless all went well
 
@@ -21,12 +22,14 @@ from pathlib import Path
 from typing import Any, TextIO, Union
 
 from ..dependency import ConfigError, Kind
+from ..drawing.timeline import bubble, idle
 from ..system.files import DAMAGED, MOST_BYTES, open_regular
 from ..tracing.board import Live, State, encode_record, number_or_word
 from ..tracing.board_reader import decode_record
 from ..tracing.boards import RunBoards, RunUpdate
 from ..tracing.lost_time import LostTime
 from ..tracing.run_folders import Ending
+from ..tracing.trace import spans_of
 from ..tracing.view import View
 
 #: a run as a watcher sees it
@@ -93,6 +96,8 @@ class Recording(_Sink):
             more = {"lost": lost.as_json()} if lost is not None and step == steps[-1] else {}
             records = [encode_record(record) for record in view.records(step)]
             self._line(kind="step", step=step, **_figures(view, step), **more, records=records)
+        for step, loss in now.evaluations if self._told else ():
+            self._line(kind="evaluation", step=step, loss=number_or_word(loss))
         for at, text, warning in view.events:
             if at > self._last_event:
                 self._line(kind="event", at=at, text=text, warning=warning)
@@ -117,7 +122,7 @@ def _figures(view: View, step: int) -> dict[str, Any]:
         "step_ms": 1e3 * seconds,
         "tokens_per_s": records[0].tokens / seconds if records[0].tokens else None,
         "rows_per_s": records[0].rows / seconds,
-        "bubble": 1 - sum(r.busy_ns for r in records) / 1e9 / (len(records) * seconds),
+        "bubble": bubble(spans_of(records), len(records)),
         "at": time.time(),
     }
 
@@ -146,7 +151,7 @@ class Replay:
 
     def look(self) -> RunUpdate:
         now = self._first_ns + 1e9 * (time.monotonic() - self._began) * (self.speed or math.inf)
-        self._update = update = replace(self._update, records=[], events=[])
+        self._update = update = replace(self._update, records=[], events=[], evaluations=[])
         while self._at < len(self._lines) and len(update.records) < _MOST_STEPS * len(update.headers or "1"):
             line = self._lines[self._at]
             if line["kind"] == "run":
@@ -159,6 +164,8 @@ class Replay:
                 if max(record.end_ns for record in line["records"]) > now:
                     break
                 update.records += line["records"]
+            elif line["kind"] == "evaluation":
+                update.evaluations.append((line["step"], float(line["loss"])))
             elif line["kind"] == "event":
                 update.events.append((line["at"], line["text"], line["warning"]))
             elif line["kind"] == "end":
@@ -212,14 +219,14 @@ def scalars_of(view: View, step: int) -> dict[str, float]:
         "tokens per s": records[0].tokens / seconds if records[0].tokens else None,
         "step/ms": length_ms,
     }
-    for record in records:
-        found[f"bubble/worker {record.worker}"] = 1 - record.busy_ns / 1e6 / length_ms
+    for record, share in zip(records, idle(spans_of(records), len(records)), strict=True):
+        found[f"bubble/worker {record.worker}"] = share
         found[f"peak MB/worker {record.worker}"] = record.peak_bytes / 1e6
     return {name: value for name, value in found.items() if value is not None and not math.isnan(value)}
 
 
 class Scalars(_Sink):
-    """Writes loss, gradient norm, learning rate, rates, times and bubbles of every step for TensorBoard.
+    """Writes losses, gradient norm, learning rate, rates, times and bubbles of every step for TensorBoard.
 
     Raises:
         ConfigError: TensorBoard is not installed.
@@ -232,12 +239,17 @@ class Scalars(_Sink):
         except ImportError as error:
             raise ConfigError(f"--tensorboard: needs {error.name}; pip install '.[tensorboard]'") from error
         self._writer = SummaryWriter(str(folder))
+        self._held_out: dict[int, float] = {}
 
     def write(self, view: View) -> None:
         """Write the steps that are new since the last call."""
         for step in self._new_steps(view):
             for name, value in scalars_of(view, step).items():
                 self._writer.add_scalar(name, value, step)
+        held_out = dict(view.held_out_losses)
+        for step in [step for step, loss in held_out.items() if self._held_out.get(step) != loss]:
+            self._writer.add_scalar("held-out loss", held_out[step], step)
+        self._held_out = held_out
         lost = self._new_lost(view)
         for cause, ms in lost.parts.items() if lost is not None else ():
             self._writer.add_scalar(f"lost ms/{cause}", ms, self._last_step)

@@ -8,6 +8,7 @@ from statistics import median
 from typing import Any
 
 from ..drawing.page import Picture
+from ..drawing.timeline import idle
 from ..tracing.board import Live, State
 from ..tracing.trace import spans_of, transfers
 from ..tracing.view import RECENT, View
@@ -54,14 +55,21 @@ class LinkRow:
 def worker_rows(view: View) -> list[WorkerRow]:
     """Return a row for each visible process."""
     steps = [view.records(step) for step in view.complete_steps(RECENT)]
-    return [_row(view, rank, [records[rank // view.members] for records in steps]) for rank in sorted(view.headers)]
+    # The time between steps counts, too.
+    shares = idle([span for records in steps for span in spans_of(records)], view.num_workers)
+    return [
+        _row(
+            view,
+            rank,
+            [records[rank // view.members] for records in steps],
+            shares[rank // view.members] if shares else math.nan,
+        )
+        for rank in sorted(view.headers)
+    ]
 
 
-def _row(view: View, worker: int, records: list[Any]) -> WorkerRow:
+def _row(view: View, worker: int, records: list[Any], idle_share: float) -> WorkerRow:
     live = view.latest.lives.get(worker, Live())
-    busy = sum(record.busy_ns for record in records)
-    # From the start of the first to the end of the last step, the time between steps included.
-    length = records[-1].end_ns - records[0].start_ns if records else 0
     timed = [span.end - span.start for span in spans_of(records)]
     waits_for = ""
     if live.state is State.WAITING:
@@ -73,7 +81,7 @@ def _row(view: View, worker: int, records: list[Any]) -> WorkerRow:
         stages=",".join(map(str, sorted({stage for stage, *_ in view.headers[worker]["shards"]}))),
         step=live.step,
         action_ms=sum(timed) / len(timed) if timed else math.nan,
-        bubble=1 - busy / length if length else math.nan,
+        bubble=idle_share,
         waits_for=waits_for,
         for_s=max(0.0, (view.latest.now_ns - live.since_ns) / 1e9) if live.since_ns else 0.0,
         peak_mb=records[-1].peak_bytes / 1e6 if records else math.nan,
@@ -124,6 +132,9 @@ def describe(view: View) -> dict[str, Any]:
         "num_workers": view.num_workers,
         "step": steps[0] if steps else None,
         "loss": finite(view.losses[-1][1]) if view.losses else None,
+        "grad_norm": finite(view.grad_norm),
+        "learning_rate": finite(view.learning_rate),
+        "held_out": [(step, finite(loss)) for step, loss in view.held_out_losses],
         "step_ms": view.step_ms(),
         "rate": rate,
         "unit": unit,

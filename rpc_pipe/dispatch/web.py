@@ -217,10 +217,14 @@ class _Collector:
         view, steps, step_ms = self._view, self._view.complete_steps(1), self._view.step_ms()
         if steps:
             yield CounterMetricFamily("rpc_pipe_steps", "Steps that all workers have finished.", steps[0])
+        held_out = view.held_out_losses
         rows, links, lost, rate = worker_rows(view), link_rows(view), view.lost(), view.throughput()
         whole = [
             ("workers", "Workers that can be seen.", "", len(view.headers)),
             ("loss", "Loss of the last step.", "", view.losses[-1][1] if view.losses else None),
+            ("held_out_loss", "Loss of the last evaluation.", "", held_out[-1][1] if held_out else None),
+            ("learning_rate", "Learning rate of the next update.", "", view.learning_rate),
+            ("gradient_norm", "Norm of all gradients before clipping.", "", view.grad_norm),
             ("step_seconds", "Median time of the recent steps.", "seconds", step_ms and step_ms / 1e3),
             ("bubble_ratio", "Share of the workers' time without computing.", "ratio", mean_bubble(rows)),
             ("stalled", "1 if nothing finishes.", "", int(view.stalled)),

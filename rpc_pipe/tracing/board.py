@@ -11,6 +11,7 @@ the launcher can report a dead worker's last action.
     {"kind": "header", ...}                                constant properties
     {"kind": "program", "number": 1, ...}                  `own_boards.list_program` for the most microbatches so far
     {"kind": "step", "number": 2, "record": {...}}         a step as it ran; times in ns of the worker's clock
+    {"kind": "evaluation", "number": 3, "step": 1, ...}    a held-out loss after so many steps
 
 The head is overwritten again and again, with a number before and behind it: a head that is read twice alike, with
 equal numbers, is whole.
@@ -38,7 +39,7 @@ from ..workers.hooks import Blocked, Listener, StepRecord
 
 #: the files in a run's folder: boards of this machine's processes, and copies of other machines', by process
 OWN, COPY = "worker-", "copy-"
-MAGIC = b"rpc-pipe board 6"
+MAGIC = b"rpc-pipe board 7"
 #: magic, number, state, step, action, awaited name, its worker, start of the wait, thread that computes, number
 HEAD = struct.Struct("<16s7qQq")
 #: a file with more bytes of steps is replaced by one with the latest half
@@ -184,8 +185,14 @@ class BoardWriter(Listener):
         if record is None:
             return
         self._list(record.num_microbatches)
-        line = self._put(self._steps, kind="step", record=encode_record(record))
-        self._bytes += len(line)
+        self._keep(kind="step", record=encode_record(record))
+
+    def evaluated(self, step: int, loss: float) -> None:
+        self._keep(kind="evaluation", step=step, loss=number_or_word(loss))
+
+    def _keep(self, **event: Any) -> None:
+        """Append an event; a new file replaces one that is too large."""
+        self._bytes += len(self._put(self._steps, **event))
         if self._bytes > MOST_BYTES:
             while self._bytes > MOST_BYTES // 2 and len(self._steps) > 2:
                 self._bytes -= len(self._steps.pop(next(iter(self._steps))))

@@ -35,14 +35,16 @@ class Board:
         self.listing: dict[str, Any] | None = None
         #: the worker's present, or last, state
         self.live = Live()
+        self.evaluations: list[tuple[int, float]] = []
         #: events that were overwritten before they were read
         self.dropped = 0
         self._seen = 0
         self._read_steps = False
 
     def look(self) -> list[StepRecord]:
-        """Return the steps that are new; only those of its latest pipeline."""
+        """Return the steps that are new; only those of its latest pipeline. `evaluations` are new as well."""
         found: list[StepRecord] = []
+        self.evaluations = []
         read = self._since(self._seen)
         if not read.startswith(MAGIC):
             return found
@@ -60,6 +62,7 @@ class Board:
         Kind.learn(header.get("kinds", ()))  # before actions of these kinds are decoded
         if self.header.get("clock_ns") != header.get("clock_ns"):  # the process has made another pipeline
             found.clear()
+            self.evaluations.clear()
             self.listing, self._seen, self._read_steps = None, 0, False
         self.header = header
 
@@ -72,6 +75,8 @@ class Board:
         self._seen = number
         if event["kind"] == "program":
             self.listing = event
+        elif event["kind"] == "evaluation":
+            self.evaluations.append((event["step"], float(event["loss"])))
         else:
             self._read_steps = True
             found.append(decode_record(event["record"], self.header.get("offset_ns", 0)))

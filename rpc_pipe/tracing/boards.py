@@ -36,6 +36,8 @@ class RunUpdate:
     lives: dict[int, Live] = field(default_factory=dict)
     #: steps of workers, as their first members ran them
     records: list[StepRecord] = field(default_factory=list)
+    #: (training steps before it, loss) of each evaluation
+    evaluations: list[tuple[int, float]] = field(default_factory=list)
     #: processes that have ended
     gone: frozenset[int] = frozenset()
     #: the workers' clock, `perf_counter_ns`
@@ -57,6 +59,7 @@ def poll(boards: Mapping[int, Board]) -> RunUpdate:
         records = board.look()
         if board.header:
             update.records += records if rank % board.header.get("members", 1) == 0 else []
+            update.evaluations += board.evaluations if rank == 0 else []  # all workers have the same
             update.headers[rank] = board.header
             update.listings |= {} if board.listing is None else {rank: board.listing}
             update.lives[rank] = board.live

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from ..dependency import Action, ConfigError, Kind, Spec
 from ..dependency.indexes import slice_in
 from ..drawing.page import Picture, draw_page, write_chrome
-from ..drawing.timeline import count_microbatches
+from ..drawing.timeline import bubble, count_microbatches
 from ..planning.simulator import Cost, Simulation, simulate
 from ..planning.span import Span, waits
 from ..schedules import name_of
@@ -44,11 +44,8 @@ class Trace:
 
     @property
     def bubble(self) -> float:
-        """Idle share of the workers' time over the recorded steps."""
-        spans = self.spans()
-        length = max(s.end for s in spans) - min(s.start for s in spans)
-        busy = sum(s.end - s.start for s in spans if s.action.kind.resource == "compute")
-        return 1 - busy / (self.spec.num_workers * length)
+        """Idle share of the workers' time over the recorded steps, as on the pages."""
+        return bubble(self.spans(), self.spec.num_workers)
 
     @property
     def step_ms(self) -> float:

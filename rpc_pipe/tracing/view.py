@@ -23,6 +23,8 @@ from .trace import Trace, step_ms
 
 #: steps kept in full, and points of the loss curve
 KEPT_STEPS, _KEPT_LOSSES = 64, 20_000
+#: steps whose held-out loss is kept
+_KEPT_EVALUATED = 1_000
 #: number of recent steps for statistics of the present
 RECENT = 8
 #: how often, at most, the lost time is attributed: it simulates the schedule
@@ -49,6 +51,8 @@ class View:
         self.headers: dict[int, dict[str, Any]] = {}
         #: (step, the loss of its batch)
         self.losses: deque[tuple[int, float]] = deque(maxlen=_KEPT_LOSSES)
+        #: by step, the mean of the evaluations after it, and their number
+        self._held_out: dict[int, tuple[float, int]] = {}
         #: log: (seconds since the epoch, message, whether it is a warning)
         self.events: deque[tuple[float, str, bool]] = deque(maxlen=200)
         #: whether the run stalls
@@ -74,6 +78,7 @@ class View:
         if any(earlier.get(rank, made) != made for rank, made in self.pipelines.items()):
             self._steps.clear()
             self.losses.clear()
+            self._held_out.clear()
             self._specs.clear()
             self._lost = 0.0, -1, None
         for record in (record for record in update.records if record.worker * self.members in self.headers):
@@ -83,6 +88,11 @@ class View:
                 self._completed(record.step)
         while len(self._steps) > self._keep:
             del self._steps[min(self._steps)]
+        for step, loss in update.evaluations:
+            mean, count = self._held_out.get(step, (0.0, 0))
+            self._held_out[step] = mean + (loss - mean) / (count + 1), count + 1
+        for step in list(self._held_out)[:-_KEPT_EVALUATED]:
+            del self._held_out[step]
         self.events.extend(update.events)
         if update.ending not in (None, before.ending):
             self.note(f"the run {update.ending}".splitlines()[0], warning=True)
@@ -254,6 +264,22 @@ class View:
         tokens = sum(record.tokens for record in records)
         count = tokens or sum(record.rows for record in records)
         return 1e3 * count / (len(records) * ms), "tokens" if tokens else "rows"
+
+    @property
+    def held_out_losses(self) -> list[tuple[int, float]]:
+        """(step, mean of the evaluations after it)."""
+        return [(step, mean) for step, (mean, _) in self._held_out.items()]
+
+    @property
+    def grad_norm(self) -> float | None:
+        """Norm of the last step's gradients before clipping; None if it is not measured."""
+        return next((self.records(step)[0].grad_norm for step in self.complete_steps(1)), None)
+
+    @property
+    def learning_rate(self) -> float | None:
+        """Learning rate after the last step, of the first worker that trains; None: nothing is trained."""
+        rates = (record.learning_rate for step in self.complete_steps(1) for record in self.records(step))
+        return next((rate for rate in rates if rate is not None), None)
 
     @property
     def with_padding(self) -> bool:

@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from rpc_pipe.dispatch.recording import scalars_of
-from rpc_pipe.dispatch.rows import worker_rows
+from rpc_pipe.dispatch.recording import Recording, Replay, scalars_of
+from rpc_pipe.dispatch.rows import describe, worker_rows
 from rpc_pipe.drawing.page import encode
+from rpc_pipe.drawing.timeline import idle
 from rpc_pipe.pipeline import Pipeline
 from rpc_pipe.tracing import own_boards, run_folders
 from rpc_pipe.tracing.board_reader import Board
@@ -197,3 +198,40 @@ def test_watchers_write_the_scalars_that_a_script_is_given(folder):
         assert scalars["gradient norm"] == report.grad_norm and scalars["learning rate"] == report.learning_rate
         assert scalars["loss"] == report.loss and scalars["rows per s"] == pytest.approx(report.rows_per_s)
         assert "tokens per s" not in scalars
+
+
+def test_watchers_see_evaluations_norm_and_learning_rate(folder, tmp_path):
+    """The page had the loss of training alone, though scripts evaluate between steps."""
+    batch = torch.ones(2, 4), torch.ones(2, 4)
+    pipe, boards, view = pipeline(num_microbatches=2, log_grad_norm=True), RunBoards(folder), View()
+    recording = Recording(tmp_path / "run.jsonl")
+    pipe.step(batch)
+    first = [pipe.evaluate(batch), pipe.evaluate((2 * batch[0], batch[1]))]
+    steps(pipe, 2)
+    view.take(boards.look())
+    recording.write(view)
+    second = pipe.evaluate(batch)
+    pipe.evaluate(batch, metric=lambda output, target: output.sum())  # is no loss
+    view.take(boards.look())
+    recording.write(view)
+    recording.close()
+    expected = [(1, pytest.approx(sum(first) / 2)), (2, second)]
+    assert view.held_out_losses == expected
+    state = describe(view)
+    assert state["held_out"] == expected
+    assert state["grad_norm"] == pipe.grad_norm and state["learning_rate"] == pipe.learning_rate == 0.1
+    replay, again = Replay(tmp_path / "run.jsonl"), View()
+    while not replay.over:
+        again.take(replay.look())
+    assert again.held_out_losses == expected
+
+
+def test_idle_is_one_share_wherever_it_is_shown(folder):
+    """The table, the recording, TensorBoard and the summary each had a share of another time."""
+    pipe, view = pipeline(num_microbatches=2), View()
+    steps(pipe, 2)
+    view.take(RunBoards(folder).look())
+    trace, rows, scalars = view.trace(0), worker_rows(view), scalars_of(view, 1)
+    shares = [row.bubble for row in rows]
+    assert shares == idle(trace.spans(), 2) == [scalars[f"bubble/worker {worker}"] for worker in (0, 1)]
+    assert sum(shares) / 2 == pytest.approx(trace.bubble) == pytest.approx(figures(view)["bubble_actual"])
