@@ -160,7 +160,8 @@ def _begun(folder: Path, new: Packed) -> Packed:
         raise ConfigError(f"{folder}: is not empty ({others[0]}); name another folder")
     try:
         found = new if note is None else Packed(**read_json(note, f"{note}", 2**26))
-        sum(entry["bytes"] + entry["tokens"] for entry in found.shards)
+        counts = found.tokens, found.file, found.at, found.skip
+        sum((*counts, *(entry["bytes"] + entry["tokens"] for entry in found.shards)))
     except (LookupError, TypeError) as error:
         raise ConfigError(f"{folder}: its {note} is not one of rpc-pipe; name another folder") from error
     if found.identity != new.identity:

@@ -194,10 +194,9 @@ def _indexed(root: str, text: str) -> tuple[list[ShardFile], dict[str, Any]]:
     try:
         index = json.loads(text)
         listed = [
-            ShardFile(
-                entry["name"], f"{root}/{entry['name']}", int(entry["bytes"]), int(entry["crc32"], 16), entry["tokens"]
-            )
+            ShardFile(name, f"{root}/{name}", int(entry["bytes"]), int(entry["crc32"], 16), int(entry["tokens"]))
             for entry in index.pop("shards")
+            for name in [entry["name"]]
         ]
         return listed, {"dtype": str(index["dtype"])}
     except (AttributeError, LookupError, TypeError, ValueError) as error:

@@ -97,6 +97,20 @@ def test_shards_that_are_not_as_they_were_packed(folder, tmp_path):
         tokens(out, 8)
 
 
+def test_an_index_whose_counts_are_no_numbers_is_refused(folder, tmp_path):
+    """A count that was text was printed as a number, and multiplied by the bytes of a token: two tracebacks."""
+    out = tmp_path / "out"
+    pack(folder, out, shard_bytes=1000)
+    index = json.loads((out / "index.json").read_text())
+    (out / "index.json").write_text(json.dumps({**index, "tokens": "text."}))
+    with pytest.raises(ConfigError, match="is not one of rpc-pipe"):
+        pack(folder, out, shard_bytes=1000)
+    index["shards"][0]["tokens"] = "text."
+    (out / "index.json").write_text(json.dumps(index))
+    with pytest.raises(DataError, match="cannot be read"):
+        tokens(out, 8)
+
+
 def test_the_command(folder, tmp_path):
     out = tmp_path / "out"
     packed = rpc_pipe("data", "pack", folder, out, "--shard", "1KB", "--json")
