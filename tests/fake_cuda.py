@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from rpc_pipe.workers.compute.cuda_device import Cuda
@@ -26,45 +27,84 @@ class Stream:
     #: one for all, as streams of several devices wait for each other
     _lock = threading.RLock()
 
+    #: how far hosts have waited for each stream
+    awaited: ClassVar[MutableMapping[Stream, int]] = WeakKeyDictionary()
+    #: returns how much of a late stream is done without a cause
+    pace: Callable[[int], int] = staticmethod(lambda waiting: 0)
+
     def __init__(self, eager: bool = False) -> None:
         self._eager = eager
         self._waiting: list[Callable[[], None]] = []
         self._done = 0
+        #: work issued now begins behind so much of each stream
+        self.behind: dict[Stream, int] = {self: 0}
 
     def issue(self, work: Callable[[], None]) -> int:
         """Add work; return how much there is up to here."""
         with self._lock:
             self._waiting.append(work)
-            end = self._done + len(self._waiting)
-            if self._eager:
-                self.run(end)
+            end = self.behind[self] = self._done + len(self._waiting)
+            self.begin_behind(self.awaited)
+            self.run(end if self._eager else self._done + self.pace(len(self._waiting)))
             return end
 
-    def run(self, end: int) -> None:
+    def begin_behind(self, ends: Mapping[Stream, int]) -> None:
+        """Note that work issued from now on begins behind these ends."""
         with self._lock:
+            for stream, end in list(ends.items()):
+                if end > self.behind.get(stream, 0):
+                    self.behind[stream] = end
+
+    def run(self, end: int) -> None:
+        with self._lock, _disable_current_modes():  # which see when work is issued, not when it is done
             while self._done < end:
                 self._waiting.pop(0)()
                 self._done += 1
 
-    def wait_event(self, event: Event) -> None:
-        self.issue(event.synchronize)
+    def wait_event(self, event: Event | SharedEvent) -> None:
+        event = event.last
+        self.begin_behind(event.ends)
+        self.issue(event.reach)
 
 
 class Event:
     """The end of what a stream had been given."""
 
+    #: called when a host waits
+    waits: Callable[[str], None] = staticmethod(lambda what: None)
+
     def __init__(self, stream: Stream) -> None:
         self._stream, self.time_ns = stream, 0
-        self._end = stream.issue(self._pass)
+        with stream._lock:
+            self._end = stream.issue(self._pass)
+            self.ends = dict(stream.behind)
+
+    @property
+    def last(self) -> Event:
+        return self
 
     def _pass(self) -> None:
         self.time_ns = time.perf_counter_ns()
 
-    def synchronize(self) -> None:
+    def reach(self) -> None:
+        """Let the device do everything up to here."""
         self._stream.run(self._end)
 
+    def synchronize(self) -> None:
+        self.waits("an event is awaited")
+        self.reach()
+        self._tell_host()
+
     def query(self) -> bool:
-        return self._stream._done >= self._end
+        if self._stream._done < self._end:
+            return False
+        self._tell_host()
+        return True
+
+    def _tell_host(self) -> None:
+        with self._stream._lock:
+            for stream, end in self.ends.items():
+                Stream.awaited[stream] = max(end, Stream.awaited.get(stream, 0))
 
     def elapsed_time(self, other: Event) -> float:
         """Return milliseconds; as torch does, refuse to tell the time of what has not been."""
@@ -77,11 +117,7 @@ class SharedEvent:
     """An event that is recorded again and again; who waits for it waits for the last time before."""
 
     def record(self, stream: Stream) -> None:
-        self._last = Event(stream)
-
-    @property
-    def synchronize(self) -> Callable[[], None]:
-        return self._last.synchronize
+        self.last = Event(stream)
 
 
 class FakeCuda(Cuda):

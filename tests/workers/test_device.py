@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 from fake_cuda import DEVICE, Apart, FakeCuda, Stream, StrictCuda, is_there, put_there
+from small_models import Cached
 from unkind import MODELS, batches_for, differences
 
 from rpc_pipe import Pipeline, own_workers, session
@@ -283,36 +284,6 @@ def test_a_model_cut_as_it_is_computes_on_the_device_alone(apart, monkeypatch):
     assert told[0][0] == told[1][0] and told[0][1].equal(told[1][1])
 
 
-class _CachedBlock(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = torch.nn.Linear(8, 24)
-
-    def forward(self, x, number, cache):
-        queries, keys, values = self.inner(x)[:, None].chunk(3, -1)
-        if cache is not None:
-            keys, values = cache.update(keys, values, number)
-        seen = torch.ones(queries.shape[2], keys.shape[2], dtype=torch.bool, device=x.device)
-        scores = (queries @ keys.mT).masked_fill(~seen.tril(keys.shape[2] - queries.shape[2]), float("-inf"))
-        return x + (scores.softmax(-1) @ values)[:, 0]
-
-
-class _Cached(torch.nn.Module):
-    """A causal model that leaves keys and values in a cache, as those of transformers do."""
-
-    def __init__(self):
-        super().__init__()
-        self.words, self.places, self.head = torch.nn.Embedding(11, 8), torch.nn.Embedding(9, 8), torch.nn.Linear(8, 11)
-        self.blocks = torch.nn.ModuleList(_CachedBlock() for _ in "1234")
-
-    def forward(self, ids, past_key_values=None):
-        begin = 0 if past_key_values is None else past_key_values.get_seq_length()
-        x = self.words(ids) + self.places(torch.arange(begin, begin + ids.shape[1], device=ids.device))
-        for number, block in enumerate(self.blocks):
-            x = block(x, number, past_key_values)
-        return self.head(x)
-
-
 def test_slices_come_to_the_device_with_what_they_know_of_the_whole(apart, monkeypatch):
     """Slices ended in "SliceCache, which cannot travel between workers": a batch of slices holds more than tensors."""
     ids = torch.randint(11, (6, 9), generator=torch.Generator().manual_seed(0))
@@ -324,7 +295,7 @@ def test_slices_come_to_the_device_with_what_they_know_of_the_whole(apart, monke
         options = {"num_workers": 2, "num_microbatches": 3, "slices": 3, "stall_s": 30}
         with (
             Apart() if devices else contextlib.nullcontext(),
-            Pipeline(_Cached(), _next_word, optimizer=partial(torch.optim.SGD, lr=0.1), **options) as pipe,
+            Pipeline(Cached(), _next_word, optimizer=partial(torch.optim.SGD, lr=0.1), **options) as pipe,
         ):
             told.append([pipe.step((ids, ids)) for _ in range(3)])
     assert told[0] == told[1] and told[0][2] < told[0][0]
