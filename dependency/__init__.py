@@ -9,6 +9,7 @@ from .errors import (
     Damaged,
     DataError,
     Disagreement,
+    EpochEnds,
     Malformed,
     ModelError,
     NotFinite,
@@ -16,9 +17,11 @@ from .errors import (
     PeerLost,
     PipeError,
     ScheduleError,
+    StageLost,
     Stalled,
     StorageError,
     WorkerFailure,
+    ends_epoch,
     refuse_below,
 )
 from .kinds import A, B, C, D, F, G, I, N, P, R, S, T, U, V, W
@@ -49,5 +52,5 @@ __all__ = [
     "Spec", "Stalled", "StorageError", "T", "U", "V", "W", "WorkerFailure", "known_reductions", "schedule_errors",
     "check", "check_all", "worker_weight_copies", "reduction_tree", "entries", "local_order", "microbatches_of",
     "microbatches_on", "most_open", "order_limit", "period", "reaches", "refuse_below", "worker_staleness",
-    "staleness", "update_of", "updates_a_step", "weight_copies",
+    "staleness", "update_of", "updates_a_step", "weight_copies", "EpochEnds", "StageLost", "ends_epoch",
 ]  # fmt: skip

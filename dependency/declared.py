@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -151,6 +151,11 @@ class Declared(_Frozen):
         return self.activation_limit(worker)
 
     # --- where that puts what is run
+
+    @property
+    def workers(self) -> Collection[int]:
+        """The workers that take part."""
+        return range(self.num_workers)
 
     @property
     def last_stage(self) -> int:

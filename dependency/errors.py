@@ -10,6 +10,8 @@
     │   └── Damaged        a checkpoint: not as it was written; an older one may do
     ├── Disagreement       the script: workers made different calls; the call of each
     ├── WorkerFailure      a worker raised: its number, the action (`2B3`, step), traceback as text
+    ├── EpochEnds          a worker has died, and the workers that are left go on without it (--elastic)
+    ├── StageLost          every worker that held a stage has died
     ├── PeerLost           a peer stopped answering: a consequence, the cause is at the peer
     ├── NotMet             workers did not all come to the meeting at the start: a consequence as well
     ├── NotFinite          the loss is nan or infinite, and the weights soon are
@@ -152,6 +154,19 @@ class PeerLost(PipeError, ConnectionError):
     def __init__(self, worker: int, peer: int, detail: str, cause: WorkerFailure | None = None) -> None:
         self.worker, self.peer, self.cause = worker, peer, cause
         super().__init__(f"worker {worker} lost worker {peer}: {detail}")
+
+
+class EpochEnds(PipeError, ConnectionError):
+    """The launcher begins another epoch: a worker has died or come, and the live workers meet anew."""
+
+
+class StageLost(PipeError, ConnectionError):
+    """Every worker that held a stage has died, so its weights are only in a checkpoint."""
+
+
+def ends_epoch(error: BaseException) -> bool:
+    """Return whether an error only says that a worker is gone, and no worker has failed."""
+    return isinstance(error, EpochEnds) or (isinstance(error, PeerLost) and error.cause is None)
 
 
 class NotMet(PipeError, ConnectionError):

@@ -51,6 +51,8 @@ class Reductions(NamedTuple):
     buckets: tuple[int, ...] = ()
     #: whether there is an update, for which gradients are exchanged
     updates: bool = True
+    #: whether a worker's `N` waits for all that its updates need: then `T` is the commit record of the step
+    commits: bool = False
 
 
 NO_REDUCTIONS = Reductions()
@@ -150,7 +152,7 @@ class ReductionTree:
             below = [C(*child) for child in children if child in self._of_loss]
             return [], below + [f for shard in held if shard[0] == self.spec.last_stage for f in self._forwards(*shard)]
         below = [N(*child) for child in children] + [D(*node)]  # gradients of summed losses are divided first
-        first = [shard for shard in held if shard[1] == 0 or self.spec.parallelism.zero]
+        first = [shard for shard in held if shard[1] == 0 or self.spec.parallelism.zero or reductions.commits]
         if reductions.validated:
             return [], below + [U(*shard) for shard in first]  # U has noted the norms before it freed the gradients
         sums = [each for shard in first for each in self.sums(*shard, reductions)]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from functools import reduce
+from functools import partial, reduce
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,10 +18,13 @@ from .workers.transport.carrier import Carrier
 from .workers.transport.local import local_carriers
 
 if TYPE_CHECKING:
+    from .elastic import ElasticRun, Recovery
     from .model.batches.microbatches import Microbatches
+    from .model.shard_maker import ShardMaker
     from .model.sharding import Sharing
     from .workers.compute.members import Members
     from .workers.compute.slices import Divide
+    from .workers.compute.updating import Training
 
 
 def checked_workers(spec: Spec, job: Job | None) -> list[int]:
@@ -53,6 +56,20 @@ def make_actors(
         carrier.post.use_device(backend.way())
     made = zip(carriers, backends, strict=True)
     return [WorkerActor(*parts, {}, max_grad_norm=max_grad_norm, stall_s=stall_s) for parts in made]
+
+
+def elasticity(spec: Spec, job: Job | None, training: Training) -> Callable[[ElasticRun, ShardMaker], Recovery] | None:
+    """Return the call that makes what lets an elastic job go on, when shards are made; None: it is not elastic.
+
+    Raises:
+        ConfigError: it cannot go on without a worker.
+    """
+    if job is None or not job.elastic:
+        return None
+    from .elastic import Recovery, refuse_inelastic  # few jobs are
+
+    refuse_inelastic(spec, job, training)
+    return partial(Recovery, job)
 
 
 def make_members(

@@ -36,7 +36,7 @@ from .model.batches.ordering import MicrobatchCost, Ordering
 from .model.batches.step_inputs import StepEnd
 from .model.shard_maker import Model, make_partition
 from .model.sharding import ShardFn, settle_sharing
-from .own_workers import checked_workers, make_actors
+from .own_workers import checked_workers, elasticity, make_actors
 from .planning.apply_plan import PlanLike, apply_plan, warn_if_other_model
 from .planning.specs import ScheduleLike, make_spec
 from .session import Session
@@ -93,7 +93,6 @@ class Pipeline(Inspected):
         old: what is in `training` now, by the same names, as scripts for the version before give it.
 
     Attributes:
-        worker: the number of this process; 0 if all workers are in this process.
         checkpoints: writes them and goes on from them.
         weights: the whole model's, to be read, written, loaded and averaged.
 
@@ -152,14 +151,14 @@ class Pipeline(Inspected):
         workers = checked_workers(spec, job)
         partition = make_partition(model, loss_fn, spec.num_stages, split, training, blocks=blocks, seed=seed)
         ordering = make_ordering(microbatch_order, microbatch_cost, is_called=partition.whole is not None)
+        end = StepEnd(spec, training, commits=(recover := elasticity(spec, job, training)) is not None)
         actors = make_actors(job, workers, device, training.max_grad_norm, stall_s)
         self._session = Session(
-            spec, sharing.order(order, spec.order), partition, StepEnd(spec, training), actors,
-            training=training, seed=seed, job=job, sharing=sharing, ordering=ordering,
+            spec, sharing.order(order, spec.order), partition, end, actors,
+            training=training, seed=seed, job=job, sharing=sharing, ordering=ordering, recover=recover,
         )  # fmt: skip
-        self.worker, self._reports, self._stopped = 0 if job is None else job.rank, StepReports(self), False
         self.checkpoints = Checkpoints(self._session, {"seed": seed}, stall_s)
-        self.weights = Weights(self._session, self.checkpoints)
+        self.weights, self._reports, self._stopped = Weights(self._session, self.checkpoints), StepReports(self), False
         self._session.due, self._session.made = self.checkpoints.due, self._made
         link.attach(self)  # a model may hang while it is cut
         self._session.cut_at_once(example)
@@ -170,6 +169,11 @@ class Pipeline(Inspected):
         warn_if_other_model(self._plan, self._session.name, [actor.shards for actor in self.actors])
         link.attach(self)
         overrides.made(self)
+
+    @property
+    def worker(self) -> int:
+        """The number of this process; 0 if all workers are in this process."""
+        return self._session.process
 
     # --- called by all workers
 
@@ -269,9 +273,9 @@ class Pipeline(Inspected):
         Args:
             to: the worker or workers that get the output; others get None. None: all workers.
         """
-        outputs = Outputs(self.spec, to)
+        Outputs(self.spec, to)  # before the batch is read
         cut = self._session.cut(inputs, pair=self.partition.only_inputs, whole=True)
-        return None if self.replaying else self._session.predict(cut, outputs)
+        return None if self.replaying else self._session.predict(cut, to)
 
     def gather(self, name: str, value: Callable[[WorkerActor], Tree]) -> list[Tree] | None:
         """Return `value(actor)` of all workers, in order, on worker 0; None on the others."""

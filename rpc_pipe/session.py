@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -24,10 +24,12 @@ from .workers.compute.randomness import preserved
 from .workers.compute.result import Result
 from .workers.compute.shard import LossFn, Shard
 from .workers.compute.updating import Training
+from .workers.step import StepInput
 from .workers.threads import WorkerThreads
 from .workers.transport.payload import Tree
 
 if TYPE_CHECKING:
+    from .elastic import Recovery
     from .launching.job import Job
     from .model.observed_partition import ObservedPartition
     from .model.partition import LayerPartition
@@ -68,11 +70,13 @@ class Session:
         job: Job | None = None,
         sharing: Sharing | None = None,
         ordering: Ordering | None = None,
+        recover: Callable[[Session, ShardMaker], Recovery] | None = None,
     ) -> None:
         self.order, self.partition, self.end, self.actors = order, partition, end, list(actors)
         self.ordering = ordering
         self.due: Callable[[int], bool] = lambda step: False
         self.made: Callable[[], None] = lambda: None
+        self._recover = recover
         self.described = self.name = ""
         self.config: Any = None
         self._threads = WorkerThreads(actors) if job is None else None
@@ -83,6 +87,12 @@ class Session:
             actor.members = self._members
         self._reader = BatchReader(spec, self.actors, partition.whole, partition.loss_is_inside, ordering)
         self.closed = False
+        #: lets the job go on without workers that die; None: it ends with them
+        self.recovery: Recovery | None = None
+        #: the number of workers' deaths so far
+        self.epoch = 0
+        #: the number that this process tells the script: 0 on the lowest live one
+        self.process = 0 if job is None else job.rank
         #: None when the shards are made
         self._maker: ShardMaker | None = ShardMaker(partition, seed, training, self._members, divide)
         self.begin(spec)
@@ -94,6 +104,7 @@ class Session:
         self._reader.begin(replace(spec, num_microbatches=spec.num_microbatches * count) if count > 1 else spec)
         workers = [actor.worker for actor in self.actors]
         self._inputs = StepInputs(spec, self.order, workers, self.end, lambda step: self.due(step))
+        self._inputs.described = self.described
 
     # --- the shards
 
@@ -128,6 +139,8 @@ class Session:
             self._members.look({n: t for shard in self.shards for n, t in shard.state_dict().items()})
         maker.end(list(self.shards))
         self.made()
+        if self._recover is not None:
+            self.recovery = self._recover(self, maker)
 
     # --- steps
 
@@ -152,12 +165,22 @@ class Session:
             with torch.inference_mode(False):  # parameters that are made now are trained later
                 self.partition.observe(found.inputs[0], trained=pair is None)
                 self.make_shards()
+        if self._recover is not None and found.lazy is not None:
+            found = replace(found, now_read=self._again(found, partial(self.cut, batch, microbatches, pair, whole)))
         return found if whole or self._members is None else own_rows(found, self._members)
+
+    def _again(self, found: Microbatches, cut: Callable[[], Microbatches]) -> Callable[[], Microbatches]:
+        """Return a call that returns a batch as this worker reads it now: once more, if workers have died since."""
+        epoch = self.epoch
+        return lambda: found if epoch == self.epoch else cut()
 
     def run(self, batch: Microbatches, *, train: bool = False, what: str = "") -> Result:
         """Run a step, or without `train` a call named `what`, and return its result."""
         with self._calling():
-            if self._threads is None or self._threads.alone:  # in as few frames as possible
+            if self.recovery is not None:
+                make = partial(self._inputs_now, batch, train=train, what=what)
+                result = self.recovery.call(lambda actor: actor.run(make(actor)), trains=train)
+            elif self._threads is None or self._threads.alone:  # in as few frames as possible
                 result = self.actors[0].run(self._inputs.make(self.actors[0], batch, train=train, what=what))
             else:
                 each = self._threads.each
@@ -165,37 +188,53 @@ class Session:
         batch.finished()
         return result
 
+    def _inputs_now(self, batch: Microbatches, actor: WorkerActor, *, train: bool, what: str) -> StepInput:
+        """Return a worker's input where it hosts and reads what it does now."""
+        return self._inputs.make(actor, batch.read_now(), train=train, what=what)
+
     def evaluate(self, batch: Microbatches, metric: LossFn | None) -> Result:
         """Return the result of a batch, with `metric` in place of the loss."""
-        with with_metric(self.shards, metric):
+        with with_metric(lambda: self.shards, metric):
             return self.run(batch, what="evaluate")
 
-    def predict(self, batch: Microbatches, outputs: Outputs) -> Tree:
+    def predict(self, batch: Microbatches, to: int | Collection[int] | None) -> Tree:
         """Return the model's output for a batch on the workers that get it."""
 
         def predicted(actor: WorkerActor) -> list[Tree] | None:
-            own = actor.run(self._inputs.make(actor, batch, train=False, what="predict")).outputs
+            own = actor.run(self._inputs_now(batch, actor, train=False, what="predict")).outputs
+            outputs = Outputs(self.spec, to)  # of the workers that are left
             return actor.hand(outputs.name, own, outputs.senders, outputs.takers)
 
-        found = outputs.joined(self.each(predicted))
+        found = Outputs.joined(self.each(predicted))
         batch.finished()
         return self.partition.output(found)
 
     def stream(self, batches: Iterator[Tree]) -> Generator[tuple[Result, str], None, None]:
         """Train on one batch after the other; yield the result of each, and the name of its batch."""
         ahead = Prefetcher(batches, self.cut, most_open(self.spec) - 1)
-        made = partial(self._inputs.make, train=True, streamed=True)
-        streams = {actor: actor.stream(map(partial(made, actor), ahead)) for actor in self.actors}
+        #: by worker, with the epoch in which they have begun
+        streams: dict[WorkerActor, tuple[int, Generator[Result, None, None]]] = {}
+        step = 0
+
+        def following(actor: WorkerActor) -> Result | None:
+            epoch, stream = streams.get(actor, (-1, None))
+            if stream is None or epoch != self.epoch:
+                if stream is not None:
+                    stream.close()
+                made = partial(self._inputs.make, actor, train=True, streamed=True)
+                streams[actor] = self.epoch, actor.stream(map(made, ahead.since(step)))
+            return next(streams[actor][1], None)
+
         try:
             for step in count():
                 ahead.advance(step)
-                result = self.each(lambda actor: next(streams[actor], None))[0]
+                result = self.each(following, trains=True)[0]
                 if result is None:
                     return
                 yield result, ahead.finished(step)
         finally:
             if not self.closed and not (self._threads is not None and self._threads.stuck):  # that has been raised
-                self.each(lambda actor: streams[actor].close())
+                self.each(lambda actor: streams[actor][1].close() if actor in streams else None, alone=True)
 
     def program(self, worker: int, num_microbatches: int) -> list[Entry]:
         """Return the entries of `worker` in a training step of `num_microbatches` microbatches."""
@@ -205,9 +244,16 @@ class Session:
 
     # --- the workers
 
-    def each(self, call: Callable[[WorkerActor], T]) -> list[T]:
-        """Call for every worker of this process and raise the first cause."""
+    def each(self, call: Callable[[WorkerActor], T], *, trains: bool = False, alone: bool = False) -> list[T]:
+        """Call for every worker of this process and raise the first cause.
+
+        Args:
+            trains: whether the call gives the result of a training step.
+            alone: whether it asks no other worker, and workers may make it each at its time.
+        """
         with self._calling(call is WorkerActor.barrier):
+            if self.recovery is not None and not alone:
+                return [self.recovery.call(call, trains=trains)]
             return [call(self.actors[0])] if self._threads is None else self._threads.each(call)
 
     @contextmanager

@@ -127,7 +127,7 @@ class Inspected:
 
         def add(actor: WorkerActor) -> None:
             for (each, _), shard in actor.shards.items():
-                if each == stage:
+                if each == stage and not shard.is_guest:
                     shard.updating.on_gradients.append(function)
 
         self._session.each(add)
@@ -149,9 +149,14 @@ class Inspected:
         if names := {summed} if isinstance(summed, str) else set(summed):
             self._session.each(lambda actor: sum_buffers(actor, names, self._session.spec.num_routes))
 
+        changed: set[WorkerActor] = set()
+
         def change(actor: WorkerActor) -> None:
-            for (stage, _), shard in actor.shards.items():
-                function(stage, shard.slice.modules)
+            # Once, even if the call is made again because another worker has died.
+            for (stage, _), shard in actor.shards.items() if actor not in changed else ():
+                if not shard.is_guest:
+                    function(stage, shard.slice.modules)
+            changed.add(actor)
 
         self._session.each(lambda actor: together(actor, "modify", partial(change, actor)))
 
@@ -182,7 +187,7 @@ class Inspected:
         found: dict[int, list[Optimizer]] = {}
         for actor in self._session.actors:
             for (stage, _), shard in actor.shards.items():
-                if shard.optimizer is not None:
+                if shard.optimizer is not None and not shard.is_guest:
                     found.setdefault(stage, []).append(shard.optimizer)
         return found
 

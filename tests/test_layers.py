@@ -35,7 +35,7 @@ MAY_IMPORT = {
     "dispatch": "system tracing drawing planning workers dependency",
     "launching": "system tracing workers/transport dependency",
     "checkpoints": "system model workers workers/compute workers/transport dependency",
-    "pipeline": "checkpoints launching model model/batches planning workers workers/compute workers/transport "
+    "pipeline": "system checkpoints launching model model/batches planning workers workers/compute workers/transport "
     "schedules dependency",
     # batches of data larger than memory; training does not need it, who makes batches may
     "data": "system model/batches planning workers/compute workers/transport dependency",
@@ -105,7 +105,7 @@ def folder(name):
     """Return the folder of a file as the table names it; the face has a line of its own."""
     if name in ("rpc_pipe", "rpc_pipe.__main__"):
         return "rpc_pipe"
-    if name.removeprefix("rpc_pipe.") in ("pipeline", "session", "own_workers", "step_report", "arguments"):
+    if name.removeprefix("rpc_pipe.") in ("pipeline", "session", "elastic", "own_workers", "step_report", "arguments"):
         return "pipeline"
     path = FILES[name].parent.relative_to(ROOT).as_posix()
     return path.removeprefix("rpc_pipe/")

@@ -22,7 +22,7 @@ from types import TracebackType
 from torch import Tensor
 from torch.nn.modules import module
 
-from ..dependency import Action, Disagreement, NotFinite, Part, PeerLost, PipeError, Stalled, WorkerFailure
+from ..dependency import Action, Disagreement, NotFinite, Part, PeerLost, PipeError, Stalled, WorkerFailure, ends_epoch
 from ..system.allocator import keep_freed_memory
 from .compute.device import DeviceBackend
 from .compute.module_state import may_count
@@ -70,6 +70,8 @@ class WorkerActor(Context):
         self._streams: list[Stream] = []
         #: whether a stream that an error breaks off stays as it is, to be looked at, until `abandon_broken`
         self.keeps_broken = False
+        #: whether training goes on without workers that die, so that nothing is told of them here
+        self.elastic = False
         self.broken: Stream | None = None
 
     def run(self, batch: StepInput) -> Result:
@@ -134,6 +136,21 @@ class WorkerActor(Context):
         if broken is not None:
             broken.abandon()
 
+    def abandon(self) -> None:
+        """Undo all that has been begun of steps that are not complete, also where a stream rests between two steps."""
+        for stream in self._streams:
+            stream.abandon()
+        self.abandon_broken()
+
+    def begin_epoch(self, carrier: Carrier) -> None:
+        """PeerQueue over another carrier from now on; what has been begun stays."""
+        self.carrier, self.mailbox = carrier, Mailbox(carrier, self.backend, self.stall_s)
+
+    def host(self, shards: dict[tuple[int, int], Shard]) -> None:
+        """Have these shards from now on."""
+        self.shards = shards
+        self._bound.clear()
+
     def flush(self) -> None:
         """Complete the begun steps of streams that overlap; their results are given next."""
         with self._telling_failures():
@@ -142,8 +159,8 @@ class WorkerActor(Context):
 
     def resume(self, carrier: Carrier, step: int) -> None:
         """Forget begun steps and go on, over another carrier, after `step` complete steps."""
-        self.abandon_broken()
-        self.carrier, self.mailbox = carrier, Mailbox(carrier, self.backend, self.stall_s)
+        self.abandon()
+        self.begin_epoch(carrier)
         self.running, self.step, self.next_step = "", step, step
         for shard in self.shards.values():
             shard.abandon()
@@ -215,6 +232,9 @@ class WorkerActor(Context):
         except BaseException as error:
             if self.keeps_broken and stream is not None:
                 self.broken = stream
+            if self.elastic and ends_epoch(error):
+                self.running = ""
+                raise
             if isinstance(error, Stalled) and self.roll_call is not None:
                 error.args = ("\n".join(filter(None, [str(error), self.roll_call()])),)
             known = error.cause if isinstance(error, PeerLost) else error

@@ -138,6 +138,7 @@ def _collect_norms(ctx: ActionContext) -> Payload:
         for (_, route), shard in ctx.worker.shards.items():
             if route == 0 or ctx.step.batch.spec.parallelism.zero:
                 shard.turn_to(ctx.step.update_offset + route)
+                shard.turn()
                 complete_gradients(ctx, shard, route)
                 if shard.updating.training.measures_norm:
                     norms |= shard.updating.gradient_norms()
@@ -210,6 +211,7 @@ def complete_gradients(ctx: ActionContext, shard: Shard, route: int) -> None:
     if shard in step.completed:
         return
     step.completed.add(shard)
+    shard.turn()
     if shard.updating.pieces is not None and not spec.parallelism.zero:
         for each in reduction_tree(spec).sums(shard.stage, route, step.batch.reductions):
             # Not taken out: several holders may be on this worker.

@@ -12,10 +12,12 @@ from ..dependency import Action, B, ConfigError, F, G, Order, Part, R, S, W
 from .compute.shard import Shard
 from .compute.torch_internals import keep_donated_buffers
 from .handlers import handler_of
-from .step import Bound, Question, Task
+from .step import ActionContext, Bound, Handler, Question, Task
 from .transport.outbox import DONE
+from .transport.payload import Payload
 
 if TYPE_CHECKING:
+    from .compute.lodging import Lodging
     from .compute.members import Members
 
 
@@ -49,11 +51,26 @@ def tasks(part: Part, shards: dict[tuple[int, int], Shard]) -> dict[Action, Task
         place = part.shard(entry.action)
         if saves:
             keep_donated_buffers()
-        name, handler, is_last = str(entry.action), handler_of(kind), stage == spec.last_stage
         announced = tuple(milestone.number for milestone in part.milestones.get(entry.action, ()))
         shard = shards[place]
+        handler, lodging = handler_of(kind), shard.lodging
+        handler = handler if lodging is None else _turning(handler, lodging, shard)
+        name, is_last = str(entry.action), stage == spec.last_stage
         found[entry.action] = Task(entry, name, name + DONE, shard, handler, saves, recomputes, is_last, announced)
     return found
+
+
+def _turning(handler: Handler, lodging: Lodging, shard: Shard) -> Handler:
+    """Return a handler during which the gradients of a shard are in place, as several shards have its weights."""
+
+    def handles(ctx: ActionContext) -> Payload | None:
+        before = lodging.turn(shard)
+        try:
+            return handler(ctx)
+        finally:
+            lodging.turn(before)  # whose backward may have reached a milestone
+
+    return handles
 
 
 def refuse_collectives(part: Part, order: Order, shards: Iterable[Shard]) -> None:

@@ -13,14 +13,19 @@ T = TypeVar("T")
 _TYPES = {kind.__name__: kind for kind in (Damaged, StorageError)}
 
 
-def agreed(actor: WorkerActor, name: str, value: Callable[[], str], of: int) -> str:
-    """Return on every worker the result of `value` on worker `of`, or on the first member of that.
+def agreed(actor: WorkerActor, name: str, value: Callable[[], str]) -> str:
+    """Return on every worker the result of `value` on the first process.
 
     Raises:
         ConfigError: on every worker, if `value` raised.
     """
-    _, told = together(actor, name, lambda: value() if actor.worker == of and is_first_member(actor) else "", str)
-    return str(told[of])
+    _, told = together(actor, name, lambda: value() if is_first_process(actor) else "", str)
+    return str(told[0])
+
+
+def is_first_process(actor: WorkerActor) -> bool:
+    """Return whether this is the first member of the first worker, which need not be worker 0."""
+    return actor.worker == min(actor.carrier.workers) and is_first_member(actor)
 
 
 def is_first_member(actor: WorkerActor) -> bool:

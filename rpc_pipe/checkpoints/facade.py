@@ -25,6 +25,8 @@ class Run(Protocol):
 
     spec: Spec
     partition: Any
+    #: lets an elastic job go on without workers that die; None: it ends with them
+    recovery: Any
 
     @property
     def is_first(self) -> bool:
@@ -155,7 +157,7 @@ class Checkpoints:
 
         where, job = path_of(folder), self.job
         names = self._each(
-            lambda actor: agreed(actor, "series", lambda: " ".join(path.name for path in last_series(where, job)), of=0)
+            lambda actor: agreed(actor, "series", lambda: " ".join(path.name for path in last_series(where, job)))
         )[0].split()
         found = [where / name for name in names]
         job["begun"] = next((int(told["begun"]) for path in found if (told := written_by(path))), job["begun"])
@@ -176,7 +178,7 @@ class Checkpoints:
         def claimed(actor: WorkerActor) -> list[Path]:
             starters = set(everywhere(actor, "starters", starter()))
             names = agreed(
-                actor, "own checkpoints", lambda: " ".join(path.name for path in claim(where, starters, job)), of=0
+                actor, "own checkpoints", lambda: " ".join(path.name for path in claim(where, starters, job))
             )
             self._claimed = where.absolute(), starters, job
             return [where / name for name in names.split()]
@@ -270,7 +272,7 @@ class Checkpoints:
         self.settle()
         about = {**self.about, "extra": encoded(extra, "extra"), "asked": asked, "job": self.job, **self.results.about}
         try:
-            begun = self._each(lambda actor: agreed(actor, "checkpoint", lambda: self._begin(where, actor.step), of=0))
+            begun = self._each(lambda actor: agreed(actor, "checkpoint", lambda: self._begin(where, actor.step)))
         except ConfigError as error:  # on every worker alike
             if asked:
                 raise

@@ -18,7 +18,7 @@ from ..workers.actor import WorkerActor
 from ..workers.compute.divided import local, part_of
 from ..workers.compute.shard import Shard
 from . import folder
-from .collective import agreed, everywhere, is_first_member, together
+from .collective import agreed, everywhere, is_first_process, together
 from .json_values import by_file, opened
 from .shard_state import model_tensors
 from .writing import Snapshot, awaited_files, index_of
@@ -162,7 +162,8 @@ def save(
     Raises:
         StorageError: on every worker, if it failed on one; the folder is as it was.
     """
-    place = Path(agreed(actor, "export", lambda: str(folder.begin(where(), 0)), of=0))
+    place = Path(agreed(actor, "export", lambda: str(folder.begin(where(), 0))))
+    assert place != Path(), "the place is removed in the end, and this one is the current folder"
 
     def write() -> None:
         try:
@@ -183,7 +184,7 @@ def save(
     try:
         together(actor, "exported", write)
     finally:
-        if actor.worker == 0 and is_first_member(actor):
+        if is_first_process(actor):
             shutil.rmtree(place, ignore_errors=True)
             with suppress(OSError):  # if it is empty
                 place.parent.rmdir()

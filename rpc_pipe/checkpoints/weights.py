@@ -16,10 +16,12 @@ from ..dependency import ConfigError, PipeError, StorageError
 from .facade import Checkpoints, Run, path_of
 
 if TYPE_CHECKING:  # a run without checkpoints does not load these
+    from ..workers.actor import WorkerActor
     from .pretrained import Loaded
 
 #: prefix of folders with weights that could not be written to their place
 _KEPT = "rpc-pipe-weights-"
+_STATE = "weights (save, state_dict)"
 
 
 class Weights:
@@ -35,7 +37,7 @@ class Weights:
         """
         from .whole import merged, own_state
 
-        parts = self._run.gather("weights (save, state_dict)", own_state)
+        parts = self._run.gather(_STATE, own_state)
         if parts is not None and not self._run.is_first:  # the first members have them
             return None
         return None if parts is None else merged(parts, self._run.partition.place_of)
@@ -48,21 +50,31 @@ class Weights:
         Raises:
             StorageError: it cannot be written, and is in another place, which `kept` names.
         """
-        from .whole import save_whole
+        from .whole import merged, own_state, save_whole
 
         if self._checkpoints.results.behind:
             return
-        state = self.state_dict()
 
-        def write(where: Callable[[], Path]) -> Path:
-            assert state is not None
+        def write(state: dict[str, Tensor], where: Callable[[], Path]) -> Path:
             found = where()
             found = found / "model.safetensors" if found.name.startswith(_KEPT) else found
             save_whole(state, found)
             return found
 
-        if state is not None:
-            _kept_somewhere(path, write)
+        def saved(actor: WorkerActor) -> StorageError | None:
+            parts = actor.gather(_STATE, own_state(actor))
+            try:
+                if parts is not None:
+                    _kept_somewhere(path, partial(write, merged(parts, self._run.partition.place_of)))
+            except StorageError as error:  # raised when all workers have made the call
+                return error
+            return None
+
+        if self._run.recovery is not None:  # the first worker may die while it writes: then the next one does
+            for error in filter(None, self._each(saved)):
+                raise error
+        elif (state := self.state_dict()) is not None:
+            _kept_somewhere(path, partial(write, state))
 
     def load_pretrained(self, folder: str | Path, *, strict: bool = True) -> Loaded:
         """Read weights from a folder of safetensors as `save_pretrained` of Hugging Face writes it, or a checkpoint.
@@ -117,7 +129,7 @@ class Weights:
         Raises:
             ConfigError: there is none.
         """
-        averages = self._each(lambda actor: [shard.updating.average for shard in actor.shards.values()])
+        averages = self._each(lambda actor: [s.updating.average for s in actor.shards.values() if not s.is_guest])
         found = [average for own in averages for average in own if average is not None]
         if len(found) < sum(map(len, averages)):
             raise ConfigError("averaged: there is no average of the weights; pass ema_decay=, such as 0.999")

@@ -241,6 +241,7 @@ class Writing(threading.Thread):
         deadline_s: float,
     ) -> None:
         super().__init__(name="checkpoint", daemon=True)
+        assert place != Path(), "a checkpoint that fails removes its place, and this one is the current folder"
         self._snapshots, self._place, self._deadline_s = snapshots, place, deadline_s
         self._how = about, config, keep, deadline_s
         self._own_s = deadline_s + sum(each.num_bytes for each in snapshots) / _LEAST_BYTES_A_SECOND

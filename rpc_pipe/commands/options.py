@@ -14,7 +14,7 @@ from typing import Any, NoReturn, TypeVar
 
 from ..dependency import Action, B, ConfigError, F, I, Kind, Spec, W
 from ..dependency.parallelism import OPTIONS, REPLICAS
-from ..launching.job import TRANSPORT, TRANSPORTS, TRUST, Job, current_job
+from ..launching.job import ELASTIC, TRANSPORT, TRANSPORTS, TRUST, Job, current_job
 from ..launching.launcher_link import NAN, NANS
 from ..planning.listed_schedule import ListedSchedule
 from ..planning.specs import MICROBATCH_ORDERS, PipeOptions, find_schedule, make_spec
@@ -218,6 +218,8 @@ def set_transport(typed: Mapping[str, Any]) -> None:
         os.environ[TRANSPORT] = typed["transport"]
     if "trust_network" in typed:
         os.environ[TRUST] = "on"
+    if "elastic" in typed:
+        os.environ[ELASTIC] = "on"
 
 
 def filled(cls: type[T], typed: Mapping[str, Any]) -> T:

@@ -71,6 +71,8 @@ def add(commands: Any) -> None:
     parser.add_argument("--html", metavar="FILE", help="write the last step, planned and actual, as a page to zoom in")
     parser.add_argument("--log-workers", type=indices, metavar="0,...", help="show what these workers print (all)")
     parser.add_argument("--max-restarts", type=whole(0), metavar="N", help="restart up to N times after failures (0)")
+    gone = "go on without workers that die: live replicas of their stages do their work (docs/elastic.md)"
+    parser.add_argument("--elastic", action="store_true", help=gone)
     kept = parser.add_argument_group("checkpoints")
     kept.add_argument("--checkpoint-every", type=whole(1), metavar="STEPS", help="write one every so many steps")
     kept.add_argument("--checkpoint-folder", metavar="FOLDER", help="their folder, for all workers (checkpoints)")
@@ -154,7 +156,8 @@ def how(typed: Mapping[str, Any]) -> How:
     shown, workers = typed.get("log_workers"), typed.get("workers", PipeOptions.workers)
     if beyond := [worker for worker in shown or () if worker >= workers]:
         refuse_typed({"log_workers": beyond}, ["log_workers"], f"there are workers 0 to {workers - 1}")
-    return How(typed.get("threads"), typed.get("port"), transport, typed.get("max_restarts", 0), log_workers=shown)
+    restarts, elastic = typed.get("max_restarts", 0), "elastic" in typed
+    return How(typed.get("threads"), typed.get("port"), transport, restarts, log_workers=shown, elastic=elastic)
 
 
 def follow_plan(typed: dict[str, Any]) -> dict[str, Any]:
@@ -191,8 +194,11 @@ def refuse_idle(typed: dict[str, Any], job: Job | None) -> None:
     """Refuse options that have no effect in a job that another launcher has started."""
     if os.environ.get(TRANSPORT) == "local":
         refuse_typed(typed, ["port"], "has no effect with --transport local; leave it out")
+    if "elastic" in typed and os.environ.get(TRANSPORT, TRANSPORTS[0]) != "zmq":
+        refuse_typed(typed, ["elastic"], "needs --transport zmq: torch RPC begins once in the life of a process")
     if job is None or link.present():
         return
+    refuse_typed(typed, ["elastic"], "torchrun ends all workers when one dies; start the job by rpc-pipe run")
     refuse_typed(typed, ["port"], "this job meets where torchrun says; leave it out")
     refuse_typed(typed, ["log_workers"], "torchrun shows what workers print; see its --tee and --local-ranks-filter")
     refuse_typed(typed, ["max_restarts"], "type it before the script, as torchrun's own")

@@ -13,7 +13,7 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..dependency import ConfigError
 from ..tracing.board import Live, State
@@ -26,6 +26,9 @@ from .job import FAILED, INTERRUPTED, WRONG_INPUT
 from .printed import PATIENCE_S, Printed
 from .report import Reporter
 from .worker_process import Logs, WorkerEvent, WorkerProcess, hear
+
+if TYPE_CHECKING:
+    from .epochs import Epochs
 
 #: seconds to wait for a cause after a consequence was reported
 _GRACE_S = 3.0
@@ -55,6 +58,7 @@ class Attempt:
     Args:
         boards: the workers' boards; None: none.
         log_workers: the workers whose printed lines are shown; None: all.
+        elastic: whether the job goes on without workers that die.
     """
 
     def __init__(
@@ -63,9 +67,15 @@ class Attempt:
         reporter: Reporter,
         boards: RunBoards | None,
         log_workers: Collection[int] | None = None,
+        elastic: bool = False,
     ) -> None:
         self._printed = Printed(range(num_processes) if log_workers is None else log_workers, reporter.line)
         self._reporter, self._boards = reporter, boards
+        self._epochs = None
+        if elastic:
+            from .epochs import Epochs  # few jobs are
+
+            self._epochs = Epochs(num_processes)
         self._num_processes = num_processes
         self._view = View()
         #: progress of each worker that has begun to meet the other workers: "joining", "joined"
@@ -169,6 +179,10 @@ class Attempt:
         elif kind in ("joining", "joined"):
             self._joining_at = self._joining_at or time.monotonic()
             self._come[rank] = kind
+        elif kind == "ready":
+            self._come[rank] = kind
+        elif kind == "left" and self._epochs is not None:
+            self._epochs.leaves(rank)
         elif kind == "wrong input":
             self._cause = self._cause or Cause("", message["text"] + self._who_is_missing(rank), WRONG_INPUT)
         else:
@@ -200,6 +214,8 @@ class Attempt:
         return of_stall(told, culprit, view.latest.lives, [*calls, *stacks], view.latest.now_ns)
 
     def _blame_death(self, rank: int, code: int) -> None:
+        if self._epochs is not None and self._survive(self._epochs, rank, code):
+            return
         if code == INTERRUPTED or rank in self._done or rank in self._consequences:
             return
         self._look()
@@ -207,6 +223,20 @@ class Attempt:
         # A script may call os._exit after its work, but not in the middle of a step.
         if code != 0 or (live is not None and live.state in (State.RUNNING, State.WAITING)):
             self._cause = self._cause or of_death(rank, code, live, self._lines[rank])
+
+    def _survive(self, epochs: Epochs, rank: int, code: int) -> bool:
+        """Let the other workers of an elastic job go on without a worker; return whether they can."""
+        if epochs.is_over(rank):
+            return True
+        if not epochs.can_lose(code, self._come):
+            return False
+        self._reporter.text(epochs.lose(rank, code))
+        for worker in self.workers:
+            if worker.rank == rank:
+                worker.kill()  # what it has started
+            elif worker.rank not in self._ended:
+                worker.order(epochs.now.order())
+        return True
 
     def _live(self, rank: int) -> Live | None:
         """Return the last state of a worker; None: it shows none."""

@@ -20,6 +20,8 @@ FAILED, WRONG_INPUT, INTERRUPTED = 1, 2, 130
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 #: environment variable set by the launcher: where local workers meet
 INIT = "RPC_PIPE_INIT"
+#: environment variable set by `--elastic`: whether the job goes on without workers that die
+ELASTIC = "RPC_PIPE_ELASTIC"
 TRANSPORT, TRUST, PORT, KEY = "RPC_PIPE_TRANSPORT", "RPC_PIPE_TRUST_NETWORK", "RPC_PIPE_PORT", "RPC_PIPE_KEY_FILE"
 #: the carriers of messages between workers; the first is the default
 TRANSPORTS = ("rpc", "zmq", "local")
@@ -59,6 +61,8 @@ class Job:
     members: int = 1
     #: by which large payloads come from workers of the same host, the best first; of `workers/transport/ways.py`
     ways: tuple[str, ...] = ("memory",)
+    #: whether it goes on without workers that die
+    elastic: bool = False
 
     @property
     def worker(self) -> int:
@@ -95,6 +99,7 @@ def current_job(environ: Mapping[str, str] | None = None) -> Job | None:
         port=_number(environ, PORT, 0),
         key_file=Path(environ[KEY]) if KEY in environ else None,
         lost_after_s=seconds(environ, "RPC_PIPE_LOST_AFTER", Job.lost_after_s),
+        elastic=_on(environ, ELASTIC, "off"),
     )
     if not present:
         return None

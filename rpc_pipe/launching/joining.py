@@ -8,12 +8,13 @@ from __future__ import annotations
 import gc
 import os
 import secrets
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from ..dependency import ConfigError, NotMet
+from ..dependency import ConfigError, EpochEnds, NotMet
 from ..system.at_exit import at_exit
 from ..workers.transport.carrier import Carrier, Plane
 from ..workers.transport.forks import keep_from_forks, letting_go
@@ -45,8 +46,11 @@ _KEY_MEANS = (
 _carriers: dict[MeetingPlace, tuple[Carrier, RpcLink | ZmqLink]] = {}
 
 
-def join(place: MeetingPlace) -> Carrier:
+def join(place: MeetingPlace, cancelled: Callable[[], None] | None = None) -> Carrier:
     """Return this process's carrier to the other workers of a place; the first call meets them.
+
+    Args:
+        cancelled: of a later epoch: raises EpochEnds when its workers cannot meet any more.
 
     Raises:
         ConfigError: strangers could come too, or the system allows too little.
@@ -55,19 +59,23 @@ def join(place: MeetingPlace) -> Carrier:
     if (known := _carriers.get(place)) is not None:
         return known[0]
     job = place.job
-    link.tell(kind="joining")
+    if cancelled is None:
+        link.tell(kind="joining")
     try:
         with letting_go():
-            to_others = _by_zmq(place) if job.transport == "zmq" else _by_rpc(place)
+            to_others = _by_zmq(place, cancelled) if job.transport == "zmq" else _by_rpc(place)
             channels = Channels(job.worker, to_others.wakeup, job.ways) if job.shared_memory else None
             carrier = Carrier(job.worker, place.workers, Messages(to_others, channels), Plane(job.member, job.members))
+    except EpochEnds:
+        raise
     except (TimeoutError, RuntimeError, OSError) as error:
         others = f"the other {len(place.workers) - 1} workers within {job.join_timeout_s:g} s"
         raise NotMet(f"worker {job.worker} could not meet {others}: {error}") from error
     keep_from_forks(carrier)
     _carriers[place] = carrier, to_others
     _leave_at_exit()
-    link.tell(kind="joined")
+    if cancelled is None:
+        link.tell(kind="joined")
     return carrier
 
 
@@ -75,6 +83,15 @@ def leave(place: MeetingPlace) -> None:
     """Close this process's carrier to the workers of a place; no thread, descriptor or file of it stays behind."""
     _close(place)
     gc.collect()  # a carrier lies in cycles of objects that hold descriptors
+
+
+def drop(place: MeetingPlace) -> None:
+    """Close this process's carrier to the workers of a place at once, without goodbye: they meet in another place."""
+    if (known := _carriers.pop(place, None)) is not None:
+        known[1].close()
+        place.leave()
+        del known
+        gc.collect()
 
 
 def _close(place: MeetingPlace) -> None:
@@ -113,7 +130,7 @@ def _by_rpc(place: MeetingPlace) -> RpcLink:
     return RpcLink(job.worker, place.workers, job.init_method, job.join_timeout_s, store=store)
 
 
-def _by_zmq(place: MeetingPlace) -> ZmqLink:
+def _by_zmq(place: MeetingPlace, cancelled: Callable[[], None] | None) -> ZmqLink:
     job = place.job
     try:
         from ..workers.transport.zeromq import ZmqLink
@@ -122,7 +139,7 @@ def _by_zmq(place: MeetingPlace) -> ZmqLink:
     folder, network = None if job.port else place.folder(), None
     if job.port or not job.one_host or job.interface != LOOPBACK:
         network = _network(place)
-    return ZmqLink(job.worker, place.workers, folder, network, job.join_timeout_s)
+    return ZmqLink(job.worker, place.workers, folder, network, job.join_timeout_s, cancelled)
 
 
 def mesh_of_members(job: Job, device: str) -> Any:

@@ -59,6 +59,8 @@ class How(NamedTuple):
     watched: bool = True
     #: the workers whose printed lines are shown; None: all
     log_workers: Sequence[int] | None = None
+    #: whether the job goes on without workers that die
+    elastic: bool = False
 
 
 _USUAL = How()
@@ -126,7 +128,7 @@ class Launcher:
             boards = self._make_boards()
             environment = self._environment(folder, boards) | {RESTARTS: str(restarts)}
             command = [sys.executable, str(_PROGRAM), *self._arguments]
-            attempt = Attempt(self._num_processes, self._reporter, boards, self._how.log_workers)
+            attempt = Attempt(self._num_processes, self._reporter, boards, self._how.log_workers, self._how.elastic)
             self._workers = attempt.workers
             attempt.start(command, environment, logs)
             if self._signals:  # a signal came during the start

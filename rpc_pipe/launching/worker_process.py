@@ -67,8 +67,12 @@ class WorkerProcess:
 
     def order_stop(self) -> None:
         """Ask it to finish the step and stop."""
+        self.order(link.STOP)
+
+    def order(self, order: bytes) -> None:
+        """Send an order of the launcher."""
         with suppress(OSError):  # it has ended
-            self._link.send(link.STOP)
+            self._link.send(order)
 
     def kill(self) -> None:
         """Kill the process and all processes that it has started."""

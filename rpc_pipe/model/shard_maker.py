@@ -68,10 +68,14 @@ def make_partition(
 
 
 @contextmanager
-def with_metric(shards: Iterable[Shard], metric: LossFn | None) -> Iterator[None]:
-    """Return a context that lets the last stage compute `metric` instead of the loss; None: the loss."""
+def with_metric(shards: Callable[[], Iterable[Shard]], metric: LossFn | None) -> Iterator[None]:
+    """Return a context that lets the last stage compute `metric` instead of the loss; None: the loss.
+
+    Args:
+        shards: returns the shards of this process, which may have more of them on leaving.
+    """
     refuse_sums(metric, "metric")
-    last = [] if metric is None else [(shard, shard.loss_fn) for shard in shards if shard.loss_fn is not None]
+    last = {} if metric is None else {shard: shard.loss_fn for shard in shards() if shard.loss_fn is not None}
 
     def measured(output: Any, target: Any) -> Any:
         assert metric is not None
@@ -79,12 +83,13 @@ def with_metric(shards: Iterable[Shard], metric: LossFn | None) -> Iterator[None
         return (torch.as_tensor(found[0]), *found[1:]) if isinstance(found, tuple) else torch.as_tensor(found)
 
     try:
-        for shard, _ in last:
+        for shard in last:
             shard.loss_fn = measured
         yield
     finally:
-        for shard, loss_fn in last:
-            shard.loss_fn = loss_fn
+        for shard in shards() if last else ():
+            if shard.loss_fn is measured:
+                shard.loss_fn = last.get(shard) or next(iter(last.values()))
 
 
 class ShardMaker:
@@ -153,24 +158,19 @@ class ShardMaker:
         loss_fn = self._model.loss_fn if stage == spec.last_stage else None
         if spec.num_routes > 1 and loss_fn is not None:
             loss_fn = _unchanging(loss_fn)
-        kind: Callable[..., Shard] = Shard
-        if not spec.synchronous:
-            from ..workers.compute.stash import StashingShard
+        pieces = self._pieces(spec, stage, route, slice)
+        return _kind(spec)(
+            stage, slice, randomness,
+            loss_fn=loss_fn, training=self._training, pieces=pieces, updating=self._updating,
+        )  # fmt: skip
 
-            kind = StashingShard
-        elif len(spec.parallelism.slices) > 1:
-            from ..workers.compute.sequence import SlicedShard
-
-            kind = partial(SlicedShard, count=len(spec.parallelism.slices))
-        return kind(
-            stage,
-            slice,
-            randomness,
-            loss_fn=loss_fn,
-            training=self._training,
-            pieces=self._pieces(spec, stage, route, slice),
-            updating=self._updating,
-        )
+    def guest(self, spec: Spec, stage: int, route: int, host: Shard, device: torch.device) -> Shard:
+        """Return one more replica of a stage on its worker, with the weights of one that is there."""
+        training = Training(check=self._training.check)
+        pieces, randomness = self._pieces(spec, stage, route, host.slice), Randomness(self.seed, device)
+        made = _kind(spec)(stage, host.slice, randomness, loss_fn=host.loss_fn, training=training, pieces=pieces)
+        made.lodge(host)
+        return made
 
     @property
     def _updating(self) -> Callable[..., Updating]:
@@ -190,6 +190,19 @@ class ShardMaker:
         pieces = Ownership(spec, stage, route, slice.named_parameters(), self._model.shared, Statistics(slice.own))
         self._buckets[stage] = pieces.num_buckets
         return pieces
+
+
+def _kind(spec: Spec) -> Callable[..., Shard]:
+    """Return the class of a schedule's shards, with what it takes beyond a shard's own arguments."""
+    if not spec.synchronous:
+        from ..workers.compute.stash import StashingShard
+
+        return StashingShard
+    if len(spec.parallelism.slices) > 1:
+        from ..workers.compute.sequence import SlicedShard
+
+        return partial(SlicedShard, count=len(spec.parallelism.slices))
+    return Shard
 
 
 def _unchanging(loss_fn: LossFn) -> LossFn:

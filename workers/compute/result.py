@@ -110,6 +110,11 @@ class Result:
         return [(loss, weight) for _, loss, weight in sorted(found)]
 
     @property
+    def known(self) -> tuple[Any, ...]:
+        """The facts of a training step that all workers know: parts of the loss, norm, and whether all is finite."""
+        return self.parts, self.norm_tensor, self.finite_tensor
+
+    @property
     def norm(self) -> float | None:
         """Norm of all gradients before they were clipped; waits for the device."""
         return None if self.norm_tensor is None else float(self.norm_tensor)

@@ -28,6 +28,7 @@ from .torch_internals import run_backward
 from .updating import Training, Updating
 
 if TYPE_CHECKING:
+    from .lodging import Lodging
     from .ownership import Ownership
     from .snapshot import BeforeUpdate
     from .split_backward import Saved, WeightBackward
@@ -113,6 +114,28 @@ class Shard:
         self.state = StageState(slice)
         # Names are taken now: a forward may replace modules.
         self.updating = updating(slice, stage, training, randomness, pieces)
+        #: if several replicas of the stage on this worker share their weights
+        self.lodging: Lodging | None = None
+
+    def turn(self) -> None:
+        """Let the weights have this replica's gradients, where several replicas share them."""
+        if self.lodging is not None:
+            self.lodging.turn(self)
+
+    @property
+    def is_guest(self) -> bool:
+        """Whether another replica on this worker updates the weights."""
+        return self.lodging is not None and self.lodging.host is not self
+
+    def lodge(self, host: Shard) -> None:
+        """Share the weights of `host`, another replica of the stage, and what trains them, which it alone changes."""
+        if host.lodging is None:
+            from .lodging import Lodging  # few workers have several replicas of a stage
+
+            host.lodging = Lodging(host)
+        self.lodging = host.lodging
+        self.updating.lodge(host.updating)
+        self.go_on_at(host.num_updates, host.updating.count)
 
     @property
     def optimizer(self) -> Optimizer | None:
@@ -149,6 +172,10 @@ class Shard:
 
     def train(self, mode: bool) -> None:
         """Set all modules to evaluation mode, or back to the modes that the user had given them."""
+        if self.is_guest:  # its modules are the host's
+            if mode:
+                self.state.look_at_modes()
+            return
         if not mode and not self._modes:
             self._modes = {module: module.training for module in self.slice.modules}
         for module, own in self._modes.items():
@@ -306,6 +333,7 @@ class Shard:
         for held in (self._forwarded, self._inputs, self._deferred):
             held.clear()
         self.recomputation.forget()
+        self.turn()
         self.statistics.restore()
         self.updating.restore()
 
@@ -315,6 +343,10 @@ class Shard:
         Args:
             finite: whether the gradients of all stages are finite; if not, the weights are left unchanged.
         """
+        if self.is_guest:
+            self.updating.pass_on()
+            self.num_updates += 1
+            return
         self.recomputation.check()
         self.statistics.commit()
         self.updating.update(finite)

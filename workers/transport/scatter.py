@@ -29,7 +29,7 @@ def scatter_whole(
     """
     reader = spec.place(0, 0)
     scatter = Scatter(reader, {}, {})
-    for worker in (each for each in range(spec.num_workers) if each != reader):
+    for worker in (each for each in spec.workers if each != reader):
         held = {stage for stage, _ in spec.hosted(worker)}
         for what, parts, takes in (
             ("inputs", inputs, to_all or 0 in held),

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import zmq
 from torch import Tensor
 
-from ...dependency import ConfigError, Malformed, NotMet
+from ...dependency import ConfigError, EpochEnds, Malformed, NotMet
 from .deadline import within
 from .hearing import Hearing
 from .keys import Keys, KeyServer
@@ -67,6 +67,7 @@ class ZmqLink:
         folder: of this host's workers, which nobody else may enter: their unix sockets are there.
         network: for workers of other hosts; None: there are none.
         join_timeout_s: for how long to wait for the others.
+        cancelled: raises an error when the workers cannot meet any more; None: they can.
     """
 
     sends_cheaply = True  # libzmq's own thread does
@@ -79,8 +80,9 @@ class ZmqLink:
         folder: Path | None,
         network: Network | None = None,
         join_timeout_s: float = 120.0,
+        cancelled: Callable[[], None] | None = None,
     ) -> None:
-        self.wakeup = Wakeup()
+        self.wakeup, self._cancelled = Wakeup(), cancelled
         self._worker, self._peers = worker, set(workers) - {worker}
         self._folder, self._network, self._timeout_s = folder, network, join_timeout_s
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -102,8 +104,10 @@ class ZmqLink:
             self._hearing = Hearing(self._all, self.wakeup, self._take_in, ears.guard)
             self.look = self._hearing.look
             self._meet(deadline)
-        except (ConfigError, TimeoutError) as error:
+        except (ConfigError, EpochEnds, TimeoutError) as error:
             self.close()
+            if isinstance(error, EpochEnds):
+                raise
             kind = ConfigError if isinstance(error, ConfigError) else NotMet
             raise kind(
                 f"worker {self._worker} could not meet the other {len(self._peers)} workers by ZeroMQ "
@@ -151,6 +155,8 @@ class ZmqLink:
                 raise ConfigError(self._misfit)
             if time.monotonic() > deadline:
                 raise TimeoutError(f"nothing was heard of workers {sorted(missing)}")
+            if self._cancelled is not None:
+                self._cancelled()
             self._greet()
             time.sleep(_MEET_S)
         self._greet()  # also those that are met: they may not know yet that they are

@@ -78,10 +78,10 @@ class BatchReader:
             whole: leave sequences whole and microbatches in their order, as outside of training.
             cuts_model: whether the model will be cut with it, so that all workers need all of it.
         """
-        self._num_cut += 1
         if isinstance(batch, LazyBatch) and microbatches is None:
             found = self._read(batch, pair, cuts_model)
         else:
+            self._num_cut += 1  # lazy batches are not compared, and a worker may read one once more
             found = Microbatches.of(batch, microbatches, self._spec.num_microbatches, self._num_cut, pair)
         # An evaluation of a row fills no pipeline.
         if microbatches is None and not whole and not isinstance(batch, SplitBatch):

@@ -48,6 +48,8 @@ class Microbatches:
     places: list[tuple[int, int, int]] | None = None
     #: if they have been put into another order: their numbers as given, in the order in which they run
     order: tuple[int, ...] = ()
+    #: returns them with the rows that this worker runs now, where workers may have died since; None: all were read
+    now_read: Callable[[], Microbatches] | None = None
 
     @classmethod
     def of(
@@ -109,6 +111,10 @@ class Microbatches:
     def waited(self) -> tuple[int, str]:
         """The wait for reading, in ns, and its cause."""
         return (0, "") if self.lazy is None else (self.lazy.waited_ns, self.lazy.waited_for)
+
+    def read_now(self) -> Microbatches:
+        """Return these microbatches as this worker reads them now."""
+        return self if self.now_read is None else self.now_read()
 
     def finished(self) -> None:
         """Inform the lazy batch's loader that the call with it has ended."""
@@ -253,11 +259,12 @@ class Prefetcher:
         self._read[step].finished()
         return label_of(self._read[step].lazy)
 
-    def __iter__(self) -> Iterator[Microbatches]:
-        for step in count():
+    def since(self, first: int) -> Iterator[Microbatches]:
+        """Yield the batches from one step on, as this worker reads them now."""
+        for step in count(first):
             if step not in self._read:
                 return
-            yield self._read[step]
+            yield self._read[step].read_now()
 
 
 def _refuse_rewritten(earlier: Microbatches, later: Microbatches) -> None:
@@ -320,7 +327,9 @@ class Outputs:
                 raise BatchError(f"to {worker!r}: must be a worker, 0 to {spec.num_workers - 1}, or a list of such")
         taken = sorted(set(takers))
         name = "outputs" if to is None else f"outputs to {', '.join(map(str, taken)) or 'nobody'}"
-        self.name, self.takers = name, taken
+        # Worker 0 is the lowest live one for a script, and a dead one takes nothing.
+        live = {min(spec.workers) if worker == 0 else worker for worker in taken} & set(spec.workers)
+        self.name, self.takers = name, sorted(live)
         self.senders = {spec.place(spec.last_stage, route) for route in range(spec.num_routes)}
 
     @staticmethod

@@ -30,12 +30,13 @@ class StepEnd:
     Args:
         training: its `post_validation` decides whether updates may precede the norm of all gradients (and be undone);
             None: the schedule's choice.
+        commits: whether no worker updates before all hold what their updates need, so that a step can be undone.
 
     Raises:
         BatchError: post-validation is wanted and impossible.
     """
 
-    def __init__(self, spec: Spec, training: Training) -> None:
+    def __init__(self, spec: Spec, training: Training, commits: bool = False) -> None:
         max_grad_norm, post_validation = training.max_grad_norm, training.post_validation
         scaled = training.grad_scaler is not None and training.grad_scaler.is_enabled()
         self._max_norm, self._accumulate = max_grad_norm, training.accumulate
@@ -46,14 +47,17 @@ class StepEnd:
                 "grad_scaler nor zero: else updates wait for no norm, must not overflow, or are given to others at "
                 "once; leave it out"
             )
-        self._validates = possible and (spec.post_validation if post_validation is None else post_validation)
+        self._validates = (
+            possible and not commits and (spec.post_validation if post_validation is None else post_validation)
+        )
         #: how parameters that several hold are divided into pieces; known when the model has been cut
         self.divided = NO_REDUCTIONS
         #: whether members of a worker meet in the first update, which then waits for the loss
         self.meets = False
         # Only the first step shows whether the loss is a sum with a weight, which updates wait for; and clipping is
         # frequent at first.
-        self._reductions = Reductions(weight=True, norms=training.measures_norm or scaled)
+        norms = training.measures_norm or scaled or commits
+        self._reductions = Reductions(weight=True, norms=norms, commits=commits)
 
     def updates(self, step: int) -> bool:
         """Return whether training step `step` ends with an update."""

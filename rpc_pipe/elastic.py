@@ -1,0 +1,246 @@
+"""Training goes on without workers that die (`rpc-pipe run --elastic`), with the bits of the undisturbed run.
+
+    death ── launcher: epoch n without w ──> survivors: meet anew ── tell what is complete ── take over ── repeat
+
+`T` of a step exists only when every worker holds all that its updates need, and no update runs before it. So if no live
+worker knows `T`, none has updated, and the step is undone and repeated; if one knows it, all complete their updates.
+Of any other call (an evaluation, a gather) a worker returns when all workers have made it. So a call that one worker
+has not made is made once more by all, where each worker stands in its script.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from .dependency import ConfigError, PipeError, Spec, StageLost, check, ends_epoch
+from .dependency.relocating import relocated
+from .launching import launcher_link as link
+from .launching.epochs import LEFT, READY, Roster, next_epoch, refuse_old
+from .launching.job import Job
+from .launching.joining import drop, join
+from .launching.meeting_place import place_of
+from .system.at_exit import at_exit
+from .workers.actor import WorkerActor
+from .workers.compute.result import Result
+from .workers.compute.torch_internals import BatchNorm
+
+if TYPE_CHECKING:
+    from .model.shard_maker import ShardMaker
+    from .workers.compute.shard import Shard
+    from .workers.compute.updating import Training
+
+R = TypeVar("R")
+
+
+class ElasticRun(Protocol):
+    """A run of one schedule, which workers leave when they die."""
+
+    spec: Spec
+    actors: list[WorkerActor]
+    epoch: int
+    process: int
+
+    @property
+    def shards(self) -> Iterator[Shard]:
+        """The shards of this process."""
+
+    def begin(self, spec: Spec) -> None:
+        """Run `spec` from now on."""
+
+
+def refuse_inelastic(spec: Spec, job: Job | None, training: Training) -> None:
+    """Refuse a job that cannot go on without a worker.
+
+    Raises:
+        ConfigError: and why.
+    """
+    if job is None or job.transport != "zmq":
+        raise ConfigError("--elastic needs --transport zmq: torch RPC begins once in the life of a process")
+    if not link.present():
+        raise ConfigError("--elastic: torchrun ends all workers when one dies; start the job by rpc-pipe run")
+    if job.members > 1:
+        raise ConfigError("--elastic: a worker of several members cannot be replaced; leave members out")
+    if spec.num_routes == 1:
+        raise ConfigError("--elastic needs replicas >= 2 (got 1): the weights of a dead worker must be on another one")
+    if not spec.synchronous:
+        raise ConfigError(f"--elastic: steps of {type(spec).__name__} overlap; take a synchronous schedule, as 1f1b")
+    if spec.parallelism.zero:
+        raise ConfigError("--elastic: zero=1 keeps each optimizer state on one worker alone; leave zero out")
+    if training.accumulate > 1:
+        raise ConfigError(
+            f"--elastic: accumulate={training.accumulate} keeps gradients of earlier steps on one worker alone; take "
+            f"batches of {training.accumulate} times the rows and leave accumulate out"
+        )
+    if training.post_validation:
+        raise ConfigError("--elastic: no update comes before the norm of all gradients; leave post_validation out")
+
+
+class Recovery:
+    """Makes the calls of a process's worker, and lets it go on in another epoch where a worker has died.
+
+    Args:
+        session: whose shards have been made.
+        maker: that has made them.
+
+    Raises:
+        ConfigError: a model whose replicas do not hold the same.
+    """
+
+    def __init__(self, job: Job, session: ElasticRun, maker: ShardMaker) -> None:
+        _refuse_own_statistics(session)
+        self._session, self._maker, self._actor = session, maker, session.actors[0]
+        #: the schedule with all its workers
+        self._whole = session.spec
+        self._root = self._place = place_of(job)
+        #: calls since the last complete training step: made here, and known to be made by all workers
+        self._made = self._ended = 0
+        #: whether the call under way has been made by all workers, as was told after a death
+        self._all_made = False
+        #: the facts of that step's result
+        self._known: Any = None
+        actor = self._actor
+        actor.elastic = actor.recovers = actor.keeps_broken = True
+        actor.exchange("elastic", None)  # a peer that has never been heard would count as one that has left
+        link.tell(kind=READY)
+        at_exit(self._leave)
+
+    def call(self, call: Callable[[WorkerActor], R], *, trains: bool = False) -> R:
+        """Return what `call` gives on the worker, which makes it again where a worker has died meanwhile.
+
+        Args:
+            trains: whether it is a training step, or the next one of a stream, and gives its result.
+        """
+        while True:
+            try:
+                done: Any = call(self._actor)
+                if trains:
+                    if done is not None:  # the end of a stream gives none
+                        self._note(done)
+                    return done  # type: ignore[no-any-return]
+                self._made += 1
+                self._actor.exchange("made", None)
+                self._ended += 1
+                return done  # type: ignore[no-any-return]
+            except PipeError as error:
+                if not ends_epoch(error):
+                    raise
+                self._all_made = False
+                stood = self._go_on(error)
+                if trains and stood is not None:
+                    return stood  # type: ignore[return-value]
+                if self._all_made:
+                    return done  # type: ignore[no-any-return]
+
+    def _note(self, result: Result) -> None:
+        """Remember what other workers may have to be told of a training step that is complete here."""
+        self._known, self._made, self._ended = result.known, 0, 0
+        self._refuse_changing()
+
+    def _go_on(self, error: PipeError) -> Result | None:
+        """Go on in the next epoch; return the result of the training step under way if it stands, else None."""
+        actor, stood = self._actor, None
+        while True:
+            epoch = next_epoch(error)
+            try:
+                stood = self._complete() or stood
+                self._meet(epoch)
+                told = actor.exchange("epoch", [actor.step, self._made, self._ended, self._known])
+                top, *_, known = max(told, key=lambda each: int(each[0]))
+                if actor.step < top:
+                    stood = self._complete(known) or stood
+                else:
+                    # A worker that is behind in training has made no call since.
+                    self._settle([(made, ended) if step == top else (0, 0) for step, made, ended, _ in told])
+                self._take_over(epoch)
+                return stood
+            except PipeError as another:
+                if not ends_epoch(another):
+                    raise
+                error = another
+
+    def _settle(self, told: list[tuple[int, int]]) -> None:
+        """Decide whether the call that has been made here was made by all live workers, or is made once more.
+
+        Args:
+            told: how many calls each has made, and knows to be made by all.
+        """
+        if self._made > self._ended:
+            all_made = max(min(made for made, _ in told), max(ended for _, ended in told))
+            self._all_made = self._made <= all_made
+            self._made = self._ended = self._made if self._all_made else self._ended
+
+    def _complete(self, known: Any = None) -> Result | None:
+        """Complete the training step under way if it stands, and return its result.
+
+        Args:
+            known: of its result, as another worker has told; None: as far as this worker knows.
+        """
+        broken = self._actor.broken
+        step = None if broken is None else broken.training
+        if broken is None or step is None or (known is None and not step.stands):
+            return None
+        result = broken.complete(known)
+        self._note(result)
+        return result
+
+    def _meet(self, epoch: Roster) -> None:
+        """Meet the workers of an epoch, by a carrier over which nothing of an old epoch can come."""
+        drop(self._place)
+        place = self._root.sub(f"epoch {epoch.number}", self._root.workers - epoch.gone)
+        self._actor.begin_epoch(join(place, partial(refuse_old, epoch.number)))
+        self._place = place
+
+    def _take_over(self, epoch: Roster) -> None:
+        """Undo what has been begun, and host what of the dead falls to this worker."""
+        session, actor = self._session, self._actor
+        actor.resume(actor.carrier, actor.step)
+        spec = relocated(self._whole, epoch.gone)
+        check(spec, actor.worker)
+        held = dict(actor.shards)
+        for stage, route in spec.hosted(actor.worker):
+            if (stage, route) not in held:
+                like = next(shard for (other, _), shard in held.items() if other == stage)
+                held[stage, route] = self._maker.guest(spec, stage, route, like, actor.backend.device)
+        actor.host(dict(sorted(held.items())))
+        session.begin(spec)
+        session.epoch = epoch.number
+        session.process = 0 if actor.worker == min(spec.workers) else actor.worker
+        self._refuse_changing()
+
+    def _refuse_changing(self) -> None:
+        """Refuse to host replicas whose forwards change their modules: such a state has died with its worker.
+
+        Raises:
+            StageLost: forwards change modules.
+        """
+        for shard in self._session.shards if self._session.epoch else ():
+            if shard.lodging is not None and (shard.state.weights or shard.recomputation.changes):
+                raise StageLost(
+                    f"stage {shard.stage}: forwards change buffers or attributes of modules, and those of a replica "
+                    "have died with its worker: go on from a checkpoint (--max-restarts does)"
+                )
+
+    def _leave(self) -> None:
+        """Leave when all workers have come to the end of their scripts, and so have all that they need of this one."""
+        with suppress(PipeError):  # which has been told, or says that others have left
+            if not self._actor.carrier.broken:
+                self.call(lambda actor: actor.exchange("end", None))
+                link.tell(kind=LEFT)
+
+
+def _refuse_own_statistics(session: ElasticRun) -> None:
+    """Refuse batch normalisations: the running statistics of a replica are on its worker alone.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    for shard in session.shards:
+        for module in shard.slice.modules:
+            if isinstance(module, BatchNorm) and module.running_mean is not None:
+                raise ConfigError(
+                    f"--elastic: {type(module).__name__} has running statistics of its replica alone, which would die "
+                    "with it: pass track_running_stats=False, or take another normalisation"
+                )

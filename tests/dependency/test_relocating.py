@@ -1,0 +1,61 @@
+"""A schedule without the workers that have died: the same relation, in another place, and it does not deadlock."""
+
+import pytest
+
+from rpc_pipe.dependency import F, N, Reductions, StageLost, U, check, entries, reduction_tree
+from rpc_pipe.dependency.relocating import relocated
+from rpc_pipe.planning.relation import Relation
+from rpc_pipe.planning.simulator import simulate, uniform
+from rpc_pipe.planning.specs import make_spec
+
+BY_SLOT = "1f1b", "zb-h1", "interleaved", "chimera", "gpipe", "eager-1f1b"
+BY_PROGRAM = "zb-v", "hanayo", "dualpipev"
+
+
+@pytest.mark.parametrize("gone", [{0}, {3}, {0, 3}, {1, 6}])
+@pytest.mark.parametrize("name", [*BY_SLOT, *BY_PROGRAM])
+def test_live_replicas_of_a_stage_do_the_work_of_the_dead(name, gone):
+    whole = make_spec(name, 8, 8, {"replicas": 2})
+    spec = relocated(whole, frozenset(gone))
+    assert spec.workers == [worker for worker in range(8) if worker not in gone]
+    for worker in spec.workers:
+        check(spec, worker)
+        assert {place for place in whole.hosted(worker)} <= set(spec.hosted(worker))
+    assert sum(len(spec.hosted(worker)) for worker in spec.workers) == spec.num_stages * spec.num_routes
+    reductions = Reductions(weight=True, norms=True, commits=True)
+    assert simulate(Relation(spec, 2, reductions), uniform({F: 1})).makespan > 0  # it comes to its end
+
+
+def test_nothing_but_the_place_changes():
+    whole = make_spec("1f1b", 6, 6, {"replicas": 3})
+    spec = relocated(whole, frozenset({1}))
+    for m in range(6):
+        for stage in range(2):
+            action = F(stage, m)
+            assert spec.slot(action) == whole.slot(action) and list(spec.after(action)) == list(whole.after(action))
+            assert spec.needs(action) == whole.needs(action)
+
+
+def test_a_schedule_with_two_directions_goes_on_in_the_same_direction():
+    """Another direction of the same replica has the same slots on a worker of an odd number of stages."""
+    spec = relocated(make_spec("chimera", 8, 8, {"replicas": 2}), frozenset({0}))
+    assert [spec.place(0, route) for route in range(4)] == [1, 6, 1, 7]
+
+
+def test_a_stage_without_a_live_replica_is_named():
+    with pytest.raises(StageLost, match="stage 1"):
+        relocated(make_spec("1f1b", 4, 4, {"replicas": 2}), frozenset({2, 3}))
+
+
+def test_an_update_waits_until_every_worker_holds_what_its_updates_need():
+    spec = relocated(make_spec("1f1b", 4, 4, {"replicas": 2}), frozenset({1}))
+    reductions = Reductions(weight=True, norms=True, commits=True)
+    tree = reduction_tree(spec)
+    for worker in spec.workers:
+        found = {entry.action: entry for entry in entries(spec, worker, reductions=reductions)}
+        collected = found[N(*tree.own[worker])]
+        needs = {*collected.own, *(pulled.action for pulled in collected.pulled)}
+        for stage, route in spec.hosted(worker):
+            assert set(tree.sums(stage, route, reductions)) <= needs
+            told = {*found[U(stage, route)].own, *(pulled.action for pulled in found[U(stage, route)].pulled)}
+            assert any(action.kind.letter == "T" for action in told)

@@ -1,0 +1,84 @@
+"""A worker of an elastic job dies, and the job goes on: with the weights of the undisturbed run, bit for bit."""
+
+from pathlib import Path
+
+import pytest
+from processes import ROOT, rpc_pipe
+
+MORTAL = ROOT / "tests" / "trials" / "mortal.py"
+
+
+def trained(folder, how, *kills, of=2, more=()):
+    """Return what a job of `of` stages x `of` replicas ends with: its process, weights and losses."""
+    folder.mkdir(exist_ok=True)
+    typed = ["--workers", of * of, "--replicas", of, "--transport", "zmq", "--elastic", *more]
+    done = rpc_pipe("run", MORTAL, *typed, "--", folder, how, 8, of, *kills, TMPDIR=str(folder), RPC_PIPE_LOGS="off")
+    files = [folder / "weights.safetensors", folder / "losses"]
+    return done, [file.read_bytes() for file in files if file.exists()]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """What jobs without a death end with, by how they train."""
+    return {how: trained(tmp_path_factory.mktemp(how), how)[1] for how in ("step", "train")}
+
+
+@pytest.mark.parametrize(
+    "kills",
+    [
+        ["1:3:F"],  # the step is undone
+        ["2:3:U"],  # the step stands: another worker may have updated
+        ["0:3:B", "3:3:meet"],  # another worker dies while the workers meet anew
+    ],
+    ids=" ".join,
+)
+def test_a_death_costs_a_step_and_no_bit(kills, undisturbed, tmp_path):
+    done, made = trained(tmp_path, "step", *kills)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("is gone (SIGKILL): epoch") == len(kills)
+    assert made == undisturbed["step"]
+    assert not [path.name for path in tmp_path.iterdir() if path.name.startswith("rpc-pipe-")]
+
+
+@pytest.mark.parametrize("kills", [["3:4:predict"], ["0:4:save", "2:6:G"]], ids=" ".join)
+def test_a_stream_begins_again_at_the_repeated_step(kills, undisturbed, tmp_path):
+    """Within its loop workers evaluate, predict and save, which a worker that is ahead of another makes once more."""
+    done, made = trained(tmp_path, "train", *kills)
+    assert done.returncode == 0, done.stderr
+    assert made == undisturbed["train"]
+
+
+def test_a_stage_that_has_lost_all_its_workers_is_named(tmp_path):
+    done, made = trained(tmp_path, "step", "0:3:B", "1:5:B")
+    assert done.returncode == 1 and not made
+    assert "stage 0 has no live replica" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("typed", "why"),
+    [
+        (["--transport", "rpc"], "--transport zmq"),
+        (["--replicas", "1"], "replicas >= 2"),
+        (["--zero", "1"], "zero=1"),
+        (["--schedule", "pipedream-2bw"], "synchronous"),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, list) else "",
+)
+def test_what_cannot_go_on_is_refused_at_the_start(typed, why, tmp_path):
+    usual = {"--transport": "zmq", "--replicas": "2"} | dict([typed])
+    options = [each for pair in usual.items() for each in pair]
+    done = rpc_pipe("run", MORTAL, "--workers", 4, "--elastic", *options, "--", tmp_path, "step", 2, 2)
+    assert done.returncode == 2 and why in done.stderr
+
+
+def test_a_job_that_is_not_elastic_loads_nothing_of_it(tmp_path):
+    script = Path(tmp_path, "script.py")
+    script.write_text(
+        "import sys, torch\nfrom torch import nn\nfrom rpc_pipe import Pipeline\n"
+        "pipe = Pipeline([nn.Linear(4, 4), nn.Linear(4, 4)], nn.functional.mse_loss, num_microbatches=2)\n"
+        "pipe.evaluate((torch.ones(4, 4), torch.ones(4, 4)))\n"
+        "loaded = {'rpc_pipe.elastic', 'rpc_pipe.launching.epochs', 'rpc_pipe.workers.compute.lodging'}\n"
+        "print('loaded', sorted(loaded & sys.modules.keys()))\n"
+    )
+    done = rpc_pipe("run", script, "--workers", 2, "--transport", "zmq", anew=True)
+    assert done.returncode == 0 and "loaded []" in done.stdout, done.stdout + done.stderr

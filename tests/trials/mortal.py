@@ -1,0 +1,107 @@
+"""A training whose workers die: `python -m rpc_pipe run mortal.py ... -- FOLDER HOW STEPS STAGES KILLS`.
+
+HOW: `step`, or `train` with an evaluation, a prediction and a checkpoint within its loop. KILLS: `worker:step:what`
+with commas, `what` a kind of action, `meet` (within a recovery), or a part of the loop: `evaluate`, `predict`, `save`.
+"""
+
+import os
+import signal
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import rpc_pipe.elastic
+from rpc_pipe import Pipeline, Training
+from rpc_pipe.dependency import Action
+from rpc_pipe.workers.hooks import Listener
+
+FOLDER, HOW, STEPS, STAGES, KILLS = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5:]
+RANK = int(os.environ["RANK"])
+kills = [(int(step), what) for kill in KILLS for rank, step, what in [kill.split(":")] if int(rank) == RANK]
+
+
+def die_if(step: int, what: str) -> None:
+    """End this process as a kill does, if it is to be killed here."""
+    if (step, what) in kills and "RPC_PIPE_COMES" not in os.environ:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Mortal(Listener):
+    """Kills its process when an action begins."""
+
+    def action_started(self, step: int, action: Action) -> None:
+        die_if(step, action.kind.letter)
+
+
+class Noisy(nn.Module):
+    """Draws numbers at random."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop, self.norm = nn.Dropout(0.1), nn.LayerNorm(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Drop and normalise."""
+        dropped: Tensor = self.norm(self.drop(x))
+        return dropped
+
+
+def batch(number: int) -> tuple[Tensor, Tensor]:
+    """Return a batch."""
+    generator = torch.Generator().manual_seed(number)
+    return torch.randn(32, 16, generator=generator), torch.randint(4, (32,), generator=generator)
+
+
+JOIN: Any = vars(rpc_pipe.elastic)["join"]
+
+
+def joined(place: Any, cancelled: Any = None) -> Any:
+    """Meet, or die."""
+    for step in range(STEPS):
+        die_if(step, "meet")
+    return JOIN(place, cancelled)
+
+
+vars(rpc_pipe.elastic)["join"] = joined
+layers = [make for _ in range(STAGES) for make in (partial(nn.Linear, 16, 16), Noisy)]
+pipe = Pipeline(
+    [*layers, partial(nn.Linear, 16, 4)],
+    nn.functional.cross_entropy,
+    training=Training(partial(torch.optim.AdamW, lr=1e-2), max_grad_norm=0.5, ema_decay=0.9),
+    num_microbatches=8,
+    stall_s=60,
+)
+pipe.listen(lambda worker: Mortal())
+(FOLDER / f"pid-{RANK}").write_text(str(os.getpid()))
+
+
+def between(step: int) -> None:
+    """Do what a loop does between two steps, on all workers."""
+    die_if(step, "evaluate")
+    pipe.evaluate(batch(1000 + step))
+    die_if(step, "predict")
+    pipe.predict(batch(step)[0])
+    die_if(step, "save")
+    pipe.checkpoints.save(FOLDER / "checkpoints", keep=2, wait=step % 2 == 0)
+
+
+if HOW == "step":
+    losses = []
+    for number in range(STEPS):
+        losses.append(pipe.step(batch(number)))
+        (FOLDER / f"step-{RANK}").write_text(str(number))
+else:
+    losses = []
+    for number, loss in enumerate(pipe.train(map(batch, range(STEPS)))):
+        losses.append(loss)
+        (FOLDER / f"step-{RANK}").write_text(str(number))
+        if number % 3 == 1:
+            between(number)
+pipe.weights.save(FOLDER / "weights.safetensors")
+if pipe.worker == 0:
+    (FOLDER / "losses").write_text(repr(losses))
+(FOLDER / f"descriptors-{RANK}").write_text(str(len(os.listdir("/proc/self/fd"))))
