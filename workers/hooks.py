@@ -76,6 +76,9 @@ class StepRecord:
     grad_norm: float | None = None
     #: learning rate of the next update, of the first parameter group here; None if nothing here is trained
     learning_rate: float | None = None
+    #: forwards of a whole model that this worker has observed so far, and the ns that this took
+    observations: int = 0
+    observed_ns: int = 0
 
     @property
     def busy_ns(self) -> int:

@@ -387,6 +387,8 @@ class Stream:
                 step.batch.with_padding,
                 norm,
                 worker.learning_rate,
+                observations=sum(shard.slice.observed[0] for shard in worker.shards.values()),
+                observed_ns=sum(shard.slice.observed[1] for shard in worker.shards.values()),
             ),
         )
 

@@ -25,6 +25,9 @@ def figures(view: View) -> dict[str, Any] | None:
     if trace is None or lost is None:
         return None
     planned, throughput = trace.simulated(), view.throughput()
+    records = trace.steps[max(trace.steps)]
+    observations = sum(record.observations for record in records)
+    observed_s = sum(record.observed_ns for record in records) / 1e9
     return {
         "steps": view.complete_steps(1)[0],
         "workers": view.num_workers,
@@ -33,6 +36,7 @@ def figures(view: View) -> dict[str, Any] | None:
         "step_ms": trace.step_ms,
         **({f"{throughput[1]}_per_s": throughput[0]} if throughput else {}),
         **({"with_padding": True} if view.with_padding else {}),
+        **({"observations": observations, "observed_s": observed_s} if observations else {}),
         "bubble_planned": planned.bubble,
         "bubble_actual": trace.bubble,
         "peak_activations": list(planned.peak_activations),
@@ -57,7 +61,14 @@ def _count(number: int, what: str) -> str:
 
 def summary(found: dict[str, Any], *more: str) -> str:
     """Return what is told of a run at its end, from its figures; with lines of `more`."""
-    return "\n".join([sentence(found), *filter(None, [found["layout"]]), *more, *lost_lines(found)])
+    return "\n".join([sentence(found), *filter(None, [found["layout"]]), *more, *_observed(found), *lost_lines(found)])
+
+
+def _observed(found: dict[str, Any]) -> list[str]:
+    """Return a line on the forwards of a whole model that were observed, if any were."""
+    if "observations" not in found:
+        return []
+    return [f"the model was observed {_count(found['observations'], 'time')}: {found['observed_s']:.1f} s of workers"]
 
 
 def lost_lines(found: dict[str, Any]) -> list[str]:

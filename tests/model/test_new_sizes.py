@@ -15,6 +15,8 @@ from rpc_pipe import Pipeline, Training
 from rpc_pipe.model.observed_model import observe
 from rpc_pipe.model.replay import observed_stage
 from rpc_pipe.model.replay.script_family import predictions
+from rpc_pipe.tracing.run_summary import summary
+from rpc_pipe.workers.hooks import Listener, StepRecord
 
 WIDTH = 8
 
@@ -162,3 +164,22 @@ def test_formulas_that_disagree_leave_a_number_open():
     crossed = list(itertools.product((2, 3), (20, 30, 50)))
     column = tuple(rows * length for rows, length in crossed)
     assert predictions([list(each) for each in crossed], {column}, [7, 11]) == {column: 77}
+
+
+def test_a_summary_counts_what_was_observed():
+    class Records(Listener):
+        last = StepRecord(0, 0, 0, 0)
+
+        def step_finished(self, record: StepRecord) -> None:
+            self.last = record
+
+    training = Training(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    pipe, listener = Pipeline(Positions(), training=training, num_microbatches=1, num_workers=2), Records()
+    pipe.listen(lambda worker: listener)
+    for length in (5, 7, 9, 11):
+        pipe.step((ids(2, length), ids(2, length)))
+    assert listener.last.observations == 3
+    assert listener.last.observed_ns > 0
+    found = {"steps": 4, "workers": 2, "step_ms": 9.0, "loss": 1.0, "layout": "", "lost": {"line": "", "sentence": ""}}
+    lines = [summary(found), summary({**found, "observations": 6, "observed_s": 1.23})]
+    assert ["observed 6 times: 1.2 s of workers" in each for each in lines] == [False, True]

@@ -30,11 +30,13 @@ class Slice(Protocol):
         modules: all modules that follow the mode of a run.
         own: modules that compute here; a forward may write their buffers and attributes.
         shared: names of parameters that other stages hold too -> all their stages.
+        observed: number of forwards that were observed so far, and the ns that this took.
     """
 
     first: int
     takes_fields: bool
     shared: Mapping[str, Sequence[int]]
+    observed: tuple[int, int]
     modules: list[nn.Module]
     own: list[nn.Module]
 
@@ -83,6 +85,7 @@ class Layers:
     """
 
     takes_fields = False
+    observed = 0, 0
 
     def __init__(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -62,6 +63,7 @@ class ObservedStage:
         self._names = [name for name, tensor in skeleton.parameters.items() if not isinstance(tensor, Placeholder)]
         held = ((name, owners.get(name, ())) for name in self._names)
         self.shared: Mapping[str, Sequence[int]] = {name: sorted(stages) for name, stages in held if len(stages) > 1}
+        self.observed = 0, 0
         self._skeleton = skeleton
         self._cut = list(cut)
         self._owners = owners
@@ -202,6 +204,7 @@ class ObservedStage:
         return output
 
     def _observed(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Script:
+        begin = time.perf_counter_ns()
         observation = observe_forward(self._skeleton, args, kwargs)
         script = Script(observation, self._skeleton, self.index, self._cut, self._owners)
         parameters, (buffers, weights) = self._skeleton.parameters, self._writes
@@ -210,6 +213,8 @@ class ObservedStage:
                 buffers[self._skeleton.place_of(name)] = None
             elif not isinstance(weight, Placeholder):
                 weights[weight] = None
+        count, ns = self.observed
+        self.observed = count + 1, ns + time.perf_counter_ns() - begin
         return script
 
     def _modes(self) -> Any:
