@@ -29,6 +29,7 @@ from .options import (
 )
 from .profile import load, progress
 from .readers import size
+from .simulate import tell_exchange
 
 
 def add(commands: Any) -> None:
@@ -67,7 +68,8 @@ def _compare(typed: dict[str, Any], argv: list[str]) -> int:
         return 0
     said = "".join(f", {name} {value}" for name, value in replicas.items())
     reporter.console.print(table(rows, f"{options.workers} workers, {options.microbatches} microbatches{said}"))
-    reporter.text(verdict(rows, limit))
+    for line in [verdict(rows, limit), *tell_exchange(spec, typed)]:
+        reporter.text(line)
     return 0
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from ..dependency import (
     Action,
     ConfigError,
+    G,
     Spec,
     check_all,
     worker_staleness,
@@ -90,7 +91,7 @@ def _simulate(typed: dict[str, Any], argv: list[str]) -> int:
     first, further = ("first step", result.span) if steps == 1 else (f"{steps} steps", result.step_time)
     took = f"{first} {result.makespan:g}, each further step {further:g}, bubble {result.bubble:.1%}"
     reporter.text(f"{name}: {took}, peak activations {_tell_peaks(result.peak_activations)}")
-    for line in [*_tell_unit(spec, typed), *describe_staleness(spec)]:
+    for line in [*_tell_unit(spec, typed), *tell_exchange(spec, typed), *describe_staleness(spec)]:
         reporter.text(line)
     return 0
 
@@ -110,6 +111,20 @@ def _tell_unit(spec: Spec, typed: Mapping[str, Any]) -> list[str]:
     return [
         f"a stage costs 1 here, though it is {share:.3g} of a worker's share of the model: --cost F={share:.3g},"
         f"B={2 * share:.3g}, or rpc-pipe compare, gives times to compare with those of one stage a worker"
+    ]
+
+
+def tell_exchange(spec: Spec, typed: Mapping[str, Any]) -> list[str]:
+    """Return a line if replicas exchange gradients in no time, as no option prices transfers."""
+    if (
+        spec.parallelism.replicas == 1
+        or {"comm", "link", "uplink", "model"} & typed.keys()
+        or G.letter in typed.get("cost", {})
+    ):
+        return []
+    return [
+        "replicas exchange gradients in no time here: --payload BYTES with --link FROM-TO=TIME/BANDWIDTH or --uplink "
+        "BYTES of simulate gives the exchange a time"
     ]
 
 
