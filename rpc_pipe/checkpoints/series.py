@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..workers.actor import WorkerActor
 
 #: settings of a job that go on as they were in the checkpoint, whatever the script's settings are now
-_SETTINGS = {"learning_rate": "learning rate", "lr_scheduler": "learning-rate schedule", "rows": "rows of a batch"}
+_SETTINGS = {"learning_rate": "learning rate", "lr_scheduler": "learning-rate schedule"}
 
 
 def job_of(actor: WorkerActor) -> dict[str, Any]:
