@@ -142,6 +142,7 @@ def _by_zmq(place: MeetingPlace, cancelled: Callable[[], None] | None) -> ZmqLin
     return ZmqLink(job.worker, place.workers, folder, network, job.join_timeout_s, cancelled)
 
 
+@cache
 def mesh_of_members(job: Job, device: str) -> Any:
     """Return the mesh of the members of this process's worker, when all of them have come.
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from ..dependency import ConfigError, Order, Spec
 from ..workers.compute.slices import Divide
@@ -114,7 +115,7 @@ def _by_plan(mesh: Any, module: nn.Module, name: str, model: nn.Module) -> None:
     """Divide linear layers by columns or rows, as the plan of a Hugging Face model says.
 
     Raises:
-        ConfigError: there is no plan, or it has a style that is not known.
+        ConfigError: there is no plan, it has a style that is not known, or it names no linear layer of the model.
     """
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -131,8 +132,26 @@ def _by_plan(mesh: Any, module: nn.Module, name: str, model: nn.Module) -> None:
             f"shard='tp': {type(model).__name__} has no tp_plan; pass a function of (module, mesh), which may call "
             "torch's parallelize_module"
         )
+
+    def summed(grad: Tensor) -> Tensor:
+        total = grad.clone()
+        torch.distributed.all_reduce(total, group=mesh.get_group())
+        return total
+
+    def style_of(path: str) -> str | None:
+        return next((style for pattern, style in plan.items() if fnmatch.fnmatchcase(path, pattern)), None)
+
+    # Not each pattern: plans of Hugging Face name layers that some settings of a model leave out.
+    if not any(style_of(path) for path, part in model.named_modules() if isinstance(part, nn.Linear)):
+        raise ConfigError(
+            f"shard='tp': the tp_plan of {type(model).__name__} names no linear layer of it, such as "
+            f"{next(iter(plan))!r}; correct the names"
+        )
     for path, part in list(module.named_modules(prefix=name)):
-        style = next((style for pattern, style in plan.items() if fnmatch.fnmatchcase(path, pattern)), None)
+        style = style_of(path)
+        if style == "replicated_with_grad_allreduce":  # it sees this member's heads alone
+            for parameter in part.parameters():
+                parameter.register_hook(summed)
         if style is None or not isinstance(part, nn.Linear):
             continue
         if style not in styles:

@@ -38,6 +38,7 @@ import torch
 from functools import partial
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from rpc_pipe.dependency import BatchError, ConfigError
 from rpc_pipe.pipeline import Pipeline, Training
 
 class Block(nn.Module):
@@ -54,6 +55,35 @@ def shard(module, mesh):
 
 x = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
 how = {"training": Training(partial(torch.optim.SGD, lr=0.1), max_grad_norm=0.05), "num_microbatches": 3}
+def refused(error, model, rows=x, **options):
+    try:
+        with Pipeline(model, nn.functional.mse_loss, members=2, num_microbatches=2, **options) as pipe:
+            pipe.step((rows, rows))
+    except error:
+        return
+    raise AssertionError(options)
+
+def tied():
+    first, second, third = Block(), Block(), Block()
+    third.up.weight = first.up.weight
+    return [first, second, third]
+
+class Planned(nn.Module):
+    _tp_plan = {"blocks.*.nowhere": "colwise"}
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+
+    def forward(self, x):
+        return self.blocks[1](self.blocks[0](x))
+
+refused(ConfigError, tied(), shard="fsdp")
+refused(ConfigError, [Block], shard="tp")
+refused(ConfigError, Planned, shard="tp")
+refused(ConfigError, [Block], shard="fsdp", transport="local")
+refused(ConfigError, [Block], shard="fsdp", order="ready")
+refused(BatchError, [Block], rows=x[:1], shard="fsdp")
 losses = {}
 for members in (2, 1):
     if members == 1:  # all in this process
@@ -61,6 +91,10 @@ for members in (2, 1):
         del os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["RPC_PIPE_INIT"]
     pipe = Pipeline([Block, Block], nn.functional.mse_loss, members=members, shard=shard, **how)
     losses[members] = [pipe.step((x, x.flip(0))) for _ in range(3)], pipe.grad_norm, pipe.evaluate((x, x))
+    held = {"training": Training(partial(torch.optim.AdamW, lr=0.1), accumulate=2), "num_microbatches": 6}
+    held |= {"members": members, "shard": "fsdp", "reduce": "microbatch"}
+    with Pipeline([Block, Block], nn.functional.mse_loss, **held) as one:
+        losses[members][0].extend(one.step((x, x.flip(0))) for _ in range(3))
     if members == 2:
         state = pipe.weights.state_dict()
         assert (state is None) == (pipe.worker > 0) and (state is None or state["0.up.weight"].shape == (16, 8))
@@ -72,7 +106,10 @@ print(flat[0])
 
 
 def test_a_function_divides_layers_and_all_members_end_alike(tmp_path):
-    """A clipped norm counted what all members hold whole as often as there are members."""
+    """A clipped norm counted what all members hold whole as often as there are members.
+
+    Layers that share a parameter were divided apart, and trained as two; a plan that names no layer divided none.
+    """
     (tmp_path / "train.py").write_text(SCRIPT)
     first, second = job(tmp_path / "job", 2, tmp_path / "train.py")
     assert first == second

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from ...dependency import ConfigError
 from ..transport.payload import Tree
 from .randomness import Seed, may_draw
 
@@ -74,6 +75,22 @@ def versions_of(module: nn.Module) -> dict[str, dict[str, Any]]:
     return {name: dict(each) for name, each in found.items()}
 
 
+def refuse_untied(before: Mapping[str, nn.Parameter], after: Mapping[str, nn.Parameter]) -> None:
+    """Refuse a division that has made two parameters of one.
+
+    Raises:
+        ConfigError: layers or blocks that shared a parameter have been divided apart.
+    """
+    first: dict[nn.Parameter, str] = {}
+    for name, parameter in before.items():
+        other = first.setdefault(parameter, name)
+        if after.get(name) is not after.get(other):
+            raise ConfigError(
+                f"members: {other} and {name} are one parameter, and would be divided apart; put both into one layer "
+                "or block, or on two stages"
+            )
+
+
 class Layers:
     """A list of layers, each called with the result of the one before.
 
@@ -106,11 +123,18 @@ class Layers:
         self._seeded = {index for index, module in self.layers if may_draw(module)} | {self.layers[-1][0]}
 
     def divide(self, divide: Divide) -> None:
+        before = self._by_any_name()
         for place, (index, module) in enumerate(self.layers):
             made = divide(module, "", module)
             self.layers[place] = index, module if made is None else made
+        refuse_untied(before, self._by_any_name())
         self.modules = list(dict.fromkeys(part for _, module in self.layers for part in module.modules()))
         self.own = self.modules
+
+    def _by_any_name(self) -> dict[str, nn.Parameter]:
+        """Return the parameters by each of their names."""
+        layers = ((index, module.named_parameters(remove_duplicate=False)) for index, module in self.layers)
+        return {f"{index}.{name}": parameter for index, named in layers for name, parameter in named}
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         found: dict[nn.Parameter, str] = {}

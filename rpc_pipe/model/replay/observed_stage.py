@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ...dependency import ConfigError, ModelError
 from ...workers.compute.module_state import Attributes, ChangingModules, Place
 from ...workers.compute.randomness import Seed
-from ...workers.compute.slices import Divide, note, versions_of
+from ...workers.compute.slices import Divide, note, refuse_untied, versions_of
 from ...workers.transport.payload import Tree
 from ..assign.assignment import Owners
 from ..observe.frames import name_of
@@ -83,11 +83,12 @@ class ObservedStage:
 
     def divide(self, divide: Divide) -> None:
         """Divide the blocks of this stage; modules around blocks stay whole on each member."""
-        before = Hooks(self.own)
+        before, named = Hooks(self.own), dict(self.module.named_parameters(remove_duplicate=False))
         for block in dict.fromkeys(self._skeleton.blocks):
             if block in self.own:
                 divide(block, self._skeleton.path_of(block), self.module)
         self._skeleton.of_members = before.added()
+        refuse_untied(named, dict(self.module.named_parameters(remove_duplicate=False)))
         self.modules = list(self.module.modules())
         for name in self._names:
             self._skeleton.parameters[name] = self.module.get_parameter(name)
