@@ -26,7 +26,7 @@ _RELATIVE = {F: 1.0, B: 2.0, I: 1.0, W: 1.0, R: 1.0}
 #: nominal seconds to simulate an action. A constant, not a measurement: all workers must search equally long
 _SECONDS_PER_ACTION = 3e-6
 #: share of a step's predicted time that the search for its order takes
-SEARCH_SHARE = 0.02
+SEARCH_SHARE = 0.005
 _MOST_TRIALS = 200
 #: bounds on the slowest microbatch that the choice of rows tries
 _TRIED_BOUNDS = 24
