@@ -106,7 +106,9 @@ def _plan(typed: dict[str, Any], argv: list[str]) -> int:
     if "json" in typed:
         print(json.dumps(told))
     else:
-        _show(request, result, advice, notes, typed, reporter)
+        _show(request, result, advice, typed, reporter)
+        for note in notes:
+            reporter.text(f"note: {note}")
     if not result.plans and "json" in typed:
         reporter.text(_nothing_fits(result))
     return 0 if result.plans else 1
@@ -251,12 +253,7 @@ def _as_json(request: PlanRequest, result: PlanResult, advice: Sequence[Advice])
 
 
 def _show(
-    request: PlanRequest,
-    result: PlanResult,
-    advice: Sequence[Advice],
-    notes: Sequence[str],
-    typed: dict[str, Any],
-    reporter: Reporter,
+    request: PlanRequest, result: PlanResult, advice: Sequence[Advice], typed: dict[str, Any], reporter: Reporter
 ) -> None:
     machines, profile = request.machines, request.profile
     sizes = f"{profile.num_blocks} blocks, {machines.num_workers} workers, batch of {request.batch}"
@@ -279,8 +276,6 @@ def _show(
     reporter.text(f"time against memory:\n{front_text(result.front)}")
     for each in advice:
         reporter.text(f"would be faster: {each.sentence}")
-    for note in notes:
-        reporter.text(f"note: {note}")
     if "output" in typed:
         reporter.text(f"written to {typed['output']}: rpc-pipe run SCRIPT --plan {typed['output']}")
 

@@ -57,15 +57,9 @@ def worker_rows(view: View) -> list[WorkerRow]:
     steps = [view.records(step) for step in view.complete_steps(RECENT)]
     # The time between steps counts, too.
     shares = idle([span for records in steps for span in spans_of(records)], view.num_workers)
-    return [
-        _row(
-            view,
-            rank,
-            [records[rank // view.members] for records in steps],
-            shares[rank // view.members] if shares else math.nan,
-        )
-        for rank in sorted(view.headers)
-    ]
+    shares = shares or [math.nan] * view.num_workers
+    at = {rank: rank // view.members for rank in sorted(view.headers)}
+    return [_row(view, rank, [records[w] for records in steps], shares[w]) for rank, w in at.items()]
 
 
 def _row(view: View, worker: int, records: list[Any], idle_share: float) -> WorkerRow:
