@@ -103,8 +103,9 @@ class Recovery:
         self._known: Any = None
         actor = self._actor
         actor.elastic = actor.recovers = actor.keeps_broken = True
-        actor.exchange("elastic", None)  # a peer that has never been heard would count as one that has left
         link.tell(kind=READY)
+        # When a worker trains, all are ready; and a peer that has never been heard would count as one that has left.
+        self.call(lambda actor: actor.exchange("elastic", None))
         at_exit(self._leave)
 
     def call(self, call: Callable[[WorkerActor], R], *, trains: bool = False) -> R:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..dependency import ConfigError, Spec, refuse_below
-from .collective import agreed, everywhere, failure, raise_first
+from .collective import agreed, everywhere, failure, is_first_process, raise_first
 from .resumption import Resumption
 
 if TYPE_CHECKING:  # a run without checkpoints does not load these
@@ -27,6 +28,8 @@ class Run(Protocol):
     partition: Any
     #: lets an elastic job go on without workers that die; None: it ends with them
     recovery: Any
+    #: the number of workers' deaths so far
+    epoch: int
 
     @property
     def is_first(self) -> bool:
@@ -67,6 +70,8 @@ class Checkpoints:
         self._job: dict[str, Any] | None = None
         #: whether the last checkpoint of `every` could not be written, which is reported once
         self._goes_without = False
+        #: whether the last checkpoint is not complete because a worker has died
+        self._lost = False
 
     def save(self, folder: str | Path, *, keep: int | None = None, extra: Any = None, wait: bool = True) -> Path | None:
         """Write `folder/step-NNNNNNNN`, each worker its part; return its path on worker 0.
@@ -234,8 +239,11 @@ class Checkpoints:
                 "`averaged`"
             )
 
-    def settle(self) -> Path | None:
+    def settle(self, *, again: bool = False) -> Path | None:
         """Wait until a checkpoint that is being written is complete; return its path where worker 0 is.
+
+        Args:
+            again: whether the checkpoint is written once more if a worker has died.
 
         Raises:
             ConfigError: on every worker, if it failed on one, and a script has asked for it or storage does not answer.
@@ -245,25 +253,41 @@ class Checkpoints:
             return None
         failed = failure(writing.finished())
         needed = writing.asked or writing.is_alive()
-        told = self._each(lambda actor: everywhere(actor, "checkpoint written", [failed, needed]))[0]
-        if any(text for (text, *_), _ in told):
+        own = partial(self._written, writing, failed, needed)
+        told = self._each(lambda actor: everywhere(actor, "checkpoint written", own()))[0]
+        failures = [failure for failure, *_ in told]
+        if not any(completes for _, _, completes, *_ in told):
+            if told[0][-1]:
+                writing.take_over()
+            else:
+                failures.append(failure(writing.abandoned()))
+        if any(text for text, *_ in failures):
             writing.discard()
+        self._lost = any(lost for *_, lost, _ in told)
         try:
-            raise_first([failure for failure, _ in told])
+            raise_first(failures)
         except ConfigError as error:
-            if any(needed for _, needed in told):
+            if any(needed for _, needed, *_ in told) and not self._lost:
                 raise
-            self._go_without(error)
+            if not (again and self._lost):
+                self._go_without(error)
             return None
-        self._goes_without = False
+        self._goes_without = self._lost = False
         return writing.path
+
+    def _written(self, writing: Writing, failed: list[Any], needed: bool) -> list[Any]:
+        """Return what a worker tells of a checkpoint.
+
+        Also whether it completes it, whether a worker has died since, and whether the checkpoint has its name.
+        """
+        return [failed, needed, writing.completes, self._run.epoch != writing.epoch, writing.named]
 
     # --- inside
 
     @property
     def _is_first(self) -> bool:
         """Whether this process is the one that tells the user."""
-        return self._run.is_first and 0 in self._each(lambda actor: actor.worker)
+        return any(self._each(is_first_process))
 
     def _save(self, where: Path, keep: int | None, extra: Any, wait: bool, asked: bool) -> Path | None:
         from .json_values import encoded
@@ -283,11 +307,13 @@ class Checkpoints:
         def copied(actor: WorkerActor) -> Snapshot:
             if not place.is_dir():
                 raise ConfigError(f"checkpoint folder {where}: worker {actor.worker} sees another; it must be shared")
-            return Snapshot(actor, separate=self._run.spec.averaging_pull > 0)
+            return Snapshot(actor, separate=self._run.spec.averaging_pull > 0, epoch=self._run.epoch)
 
         about["step"] = self._each(lambda actor: actor.step)[0]
-        self._writing = Writing(self._each(copied), place, about, self.config, keep, self.deadline_s)
-        return self.settle() if wait else None
+        snapshots = self._each(copied)
+        self._writing = Writing(snapshots, place, about, self.config, keep, self.deadline_s)
+        path = self.settle(again=True) if wait else None
+        return self._save(where, keep, extra, wait, asked) if wait and self._lost else path
 
     def _begin(self, where: Path, step: int) -> str:
         from . import folder

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..dependency import ConfigError, Stalled, StorageError
+from ..dependency import ConfigError, EpochEnds, Stalled, StorageError
 from ..system.files import sync
 from ..workers.actor import WorkerActor
 from ..workers.compute.divided import local, part_of
@@ -170,11 +170,11 @@ def save(
             snapshot = Snapshot(actor, left_out=left_out)
             snapshot.write(place)
             if snapshot.is_first:
-                files, _ = awaited_files(place, snapshot.processes, wait_s)
+                files, _ = awaited_files(place, snapshot.processes, wait_s, snapshot.look)
                 if config is not None:
                     config.write(place)
                 _move(place, files)
-        except Stalled:  # a consequence
+        except (EpochEnds, Stalled):  # a consequence
             raise
         except (StorageError, OSError) as error:
             cause = error.__cause__ if isinstance(error.__cause__, OSError) else error

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..dependency import Stalled, StorageError
+from ..dependency import EpochEnds, Stalled, StorageError
 from ..system.at_exit import at_exit
 from ..workers.actor import WorkerActor
 from ..workers.compute.divided import local
@@ -54,11 +54,22 @@ class Snapshot:
     Args:
         separate: whether routes have separate weights, which are pulled to a reference, and so are written, too.
         left_out: names of tensors that are not written; then only weights are, each once. None: everything is written.
+        epoch: of the workers that write.
     """
 
-    def __init__(self, actor: WorkerActor, *, separate: bool = False, left_out: Collection[str] | None = None) -> None:
+    def __init__(
+        self,
+        actor: WorkerActor,
+        *,
+        separate: bool = False,
+        left_out: Collection[str] | None = None,
+        epoch: int = 0,
+    ) -> None:
+        self.epoch = epoch
         # Processes, each of which writes a part: workers, or their members.
         self._members = members = actor.members
+        #: raises an error when a worker's list may not come any more
+        self.look = actor.carrier.look_for_fault
         count, index = (1, 0) if members is None else (members.count, members.index)
         self.process = actor.worker * count + index
         self.processes = [w * count + each for w in sorted(actor.carrier.workers) for each in range(count)]
@@ -166,18 +177,25 @@ def _part(worker: int) -> str:
 
 
 def finish(
-    place: Path, workers: Sequence[int], about: dict[str, Any], config: Any, keep: int | None, deadline_s: float
+    place: Path,
+    workers: Sequence[int],
+    look: Callable[[], None],
+    about: dict[str, Any],
+    config: Any,
+    keep: int | None,
+    deadline_s: float,
 ) -> Path:
     """Wait for all workers' lists, write the manifest, give the checkpoint its name and return it.
 
     Args:
+        look: raises an error when a worker's list may not come any more.
         config: the model's; or None.
 
     Raises:
         StorageError: the disk is full, or is not the same for all workers.
         Stalled: a worker's list has not come.
     """
-    files, stages = awaited_files(place, workers, deadline_s)
+    files, stages = awaited_files(place, workers, deadline_s, look)
     try:
         folder.write_json(place / folder.INDEX, index_of(files))
         told = {"format": FORMAT, **about, "files": files, "stages": stages}
@@ -191,10 +209,12 @@ def finish(
         raise _unwritten(place, error) from error
 
 
-def awaited_files(place: Path, workers: Sequence[int], deadline_s: float) -> tuple[dict[str, Any], dict[str, Any]]:
+def awaited_files(
+    place: Path, workers: Sequence[int], deadline_s: float, look: Callable[[], None]
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the files and the stages of all workers' lists."""
     end = time.monotonic() + deadline_s
-    parts = [folder.read_json(_awaited(place / _part(worker), end, deadline_s)) for worker in workers]
+    parts = [folder.read_json(_awaited(place / _part(worker), end, deadline_s, look)) for worker in workers]
     files = {name: each for part in parts for name, each in part["files"].items()}
     for name, each in files.items():
         path = place / name
@@ -213,9 +233,10 @@ def index_of(files: dict[str, Any]) -> dict[str, Any]:
     return {"metadata": {"total_size": sum(each["bytes"] for each in of_model.values())}, "weight_map": found}
 
 
-def _awaited(path: Path, end: float, deadline_s: float) -> Path:
+def _awaited(path: Path, end: float, deadline_s: float, look: Callable[[], None]) -> Path:
     pause = 0.002
     while not path.exists():
+        look()
         if path.with_suffix(_FAILED).exists():
             raise Stalled(f"checkpoint {path.parent}: {path.name} does not come; its worker failed")
         if time.monotonic() > end:
@@ -262,9 +283,11 @@ class Writing(threading.Thread):
                 self._own_are.set()
             first = self._snapshots[0]
             if first.is_first:
-                self.path = finish(self._place, first.processes, *self._how)
+                self.path = finish(self._place, first.processes, first.look, *self._how)
         except Exception as error:
             self.error = error
+            if isinstance(error, EpochEnds):
+                self.error = Stalled(f"checkpoint {self._place}: is not complete, as a worker has died")
             if self._snapshots[0].is_first:
                 folder.empty(self._place)
 
@@ -272,6 +295,29 @@ class Writing(threading.Thread):
     def asked(self) -> bool:
         """Whether the script has asked for this checkpoint itself."""
         return bool(self._how[0]["asked"])
+
+    @property
+    def epoch(self) -> int:
+        """The epoch in which the snapshots were made."""
+        return self._snapshots[0].epoch
+
+    @property
+    def completes(self) -> bool:
+        """Whether this process writes the manifest."""
+        return self._snapshots[0].is_first
+
+    @property
+    def named(self) -> bool:
+        """Whether the checkpoint is complete, or given up, as this process sees."""
+        return not self._place.exists()
+
+    def abandoned(self) -> Exception:
+        """Return why the checkpoint is not complete: the process that completes it has died."""
+        return Stalled(f"checkpoint {self._place}: the worker that completes it has died")
+
+    def take_over(self) -> None:
+        """Take the path of a checkpoint from a process that has completed it, and died."""
+        self.path = folder.newest(self._place.parent)
 
     def finished(self) -> Exception | None:
         """Wait until the checkpoint is complete, as far as this process sees; return why it cannot be."""

@@ -40,7 +40,7 @@ def test_a_death_costs_a_step_and_no_bit(kills, undisturbed, tmp_path):
     assert not [path.name for path in tmp_path.iterdir() if path.name.startswith("rpc-pipe-")]
 
 
-@pytest.mark.parametrize("kills", [["3:4:predict"], ["0:4:save", "2:6:G"]], ids=" ".join)
+@pytest.mark.parametrize("kills", [["3:4:predict"], ["0:4:write", "2:6:G"]], ids=" ".join)
 def test_a_stream_begins_again_at_the_repeated_step(kills, undisturbed, tmp_path):
     """Within its loop workers evaluate, predict and save, which a worker that is ahead of another makes once more."""
     done, made = trained(tmp_path, "train", *kills)

@@ -1,7 +1,8 @@
 """A training whose workers die: `python -m rpc_pipe run mortal.py ... -- FOLDER HOW STEPS STAGES KILLS`.
 
 HOW: `step`, or `train` with an evaluation, a prediction and a checkpoint within its loop. KILLS: `worker:step:what`
-with commas, `what` a kind of action, `meet` (within a recovery), or a part of the loop: `evaluate`, `predict`, `save`.
+with commas, `what` a kind of action, `meet` (within a recovery), or a part of the loop: `evaluate`, `predict`, `save`,
+`write` (within a checkpoint).
 """
 
 import os
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 import rpc_pipe.elastic
 from rpc_pipe import Pipeline, Training
+from rpc_pipe.checkpoints.writing import Snapshot
 from rpc_pipe.dependency import Action
 from rpc_pipe.workers.hooks import Listener
 
@@ -66,7 +68,18 @@ def joined(place: Any, cancelled: Any = None) -> Any:
     return JOIN(place, cancelled)
 
 
+WRITE = Snapshot.write
+
+
+def written(snapshot: Snapshot, place: Path) -> None:
+    """Write a worker's part of a checkpoint, or die in the middle of it."""
+    die_if(step_now[0], "write")
+    WRITE(snapshot, place)
+
+
+step_now = [0]
 vars(rpc_pipe.elastic)["join"] = joined
+setattr(Snapshot, "write", written)  # noqa: B010
 layers = [make for _ in range(STAGES) for make in (partial(nn.Linear, 16, 16), Noisy)]
 pipe = Pipeline(
     [*layers, partial(nn.Linear, 16, 4)],
@@ -81,12 +94,15 @@ pipe.listen(lambda worker: Mortal())
 
 def between(step: int) -> None:
     """Do what a loop does between two steps, on all workers."""
+    step_now[0] = step
     die_if(step, "evaluate")
     pipe.evaluate(batch(1000 + step))
     die_if(step, "predict")
     pipe.predict(batch(step)[0])
     die_if(step, "save")
-    pipe.checkpoints.save(FOLDER / "checkpoints", keep=2, wait=step % 2 == 0)
+    pipe.checkpoints.save(FOLDER / "checkpoints", wait=step % 2 == 0)
+    if step % 2 == 0 and pipe.worker == 0:
+        assert (FOLDER / "checkpoints" / f"step-{step + 1:08}" / "manifest.json").is_file()
 
 
 if HOW == "step":

@@ -183,6 +183,11 @@ class Carrier:
         if peer in self._lost:
             self._breaking.append(peer)
 
+    def look_for_fault(self) -> None:
+        """Raise the error that ended a thread of this worker, or ends its epoch. For any thread."""
+        if self._fault is not None:
+            raise self._fault
+
     def poll(self, runs: Container[int]) -> list[Delivered]:
         """Return the arrivals for `runs`, without waiting; make sure that deferred messages are sent.
 
@@ -190,8 +195,7 @@ class Carrier:
             BaseException: the error that ended a thread of this worker.
         """
         self.post.poll()
-        if self._fault is not None:
-            raise self._fault
+        self.look_for_fault()
         while self._breaking:
             self._give_up(self._breaking.popleft())
         found: list[Delivered] = []
@@ -231,8 +235,7 @@ class Carrier:
         self._awaits_taken = True
         try:
             while left := self.outbox.untaken(before, since):
-                if self._fault is not None:
-                    raise self._fault
+                self.look_for_fault()
                 if now >= deadline:
                     names = ", ".join(f"{what} by {sorted(who)}" for (_, what), who in left.items())
                     raise PipeError(f"not taken from the outbox after {timeout_s:g} s: {names}")
