@@ -53,7 +53,7 @@ _NO_PAYLOAD = pack(())
 def _forward(ctx: ActionContext) -> Payload | None:
     worker, step, task = ctx.worker, ctx.step, ctx.task
     batch, shard, at = step.batch, task.shard, task.entry.action.index
-    m = step.first + at  # `ctx.microbatch`
+    m = step.offsets.microbatch + at  # `ctx.microbatch`
     payload, fields = ctx.source(), None
     if shard.slice.takes_fields:
         fields = worker.backend.load(batch.inputs[at])
@@ -62,7 +62,7 @@ def _forward(ctx: ActionContext) -> Payload | None:
         payload = worker.given = pack(worker.backend.load(batch.inputs[at]))
     target = share = scale = None
     if task.is_last and batch.targets is not None:
-        shard.losses = step.losses
+        shard.losses = step.tally.losses
         target, share = worker.backend.load(batch.targets[at]), batch.shares[at]
         scale = None if batch.scales is None else batch.scales[at]
     place = None if batch.places is None else batch.places[at]
@@ -72,7 +72,7 @@ def _forward(ctx: ActionContext) -> Payload | None:
     if not task.is_last:
         return output
     if output is not None:
-        step.outputs[m] = unpack(output)
+        step.tally.outputs[m] = unpack(output)
     return None
 
 
@@ -108,7 +108,7 @@ def _collect_loss(ctx: ActionContext) -> Payload:
     if step.batch.spec.last_stage in (stage for stage, _ in worker.shards) and _is_first_node(ctx):
         part: dict[str, Tree] = {"stop": worker.stop_requested}
         if step.batch.targets is not None:
-            part |= step.losses.tree()
+            part |= step.tally.losses.tree()
         parts.append(part)
     return pack(parts)
 
@@ -117,8 +117,13 @@ def _collect_loss(ctx: ActionContext) -> Payload:
 def _tell_loss(ctx: ActionContext) -> Payload:
     (payload,) = _taken(ctx, D, C)
     step = ctx.step
-    step.result = Result(unpack(payload), step.outputs, step.batch.rows)
-    if step.result.summed and step.batch.train and step.batch.spec.takes_steps and not step.batch.reductions.weight:
+    step.tally.result = Result(unpack(payload), step.tally.outputs, step.batch.rows)
+    if (
+        step.tally.result.summed
+        and step.batch.train
+        and step.batch.spec.takes_steps
+        and not step.batch.reductions.weight
+    ):
         raise ConfigError("loss_fn: gave a mean before and gives (sum, weight) now; it must always give the same")
     return payload
 
@@ -129,7 +134,7 @@ def _collect_norms(ctx: ActionContext) -> Payload:
 
     With a scaled loss the flags for finite gradients travel along.
     """
-    norms = dict(ctx.step.own_norms) if _is_first_node(ctx) else {}
+    norms = dict(ctx.step.end.own_norms) if _is_first_node(ctx) else {}
     finite: list[Tensor] = []
     for payload in _taken(ctx, N):
         others, flags = unpack(payload)
@@ -137,13 +142,13 @@ def _collect_norms(ctx: ActionContext) -> Payload:
     if _is_first_node(ctx) and not ctx.step.batch.reductions.validated:
         for (_, route), shard in ctx.worker.shards.items():
             if route == 0 or ctx.step.batch.spec.parallelism.zero:
-                shard.turn_to(ctx.step.update_offset + route)
+                shard.turn_to(ctx.step.offsets.update + route)
                 shard.turn()
                 complete_gradients(ctx, shard, route)
                 if shard.updating.training.measures_norm:
                     norms |= shard.updating.gradient_norms()
                 if shard.updating.scale.enabled:
-                    finite.append(ctx.step.finite[shard])
+                    finite.append(ctx.step.end.finite[shard])
     return pack((norms, finite))
 
 
@@ -156,27 +161,27 @@ def _tell_norm(ctx: ActionContext) -> Payload:
         norm, finite = ctx.worker.backend.load((norm, finite))  # other workers' norms have arrived on the host
         norm = total_norm([norm[rank] for rank in sorted(norm)], ctx.worker.backend.device) if norm else None
         finite = torch.stack(finite).all() if finite else None
-    assert ctx.step.result is not None
-    ctx.step.result.norm_tensor, ctx.step.result.finite_tensor = norm, finite
+    assert ctx.step.tally.result is not None
+    ctx.step.tally.result.norm_tensor, ctx.step.tally.result.finite_tensor = norm, finite
     return pack((norm, finite))
 
 
 @carries_out(U)
 def _update(ctx: ActionContext) -> None:
     worker, step, shard, index = ctx.worker, ctx.step, ctx.task.shard, ctx.task.entry.action.index
-    result, spec = step.result, step.batch.spec
+    result, spec = step.tally.result, step.batch.spec
     if not step.batch.updates:
         shard.hold(result.divisor if result is not None and result.summed else 0.0)
         return
-    shard.turn_to(step.update_offset + index)
+    shard.turn_to(step.offsets.update + index)
     complete_gradients(ctx, shard, index)
     if step.batch.reductions.validated:
         if index == 0:
-            step.own_norms |= shard.updating.gradient_norms()
+            step.end.own_norms |= shard.updating.gradient_norms()
         if worker.max_grad_norm is None:
             shard.update()
         else:
-            step.early[shard] = shard.update_early()
+            step.end.early[shard] = shard.update_early()
         return
     if shard.has_versions:
         shard.updating.tell_gradients()
@@ -197,30 +202,30 @@ def _validate(ctx: ActionContext) -> None:
     step, shard, max_norm = ctx.step, ctx.task.shard, ctx.worker.max_grad_norm
     if max_norm is None:  # the norm is measured alone
         return
-    before = step.early.pop(shard)
-    assert step.result is not None and step.result.norm_tensor is not None
-    if clips(max_norm, step.result.norm_tensor):
-        shard.update_again(before, max_norm, ctx.worker.backend.load(step.result.norm_tensor))
-        step.taken_back = True
+    before = step.end.early.pop(shard)
+    assert step.tally.result is not None and step.tally.result.norm_tensor is not None
+    if clips(max_norm, step.tally.result.norm_tensor):
+        shard.update_again(before, max_norm, ctx.worker.backend.load(step.tally.result.norm_tensor))
+        step.end.taken_back = True
 
 
 def complete_gradients(ctx: ActionContext, shard: Shard, route: int) -> None:
     """Take the sums over all holders of a parameter, and divide them by the step's weight if the loss is a sum; once
     per step."""
     step, spec = ctx.step, ctx.step.batch.spec
-    if shard in step.completed:
+    if shard in step.end.completed:
         return
-    step.completed.add(shard)
+    step.end.completed.add(shard)
     shard.turn()
     if shard.updating.pieces is not None and not spec.parallelism.zero:
         for each in reduction_tree(spec).sums(shard.stage, route, step.batch.reductions):
             # Not taken out: several holders may be on this worker.
             shard.updating.pieces.take(ctx.worker.backend.ready(step.payloads[each]))
     alone = ctx.worker.members is None  # else this plane's weight is only a part
-    if alone and step.result is not None and step.batch.reductions.weight and step.result.summed:
-        shard.updating.divide(shard.updating.weight + step.result.divisor)
+    if alone and step.tally.result is not None and step.batch.reductions.weight and step.tally.result.summed:
+        shard.updating.divide(shard.updating.weight + step.tally.result.divisor)
     if shard.updating.scale.enabled:
-        step.finite[shard] = shard.updating.unscale()
+        step.end.finite[shard] = shard.updating.unscale()
     if spec.synchronous:
         shard.updating.tell_gradients()
 

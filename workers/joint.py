@@ -110,7 +110,7 @@ def _update(handler: Handler, members: Members, history: History | None, ctx: Ac
     step, updating = ctx.step, ctx.task.shard.updating
     if history is not None:
         _meet(members, ctx, history.checksum)
-    result = step.result
+    result = step.tally.result
     if result is not None and result.summed and step.batch.updates:
         complete_gradients(ctx, ctx.task.shard, ctx.task.entry.action.index)
         divisor = updating.weight + result.divisor
@@ -126,7 +126,7 @@ def _meet(members: Members, ctx: ActionContext, checksum: int) -> None:
     Raises:
         Disagreement: members have run different actions, or hold different weights.
     """
-    step, result = ctx.step, ctx.step.result
+    step, result = ctx.step, ctx.step.tally.result
     assert result is not None
     norm, finite = result.norm_tensor, result.finite_tensor
     known = (
@@ -146,7 +146,7 @@ def _meet(members: Members, ctx: ActionContext, checksum: int) -> None:
         joined.norm_tensor = torch.tensor([each[2] for each in met], dtype=torch.float64).norm().to(norm)
     if finite is not None:
         joined.finite_tensor = torch.tensor(all(each[3] for each in met), device=finite.device)
-    step.result = joined
+    step.tally.result = joined
 
 
 def _parts(members: Members, of_planes: list[list[Mapping[str, Any]]]) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ from ..dependency import Entry, Spec, most_open, period, updates_a_step
 from .compute.result import Result
 from .compute.stash import StashingShard
 from .run import Stream
-from .step import Step, StepInput
+from .step import Offsets, Step, StepInput
 
 
 class OverlappingStream(Stream):
@@ -73,9 +73,8 @@ class OverlappingStream(Stream):
                 return
             self._next_batch, self._drains = None, batch.last
             step = self._open(batch, [step.state for step in reversed(self._steps.values())], self._most_open)
-            step.first = self._num_begun * batch.spec.num_microbatches
-            step.update_offset = self._num_begun * updates_a_step(batch.spec)
-            step.slot_offset = self._num_begun * self._period
+            per_step = batch.spec.num_microbatches, updates_a_step(batch.spec), self._period
+            step.offsets = Offsets(*(self._num_begun * each for each in per_step))
             self._num_begun += 1
 
     def _undoable(self, batch: StepInput) -> bool:
@@ -95,7 +94,7 @@ class OverlappingStream(Stream):
         first, least = None, 0
         for step in self._steps.values():
             slot = step.state.next_slot
-            if slot is not None and (first is None or slot + step.slot_offset < least):
-                first, least = step, slot + step.slot_offset
+            if slot is not None and (first is None or slot + step.offsets.slot < least):
+                first, least = step, slot + step.offsets.slot
         entry = None if first is None else first.state.take()
         return None if first is None or entry is None else (first, entry)

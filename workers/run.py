@@ -147,8 +147,8 @@ class Stream:
         step = next(iter(self._steps.values()))
         if known is not None:
             parts, norm, finite = known
-            step.result = Result(parts, step.outputs, step.batch.rows)
-            step.result.norm_tensor, step.result.finite_tensor = norm, finite
+            step.tally.result = Result(parts, step.tally.outputs, step.batch.rows)
+            step.tally.result.norm_tensor, step.tally.result.finite_tensor = norm, finite
         for action, task in step.tasks.items():
             if action.kind is U and not step.state.has_finished(action):
                 task.handler(ActionContext(self._worker, step, task))
@@ -213,7 +213,7 @@ class Stream:
         else:
             if payload is not None:
                 step.payloads[action] = payload
-                step.arrived.append(Arrived(action, peer, payload.num_bytes, at_ns))
+                step.tally.arrived.append(Arrived(action, peer, payload.num_bytes, at_ns))
             step.state.arrived(action)
 
     def _reached(self, step: Step, action: Action, number: int) -> None:
@@ -256,10 +256,11 @@ class Stream:
         except Exception as error:
             if not self._may_be_wrong(step):
                 raise
-            step.failure, step.failed, worker.running = error, task.name, ""  # it counts if the step before stands
+            step.end.failure, step.end.failed = error, task.name  # it counts if the step before stands
+            worker.running = ""
             return
         end = worker.backend.timestamp()
-        step.timestamps.append((action, begin, end))
+        step.tally.timestamps.append((action, begin, end))
         step.forwards_left -= action.kind.way == 1
         self._finish(step, action, payload)
         worker.running, worker.given = "", None
@@ -294,7 +295,7 @@ class Stream:
         def copied(future: Future[Payload | None]) -> None:
             outcome = future.exception() or future.result()
             try:
-                step.timestamps.append((entry.action, begin, self._worker.backend.timestamp()))
+                step.tally.timestamps.append((entry.action, begin, self._worker.backend.timestamp()))
             except Exception as error:  # else the error would be lost, and the worker would wait
                 outcome = outcome if isinstance(outcome, BaseException) else error
             self._carrier.deliver((step.run, task.name), outcome)
@@ -319,28 +320,28 @@ class Stream:
             worker.evaluated += 1
         # The count goes up only after a training step, which this may not have been.
         worker.listeners.tell("idle", worker.step)
-        assert step.result is not None
-        self._ended |= step.result.stop
+        assert step.tally.result is not None
+        self._ended |= step.tally.result.stop
         self._confirm(step)
-        if step.batch.train and step.result.loss is not None and not math.isfinite(step.result.loss):
-            self._not_finite(step.ordinal, step.result.loss)
-        return step.result
+        if step.batch.train and step.tally.result.loss is not None and not math.isfinite(step.tally.result.loss):
+            self._not_finite(step.ordinal, step.tally.result.loss)
+        return step.tally.result
 
     def _confirm(self, step: Step) -> None:
         """Go on with the step after `step`, or begin it again if the update of `step` was undone."""
-        assert step.result is not None
-        if step.result.stop:
+        assert step.tally.result is not None
+        if step.tally.result.stop:
             return  # all workers stop
         for other in list(self._steps.values()):
-            if step.taken_back:
+            if step.end.taken_back:
                 for module_state in other.before.values():
                     module_state.forget_weights()
                 self.abandon()
                 # Payloads that peers have not taken, of the step before and of the abandoned run, are kept for them.
                 self._open(other.batch, [], _MOST_OPEN + 1).undoable = True
-            elif other.failure is not None:
-                self._worker.running, self._worker.running_step = other.failed, other.ordinal
-                raise other.failure
+            elif other.end.failure is not None:
+                self._worker.running, self._worker.running_step = other.end.failed, other.ordinal
+                raise other.end.failure
 
     def _not_finite(self, number: int, loss: float) -> None:
         """Stop, or warn: every worker finds the same, so one reports. A scaler goes on while it can shrink its scale.
@@ -363,10 +364,10 @@ class Stream:
 
     def _report(self, step: Step) -> None:
         worker = self._worker
-        actions, begins, ends = zip(*step.timestamps, strict=True)
+        actions, begins, ends = zip(*step.tally.timestamps, strict=True)
         times = worker.backend.resolve([*begins, *ends])
         records = list(map(Record, actions, times[: len(begins)], times[len(begins) :]))
-        loss, norm = (None, None) if step.result is None else (step.result.loss, step.result.norm)
+        loss, norm = (None, None) if step.tally.result is None else (step.tally.result.loss, step.tally.result.norm)
         worker.listeners.tell(
             "step_finished",
             StepRecord(
@@ -375,7 +376,7 @@ class Stream:
                 step.start_ns,
                 time.perf_counter_ns(),
                 records,
-                step.arrived,
+                step.tally.arrived,
                 float("nan") if loss is None else loss,
                 step.batch.rows,
                 step.batch.tokens,

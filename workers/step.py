@@ -102,6 +102,44 @@ class Bound(NamedTuple):
 
 
 @dataclass(eq=False)
+class Tally:
+    """The results of a step, and the times of its actions."""
+
+    losses: Losses = field(default_factory=Losses)
+    outputs: dict[int, Tree] = field(default_factory=dict)
+    #: set when `D` has run
+    result: Result | None = None
+    timestamps: list[tuple[Action, Timestamp, Timestamp]] = field(default_factory=list)
+    arrived: list[Arrived] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class EndOfStep:
+    """The shards at a step's end, and the reasons to undo updates."""
+
+    #: shards with complete gradients: summed over replicas and divided by the step's weight
+    completed: set[Shard] = field(default_factory=set)
+    #: by such shard, with a scaled loss: whether all gradients are finite
+    finite: dict[Shard, Tensor] = field(default_factory=dict)
+    #: of shards updated before the global gradient norm was known: their norms, and the state before the update
+    own_norms: dict[int, Tensor] = field(default_factory=dict)
+    early: dict[Shard, BeforeUpdate] = field(default_factory=dict)
+    #: whether such an update was undone, which invalidates the begun part of the next step
+    taken_back: bool = False
+    #: error raised by a step with weights that may still be undone, and the action that raised it
+    failure: Exception | None = None
+    failed: str = ""
+
+
+class Offsets(NamedTuple):
+    """The place of a step in a stream of overlapping steps: its first microbatch, update and slot."""
+
+    microbatch: int = 0
+    update: int = 0
+    slot: int = 0
+
+
+@dataclass(eq=False)
 class Step:
     """The state of one step on a worker, from its first action to its last."""
 
@@ -123,28 +161,9 @@ class Step:
     forwards_left: int = 0
     #: parts of the batch that have not arrived from the worker that reads it
     awaited_inputs: set[str] = field(default_factory=set)
-    losses: Losses = field(default_factory=Losses)
-    outputs: dict[int, Tree] = field(default_factory=dict)
-    #: set when `D` has run
-    result: Result | None = None
-    #: shards with complete gradients: summed over replicas and divided by the step's weight
-    completed: set[Shard] = field(default_factory=set)
-    #: by such shard, with a scaled loss: whether all gradients are finite
-    finite: dict[Shard, Tensor] = field(default_factory=dict)
-    #: of shards updated before the global gradient norm was known: their norms, and the state before the update
-    own_norms: dict[int, Tensor] = field(default_factory=dict)
-    early: dict[Shard, BeforeUpdate] = field(default_factory=dict)
-    #: whether such an update was undone, which invalidates the begun part of the next step
-    taken_back: bool = False
-    #: error raised by a step with weights that may still be undone, and the action that raised it
-    failure: Exception | None = None
-    failed: str = ""
-    timestamps: list[tuple[Action, Timestamp, Timestamp]] = field(default_factory=list)
-    arrived: list[Arrived] = field(default_factory=list)
-    #: if steps overlap: offsets of its microbatches, updates and slots within the stream
-    first: int = 0
-    update_offset: int = 0
-    slot_offset: int = 0
+    tally: Tally = field(default_factory=Tally)
+    end: EndOfStep = field(default_factory=EndOfStep)
+    offsets: Offsets = field(default_factory=Offsets)
     #: whether it may have to be undone; if so, the state of modules before the first forward of each shard
     undoable: bool = False
     before: dict[Shard, ModuleState] = field(default_factory=dict)
@@ -158,7 +177,7 @@ class Step:
     def stands(self) -> bool:
         """Whether this worker knows that all workers hold what their updates of a step that commits need."""
         told = T(*reduction_tree(self.batch.spec).own[self.state.part.worker])
-        return self.result is not None and told in self.tasks and self.state.has_finished(told)
+        return self.tally.result is not None and told in self.tasks and self.state.has_finished(told)
 
 
 class ActionContext(NamedTuple):
@@ -180,7 +199,7 @@ class ActionContext(NamedTuple):
     @property
     def microbatch(self) -> int:
         """The microbatch index as shards count it: through the whole stream if steps overlap."""
-        return self.step.first + self.task.entry.action.index
+        return self.step.offsets.microbatch + self.task.entry.action.index
 
     def reached(self, number: int) -> None:
         """Announce a milestone of the action."""

@@ -16,7 +16,7 @@ from rpc_pipe import Pipeline
 from rpc_pipe.dependency.errors import WorkerFailure
 from rpc_pipe.dependency.kinds import D
 from rpc_pipe.workers.handlers import handler_of
-from rpc_pipe.workers.step import ActionContext
+from rpc_pipe.workers.step import ActionContext, Tally
 from rpc_pipe.workers.transport.payload import pack
 
 X = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
@@ -135,9 +135,9 @@ def test_a_row_of_a_large_weight_changed_by_hand_reaches_all_replicas():
 
 def test_two_nodes_of_a_worker_read_the_result_that_reaches_it_once():
     """A worker with two nodes of the tree below one of another worker's: the second node raised KeyError."""
-    step = SimpleNamespace(payloads={D(2, 0): pack([{"stop": False}])}, outputs={})
+    step = SimpleNamespace(payloads={D(2, 0): pack([{"stop": False}])}, tally=Tally())
     step.batch = SimpleNamespace(train=False, rows=0)
     for route in (1, 2):
         task = SimpleNamespace(entry=SimpleNamespace(action=D(2, route), sources=(D(2, 0),)))
         told = handler_of(D)(ActionContext(None, step, task))
-        assert told is step.payloads[D(2, 0)] and not step.result.stop
+        assert told is step.payloads[D(2, 0)] and not step.tally.result.stop
