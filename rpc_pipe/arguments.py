@@ -128,7 +128,7 @@ def refuse_without_grad(call: str) -> None:
     )
 
 
-def refuse_training(loss_fn: object, training: Training) -> None:
+def _refuse_training(loss_fn: object, training: Training) -> None:
     """Refuse factories that cannot be called, objects in their place, and impossible numbers."""
     optimizer: object = training.optimizer
     lr_scheduler: object = training.lr_scheduler
@@ -165,8 +165,9 @@ def refuse_training(loss_fn: object, training: Training) -> None:
         raise ConfigError(f"grad_scaler {scaler!r}: must be a torch.amp.GradScaler, which says how the scale begins")
 
 
-def refuse_untrainable(spec: Spec, training: Training, sharing: Sharing) -> None:
-    """Refuse training options that asynchronous schedules, or members of a worker, cannot honour."""
+def refuse_untrainable(spec: Spec, loss_fn: object, training: Training, sharing: Sharing) -> None:
+    """Refuse impossible training options, and those that the schedule, or members of a worker, cannot honour."""
+    _refuse_training(loss_fn, training)
     sharing.refuse(spec, training)
     if training.log_grad_norm and not spec.takes_steps:
         raise ConfigError(
@@ -188,6 +189,19 @@ def refuse_shared(spec: Spec, shared: Mapping[str, Sequence[int]]) -> None:
             f"schedule {name_of(spec)}: stages {', '.join(map(str, stages))} share weights, but each updates its "
             "own at another time; use a synchronous schedule, such as 1f1b, or do not tie the weights"
         )
+
+
+def compile_options(said: object) -> Mapping[str, Any] | None:
+    """Return the options of `torch.compile` for each layer or block; None: nothing is compiled.
+
+    Raises:
+        ConfigError: the options have no names.
+    """
+    if said is None or isinstance(said, Mapping):
+        return said
+    if said is True:
+        return {}
+    raise ConfigError(f"compile={said!r}: must be True, False, or options of torch.compile by name")
 
 
 def make_ordering(said: object, cost: MicrobatchCost | None, *, is_called: bool) -> Ordering | None:

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from .arguments import (
     begin_training,
+    compile_options,
     make_ordering,
     refuse_options,
-    refuse_training,
     refuse_untrainable,
     settle_training,
     shown_plainly,
@@ -76,6 +76,7 @@ class Pipeline(Inspected):
         members: how many processes are one worker together, and share its stages; see docs/members.md.
         shard: `fsdp`, `tp`, or a function of (layer or block, mesh of the members) that divides it.
         reduce: `step` or `microbatch`: when members sum gradients, with `fsdp`.
+        compile: True: `torch.compile` compiles each layer or block alone; or its options, by name (docs/training.md).
         split: number of layers, or of calls of blocks, for each stage; even by default.
         blocks: names of the model's lists of blocks, or of single blocks; found automatically by default.
         example: a batch with which the model is cut at once; by default the first batch cuts it.
@@ -121,6 +122,7 @@ class Pipeline(Inspected):
         members: int = 1,
         shard: str | ShardFn | None = None,
         reduce: str = "step",
+        compile: bool | Mapping[str, Any] = False,
         split: Sequence[int] | None = None,
         blocks: str | Sequence[str] | None = None,
         example: Tree | None = None,
@@ -137,17 +139,16 @@ class Pipeline(Inspected):
         divided = {"replicas": replicas, "slices": slices, "zero": zero, "bucket": bucket, "spread": spread}
         schedule_options = with_parallelism(schedule_options, **divided)
         said = schedule, schedule_options, num_microbatches, num_workers, split, order, device, seed, transport, plan
-        more = microbatch_order, members, shard, reduce
+        more = microbatch_order, members, shard, reduce, compile or None
         settings = overrides.settle(apply_plan(plan, overrides.Settings(*said, *more)))
         schedule, schedule_options, num_microbatches, num_workers, split, order, device, seed, transport = settings[:9]
-        self._plan, microbatch_order = settings[9:11]
-        sharing = settle_sharing(*settings[11:], microbatch_order)
+        self._plan, microbatch_order, self._compile = *settings[9:11], compile_options(settings.compile)
+        sharing = settle_sharing(*settings[11:14], microbatch_order)
         job, self.num_workers = own_part(transport, num_workers, sharing.count)
         training = settle_training(type(self), training, old, alone=job is None)
         refuse_options(order, stall_s, self.num_workers, num_microbatches, seed)
-        refuse_training(loss_fn, training)
         spec = make_spec(schedule, self.num_workers, sharing.microbatches(num_microbatches), schedule_options)
-        refuse_untrainable(spec, training, sharing)
+        refuse_untrainable(spec, loss_fn, training, sharing)
         workers = checked_workers(spec, job)
         partition = make_partition(model, loss_fn, spec.num_stages, split, training, blocks=blocks, seed=seed)
         ordering = make_ordering(microbatch_order, microbatch_cost, is_called=partition.whole is not None)
@@ -165,6 +166,9 @@ class Pipeline(Inspected):
 
     def _made(self) -> None:
         """Go on when the shards of this process's workers are made."""
+        if self._compile is not None:
+            for shard in self._session.shards:
+                shard.slice.compile(self._compile)
         self.checkpoints.about["pipeline"], self.checkpoints.config = self._session.described, self._session.config
         warn_if_other_model(self._plan, self._session.name, [actor.shards for actor in self.actors])
         link.attach(self)

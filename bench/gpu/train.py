@@ -78,9 +78,8 @@ def _plain(layers: Any, device: torch.device, count: int, compiled: bool) -> Cal
 def _piped(layers: Any, device: torch.device, count: int, compiled: bool) -> Callable[[torch.Tensor], float]:
     from rpc_pipe import Pipeline, Training
 
-    made = [(lambda make=make: torch.compile(make())) if compiled else make for make in layers]
     training = Training(optimizer=partial(torch.optim.AdamW, lr=3e-4))
-    pipe = Pipeline(made, token_loss, training=training, num_microbatches=count)
+    pipe = Pipeline(layers, token_loss, training=training, num_microbatches=count, compile=compiled)
 
     def step(batch: torch.Tensor) -> float:
         with torch.autocast(device.type, torch.bfloat16):

@@ -123,6 +123,7 @@ _SHARED: dict[str, dict[str, Any]] = {
     ),
     "comm": dict(type=number, help="time of a payload between two workers (0)"),
     "split": dict(type=wholes, help="layers of each stage, such as 3,2,2,3 (even)"),
+    "compile": dict(action="store_true", help="let torch.compile compile each layer or block alone"),
     "device": dict(type=device, help="cpu, cuda (each worker of a host its own GPU) or cuda:N (cpu)"),
     "seed": dict(type=whole(0, 2**63 - 1), help="seed of everything random (0)"),
     "threads": dict(type=whole(1, 4096), help="torch threads of a worker (1)"),

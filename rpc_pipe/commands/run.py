@@ -60,7 +60,7 @@ def add(commands: Any) -> None:
     """Add `run` to the command line."""
     parser: Parser = commands.add_parser("run", help="train: the built-in GPT on text, or your own script")
     parser.add_argument("script", nargs="?", help="your script, its own arguments after -- (a built-in GPT is trained)")
-    parser.take(*PIPELINE)
+    parser.take(*PIPELINE, "compile")
     parser.add_argument("--model", metavar="FILE.py:make", help=f"train a model of yours on its batch: {MAKE}")
     parser.add_argument("--plan", metavar="FILE|auto", help="what rpc-pipe plan wrote; auto: plan for --model")
     parser.add_argument(

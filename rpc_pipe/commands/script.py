@@ -30,8 +30,8 @@ _OF_STEPS = ("trace", "html", "json")
 _PATHS = (*FILES, "checkpoint_folder", "resume")
 #: options that have no effect without a pipeline
 _OF_PIPELINE = (
-    "schedule", "set", "window", "microbatches", "split", "order", "microbatch_order", "device", "save",
-    "checkpoint_every", "resume", *_OF_STEPS,
+    "schedule", "set", "window", "microbatches", "split", "order", "microbatch_order", "compile", "device",
+    "save", "checkpoint_every", "resume", *_OF_STEPS,
 )  # fmt: skip
 
 

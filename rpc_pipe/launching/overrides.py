@@ -27,6 +27,7 @@ class Settings(NamedTuple):
     members: int = 1
     shard: Any = None
     reduce: str = "step"
+    compile: Any = None
 
 
 #: argument -> option, if the names differ

@@ -8,11 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch._functorch.aot_autograd import aot_module_simplified
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.nn.functional import mse_loss
 
-from rpc_pipe import Pipeline
+from rpc_pipe import Pipeline, Training
+from rpc_pipe.dependency import ConfigError
 from rpc_pipe.dependency.errors import WorkerFailure
 from rpc_pipe.dependency.kinds import D
 from rpc_pipe.workers.handlers import handler_of
@@ -41,6 +43,61 @@ def compiled():
 def test_compiled_blocks_run_where_backward_is_split():
     """It ended in torch's own error about donated buffers."""
     assert losses(compiled(), "zb-h1") == losses(compiled(), "1f1b")
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.norm, self.outer = nn.Linear(6, 12), nn.LayerNorm(12), nn.Linear(12, 6)
+
+    def forward(self, x):
+        return x + nn.functional.dropout(self.outer(nn.functional.gelu(self.norm(self.inner(x)))), 0.1, self.training)
+
+
+class Whole(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.blocks = nn.Linear(6, 6), nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("make", [Whole, lambda: list(Whole().blocks)], ids=["whole", "layers"])
+@pytest.mark.parametrize("schedule", ["zb-v", "interleaved", "gpipe-recompute", "chimera"])
+def test_compiled_stages_have_the_bits_of_one_worker(make, schedule):
+    """The graphs are of torch's own operators, so even their bits are those that are not compiled."""
+    graphs, runs = [], []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return aot_module_simplified(graph, inputs, lambda made, _: lambda *given: runs.append(1) or made(*given))
+
+    def trained(compile, workers=2):
+        torch.manual_seed(0)
+        model = make()
+        optimizer = partial(torch.optim.AdamW, lr=0.1)
+        with Pipeline(
+            model, mse_loss, training=Training(optimizer=optimizer), schedule=schedule, num_workers=workers,
+            num_microbatches=4, compile=compile,
+        ) as pipe:  # fmt: skip
+            return [pipe.step((X, X)) for _ in range(2)], pipe.weights.state_dict()
+
+    torch.compiler.reset()
+    losses, weights = trained({"backend": backend})
+    assert graphs and len(runs) >= 2 * 4 * 4, "each block of each microbatch ran as compiled"
+    plain_losses, plain_weights = trained(False)
+    assert losses == plain_losses and weights.keys() == plain_weights.keys()
+    assert all(torch.equal(weights[name], plain_weights[name]) for name in weights)
+
+
+def test_compile_takes_options_by_name():
+    with pytest.raises(ConfigError, match="compile="):
+        losses([nn.Linear(6, 6)] * 2, "1f1b", compile="inductor")
 
 
 @pytest.fixture

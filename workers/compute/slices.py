@@ -59,6 +59,9 @@ class Slice(Protocol):
     def divide(self, divide: Divide) -> None:
         """Divide layers or blocks among the members of a worker."""
 
+    def compile(self, options: Mapping[str, Any]) -> None:
+        """Have `torch.compile` compile each layer or block in its place, so that parameters keep their names."""
+
     def forward(self, tree: Tree, fields: Tree, seed: Seed) -> Tree:
         """Compute.
 
@@ -135,6 +138,10 @@ class Layers:
         """Return the parameters by each of their names."""
         layers = ((index, module.named_parameters(remove_duplicate=False)) for index, module in self.layers)
         return {f"{index}.{name}": parameter for index, named in layers for name, parameter in named}
+
+    def compile(self, options: Mapping[str, Any]) -> None:
+        for _, module in self.layers:
+            module.compile(**options)
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         found: dict[nn.Parameter, str] = {}

@@ -270,8 +270,11 @@ def wrap(block: nn.Module, around: Callable[..., Any]) -> Callable[[], None]:
     """
     held = vars(block)  # setattr on a compiled module would set the attribute of the module inside
     before = {name: held[name] for name in _CALLS if name in held}
-    calls = {"forward": block.forward, "_compiled_call_impl": block._call_impl}
-    for name in _CALLS:
+    if (compiled := block._compiled_call_impl) is None:
+        calls = {"forward": block.forward, "_compiled_call_impl": block._call_impl}
+    else:  # it runs the block's forward, and would be compiled again for another one
+        calls = {"_compiled_call_impl": compiled}
+    for name in calls:
         held[name] = partial(around, calls[name])
         held[name].__wrapped__ = calls[name]  # models ask for the signature of a forward
 
@@ -293,7 +296,7 @@ def _refuse_modules(modules: Iterable[tuple[str, nn.Module]], whole: str) -> Non
         if module._compiled_call_impl is not None:
             raise ModelError(
                 f"model: {name or whole} was compiled with .compile(), which copies do not keep; "
-                f"replace the block by torch.compile(block) instead"
+                f"pass the model as it is and compile=True, or replace the block by torch.compile(block)"
             )
         if not name and type(module).__name__ == "OptimizedModule":
             raise ModelError(

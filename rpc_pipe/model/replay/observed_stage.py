@@ -93,6 +93,11 @@ class ObservedStage:
         for name in self._names:
             self._skeleton.parameters[name] = self.module.get_parameter(name)
 
+    def compile(self, options: Mapping[str, Any]) -> None:
+        for block in dict.fromkeys(self._skeleton.blocks):
+            if block in self.own:
+                block.compile(**options)
+
     def expected_writes(self) -> tuple[Collection[tuple[nn.Module, str]], Collection[Tensor]]:
         return self._writes
 
