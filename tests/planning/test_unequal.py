@@ -21,9 +21,9 @@ def drawn(seed, count=MICROBATCHES):
     return [numbers.lognormvariate(0, 0.7) for _ in range(count)]
 
 
-def mean_span(schedule, order):
+def mean_span(schedule, order, **options):
     """Return the mean time of a step, over the busiest worker's work."""
-    spec = make_spec(schedule, WORKERS, MICROBATCHES)
+    spec = make_spec(schedule, WORKERS, MICROBATCHES, options)
     relation, spans = Relation(spec), []
     for seed in range(4):
         seconds = drawn(seed)
@@ -43,6 +43,11 @@ def test_long_microbatches_in_the_middle_are_quicker_than_as_they_come(schedule,
 
 def test_a_balanced_zb_v_takes_little_more_than_the_work_of_its_busiest_worker():
     assert mean_span("zb-v", balanced) <= 1.15
+
+
+def test_replicas_get_long_microbatches_in_turn():
+    # As they come one replica waits for the other's longest ones, and each fills its pipeline with whatever is first.
+    assert 1.25 * mean_span("1f1b", balanced, replicas=2) <= mean_span("1f1b", given, replicas=2)
 
 
 def test_a_search_finds_the_same_order_again_and_none_that_is_slower():

@@ -1,5 +1,7 @@
 """Unequal microbatches trained in another order than given."""
 
+from functools import partial
+
 import pytest
 import torch
 from processes import python
@@ -45,6 +47,21 @@ def test_a_balanced_step_is_the_step_of_microbatches_in_that_order(schedule, str
     assert found[0] == expected[0] and found[2] == [ORDER] * 2 and expected[2] == [[], []]
     for name, tensor in expected[1].items():
         assert torch.equal(found[1][name], tensor), name
+
+
+def test_slices_of_microbatches_follow_their_order():
+    def halves(order):
+        whole = torch.arange(240.0).view(10, 4, 6).sin()
+        parts = [(x, x[..., :4].sum(-1, keepdim=True).expand(-1, -1, 4)) for x in whole.split(ROWS)]
+        return SplitBatch(parts[m] for m in order)
+
+    layers = [partial(nn.Linear, 6, 8), nn.Tanh, partial(nn.Linear, 8, 4)]
+    found = []
+    for order, named in ((range(4), "balanced"), (ORDER, "given")):
+        with pipeline(layers, nn.functional.mse_loss, slices=2, microbatch_order=named) as pipe:
+            found.append(([pipe.step(halves(order)) for _ in range(2)], pipe.weights.state_dict()))
+    assert found[0][0] == found[1][0]
+    assert all(torch.equal(tensor, found[1][1][name]) for name, tensor in found[0][1].items())
 
 
 def test_equal_microbatches_keep_their_order_and_bits():
