@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from .dependency import ConfigError, PipeError, Spec, StageLost, check, ends_epoch
 from .dependency.relocating import relocated
 from .launching import launcher_link as link
-from .launching.epochs import LEFT, READY, Roster, next_epoch, refuse_old
+from .launching.epochs import LEFT, READY, RESUMED, Roster, next_epoch, refuse_old
 from .launching.job import Job
 from .launching.joining import drop, join
 from .launching.meeting_place import place_of
@@ -209,6 +209,8 @@ class Recovery:
         session.begin(spec)
         session.epoch = epoch.number
         session.process = 0 if actor.worker == min(spec.workers) else actor.worker
+        if session.process == 0:
+            link.tell(kind=RESUMED, step=actor.step + 1)
         self._refuse_changing()
 
     def _refuse_changing(self) -> None:

@@ -138,9 +138,9 @@ class WorkerActor(Context):
 
     def abandon(self) -> None:
         """Undo all that has been begun of steps that are not complete, also where a stream rests between two steps."""
+        self.abandon_broken()  # the newest first: an evaluation has begun with modules in other modes
         for stream in self._streams:
             stream.abandon()
-        self.abandon_broken()
 
     def begin_epoch(self, carrier: Carrier) -> None:
         """PeerQueue over another carrier from now on; what has been begun stays."""

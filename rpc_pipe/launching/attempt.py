@@ -140,6 +140,11 @@ class Attempt:
         """The reports of workers that have lost a peer."""
         return [each.text for each in self._consequences.values()]
 
+    @property
+    def deaths(self) -> str:
+        """A line on the workers without which an elastic job has gone on; "" if there are none."""
+        return "" if self._epochs is None else self._epochs.summary()
+
     def figures(self) -> dict[str, Any] | None:
         """Return the figures of the run as its workers have shown it, for JSON; None if no step is complete."""
         if self._boards is None:
@@ -181,6 +186,8 @@ class Attempt:
             self._come[rank] = kind
         elif kind == "ready":
             self._come[rank] = kind
+        elif kind == "resumed" and self._epochs is not None:
+            self._reporter.text(self._epochs.resumes(message["step"]))
         elif kind == "left" and self._epochs is not None:
             self._epochs.leaves(rank)
         elif kind == "wrong input":

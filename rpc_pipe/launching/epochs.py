@@ -1,7 +1,9 @@
 """Epochs of an elastic job: who takes part, as the launcher decides, which sees processes end. Loads without torch.
 
 launcher ──"e" and a line of JSON──> worker     another epoch begins: its number and the workers without which
-launcher <──"ready", "left"── worker            it can go on without others from here on; it needs no worker more
+launcher <──"ready"── worker                    it can go on without others from here on
+launcher <──"resumed"── worker                  the lowest live one: the workers go on
+launcher <──"left"── worker                     it needs no other worker more
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import json
 import os
 import queue
 import signal
+import time
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -20,8 +23,8 @@ if TYPE_CHECKING:
 
 #: order of the launcher: another epoch begins, as a line of JSON says
 EPOCH = b"e"
-#: messages of a worker: its job can go on without others from here on; it has all that it needs of others
-READY, LEFT = "ready", "left"
+#: messages of a worker: it can go on without others from here on; it goes on; it has all that it needs of others
+READY, RESUMED, LEFT = "ready", "resumed", "left"
 #: seconds that the launcher may take to see the end of a process, which a broken connection tells at once
 _WORD_S = 10.0
 
@@ -47,10 +50,23 @@ class Epochs:
         self._num_processes = num_processes
         self.now = Roster(0)
         self._left: set[int] = set()
+        #: what workers have died of, by worker; and when the last one died
+        self._died: dict[int, str] = {}
+        self._died_at = 0.0
 
     def leaves(self, rank: int) -> None:
         """A worker needs no other worker any more; all have come to the end of their scripts."""
         self._left.add(rank)
+
+    def resumes(self, step: int) -> str:
+        """Return a line on the live workers, which go on with a step."""
+        took_s = time.monotonic() - self._died_at
+        return f"epoch {self.now.number}: goes on with step {step}, {took_s:.2f} s after the death"
+
+    def summary(self) -> str:
+        """Return a line on the workers that have died; "" if none has."""
+        died = ", ".join(f"worker {rank} ({name})" for rank, name in self._died.items())
+        return f"died: {died}; the figures are of the steps before" if died else ""
 
     def is_over(self, rank: int) -> bool:
         """Return whether the death of a worker changes nothing."""
@@ -64,6 +80,7 @@ class Epochs:
         """Begin the epoch without a worker that was killed, and without those that have left; return a line on it."""
         self.now = Roster(self.now.number + 1, self.now.gone | {rank})
         name = next((known.name for known in signal.Signals if known == -code), f"signal {-code}")
+        self._died[rank], self._died_at = name, time.monotonic()
         return f"worker {rank} is gone ({name}): epoch {self.now.number} without {sorted(self.now.gone)}"
 
 

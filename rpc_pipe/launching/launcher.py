@@ -166,7 +166,9 @@ class Launcher:
             self._reporter.text(f"this run has no summary: {type(error).__name__}: {error}")
             return
         if found is not None:
-            self._reporter.handle({"kind": "result", "text": summary(found), "json": found})
+            self._reporter.handle(
+                {"kind": "result", "text": summary(found, *filter(None, [attempt.deaths])), "json": found}
+            )
 
     def _make_boards(self) -> RunBoards | None:
         """Make the folder for the workers' boards. If that fails, the run goes on, but cannot be watched."""
