@@ -29,7 +29,7 @@ from .options import (
 )
 from .profile import load, progress
 from .readers import size
-from .simulate import tell_exchange
+from .simulate import refuse_endless, tell_exchange
 
 
 def add(commands: Any) -> None:
@@ -56,6 +56,7 @@ def _compare(typed: dict[str, Any], argv: list[str]) -> int:
     slices = typed.get("slices")
     # Otherwise every row would be refused for it.
     spec, unequal = make_spec("gpipe", options.workers, options.microbatches, replicas, slices), typed_lengths(typed)
+    refuse_endless(spec, typed)
     if unequal is not None:
         unequal(spec)
     with progress(reporter, "simulating") as tell:

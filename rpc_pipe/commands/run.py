@@ -20,8 +20,7 @@ from ..launching.job import TRANSPORT, TRANSPORTS, Job, current_job
 from ..launching.report import Reporter
 from ..launching.worker_main import as_worker
 from ..planning.specs import PipeOptions, make_spec, workers_of
-from ..system.files import MOST_BYTES
-from ..system.sizes import told
+from ..system.files import refuse_large_code
 from ..tracing.run_summary import FILES
 from .options import (
     MAKE,
@@ -213,8 +212,7 @@ def _run_script(typed: dict[str, Any], argv: list[str], job: Job | None) -> int:
         beside = [str(path) for path in sorted(Path(script).parent.glob("*.py"))]
         near = difflib.get_close_matches(script, beside, n=1)
         raise ConfigError(f"{script}: there is no such file{f'; did you mean {near[0]}?' if near else ''}")
-    if Path(script).stat().st_size > MOST_BYTES:  # Python takes a hundred times the memory to parse it
-        raise ConfigError(f"{script}: has more than {told(MOST_BYTES)}, so it is no script")
+    refuse_large_code(Path(script), script)
     of_gpt = f"is an option of the built-in GPT, but {script} runs; put the script's own options after --"
     refuse_typed(typed, (*_GPT, "beat_bigram"), of_gpt)
     options = schedule_options(typed)

@@ -24,7 +24,7 @@ from ..planning.comparison import describe_staleness
 from ..planning.simulator import Cost, Link, Simulation, simulate
 from ..planning.slice_costs import SliceCosts
 from ..planning.span import Span, waits
-from ..planning.specs import MAX_FORWARDS
+from ..planning.specs import MAX_SIMULATED
 from .options import (
     SCHEDULE,
     Pairs,
@@ -69,8 +69,7 @@ def add(commands: Any) -> None:
 def _simulate(typed: dict[str, Any], argv: list[str]) -> int:
     spec = typed_spec(typed)
     steps, name = typed.get("steps", 1), typed.get("schedule", "1f1b")
-    if spec.num_stages * spec.num_microbatches * steps > MAX_FORWARDS:
-        raise ConfigError(f"--steps {steps}: makes more than {MAX_FORWARDS} forwards, the most that can be simulated")
+    refuse_endless(spec, typed)
     cost, (links, uplinks, sent) = _cost(spec, typed), _links(typed, spec.num_workers)
     try_files(typed, ("svg", "html", "chrome"))
     check_all(spec)
@@ -94,6 +93,14 @@ def _simulate(typed: dict[str, Any], argv: list[str]) -> int:
     for line in [*_tell_unit(spec, typed), *tell_exchange(spec, typed), *describe_staleness(spec)]:
         reporter.text(line)
     return 0
+
+
+def refuse_endless(spec: Spec, typed: Mapping[str, Any]) -> None:
+    """Refuse a simulation that would take minutes, and more memory than most machines have."""
+    if spec.num_stages * spec.num_microbatches * typed.get("steps", 1) > MAX_SIMULATED:
+        names = [name for name in ("steps", "microbatches", "workers", "slices", "schedule") if name in typed]
+        said = " ".join(f"--{name} {typed[name]}" for name in names)
+        raise ConfigError(f"{said}: makes more than {MAX_SIMULATED} forwards, the most that can be simulated")
 
 
 def _tell_peaks(peaks: Sequence[float]) -> str:

@@ -28,6 +28,8 @@ _OF_TORCH = {
 }
 #: most forwards of a step: a worker lists its actions, the simulator lists all workers' actions
 MAX_FORWARDS = 20_000_000
+#: most forwards that are simulated, in 3 GB
+MAX_SIMULATED = 1_000_000
 #: orders of the microbatches of a step
 MICROBATCH_ORDERS = ("given", "balanced")
 

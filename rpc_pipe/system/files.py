@@ -19,6 +19,8 @@ from .sizes import told
 
 #: most bytes of a file that a user writes or edits; as JSON it takes up to fifty times the memory
 MOST_BYTES = 2**23
+#: most bytes of a script or module
+_MOST_CODE = 2**22
 #: errors of data of another form than expected
 DAMAGED = ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError
 
@@ -75,6 +77,12 @@ def read_json(path: Path, said: str, most: int = MOST_BYTES) -> Any:
         raise ConfigError(f"{said}: cannot be read as JSON: {error}") from error
 
 
+def refuse_large_code(path: Path, said: str) -> None:
+    """Refuse a file that is too large to be a script, as Python takes a hundred times the memory to parse it."""
+    if path.stat().st_size > _MOST_CODE:
+        raise ConfigError(f"{said}: {path} has more than {told(_MOST_CODE)}, so it is no script")
+
+
 def load_module(path: Path, name: str, said: str, *, first: bool = False) -> ModuleType:
     """Run a Python file of the user's and return it as a module; files beside it can be imported, as by a script.
 
@@ -88,6 +96,7 @@ def load_module(path: Path, name: str, said: str, *, first: bool = False) -> Mod
     """
     if not path.is_file():
         raise ConfigError(f"{said}: there is no file {path}")
+    refuse_large_code(path, said)
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)

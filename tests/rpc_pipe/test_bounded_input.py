@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import resource
 
 import pytest
@@ -20,6 +21,8 @@ CSV = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
 MODEL = "import torch\ndef make():\n    return [torch.nn.Linear(4, 4)] * 2, torch.ones(8, 4), torch.sum\n"
 READERS = {
     "big.csv: ": ["run", "big.csv"],
+    "big.py:make": ["verify", "big.py:make", "--transport", "local"],
+    "big.py:S": ["simulate", "--schedule", "big.py:S"],
     "--schedule big.csv": ["simulate", "--schedule", "big.csv"],
     "--schedule big.json": ["simulate", "--schedule", "big.json"],
     "--plan big.json": ["run", "--model", "m.py:make", "--plan", "big.json"],
@@ -51,12 +54,27 @@ def refused(capfd, typed):
 def test_a_sparse_file_is_not_read_whole(here, capfd, option):
     """A file of 3 GiB of nothing took as much memory, and ended in a MemoryError's traceback."""
     (here / "shards").mkdir()
-    for name in ("big.csv", "big.json", "big.jsonl", "shards/index.json"):
+    for name in ("big.csv", "big.json", "big.jsonl", "big.py", "shards/index.json"):
         with (here / name).open("wb") as file:
             file.truncate(3 * 2**30)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     assert option in refused(capfd, READERS[option])
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < before + 400_000
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        "simulate --microbatches 1000000",
+        "simulate --microbatches 8 --steps 100000",
+        "simulate --workers 1000 --microbatches 1001",
+        "compare --microbatches 1000000",
+    ],
+)
+def test_a_simulation_without_end_is_refused(capfd, typed):
+    """Two million forwards took two minutes and 5 GB, and twenty million were taken."""
+    said = refused(capfd, typed.split())
+    assert all(option in said for option in re.findall(r"--\w+ \d+", typed))
 
 
 @pytest.mark.parametrize("name", ["fifo", "/dev/zero", "/dev/stdin", "."])
