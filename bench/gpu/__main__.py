@@ -29,16 +29,18 @@ def main() -> int:
     """Return the exit code."""
     parser = argparse.ArgumentParser("scripts/gpu", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--device", default="cuda:0")
-    parser.add_argument("--minutes", type=float, default=6.0)
+    parser.add_argument("--minutes", type=float, default=9.0)
     parser.add_argument("--only", help=f"of {','.join(PARTS)}")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--wheels", metavar="PYTHON", help="fetch wheels for this version of Python, such as 3.12")
-    parser.add_argument("--plant", metavar="PART:wrong|hang|missing", help="show that an error is found", default=":")
+    parser.add_argument("--plant", metavar="PART:hang|wrong|missing", help="show that an error is found", default=":")
     given = parser.parse_args()
     if given.wheels:
         return _fetch(given.wheels)
     part, _, error = given.plant.partition(":")
+    if part and error not in ("hang", *PARTS[part][2]):
+        parser.error(f"--plant {given.plant}: {part} can have {', '.join(['hang', *PARTS[part][2]])}")
     folder = given.output or Path(os.environ.get("OUT") or tempfile.mkdtemp(prefix="rpc-pipe-gpu-"))
     until = time.monotonic() + 60 * given.minutes
     run = Runner(given.device, until, folder, given.quick, (part, error))
@@ -48,6 +50,7 @@ def main() -> int:
         return 1 if run.run(PARTS, given.only.split(",") if given.only else usual) else 0
     finally:
         run.say(f"report, results.json and log.txt are in {folder}")
+        run.close()
 
 
 def _installed(run: Runner) -> str:

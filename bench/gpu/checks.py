@@ -10,6 +10,7 @@ import sys
 import time
 import traceback
 
+from bench.gpu.runner import verdict
 from rpc_pipe.commands.main import main as rpc_pipe
 
 
@@ -24,11 +25,10 @@ def main(device: str, steps: str, *jobs: str) -> None:
             except BaseException:  # one that fails must not hide the next ones
                 code = -1
                 traceback.print_exc()
-        # What slices add up rounds otherwise, which `verify` says and lets pass.
-        same = code == 0 and ('"identical": true' in out.getvalue() or "--slices" in typed)
-        why = "" if same else (error.getvalue().strip() or out.getvalue().strip())[-1500:]
+        found = verdict(code, out.getvalue(), typed)
+        why = "" if found else (error.getvalue().strip() or out.getvalue().strip())[-1500:]
         seconds = round(time.perf_counter() - begin, 1)
-        print("CHECK", json.dumps({"name": name, "ok": same, "s": seconds, "why": why}), flush=True)
+        print("CHECK", json.dumps({"name": name, "found": found, "s": seconds, "why": why}), flush=True)
 
 
 if __name__ == "__main__":

@@ -24,17 +24,11 @@ class Planted(nn.Module):
         return x + float(time.perf_counter_ns() % 997) if PLANTED == "wrong" else x
 
 
-def _made(*found: Any) -> Any:
-    if PLANTED == "hang":
-        time.sleep(10_000)
-    return found
-
-
 def mlp() -> Any:
     """Return an MLP with dropout."""
     blocks = [nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Dropout(0.1)) for _ in range(8)]
     data = torch.randn(33, 64), torch.randint(10, (33,))
-    return _made(nn.Sequential(*blocks, nn.Sequential(nn.Linear(64, 10), Planted())), data, F.cross_entropy)
+    return nn.Sequential(*blocks, nn.Sequential(nn.Linear(64, 10), Planted())), data, F.cross_entropy
 
 
 def conv() -> Any:
@@ -46,7 +40,7 @@ def conv() -> Any:
     sizes = [(3, 16, 1), (16, 16, 1), (16, 32, 2), (32, 32, 1), (32, 64, 2), *[(64, 64, 1)] * 3]
     head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.1), nn.Linear(64, 10), Planted())
     data = torch.randn(33, 3, 32, 32), torch.randint(10, (33,))
-    return _made(nn.Sequential(*[block(*each) for each in sizes], head), data, F.cross_entropy)
+    return nn.Sequential(*[block(*each) for each in sizes], head), data, F.cross_entropy
 
 
 class _Linear(nn.Linear):
@@ -112,7 +106,7 @@ def token_loss(logits: Tensor, target: Tensor) -> Tensor:
 def gpt() -> Any:
     """Return a GPT."""
     rows = torch.randint(256, (17, 33))
-    return _made(nn.Sequential(*[make() for make in gpt_layers(64, 8, 32)]), (rows[:, :-1], rows[:, 1:]), token_loss)
+    return nn.Sequential(*[make() for make in gpt_layers(64, 8, 32)]), (rows[:, :-1], rows[:, 1:]), token_loss
 
 
 def _transformer(kind: str) -> Any:
@@ -134,7 +128,7 @@ def _transformer(kind: str) -> Any:
         "bert": lambda: t.BertForMaskedLM(t.BertConfig(**shape)),
         "t5": lambda: t.T5ForConditionalGeneration(t.T5Config(**t5)),
     }
-    return _made(makers[kind](), {"input_ids": rows, "labels": rows})
+    return makers[kind](), {"input_ids": rows, "labels": rows}
 
 
 gpt2, llama, qwen3, mixtral, bert, t5 = (

@@ -33,8 +33,6 @@ class Scale(nn.Module):
 def main(sizes: str, microbatches: str, steps: str) -> None:
     """Measure: a step has a crossing forwards and one backwards for each microbatch."""
     device, count = os.environ.get("GPU_DEVICE", "cpu"), int(microbatches)
-    if PLANTED == "hang":
-        time.sleep(10_000)
     training = Training(optimizer=partial(torch.optim.SGD, lr=0.0))
     pipe = Pipeline([Scale, Scale], lambda y, t: y.mean() + t.mean(), training=training, num_microbatches=count)
     found = {}

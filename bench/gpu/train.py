@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from bench.gpu.models import PLANTED, gpt_layers, token_loss
+from bench.gpu.models import gpt_layers, token_loss
 
 _WARM = 3
 
@@ -27,8 +27,6 @@ def main(mode: str, sizes: str, microbatches: str, steps: str, *more: str) -> No
     width, depth, length, rows = map(int, sizes.split(","))
     device, count = torch.device(os.environ.get("GPU_DEVICE", "cpu")), int(microbatches)
     on_gpu = device.type != "cpu"
-    if PLANTED == "hang":
-        time.sleep(10_000)
     drawn = torch.Generator().manual_seed(0)
     data = [torch.randint(256, (rows, length + 1), generator=drawn) for _ in range(4)]
     torch.manual_seed(0)
