@@ -13,7 +13,7 @@ from torch import nn
 from ..dependency import ModelError
 from ..workers.compute.randomness import Randomness
 from ..workers.compute.shard import LossFn
-from ..workers.compute.slices import Slice
+from ..workers.compute.slices import Divide, Slice
 from ..workers.transport.payload import Tree
 from .assign.assignment import BlocksNeeded
 from .call_form import CallForm, loss_of_output
@@ -148,7 +148,7 @@ class ObservedPartition:
         assert self._source is not None, "released"
         return self._source if isinstance(self._source, nn.Module) else self._source.model
 
-    def slice(self, stage: int, randomness: Randomness, route: int = 0) -> Slice:
+    def slice(self, stage: int, randomness: Randomness, route: int = 0, divide: Divide | None = None) -> Slice:
         """Return a stage's slice of the model, on the device of `randomness`.
 
         Args:
@@ -166,6 +166,8 @@ class ObservedPartition:
                 mirrored=mirrored,
                 hooked=self._observed.hooked,
             )
+        if divide is not None:
+            made.divide(divide)
         return made
 
     def only_inputs(self, inputs: Tree) -> tuple[Tree, Tree]:

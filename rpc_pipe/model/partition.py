@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from ..dependency import ModelError
 from ..dependency.errors import first_sentence
 from ..workers.compute.randomness import Randomness
 from ..workers.compute.shard import LossFn
-from ..workers.compute.slices import Layers, Slice
+from ..workers.compute.slices import Divide, Layers, Slice
 from ..workers.transport.payload import Tree
 from .call_form import as_pair
 from .cut import cut
@@ -75,6 +76,9 @@ class LayerPartition:
         self._model: Layered | None = model
         #: modules that have been built; a replica must not get the same objects
         self._made: set[nn.Module] = set()
+        #: layers of the stage that the members of a worker have divided, and the parameters that were whole before
+        self._divided: set[nn.Module] = set()
+        self._replaced: dict[int, ref[nn.Parameter]] = {}
         self.module_copies = ModuleCopies()
         if isinstance(model, nn.Sequential):
             self.module_copies.watch(model, structure)
@@ -92,26 +96,39 @@ class LayerPartition:
         self.uses: dict[tuple[int, int], int] = {}
         self._holders = shared_holders(layers, self.ranges, loss_fn) if is_list else [[]] * num_stages
 
-    def slice(self, stage: int, randomness: Randomness, route: int = 0) -> Slice:
+    def slice(self, stage: int, randomness: Randomness, route: int = 0, divide: Divide | None = None) -> Slice:
         """Return a stage's slice of the model, on the device of `randomness`. Arguments as of `build`."""
-        layers = self.build(stage, randomness, route)
+        layers = self.build(stage, randomness, route, divide)
         for _, module in layers:
             module.to(randomness.device)
         shared = {name: held for name, held in self.shared.items() if stage in held}
         holders = self._holders[stage]
-        return Layers(layers, self._ties.names, shared, partial(refuse_handed_on, holders) if holders else None)
+        found = Layers(layers, self._ties.names, shared, partial(refuse_handed_on, holders) if holders else None)
+        if divide is not None:
+            found.divide(divide, self._divided)
+        return found
 
-    def build(self, stage: int, randomness: Randomness, route: int = 0) -> list[tuple[int, nn.Module]]:
+    def build(
+        self, stage: int, randomness: Randomness, route: int = 0, divide: Divide | None = None
+    ) -> list[tuple[int, nn.Module]]:
         """Build the layers of `stage` only; return them with their indices in the whole model.
 
         Args:
             route: 0 for the first replica in this process; other routes get copies of the user's layers.
+            divide: divides a layer among the members of a worker; of layers that callables make, one is whole at once.
         """
         layers, built = self._layers(stage, randomness)
-        made = [_realize(layer, i, randomness) for i, layer in zip(layers, built, strict=True)]
+        made: list[nn.Module] = []
+        self._divided.clear()
+        for i, layer in zip(layers, built, strict=True):
+            module = _realize(layer, i, randomness)
+            if divide is not None and not isinstance(layer, nn.Module) and not self._was_made(module, route=1):
+                module = self._divided_at_once(module.to(randomness.device), divide)
+            made.append(module)
         # A callable may return a module that the user has made, or one that it has returned before, whole or as a part.
         pairs = list(zip(built, made, strict=True))
-        taken = [module for layer, module in pairs if (route > 0 if layer is module else self._was_made(module, route))]
+        given = [(layer, module) for layer, module in pairs if module not in self._divided]
+        taken = [module for layer, module in given if (route > 0 if layer is module else self._was_made(module, route))]
         self._made.update(part for module in made for part in module.modules())
         copies = dict(zip(taken, replicas(taken), strict=True))
         if route == 0:
@@ -124,6 +141,19 @@ class LayerPartition:
             for part in module.modules():
                 self.module_copies.watch(part, unnamed_parts)
         return [(i, copies.get(module, module)) for i, module in zip(layers, made, strict=True)]
+
+    def _divided_at_once(self, module: nn.Module, divide: Divide) -> nn.Module:
+        self._made.update(module.modules())
+        before = list(module.parameters())
+        if any(id(p) in self._replaced and self._replaced[id(p)]() is p for p in before):
+            raise ModelError(
+                "members: two layers made by callables share a parameter, and would be divided apart; put both into one"
+            )
+        found: nn.Module = divide(module, "", module) or module
+        kept = set(found.parameters())
+        self._replaced |= {id(parameter): ref(parameter) for parameter in before if parameter not in kept}
+        self._divided.add(found)
+        return found
 
     def _was_made(self, module: nn.Module, route: int) -> bool:
         """Return whether a module has been built before, or at a second replica any module in it."""
@@ -161,6 +191,7 @@ class LayerPartition:
         """Drop the reference to the model, so that layers of other processes can be freed."""
         self._model = None
         self._made.clear()
+        self._divided.clear()
 
     def observe(self, inputs: Tree, *, trained: bool) -> None:
         """Do nothing: layers are cut without a batch."""

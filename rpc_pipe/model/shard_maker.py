@@ -15,6 +15,7 @@ from ..dependency import NO_REDUCTIONS, ModelError, Spec
 from ..workers.compute.batch_norm import Statistics, defer
 from ..workers.compute.by_hand import fingerprint
 from ..workers.compute.digest import digest
+from ..workers.compute.divided import local
 from ..workers.compute.randomness import Randomness
 from ..workers.compute.shard import LossFn, Shard
 from ..workers.compute.slices import Divide, Slice
@@ -148,13 +149,11 @@ class ShardMaker:
         self._model.release()
 
     def _make(self, spec: Spec, stage: int, route: int, randomness: Randomness, replica: int) -> Shard:
-        slice = self._model.slice(stage, randomness, replica)
+        slice = self._model.slice(stage, randomness, replica, self._divide)
         if self._training.deferred_batch_norm:
             defer(slice.own)
         if spec.num_routes > 1:
-            self.weights += f"{stage}={digest(slice.state_dict().values()):x} "
-        if self._divide is not None:
-            slice.divide(self._divide)
+            self.weights += f"{stage}={digest(map(local, slice.state_dict().values())):x} "
         loss_fn = self._model.loss_fn if stage == spec.last_stage else None
         if spec.num_routes > 1 and loss_fn is not None:
             loss_fn = _unchanging(loss_fn)

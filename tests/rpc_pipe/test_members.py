@@ -2,15 +2,20 @@
 
 import json
 import runpy
+import weakref
+from functools import partial
 
 import pytest
+import torch
 from processes import start
 from torch import nn
 
 from rpc_pipe.commands.main import main
-from rpc_pipe.dependency import ConfigError
+from rpc_pipe.dependency import ConfigError, ModelError
+from rpc_pipe.model.partition import LayerPartition
 from rpc_pipe.model.sharding import settle_sharing
 from rpc_pipe.pipeline import Pipeline, Training
+from rpc_pipe.workers.compute.randomness import Randomness
 
 
 def job(folder, count, *arguments, **more):
@@ -229,3 +234,32 @@ def test_ranks_are_in_the_words_of_other_frameworks(capsys):
 def test_a_script_with_a_shard_runs_on_one_process_a_worker():
     layers, training = [nn.Linear(2, 2)], Training()
     Pipeline(layers, nn.functional.mse_loss, num_microbatches=2, shard="fsdp", training=training).close()
+
+
+def test_one_layer_is_whole_at_a_time():
+    """All layers of a stage were made whole before the first was divided: each member held the stage whole."""
+    whole = []
+
+    def divide(module, name, model):
+        assert not any(parameter() is not None for parameter in whole)
+        whole.append(weakref.ref(module.weight))
+        module.weight = nn.Parameter(module.weight.detach()[:2].clone())
+
+    layers = [partial(nn.Linear, 4, 4)] * 3
+    made = LayerPartition(layers, 1).slice(0, Randomness(0), divide=divide)
+    assert len(whole) == 3 and [p.shape[0] for _, p in made.named_parameters()] == [2, 4] * 3
+
+
+def test_layers_of_callables_that_share_a_parameter_are_refused():
+    shared = nn.Parameter(torch.ones(4, 4))
+
+    def layer():
+        made = nn.Linear(4, 4)
+        made.weight = shared
+        return made
+
+    def divide(module, name, model):
+        module.weight = nn.Parameter(module.weight.detach()[:2].clone())
+
+    with pytest.raises(ModelError):
+        LayerPartition([layer, layer], 1).slice(0, Randomness(0), divide=divide)

@@ -56,9 +56,6 @@ class Slice(Protocol):
     def versions(self) -> dict[str, dict[str, Any]]:
         """Return the versions of the slice's modules by name, as torch's `state_dict` has them in its metadata."""
 
-    def divide(self, divide: Divide) -> None:
-        """Divide layers or blocks among the members of a worker."""
-
     def compile(self, options: Mapping[str, Any]) -> None:
         """Have `torch.compile` compile each layer or block in its place, so that parameters keep their names."""
 
@@ -125,9 +122,12 @@ class Layers:
         #: layers that are seeded: the last one too, from where a loss function draws on
         self._seeded = {index for index, module in self.layers if may_draw(module)} | {self.layers[-1][0]}
 
-    def divide(self, divide: Divide) -> None:
+    def divide(self, divide: Divide, done: Collection[nn.Module]) -> None:
+        """Divide the layers that are not `done` among the members of a worker."""
         before = self._by_any_name()
         for place, (index, module) in enumerate(self.layers):
+            if module in done:
+                continue
             made = divide(module, "", module)
             self.layers[place] = index, module if made is None else made
         refuse_untied(before, self._by_any_name())
