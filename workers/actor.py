@@ -235,6 +235,10 @@ class WorkerActor(Context):
             if self.elastic and ends_epoch(error):
                 self.running = ""
                 raise
+            if self.members is not None and self.members.has_lost_one(error):
+                lost = PeerLost(self.worker, self.worker, f"another of its members is gone: {error}")
+                self.carrier.fail(self._describe(lost))
+                raise lost from error
             if isinstance(error, Stalled) and self.roll_call is not None:
                 error.args = ("\n".join(filter(None, [str(error), self.roll_call()])),)
             known = error.cause if isinstance(error, PeerLost) else error

@@ -180,6 +180,35 @@ def test_a_checkpoint_goes_on_over_members_and_back(tmp_path):
         pipe.evaluate(there["batch"])
 
 
+LOST = """
+import os
+import torch
+from torch import nn
+from rpc_pipe.dependency import PeerLost
+from rpc_pipe.pipeline import Pipeline
+
+class Layer(nn.Linear):
+    def forward(self, x):
+        if os.environ["RANK"] == "1":
+            os._exit(0)
+        return super().forward(x)
+
+x = torch.randn(4, 8)
+pipe = Pipeline([lambda: Layer(8, 8)] * 2, nn.functional.mse_loss, members=2, shard="fsdp", num_microbatches=2)
+try:
+    pipe.step((x, x))
+except PeerLost:
+    print("lost")
+    os._exit(0)
+"""
+
+
+def test_a_member_whose_peer_dies_reports_a_consequence(tmp_path):
+    """The survivor's collective failed first, and the launcher named the survivor instead of the process that died."""
+    (tmp_path / "train.py").write_text(LOST)
+    assert job(tmp_path / "job", 2, tmp_path / "train.py")[0] == "lost\n"
+
+
 FSDP = "--members", 2, "--shard", "fsdp", "--microbatches", 4
 
 

@@ -6,6 +6,7 @@ of a worker meet in the collectives of their layers, and once a step in the work
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -17,6 +18,8 @@ from .digest import digest
 from .divided import is_divided, local, whole_of
 from .randomness import Randomness
 from .updating import Updating
+
+_LOST = re.compile(r"gloo/transport.*(closed by peer|reset by peer|Broken pipe|Connection refused)")
 
 
 class Members:
@@ -47,6 +50,11 @@ class Members:
         found: list[Any] = [None] * self.count
         torch.distributed.all_gather_object(found, value, group=self.group)
         return found
+
+    @staticmethod
+    def has_lost_one(error: BaseException) -> bool:
+        """Return whether a collective failed because another member is gone, which is the cause; gloo has no class."""
+        return isinstance(error, RuntimeError) and _LOST.search(str(error)) is not None
 
     def compare(self, what: str, value: Any) -> None:
         """Compare a value that must be alike on all members.
