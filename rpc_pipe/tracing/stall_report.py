@@ -48,6 +48,16 @@ def waiting_chain(lives: Mapping[int, Live], last_host: int) -> Sequence[int]:
     return max((chain for chain in chains if chain[-1] == most), key=len)
 
 
+def behind(lives: Mapping[int, Live], end: int, members: int) -> int:
+    """Return, of the running members of the worker that process `end` is of, the one whose action began first.
+
+    Members run alike: the others are further, and wait for it in a collective.
+    """
+    first = end - end % members
+    running = [rank for rank in range(first, first + members) if rank in lives and lives[rank].state is State.RUNNING]
+    return min(running, key=lambda rank: lives[rank].since_ns, default=end)
+
+
 def _chain(lives: Mapping[int, Live], worker: int, last_host: int) -> list[int]:
     chain = [worker]
     while lives[chain[-1]].state is State.WAITING:

@@ -18,7 +18,7 @@ from .boards import RunBoards, RunUpdate
 from .layout import layout, rows
 from .listed_relation import spec_of_listings
 from .lost_time import LostTime, attribute_lost_time
-from .stall_report import duration, roll_call, waiting_chain
+from .stall_report import behind, duration, roll_call, waiting_chain
 from .trace import Trace, step_ms
 
 #: steps kept in full, and points of the loss curve
@@ -137,8 +137,9 @@ class View:
         return roll_call(lives, self._last_host(), self.latest.now_ns) if lives else []
 
     def culprit(self) -> int | None:
-        """Return the worker at the end of the chain of waits."""
-        return waiting_chain(self.latest.lives, self._last_host())[-1] if self.latest.lives else None
+        """Return the worker at the end of the chain of waits; of its members, the one that is behind."""
+        lives = self.latest.lives
+        return behind(lives, waiting_chain(lives, self._last_host())[-1], self.members) if lives else None
 
     def _last_host(self) -> int:
         """Return a worker of the last stage, which has the result."""

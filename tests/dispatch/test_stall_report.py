@@ -2,7 +2,7 @@
 
 from rpc_pipe.dependency import B, F
 from rpc_pipe.tracing.board import Live, State
-from rpc_pipe.tracing.stall_report import duration, roll_call, waiting_chain
+from rpc_pipe.tracing.stall_report import behind, duration, roll_call, waiting_chain
 
 S = 10**9
 
@@ -59,3 +59,12 @@ def test_who_waits_for_a_worker_that_cannot_be_seen_is_the_end():
 
 def test_durations_are_told_as_readers_want_them():
     assert [duration(s * S) for s in (0.02, 3.14, 31, 600)] == ["20 ms", "3.1 s", "31 s", "10 min"]
+
+
+def test_the_member_that_is_behind_is_blamed():
+    """Its peer had begun the backward after the forward in which it hung, and was blamed."""
+    waiting = waits(B(0, 1), B(1, 1), 1)
+    hangs, further = Live(State.RUNNING, 4, F(1, 3), since_ns=5 * S), Live(State.RUNNING, 4, B(1, 3), since_ns=6 * S)
+    lives = {0: waiting, 1: waiting, 2: hangs, 3: further}
+    assert behind(lives, 3, members=2) == behind(lives, 2, members=2) == 2
+    assert behind(lives, 3, members=1) == 3
