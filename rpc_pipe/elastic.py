@@ -209,9 +209,9 @@ class Recovery:
         session.begin(spec)
         session.epoch = epoch.number
         session.process = 0 if actor.worker == min(spec.workers) else actor.worker
+        self._refuse_changing()
         if session.process == 0:
             link.tell(kind=RESUMED, step=actor.step + 1)
-        self._refuse_changing()
 
     def _refuse_changing(self) -> None:
         """Refuse to host replicas whose forwards change their modules: such a state has died with its worker.

@@ -359,7 +359,7 @@ class Stream:
                 "before; torch.autograd.set_detect_anomaly(True) shows where it comes from; RPC_PIPE_NAN=warn goes on "
                 "(in a job: rpc-pipe run --nan warn)"
             )
-        if worker.nan == "warn" and worker.worker == 0:
+        if worker.nan == "warn" and worker.worker == min(self._carrier.workers):
             logger.warning("step %d: the loss is %s", number, loss)
 
     def _report(self, step: Step) -> None:
