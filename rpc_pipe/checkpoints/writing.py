@@ -80,7 +80,8 @@ class Snapshot:
             elsewhere = _written_elsewhere(shard) if weights_alone else ()
             named = evaluated_tensors(shard).items()
             left = {n for n, t in named if n in (left_out or ()) or local(t).data_ptr() in elsewhere}
-            model |= self._copied({name: tensor for name, tensor in named if name not in left})
+            of_first = {name for name, _ in named} - {name for name, _ in shard.named_parameters()}
+            model |= self._copied({name: tensor for name, tensor in named if name not in left}, of_first)
         self._stages: dict[str, dict[str, Any]] = {}
         rest = random_state() if self.is_first and not weights_alone else {}
         if not weights_alone:
@@ -100,9 +101,16 @@ class Snapshot:
                 rest |= {of_route(number, name): tensor for name, tensor in self._copied(own).items()}
         self._files = {"model": model, "optimizer": rest}
 
-    def _copied(self, tensors: Mapping[str, Tensor], apart: bool = False) -> dict[str, Tensor]:
-        """Return copies of the tensors that this process writes, whole; `apart`: of members each writes its values."""
-        mine = tensors.items() if self._members is None or apart else self._members.taken(tensors)
+    def _copied(
+        self, tensors: Mapping[str, Tensor], first: Collection[str] = (), *, apart: bool = False
+    ) -> dict[str, Tensor]:
+        """Return copies of the tensors that this process writes, whole.
+
+        Args:
+            first: names of the tensors that the first of several members writes.
+            apart: whether each of several members writes its values of all.
+        """
+        mine = tensors.items() if self._members is None or apart else self._members.taken(tensors, first)
         # Several names may share memory, which safetensors refuses, and training goes on while this is written.
         return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in mine}
 

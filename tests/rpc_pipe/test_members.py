@@ -129,7 +129,7 @@ from torch import nn
 from rpc_pipe.pipeline import Pipeline, Training
 
 def block():
-    return nn.Sequential(nn.Linear(8, 13), nn.Tanh(), nn.Dropout(0.1), nn.Linear(13, 8), nn.LayerNorm(8))
+    return nn.Sequential(nn.Linear(8, 13), nn.Tanh(), nn.Dropout(0.1), nn.Linear(13, 8), nn.BatchNorm1d(8))
 
 def made(**how):
     training = Training(partial(torch.optim.AdamW, lr=1e-2), ema_decay=0.9, accumulate=2)
@@ -164,8 +164,8 @@ if __name__ == "__main__":
 def test_a_checkpoint_goes_on_over_members_and_back(tmp_path):
     """One process of two stages, then two replicas of two members, then two stages: each goes on with the next loss.
 
-    Gradients kept for later, averages and optimizers are in it. Members gathered state in the order of a set, which is
-    another one in each process.
+    Gradients kept for later, averages, optimizers and running statistics of each are in it. Members gathered state
+    in the order of a set, which is another one in each process, and the second one wrote its statistics for the first.
     """
     (tmp_path / "train.py").write_text(SAVED)
     there = runpy.run_path(tmp_path / "train.py")

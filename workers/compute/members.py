@@ -7,7 +7,7 @@ of a worker meet in the collectives of their layers, and once a step in the work
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -106,15 +106,18 @@ class Members:
         return found | {name: t for other in others for name, t in other.items()} if self.index == 0 else {}
 
     @torch.no_grad()
-    def taken(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    def taken(self, tensors: Mapping[str, Tensor], first: Collection[str]) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors that this member writes, whole: members take turns, and only one tensor is whole at once.
 
         It is a collective: to be used up on all members.
+
+        Args:
+            first: names of the tensors whose values on the first member count.
         """
         # Sorted: a loaded optimizer has its state in the order of a set, another one in each process.
         for number, name in enumerate(sorted(name for name in tensors if not self._is_alone(name))):
             whole = whole_of(tensors[name])
-            if number % self.count == self.index:
+            if self.index == (0 if name in first else number % self.count):
                 yield name, whole
         yield from (pair for pair in tensors.items() if self._is_alone(pair[0]))
 
