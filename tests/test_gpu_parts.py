@@ -13,7 +13,7 @@ from bench.gpu.runner import Runner, verdict
 def test_a_part_that_hangs_is_ended_by_its_limit_and_named(tmp_path):
     def wrong(name):
         with closing(Runner("cpu", time.monotonic() + 60, tmp_path / name, True, (name, "hang"))) as run:
-            return run.run({name: (PARTS[name][0], 1.5, ())}, [name]), list(run.wrong)
+            return run.run({name: (PARTS[name][0], 0.75, ())}, [name]), list(run.wrong)
 
     with ThreadPoolExecutor(len(PARTS)) as pool:
         assert dict(zip(PARTS, pool.map(wrong, PARTS), strict=True)) == {name: (1, [name]) for name in PARTS}

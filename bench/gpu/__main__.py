@@ -42,7 +42,7 @@ def main() -> int:
     if part and error not in ("hang", *PARTS[part][2]):
         parser.error(f"--plant {given.plant}: {part} can have {', '.join(['hang', *PARTS[part][2]])}")
     folder = given.output or Path(os.environ.get("OUT") or tempfile.mkdtemp(prefix="rpc-pipe-gpu-"))
-    until = time.monotonic() + 60 * given.minutes
+    until = time.monotonic() + 60 * given.minutes * (2 if given.device == "cpu" else 1)
     run = Runner(given.device, until, folder, given.quick, (part, error))
     run.site = _installed(run)
     try:
