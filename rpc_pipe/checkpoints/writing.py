@@ -241,7 +241,7 @@ def index_of(files: dict[str, Any]) -> dict[str, Any]:
     return {"metadata": {"total_size": sum(each["bytes"] for each in of_model.values())}, "weight_map": found}
 
 
-def _awaited(path: Path, end: float, deadline_s: float, look: Callable[[], None]) -> Path:
+def _awaited(path: Path, end: float, deadline_s: float, look: Callable[[], object] = bool) -> Path:
     pause = 0.002
     while not path.exists():
         look()
