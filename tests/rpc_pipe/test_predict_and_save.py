@@ -141,14 +141,14 @@ def test_saving_touches_no_other_file(tmp_path):
 @pytest.mark.parametrize("wait", [True, False])
 def test_a_checkpoint_that_is_written_holds_no_copy_of_the_weights(tmp_path, monkeypatch, wait):
     """A copy of weights and optimizer stayed until the next checkpoint, and in a cycle until Python collected it."""
-    kept, copied = [], writing._copied
+    kept, copied = [], writing.Snapshot._copied
 
-    def noted(tensor):
-        copy = copied(tensor)
-        kept.append(weakref.ref(copy))
-        return copy
+    def noted(snapshot, *given, **more):
+        copies = copied(snapshot, *given, **more)
+        kept.extend(map(weakref.ref, copies.values()))
+        return copies
 
-    monkeypatch.setattr(writing, "_copied", noted)
+    monkeypatch.setattr(writing.Snapshot, "_copied", noted)
     pipe = pipeline(num_workers=2)
     pipe.step((X, Y))
     gc.collect()
