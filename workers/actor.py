@@ -143,7 +143,7 @@ class WorkerActor(Context):
             stream.abandon()
 
     def begin_epoch(self, carrier: Carrier) -> None:
-        """PeerQueue over another carrier from now on; what has been begun stays."""
+        """Use another carrier from now on; steps that have begun stay."""
         self.carrier, self.mailbox = carrier, Mailbox(carrier, self.backend, self.stall_s)
 
     def host(self, shards: dict[tuple[int, int], Shard]) -> None:

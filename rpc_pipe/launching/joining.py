@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..dependency import ConfigError, EpochEnds, NotMet
 from ..system.at_exit import at_exit
+from ..tracing.own_boards import follow_carrier
 from ..workers.transport.carrier import Carrier, Plane
 from ..workers.transport.forks import keep_from_forks, letting_go
 from ..workers.transport.meeting import Meeting
@@ -72,6 +73,7 @@ def join(place: MeetingPlace, cancelled: Callable[[], None] | None = None) -> Ca
         others = f"the other {len(place.workers) - 1} workers within {job.join_timeout_s:g} s"
         raise NotMet(f"worker {job.worker} could not meet {others}: {error}") from error
     keep_from_forks(carrier)
+    follow_carrier(carrier)
     _carriers[place] = carrier, to_others
     _leave_at_exit()
     if cancelled is None:

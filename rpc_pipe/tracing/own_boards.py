@@ -196,7 +196,7 @@ def _keep(training: Watchable, folder: Path | None) -> None:
             _carrier = actor.carrier
             _carrier.serve_board = _boards[ranks[actor.worker]].since
             if folder is not None:
-                _keep_mirror(_carrier, folder)
+                _keep_mirror(folder)
 
 
 def collect() -> View:
@@ -234,9 +234,18 @@ def stay() -> None:
         time.sleep(_PAUSE_S)
 
 
+def follow_carrier(carrier: Carrier) -> None:
+    """Serve the boards of this process by another carrier, so that the one before is closed."""
+    global _carrier
+    if _carrier is not None:
+        carrier.serve_board, _carrier = _carrier.serve_board, carrier
+
+
 @cache
-def _keep_mirror(carrier: Carrier, folder: Path) -> None:
+def _keep_mirror(folder: Path) -> None:
     """Start mirrors in the first worker of a machine. torchrun numbers ranks machine by machine."""
+    carrier = _carrier
+    assert carrier is not None
     size, local = (os.environ.get(name, "") for name in ("LOCAL_WORLD_SIZE", "LOCAL_RANK"))
     if local == "0" and size.isdecimal():
         from .remote import Mirror

@@ -2,6 +2,7 @@
 
 from concurrent.futures import Future
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -235,3 +236,11 @@ def test_idle_is_one_share_wherever_it_is_shown(folder):
     shares = [row.bubble for row in rows]
     assert shares == idle(trace.spans(), 2) == [scalars[f"bubble/worker {worker}"] for worker in (0, 1)]
     assert sum(shares) / 2 == pytest.approx(trace.bubble) == pytest.approx(figures(view)["bubble_actual"])
+
+
+def test_the_carrier_of_an_old_epoch_is_not_held(monkeypatch):
+    """Each death left seven descriptors behind: the boards held the carrier over which nobody was left."""
+    old, new = SimpleNamespace(serve_board="board"), SimpleNamespace(serve_board=None)
+    monkeypatch.setattr(own_boards, "_carrier", old)
+    own_boards.follow_carrier(new)
+    assert own_boards._carrier is new and new.serve_board == "board"
