@@ -15,7 +15,6 @@ from traceback import walk_tb
 from typing import Any
 
 from .action import Action, Kind
-from .draw import draw_edge, draw_held, draw_listed
 from .errors import PipeError, ScheduleError
 from .memory import Lives, Memory
 from .order import has_program, has_slot, local_order
@@ -163,6 +162,8 @@ def _check_needs(spec: Spec, worker: int, action: Action, *, slotted: bool) -> N
         if wrong:
             raise ScheduleError(f"after({action}) names {need}{wrong}")
         if abs(need.stage - action.stage) > 1 and spec.worker(need) != worker:
+            from .draw import draw_edge
+
             away = abs(need.stage - action.stage)
             raise ScheduleError(
                 f"after({action}) names {need} of worker {spec.worker(need)}, which is no neighbour: "
@@ -173,6 +174,8 @@ def _check_needs(spec: Spec, worker: int, action: Action, *, slotted: bool) -> N
     for need in spec.needs(action) if slotted else ():
         slot, before = spec.slot(action), spec.slot(need)
         if before >= slot:
+            from .draw import draw_edge
+
             raise ScheduleError(
                 f"{action} (slot {slot}) needs {need} (slot {before}): the slot must grow along every edge",
                 draw_edge(spec, need, action, f", so the slot of {need} must be the smaller one"),
@@ -204,10 +207,14 @@ def _check_listed_once(spec: Spec, programs: list[list[Action]], worker: int) ->
         elif not wrong and action not in missing:
             wrong = " twice"
         if wrong:
+            from .draw import draw_listed
+
             drawing = draw_listed(programs, action, {worker, at})
             raise ScheduleError(f"program({worker}) lists {action}{wrong}", drawing)
         del missing[action]
     for action in missing:
+        from .draw import draw_listed
+
         raise ScheduleError(f"program({worker}) does not list {action}", draw_listed(programs, action, {worker}))
 
 
@@ -222,6 +229,8 @@ def _check_memory(memory: Memory, worker: int) -> None:
         return
     lives, is_exact = memory.at_any_timing(worker, lambda lives: lives.most[-1] <= claimed)
     if lives.most[-1] > claimed:
+        from .draw import draw_held
+
         raise ScheduleError(
             f"worker {worker} may keep {lives.most[-1]} microbatches of activations when gradients are late"
             f"{_UNSURE * (not is_exact)}, but peak_activations({worker}) promises {claimed}. {_WINDOW}",
@@ -261,6 +270,8 @@ def _grows(memory: Memory, worker: int) -> tuple[str, str] | None:
     lives, is_exact = memory.at_any_timing(worker, is_bounded)
     if is_bounded(lives):
         return None
+    from .draw import draw_held
+
     spec, number = memory.spec, memory.spec.num_microbatches
     everywhere = (action for w in range(spec.num_workers) for action in spec.own_actions(w))
     idle = overrides(type(spec), "after") and not any(list(spec.after(action)) for action in everywhere)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import wraps
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -21,12 +21,14 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from .dependency import ConfigError, Disagreement, PipeError, ScheduleError, Spec, WorkerFailure, refuse_below
-from .model.batches.ordering import MicrobatchCost, Ordering
 from .model.shard_maker import refuse_sums
 from .model.sharding import Sharing
 from .planning.specs import MICROBATCH_ORDERS
 from .schedules import name_of
 from .workers.compute.updating import Training
+
+if TYPE_CHECKING:
+    from .model.batches.ordering import MicrobatchCost, Ordering
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -216,7 +218,8 @@ def make_ordering(said: object, cost: MicrobatchCost | None, *, is_called: bool)
         raise ConfigError(f"microbatch_cost={cost!r}: must be a function of a microbatch that returns seconds, or None")
     if said == "given":
         return None
-    from .planning.unequal import balanced  # which few jobs need
+    from .model.batches.ordering import Ordering  # which few jobs need
+    from .planning.unequal import balanced
 
     return Ordering(balanced, cost, is_called)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
+from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,6 @@ from .arguments import (
     shown_plainly,
 )
 from .checkpoints.facade import Checkpoints
-from .checkpoints.weights import Weights
 from .dependency import Entry, Order, Spec
 from .dependency.parallelism import Parallelism, with_parallelism
 from .launching import launcher_link as link
@@ -32,7 +32,6 @@ from .model.batches.lazy_batch import label_of
 from .model.batches.loaders import is_loader, mean_over
 from .model.batches.microbatches import Outputs
 from .model.batches.microbatches import SplitBatch as SplitBatch
-from .model.batches.ordering import MicrobatchCost, Ordering
 from .model.batches.step_inputs import StepEnd
 from .model.shard_maker import Model, make_partition
 from .model.sharding import ShardFn, settle_sharing
@@ -48,6 +47,8 @@ from .workers.compute.updating import Training as Training
 from .workers.transport.payload import Tree
 
 if TYPE_CHECKING:
+    from .checkpoints.weights import Weights
+    from .model.batches.ordering import MicrobatchCost, Ordering
     from .model.observed_partition import ObservedPartition
     from .model.partition import LayerPartition
 
@@ -95,7 +96,6 @@ class Pipeline(Inspected):
 
     Attributes:
         checkpoints: writes them and goes on from them.
-        weights: the whole model's, to be read, written, loaded and averaged.
 
     Raises:
         ConfigError: an option cannot work.
@@ -159,7 +159,7 @@ class Pipeline(Inspected):
             training=training, seed=seed, job=job, sharing=sharing, ordering=ordering, recover=recover,
         )  # fmt: skip
         self.checkpoints = Checkpoints(self._session, {"seed": seed}, stall_s)
-        self.weights, self._reports, self._stopped = Weights(self._session, self.checkpoints), StepReports(self), False
+        self._reports, self._stopped = StepReports(self), False
         self._session.due, self._session.made = self.checkpoints.due, self._made
         link.attach(self)  # a model may hang while it is cut
         self._session.cut_at_once(example)
@@ -302,6 +302,13 @@ class Pipeline(Inspected):
         self.close()
 
     # --- local to a process
+
+    @cached_property
+    def weights(self) -> Weights:
+        """The whole model's weights, to be read, written, loaded and averaged."""
+        from .checkpoints.weights import Weights  # a run that saves nothing does without
+
+        return Weights(self._session, self.checkpoints)
 
     @property
     def stopped(self) -> bool:

@@ -15,7 +15,6 @@ from .arguments import describe, refuse_shared
 from .dependency import ConfigError, Entry, Order, PipeError, Spec, most_open
 from .model.batches.batch_reader import BatchReader
 from .model.batches.microbatches import Microbatches, Outputs, Pair, Prefetcher
-from .model.batches.ordering import Ordering
 from .model.batches.step_inputs import StepEnd, StepInputs
 from .model.shard_maker import ShardMaker, with_metric
 from .own_workers import make_members, own_rows
@@ -31,6 +30,7 @@ from .workers.transport.payload import Tree
 if TYPE_CHECKING:
     from .elastic import Recovery
     from .launching.job import Job
+    from .model.batches.ordering import Ordering
     from .model.observed_partition import ObservedPartition
     from .model.partition import LayerPartition
     from .model.sharding import Sharing

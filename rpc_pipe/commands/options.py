@@ -232,6 +232,10 @@ def filled(cls: type[T], typed: Mapping[str, Any]) -> T:
     return cls(**values)
 
 
+#: the options of checkpoints
+CHECKPOINTS = {"checkpoint_every", "checkpoint_folder", "checkpoint_keep", "resume"}
+
+
 def typed_checkpoints(typed: Mapping[str, Any]) -> tuple[int | None, str, int | None, str | None]:
     """Return the options of checkpoints: every how many steps, where, how many are kept, and which to resume."""
     folder = typed.get("checkpoint_folder", "checkpoints")

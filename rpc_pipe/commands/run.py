@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..checkpoints.resume_options import try_checkpoints
 from ..demo.settings import DemoTraining, GPTConfig
 from ..dependency import ConfigError
 from ..launching import launcher_link as link
@@ -23,6 +22,7 @@ from ..planning.specs import PipeOptions, make_spec, workers_of
 from ..system.files import refuse_large_code
 from ..tracing.run_summary import FILES
 from .options import (
+    CHECKPOINTS,
     MAKE,
     PIPELINE,
     Parser,
@@ -95,7 +95,10 @@ def run(typed: dict[str, Any], argv: list[str]) -> int:
     refuse_idle(typed, job)
     if job is None or job.worker == 0:
         try_files(typed, FILES)
-        try_checkpoints(*typed_checkpoints(typed))
+        if typed.keys() & CHECKPOINTS:
+            from ..checkpoints.resume_options import try_checkpoints
+
+            try_checkpoints(*typed_checkpoints(typed))
     return _run_script(typed, argv, job)
 
 

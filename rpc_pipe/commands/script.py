@@ -13,7 +13,6 @@ from typing import Any
 import numpy
 import torch
 
-from ..checkpoints.resume_options import follow
 from ..dependency import ConfigError
 from ..launching import launcher_link as link
 from ..launching import overrides
@@ -21,7 +20,7 @@ from ..launching.job import Job
 from ..pipeline import Pipeline
 from ..tracing.own_boards import collect, record, write_out
 from ..tracing.run_summary import FILES, figures, last_steps, summary
-from .options import NOTED_PLAN, refuse_typed, typed_checkpoints
+from .options import CHECKPOINTS, NOTED_PLAN, refuse_typed, typed_checkpoints
 
 #: below which the scripts are that `run` has itself: of `run --model`, and the built-in GPT
 _PACKAGE = Path(__file__).parents[1]
@@ -98,9 +97,12 @@ class _ScriptEnd:
             said = f"{self._typed['script']} makes several pipelines; use checkpoints.save and checkpoints.load in it"
             raise ConfigError(f"--checkpoint-every, --resume: {said}")
         self._pipe = pipe
-        told = follow(pipe, *typed_checkpoints(self._typed))
-        if told and pipe.worker == 0:
-            link.tell(kind="text", text=told)
+        if self._typed.keys() & CHECKPOINTS:
+            from ..checkpoints.resume_options import follow
+
+            told = follow(pipe, *typed_checkpoints(self._typed))
+            if told and pipe.worker == 0:
+                link.tell(kind="text", text=told)
         if self._wants_steps:
             record(pipe)
 

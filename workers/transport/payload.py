@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from ...dependency import Malformed
-from .values import tuple_of
 
 #: any nesting of tensors and plain values
 Tree = Any
@@ -238,6 +237,11 @@ def _map(tree: Tree, kinds: tuple[type, ...], change: Callable[[Any], Any], wher
 
 class _UnfitError(Exception):
     """A tree has something in it that is neither a tensor nor a plain value."""
+
+
+def tuple_of(kind: type, items: Iterable[Any]) -> Any:
+    """Return a tuple of a class, without a call of the class; torch's classes made in C have no other way."""
+    return kind(items) if hasattr(kind, "n_sequence_fields") else tuple.__new__(kind, items)
 
 
 def _changed(tree: Tree, kinds: tuple[type, ...], change: Callable[[Any], Any]) -> Tree:

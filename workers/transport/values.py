@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import lru_cache
 from itertools import chain
 from math import inf
@@ -20,6 +20,7 @@ import torch
 from msgspec import msgpack
 
 from ...dependency import ConfigError, Malformed
+from .payload import tuple_of
 
 #: containers lie no deeper in each other
 _MOST_DEEP = 200
@@ -166,11 +167,6 @@ _MAKERS: tuple[Callable[..., Any], ...] = (
     lambda content: bytes(memoryview(content)).decode("utf-8", "surrogatepass"),
     lambda value, _: value,
 )
-
-
-def tuple_of(kind: type, items: Iterable[Any]) -> Any:
-    """Return a tuple of a class, without a call of the class; torch's classes made in C have no other way."""
-    return kind(items) if hasattr(kind, "n_sequence_fields") else tuple.__new__(kind, items)
 
 
 @lru_cache

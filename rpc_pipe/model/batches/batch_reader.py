@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -14,7 +15,9 @@ from ...workers.transport.payload import Tree
 from ...workers.transport.scatter import scatter_whole
 from .lazy_batch import LazyBatch, OwnRows
 from .microbatches import Microbatches, Pair, SplitBatch
-from .ordering import Ordering
+
+if TYPE_CHECKING:
+    from .ordering import Ordering
 
 logger = logging.getLogger(__name__)
 
