@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..dependency import BatchError, ModelError
+from ..dependency import ModelError
 from ..workers.compute.result import NUM_ITEMS
 from ..workers.compute.shard import LossFn
 from ..workers.transport.payload import Tree
@@ -84,18 +84,6 @@ class CallForm:
             names = (self._names or set()) if others_are_of_the_loss else batch.keys()
             return (), {name: value for name, value in batch.items() if name in names and name not in self._left_out}
         return (tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)), {}
-
-
-def as_pair(batch: Tree) -> tuple[Tree, Tree]:
-    """Return a batch of a list of layers as (inputs, targets).
-
-    Raises:
-        BatchError: it is no pair.
-    """
-    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-        length = f" of {len(batch)}" if isinstance(batch, (tuple, list)) else ""
-        raise BatchError(f"batch is a {type(batch).__name__}{length}: must be (inputs, targets), trees of tensors")
-    return batch[0], batch[1]
 
 
 def _second_name(loss_fn: LossFn) -> str:

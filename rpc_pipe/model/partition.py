@@ -19,10 +19,10 @@ from ..workers.compute.randomness import Randomness
 from ..workers.compute.shard import LossFn
 from ..workers.compute.slices import Divide, Layers, Slice
 from ..workers.transport.payload import Tree
-from .call_form import as_pair
 from .cut import cut
 from .module_copies import ModuleCopies, structure, unnamed_parts
 from .observe.model_kinds import refuse_lazy
+from .pairs import as_pair
 from .parameter_hooks import copy_attachments
 from .sharing import Ties, refuse_handed_on, shared_holders
 

@@ -16,10 +16,11 @@ from ..dependency.errors import first_sentence
 from ..system.files import load_module
 from ..workers.compute.shard import LossFn
 from ..workers.transport.payload import Tree, map_tensors, tensors_of
-from .call_form import CallForm, as_pair, loss_of_output
+from .call_form import CallForm, loss_of_output
 from .deferred import DeferredModel
 from .observe.model_kinds import needs_observation
 from .observed_model import ObservedModel, observe
+from .pairs import as_pair
 from .partition import LayerLike, refuse_no_layer
 from .shard_maker import Model
 
