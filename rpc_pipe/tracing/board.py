@@ -134,6 +134,8 @@ class BoardWriter(Listener):
         #: the last step, while it has not been written
         self._ended: StepRecord | None = None
         self._steps: dict[int, bytes] = {}
+        #: apart from the steps, which many evaluations would crowd out
+        self._evaluations: dict[int, bytes] = {}
         self._bytes = self._version = 0
         self._head: mmap.mmap | bytearray = bytearray(HEAD.size)
         self._file: File | None = None
@@ -152,7 +154,7 @@ class BoardWriter(Listener):
         hidden = self.path.with_name(f"{self.path.name}.new")
         try:
             # The head is written before it is mapped: writing a mapped page without free memory kills the process.
-            hidden.write_bytes(self.since(EVERYTHING, len(self._steps)))
+            hidden.write_bytes(self.since(EVERYTHING, max(len(self._steps), len(self._evaluations))))
             file = File(hidden, "a+")
             head = mmap.mmap(file.fileno(), HEAD.size)
             hidden.replace(self.path)
@@ -185,17 +187,18 @@ class BoardWriter(Listener):
         if record is None:
             return
         self._list(record.num_microbatches)
-        self._keep(kind="step", record=encode_record(record))
+        self._keep(self._steps, kind="step", record=encode_record(record))
 
     def evaluated(self, step: int, loss: float) -> None:
-        self._keep(kind="evaluation", step=step, loss=number_or_word(loss))
+        self._keep(self._evaluations, kind="evaluation", step=step, loss=number_or_word(loss))
 
-    def _keep(self, **event: Any) -> None:
+    def _keep(self, kept: dict[int, bytes], **event: Any) -> None:
         """Append an event; a new file replaces one that is too large."""
-        self._bytes += len(self._put(self._steps, **event))
+        self._bytes += len(self._put(kept, **event))
         if self._bytes > MOST_BYTES:
-            while self._bytes > MOST_BYTES // 2 and len(self._steps) > 2:
-                self._bytes -= len(self._steps.pop(next(iter(self._steps))))
+            for each in self._evaluations, self._steps:
+                while self._bytes > MOST_BYTES // 2 and len(each) > 2:
+                    self._bytes -= len(each.pop(next(iter(each))))
             with suppress(OSError):
                 self._begin()
 
@@ -227,10 +230,10 @@ class BoardWriter(Listener):
         self.path, self._file, self._head = None, None, bytearray(self._head)
 
     def since(self, seen: int, most: int = MOST_SENT) -> bytes:
-        """Return the head, the header, and the events after number `seen`, of steps the latest `most`."""
+        """Return the head, the header, and the events after number `seen`, of each kind the latest `most`."""
         # The training thread writes other events meanwhile.
-        steps = list(self._steps.copy().items())[-most:]
-        new = [line for number, line in sorted((*self._program.items(), *steps)) if number > seen]
+        latest = [each for kept in (self._steps, self._evaluations) for each in list(kept.copy().items())[-most:]]
+        new = [line for number, line in sorted((*self._program.items(), *latest)) if number > seen]
         return b"".join([self._head[:], json_line(kind="header", **self.header), *new])
 
     def _write(self, state: State, step: int, action: int = NONE, missing: int = NONE, peer: int = NONE) -> None:

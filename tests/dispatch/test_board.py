@@ -193,3 +193,13 @@ def test_a_board_that_another_one_follows_holds_no_file(tmp_path):
     board = board_at(tmp_path / "worker-0")
     board.look()
     assert board.header["name"] == "second"
+
+
+def test_many_evaluations_leave_the_steps_on_the_board(writer):
+    """The demo evaluates 100 batches at its end: its summary, trace and page found no step."""
+    finish(writer, record(0))
+    for _ in range(1_000):
+        writer.evaluated(1, 2.5)
+    found = Board(writer.since)
+    assert [each.step for each in found.look()] == [0]
+    assert found.evaluations[-1] == (1, 2.5)
