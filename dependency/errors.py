@@ -165,7 +165,7 @@ class StageLost(PipeError, ConnectionError):
 
 
 def ends_epoch(error: BaseException) -> bool:
-    """Return whether an error only says that a worker is gone, and no worker has failed."""
+    """Return whether an error only reports a dead worker, and no worker has failed."""
     return isinstance(error, EpochEnds) or (isinstance(error, PeerLost) and error.cause is None)
 
 

@@ -54,7 +54,7 @@ def _sizes(said: int | str | None) -> tuple[int, ...]:
 class Parallelism:
     """How training is divided beyond the stages of a schedule."""
 
-    #: how many replicas of the pipeline there are, whose gradients are summed; see `replicating.py`
+    #: number of replicas of the pipeline, with gradients that are summed; see `replicating.py`
     replicas: int = _option(
         1, int, lambda count: count > 0, "must be a whole number of at least 1", False,
         least=1, help="replicas of the pipeline, which share the workers (1)",
@@ -69,7 +69,7 @@ class Parallelism:
         25.0, float, lambda size: 0 < size < float("inf"), "must be a size in MiB above 0; take 25",
         True, metavar="MIB", help="largest part of gradients that replicas exchange at once (25)",
     )  # fmt: skip
-    #: what has numbers far apart: the workers of each pipeline, or those of each stage
+    #: the workers with numbers far apart: of each pipeline, or of each stage
     spread: str = _option(
         "pipelines", str, lambda what: what in ("pipelines", "stages"),
         "must be pipelines, each over all hosts, or stages, each pipeline on as few hosts as can be; take stages",

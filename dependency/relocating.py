@@ -1,4 +1,4 @@
-"""A schedule on replicas without the workers that have died: live replicas of a stage host what the dead hosted.
+"""A schedule on replicas without the workers that have died: live replicas of a stage host the shards of the dead.
 
 Only `place` changes. The relation, the slots and the order of sums depend on the logical replica alone, so the proof
 that nothing deadlocks stays, and every bit stays.
@@ -42,7 +42,7 @@ class Relocated(Transformation):
         own = super().place(stage, route)
         if own not in self.gone:
             return own
-        # Of a schedule with several routes of its own, the same route of another replica: its slots differ.
+        # With several routes in a replica, the same route of another replica: its slots differ.
         own_routes = self.num_routes // self.parallelism.replicas
         alike = range(route % own_routes, self.num_routes, own_routes)
         for routes in alike, range(self.num_routes):
@@ -55,7 +55,7 @@ class Relocated(Transformation):
         return self if whole is self else relocated(whole, self.gone)
 
     def _carried(self, worker: int) -> list[int]:
-        """Return the workers of the whole schedule whose work `worker` does."""
+        """Return the workers of the whole schedule with work that `worker` does."""
         return sorted({super(Relocated, self).place(stage, route) for stage, route in self.hosted(worker)})
 
     def program(self, worker: int) -> Iterable[Action]:

@@ -168,7 +168,7 @@ def _refuse_training(loss_fn: object, training: Training) -> None:
 
 
 def refuse_untrainable(spec: Spec, loss_fn: object, training: Training, sharing: Sharing) -> None:
-    """Refuse impossible training options, and those that the schedule, or members of a worker, cannot honour."""
+    """Refuse training options that are impossible, or that the schedule or members of a worker cannot honour."""
     _refuse_training(loss_fn, training)
     sharing.refuse(spec, training)
     if training.log_grad_norm and not spec.takes_steps:

@@ -82,11 +82,11 @@ class Recovery:
     """Makes the calls of a process's worker, and lets it go on in another epoch where a worker has died.
 
     Args:
-        session: whose shards have been made.
+        session: with shards that have been made.
         maker: that has made them.
 
     Raises:
-        ConfigError: a model whose replicas do not hold the same.
+        ConfigError: replicas of the model differ.
     """
 
     def __init__(self, job: Job, session: ElasticRun, maker: ShardMaker) -> None:
@@ -97,19 +97,19 @@ class Recovery:
         self._root = self._place = place_of(job)
         #: calls since the last complete training step: made here, and known to be made by all workers
         self._made = self._ended = 0
-        #: whether the call under way has been made by all workers, as was told after a death
+        #: whether all workers have made the call under way, by the reports after a death
         self._all_made = False
         #: the facts of that step's result
         self._known: Any = None
         actor = self._actor
         actor.elastic = actor.recovers = actor.keeps_broken = True
         link.tell(kind=READY)
-        # When a worker trains, all are ready; and a peer that has never been heard would count as one that has left.
+        # When a worker trains, all are ready; and a peer without a message would count as one that has left.
         self.call(lambda actor: actor.exchange("elastic", None))
         at_exit(self._leave)
 
     def call(self, call: Callable[[WorkerActor], R], *, trains: bool = False) -> R:
-        """Return what `call` gives on the worker, which makes it again where a worker has died meanwhile.
+        """Return the result of `call` on the worker, which makes it again where a worker has died meanwhile.
 
         Args:
             trains: whether it is a training step, or the next one of a stream, and gives its result.
@@ -136,7 +136,7 @@ class Recovery:
                     return done  # type: ignore[no-any-return]
 
     def _note(self, result: Result) -> None:
-        """Remember what other workers may have to be told of a training step that is complete here."""
+        """Remember a training step that is complete here; other workers may need its result."""
         self._known, self._made, self._ended = result.known, 0, 0
         self._refuse_changing()
 
@@ -177,7 +177,7 @@ class Recovery:
         """Complete the training step under way if it stands, and return its result.
 
         Args:
-            known: of its result, as another worker has told; None: as far as this worker knows.
+            known: facts of its result, from another worker; None: as far as this worker knows.
         """
         broken = self._actor.broken
         step = None if broken is None else broken.training
@@ -195,7 +195,7 @@ class Recovery:
         self._place = place
 
     def _take_over(self, epoch: Roster) -> None:
-        """Undo what has been begun, and host what of the dead falls to this worker."""
+        """Undo begun steps, and host the shards of the dead that fall to this worker."""
         session, actor = self._session, self._actor
         actor.resume(actor.carrier, actor.step)
         spec = relocated(self._whole, epoch.gone)
@@ -214,7 +214,7 @@ class Recovery:
             link.tell(kind=RESUMED, step=actor.step + 1)
 
     def _refuse_changing(self) -> None:
-        """Refuse to host replicas whose forwards change their modules: such a state has died with its worker.
+        """Refuse to host replicas with forwards that change modules: such a state has died with its worker.
 
         Raises:
             StageLost: forwards change modules.
@@ -228,7 +228,7 @@ class Recovery:
 
     def _leave(self) -> None:
         """Leave when all workers have come to the end of their scripts, and so have all that they need of this one."""
-        with suppress(PipeError):  # which has been told, or says that others have left
+        with suppress(PipeError):  # which is known already, or a consequence of it
             if not self._actor.carrier.broken:
                 self.call(lambda actor: actor.exchange("end", None))
                 link.tell(kind=LEFT)

@@ -59,7 +59,7 @@ def make_actors(
 
 
 def elasticity(spec: Spec, job: Job | None, training: Training) -> Callable[[ElasticRun, ShardMaker], Recovery] | None:
-    """Return the call that makes what lets an elastic job go on, when shards are made; None: it is not elastic.
+    """Return the call that makes an elastic job's recovery when shards are made; None: the job is not elastic.
 
     Raises:
         ConfigError: it cannot go on without a worker.

@@ -91,7 +91,7 @@ class Session:
         self.recovery: Recovery | None = None
         #: the number of workers' deaths so far
         self.epoch = 0
-        #: the number that this process tells the script: 0 on the lowest live one
+        #: the number of this process for the script: 0 on the lowest live one
         self.process = 0 if job is None else job.rank
         #: None when the shards are made
         self._maker: ShardMaker | None = ShardMaker(partition, seed, training, self._members, divide)
@@ -189,7 +189,7 @@ class Session:
         return result
 
     def _inputs_now(self, batch: Microbatches, actor: WorkerActor, *, train: bool, what: str) -> StepInput:
-        """Return a worker's input where it hosts and reads what it does now."""
+        """Return a worker's input for the shards and rows that it has now."""
         return self._inputs.make(actor, batch.read_now(), train=train, what=what)
 
     def evaluate(self, batch: Microbatches, metric: LossFn | None) -> Result:
@@ -212,7 +212,7 @@ class Session:
     def stream(self, batches: Iterator[Tree]) -> Generator[tuple[Result, str], None, None]:
         """Train on one batch after the other; yield the result of each, and the name of its batch."""
         ahead = Prefetcher(batches, self.cut, most_open(self.spec) - 1)
-        #: by worker, with the epoch in which they have begun
+        #: by worker, with the epoch of their beginning
         streams: dict[WorkerActor, tuple[int, Generator[Result, None, None]]] = {}
         step = 0
 

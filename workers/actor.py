@@ -70,7 +70,7 @@ class WorkerActor(Context):
         self._streams: list[Stream] = []
         #: whether a stream that an error breaks off stays as it is, to be looked at, until `abandon_broken`
         self.keeps_broken = False
-        #: whether training goes on without workers that die, so that nothing is told of them here
+        #: whether training goes on without workers that die, so that no failure is reported here
         self.elastic = False
         self.broken: Stream | None = None
 

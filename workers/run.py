@@ -139,7 +139,7 @@ class Stream:
         return next((step for step in self._steps.values() if step.batch.train), None)
 
     def complete(self, known: tuple[Any, ...] | None) -> Result:
-        """Complete the oldest step from what this worker holds: other workers have made updates of it.
+        """Complete the oldest step from the payloads that this worker holds: other workers have made updates of it.
 
         Args:
             known: `Result.known` of another worker; None: this worker knows its own.

@@ -175,7 +175,7 @@ class Step:
 
     @property
     def stands(self) -> bool:
-        """Whether this worker knows that all workers hold what their updates of a step that commits need."""
+        """Whether this worker knows that all workers hold the needs of their updates of a step that commits."""
         told = T(*reduction_tree(self.batch.spec).own[self.state.part.worker])
         return self.tally.result is not None and told in self.tasks and self.state.has_finished(told)
 

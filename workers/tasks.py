@@ -68,7 +68,7 @@ def _turning(handler: Handler, lodging: Lodging, shard: Shard) -> Handler:
         try:
             return handler(ctx)
         finally:
-            lodging.turn(before)  # whose backward may have reached a milestone
+            lodging.turn(before)  # with a backward that may have reached a milestone
 
     return handles
 

@@ -276,7 +276,7 @@ class Checkpoints:
         return writing.path
 
     def _written(self, writing: Writing, failed: list[Any], needed: bool) -> list[Any]:
-        """Return what a worker tells of a checkpoint.
+        """Return a worker's report of a checkpoint.
 
         Also whether it completes it, whether a worker has died since, and whether the checkpoint has its name.
         """
@@ -286,7 +286,7 @@ class Checkpoints:
 
     @property
     def _is_first(self) -> bool:
-        """Whether this process is the one that tells the user."""
+        """Whether this process reports to the user."""
         return any(self._each(is_first_process))
 
     def _save(self, where: Path, keep: int | None, extra: Any, wait: bool, asked: bool) -> Path | None:

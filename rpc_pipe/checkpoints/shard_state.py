@@ -32,7 +32,7 @@ def shares(actor: WorkerActor) -> int:
 
 
 def column(actor: WorkerActor, route: int) -> int:
-    """Return the number of a route's rows among those of all routes and members."""
+    """Return the number of a route's rows among the rows of all routes and members."""
     return route * shares(actor) + (actor.members.index if actor.members is not None and actor.members.rows else 0)
 
 
@@ -111,7 +111,7 @@ def _sums(shard: Shard) -> dict[str, Tensor]:
 
 
 def described(shard: Shard, members: Members | None) -> dict[str, Any]:
-    """Return the rest of the state, as JSON; of members, with what each has alone."""
+    """Return the rest of the state, as JSON; of members, with the state that each has alone."""
     found = _described(shard)
     if members is None or not members.alone:
         return found
@@ -167,7 +167,7 @@ class Stages:
     Args:
         stages: as `described`, by stage or, where several routes own parts of it, by stage and route.
         tensors: names of all tensors of optimizers.
-        read: gives such tensors by name; of a tensor that members share, what is here.
+        read: gives such tensors by name; of a tensor that members share, the part here.
     """
 
     def __init__(

@@ -66,7 +66,7 @@ class Snapshot:
         epoch: int = 0,
     ) -> None:
         self.epoch = epoch
-        # Processes, each of which writes a part: workers, or their members.
+        # Processes that write a part each: workers, or their members.
         self._members = members = actor.members
         #: raises an error when a worker's list may not come any more
         self.look = actor.carrier.look_for_fault
@@ -306,7 +306,7 @@ class Writing(threading.Thread):
 
     @property
     def epoch(self) -> int:
-        """The epoch in which the snapshots were made."""
+        """The epoch of the snapshots."""
         return self._snapshots[0].epoch
 
     @property

@@ -1,4 +1,4 @@
-"""Epochs of an elastic job: who takes part, as the launcher decides, which sees processes end. Loads without torch.
+"""Epochs of an elastic job: the launcher sees processes end, and decides which take part. Loads without torch.
 
 launcher ──"e" and a line of JSON──> worker     another epoch begins: its number and the workers without which
 launcher <──"ready"── worker                    it can go on without others from here on
@@ -21,11 +21,11 @@ from ..dependency import EpochEnds
 if TYPE_CHECKING:
     from ..workers.transport.carrier import Carrier
 
-#: order of the launcher: another epoch begins, as a line of JSON says
+#: order of the launcher: another epoch begins, with a line of JSON
 EPOCH = b"e"
 #: messages of a worker: it can go on without others from here on; it goes on; it has all that it needs of others
 READY, RESUMED, LEFT = "ready", "resumed", "left"
-#: seconds that the launcher may take to see the end of a process, which a broken connection tells at once
+#: seconds that the launcher may take to see the end of a process, which breaks connections at once
 _WORD_S = 10.0
 
 
@@ -36,7 +36,7 @@ class Roster(NamedTuple):
     gone: frozenset[int] = frozenset()
 
     def order(self) -> bytes:
-        """Return what the launcher sends."""
+        """Return the launcher's line."""
         return EPOCH + json.dumps([self.number, sorted(self.gone)]).encode() + b"\n"
 
 
@@ -50,7 +50,7 @@ class Epochs:
         self._num_processes = num_processes
         self.now = Roster(0)
         self._left: set[int] = set()
-        #: what workers have died of, by worker; and when the last one died
+        #: causes of death, by worker; and the time of the last death
         self._died: dict[int, str] = {}
         self._died_at = 0.0
 
@@ -77,7 +77,7 @@ class Epochs:
         return code < 0 and list(come.values()) == [READY] * self._num_processes
 
     def lose(self, rank: int, code: int) -> str:
-        """Begin the epoch without a worker that was killed, and without those that have left; return a line on it."""
+        """Begin the epoch without a worker that was killed, and without workers that have left; return a line on it."""
         self.now = Roster(self.now.number + 1, self.now.gone | {rank})
         name = next((known.name for known in signal.Signals if known == -code), f"signal {-code}")
         self._died[rank], self._died_at = name, time.monotonic()
@@ -91,7 +91,7 @@ _newest = 0
 
 
 def read_order(descriptor: int, carriers: Iterable[Carrier]) -> None:
-    """Read the launcher's line, and let the worker leave what it waits for. For the thread that hears the launcher."""
+    """Read the launcher's line, and end the worker's wait. Called by the thread that reads the launcher's lines."""
     global _newest
     line = b""
     while not line.endswith(b"\n"):

@@ -86,7 +86,7 @@ class Reporter:
         self.console.print(text, markup=False)
 
     def progress(self, text: str) -> None:
-        """Show on stderr what goes on."""
+        """Show progress on stderr."""
         self.aside.print(text, markup=False)
 
     def line(self, workers: Sequence[int], text: str) -> None:

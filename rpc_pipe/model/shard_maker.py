@@ -192,7 +192,7 @@ class ShardMaker:
 
 
 def _kind(spec: Spec) -> Callable[..., Shard]:
-    """Return the class of a schedule's shards, with what it takes beyond a shard's own arguments."""
+    """Return the class of a schedule's shards, with the arguments that it takes beyond a shard's."""
     if not spec.synchronous:
         from ..workers.compute.stash import StashingShard
 

@@ -42,7 +42,7 @@ class Board:
         self._read_steps = False
 
     def look(self) -> list[StepRecord]:
-        """Return the steps that are new; only those of its latest pipeline. `evaluations` are new as well."""
+        """Return the new steps of its latest pipeline. `evaluations` are new as well."""
         found: list[StepRecord] = []
         self.evaluations = []
         read = self._since(self._seen)

@@ -51,7 +51,7 @@ def waiting_chain(lives: Mapping[int, Live], last_host: int) -> Sequence[int]:
 def behind(lives: Mapping[int, Live], end: int, members: int) -> int:
     """Return, of the running members of the worker that process `end` is of, the one whose action began first.
 
-    Members run alike: the others are further, and wait for it in a collective.
+    Members run alike: the rest are further, and wait for this member in a collective.
     """
     first = end - end % members
     running = [rank for rank in range(first, first + members) if rank in lives and lives[rank].state is State.RUNNING]

@@ -23,7 +23,7 @@ from .trace import Trace, step_ms
 
 #: steps kept in full, and points of the loss curve
 KEPT_STEPS, _KEPT_LOSSES = 64, 20_000
-#: steps whose held-out loss is kept
+#: steps with a held-out loss that is kept
 _KEPT_EVALUATED = 1_000
 #: number of recent steps for statistics of the present
 RECENT = 8

@@ -129,7 +129,7 @@ def tell(
 
 
 def summed_by_members(count: int) -> str:
-    """Return why numbers of a pipeline whose members share layers or norms may differ by rounding."""
+    """Return why numbers may differ by rounding where members share layers or norms."""
     return f"{count} members add up their parts of a layer's output, or of the norm of all gradients"
 
 

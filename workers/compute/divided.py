@@ -26,7 +26,7 @@ def like(tensor: Tensor, part: Tensor) -> Tensor:
 
 
 def part_of(whole: Tensor, tensor: Tensor) -> Tensor:
-    """Return a copy of what another tensor's layout has here of a whole tensor, without a message."""
+    """Return a copy of the part of a whole tensor that another tensor's layout has here, without a message."""
     if not hasattr(tensor, "device_mesh") or hasattr(whole, "device_mesh"):
         return whole
     from torch.distributed.tensor import distribute_tensor

@@ -1,4 +1,4 @@
-"""Weights of a stage on a worker that has several of its replicas: one replica updates them, the others are its guests.
+"""Weights of a stage on a worker that has several of its replicas: one replica updates them, the rest are its guests.
 
 Each replica has gradients of its own. Those of one are in place at a time, and those of the others are kept apart, so
 a guest costs the memory of its gradients and no second copy of weights or optimizer state.

@@ -112,7 +112,7 @@ class Members:
         It is a collective: to be used up on all members.
 
         Args:
-            first: names of the tensors whose values on the first member count.
+            first: names of the tensors with values that count on the first member.
         """
         # Sorted: a loaded optimizer has its state in the order of a set, another one in each process.
         for number, name in enumerate(sorted(name for name in tensors if not self._is_alone(name))):

@@ -128,7 +128,7 @@ class Shard:
         return self.lodging is not None and self.lodging.host is not self
 
     def lodge(self, host: Shard) -> None:
-        """Share the weights of `host`, another replica of the stage, and what trains them, which it alone changes."""
+        """Share weights and optimizer of `host`, another replica of the stage, which alone changes them."""
         if host.lodging is None:
             from .lodging import Lodging  # few workers have several replicas of a stage
 

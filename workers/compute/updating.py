@@ -220,7 +220,7 @@ class Updating:
             self.parameters[name].grad = None
 
     def lodge(self, host: Updating) -> None:
-        """Have what trains the weights of a host, to be read: it alone updates them."""
+        """Have the optimizer of a host, to be read: the host alone updates."""
         self.training, self.optimizer, self.lr_scheduler = host.training, host.optimizer, host.lr_scheduler
         self.scale, self.average, self.on_gradients = host.scale, host.average, host.on_gradients
 

@@ -85,7 +85,7 @@ class Delivery(Protocol):
         """Take an answer to `peer`, where it is to arrive. Return whether it is there for good, so was taken."""
 
     def use_device(self, way: DeviceWay | None) -> None:
-        """Let payloads go from this device to those of other workers, or stay on the device of several workers."""
+        """Let payloads go from this device to devices of other workers, or stay on the device of several workers."""
 
     def takes_from_device(self, peer: int, device: Any) -> bool:
         """Return whether an answer to `peer` may be a payload that stays on this device."""

@@ -27,7 +27,7 @@ class LocalPost:
 
     def __init__(self, group: dict[int, Carrier]) -> None:
         self._group = group
-        #: on which payloads stay that a worker of the same device takes
+        #: the device of payloads that another worker of it takes as they are
         self._device: Any = None
         self._wakeup = ThreadWakeup()
         self.notify = self._wakeup.notify

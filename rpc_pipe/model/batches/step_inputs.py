@@ -30,7 +30,7 @@ class StepEnd:
     Args:
         training: its `post_validation` decides whether updates may precede the norm of all gradients (and be undone);
             None: the schedule's choice.
-        commits: whether no worker updates before all hold what their updates need, so that a step can be undone.
+        commits: whether no worker updates before all hold the needs of their updates, so that a step can be undone.
 
     Raises:
         BatchError: post-validation is wanted and impossible.

@@ -57,7 +57,7 @@ def _marks(inputs: Tree, target: Tree, shape: torch.Size) -> Tensor | None:
 
 
 def _named(tree: Tree) -> Iterator[tuple[str, Any]]:
-    """Yield the named parts of a batch, also those inside of tuples."""
+    """Yield the named parts of a batch, inside of tuples, too."""
     if isinstance(tree, dict):
         yield from tree.items()
     elif isinstance(tree, (tuple, list)):

@@ -130,7 +130,7 @@ class PlaceholderFactory:
         shape: Sequence[int] | None = None,
         strides: Sequence[int] | None = None,
     ) -> Placeholder:
-        """Return a placeholder of the dtype of `tensor`, and of its shape and strides if no others are given."""
+        """Return a placeholder of the dtype of `tensor`, and of its shape and strides unless these are given."""
         shape, strides = tensor.shape if shape is None else shape, tensor.stride() if strides is None else strides
         with _unobserved(), torch.no_grad():
             made = torch.empty_strided(shape, strides, dtype=tensor.dtype, device="meta")

@@ -231,7 +231,7 @@ class ObservedStage:
 
 
 def _recent(held: dict[Any, _Held], form: Any, make: Callable[[], _Held]) -> _Held:
-    """Return what is held for a form of inputs, which is now the most recently used; drop the least recently used."""
+    """Return the value for a form of inputs, now the most recently used; drop the least recently used."""
     found = held[form] = held.pop(form) if form in held else make()
     while len(held) > _MOST_FORMS:
         del held[next(iter(held))]

@@ -1,4 +1,4 @@
-"""Scripts for new sizes of inputs, made of scripts that were observed at others and are alike but for their numbers.
+"""Scripts for new sizes of inputs, made of observed scripts that are alike but for their numbers.
 
 A number of a script, such as a dimension or an answer, either is constant or follows from sizes of the inputs. It is
 predicted if all formulas that fit the observations agree. Else the forward is observed at the new sizes, too.
@@ -24,7 +24,7 @@ from .stage_script import Script
 _MOST_SEEN = 8
 #: most paths of the forward for inputs of one form
 _MOST_ROUTES = 8
-#: the least size without a meaning of its own: torch broadcasts 1, and 0 is nothing
+#: the least size without a special meaning: torch broadcasts 1, and 0 is nothing
 _LEAST_SIZE = 2
 
 
@@ -56,7 +56,7 @@ class _Route:
         self.outline = outline
         #: (sizes of the inputs, numbers of the script) of each observation
         self._seen: list[tuple[Sequence[int], Sequence[int]]] = []
-        #: parts of the pattern whose numbers differ between observations: (path, part, column of each number)
+        #: parts of the pattern with numbers that differ between observations: (path, part, column of each number)
         self._varying: list[tuple[Path, Any, Sequence[tuple[int, ...]]]] = []
 
     def add(self, script: Script, sizes: Sequence[int], parts: Sequence[tuple[Path, Any]]) -> None:
@@ -102,7 +102,7 @@ class ScriptFamily:
         route.add(script, sizes, parts)
 
     def scripts_for(self, sizes: Sequence[int]) -> list[Script]:
-        """Return a script for each path whose numbers are known at these sizes, the last observed path first."""
+        """Return a script for each path with numbers that are known at these sizes, the last observed path first."""
         found = (route.script_for(sizes) for route in reversed(self._routes))
         return [script for script in found if script is not None]
 
@@ -141,7 +141,7 @@ def predictions(
 
 
 def _fitted(term: Sequence[int], column: Sequence[int]) -> tuple[int, bool] | None:
-    """Return the number at the last value of a term, and whether it is whole; None: the others are on no line."""
+    """Return the number at the last value of a term, and whether it is whole; None: earlier values lie on no line."""
     pairs = sorted(zip(term, column, strict=False))
     (x0, y0), (x1, y1) = pairs[0], pairs[-1]
     if x0 == x1 or any((y - y0) * (x1 - x0) != (y1 - y0) * (x - x0) for x, y in pairs):

@@ -87,7 +87,7 @@ class Script:
         self._to_the_end = observation.to_the_end
         self._changed = observation.changed
         self._choices = assignment.choices
-        #: whether it was made of others, and no forward has followed it yet
+        #: whether it was made for new sizes, and no forward has followed it yet
         self.is_new = False
         #: whether the attributes have been compared that a forward leaves which ends with the stage's last event
         self.is_settled = self.is_last or self._to_the_end

@@ -34,7 +34,7 @@ from .timed_block import Forward, TimedBlock
 
 __all__ = ["OPTIMIZERS", "UserModel", "load_user_model", "profile_model", "rows_of", "signature"]
 
-#: called with the share of the blocks that are measured, 0 to 1, and a note of what is measured now
+#: called with the share of the blocks that are measured, 0 to 1, and a note on the present measurement
 Progress = Callable[[float, str], None]
 #: costs by block, time of a stage besides its block by kind, parameters that blocks share
 _Measured = tuple[list[LayerCost], dict[Kind, float], tuple[Tie, ...]]
