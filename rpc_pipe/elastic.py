@@ -4,30 +4,46 @@
 
 `T` of a step exists only when every worker holds all that its updates need, and no update runs before it. So if no live
 worker knows `T`, none has updated, and the step is undone and repeated; if one knows it, all complete their updates.
+Newcomers come, and workers that are evicted go, between two steps: all rest after the same one, and none is repeated.
 Of any other call (an evaluation, a gather) a worker returns when all workers have made it. So a call that one worker
 has not made is made once more by all, where each worker stands in its script.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import signal
+import threading
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from .dependency import ConfigError, PipeError, Spec, StageLost, check, ends_epoch
+from .checkpoints.newcomer import Journal, Repetition, state_of, take_state
+from .dependency import ConfigError, EpochEnds, PipeError, Spec, StageLost, Stalled, check, ends_epoch
 from .dependency.relocating import relocated
 from .launching import launcher_link as link
-from .launching.epochs import LEFT, READY, RESUMED, Roster, next_epoch, refuse_old
+from .launching.epochs import (
+    CAUGHT_UP,
+    EVICTED,
+    LEFT,
+    READY,
+    RESTS,
+    RESUMED,
+    Roster,
+    has_begun,
+    next_epoch,
+    refuse_old,
+)
 from .launching.job import Job
 from .launching.joining import drop, join
-from .launching.meeting_place import place_of
+from .launching.meeting_place import place_of, root_of
 from .system.at_exit import at_exit
 from .workers.actor import WorkerActor
 from .workers.compute.result import Result
 from .workers.compute.torch_internals import BatchNorm
 
 if TYPE_CHECKING:
+    from .model.batches.step_inputs import StepEnd
     from .model.shard_maker import ShardMaker
     from .workers.compute.shard import Shard
     from .workers.compute.updating import Training
@@ -42,6 +58,9 @@ class ElasticRun(Protocol):
     actors: list[WorkerActor]
     epoch: int
     process: int
+    end: StepEnd
+    facts: dict[str, Any]
+    settle: Callable[[], object]
 
     @property
     def shards(self) -> Iterator[Shard]:
@@ -85,6 +104,10 @@ class Recovery:
         session: with shards that have been made.
         maker: that has made them.
 
+    Attributes:
+        journal: of the results of calls, for newcomers.
+        repetition: of a newcomer: the calls until it takes part.
+
     Raises:
         ConfigError: replicas of the model differ.
     """
@@ -94,19 +117,33 @@ class Recovery:
         self._session, self._maker, self._actor = session, maker, session.actors[0]
         #: the schedule with all its workers
         self._whole = session.spec
-        self._root = self._place = place_of(job)
+        self._root, self._place = root_of(job), place_of(job)
         #: calls since the last complete training step: made here, and known to be made by all workers
         self._made = self._ended = 0
         #: whether all workers have made the call under way, by the reports after a death
         self._all_made = False
-        #: the facts of that step's result
+        #: the facts of that step's result, and the epoch in which it came
         self._known: Any = None
+        self._noted_in = -1
+        self._told_caught_up = self._is_evicted = self._is_gone = False
+        self.journal = Journal(self._root.folder())
+        self.repetition: Repetition | None = None
         actor = self._actor
         actor.elastic = actor.recovers = actor.keeps_broken = True
+        at_exit(self._leave)
+        if job.newcomer:
+            self.repetition = Repetition(self.journal, self._take_part, self._look)
+            session.process = actor.worker or -1  # a newcomer does not log what has been logged
+            return
         link.tell(kind=READY)
+        self._heed_eviction()
         # When a worker trains, all are ready; and a peer without a message would count as one that has left.
         self.call(lambda actor: actor.exchange("elastic", None))
-        at_exit(self._leave)
+
+    @property
+    def repeats(self) -> bool:
+        """Whether this process is a newcomer that does not take part yet."""
+        return self.repetition is not None and self.repetition.behind
 
     def call(self, call: Callable[[WorkerActor], R], *, trains: bool = False) -> R:
         """Return the result of `call` on the worker, which makes it again where a worker has died meanwhile.
@@ -115,6 +152,8 @@ class Recovery:
             trains: whether it is a training step, or the next one of a stream, and gives its result.
         """
         while True:
+            if self._is_gone:
+                raise SystemExit(0)
             try:
                 done: Any = call(self._actor)
                 if trains:
@@ -137,30 +176,39 @@ class Recovery:
 
     def _note(self, result: Result) -> None:
         """Remember a training step that is complete here; other workers may need its result."""
+        assert result.loss is not None
         self._known, self._made, self._ended = result.known, 0, 0
+        self._noted_in = self._session.epoch
+        self.journal.write(self._actor.step, result.loss, result.norm)
         self._refuse_changing()
 
-    def _go_on(self, error: PipeError) -> Result | None:
+    def _go_on(self, error: PipeError, epoch: Roster | None = None) -> Result | None:
         """Go on in the next epoch; return the result of the training step under way if it stands, else None."""
         actor, stood = self._actor, None
         while True:
-            epoch = next_epoch(error)
+            epoch = epoch or next_epoch(error)
             try:
                 stood = self._complete() or stood
                 self._meet(epoch)
-                told = actor.exchange("epoch", [actor.step, self._made, self._ended, self._known])
-                top, *_, known = max(told, key=lambda each: int(each[0]))
-                if actor.step < top:
+                step = -1 if self.repeats else actor.step
+                told = actor.exchange("epoch", [step, self._made, self._ended, self._known, self._session.facts])
+                top, *_, known, facts = max(told, key=lambda each: int(each[0]))
+                comes = {
+                    worker for worker, each in zip(sorted(actor.carrier.workers), told, strict=True) if each[0] < 0
+                }
+                if actor.worker in comes:
+                    self._begin_at(top, known, facts)
+                elif step < top:
                     stood = self._complete(known) or stood
                 else:
                     # A worker that is behind in training has made no call since.
-                    self._settle([(made, ended) if step == top else (0, 0) for step, made, ended, _ in told])
-                self._take_over(epoch)
+                    self._settle([(made, ended) if step == top else (0, 0) for step, made, ended, *_ in told])
+                self._take_over(epoch, comes)
                 return stood
             except PipeError as another:
                 if not ends_epoch(another):
                     raise
-                error = another
+                error, epoch = another, None
 
     def _settle(self, told: list[tuple[int, int]]) -> None:
         """Decide whether the call that has been made here was made by all live workers, or is made once more.
@@ -192,19 +240,28 @@ class Recovery:
         drop(self._place)
         place = self._root.sub(f"epoch {epoch.number}", self._root.workers - epoch.gone)
         self._actor.begin_epoch(join(place, partial(refuse_old, epoch.number)))
+        self._actor.rest_requested = False  # before workers go on: the launcher then asks once more
         self._place = place
 
-    def _take_over(self, epoch: Roster) -> None:
-        """Undo begun steps, and host the shards of the dead that fall to this worker."""
+    def _take_over(self, epoch: Roster, comes: Collection[int]) -> None:
+        """Undo begun steps, give newcomers their state, and host the shards that fall to this worker."""
         session, actor = self._session, self._actor
         actor.resume(actor.carrier, actor.step)
         spec = relocated(self._whole, epoch.gone)
         check(spec, actor.worker)
-        held = dict(actor.shards)
+        self._give_state(relocated(self._whole, epoch.gone | frozenset(comes)), sorted(comes))
+        held = {place: shard for place, shard in actor.shards.items() if place in spec.hosted(actor.worker)}
+        for place, shard in actor.shards.items():
+            if place not in held and shard.lodging is not None:
+                shard.lodging.leave(shard)
         for stage, route in spec.hosted(actor.worker):
             if (stage, route) not in held:
                 like = next(shard for (other, _), shard in held.items() if other == stage)
                 held[stage, route] = self._maker.guest(spec, stage, route, like, actor.backend.device)
+        lodgings = [shard.lodging for shard in held.values()]
+        for shard in held.values():
+            if lodgings.count(shard.lodging) == 1:  # its guests have left
+                shard.lodging = None
         actor.host(dict(sorted(held.items())))
         session.begin(spec)
         session.epoch = epoch.number
@@ -212,6 +269,78 @@ class Recovery:
         self._refuse_changing()
         if session.process == 0:
             link.tell(kind=RESUMED, step=actor.step + 1)
+
+    def _give_state(self, spec: Spec, comes: Collection[int]) -> None:
+        """Give each newcomer the state of a live replica of its stages.
+
+        Args:
+            spec: without newcomers.
+        """
+        actor = self._actor
+        for taker, (stage, route) in ((each, place) for each in comes for place in self._whole.hosted(each)):
+            giver, own = spec.place(stage, route), None
+            if actor.worker == giver:
+                has = (shard for (other, _), shard in actor.shards.items() if other == stage and not shard.is_guest)
+                own = state_of(next(has))
+            if (given := actor.hand(f"state of {stage}/{route}", own, [giver], [taker])) is not None:
+                take_state(actor.shards[stage, route], route, self._whole.num_routes, given[0])
+
+    # --- coming and going between two steps
+
+    def rest(self) -> None:
+        """Rest after a step with all workers, until the launcher begins another epoch."""
+        if self._session.epoch == self._noted_in:
+            self._session.settle()
+        if self._session.epoch != self._noted_in:  # a worker has died since the step
+            return
+        self._made = self._ended = 0
+        link.tell(kind=RESTS, goes=self._is_evicted)
+        late = Stalled(f"worker {self._actor.worker} rests after step {self._actor.step}, and another one does not")
+        epoch = next_epoch(late, self._actor.stall_s)  # until then others may need payloads of this worker
+        if self._actor.worker in epoch.gone:
+            drop(self._place)
+            self._is_gone, self._session.process = True, -1
+            raise SystemExit(0)
+        self._go_on(late, epoch)
+
+    def _heed_eviction(self) -> None:
+        """Let this worker go after the step when it is sent SIGTERM."""
+
+        def evict(number: int, frame: object) -> None:
+            signal.signal(number, signal.SIG_DFL)  # a second one kills
+            self._is_evicted = True
+            threading.Thread(target=link.tell, kwargs={"kind": EVICTED}, daemon=True).start()  # `tell` has a lock
+
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, evict)
+
+    def _take_part(self) -> bool:
+        """Take part if the launcher has begun an epoch with this newcomer; return whether it does."""
+        if not self._told_caught_up:
+            self._told_caught_up = True
+            link.tell(kind=CAUGHT_UP)
+        if not has_begun() or self.journal.read() is not None:
+            return False
+        self._made = self._ended = 0
+        self._go_on(EpochEnds("a newcomer comes"))
+        self._heed_eviction()
+        return True
+
+    def _begin_at(self, step: int, known: tuple[Any, ...], facts: dict[str, Any]) -> None:
+        """Begin after a step that other workers have made."""
+        assert self.repetition is not None
+        parts, norm, finite = known
+        result = Result(parts, {})
+        result.norm_tensor, result.finite_tensor = norm, finite
+        self._known, self.repetition.stopped = known, result.stop
+        self._session.facts.update(facts)
+        self._session.end.observe_result(result)
+        self._actor.go_on_at(step, 0)
+
+    def _look(self) -> None:
+        """End a newcomer that is asked to stop before it takes part."""
+        if self._actor.stop_requested:
+            raise SystemExit(0)
 
     def _refuse_changing(self) -> None:
         """Refuse to host replicas with forwards that change modules: such a state has died with its worker.
@@ -228,6 +357,8 @@ class Recovery:
 
     def _leave(self) -> None:
         """Leave when all workers have come to the end of their scripts, and so have all that they need of this one."""
+        if self._is_gone or self.repeats:
+            return
         with suppress(PipeError):  # which is known already, or a consequence of it
             if not self._actor.carrier.broken:
                 self.call(lambda actor: actor.exchange("end", None))

@@ -6,7 +6,6 @@ The same program runs alone, with all workers as threads of one process, or as o
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import cached_property
@@ -166,6 +165,9 @@ class Pipeline(Inspected):
 
     def _made(self) -> None:
         """Go on when the shards of this process's workers are made."""
+        self._session.settle = self.checkpoints.rest
+        if (recovery := self._session.recovery) is not None and recovery.repetition is not None:
+            self.checkpoints.results = recovery.repetition
         if self._compile is not None:
             for shard in self._session.shards:
                 shard.slice.compile(self._compile)
@@ -265,10 +267,13 @@ class Pipeline(Inspected):
         pair = None if metric is None else self.partition.pair_for_metric
         cut = self._session.cut(batch, microbatches, pair, whole=True)
         if self.replaying:
-            return math.nan, 1.0
+            return self.checkpoints.results.evaluated()
         result = self._session.evaluate(cut, metric)
         assert result.loss is not None
-        return result.loss, result.divisor if result.summed else cut.rows
+        found = result.loss, result.divisor if result.summed else cut.rows
+        if self._session.recovery is not None:
+            self._session.recovery.journal.write(0, *found)
+        return found
 
     @shown_plainly
     def predict(self, inputs: Tree, *, to: int | Collection[int] | None = None) -> Tree:
@@ -381,4 +386,6 @@ class Pipeline(Inspected):
         self.checkpoints.note_step(result.loss, batch, result.norm, result.rows)
         self.checkpoints.after(self.steps_done, result.stop)
         self._reports.tell(result.loss)
+        if result.rest and self._session.recovery is not None:
+            self._session.recovery.rest()
         return result.loss

@@ -53,6 +53,8 @@ class Session:
     Attributes:
         due: tells whether a checkpoint is written after so many steps.
         made: called when the shards are made.
+        settle: called before workers come or go: completes a checkpoint that is being written.
+        facts: that all workers have agreed on, as JSON, by name; newcomers get them.
         described: the settings that must be equal on all workers, in one line.
         name, config: of the model, as checkpoints tell; None before the shards are made.
     """
@@ -76,6 +78,8 @@ class Session:
         self.ordering = ordering
         self.due: Callable[[int], bool] = lambda step: False
         self.made: Callable[[], None] = lambda: None
+        self.settle: Callable[[], object] = lambda: None
+        self.facts: dict[str, Any] = {}
         self._recover = recover
         self.described = self.name = ""
         self.config: Any = None
@@ -138,9 +142,9 @@ class Session:
         if self._members is not None:
             self._members.look({n: t for shard in self.shards for n, t in shard.state_dict().items()})
         maker.end(list(self.shards))
-        self.made()
         if self._recover is not None:
             self.recovery = self._recover(self, maker)
+        self.made()
 
     # --- steps
 
@@ -273,6 +277,8 @@ class Session:
 
     def gather(self, name: str, value: Callable[[WorkerActor], Tree]) -> list[Tree] | None:
         """Return `value(actor)` of all workers, in order, on the first worker; None on the others."""
+        if self.recovery is not None and self.recovery.repeats:
+            return None
         return self.each(lambda actor: actor.gather(name, value(actor)))[0]
 
     def close(self) -> None:

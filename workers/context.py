@@ -45,6 +45,8 @@ class Context:
     given: Payload | None = None
     #: set by signal handlers or the caller; all workers then stop after the same step (see Result.stop)
     stop_requested: bool = False
+    #: set by the launcher of an elastic job; all workers then rest after the same step (see Result.rest)
+    rest_requested: bool = False
 
     @property
     def learning_rate(self) -> float | None:

@@ -107,6 +107,8 @@ def _collect_loss(ctx: ActionContext) -> Payload:
     parts = [part for payload in _taken(ctx, C) for part in unpack(payload)]
     if step.batch.spec.last_stage in (stage for stage, _ in worker.shards) and _is_first_node(ctx):
         part: dict[str, Tree] = {"stop": worker.stop_requested}
+        if worker.rest_requested:
+            part["rest"] = True
         if step.batch.targets is not None:
             part |= step.tally.losses.tree()
         parts.append(part)

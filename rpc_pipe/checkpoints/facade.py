@@ -30,6 +30,8 @@ class Run(Protocol):
     recovery: Any
     #: the number of workers' deaths so far
     epoch: int
+    #: that all workers have agreed on, as JSON
+    facts: dict[str, Any]
 
     @property
     def is_first(self) -> bool:
@@ -67,7 +69,6 @@ class Checkpoints:
         self.averaged = False
         #: the claimed folder, and the claiming job
         self._claimed: tuple[Path, set[str], dict[str, Any]] | None = None
-        self._job: dict[str, Any] | None = None
         #: whether the last checkpoint of `every` could not be written, which is reported once
         self._goes_without = False
         #: whether the last checkpoint is not complete because a worker has died
@@ -103,11 +104,11 @@ class Checkpoints:
     @property
     def job(self) -> dict[str, Any]:
         """The facts of this job in its checkpoints; all workers make the same call."""
-        if self._job is None:
+        if "job" not in self._run.facts:
             from .series import job_of
 
-            self._job = self._each(job_of)[0]
-        return self._job
+            self._run.facts["job"] = self._each(job_of)[0]
+        return self._run.facts["job"]  # type: ignore[no-any-return]
 
     def load(self, folder: str | Path, *, anew: bool = False) -> Restored:
         """Continue from a checkpoint, or from the newest complete one in `folder`.
@@ -128,6 +129,10 @@ class Checkpoints:
         from .shard_state import shares
 
         where = path_of(folder)
+        if self._run.recovery is not None and self._run.recovery.repeats:
+            raise ConfigError(
+                "checkpoints.load: a newcomer has the state of a live worker; resume by --resume, which it leaves out"
+            )
         self.refuse_averaged("checkpoints.load")
         self.settle()
         job = self.job  # with the learning rate of the script
@@ -201,6 +206,13 @@ class Checkpoints:
 
     # --- called by the pipeline
 
+    def rest(self) -> None:
+        """Complete what is being written, and leave the folder, before other processes take part."""
+        from . import folder
+
+        self.settle()
+        folder.release()
+
     def due(self, step: int) -> bool:
         """Return whether a checkpoint is written after a number of steps."""
         return self._every is not None and step % self._every[0] == 0
@@ -224,7 +236,11 @@ class Checkpoints:
             # A faster worker waits here for the slower ones: one of them may have been asked to stop.
             stop = any(self._each(lambda actor: everywhere(actor, "steps skipped", stop))[0])
             self._put(self._resumed[0])
-        return loss, stop
+            if self._run.recovery is not None:
+                self._run.recovery.journal.write(
+                    self.results.steps_done(next(iter(actors)).step), loss, self.results.norm
+                )
+        return loss, stop or self.results.stopped
 
     def note_step(self, loss: float, batch: str, norm: float | None, rows: int) -> None:
         """Remember the result of a training step; earlier checkpoints are not written again."""

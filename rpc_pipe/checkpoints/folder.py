@@ -49,7 +49,8 @@ _MOST_NOTED = 300
 _OF_WORKERS = b"RANK="
 
 #: files that are open while this process runs; a lock would go with the first descriptor of its file that is closed
-_held: set[tuple[int, int]] = set()
+#: the locked folders, with the descriptors of their locks
+_held: dict[tuple[int, int], int] = {}
 
 
 def named(folder: Path) -> list[Path]:
@@ -212,9 +213,15 @@ def hold(folder: Path) -> None:
                     f"checkpoint folder {folder}: another job writes there, {who}; end it, or name another folder"
                 )
             time.sleep(_PAUSE_S)
-        _held.add(_identity(os.fstat(file)))
+        _held[_identity(os.fstat(file))] = file
         os.ftruncate(file, 0)
         os.write(file, f"process {os.getpid()} of {socket.gethostname()}".encode())
+
+
+def release() -> None:
+    """Let another process of the job write checkpoints."""
+    while _held:
+        os.close(_held.popitem()[1])
 
 
 def _identity(found: os.stat_result) -> tuple[int, int]:

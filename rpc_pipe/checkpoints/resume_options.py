@@ -40,9 +40,19 @@ def try_checkpoints(every: int | None, folder: str, keep: int | None, resume: st
             raise ConfigError(f"--checkpoint-folder {folder}: cannot be written: {error.strerror}") from error
 
 
-def follow(pipe: _ResumedPipeline, every: int | None, folder: str, keep: int | None, resume: str | None) -> str:
-    """Apply the options to the new pipeline of a script that starts from its first call; return a line for the user."""
+def follow(
+    pipe: _ResumedPipeline, every: int | None, folder: str, keep: int | None, resume: str | None, *, anew: bool = True
+) -> str:
+    """Apply the options to the new pipeline of a script that starts from its first call; return a line for the user.
+
+    Args:
+        anew: whether the job begins; else this process comes into one, which has its folder, and its state.
+    """
     told = ""
+    if not anew:
+        if every is not None:
+            pipe.checkpoints.every(every, folder, keep=keep)
+        return told
     # Before the folder is taken, which records its last job.
     typed = pipe.checkpoints.go_on_with(folder) if resume == "auto" else _typed(resume)
     # A restarted job goes on from its checkpoint, whatever options it began with.

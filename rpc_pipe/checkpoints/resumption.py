@@ -25,7 +25,10 @@ class Resumption:
         batch: name of the batch of the last training step, if it has one.
         loss: of the last training step.
         norm: of the gradients of the last training step, if it was asked for.
+        stopped: whether the last skipped step was the last of all.
     """
+
+    stopped = False
 
     def __init__(self, about: Mapping[str, Any] = {}) -> None:
         self.batch, self.loss = str(about.get("batch", "")), float(about.get("loss", math.nan))
@@ -74,6 +77,10 @@ class Resumption:
                 "again without --resume"
             )
         return math.nan if self.behind else self.loss
+
+    def evaluated(self) -> tuple[float, float]:
+        """Return the value of an evaluation that is skipped, and its weight."""
+        return math.nan, 1.0
 
     def note_step(self, loss: float, batch: str, norm: float | None, rows: int) -> None:
         """Remember the result of a training step."""

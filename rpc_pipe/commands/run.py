@@ -72,6 +72,8 @@ def add(commands: Any) -> None:
     parser.add_argument("--max-restarts", type=whole(0), metavar="N", help="restart up to N times after failures (0)")
     gone = "go on without workers that die: live replicas of their stages do their work (docs/elastic.md)"
     parser.add_argument("--elastic", action="store_true", help=gone)
+    back = "with --elastic: start a process in the place of a worker that has died; it takes part after a step"
+    parser.add_argument("--rejoin", action="store_true", help=back)
     kept = parser.add_argument_group("checkpoints")
     kept.add_argument("--checkpoint-every", type=whole(1), metavar="STEPS", help="write one every so many steps")
     kept.add_argument("--checkpoint-folder", metavar="FOLDER", help="their folder, for all workers (checkpoints)")
@@ -158,8 +160,9 @@ def how(typed: Mapping[str, Any]) -> How:
     shown, workers = typed.get("log_workers"), typed.get("workers", PipeOptions.workers)
     if beyond := [worker for worker in shown or () if worker >= workers]:
         refuse_typed({"log_workers": beyond}, ["log_workers"], f"there are workers 0 to {workers - 1}")
-    restarts, elastic = typed.get("max_restarts", 0), "elastic" in typed
-    return How(typed.get("threads"), typed.get("port"), transport, restarts, log_workers=shown, elastic=elastic)
+    epochs = {"elastic": "elastic" in typed, "rejoins": "rejoin" in typed}
+    threads, port, restarts = typed.get("threads"), typed.get("port"), typed.get("max_restarts", 0)
+    return How(threads, port, transport, restarts, log_workers=shown, **epochs)
 
 
 def follow_plan(typed: dict[str, Any]) -> dict[str, Any]:
@@ -198,6 +201,8 @@ def refuse_idle(typed: dict[str, Any], job: Job | None) -> None:
         refuse_typed(typed, ["port"], "has no effect with --transport local; leave it out")
     if "elastic" in typed and os.environ.get(TRANSPORT, TRANSPORTS[0]) != "zmq":
         refuse_typed(typed, ["elastic"], "needs --transport zmq: torch RPC begins once in the life of a process")
+    if "elastic" not in typed:
+        refuse_typed(typed, ["rejoin"], "needs --elastic: without it the job ends when a worker dies")
     if job is None or link.present():
         return
     refuse_typed(typed, ["elastic"], "torchrun ends all workers when one dies; start the job by rpc-pipe run")

@@ -100,7 +100,7 @@ class _ScriptEnd:
         if self._typed.keys() & CHECKPOINTS:
             from ..checkpoints.resume_options import follow
 
-            told = follow(pipe, *typed_checkpoints(self._typed))
+            told = follow(pipe, *typed_checkpoints(self._typed), anew=not self._job.newcomer)
             if told and pipe.worker == 0:
                 link.tell(kind="text", text=told)
         if self._wants_steps:

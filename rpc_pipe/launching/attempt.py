@@ -13,7 +13,7 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from ..dependency import ConfigError
 from ..tracing.board import Live, State
@@ -22,13 +22,10 @@ from ..tracing.layout import layout
 from ..tracing.run_summary import figures
 from ..tracing.stall_report import waits_for_unseen
 from ..tracing.view import View
-from .job import FAILED, INTERRUPTED, WRONG_INPUT
+from .job import FAILED, INTERRUPTED, NEWCOMER, WRONG_INPUT
 from .printed import PATIENCE_S, Printed
 from .report import Reporter
 from .worker_process import Logs, WorkerEvent, WorkerProcess, hear
-
-if TYPE_CHECKING:
-    from .epochs import Epochs
 
 #: seconds to wait for a cause after a consequence was reported
 _GRACE_S = 3.0
@@ -59,6 +56,7 @@ class Attempt:
         boards: the workers' boards; None: none.
         log_workers: the workers whose printed lines are shown; None: all.
         elastic: whether the job goes on without workers that die.
+        rejoins: whether processes are started in their places.
     """
 
     def __init__(
@@ -68,14 +66,10 @@ class Attempt:
         boards: RunBoards | None,
         log_workers: Collection[int] | None = None,
         elastic: bool = False,
+        rejoins: bool = False,
     ) -> None:
         self._printed = Printed(range(num_processes) if log_workers is None else log_workers, reporter.line)
         self._reporter, self._boards = reporter, boards
-        self._epochs = None
-        if elastic:
-            from .epochs import Epochs  # few jobs are
-
-            self._epochs = Epochs(num_processes)
         self._num_processes = num_processes
         self._view = View()
         #: progress of each worker that has begun to meet the other workers: "joining", "joined"
@@ -91,6 +85,12 @@ class Attempt:
         self._told_stall = self._told_joining = self._told_layout = False
         #: the started processes
         self.workers: list[WorkerProcess] = []
+        self._epochs = None
+        if elastic:
+            from .epochs import Epochs  # few jobs are
+
+            comes = self._start_newcomer if rejoins else None
+            self._epochs = Epochs(num_processes, self.workers, reporter.text, comes)
 
     def start(self, command: list[str], environment: dict[str, str], logs: Logs) -> None:
         """Start the processes.
@@ -98,12 +98,19 @@ class Attempt:
         Raises:
             ConfigError: the system cannot start one.
         """
+        self._how = command, environment, logs
         for rank in range(self._num_processes):
             try:
                 self.workers.append(WorkerProcess(rank, command, environment, logs))
             except OSError as error:
                 which = f"--workers {self._num_processes}: worker {rank}"
                 raise ConfigError(f"{which} cannot be started: {error}; start fewer, or see ulimit -a") from error
+
+    def _start_newcomer(self, rank: int) -> None:
+        command, environment, logs = self._how
+        del self._ended[rank]
+        self.workers[:] = [worker for worker in self.workers if worker.rank != rank]
+        self.workers.append(WorkerProcess(rank, command, {**environment, NEWCOMER: "on"}, logs))
 
     def watch(self, tick: Callable[[], None]) -> Cause | None:
         """Return the cause of the failure; None: all workers have completed their work, or were stopped.
@@ -142,8 +149,8 @@ class Attempt:
 
     @property
     def deaths(self) -> str:
-        """A line on the workers without which an elastic job has gone on; "" if there are none."""
-        return "" if self._epochs is None else self._epochs.summary()
+        """Lines on the epochs of an elastic job in which workers have died or come; "" if there are none."""
+        return "" if self._epochs is None else self._epochs.summary
 
     def figures(self) -> dict[str, Any] | None:
         """Return the figures of the run as its workers have shown it, for JSON; None if no step is complete."""
@@ -177,6 +184,8 @@ class Attempt:
 
     def _told(self, rank: int, message: dict[str, Any]) -> None:
         kind = message["kind"]
+        if self._epochs is not None and self._epochs.takes(rank, message):
+            return
         if kind == "failure":
             self._failed(rank, message["error"], message["text"])
         elif kind == "done":
@@ -186,10 +195,6 @@ class Attempt:
             self._come[rank] = kind
         elif kind == "ready":
             self._come[rank] = kind
-        elif kind == "resumed" and self._epochs is not None:
-            self._reporter.text(self._epochs.resumes(message["step"]))
-        elif kind == "left" and self._epochs is not None:
-            self._epochs.leaves(rank)
         elif kind == "wrong input":
             self._cause = self._cause or Cause("", message["text"] + self._who_is_missing(rank), WRONG_INPUT)
         else:
@@ -221,7 +226,7 @@ class Attempt:
         return of_stall(told, culprit, view.latest.lives, [*calls, *stacks], view.latest.now_ns)
 
     def _blame_death(self, rank: int, code: int) -> None:
-        if self._epochs is not None and self._survive(self._epochs, rank, code):
+        if self._epochs is not None and self._epochs.survives(rank, code, self._come):
             return
         if code == INTERRUPTED or rank in self._done or rank in self._consequences:
             return
@@ -230,20 +235,6 @@ class Attempt:
         # A script may call os._exit after its work, but not in the middle of a step.
         if code != 0 or (live is not None and live.state in (State.RUNNING, State.WAITING)):
             self._cause = self._cause or of_death(rank, code, live, self._lines[rank])
-
-    def _survive(self, epochs: Epochs, rank: int, code: int) -> bool:
-        """Let the other workers of an elastic job go on without a worker; return whether they can."""
-        if epochs.is_over(rank):
-            return True
-        if not epochs.can_lose(code, self._come):
-            return False
-        self._reporter.text(epochs.lose(rank, code))
-        for worker in self.workers:
-            if worker.rank == rank:
-                worker.kill()  # what it has started
-            elif worker.rank not in self._ended:
-                worker.order(epochs.now.order())
-        return True
 
     def _live(self, rank: int) -> Live | None:
         """Return the last state of a worker; None: it shows none."""

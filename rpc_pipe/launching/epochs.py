@@ -1,7 +1,11 @@
 """Epochs of an elastic job: the launcher sees processes end, and decides which take part. Loads without torch.
 
 launcher ──"e" and a line of JSON──> worker     another epoch begins: its number and the workers without which
+launcher ──"p"──> worker                        rest with all workers after a step, until another epoch begins
 launcher <──"ready"── worker                    it can go on without others from here on
+launcher <──"caught up"── newcomer              it has made the calls of the script so far, and can take part
+launcher <──"evicted"── worker                  it was sent SIGTERM, and goes when all rest
+launcher <──"rests"── worker                    it has come to the end of the step
 launcher <──"resumed"── worker                  the lowest live one: the workers go on
 launcher <──"left"── worker                     it needs no other worker more
 """
@@ -13,106 +17,236 @@ import os
 import queue
 import signal
 import time
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from ..dependency import EpochEnds
+from ..dependency import EpochEnds, PipeError
 
 if TYPE_CHECKING:
     from ..workers.transport.carrier import Carrier
 
-#: order of the launcher: another epoch begins, with a line of JSON
-EPOCH = b"e"
-#: messages of a worker: it can go on without others from here on; it goes on; it has all that it needs of others
-READY, RESUMED, LEFT = "ready", "resumed", "left"
+#: orders of the launcher: another epoch begins, with a line of JSON; all workers rest after a step
+EPOCH, REST = b"e", b"p"
+#: messages of a worker
+READY, CAUGHT_UP, EVICTED, RESTS, RESUMED, LEFT = "ready", "caught up", "evicted", "rests", "resumed", "left"
 #: seconds that the launcher may take to see the end of a process, which breaks connections at once
 _WORD_S = 10.0
 
 
 class Roster(NamedTuple):
-    """The workers of an epoch, a period without a death; the first one has the number 0 and all workers."""
+    """The workers of an epoch, a period in which no worker comes or goes; the first one is 0 and has all workers."""
 
     number: int
     gone: frozenset[int] = frozenset()
+    #: whether the workers rest between two steps when it begins, and none of the epoch before has died
+    planned: bool = False
 
     def order(self) -> bytes:
         """Return the launcher's line."""
-        return EPOCH + json.dumps([self.number, sorted(self.gone)]).encode() + b"\n"
+        return EPOCH + json.dumps([self.number, sorted(self.gone), self.planned]).encode() + b"\n"
 
 
 # --- in the launcher
 
 
+class Ordered(Protocol):
+    """A process that follows the launcher's orders."""
+
+    rank: int
+
+    def order(self, order: bytes) -> None:
+        """Send it an order."""
+
+    def kill(self) -> None:
+        """Kill it, and all processes that it has started."""
+
+
 class Epochs:
-    """The epochs of a job, as its launcher counts them."""
+    """The epochs of a job, as its launcher counts them.
 
-    def __init__(self, num_processes: int) -> None:
-        self._num_processes = num_processes
-        self.now = Roster(0)
+    Args:
+        workers: the processes of the job.
+        tell: shows a line to the user.
+        start: starts a process in the place of a dead one, also in `workers`; None: the job goes on without.
+    """
+
+    def __init__(
+        self,
+        num_processes: int,
+        workers: Sequence[Ordered],
+        tell: Callable[[str], None],
+        start: Callable[[int], None] | None = None,
+    ) -> None:
+        self._num_processes, self._workers, self._tell, self._start = num_processes, workers, tell, start
+        self._now = Roster(0)
+        #: workers that need no other worker more, or have ended
         self._left: set[int] = set()
-        #: causes of death, by worker; and the time of the last death
-        self._died: dict[int, str] = {}
-        self._died_at = 0.0
+        #: newcomers that do not take part yet, and the newcomers that could
+        self._newcomers: set[int] = set()
+        self._caught_up: set[int] = set()
+        #: workers that rest, workers that go, and the time since which there is no step
+        self._resting: set[int] = set()
+        self._evicted: set[int] = set()
+        self._since = 0.0
+        #: a line on each epoch, the cause of the present one first
+        self._history: list[str] = []
+        self._cause = ""
 
-    def leaves(self, rank: int) -> None:
-        """A worker needs no other worker any more; all have come to the end of their scripts."""
-        self._left.add(rank)
-
-    def resumes(self, step: int) -> str:
-        """Return a line on the live workers, which go on with a step."""
-        took_s = time.monotonic() - self._died_at
-        return f"epoch {self.now.number}: goes on with step {step}, {took_s:.2f} s after the death"
-
+    @property
     def summary(self) -> str:
-        """Return a line on the workers that have died; "" if none has."""
-        died = ", ".join(f"worker {rank} ({name})" for rank, name in self._died.items())
-        return f"died: {died}; the figures are of the steps before" if died else ""
+        """Lines on the epochs after the first; "" if there are none."""
+        return "\n".join(self._history)
 
-    def is_over(self, rank: int) -> bool:
-        """Return whether the death of a worker changes nothing."""
-        return rank in self._left or len(self._left | self.now.gone | {rank}) == self._num_processes
+    def takes(self, rank: int, message: Mapping[str, Any]) -> bool:
+        """Take a message of a worker; return whether it is none for the rest of the launcher."""
+        kind = message["kind"]
+        if kind == RESUMED:
+            self._resumes(message["step"])
+        elif kind == LEFT:
+            self._leaves(rank)
+        elif kind == RESTS:
+            self._rests(rank, message["goes"])
+        elif kind == EVICTED:
+            self._evicted.add(rank)
+            self._order_rest()
+        elif kind == CAUGHT_UP:
+            self._caught_up.add(rank)
+            self._order_rest()
+        elif rank in self._newcomers and kind in ("failure", "wrong input"):
+            self._tell(f"worker {rank}, a newcomer, fails: {message['text'].strip().splitlines()[-1]}")
+        else:
+            return rank in self._newcomers and "text" not in message
+        return True
 
-    def can_lose(self, code: int, come: Mapping[int, str]) -> bool:
-        """Return whether a process that has ended with `code` was killed, in a job that can go on without it."""
-        return code < 0 and list(come.values()) == [READY] * self._num_processes
-
-    def lose(self, rank: int, code: int) -> str:
-        """Begin the epoch without a worker that was killed, and without workers that have left; return a line on it."""
-        self.now = Roster(self.now.number + 1, self.now.gone | {rank})
+    def survives(self, rank: int, code: int, come: Mapping[int, str]) -> bool:
+        """Let the other workers go on without a process that has ended with `code`; return whether they can."""
+        if rank in self._newcomers:
+            self._newcomers.remove(rank)
+            self._caught_up.discard(rank)
+            return True
+        if rank in self._now.gone:  # it was evicted
+            self._replace(rank)
+            return True
+        if rank in self._left or len(self._left | self._now.gone | {rank}) == self._num_processes:
+            self._leaves(rank)
+            return True
+        # A worker that raises has failed; one that a signal kills has not.
+        if code >= 0 or list(come.values()) != [READY] * self._num_processes:
+            return False
         name = next((known.name for known in signal.Signals if known == -code), f"signal {-code}")
-        self._died[rank], self._died_at = name, time.monotonic()
-        return f"worker {rank} is gone ({name}): epoch {self.now.number} without {sorted(self.now.gone)}"
+        self._evicted.discard(rank)
+        self._cause, self._since = f"worker {rank} is gone ({name})", time.monotonic()
+        for worker in self._workers:
+            if worker.rank == rank:
+                worker.kill()  # what it has started
+        self._begin(self._now.gone | {rank}, planned=False)
+        self._replace(rank)
+        return True
+
+    def _begin(self, gone: frozenset[int], planned: bool) -> None:
+        """Begin the epoch without `gone`, of which a worker that goes is told, too."""
+        told, self._now = gone & self._now.gone, Roster(self._now.number + 1, gone, planned)
+        self._resting.clear()
+        self._tell(f"{self._cause}: epoch {self._now.number}" + (f" without {sorted(gone)}" if gone else ""))
+        for worker in self._workers:
+            if worker.rank not in told:
+                worker.order(self._now.order())
+
+    def _replace(self, rank: int) -> None:
+        """Start a newcomer in the place of a worker."""
+        if self._start is not None:
+            self._start(rank)
+            self._newcomers.add(rank)
+
+    def _order_rest(self) -> None:
+        for worker in self._workers:
+            if worker.rank not in self._now.gone:
+                worker.order(REST)
+
+    def _rests(self, rank: int, goes: bool) -> None:
+        """A worker rests; when all do, the next epoch begins."""
+        self._since = time.monotonic() if not self._resting else self._since
+        self._resting.add(rank)
+        self._evicted |= {rank} if goes else set()
+        if len(self._resting | self._now.gone) < self._num_processes:
+            return
+        comes, goes_now = self._caught_up & self._newcomers, self._evicted - self._now.gone
+        lines = [f"worker {each} is back" for each in sorted(comes)]
+        self._cause = ", ".join(lines + [f"worker {each} goes (SIGTERM)" for each in sorted(goes_now)])
+        self._newcomers -= comes
+        self._caught_up.clear()
+        self._evicted.clear()
+        self._begin((self._now.gone - comes) | goes_now, planned=True)
+
+    def _resumes(self, step: int) -> None:
+        """The workers go on with a step."""
+        took, why = f"{time.monotonic() - self._since:.2f} s", "rest" if self._now.planned else "death"
+        self._tell(f"epoch {self._now.number}: goes on with step {step}, {took} after the {why}")
+        how = "no step repeated" if self._now.planned else f"step {step} repeated"
+        self._history.append(f"epoch {self._now.number}: {self._cause} before step {step}: {took}, {how}")
+        if self._caught_up or self._evicted:
+            self._order_rest()
+
+    def _leaves(self, rank: int) -> None:
+        """A worker has come to the end of its script; when all have, nothing is left for newcomers."""
+        self._left.add(rank)
+        if len(self._left | self._now.gone) == self._num_processes:
+            for worker in self._workers:
+                if worker.rank in self._newcomers:
+                    worker.kill()
 
 
 # --- in a worker
+
+
+class Resting(Protocol):
+    """A worker of this process."""
+
+    carrier: Carrier
+    rest_requested: bool
+
 
 _begun: queue.SimpleQueue[Roster] = queue.SimpleQueue()
 _newest = 0
 
 
-def read_order(descriptor: int, carriers: Iterable[Carrier]) -> None:
-    """Read the launcher's line, and end the worker's wait. Called by the thread that reads the launcher's lines."""
+def follow(order: bytes, descriptor: int, actors: Iterable[Resting]) -> None:
+    """Follow an order of the launcher. Called by the thread that reads the launcher's lines."""
+    if order == REST:
+        for actor in actors:
+            actor.rest_requested = True
+    else:
+        _read_roster(descriptor, actors)
+
+
+def _read_roster(descriptor: int, actors: Iterable[Resting]) -> None:
+    """Read the launcher's line, and end the worker's wait where a worker has died."""
     global _newest
     line = b""
     while not line.endswith(b"\n"):
         if not (more := os.read(descriptor, 1)):
             return
         line += more
-    number, gone = json.loads(line)
+    number, gone, planned = json.loads(line)
     _newest = number
-    _begun.put(Roster(number, frozenset(gone)))
-    for carrier in carriers:
-        carrier.fault(EpochEnds(f"epoch {number} begins without workers {gone}"))
+    _begun.put(Roster(number, frozenset(gone), planned))
+    for actor in () if planned else actors:
+        actor.carrier.fault(EpochEnds(f"epoch {number} begins without workers {gone}"))
 
 
-def next_epoch(error: Exception) -> Roster:
+def has_begun() -> bool:
+    """Return whether the launcher has begun an epoch that this process does not know of."""
+    return not _begun.empty()
+
+
+def next_epoch(error: PipeError, timeout_s: float = _WORD_S) -> Roster:
     """Return the newest epoch that the launcher has begun; wait for it.
 
     Raises:
-        Exception: `error`, if the launcher begins none: then no process has ended.
+        PipeError: `error`, if the launcher begins none: then no process has ended.
     """
     try:
-        found = _begun.get(timeout=_WORD_S)
+        found = _begun.get(timeout=timeout_s)
         while not _begun.empty():
             found = _begun.get()
     except queue.Empty:

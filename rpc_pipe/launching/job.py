@@ -22,6 +22,8 @@ _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 INIT = "RPC_PIPE_INIT"
 #: environment variable set by `--elastic`: whether the job goes on without workers that die
 ELASTIC = "RPC_PIPE_ELASTIC"
+#: environment variable set by the launcher: whether a process comes in the place of a worker that has died
+NEWCOMER = "RPC_PIPE_NEWCOMER"
 TRANSPORT, TRUST, PORT, KEY = "RPC_PIPE_TRANSPORT", "RPC_PIPE_TRUST_NETWORK", "RPC_PIPE_PORT", "RPC_PIPE_KEY_FILE"
 #: the carriers of messages between workers; the first is the default
 TRANSPORTS = ("rpc", "zmq", "local")
@@ -63,6 +65,8 @@ class Job:
     ways: tuple[str, ...] = ("memory",)
     #: whether it goes on without workers that die
     elastic: bool = False
+    #: whether this process comes in the place of a worker that has died
+    newcomer: bool = False
 
     @property
     def worker(self) -> int:
@@ -100,6 +104,7 @@ def current_job(environ: Mapping[str, str] | None = None) -> Job | None:
         key_file=Path(environ[KEY]) if KEY in environ else None,
         lost_after_s=seconds(environ, "RPC_PIPE_LOST_AFTER", Job.lost_after_s),
         elastic=_on(environ, ELASTIC, "off"),
+        newcomer=_on(environ, NEWCOMER, "off"),
     )
     if not present:
         return None

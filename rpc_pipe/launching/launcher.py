@@ -61,6 +61,8 @@ class How(NamedTuple):
     log_workers: Sequence[int] | None = None
     #: whether the job goes on without workers that die
     elastic: bool = False
+    #: whether processes are started in the places of workers that die
+    rejoins: bool = False
 
 
 _USUAL = How()
@@ -128,7 +130,10 @@ class Launcher:
             boards = self._make_boards()
             environment = self._environment(folder, boards) | {RESTARTS: str(restarts)}
             command = [sys.executable, str(_PROGRAM), *self._arguments]
-            attempt = Attempt(self._num_processes, self._reporter, boards, self._how.log_workers, self._how.elastic)
+            how = self._how
+            attempt = Attempt(
+                self._num_processes, self._reporter, boards, how.log_workers, elastic=how.elastic, rejoins=how.rejoins
+            )
             self._workers = attempt.workers
             attempt.start(command, environment, logs)
             if self._signals:  # a signal came during the start

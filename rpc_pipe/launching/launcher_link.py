@@ -154,7 +154,7 @@ def _follow(descriptor: int, folder: str, boards: str) -> None:
         else:
             from . import epochs  # of an elastic job that has lost a worker
 
-            epochs.read_order(descriptor, [actor.carrier for pipe in _pipelines() for actor in pipe.actors])
+            epochs.follow(order, descriptor, [actor for pipe in _pipelines() for actor in pipe.actors])
     _clear_up(folder, boards)
     if os.getpgid(0) == os.getpid():  # with all processes that this worker has started
         os.killpg(0, signal.SIGKILL)

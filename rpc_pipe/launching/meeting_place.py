@@ -84,7 +84,9 @@ def root_of(job: Job) -> MeetingPlace:
 
 
 def place_of(job: Job) -> MeetingPlace:
-    """Return the place where the processes of this one's plane meet."""
+    """Return the place where the processes of this one's plane meet; a newcomer is alone at first."""
+    if job.newcomer:
+        return root_of(job).sub(f"newcomer {os.getpid()}", [job.worker])
     return root_of(job) if job.members == 1 else root_of(job).sub(f"plane {job.member}", range(job.num_workers))
 
 

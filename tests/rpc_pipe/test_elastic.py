@@ -8,11 +8,12 @@ from processes import ROOT, rpc_pipe
 MORTAL = ROOT / "tests" / "trials" / "mortal.py"
 
 
-def trained(folder, how, *kills, of=2, more=()):
+def trained(folder, how, *kills, of=2, more=(), steps=8, **env):
     """Return what a job of `of` stages x `of` replicas ends with: its process, weights and losses."""
     folder.mkdir(exist_ok=True)
     typed = ["--workers", of * of, "--replicas", of, "--transport", "zmq", "--elastic", *more]
-    done = rpc_pipe("run", MORTAL, *typed, "--", folder, how, 8, of, *kills, TMPDIR=str(folder), RPC_PIPE_LOGS="off")
+    env |= {"TMPDIR": str(folder), "RPC_PIPE_LOGS": "off"}
+    done = rpc_pipe("run", MORTAL, *typed, "--", folder, how, steps, of, *kills, **env)
     files = [folder / "weights.safetensors", folder / "losses"]
     return done, [file.read_bytes() for file in files if file.exists()]
 
@@ -49,6 +50,25 @@ def test_a_stream_begins_again_at_the_repeated_step(kills, undisturbed, tmp_path
     """
     done, made = trained(tmp_path, "train", *kills)
     assert done.returncode == 0, done.stderr
+    assert made == undisturbed["train"]
+
+
+def test_a_newcomer_takes_the_place_of_a_dead_worker(tmp_path):
+    """It makes the calls of its script once more, evaluations too, and has the results of then.
+
+    Worker 0 writes the losses at the end: the newcomer does, with the losses of before it came.
+    """
+    whole = trained(tmp_path / "whole", "step", steps=80)[1]
+    done, made = trained(tmp_path / "again", "step", "0:4:G", more=["--rejoin"], steps=80, WAITS="on")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "worker 0 is back: epoch 2\n" in done.stdout and "no step repeated" in done.stdout
+    assert made == whole
+
+
+def test_a_worker_that_is_asked_to_go_completes_its_step(undisturbed, tmp_path):
+    done, made = trained(tmp_path, "train", "0:3:evict")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "worker 0 goes (SIGTERM): epoch 1 without [0]" in done.stdout and "no step repeated" in done.stdout
     assert made == undisturbed["train"]
 
 

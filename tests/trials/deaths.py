@@ -1,6 +1,7 @@
 """Random deaths of workers in an elastic job: are the trained weights those of the undisturbed run, is anything left.
 
     python tests/trials/deaths.py [--count 10] [--seed 0] [--schedules 1f1b,zb-h1] [--how step|train] [--of 2x2|3x3]
+    python tests/trials/deaths.py --joins 25 [--steps 3000] ...     in one run, each death is followed by a newcomer
 
 A death comes from outside at a random moment, or by the process's own hand when an action of a kind begins: also two at
 once, and one within the recovery from another.
@@ -35,7 +36,13 @@ _KINDS = "FBUTNDCSG"
 
 
 def run(
-    schedule: str, of: int, how: str, kills: list[str], outside: list[tuple[int, int, float]], more: list[str]
+    schedule: str,
+    of: int,
+    how: str,
+    kills: list[str],
+    outside: list[tuple[int, int, float]],
+    more: list[str],
+    steps: int = _STEPS,
 ) -> tuple[str, str]:
     """Return the hash of the trained weights and losses, or what went wrong; and what was printed.
 
@@ -46,15 +53,12 @@ def run(
     folder = Path(tempfile.mkdtemp(prefix="deaths-"))
     temporary = folder / "tmp"
     temporary.mkdir()
-    script = [str(Path(__file__).with_name("mortal.py")), "--workers", str(of * of), "--replicas", str(of)]
-    script += ["--transport", "zmq", "--elastic", "--schedule", schedule, *more]
-    typed = ["-m", "rpc_pipe", "run", *script, "--", str(folder), how, str(_STEPS), str(of), *kills]
     try:
-        process = start(*typed, merged=True, TMPDIR=str(temporary), RPC_PIPE_LOGS="off", PYTHONPATH=str(_ROOT))
+        process = _started(folder, schedule, of, how, steps, kills, more)
         for worker, step, after in outside:
             _kill_at(folder, worker, step, after, process)
         try:
-            said, _ = process.communicate(timeout=_MOST_S)
+            said, _ = process.communicate(timeout=_MOST_S + steps / 10)
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGTERM)
             said, _ = process.communicate()
@@ -63,10 +67,21 @@ def run(
             return f"exit code {process.returncode}", said
         if left := [path.name for path in temporary.iterdir() if "inductor" not in path.name]:
             return f"left behind: {left}", said
-        made = (folder / "weights.safetensors").read_bytes() + (folder / "losses").read_bytes()
-        return hashlib.sha256(made).hexdigest()[:12], said
+        return _made(folder), said
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _started(folder: Path, schedule: str, of: int, how: str, steps: int, kills: list[str], more: list[str]) -> Any:
+    script = [str(Path(__file__).with_name("mortal.py")), "--workers", str(of * of), "--replicas", str(of)]
+    script += ["--transport", "zmq", "--elastic", "--schedule", schedule, *more]
+    typed = ["-m", "rpc_pipe", "run", *script, "--", str(folder), how, str(steps), str(of), *kills]
+    return start(*typed, merged=True, TMPDIR=str(folder / "tmp"), RPC_PIPE_LOGS="off", PYTHONPATH=str(_ROOT))
+
+
+def _made(folder: Path) -> str:
+    made = (folder / "weights.safetensors").read_bytes() + (folder / "losses").read_bytes()
+    return hashlib.sha256(made).hexdigest()[:12]
 
 
 def _kill_at(folder: Path, worker: int, step: int, after: float, process: Any) -> None:
@@ -81,10 +96,50 @@ def _kill_at(folder: Path, worker: int, step: int, after: float, process: Any) -
         os.kill(int((folder / f"pid-{worker}").read_text()), signal.SIGKILL)
 
 
+def joins(schedule: str, of: int, how: str, steps: int, count: int, draw: random.Random) -> bool:
+    """Kill a worker again and again, each time when a newcomer has taken the last one's place; show what stays."""
+    folder, whole = Path(tempfile.mkdtemp(prefix="deaths-")), undisturbed(schedule, of, how, steps)
+    (folder / "tmp").mkdir()
+    process = _started(folder, schedule, of, how, steps, [], ["--rejoin"])
+    stays, said, deaths, back = of * of - 1, "", 0, 0
+    assert process.stdout is not None
+    for line in process.stdout:
+        said, back = said + line, len(re.findall(" is back", said + line))
+        if line.startswith("epoch") and "goes on" in line:
+            print(f"{deaths} deaths: worker {stays} has {_counts(folder, stays)}; {line.strip()}", flush=True)
+        if deaths < count and back == deaths and ("blocks" in line or "goes on" in line):
+            time.sleep(draw.random())
+            _kill_at(folder, draw.randrange(stays), 1, 0.0, process)
+            deaths += 1
+        elif deaths < count and " is back" in line and draw.random() < 0.3:  # while a newcomer takes its state
+            comes = int(line.split()[1])
+            _kill_at(folder, (comes + of) % (of * of), 1, draw.random() / 2, process)  # of another stage
+            deaths += 1
+    back = len(re.findall(" is back", said))
+    found = _made(folder) if process.wait() == 0 else said[-3000:]
+    left = [path.name for path in (folder / "tmp").iterdir() if "inductor" not in path.name]
+    shutil.rmtree(folder, ignore_errors=True)
+    print(f"{deaths} deaths, {back} joins, left behind {left}: {'same' if found == whole else f'WRONG: {found}'}")
+    good = found == whole and deaths == back == count and not left
+    if not good:
+        print(said[-3000:])
+    return good
+
+
+def _counts(folder: Path, worker: int) -> str:
+    """Return the descriptors, threads and memory of a worker."""
+    process = Path("/proc", (folder / f"pid-{worker}").read_text()) if (folder / f"pid-{worker}").exists() else None
+    if process is None:
+        return "not begun"
+    told = dict(re.findall(r"(Threads|VmRSS):\s+(\d+)", (process / "status").read_text()))
+    descriptors = len(list((process / "fd").iterdir()))
+    return f"{descriptors} descriptors, {told['Threads']} threads, {int(told['VmRSS']) // 1024} MiB"
+
+
 @functools.cache
-def undisturbed(schedule: str, of: int, how: str) -> str:
+def undisturbed(schedule: str, of: int, how: str, steps: int = _STEPS) -> str:
     """Return the hash without a death."""
-    found, said = run(schedule, of, how, [], [], [])
+    found, said = run(schedule, of, how, [], [], [], steps)
     print(f"undisturbed {schedule} {of}x{of} {how}: {found}", flush=True)
     if " " in found:
         print(said[-2000:])
@@ -122,8 +177,15 @@ def main() -> None:
     parser.add_argument("--how", choices=("step", "train"), default="step", help="(step)")
     parser.add_argument("--of", choices=("2x2", "3x3"), default="2x2", help="stages x replicas (2x2)")
     parser.add_argument("--kill", nargs="*", help="these kills, as mortal.py takes them")
+    parser.add_argument("--joins", type=int, default=0, help="deaths in one run, each followed by a newcomer")
+    parser.add_argument("--steps", type=int, default=3000, help="of a run with joins (3000)")
     options = parser.parse_args()
-    good, of, seconds = 0, int(options.of[0]), []
+    if options.joins:
+        draw = random.Random(options.seed)
+        of, how = int(options.of[0]), options.how
+        good = [joins(each, of, how, options.steps, options.joins, draw) for each in options.schedules.split(",")]
+        sys.exit(not all(good))
+    same, of, seconds = 0, int(options.of[0]), []
     for number in range(options.count):
         draw = random.Random(options.seed + number)
         schedule = draw.choice(options.schedules.split(","))
@@ -133,13 +195,13 @@ def main() -> None:
         found, said = run(schedule, of, options.how, kills, outside, [])
         seconds.append(time.monotonic() - begin)
         epochs = len(re.findall(r"is gone \(SIGKILL\): epoch", said))
-        good += found == whole
+        same += found == whole
         verdict = "same" if found == whole else f"WRONG: {found}"
         print(f"{options.seed + number} {schedule} {kills} {outside}: {verdict}, {epochs} epochs", flush=True)
         if found != whole:
             print(said[-3000:])
-    print(f"{good} of {options.count} have the bits of the undisturbed run")
-    sys.exit(good != options.count)
+    print(f"{same} of {options.count} have the bits of the undisturbed run")
+    sys.exit(same != options.count)
 
 
 if __name__ == "__main__":

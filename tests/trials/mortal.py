@@ -2,12 +2,14 @@
 
 HOW: `step`, or `train` with an evaluation, a prediction and a checkpoint within its loop. KILLS: `worker:step:what`
 with commas, `what` a kind of action, `meet` (within a recovery), or a part of the loop: `evaluate`, `predict`, `save`,
-`write` (within a checkpoint).
+`write` (within a checkpoint); or `evict`: SIGTERM. While a worker is missing, a step takes 100 ms more if `--rejoin` is
+to bring a newcomer (WAITS=on).
 """
 
 import os
 import signal
 import sys
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,7 @@ kills = [(int(step), what) for kill in KILLS for rank, step, what in [kill.split
 
 def die_if(step: int, what: str) -> None:
     """End this process as a kill does, if it is to be killed here."""
-    if (step, what) in kills and "RPC_PIPE_COMES" not in os.environ:
+    if (step, what) in kills and "RPC_PIPE_NEWCOMER" not in os.environ:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -92,6 +94,16 @@ pipe.listen(lambda worker: Mortal())
 (FOLDER / f"pid-{RANK}").write_text(str(os.getpid()))
 
 
+def after(step: int, loss: float) -> None:
+    """Note a step, and let a newcomer come."""
+    losses.append(loss)
+    (FOLDER / f"step-{RANK}").write_text(str(step))
+    if (step, "evict") in kills:
+        os.kill(os.getpid(), signal.SIGTERM)
+    if "WAITS" in os.environ and not pipe.replaying and len(pipe.actors[0].carrier.workers) < pipe.num_workers:
+        time.sleep(0.1)
+
+
 def between(step: int) -> None:
     """Do what a loop does between two steps, on all workers."""
     step_now[0] = step
@@ -105,16 +117,15 @@ def between(step: int) -> None:
         assert (FOLDER / "checkpoints" / f"step-{step + 1:08}" / "manifest.json").is_file()
 
 
+losses: list[float] = []
 if HOW == "step":
-    losses = []
     for number in range(STEPS):
-        losses.append(pipe.step(batch(number)))
-        (FOLDER / f"step-{RANK}").write_text(str(number))
+        after(number, pipe.step(batch(number)))
+        if number % 4 == 1:
+            losses.append(pipe.evaluate(batch(1000 + number)))
 else:
-    losses = []
-    for number, loss in enumerate(pipe.train(map(batch, range(STEPS)))):
-        losses.append(loss)
-        (FOLDER / f"step-{RANK}").write_text(str(number))
+    for number, found in enumerate(pipe.train(map(batch, range(STEPS)))):
+        after(number, found)
         if number % 3 == 1:
             between(number)
 pipe.weights.save(FOLDER / "weights.safetensors")

@@ -40,3 +40,8 @@ class Lodging:
             parameter.grad = grad
         self._current = shard
         return before
+
+    def leave(self, shard: Lodger) -> None:
+        """Forget a guest and its gradients."""
+        self.turn(self.host)
+        self._apart.pop(shard, None)

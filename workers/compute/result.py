@@ -90,6 +90,8 @@ class Result:
         self.rows = rows
         #: True if a host was asked to stop: all workers stop after the same step
         self.stop = any(part["stop"] for part in self.parts)
+        #: True if a host was asked to rest: all workers of an elastic job rest after the same step
+        self.rest = any("rest" in part for part in self.parts)
         self.outputs = {microbatch: without_views(tree) for microbatch, tree in outputs.items()}
         #: norm of all gradients, once it has arrived, if they are clipped
         self.norm_tensor: Tensor | None = None

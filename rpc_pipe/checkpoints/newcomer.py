@@ -1,0 +1,129 @@
+"""A newcomer in an elastic job: its script begins at the top, and takes up the state of a live replica.
+
+The results of the job's calls lie in a journal. The newcomer makes the calls of its script once more beside training,
+and gets their results from there. Where there are no more, it takes part: it has the state of a worker after that step.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..workers.compute.shard import Shard
+from .resumption import Resumption
+from .shard_state import Stages, described, model_tensors, optimizer_tensors, put
+
+_RECORD = struct.Struct("<qdd")
+_PAUSE_S = 0.005
+
+
+class CallResult(NamedTuple):
+    """The result of a call: of a training step its loss and norm, of an evaluation its value and weight."""
+
+    #: 0: an evaluation
+    step: int
+    value: float
+    beside: float
+
+
+class Journal:
+    """The results of a job's training steps and evaluations, in a file of this host.
+
+    All workers make the same calls, and write the same entries at the same places. So a death leaves no gap.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._file = os.open(folder / "journal", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._at = 0
+
+    def write(self, step: int, value: float, beside: float | None) -> None:
+        """Write the next entry."""
+        entry = _RECORD.pack(step, value, math.nan if beside is None else beside)
+        os.pwrite(self._file, entry, self._at)
+        self._at += _RECORD.size
+
+    def read(self) -> CallResult | None:
+        """Return the next entry; None: there is none yet."""
+        found = os.pread(self._file, _RECORD.size, self._at)
+        return CallResult(*_RECORD.unpack(found)) if len(found) == _RECORD.size else None
+
+    def advance(self) -> None:
+        """Go behind the next entry."""
+        self._at += _RECORD.size
+
+
+class Repetition(Resumption):
+    """The calls of a newcomer's script until it takes part.
+
+    Args:
+        take_part: called when there is no entry; lets the process take part, if the time has come, and returns whether.
+        look: called while an entry is awaited.
+    """
+
+    def __init__(self, journal: Journal, take_part: Callable[[], bool], look: Callable[[], None]) -> None:
+        super().__init__()
+        self._journal, self._take_part, self._look = journal, take_part, look
+        self._replays = True
+
+    @property
+    def behind(self) -> bool:
+        return self._replays
+
+    def skip_step(self, batch: str, rows: int = 0) -> float:
+        self._asked += 1
+        entry = self._next()
+        while not entry.step:  # the script has left out an evaluation
+            self._journal.advance()
+            entry = self._next()
+        if entry.step > self._asked:  # a step of before the checkpoint from which the job went on
+            return math.nan
+        self._journal.advance()
+        norm = None if math.isnan(entry.beside) else entry.beside
+        self.note_step(entry.value, batch, norm, rows)
+        while self._journal.read() is None:
+            if self._take_part():
+                self._replays = False
+                break
+            self._wait()
+        return entry.value
+
+    def evaluated(self) -> tuple[float, float]:
+        entry = self._next()
+        if entry.step:
+            return super().evaluated()
+        self._journal.advance()
+        return entry.value, entry.beside
+
+    def _next(self) -> CallResult:
+        while (entry := self._journal.read()) is None:
+            self._wait()
+        return entry
+
+    def _wait(self) -> None:
+        self._look()
+        time.sleep(_PAUSE_S)
+
+
+def state_of(shard: Shard) -> dict[str, Any]:
+    """Return all that a replica has, as a tree of the tensors themselves."""
+    scale = shard.updating.scale
+    told = [described(shard, None), shard.num_updates, shard.updating.count, scale.scale, scale.streak]
+    return {"model": model_tensors(shard), "rest": optimizer_tensors(shard), "told": json.dumps(told)}
+
+
+def take_state(shard: Shard, route: int, num_routes: int, state: Mapping[str, Any]) -> None:
+    """Let a replica have all that another one of its stage has."""
+    rest = {name: tensor.clone() for name, tensor in state["rest"].items()}
+    stage, num_updates, count, scale, streak = json.loads(state["told"])
+    stages = Stages({str(shard.stage): stage}, [*rest], lambda names, own: {name: rest[name] for name in names})
+    shard.updating.refuse_untrained()  # an average has all that has been trained so far
+    put(shard, state["model"])
+    stages.prepare(shard, route, num_routes)()
+    shard.updating.scale.scale, shard.updating.scale.streak = scale, streak
+    shard.go_on_at(num_updates, count)
