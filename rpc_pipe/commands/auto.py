@@ -33,7 +33,8 @@ _RAN = "ran-"
 WORTHWHILE = 0.02
 #: options that a kept plan must share
 _ASKED = (
-    "workers", "memory", "batch", "microbatches", *OPTIONS, "topology", "link", "schedule", "no_recompute", "seconds",
+    "workers", "memory", "batch", "microbatches", *OPTIONS, "members", "shard", "reduce", "topology", "link",
+    "schedule", "no_recompute", "seconds",
 )  # fmt: skip
 
 

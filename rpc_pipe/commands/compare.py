@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rich.table import Table
@@ -14,8 +15,9 @@ from ..dependency.parallelism import REPLICAS, with_parallelism
 from ..launching.report import Reporter
 from ..planning.comparison import ModelCosts, Row, compare, format_bytes, verdict
 from ..planning.footprint import Size
-from ..planning.specs import PipeOptions, make_spec
+from ..planning.specs import PipeOptions, workers_of
 from .options import (
+    COSTS,
     MAKE,
     Pairs,
     Parser,
@@ -27,9 +29,10 @@ from .options import (
     typed_lengths,
     typed_spec,
 )
-from .profile import load, progress
+from .profile import load, progress, refuse_unplanned
 from .readers import size
-from .simulate import refuse_endless, tell_exchange
+from .simulate import gathered, refuse_endless, tell_exchange, typed_grouping
+from .topology import AMONG_MEMBERS
 
 
 def add(commands: Any) -> None:
@@ -37,7 +40,7 @@ def add(commands: Any) -> None:
     parser: Parser = commands.add_parser("compare", help="all schedules side by side: time, memory, messages")
     parser.epilog = "--schedule adds one of yours, or a built-in one with other parameters; stages of 1/v cost 1/v."
     parser.take("schedule", "set", "workers", "microbatches", *REPLICAS, "slices", "attention", "order", "json")
-    parser.take("microbatch-order", "lengths", "cost", "comm")
+    parser.take("microbatch-order", "lengths", *COSTS)
     parser.add_argument(
         "--memory", metavar="WHAT=BYTES", action=Pairs, const=(size, "activations=64MB,limit=8GB"),
         help="bytes of a worker's share: weights, gradients, optimizer, activations, after_inputs (kept from I to W), "
@@ -55,20 +58,24 @@ def _compare(typed: dict[str, Any], argv: list[str]) -> int:
     replicas = with_parallelism(None, **{name: typed[name] for name in REPLICAS if name in typed}) or {}
     slices = typed.get("slices")
     # Otherwise every row would be refused for it.
-    spec, unequal = make_spec("gpipe", options.workers, options.microbatches, replicas, slices), typed_lengths(typed)
+    plain = replace(options, schedule="gpipe", schedule_options={**replicas, **({"slices": slices} if slices else {})})
+    spec, unequal = plain.of_plane(), typed_lengths(typed)
+    count = spec.num_microbatches // len(spec.parallelism.slices)
     refuse_endless(spec, typed)
     if unequal is not None:
         unequal(spec)
     with progress(reporter, "simulating") as tell:
         rows = compare(
-            model, options.microbatches, comm=typed.get("comm", 0), limit=limit, order=options.order, also=also,
+            model, count, comm=typed.get("comm", 0), limit=limit, order=options.run_order, also=also,
             slices=slices, attention=typed_attention(typed), unequal=unequal, replicas=replicas, tell=tell,
+            members=options.members,
         )  # fmt: skip
     if "json" in typed:
         print(json.dumps([{**dataclasses.asdict(row), "parameters": dict(row.parameters)} for row in rows]))
         return 0
-    said = "".join(f", {name} {value}" for name, value in replicas.items())
-    reporter.console.print(table(rows, f"{options.workers} workers, {options.microbatches} microbatches{said}"))
+    said = f" of {options.members} members" * (options.members > 1) + f", {options.microbatches} microbatches"
+    said += "".join(f", {name} {value}" for name, value in replicas.items())
+    reporter.console.print(table(rows, f"{spec.num_workers} workers{said}"))
     for line in [verdict(rows, limit), *tell_exchange(spec, typed)]:
         reporter.text(line)
     return 0
@@ -88,14 +95,20 @@ def _model(typed: Mapping[str, Any], options: PipeOptions) -> tuple[float | None
         if limit is not None and not sizes:
             raise ConfigError(f"--memory limit={limit:g}: needs sizes, such as activations=64MB, or --model")
         size = [Size(**sizes, outputs=sizes.get("inputs", 0))] if sizes else []
-        return limit, ModelCosts(options.workers, [typed_costs(typed)], size)
-    refuse_typed(typed, ["cost"], f"--model {typed['model']} is measured; leave one of the two out")
+        if options.members > 1:
+            size = [typed_grouping(typed).size(each, each.weights) for each in size]
+        workers = workers_of(options.workers, options.members)
+        return limit, ModelCosts(workers, [gathered(typed, typed_costs(typed))], size)
+    refuse_typed(typed, ["cost", "gather"], f"--model {typed['model']} is measured; leave one of the two out")
     from ..planning.measuring.profiling import profile_model
 
     user_model, of_batch = load(typed)
     rows = max(1, of_batch // options.microbatches)
-    blocks = profile_model(user_model, [rows]).at(rows)
-    return limit, ModelCosts(options.workers, [b.times for b in blocks], [b.size for b in blocks], by_layer=True)
+    grouping, profile = typed_grouping(typed, link=AMONG_MEMBERS), profile_model(user_model, [rows])
+    refuse_unplanned(profile, grouping.shard)
+    blocks, workers = map(grouping.cost, profile.at(rows)), workers_of(options.workers, options.members)
+    times, held = zip(*((block.times, block.size) for block in blocks), strict=True)
+    return limit, ModelCosts(workers, times, held, by_layer=True)
 
 
 def _also(typed: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:

@@ -17,7 +17,7 @@ from ..dependency.parallelism import OPTIONS, REPLICAS
 from ..launching.job import ELASTIC, TRANSPORT, TRANSPORTS, TRUST, Job, current_job
 from ..launching.launcher_link import NAN, NANS
 from ..planning.listed_schedule import ListedSchedule
-from ..planning.specs import MICROBATCH_ORDERS, PipeOptions, find_schedule, make_spec
+from ..planning.specs import MICROBATCH_ORDERS, PipeOptions, find_schedule
 from .readers import device, fraction, number, numbers, whole, wholes
 
 T = TypeVar("T")
@@ -84,6 +84,8 @@ class Pairs(argparse.Action):
 SCHEDULE = ("schedule", "set", "window", "workers", "microbatches", *REPLICAS)
 #: how several processes are one worker
 MEMBERS = ("members", "shard", "reduce")
+#: what a simulation costs
+COSTS = ("cost", "comm", *MEMBERS, "gather")
 #: options that make a pipeline
 PIPELINE = (
     *SCHEDULE, "slices", *MEMBERS, "order", "microbatch-order", "json", "split", "device", "seed", "threads",
@@ -116,6 +118,7 @@ _SHARED: dict[str, dict[str, Any]] = {
         choices=MICROBATCH_ORDERS, help="balanced: unequal microbatches in an order that keeps workers busy (given)"
     ),
     "lengths": dict(type=numbers, metavar="L,L,...", help="relative time of each microbatch, such as 1,4,2,1 (equal)"),
+    "gather": dict(type=number, help="time in which members gather a stage's weights, or sum up its results (0)"),
     "json": dict(action="store_true", help="print JSON; human text goes to stderr"),
     "cost": dict(
         action=Pairs, const=(number, "F=1,B=2"), metavar="KIND=TIME",
@@ -244,8 +247,7 @@ def typed_checkpoints(typed: Mapping[str, Any]) -> tuple[int | None, str, int | 
 
 def typed_spec(typed: Mapping[str, Any]) -> Spec:
     """Return the spec of the typed options."""
-    settings = filled(PipeOptions, typed)
-    return make_spec(settings.schedule, settings.workers, settings.microbatches, settings.schedule_options)
+    return filled(PipeOptions, typed).of_plane()
 
 
 def with_listed(typed: dict[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +17,20 @@ from ..drawing.plans import front_svg, front_text, left_out_text, plans_table
 from ..launching.report import Reporter
 from ..planning.advice import Advice, binding_limits, changes_that_fit
 from ..planning.comparison import format_bytes
+from ..planning.grouping import ALONE, Grouping
 from ..planning.json_fields import to_json_value
 from ..planning.profile import Machines, Profile, as_json
 from ..planning.program_search import faster_program
 from ..planning.remarks import remarks
 from ..planning.search import PlanRequest, PlanResult, default_microbatches, refuse_unknown, search
-from ..planning.specs import make_spec
+from ..planning.simulator import Link
+from ..planning.specs import make_spec, planes_of, workers_of
 from .auto import Auto
 from .options import MAKE, Parser, refuse_typed
 from .output_files import try_files, write
-from .profile import add_measuring, find_profile, load, progress, show_loading, with_slices
+from .profile import add_measuring, find_profile, load, progress, refuse_unplanned, show_loading, with_slices
 from .readers import link, some, whole, wholes
-from .topology import HERE, machines_of, read_topology
+from .topology import AMONG_MEMBERS, HERE, machines_of, read_topology
 
 #: default of --seconds, and its upper bound
 _SECONDS = 20.0
@@ -52,9 +55,11 @@ def add(commands: Any) -> None:
     parser.add_argument("--microbatches", type=_counts, help="numbers of microbatches to try (workers x 1, 2, 4, 8)")
     parser.add_argument("--replicas", type=_counts, help="numbers of replicas of the pipeline to try, such as 1,2 (1)")
     parser.add_argument("--slices", type=_slices, help="numbers of slices to try, such as 1,4; auto: 1,2,4,8 (1)")
-    parser.take(*EXCHANGE, "microbatch-order", "json")
+    parser.add_argument("--members", type=_counts, help="numbers of processes to try as one worker, such as 1,2 (1)")
+    parser.take("shard", "reduce", *EXCHANGE, "microbatch-order", "json")
     parser.add_argument("--topology", metavar="FILE", help="JSON: memory and speed of each worker, links between them")
     parser.add_argument("--link", type=link, metavar="MS[/BANDWIDTH]", help="any link, in ms and bytes/s (measured)")
+    parser.add_argument("--member-link", type=link, metavar="MS[/BANDWIDTH]", help="between members (gloo's, measured)")
     parser.add_argument("--alone", action="store_true", help="measure in a single process instead of one per worker")
     parser.add_argument("--schedule", action="append", metavar="NAME", help="consider only this; may be repeated")
     parser.add_argument("--no-recompute", action="store_true", help="keep all activations")
@@ -126,11 +131,16 @@ def _machines(typed: dict[str, Any]) -> Machines:
         if typed.get("workers", machines.num_workers) != machines.num_workers:
             refuse_typed(typed, ["workers"], f"{typed['topology']} has {machines.num_workers} workers; leave it out")
     if "link" in typed:
-        machines = replace(machines, link=typed["link"]._replace(bandwidth=typed["link"].bandwidth / 1e3))
+        machines = replace(machines, link=_a_millisecond(typed["link"]))
     if "memory" in typed:
         own = machines.memory or (None,) * machines.num_workers
         machines = replace(machines, memory=tuple(min(m or math.inf, typed["memory"]) for m in own))
     return machines
+
+
+def _a_millisecond(way: Link) -> Link:
+    """Return a link with its bandwidth in bytes a millisecond."""
+    return way._replace(bandwidth=way.bandwidth / 1e3)
 
 
 def _as_measured(machines: Machines, profile: Profile, typed: dict[str, Any]) -> Machines:
@@ -189,17 +199,21 @@ def _request(typed: dict[str, Any], seconds: float, reporter: Reporter) -> tuple
     workers = machines.num_workers
     replicas: list[int] = typed.get("replicas", [1])
     exchange = {name: typed[name] for name in EXCHANGE if name in typed}
-    for each in replicas:  # otherwise all their candidates would be left out
-        make_spec(
-            "gpipe", workers, max(counts), with_parallelism(exchange if each == max(replicas) else None, replicas=each)
-        )
-    least, slices = workers // max(replicas), typed.get("slices", [1])
+    members: list[int] = typed.get("members", [1])
+    for each, size in product(replicas, members):  # otherwise all their candidates would be left out
+        planes_of(size, typed.get("shard"))
+        options = with_parallelism(exchange if each == max(replicas) else None, replicas=each)
+        make_spec("gpipe", workers_of(workers, size), max(counts), options)
+    least, slices = workers // max(replicas) // max(members), typed.get("slices", [1])
     profile, path = find_profile(typed, wanted, reporter, at_least=least, together=_together(typed, workers))
     profile = with_slices(typed, profile, path, max(slices), reporter)
     refuse_too_few(profile, least)
+    refuse_unplanned(profile, typed.get("shard", ""))
     if profile.workers not in (0, workers):
         advice = f"profile --workers {workers} --again measures for {workers}"
         reporter.text(f"--profile {path}: measured while {profile.workers} workers were busy: {advice}")
+    way = _a_millisecond(typed["member_link"]) if "member_link" in typed else AMONG_MEMBERS
+    shared = typed.get("shard", ""), typed.get("reduce", "step"), way
     request = PlanRequest(
         profile,
         _as_measured(machines, profile, typed),
@@ -210,6 +224,7 @@ def _request(typed: dict[str, Any], seconds: float, reporter: Reporter) -> tuple
         replicas=tuple(replicas),
         exchange=exchange,
         slices=tuple(slices),
+        groupings=tuple(Grouping(each, *shared) if each > 1 else ALONE for each in members),
         seconds=seconds,
     )
     return request, path

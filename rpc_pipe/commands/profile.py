@@ -129,6 +129,12 @@ def load(typed: Mapping[str, Any]) -> tuple[UserModel, int]:
     return user_model, rows_of(user_model.batch)
 
 
+def refuse_unplanned(profile: Profile, shard: str) -> None:
+    """Refuse to divide a model by a plan that it does not have."""
+    if shard == "tp" and not any("tp" in block.divided for blocks in profile.measured.values() for block in blocks):
+        raise ConfigError("--shard tp: the measured model has no tp_plan; take fsdp, or measure it --again")
+
+
 def show_loading(typed: Mapping[str, Any], reporter: Reporter) -> None:
     """Show that a model is loaded, which takes seconds, as torch is loaded first."""
     if "model" in typed:

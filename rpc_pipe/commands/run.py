@@ -24,6 +24,7 @@ from ..tracing.run_summary import FILES
 from .options import (
     CHECKPOINTS,
     MAKE,
+    MEMBERS,
     PIPELINE,
     Parser,
     refuse_device,
@@ -186,8 +187,9 @@ def follow_plan(typed: dict[str, Any]) -> dict[str, Any]:
         "set": {key: str(value) for key, value in options.items()},
         "microbatches": plan.num_microbatches,
         "split": list(plan.cut),
+        **({"members": plan.members, "shard": plan.shard, "reduce": plan.reduce} if plan.members > 1 else {}),
     }
-    refuse_typed(typed, (*said, "window"), f"--plan {path} says it; leave one of the two out")
+    refuse_typed(typed, (*said, *MEMBERS, "window"), f"--plan {path} says it; leave one of the two out")
     if plan.num_workers:
         if typed.get("workers", plan.num_workers) != plan.num_workers:
             refuse_typed(typed, ["workers"], f"the plan in {path} is for {plan.num_workers} workers")

@@ -11,6 +11,7 @@ from ..dependency import (
     Action,
     ConfigError,
     G,
+    Kind,
     Spec,
     check_all,
     worker_staleness,
@@ -21,14 +22,18 @@ from ..drawing.svg import draw_svg
 from ..drawing.timeline import count_microbatches, draw, row_names
 from ..launching.report import Reporter
 from ..planning.comparison import describe_staleness
+from ..planning.grouping import Grouping
 from ..planning.simulator import Cost, Link, Simulation, simulate
 from ..planning.slice_costs import SliceCosts
 from ..planning.span import Span, waits
-from ..planning.specs import MAX_SIMULATED
+from ..planning.specs import MAX_SIMULATED, PipeOptions
 from .options import (
+    COSTS,
+    MEMBERS,
     SCHEDULE,
     Pairs,
     Parser,
+    filled,
     read_worker,
     refuse_typed,
     typed_attention,
@@ -50,7 +55,7 @@ _MOST_LINES = 120
 def add(commands: Any) -> None:
     """Add `simulate` to the command line."""
     parser: Parser = commands.add_parser("simulate", help="check, price and draw a schedule")
-    parser.take(*SCHEDULE, "slices", "attention", "order", "microbatch-order", "lengths", "json", "cost", "comm")
+    parser.take(*SCHEDULE, "slices", "attention", "order", "microbatch-order", "lengths", "json", *COSTS)
     parser.add_argument("--stage-cost", type=numbers, help="factor of the cost for each stage, such as 1,1,2,1")
     slow = "make workers slower by a factor"
     parser.add_argument("--slow", action=Pairs, const=(positive, "1=1.5"), metavar="WORKER=FACTOR", help=slow)
@@ -75,13 +80,13 @@ def _simulate(typed: dict[str, Any], argv: list[str]) -> int:
     check_all(spec)
     reporter = Reporter("json" in typed)
     result = simulate(
-        spec, cost, comm=typed.get("comm", 0), order=typed.get("order"), steps=steps, links=links, uplinks=uplinks,
-        payload=lambda action: sent * spec.share(action),
+        spec, cost, comm=typed.get("comm", 0), order=filled(PipeOptions, typed).run_order, steps=steps, links=links,
+        uplinks=uplinks, payload=lambda action: sent * spec.share(action),
     )  # fmt: skip
     _refuse_idle(links, result)
     _write_pictures(typed, name, result)
     if "json" in typed:
-        print(json.dumps(_report(name, result)))
+        print(json.dumps(_report(name, result) | {"members": typed.get("members", 1)}))
         return 0
     if len(result.spans) <= _MOST_DRAWN:
         width, slices = reporter.console.width, len(spec.parallelism.slices)
@@ -122,7 +127,9 @@ def _tell_unit(spec: Spec, typed: Mapping[str, Any]) -> list[str]:
 
 
 def tell_exchange(spec: Spec, typed: Mapping[str, Any]) -> list[str]:
-    """Return a line if replicas exchange gradients in no time, as no option prices transfers."""
+    """Return a line if replicas or members exchange in no time, as no option prices it."""
+    if typed.get("members", 1) > 1 and not {"gather", "model"} & typed.keys():
+        return ["members gather weights and sum up results in no time here: --gather TIME gives it a time"]
     if (
         spec.parallelism.replicas == 1
         or {"comm", "link", "uplink", "model"} & typed.keys()
@@ -135,9 +142,23 @@ def tell_exchange(spec: Spec, typed: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def typed_grouping(typed: Mapping[str, Any], **more: Any) -> Grouping:
+    """Return how processes are workers, as typed."""
+    return Grouping(typed.get("members", 1), typed.get("shard", ""), typed.get("reduce", "step"), **more)
+
+
+def gathered(typed: Mapping[str, Any], costs: Mapping[Kind, float]) -> Mapping[Kind, float]:
+    """Return the costs of a stage of several members by kind, given those in one process."""
+    if typed.get("members", 1) == 1:
+        refuse_typed(typed, (*MEMBERS[1:], "gather"), "is of members; add --members, such as --members 2")
+        return costs
+    gather = typed.get("gather", 0)
+    return typed_grouping(typed).times(costs, gather, gather)
+
+
 def _cost(spec: Spec, typed: Mapping[str, Any]) -> Cost:
     """Return the cost of an action from --cost, --stage-cost and --slow."""
-    by_kind = typed_costs(typed)
+    by_kind = gathered(typed, typed_costs(typed))
     share = SliceCosts(attention=typed_attention(typed)).time_share(spec)
     unequal = typed_lengths(typed)
     by_microbatch = None if unequal is None else unequal(spec)

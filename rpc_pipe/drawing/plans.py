@@ -45,7 +45,7 @@ def plans_table(plans: Sequence[Plan]) -> Table:
         drawn.add_column(heading, justify="right", no_wrap=True)
     shown: dict[str, Plan] = {}
     for plan in plans:
-        shown.setdefault(f"{plan.schedule} {sorted(plan.parameters.items())}", plan)
+        shown.setdefault(f"{plan.schedule} {sorted(plan.parameters.items())} {plan.members}", plan)
     for plan in list(shown.values())[:_MOST_PLANS]:
         drawn.add_row(
             plan.name,

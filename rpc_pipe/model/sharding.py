@@ -111,6 +111,26 @@ def settle_sharing(members: int, shard: str | ShardFn | None, reduce: str, micro
     return Sharing(members, shard, reduce == "microbatch")
 
 
+def divisible(module: nn.Module, name: str, model: nn.Module) -> dict[str, float]:
+    """Return what members would divide of a layer or block, as a profile has it."""
+    found: dict[str, float] = {"fsdp": sum(p.nbytes for p in module.parameters())}
+    if not (plan := _plan_of(model)):
+        return found
+    named = ((part, _style_of(plan, path)) for path, part in module.named_modules(prefix=name))
+    linear = [(part, style) for part, style in named if style and isinstance(part, nn.Linear)]
+    found["tp"] = sum(part.weight.nbytes for part, _ in linear)
+    found["outputs"], found["inputs"] = (sum(s != way for _, s in linear) for way in ("colwise", "rowwise"))
+    return found
+
+
+def _plan_of(model: nn.Module) -> Any:
+    return getattr(model, "_tp_plan", None) or getattr(model, "tp_plan", None)
+
+
+def _style_of(plan: Any, path: str) -> str | None:
+    return next((style for pattern, style in plan.items() if fnmatch.fnmatchcase(path, pattern)), None)
+
+
 def _by_plan(mesh: Any, module: nn.Module, name: str, model: nn.Module) -> None:
     """Divide linear layers by columns or rows, as the plan of a Hugging Face model says.
 
@@ -126,7 +146,7 @@ def _by_plan(mesh: Any, module: nn.Module, name: str, model: nn.Module) -> None:
         "colwise_rep": lambda: ColwiseParallel(output_layouts=Replicate()),
         "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
     }
-    plan = getattr(model, "_tp_plan", None) or getattr(model, "tp_plan", None)
+    plan = _plan_of(model)
     if not plan:
         raise ConfigError(
             f"shard='tp': {type(model).__name__} has no tp_plan; pass a function of (module, mesh), which may call "
@@ -138,17 +158,14 @@ def _by_plan(mesh: Any, module: nn.Module, name: str, model: nn.Module) -> None:
         torch.distributed.all_reduce(total, group=mesh.get_group())
         return total
 
-    def style_of(path: str) -> str | None:
-        return next((style for pattern, style in plan.items() if fnmatch.fnmatchcase(path, pattern)), None)
-
     # Not each pattern: plans of Hugging Face name layers that some settings of a model leave out.
-    if not any(style_of(path) for path, part in model.named_modules() if isinstance(part, nn.Linear)):
+    if not any(_style_of(plan, path) for path, part in model.named_modules() if isinstance(part, nn.Linear)):
         raise ConfigError(
             f"shard='tp': the tp_plan of {type(model).__name__} names no linear layer of it, such as "
             f"{next(iter(plan))!r}; correct the names"
         )
     for path, part in list(module.named_modules(prefix=name)):
-        style = style_of(path)
+        style = _style_of(plan, path)
         if style == "replicated_with_grad_allreduce":  # it sees this member's heads alone
             for parameter in part.parameters():
                 parameter.register_hook(summed)

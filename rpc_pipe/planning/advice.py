@@ -110,7 +110,8 @@ def changes_that_fit(request: PlanRequest, result: PlanResult) -> list[Advice]:
             break
     if result.nearest is not None:
         needs = enumerate(result.nearest.memory_by_worker)
-        limits = {worker: request.machines.limit(worker) for worker in range(num_workers)}
+        machines = request.machines.grouped(result.nearest.members)
+        limits = {worker: machines.limit(worker) for worker in range(machines.num_workers)}
         over = [f"worker {at} {format_bytes(used)}" for at, used in needs if used > (limits[at] or float("inf"))]
         change = f"memory for {', '.join(over)}"
         found.append(Advice(change, result.nearest.predicted_ms, 0, result.nearest))

@@ -45,6 +45,9 @@ def apply_plan(plan: PlanLike | None, settings: Any) -> Any:
     found = read_plan(plan)
     if settings.num_workers is not None and found.num_workers and settings.num_workers != found.num_workers:
         raise ConfigError(f"num_workers {settings.num_workers}: the plan is for {found.num_workers} workers")
+    if settings.members not in (1, found.members):
+        raise ConfigError(f"members={settings.members}: the plan is for {found.members}; leave members out")
+    shared = {"shard": settings.shard or found.shard, "reduce": found.reduce} if found.members > 1 else {}
     schedule: str | type[Spec] = program_of(found) if found.program else found.schedule
     return settings._replace(
         schedule=schedule,
@@ -53,6 +56,8 @@ def apply_plan(plan: PlanLike | None, settings: Any) -> Any:
         num_workers=settings.num_workers or found.num_workers or None,
         split=list(found.cut),
         plan=found,
+        members=found.members,
+        **shared,
         **({"microbatch_order": found.microbatch_order} if found.microbatch_order != "given" else {}),
     )
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..dependency import (
     B,
+    ConfigError,
     F,
     I,
     Kind,
@@ -125,6 +126,7 @@ def compare(
     attention: float = 0,
     unequal: Callable[[Spec], Cost] | None = None,
     replicas: Mapping[str, Any] = {},
+    members: int = 1,
     tell: Callable[[float], None] = lambda share: None,
     **run: Any,
 ) -> list[Row]:
@@ -139,6 +141,7 @@ def compare(
         attention: share of a whole sequence's time that is causal attention, 0 to 1.
         unequal: makes the factor of an action's cost by its microbatch; None: microbatches are equal.
         replicas: parameters of every schedule: how many replicas, and their options, as for `make_spec`.
+        members: how many processes are one worker; the costs are theirs.
         tell: called after each schedule with the progress, 0 to 1.
         run: `comm` and `order`, as of `simulate`.
     """
@@ -150,6 +153,8 @@ def compare(
             spec = make_spec(name, model.num_workers, num_microbatches, parameters, slices)
             stages = model.stages(spec.num_stages)
             check_all(spec)
+            if members > 1 and not (spec.synchronous and spec.takes_steps):
+                raise ConfigError("members meet in one update a step")
             cost = _cost(spec, stages, attention, None if unequal is None else unequal(spec))
         except PipeError as error:
             rows.append(Row(name, parameters, refused=str(error)))

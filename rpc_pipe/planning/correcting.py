@@ -53,13 +53,13 @@ def spec_of(plan: Plan, num_workers: int) -> Spec:
     """Return the spec of a plan: a named schedule, or the program that it lists."""
     if plan.program:
         return program_of(plan)(num_workers=num_workers, num_microbatches=plan.num_microbatches)
-    return Candidate(plan.schedule, plan.parameters, plan.num_microbatches, plan.recompute).spec(num_workers)
+    return Candidate.of(plan).spec(num_workers)
 
 
 def predicted_ms(request: PlanRequest, plan: Plan) -> float:
     """Return the predicted time of a plan's step with the profile of `request`."""
-    chain = request.chain(plan.num_microbatches)
-    priced = PricedSchedule(spec_of(plan, request.machines.num_workers), chain, request.machines)
+    chain, machines = request.of(plan)
+    priced = PricedSchedule(spec_of(plan, request.machines.num_workers), chain, machines)
     ends = chain.ends(plan.cut)
     return priced.step_time(priced.simulate(ends), ends)
 
@@ -69,9 +69,9 @@ def corrected(request: PlanRequest, ran: MeasuredRun) -> tuple[Profile, list[tup
 
     The difference is attributed to the blocks of the stage, in proportion to their times in the profile.
     """
-    plan, profile, machines = ran.plan, request.profile, request.machines
-    chain = request.chain(plan.num_microbatches)
-    spec, ends = spec_of(plan, machines.num_workers), chain.ends(plan.cut)
+    plan, profile = ran.plan, request.profile
+    chain, machines = request.of(plan)
+    spec, ends = spec_of(plan, request.machines.num_workers), chain.ends(plan.cut)
     starts = [0, *accumulate(plan.cut)]
     measured = {rows: list(costs) for rows, costs in profile.measured.items()}
     off = []

@@ -40,11 +40,15 @@ class Size:
     tied: float = 0
     #: the part of activations that a slice of a sequence leaves for later ones, such as keys and values
     state: float = 0
+    #: weights that other members of the worker hold
+    elsewhere: float = 0
+    #: gradients for other members, kept until the members add them up
+    unsummed: float = 0
 
     @property
     def shard(self) -> float:
         """Bytes that a worker holds all the time."""
-        return self.weights + self.gradients + self.optimizer
+        return self.weights + self.gradients + self.unsummed + self.optimizer
 
     def __add__(self, other: Size) -> Size:
         """Return the size of a stage of this block and `other` behind it. Tensors that both keep are stored once."""
@@ -117,7 +121,7 @@ def peak_bytes(simulation: Simulation, sizes: Sequence[Size]) -> tuple[float, ..
     for worker, change in enumerate(changes):
         hosted = [sizes[stage] for stage, _ in spec.hosted(worker)]
         share = 1 / spec.num_routes if spec.parallelism.zero else 1
-        resident = sum(size.gradients + size.optimizer * share for size in hosted) + weights[worker]
+        resident = sum(size.gradients + size.unsummed + size.optimizer * share for size in hosted) + weights[worker]
         peaks.append(resident + max([0, *accumulate(change[key] for key in sorted(change))]))
     return tuple(peaks)
 

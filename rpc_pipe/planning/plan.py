@@ -43,6 +43,10 @@ class Plan:
     program: tuple[str, ...] = field(default=(), repr=False)
     #: `balanced`: unequal microbatches are put into a quick order
     microbatch_order: str = "given"
+    #: how many processes are one worker, and how they share its stages; `num_workers` counts processes then
+    members: int = 1
+    shard: str = ""
+    reduce: str = "step"
 
     def __post_init__(self) -> None:
         if min(self.cut, default=0) < 1:
@@ -53,7 +57,8 @@ class Plan:
     @property
     def name(self) -> str:
         """The schedule with its parameters, as text."""
-        return schedule_label(self.schedule, self.parameters, self.recompute)
+        shared = {"members": self.members, "shard": self.shard} if self.members > 1 else {}
+        return schedule_label(self.schedule, {**self.parameters, **shared}, self.recompute)
 
     @property
     def schedule_options(self) -> dict[str, Any]:

@@ -89,8 +89,8 @@ class PricedSchedule:
     def simulate(self, ends: Ends) -> Simulation:
         """Simulate a step of the model with this cut."""
         if self._links is None:
-            return simulate(self.relation, self.costs(ends), comm=self.machines.link.latency)
-        sizes, spec = self.sizes(ends), self.spec
+            return simulate(self.relation, self.costs(ends), comm=self.machines.link.latency, order=self.machines.order)
+        sizes, spec, machines = self.sizes(ends), self.spec, self.machines
         of_part = [size.gradients / spec.num_routes / (spec.parallelism.bucket * 2**20) for size in sizes]
         buckets = tuple(min(_MOST_BUCKETS, max(1, math.ceil(count))) if spec.num_routes > 1 else 1 for count in of_part)
         if buckets not in self._with_buckets:
@@ -102,7 +102,9 @@ class PricedSchedule:
             return payload_bytes(action, sizes[action.stage], parts) * spec.share(action)
 
         costs = priced.costs(ends)
-        return simulate(priced.relation, costs, links=self._links, payload=payload, uplinks=self.machines.uplinks)
+        return simulate(
+            priced.relation, costs, links=self._links, payload=payload, uplinks=machines.uplinks, order=machines.order
+        )
 
     def step_time(self, simulation: Simulation, ends: Ends) -> float:
         """Return the time of a step among others, in milliseconds."""
@@ -132,7 +134,7 @@ class PricedSchedule:
             busy_by_worker=simulation.busy,
             messages=num_messages(simulation),
             model=self.chain.model,
-            weights_by_stage=tuple(size.weights for size in self.sizes(ends)),
+            weights_by_stage=tuple(size.weights + size.elsewhere for size in self.sizes(ends)),
             **listed,
         )
 

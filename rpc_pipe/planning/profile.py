@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import reduce
 from itertools import accumulate, pairwise
 from typing import Any
 
-from ..dependency import B, ConfigError, F, G, I, Kind, R, U, W
+from ..dependency import B, ConfigError, F, G, I, Kind, Order, R, U, W
 from ..system.files import DAMAGED
 from .footprint import Size
 from .json_fields import from_json_value, json_field, to_json_value
@@ -34,6 +34,9 @@ class LayerCost:
     times: Mapping[Kind, float] = field(metadata=json_field("ms"))
     size: Size = field(metadata=json_field("bytes"))
     name: str = ""
+    #: bytes of parameters that members of a worker would divide, by `fsdp` and by `tp`; how often `tp` would add up
+    #: `outputs` in a forward, and gradients of `inputs` in a backward
+    divided: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,7 @@ class Profile:
 #: bytes that do not depend on the rows of a microbatch
 RESIDENT = ("weights", "gradients", "optimizer")
 #: kinds of bytes that a stage sums over its blocks
-SUMMED = (*RESIDENT, "activations", "after_inputs")
+SUMMED = (*RESIDENT, "activations", "after_inputs", "elsewhere", "unsummed")
 
 
 def _blend(a: LayerCost, b: LayerCost, share: float, proportional: bool = False) -> LayerCost:
@@ -116,7 +119,7 @@ def _blend(a: LayerCost, b: LayerCost, share: float, proportional: bool = False)
         else between(getattr(a.size, f.name), getattr(b.size, f.name))
         for f in fields(Size)
     }
-    return LayerCost(times, Size(**sizes), a.name)
+    return replace(a, times=times, size=Size(**sizes))
 
 
 @dataclass(frozen=True)
@@ -134,6 +137,8 @@ class Machines:
     links: Mapping[tuple[int, int], Link] = field(default_factory=dict)
     #: bytes a millisecond that a worker sends to all other workers together; a missing worker has no limit
     uplinks: Mapping[int, float] = field(default_factory=dict)
+    #: the order in which they run actions; None: as the schedule says
+    order: Order | None = None
 
     def __post_init__(self) -> None:
         for name, values in (("slowness", self.slowness), ("memory", self.memory)):
@@ -151,6 +156,26 @@ class Machines:
     def between(self, source: int, target: int) -> Link:
         """Return the link from one worker to another."""
         return self.links.get((source, target), self.link)
+
+    def grouped(self, members: int) -> Machines:
+        """Return workers of so many of these processes in a row; each is as slow and small as its worst process."""
+        if members == 1:
+            return self
+        count, near = self.num_workers // members, range(0, self.num_workers, members)
+        limits = [self.memory[at : at + members] for at in near if self.memory]
+        return Machines(
+            count,
+            tuple(max(self.slowness[at : at + members]) for at in near if self.slowness),
+            tuple(min((x for x in limit if x is not None), default=None) for limit in limits),
+            self.link,
+            {
+                (a // members, b // members): way
+                for (a, b), way in self.links.items()
+                if a % members == b % members == 0
+            },
+            {at // members: rate for at, rate in self.uplinks.items() if at % members == 0},
+            "fixed",
+        )
 
     @property
     def links_are_plain(self) -> bool:
@@ -256,7 +281,7 @@ class Chain:
         shares, ties = dict.fromkeys(RESIDENT, 1.0) | {"optimizer": share}, self._inside(start, stop)
         held = {name: self._bytes[name][stop] - self._bytes[name][start] for name in RESIDENT}
         total: float = sum(shares[name] * (held[name] - sum(getattr(tie, name) for tie in ties)) for name in RESIDENT)
-        return total
+        return total + self._bytes["unsummed"][stop] - self._bytes["unsummed"][start]
 
     def activations(self, start: int, stop: int) -> float:
         """Return the bytes that a forward of a stage keeps."""

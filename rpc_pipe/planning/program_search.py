@@ -52,8 +52,13 @@ def _bases(request: PlanRequest, result: PlanResult) -> list[tuple[Plan, Spec]]:
     """Return the best plans of different placements and numbers of microbatches, with their specs."""
     found: dict[tuple[object, ...], tuple[Plan, Spec]] = {}
     for plan in result.plans:
-        spec = Candidate(plan.schedule, plan.parameters, plan.num_microbatches).spec(request.machines.num_workers)
-        if plan.recompute or type(spec).recompute or {"replicas", "slices"} & plan.parameters.keys():
+        spec = Candidate.of(plan).spec(request.machines.num_workers)
+        if (
+            plan.recompute
+            or type(spec).recompute
+            or {"replicas", "slices"} & plan.parameters.keys()
+            or plan.members > 1
+        ):
             continue
         found.setdefault((*placement_of(spec), plan.num_microbatches), (plan, spec))
     return list(found.values())[:_BASES]

@@ -34,7 +34,7 @@ def num_copies(plan: Plan, num_workers: int) -> int:
     """Return how many copies of the weights each pipeline of a plan holds."""
     if plan.program:
         return len(plan.placement)
-    spec = Candidate(plan.schedule, plan.parameters, plan.num_microbatches).spec(num_workers)
+    spec = Candidate.of(plan).spec(num_workers)
     return spec.num_routes // spec.parallelism.replicas
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
@@ -17,6 +17,7 @@ from ..dependency.parallelism import with_parallelism
 from ..schedules import SCHEDULES
 from .bounds import schedule_free_bound
 from .cut_search import CutFound, CutSearch
+from .grouping import ALONE, Grouping
 from .plan import Plan, schedule_label, with_recompute
 from .profile import Chain, Machines, Profile
 from .slice_costs import SliceCosts
@@ -47,13 +48,20 @@ class PlanRequest:
     exchange: Mapping[str, Any] = field(default_factory=dict)
     #: into how many slices sequences may be cut; each number but 1 needs a profile that has measured slices
     slices: tuple[int, ...] = (1,)
+    #: how processes may be workers
+    groupings: tuple[Grouping, ...] = (ALONE,)
     #: how long to search; then the plan is returned with the gap that is left
     seconds: float = float("inf")
 
-    def chain(self, num_microbatches: int) -> Chain:
+    def of(self, plan: Plan) -> tuple[Chain, Machines]:
+        """Return the blocks and the workers of a plan."""
+        grouping = next((each for each in self.groupings if each.members == plan.members), ALONE)
+        return self.chain(plan.num_microbatches, grouping), self.machines.grouped(plan.members)
+
+    def chain(self, num_microbatches: int, grouping: Grouping = ALONE) -> Chain:
         """Return the blocks with their costs for a microbatch of `batch / num_microbatches` rows."""
         profile = self.profile
-        blocks = profile.at(self.batch / num_microbatches)
+        blocks = [grouping.cost(block) for block in profile.at(self.batch / num_microbatches)]
         return Chain(
             blocks, profile.per_stage, profile.ties, profile.per_step, profile.per_mib, profile.model, self.slicing
         )
@@ -107,7 +115,11 @@ class _Search:
     def __init__(self, request: PlanRequest, tell: Progress) -> None:
         self._request, self._tell = request, tell
         self._begin = time.monotonic()
-        self._chains = {count: request.chain(count) for count in request.microbatches}
+        self._chains = {
+            (count, grouping): request.chain(count, grouping)
+            for count, grouping in product(request.microbatches, request.groupings)
+            if count % grouping.planes == 0
+        }
         #: the most promising first
         self._searches = sorted(self._list(), key=lambda pair: pair[1].least)
         names = {candidate.schedule for candidate, _ in self._searches}
@@ -116,13 +128,16 @@ class _Search:
     def _list(self) -> Iterator[tuple[Candidate, CutSearch]]:
         q = self._request
         most_stages = next(iter(self._chains.values())).num_blocks if self._chains else 0
-        for candidate in candidates(
-            q.machines.num_workers, q.microbatches, recompute=q.recompute, most_stages=most_stages,
-            schedules=q.schedules, replicas=q.replicas, exchange=q.exchange,
-            slices=[q.slicing.balanced(count) for count in q.slices],
-        ):  # fmt: skip
-            chain, spec = self._chains[candidate.num_microbatches], candidate.spec(q.machines.num_workers)
-            yield candidate, CutSearch(spec, chain, q.machines)
+        for grouping in q.groupings:
+            counts = [count for count in q.microbatches if (count, grouping) in self._chains]
+            machines = q.machines.grouped(grouping.members)
+            for candidate in candidates(
+                q.machines.num_workers, counts, recompute=q.recompute, most_stages=most_stages,
+                schedules=q.schedules, replicas=q.replicas, exchange=q.exchange, grouping=grouping,
+                slices=[q.slicing.balanced(count) for count in (q.slices if grouping.members == 1 else (1,))],
+            ):  # fmt: skip
+                chain, spec = self._chains[candidate.num_microbatches, grouping], candidate.spec(q.machines.num_workers)
+                yield candidate, CutSearch(spec, chain, machines)
 
     def _in_rounds(self) -> list[CutSearch]:
         """Return the searches in rounds: the most promising of each schedule, then the next of each."""
@@ -140,7 +155,10 @@ class _Search:
             q = self._request
             result.searched_bound = self._search()
             first = min(min(q.slicing.shares(q.slicing.balanced(count))) for count in q.slices)
-            free = (schedule_free_bound(chain, q.machines, count, first) for count, chain in self._chains.items())
+            free = (
+                schedule_free_bound(chain, q.machines.grouped(g.members), count // g.planes, first)
+                for (count, g), chain in self._chains.items()
+            )
             result.lower_bound = min(result.searched_bound, *free)
             self._collect(result)
         return result
@@ -207,7 +225,16 @@ class _Search:
 
 
 def _plan(candidate: Candidate, search: CutSearch, found: CutFound) -> Plan:
-    return search.priced.plan(candidate.schedule, dict(candidate.parameters), found.ends, candidate.recompute)
+    plan = search.priced.plan(candidate.schedule, dict(candidate.parameters), found.ends, candidate.recompute)
+    grouping = candidate.grouping
+    return replace(
+        plan,
+        num_microbatches=candidate.num_microbatches,
+        num_workers=plan.num_workers * grouping.members,
+        members=grouping.members,
+        shard=grouping.shard,
+        reduce=grouping.reduce,
+    )
 
 
 #: every schedule with its defaults, and with other parameters worth trying
@@ -243,14 +270,23 @@ class Candidate:
     num_microbatches: int = 1
     #: stages that recompute their activations
     recompute: tuple[int, ...] = ()
+    grouping: Grouping = ALONE
 
-    def spec(self, num_workers: int) -> Spec:
+    @classmethod
+    def of(cls, plan: Plan) -> Candidate:
+        """Return the candidate that a plan has cut."""
+        grouping = Grouping(plan.members, plan.shard, plan.reduce)
+        return cls(plan.schedule, plan.parameters, plan.num_microbatches, plan.recompute, grouping)
+
+    def spec(self, processes: int) -> Spec:
         """Make its spec.
 
         Raises:
-            PipeError: there is no plan for this number of workers.
+            PipeError: there is no plan for this number of processes.
         """
-        return make_spec(self.schedule, num_workers, self.num_microbatches, self.options)
+        grouping = self.grouping
+        workers, count = processes // grouping.members, self.num_microbatches // grouping.planes
+        return make_spec(self.schedule, workers, count, self.options)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -259,7 +295,7 @@ class Candidate:
 
 
 def candidates(
-    num_workers: int,
+    processes: int,
     microbatches: Iterable[int],
     *,
     recompute: bool,
@@ -268,8 +304,9 @@ def candidates(
     replicas: Sequence[int] = (1,),
     exchange: Mapping[str, Any] | None = None,
     slices: Sequence[tuple[int, ...]] = ((1,),),
+    grouping: Grouping = ALONE,
 ) -> Iterator[Candidate]:
-    """Yield the candidates for this number of workers: without recomputation, with it on the first stages, and on all.
+    """Yield candidates for a number of processes: without recomputation, with it on the first stages, and on all.
 
     The first stages hold activations for longest, so these recompute first.
 
@@ -279,6 +316,7 @@ def candidates(
         replicas: how many replicas of the pipeline may share the workers.
         exchange: how several exchange gradients, by the names in `Parallelism`.
         slices: the possible cuts of a sequence: sizes of slices, in parts of it.
+        grouping: how processes are workers.
     """
     seen = set()
     for (name, own), number, sizes in product(VARIANTS, replicas, slices):
@@ -289,9 +327,9 @@ def candidates(
             with_parallelism(own, replicas=number, slices=sliced, **((exchange or {}) if number > 1 else {})) or {}
         )
         for count in microbatches:
-            plain = Candidate(name, parameters, count)
+            plain = Candidate(name, parameters, count, grouping=grouping)
             try:
-                spec = plain.spec(num_workers)
+                spec = plain.spec(processes)
             except PipeError:
                 continue
             if not spec.synchronous or spec.num_stages > most_stages or spec in seen:
@@ -301,4 +339,4 @@ def candidates(
             if recompute and not type(spec).recompute:
                 depth = spec.num_stages
                 for first in sorted({1, depth // 2, depth - 1, depth} - {0}):
-                    yield Candidate(name, parameters, count, tuple(range(first)))
+                    yield Candidate(name, parameters, count, tuple(range(first)), grouping)

@@ -224,6 +224,17 @@ def workers_of(processes: int, members: int) -> int:
     return processes // members
 
 
+def planes_of(members: int, shard: str | None) -> int:
+    """Return among how many members of a worker the microbatches of a step are divided.
+
+    Raises:
+        ConfigError: nothing says how members share a stage.
+    """
+    if members > 1 and not shard:
+        raise ConfigError(f"--members {members}: needs --shard, fsdp or tp")
+    return members if shard == "fsdp" else 1
+
+
 @dataclass(frozen=True, kw_only=True)
 class PipeOptions:
     """The options of the command line that make a pipeline."""
@@ -267,8 +278,30 @@ class PipeOptions:
             ConfigError: an impossible option.
             ScheduleError: the relation cannot run.
         """
-        workers = workers_of(self.workers, self.members)
-        spec = make_spec(self.schedule, workers, self.microbatches, self.schedule_options)
+        spec = self.of_plane()
         check_all(spec)
         cut(num_layers, spec.num_stages, self.split)
+        return spec
+
+    @property
+    def run_order(self) -> Order | None:
+        """The order in which workers run actions; None: as the schedule says."""
+        return "fixed" if self.members > 1 else self.order
+
+    def of_plane(self) -> Spec:
+        """Make the spec of a pipeline with one member of each worker.
+
+        Raises:
+            ConfigError: an impossible option.
+        """
+        workers, planes = workers_of(self.workers, self.members), planes_of(self.members, self.shard)
+        if self.microbatches % planes:
+            raise ConfigError(
+                f"--microbatches {self.microbatches}: {self.members} members take as many each; take a multiple"
+            )
+        if self.members > 1 and self.order == "ready":
+            raise ConfigError(f"--order ready --members {self.members}: members need one order; leave --order out")
+        spec = make_spec(self.schedule, workers, self.microbatches // planes, self.schedule_options)
+        if self.members > 1 and (not spec.synchronous or len(spec.parallelism.slices) > 1):
+            raise ConfigError(f"--members {self.members}: take a synchronous schedule, and no slices")
         return spec

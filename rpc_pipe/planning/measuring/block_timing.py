@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from ...dependency import B, F, G, I, Kind, R, U, W
+from ...model.sharding import divisible
 from ...workers.compute.shard import LossFn
 from ...workers.compute.split_backward import Saved
 from ...workers.compute.updating import OptimizerFactory
@@ -57,7 +58,9 @@ def layer_blocks(
         loss = (lambda output: loss_fn(output, target)) if i == len(layers) - 1 and loss_fn is not None else None
         run, buffers = partial(_forward, module, inputs, loss, first=i == 0), sum(b.nbytes for b in module.buffers())
         name, named = f"{i} {type(module).__name__}", list(module.named_parameters())
-        yield (block := TimedBlock(run, named, name, inputs, buffers))
+        block = TimedBlock(run, named, name, inputs, buffers)
+        block.divided = divisible(module, "", module)
+        yield block
         inputs = block.output
 
 
@@ -218,7 +221,7 @@ def estimated(block: TimedBlock, speed: float, state: float) -> LayerCost:
     times = {F: once, I: back, W: once, B: back + once, R: once}
     times |= {U: (3 + 3 * state) * gradients / _BYTES_A_MS, G: 5 * gradients / _BYTES_A_MS}
     size = Size(block.weights + block.buffers, gradients, state * gradients, kept, kept, sent, crossing)
-    return LayerCost(times, size, block.name)
+    return LayerCost(times, size, block.name, block.divided)
 
 
 def optimizer_ratio(optimizer: OptimizerFactory) -> float:

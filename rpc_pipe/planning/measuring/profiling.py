@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from ...dependency import B, ConfigError, F, G, I, Kind, PipeError, R, U, W
 from ...model.partition import LayerLike
+from ...model.sharding import divisible
 from ...model.user_model import UserModel, load_user_model, resize_batch, rows_of
 from ...system.allocator import keep_freed_memory
 from ...workers.compute.sequence import state_dropped
@@ -245,7 +246,10 @@ def _blocks_of(task: _MeasuredModel, *, runs: bool = True) -> _Blocks:
     def block(i: int, cut: Sequence[range], payload: Sequence[Tensor]) -> TimedBlock:
         stage = observed.build(i, cut, device, initialise=runs)
         run = _stage_forward(user_model, stage, payload, args, kwargs, batch, last=i == len(cut) - 1)
-        return TimedBlock(run, list(stage.named_parameters()), observed.blocks[i].name, payload)
+        found = TimedBlock(run, list(stage.named_parameters()), observed.blocks[i].name, payload)
+        path = observed.blocks[i].path
+        found.divided = divisible(stage.module.get_submodule(path), path, stage.module)
+        return found
 
     def one_by_one() -> Iterator[TimedBlock]:
         payload: Any = ()

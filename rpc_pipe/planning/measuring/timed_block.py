@@ -6,7 +6,7 @@ import os
 import time
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from statistics import median
@@ -66,6 +66,7 @@ class TimedBlock:
         self.forward, self.named, self.name = forward, named, name
         self.weights = sum(parameter.nbytes for _, parameter in named)
         self.inputs, self.buffers = num_bytes(inputs), buffers
+        self.divided: Mapping[str, float] = {}
         self.trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
         #: milliseconds of all its runs, by kind
         self.runs: defaultdict[Kind, list[float]] = defaultdict(list)
@@ -91,7 +92,7 @@ class TimedBlock:
     def cost(self) -> LayerCost:
         """The block's costs without updates and without working memory."""
         size = replace(self.kept, inputs=self.inputs, outputs=num_bytes(self.output))
-        return LayerCost(self.times, size, self.name)
+        return LayerCost(self.times, size, self.name, self.divided)
 
     @property
     def signature(self) -> Hashable:

@@ -1,0 +1,93 @@
+"""The costs of a model whose workers are groups of members: parts of its bytes, gathers and sums beside its compute.
+
+By `fsdp` the members of a worker divide microbatches, and gather a block's parameters before each forward and backward.
+By `tp` all members compute all microbatches, and add up what each has computed of a block. Loads without torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from ..dependency import B, F, G, I, Kind, R, U, W
+from .footprint import Size
+from .profile import RESIDENT, LayerCost
+from .simulator import Link
+from .specs import planes_of
+
+#: a link that takes no time
+_NO_WAY = Link()
+
+
+@dataclass(frozen=True)
+class Grouping:
+    """How many processes are one worker, and how they share its stages."""
+
+    members: int = 1
+    shard: str = ""
+    reduce: str = "step"
+    #: between the members of a worker
+    link: Link = _NO_WAY
+
+    @property
+    def planes(self) -> int:
+        """Among how many members the microbatches of a step are divided."""
+        return planes_of(self.members, self.shard)
+
+    def times(self, took: Mapping[Kind, float], gather: float, total: float, part: float = 1) -> dict[Kind, float]:
+        """Return the times of a block or stage, given those of one process.
+
+        Args:
+            gather: time to gather its parameters (fsdp), or to add up its outputs (tp).
+            total: time to add up the gradients of its parameters (fsdp), or of its inputs (tp).
+            part: which part of its parameters the members divide.
+        """
+        kept, found = 1 - part * (1 - 1 / self.members), dict(took)
+        divided = (U, G) if self.shard == "fsdp" else tuple(took)
+        found |= {kind: took[kind] * kept for kind in divided if kind in took}
+        more = {F: gather, R: gather, B: gather, I: gather}
+        if self.shard == "tp":
+            more |= {B: total, I: total}
+        elif self.reduce == "microbatch":
+            more |= {B: gather + total, W: total}
+        else:
+            more[U] = total
+        return found if self.members == 1 else found | {kind: found.get(kind, 0) + add for kind, add in more.items()}
+
+    def size(self, size: Size, divided: float) -> Size:
+        """Return the bytes of a block on each member, of whose weights `divided` bytes are divided."""
+        part = divided / size.weights if size.weights else 0
+        away = {name: getattr(size, name) * part * (1 - 1 / self.members) for name in RESIDENT}
+        here = {name: getattr(size, name) - amount for name, amount in away.items()} | {"elsewhere": away["weights"]}
+        if self.shard == "fsdp":
+            here["working"] = size.working + divided + size.gradients * part
+            here["unsummed"] = away["gradients"] * (self.reduce == "step")
+        return replace(size, **here)
+
+    def cost(self, cost: LayerCost) -> LayerCost:
+        """Return the costs of a block, given those of one process."""
+        if self.members == 1:
+            return cost
+        size, about = cost.size, cost.divided
+        divided = about.get(self.shard, about.get("fsdp", size.weights))
+        trained = size.gradients / size.weights if size.weights else 0
+        if self.shard == "fsdp":
+            around = size.gradients - divided * trained  # of parameters that each member keeps whole
+            gather = self._time(1, divided)
+            total = self._time(1, divided * trained)
+            total += self.members * (self.link.latency + around / self.link.bandwidth) if around else 0
+        else:
+            gather = self._time(2 * about.get("outputs", 0), size.outputs)
+            total = self._time(2 * about.get("inputs", 0), size.inputs or size.outputs)
+        part = divided / (size.weights or 1 if self.shard == "fsdp" else about.get("fsdp", size.weights) or 1)
+        return replace(cost, times=self.times(cost.times, gather, total, part), size=self.size(size, divided))
+
+    def _time(self, rounds: float, amount: float) -> float:
+        """Return the time in which so many bytes travel around the members, each of which has a part of them."""
+        others = self.members - 1
+        once = others * (self.link.latency + amount / self.members / self.link.bandwidth)
+        return rounds * once if amount else 0
+
+
+#: each process is a worker
+ALONE = Grouping()
