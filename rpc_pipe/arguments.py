@@ -28,7 +28,9 @@ from .schedules import name_of
 from .workers.compute.updating import Training
 
 if TYPE_CHECKING:
+    from .launching.overrides import Settings
     from .model.batches.ordering import MicrobatchCost, Ordering
+    from .planning.apply_plan import PlanLike
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -191,6 +193,20 @@ def refuse_shared(spec: Spec, shared: Mapping[str, Sequence[int]]) -> None:
             f"schedule {name_of(spec)}: stages {', '.join(map(str, stages))} share weights, but each updates its "
             "own at another time; use a synchronous schedule, such as 1f1b, or do not tie the weights"
         )
+
+
+def settle_plan(plan: PlanLike | None, settings: Settings) -> Settings:
+    """Return the settings of a pipeline with the decisions of its plan.
+
+    Raises:
+        ConfigError: it is no plan, or decides a setting that was given as well.
+    """
+    if plan is None:
+        return settings
+    from .planning.apply_plan import apply_plan
+
+    found: Settings = apply_plan(plan, settings)
+    return found
 
 
 def compile_options(said: object) -> Mapping[str, Any] | None:

@@ -18,12 +18,14 @@ from .arguments import (
     make_ordering,
     refuse_options,
     refuse_untrainable,
+    settle_plan,
     settle_training,
     shown_plainly,
 )
-from .checkpoints.facade import Checkpoints
+from .checkpoints.resumption import Resumption
 from .dependency import Entry, Order, Spec
 from .dependency.parallelism import Parallelism, with_parallelism
+from .inspected import Inspected
 from .launching import launcher_link as link
 from .launching import overrides
 from .launching.job import own_part
@@ -35,10 +37,8 @@ from .model.batches.step_inputs import StepEnd
 from .model.shard_maker import Model, make_partition
 from .model.sharding import ShardFn, settle_sharing
 from .own_workers import checked_workers, elasticity, make_actors
-from .planning.apply_plan import PlanLike, apply_plan, warn_if_other_model
 from .planning.specs import ScheduleLike, make_spec
 from .session import Session
-from .step_report import Inspected, StepReports
 from .workers.actor import WorkerActor
 from .workers.compute.result import Result
 from .workers.compute.shard import LossFn
@@ -46,10 +46,12 @@ from .workers.compute.updating import Training as Training
 from .workers.transport.payload import Tree
 
 if TYPE_CHECKING:
+    from .checkpoints.facade import Checkpoints
     from .checkpoints.weights import Weights
     from .model.batches.ordering import MicrobatchCost, Ordering
     from .model.observed_partition import ObservedPartition
     from .model.partition import LayerPartition
+    from .planning.apply_plan import PlanLike
 
 
 class Pipeline(Inspected):
@@ -93,13 +95,12 @@ class Pipeline(Inspected):
         stall_s: fail if a worker waits and nothing arrives for this many seconds.
         old: what is in `training` now, by the same names, as scripts for the version before give it.
 
-    Attributes:
-        checkpoints: writes them and goes on from them.
-
     Raises:
         ConfigError: an option cannot work.
         ScheduleError: the schedule cannot run; the message has a drawing.
     """
+
+    _checkpoints: Checkpoints | None = None
 
     @shown_plainly
     def __init__(
@@ -139,7 +140,7 @@ class Pipeline(Inspected):
         schedule_options = with_parallelism(schedule_options, **divided)
         said = schedule, schedule_options, num_microbatches, num_workers, split, order, device, seed, transport, plan
         more = microbatch_order, members, shard, reduce, compile or None
-        settings = overrides.settle(apply_plan(plan, overrides.Settings(*said, *more)))
+        settings = overrides.settle(settle_plan(plan, overrides.Settings(*said, *more)))
         schedule, schedule_options, num_microbatches, num_workers, split, order, device, seed, transport = settings[:9]
         self._plan, microbatch_order, self._compile = *settings[9:11], compile_options(settings.compile)
         sharing = settle_sharing(*settings[11:14], microbatch_order)
@@ -157,22 +158,24 @@ class Pipeline(Inspected):
             spec, sharing.order(order, spec.order), partition, end, actors,
             training=training, seed=seed, job=job, sharing=sharing, ordering=ordering, recover=recover,
         )  # fmt: skip
-        self.checkpoints = Checkpoints(self._session, {"seed": seed}, stall_s)
-        self._reports, self._stopped = StepReports(self), False
-        self._session.due, self._session.made = self.checkpoints.due, self._made
+        self._results, self._stopped = Resumption(), False
+        self._session.made = self._made
         link.attach(self)  # a model may hang while it is cut
         self._session.cut_at_once(example)
 
     def _made(self) -> None:
         """Go on when the shards of this process's workers are made."""
-        self._session.settle = self.checkpoints.rest
         if (recovery := self._session.recovery) is not None and recovery.repetition is not None:
-            self.checkpoints.results = recovery.repetition
+            self._results = recovery.repetition
+            if self._checkpoints is not None:
+                self._checkpoints.results = recovery.repetition
         if self._compile is not None:
             for shard in self._session.shards:
                 shard.slice.compile(self._compile)
-        self.checkpoints.about["pipeline"], self.checkpoints.config = self._session.described, self._session.config
-        warn_if_other_model(self._plan, self._session.name, [actor.shards for actor in self.actors])
+        if self._plan is not None:
+            from .planning.apply_plan import warn_if_other_model
+
+            warn_if_other_model(self._plan, self._session.name, [actor.shards for actor in self.actors])
         link.attach(self)
         overrides.made(self)
 
@@ -202,7 +205,7 @@ class Pipeline(Inspected):
         if self._stopped:
             raise KeyboardInterrupt("the step before was the last, as `pipe.stopped` says: end the loop on it")
         self._forgot_optimizer = begin_training("step", self._forgot_optimizer and self.worker == 0)
-        self.checkpoints.refuse_averaged("step")
+        self._results.refuse_averaged("step")
         cut = self._session.cut(batch, microbatches)
         if self.replaying:
             loss, self._stopped = self.checkpoints.skip_step(label_of(batch), self.actors, cut.rows)
@@ -267,7 +270,7 @@ class Pipeline(Inspected):
         pair = None if metric is None else self.partition.pair_for_metric
         cut = self._session.cut(batch, microbatches, pair, whole=True)
         if self.replaying:
-            return self.checkpoints.results.evaluated()
+            return self._results.evaluated()
         result = self._session.evaluate(cut, metric)
         assert result.loss is not None
         found = result.loss, result.divisor if result.summed else cut.rows
@@ -296,8 +299,8 @@ class Pipeline(Inspected):
 
     def close(self) -> None:
         """End the threads and release the model. A process of a job stays connected until it ends."""
-        if not self._session.closed:
-            self.checkpoints.settle()
+        if not self._session.closed and self._checkpoints is not None:
+            self._checkpoints.settle()
         self._session.close()
 
     def __enter__(self) -> Pipeline:
@@ -307,6 +310,15 @@ class Pipeline(Inspected):
         self.close()
 
     # --- local to a process
+
+    @property
+    def checkpoints(self) -> Checkpoints:
+        """Writes checkpoints, and goes on from them."""
+        if self._checkpoints is None:
+            from .checkpoints.facade import Checkpoints  # a run that saves nothing does without
+
+            self._checkpoints = Checkpoints(self._session, self._results)
+        return self._checkpoints
 
     @cached_property
     def weights(self) -> Weights:
@@ -323,7 +335,7 @@ class Pipeline(Inspected):
     @property
     def steps_done(self) -> int:
         """How many training steps the weights have had; in a script that is resumed, how many it has called."""
-        return self.checkpoints.results.steps_done(self.actors[0].step)
+        return self._results.steps_done(self.actors[0].step)
 
     @property
     def grad_norm(self) -> float | None:
@@ -331,12 +343,12 @@ class Pipeline(Inspected):
 
         It is measured with `max_grad_norm` or `log_grad_norm` alone.
         """
-        return None if self.replaying else self.checkpoints.results.norm
+        return None if self.replaying else self._results.norm
 
     @property
     def last_batch(self) -> str:
         """What the batch of the last training step is called, also of a run before; nothing, if it has no name."""
-        return self.checkpoints.results.batch
+        return self._results.batch
 
     @property
     def actors(self) -> list[WorkerActor]:
@@ -383,9 +395,11 @@ class Pipeline(Inspected):
         assert result.loss is not None
         self._stopped |= result.stop
         self._session.end.observe_result(result)
-        self.checkpoints.note_step(result.loss, batch, result.norm, result.rows)
-        self.checkpoints.after(self.steps_done, result.stop)
-        self._reports.tell(result.loss)
+        self._results.note_step(result.loss, batch, result.norm, result.rows)
+        if self._checkpoints is not None:
+            self._checkpoints.after(self.steps_done, result.stop)
+        if self._reports is not None:
+            self._reports.tell(result.loss)
         if result.rest and self._session.recovery is not None:
             self._session.recovery.rest()
         return result.loss

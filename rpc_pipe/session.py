@@ -17,7 +17,6 @@ from .model.batches.batch_reader import BatchReader
 from .model.batches.microbatches import Microbatches, Outputs, Pair, Prefetcher
 from .model.batches.step_inputs import StepEnd, StepInputs
 from .model.shard_maker import ShardMaker, with_metric
-from .own_workers import make_members, own_rows
 from .workers.actor import WorkerActor
 from .workers.compute.randomness import preserved
 from .workers.compute.result import Result
@@ -34,6 +33,8 @@ if TYPE_CHECKING:
     from .model.observed_partition import ObservedPartition
     from .model.partition import LayerPartition
     from .model.sharding import Sharing
+    from .workers.compute.members import Members
+    from .workers.compute.slices import Divide
 
 T = TypeVar("T")
 
@@ -81,11 +82,16 @@ class Session:
         self.settle: Callable[[], object] = lambda: None
         self.facts: dict[str, Any] = {}
         self._recover = recover
-        self.described = self.name = ""
+        self.seed, self.stall_s, self.described, self.name = seed, actors[0].stall_s, "", ""
         self.config: Any = None
         self._threads = WorkerThreads(actors) if job is None else None
         self._devices = {actor.backend.device for actor in actors}
-        self._members, divide = make_members(job, sharing, actors[0].backend.device)
+        self._members: Members | None = None
+        divide: Divide | None = None
+        if job is not None and sharing is not None and job.members > 1:
+            from .own_members import make_members  # most workers are one process
+
+            self._members, divide = make_members(job, sharing, actors[0].backend.device)
         end.meets = self._members is not None
         for actor in actors:
             actor.members = self._members
@@ -171,7 +177,11 @@ class Session:
                 self.make_shards()
         if self._recover is not None and found.lazy is not None:
             found = replace(found, now_read=self._again(found, partial(self.cut, batch, microbatches, pair, whole)))
-        return found if whole or self._members is None else own_rows(found, self._members)
+        if whole or self._members is None:
+            return found
+        from .own_members import own_rows
+
+        return own_rows(found, self._members)
 
     def _again(self, found: Microbatches, cut: Callable[[], Microbatches]) -> Callable[[], Microbatches]:
         """Return a call that returns a batch as this worker reads it now: once more, if workers have died since."""

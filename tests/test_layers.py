@@ -105,7 +105,17 @@ def folder(name):
     """Return the folder of a file as the table names it; the face has a line of its own."""
     if name in ("rpc_pipe", "rpc_pipe.__main__"):
         return "rpc_pipe"
-    if name.removeprefix("rpc_pipe.") in ("pipeline", "session", "elastic", "own_workers", "step_report", "arguments"):
+    if name.removeprefix("rpc_pipe.") in (
+        "pipeline",
+        "session",
+        "elastic",
+        "own_workers",
+        "own_members",
+        "step_report",
+        "inspected",
+        "modifying",
+        "arguments",
+    ):
         return "pipeline"
     path = FILES[name].parent.relative_to(ROOT).as_posix()
     return path.removeprefix("rpc_pipe/")

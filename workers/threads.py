@@ -1,38 +1,22 @@
-"""The workers of one process: each computes on a separate thread, with the caller's settings, and after an error of
-the user's code they go on from the last complete step."""
+"""The workers of one process, if these are all there are: after an error of the user's code they go on from the last
+complete step."""
 
 from __future__ import annotations
 
 import logging
-import sys
-import threading
-import time
-import traceback
-import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from concurrent.futures import Future, wait
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from contextvars import copy_context
-from functools import partial
-from pathlib import Path
-from queue import SimpleQueue
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, TypeVar
 
-import torch
-
-from ..dependency import PeerLost, PipeError, Stalled
+from ..dependency import PipeError
 from ..system.allocator import keep_freed_memory
 from .actor import WorkerActor
-from .compute.autocast import casting, enabled
-from .compute.torch_internals import keep_device_guard
 from .transport.local import local_carriers
 
+if TYPE_CHECKING:
+    from .thread_pool import ThreadPool
+
 T = TypeVar("T")
-#: how long a worker may go on with an action when another has waited for too long
-_PATIENCE_S = 2.0
-#: how often it is looked whether they come forward
-_LOOK_S = 0.5
-_HERE = Path(__file__).parent
 logger = logging.getLogger(__name__)
 
 
@@ -45,22 +29,25 @@ class WorkerThreads:
             actor.recovers = True
         if actors[0].backend.in_step:
             keep_freed_memory()  # ahead of the threads, which would have separate heaps
+        self._pool: ThreadPool | None = None
         if len(actors) > 1:
-            keep_device_guard()  # ahead of the threads, which may compile and end
-        self._pool = [_Thread(actor.worker) for actor in actors] if len(actors) > 1 else None
-        #: whether one of them has hung: nothing more can be asked of them
-        self.stuck = False
-        # A pipeline that is collected without a close must end its threads.
-        self._ended = weakref.finalize(self, _end, self._pool or ())
+            from .thread_pool import ThreadPool
+
+            self._pool = ThreadPool(actors)
 
     @property
     def alone(self) -> bool:
         """Whether there is one worker, which computes on the caller's thread."""
         return self._pool is None
 
+    @property
+    def stuck(self) -> bool:
+        """Whether a worker has hung: no further calls can be made."""
+        return self._pool is not None and self._pool.stuck
+
     def each(self, call: Callable[[WorkerActor], T]) -> list[T]:
         """Return `call(worker)` for every worker; raise the first cause if one fails."""
-        return [call(self._actors[0])] if self._pool is None else self._together(self._pool, call)
+        return [call(self._actors[0])] if self._pool is None else self._pool.each(call)
 
     @contextmanager
     def undoing(self) -> Iterator[None]:
@@ -73,60 +60,6 @@ class WorkerThreads:
             if not self.stuck:
                 self._undo()
             raise
-
-    def _together(self, pool: Sequence[_Thread], call: Callable[[WorkerActor], T]) -> list[T]:
-        settings = callers_settings()
-
-        def run(actor: WorkerActor, follow: Callable[[], None]) -> T:
-            follow()  # the caller's tensors on the device are ready in the caller's stream alone
-            with settings():
-                return call(actor)
-
-        futures = [
-            thread.submit(partial(copy_context().run, run, actor, actor.backend.as_here()))
-            for thread, actor in zip(pool, self._actors, strict=True)
-        ]
-        try:
-            self._await(pool, futures)
-        except Stalled:
-            raise
-        except BaseException:  # Ctrl-C: end all waits for other workers
-            for actor in self._actors:
-                actor.carrier.fault(PipeError("interrupted"))
-            self.stuck = True  # also if there is another Ctrl-C, which waits no longer
-            waiting = wait(futures, timeout=self._actors[0].stall_s).not_done
-            self.stuck = bool(waiting)
-            if waiting:
-                logger.warning("interrupted, but %s", self._who_hangs(pool, futures, waiting))
-            raise
-        errors = [error for future in futures if (error := future.exception()) is not None]
-        for error in sorted(errors, key=lambda error: isinstance(error, PeerLost)):
-            raise error
-        return [future.result() for future in futures]
-
-    def _await(self, pool: Sequence[_Thread], futures: Sequence[Future[T]]) -> None:
-        """Wait until all have ended, as they do soon after the first error, or until one hangs.
-
-        Raises:
-            Stalled: the text names the hanging worker; other workers may wait for its locks, not for its payloads.
-        """
-        seen, since = self._progress(), time.monotonic()
-        patience_s = self._actors[0].stall_s
-        while waiting := wait(futures, timeout=_LOOK_S).not_done:
-            stalled = [f.exception() for f in futures if f.done() and isinstance(f.exception(), Stalled)]
-            if seen != (seen := self._progress()):
-                since = time.monotonic()
-            elif time.monotonic() > since + (min(_PATIENCE_S, patience_s) if stalled else patience_s):
-                self.stuck = True
-                raise Stalled(self._who_hangs(pool, futures, waiting))
-
-    def _who_hangs(self, pool: Sequence[_Thread], futures: Sequence[Future[T]], waiting: Collection[Future[T]]) -> str:
-        called = zip(pool, self._actors, futures, strict=True)
-        hanging = [(thread, actor) for thread, actor, future in called if future in waiting and actor.running]
-        return _who_hangs(hanging, self._actors[0].stall_s)
-
-    def _progress(self) -> list[tuple[str, int, int]]:
-        return [(actor.running, actor.running_step, actor.step) for actor in self._actors]
 
     def _undo(self) -> None:
         """Let all workers go on from the last step that every stage has completed."""
@@ -143,87 +76,6 @@ class WorkerThreads:
             actor.resume(carrier, done)
 
     def close(self) -> None:
-        """End the threads, and wait for them, unless one hangs."""
-        self._ended()
-        for thread in self._pool or ():
-            if not self.stuck:
-                thread.join()
-
-
-class _Thread:
-    """Does one thing after the other. The process may end while it is at something, as it may hang."""
-
-    def __init__(self, worker: int) -> None:
-        self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=f"worker_{worker}", daemon=True)
-        self._thread.start()
-
-    def submit(self, call: Callable[[], T]) -> Future[T]:
-        future: Future[T] = Future()
-        self._calls.put((future, call))
-        return future
-
-    def stack(self) -> traceback.StackSummary:
-        """Return where the thread is."""
-        frame = sys._current_frames().get(self._thread.ident or 0)
-        return traceback.extract_stack(frame)
-
-    def end(self) -> None:
-        """End when all submitted calls are done."""
-        self._calls.put(None)
-
-    def join(self) -> None:
-        """Wait for the end."""
-        self._thread.join()
-
-    def _run(self) -> None:
-        while (submitted := self._calls.get()) is not None:
-            future, call = submitted
-            try:
-                future.set_result(call())
-            except BaseException as error:
-                future.set_exception(error)
-            del future, call, submitted  # they may keep a model alive
-
-
-def _end(threads: Iterable[_Thread]) -> None:
-    for thread in threads:
-        thread.end()
-
-
-def _who_hangs(working: Sequence[tuple[_Thread, WorkerActor]], patience_s: float) -> str:
-    """Return the busy worker that does not end: not one that waits in this project's code for another."""
-    if not working:
-        return f"nothing has happened for {patience_s:g} s, and no worker runs anything"
-    stacks = [(thread.stack(), actor) for thread, actor in working]
-    elsewhere = [found for found in stacks if not Path(found[0][-1].filename).is_relative_to(_HERE)]
-    stack, actor = (elsewhere or stacks)[0]
-    return (
-        f"worker {actor.worker} hangs: running {actor.running}, step {actor.running_step}, for {patience_s:g} s; it is "
-        f"in\n{''.join(stack.format()).rstrip()}"
-    )
-
-
-def callers_settings() -> Callable[[], AbstractContextManager[None]]:
-    """Return a context that lets another thread compute with the settings of the calling one.
-
-    Torch keeps these settings by thread. The number of threads decides how a sum is divided, and so its last bits.
-    """
-    num_threads, grad, inference = torch.get_num_threads(), torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-    casts = [(kind, torch.get_autocast_dtype(kind)) for kind in enabled()]
-    cached, device = torch.is_autocast_cache_enabled(), torch.get_default_device()
-
-    @contextmanager
-    def settings() -> Iterator[None]:
-        if torch.get_num_threads() != num_threads:
-            torch.set_num_threads(num_threads)
-        with ExitStack() as stack:
-            stack.enter_context(torch.inference_mode(inference))
-            stack.enter_context(torch.set_grad_enabled(grad))
-            if casts:
-                stack.enter_context(casting(casts, cached=cached))
-            if device.type != "cpu":
-                stack.enter_context(device)
-            yield
-
-    return settings
+        """End the threads."""
+        if self._pool is not None:
+            self._pool.close()

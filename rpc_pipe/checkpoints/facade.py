@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -32,6 +32,17 @@ class Run(Protocol):
     epoch: int
     #: that all workers have agreed on, as JSON
     facts: dict[str, Any]
+    seed: int
+    #: how long a worker's files may take
+    stall_s: float
+    #: settings of the pipeline, in one line
+    described: str
+    #: of the model, if it has one that can write itself
+    config: Any
+    #: whether a checkpoint is written after a number of steps
+    due: Callable[[int], bool]
+    #: called before workers come or go
+    settle: Callable[[], object]
 
     @property
     def is_first(self) -> bool:
@@ -48,25 +59,17 @@ class Checkpoints:
     """A pipeline's checkpoints: all that its training needs to go on. All workers must see their folder.
 
     Args:
-        deadline_s: how long a worker's files may take.
-
-    Attributes:
-        about: facts of the pipeline for readers of a checkpoint.
-        config: of the model, if it has one that can write itself.
         results: the last results of the run, and which calls are skipped.
     """
 
-    def __init__(self, run: Run, about: Mapping[str, Any], deadline_s: float) -> None:
-        self._run, self._each, self.about, self.deadline_s = run, run.each, dict(about), deadline_s
-        self.config: Any = None
-        self.results = Resumption()
+    def __init__(self, run: Run, results: Resumption) -> None:
+        self._run, self._each, self.results = run, run.each, results
+        run.settle = self.rest
         self._writing: Writing | None = None
         #: after how many steps a checkpoint is written, where, and how many are kept
         self._every: tuple[int, Path, int | None] | None = None
         #: of a script that starts from the top: the checkpoint that it goes on from, and whether it wrote that itself
         self._resumed: tuple[Path, bool] | None = None
-        #: whether weights and their averages are exchanged now
-        self.averaged = False
         #: the claimed folder, and the claiming job
         self._claimed: tuple[Path, set[str], dict[str, Any]] | None = None
         #: whether the last checkpoint of `every` could not be written, which is reported once
@@ -91,7 +94,7 @@ class Checkpoints:
         """
         refuse_below(1, keep=1 if keep is None else keep)
         where = path_of(folder)
-        self.refuse_averaged("checkpoints.save")
+        self.results.refuse_averaged("checkpoints.save")
         if self.results.behind:
             from .folder import name
 
@@ -133,10 +136,11 @@ class Checkpoints:
             raise ConfigError(
                 "checkpoints.load: a newcomer has the state of a live worker; resume by --resume, which it leaves out"
             )
-        self.refuse_averaged("checkpoints.load")
+        self.results.refuse_averaged("checkpoints.load")
         self.settle()
         job = self.job  # with the learning rate of the script
-        checkpoint, self.results, random = self._put(where)
+        checkpoint, results, random = self._put(where)
+        self.results.restore(results)
         num_routes = self._each(lambda actor: self._run.spec.num_routes * shares(actor))[0]
         apart = [] if num_routes == checkpoint.num_routes else checkpoint.apart()
         if apart and self._is_first:
@@ -203,6 +207,7 @@ class Checkpoints:
         """
         refuse_below(1, steps=steps, keep=1 if keep is None else keep)
         self._every = steps, path_of(folder).absolute(), keep  # a script may go to another one
+        self._run.due = self.due
 
     # --- called by the pipeline
 
@@ -218,7 +223,11 @@ class Checkpoints:
         return self._every is not None and step % self._every[0] == 0
 
     def after(self, step: int, stop: bool) -> None:
-        """Write a checkpoint if one is due after a number of steps, or the run will stop."""
+        """Write a checkpoint if one is due after a number of steps, or the run will stop.
+
+        A checkpoint that the script has been resumed from is not written again.
+        """
+        self._resumed = None
         if self._every is not None and (stop or self.due(step)):
             self._save(*self._every[1:], extra=None, wait=stop, asked=False)
 
@@ -241,19 +250,6 @@ class Checkpoints:
                     self.results.steps_done(next(iter(actors)).step), loss, self.results.norm
                 )
         return loss, stop or self.results.stopped
-
-    def note_step(self, loss: float, batch: str, norm: float | None, rows: int) -> None:
-        """Remember the result of a training step; earlier checkpoints are not written again."""
-        self._resumed = None
-        self.results.note_step(loss, batch, norm, rows)
-
-    def refuse_averaged(self, what: str) -> None:
-        """Raise if the weights are their average: training, or a checkpoint, would go on from it."""
-        if self.averaged:
-            raise ConfigError(
-                f"{what}: the weights are their average here, to evaluate or save them by `save`: call it outside of "
-                "`averaged`"
-            )
 
     def settle(self, *, again: bool = False) -> Path | None:
         """Wait until a checkpoint that is being written is complete; return its path where worker 0 is.
@@ -310,7 +306,8 @@ class Checkpoints:
         from .writing import Snapshot, Writing
 
         self.settle()
-        about = {**self.about, "extra": encoded(extra, "extra"), "asked": asked, "job": self.job, **self.results.about}
+        about = {"seed": self._run.seed, "pipeline": self._run.described, "extra": encoded(extra, "extra")}
+        about |= {"asked": asked, "job": self.job, **self.results.about}
         try:
             begun = self._each(lambda actor: agreed(actor, "checkpoint", lambda: self._begin(where, actor.step)))
         except ConfigError as error:  # on every worker alike
@@ -327,7 +324,7 @@ class Checkpoints:
 
         about["step"] = self._each(lambda actor: actor.step)[0]
         snapshots = self._each(copied)
-        self._writing = Writing(snapshots, place, about, self.config, keep, self.deadline_s)
+        self._writing = Writing(snapshots, place, about, self._run.config, keep, self._run.stall_s)
         path = self.settle(again=True) if wait else None
         return self._save(where, keep, extra, wait, asked) if wait and self._lost else path
 

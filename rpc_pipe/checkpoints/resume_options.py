@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 
 class _ResumedPipeline(Protocol):
-    checkpoints: Checkpoints
+    @property
+    def checkpoints(self) -> Checkpoints:
+        """Writes checkpoints, and goes on from them."""
 
 
 def try_checkpoints(every: int | None, folder: str, keep: int | None, resume: str | None) -> None:

@@ -26,11 +26,13 @@ class Resumption:
         loss: of the last training step.
         norm: of the gradients of the last training step, if it was asked for.
         stopped: whether the last skipped step was the last of all.
+        averaged: whether weights and their averages are exchanged now.
     """
 
     stopped = False
 
     def __init__(self, about: Mapping[str, Any] = {}) -> None:
+        self.averaged = False
         self.batch, self.loss = str(about.get("batch", "")), float(about.get("loss", math.nan))
         #: of the run's first batch; 0: not known
         self.rows = int(about.get("rows", 0))
@@ -38,6 +40,10 @@ class Resumption:
         self.norm = None if norm is None else float(norm)
         #: training steps that are skipped, and how many the script has asked for
         self._covered = self._asked = 0
+
+    def restore(self, results: Resumption) -> None:
+        """Go on with the results of a checkpoint."""
+        vars(self).update(vars(results))
 
     @property
     def about(self) -> dict[str, Any]:
@@ -81,6 +87,14 @@ class Resumption:
     def evaluated(self) -> tuple[float, float]:
         """Return the value of an evaluation that is skipped, and its weight."""
         return math.nan, 1.0
+
+    def refuse_averaged(self, what: str) -> None:
+        """Raise if the weights are their average: training, or a checkpoint, would go on from it."""
+        if self.averaged:
+            raise ConfigError(
+                f"{what}: the weights are their average here, to evaluate or save them by `save`: call it outside of "
+                "`averaged`"
+            )
 
     def note_step(self, loss: float, batch: str, norm: float | None, rows: int) -> None:
         """Remember the result of a training step."""

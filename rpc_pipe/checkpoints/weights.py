@@ -114,8 +114,8 @@ class Weights:
         from .whole import save_adapters
 
         self._checkpoints.settle()
-        partition, about = self._run.partition, self._checkpoints
-        how = about.config, partition.other_names, about.deadline_s
+        partition = self._run.partition
+        how = self._run.config, partition.other_names, self._run.stall_s
 
         def write(where: Callable[[], Path]) -> Path:
             if partition.adapters:
@@ -135,16 +135,16 @@ class Weights:
         found = [average for own in averages for average in own if average is not None]
         if len(found) < sum(map(len, averages)):
             raise ConfigError("averaged: there is no average of the weights; pass ema_decay=, such as 0.999")
-        self._checkpoints.refuse_averaged("averaged")
+        self._checkpoints.results.refuse_averaged("averaged")
         from ..workers.compute.average import swap  # few runs have one
 
         swap(found)
-        self._checkpoints.averaged = True
+        self._checkpoints.results.averaged = True
         try:
             yield
         finally:
             swap(found)
-            self._checkpoints.averaged = False
+            self._checkpoints.results.averaged = False
 
 
 def _kept_somewhere(given: str | Path, write: Callable[[Callable[[], Path]], Path]) -> None:

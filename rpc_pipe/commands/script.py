@@ -17,6 +17,7 @@ from ..dependency import ConfigError
 from ..launching import launcher_link as link
 from ..launching import overrides
 from ..launching.job import Job
+from ..launching.typed_options import TypedOptions
 from ..pipeline import Pipeline
 from ..tracing.own_boards import collect, record, write_out
 from ..tracing.run_summary import FILES, figures, last_steps, summary
@@ -52,7 +53,7 @@ def run_script(
         if job.worker == 0 and not is_own:  # its line does not show these
             link.tell(kind="text", text=text)
 
-    overrides.install(overrides.Overrides(typed, schedule_options, tell, ending.made))
+    overrides.install(TypedOptions(typed, schedule_options, tell, ending.made))
     sys.argv = [script, *arguments]
     if not is_own:  # beside it lie files named as modules of Python are
         sys.path.insert(0, str(Path(script).resolve().parent))

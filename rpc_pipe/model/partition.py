@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 import traceback
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 from weakref import ref
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..dependency import ModelError
 from ..dependency.errors import first_sentence
@@ -23,8 +21,9 @@ from .cut import cut
 from .module_copies import ModuleCopies, structure, unnamed_parts
 from .observe.model_kinds import refuse_lazy
 from .pairs import as_pair
-from .parameter_hooks import copy_attachments
-from .sharing import Ties, refuse_handed_on, shared_holders
+
+if TYPE_CHECKING:
+    from .sharing import Holder, Ties
 
 #: one layer: a module, or a callable that builds it
 LayerLike = nn.Module | Callable[[], nn.Module]
@@ -88,13 +87,19 @@ class LayerPartition:
         self.num_layers: int = len(layers) if is_list else getattr(model, "num_layers", num_stages)
         self._counted = is_list or hasattr(model, "num_layers")
         self.ranges = cut(self.num_layers, num_stages, split)
-        self._ties = Ties(layers, self.ranges if is_list else ())
         #: parameters that several stages hold -> their stages
-        self.shared = self._ties.shared
+        self.shared: dict[str, list[int]] = {}
+        #: None: one stage has all layers, so no object is in two stages
+        self._ties: Ties | None = None
+        self._holders: Sequence[list[Holder]] = [[]] * num_stages
+        if is_list and num_stages > 1:
+            from .sharing import Ties, shared_holders
+
+            self._ties, self._holders = Ties(layers, self.ranges), shared_holders(layers, self.ranges, loss_fn)
+            self.shared = self._ties.shared
         self.block_names = [str(layer) for layer in range(self.num_layers)]
         #: none: all parameters are inside layers
         self.uses: dict[tuple[int, int], int] = {}
-        self._holders = shared_holders(layers, self.ranges, loss_fn) if is_list else [[]] * num_stages
 
     def slice(self, stage: int, randomness: Randomness, route: int = 0, divide: Divide | None = None) -> Slice:
         """Return a stage's slice of the model, on the device of `randomness`. Arguments as of `build`."""
@@ -102,8 +107,12 @@ class LayerPartition:
         for _, module in layers:
             module.to(randomness.device)
         shared = {name: held for name, held in self.shared.items() if stage in held}
-        holders = self._holders[stage]
-        found = Layers(layers, self._ties.names, shared, partial(refuse_handed_on, holders) if holders else None)
+        names, look = {} if self._ties is None else self._ties.names, None
+        if holders := self._holders[stage]:
+            from .sharing import refuse_handed_on
+
+            look = partial(refuse_handed_on, holders)
+        found = Layers(layers, names, shared, look)
         if divide is not None:
             found.divide(divide, self._divided)
         return found
@@ -130,10 +139,16 @@ class LayerPartition:
         given = [(layer, module) for layer, module in pairs if module not in self._divided]
         taken = [module for layer, module in given if (route > 0 if layer is module else self._was_made(module, route))]
         self._made.update(part for module in made for part in module.modules())
-        copies = dict(zip(taken, replicas(taken), strict=True))
-        if route == 0:
+        copies: dict[nn.Module, nn.Module] = {}
+        if taken:
+            from .layer_copies import copies_of
+
+            copies |= zip(taken, copies_of(taken), strict=True)
+        if route == 0 and self.shared and self._ties is not None:
+            from .layer_copies import copies_of
+
             tied, parameters = self._ties.copied(stage, zip(layers, made, strict=True))
-            copies |= zip(tied, replicas(tied, parameters), strict=True)
+            copies |= zip(tied, copies_of(tied, parameters), strict=True)
         if route > 0:
             for module, copy_of in copies.items():
                 self.module_copies.add(module, copy_of, runs=True)
@@ -214,41 +229,6 @@ class LayerPartition:
     def output(self, tree: Tree) -> Tree:
         """Return an output in the type that the model returns."""
         return tree
-
-
-def replicas(layers: Sequence[nn.Module], parameters: Collection[int] | None = None) -> list[nn.Module]:
-    """Return copies of layers, hooks and attributes of their parameters included.
-
-    Args:
-        parameters: ids of the parameters to copy; other parameters, and buffers, are shared with the layers. None: all
-            are copied.
-
-    Raises:
-        ModelError: a layer cannot be copied.
-    """
-    # deepcopy refuses attributes that every forward computes, as `torch.nn.utils.weight_norm` does.
-    values = [value for layer in layers for module in layer.modules() for value in vars(module).values()]
-    computed = [value for value in values if isinstance(value, Tensor) and not value.is_leaf]
-    memo: dict[int, Any] = {id(tensor): tensor.detach().clone() for tensor in computed}
-    if parameters is not None:
-        common = (tensor for layer in layers for tensor in (*layer.parameters(), *layer.buffers()))
-        memo |= {id(tensor): tensor for tensor in common if id(tensor) not in parameters}
-    copies = []
-    for layer in layers:
-        try:
-            if any(isinstance(module, torch.jit.ScriptModule) for module in layer.modules()):
-                raise TypeError("a script is in it")
-            copies.append(copy.deepcopy(layer, memo))
-        except Exception as error:
-            raise ModelError(
-                f"model: a {type(layer).__name__} cannot be copied for the second replica of its stage "
-                f"({first_sentence(error)}); "
-                "pass a callable that builds it"
-            ) from error
-    for parameter in dict.fromkeys(parameter for layer in layers for parameter in layer.parameters()):
-        if memo[id(parameter)] is not parameter:
-            copy_attachments(memo[id(parameter)], parameter, lambda value: copy.deepcopy(value, memo))
-    return copies
 
 
 def refuse_no_layer(layer: object, index: int) -> None:

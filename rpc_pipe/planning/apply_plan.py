@@ -5,12 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Union
+from typing import Any, Union
 
 from ..dependency import ConfigError, Spec
-
-if TYPE_CHECKING:
-    from .plan import Plan
+from .listed_schedule import program_of
+from .plan import Plan, read_plan
 
 logger = logging.getLogger(__name__)
 
@@ -21,7 +20,7 @@ _TOLERANCE = 0.01
 PlanLike = Union["Plan", Mapping[str, Any], str, Path]
 
 
-def apply_plan(plan: PlanLike | None, settings: Any) -> Any:
+def apply_plan(plan: PlanLike, settings: Any) -> Any:
     """Return the settings of a pipeline with the plan's decisions.
 
     Args:
@@ -30,11 +29,6 @@ def apply_plan(plan: PlanLike | None, settings: Any) -> Any:
     Raises:
         ConfigError: it is no plan, is for another number of workers, or decides a setting that was given as well.
     """
-    if plan is None:
-        return settings
-    from .listed_schedule import program_of
-    from .plan import read_plan
-
     if (
         settings.num_microbatches
         or settings.split is not None
@@ -62,17 +56,13 @@ def apply_plan(plan: PlanLike | None, settings: Any) -> Any:
     )
 
 
-def warn_if_other_model(plan: PlanLike | None, name: str, workers: Iterable[Mapping[tuple[int, int], Any]]) -> None:
+def warn_if_other_model(plan: PlanLike, name: str, workers: Iterable[Mapping[tuple[int, int], Any]]) -> None:
     """Warn if a plan was made for another model. Only the worker of the stage with most weights warns.
 
     Args:
         name: of the model that is trained.
         workers: the shards by (stage, route) of each worker in this process.
     """
-    if plan is None:
-        return
-    from .plan import read_plan
-
     found = read_plan(plan)
     planned = found.weights_by_stage
     heaviest = max(range(len(planned)), key=planned.__getitem__, default=-1)

@@ -24,7 +24,7 @@ from rpc_pipe.launching.report import Reporter
 from rpc_pipe.pipeline import Pipeline
 from rpc_pipe.tracing import run_folders
 from rpc_pipe.tracing.board import Live, State
-from rpc_pipe.workers.threads import WorkerThreads
+from rpc_pipe.workers.thread_pool import ThreadPool
 
 RUNNING = Live(State.RUNNING, 3, F(1, 2), since_ns=5 * 10**9)
 
@@ -109,7 +109,7 @@ def test_ctrl_c_waits_for_a_worker_that_hangs_no_longer_than_others_do(monkeypat
     """It was waited for without a deadline."""
     ended = threading.Event()
     pipe, batch = training(lambda x: ended.wait(20) and x, stall_s=0.3)
-    monkeypatch.setattr(WorkerThreads, "_await", lambda *_: time.sleep(0.3) or raising(KeyboardInterrupt())(0))
+    monkeypatch.setattr(ThreadPool, "_await", lambda *_: time.sleep(0.3) or raising(KeyboardInterrupt())(0))
     with pytest.raises(KeyboardInterrupt):
         pipe.step(batch)
     assert "interrupted, but worker 1 hangs: running 1F2" in caplog.text

@@ -9,6 +9,7 @@ from torch import nn
 
 from rpc_pipe.commands.main import main
 from rpc_pipe.launching import overrides
+from rpc_pipe.launching.typed_options import TypedOptions
 from rpc_pipe.pipeline import Pipeline
 
 SCRIPT = """
@@ -37,7 +38,7 @@ def typed():
 
     def install(**options):
         parameters = options.pop("set", {})
-        overrides.install(overrides.Overrides(options, parameters, told.append, lambda pipe: None))
+        overrides.install(TypedOptions(options, parameters, told.append, lambda pipe: None))
         return told
 
     yield install

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from rpc_pipe.commands.main import main
 from rpc_pipe.dependency import Action, B, ConfigError, G, P, S, WorkerFailure
 from rpc_pipe.launching import overrides
+from rpc_pipe.launching.typed_options import TypedOptions
 from rpc_pipe.pipeline import Pipeline, Training
 from rpc_pipe.workers.hooks import Listener
 from rpc_pipe.workers.mailbox import Mailbox
@@ -399,7 +400,7 @@ def test_random_delays_change_nothing(schedule, order):
 
 def test_what_is_typed_wins_and_replicas_stay_when_the_schedule_is_another():
     told = []
-    overrides.install(overrides.Overrides({"schedule": "zb-h1"}, {"replicas": "4"}, told.append, lambda pipe: None))
+    overrides.install(TypedOptions({"schedule": "zb-h1"}, {"replicas": "4"}, told.append, lambda pipe: None))
     try:
         options = {"num_workers": 4, "num_microbatches": 8, "replicas": 2}
         with Pipeline(LAYERS, nn.functional.mse_loss, schedule="gpipe", **options) as pipe:

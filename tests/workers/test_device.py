@@ -16,7 +16,7 @@ from rpc_pipe import Pipeline, own_workers, session
 from rpc_pipe.dependency import PipeError, WorkerFailure
 from rpc_pipe.launching.job import current_job
 from rpc_pipe.schedules import SCHEDULES
-from rpc_pipe.workers import threads
+from rpc_pipe.workers import thread_pool
 from rpc_pipe.workers.compute import backends as choice
 from rpc_pipe.workers.compute import cuda_device, randomness
 from rpc_pipe.workers.compute.backends import usual_device
@@ -214,7 +214,7 @@ def test_the_backend_of_a_gpu_is_made_of_torchs_own(monkeypatch):
 @pytest.fixture
 def apart(by_host, monkeypatch):
     """Let workers compute on devices that take no tensor of the host."""
-    to_host, device_of, settings = torch.Tensor.cpu, torch.Tensor.device, threads.callers_settings
+    to_host, device_of, settings = torch.Tensor.cpu, torch.Tensor.device, thread_pool.callers_settings
 
     def settings_apart():
         own = settings()
@@ -232,7 +232,7 @@ def apart(by_host, monkeypatch):
     )
     where = property(lambda tensor: DEVICE if is_there(tensor) else device_of.__get__(tensor))
     monkeypatch.setattr(torch.Tensor, "device", where, raising=False)
-    monkeypatch.setattr(threads, "callers_settings", settings_apart)
+    monkeypatch.setattr(thread_pool, "callers_settings", settings_apart)
     monkeypatch.setattr(own_workers, "backend_for", lambda name, place=0: CudaBackend(StrictCuda()))
 
 

@@ -19,7 +19,7 @@ from unkind import MODELS, batches_for, differences
 from rpc_pipe import Pipeline, own_workers
 from rpc_pipe.dependency import ConfigError, ScheduleError
 from rpc_pipe.schedules import SCHEDULES
-from rpc_pipe.workers import run, threads
+from rpc_pipe.workers import run, thread_pool
 from rpc_pipe.workers.compute.cuda_device import CudaBackend
 from rpc_pipe.workers.transport import shared_memory
 from rpc_pipe.workers.transport.local import LocalPost, local_carriers
@@ -45,7 +45,7 @@ BUFFERED = {
 def watched(model, way, pace):
     """Let workers compute on the test device; yield what is found there."""
     races, one, count = Races(), Stream(eager=True), random.Random(pace)
-    settings_of, execute = threads.callers_settings, run.Stream._execute
+    settings_of, execute = thread_pool.callers_settings, run.Stream._execute
 
     def settings_here():
         own = settings_of()
@@ -70,7 +70,7 @@ def watched(model, way, pace):
 
     with pytest.MonkeyPatch.context() as patch:
         Stream.awaited.clear()
-        patch.setattr(threads, "callers_settings", settings_here)
+        patch.setattr(thread_pool, "callers_settings", settings_here)
         patch.setattr(run.Stream, "_execute", executes)
         patch.setattr(own_workers, "backend_for", backend_for)
         patch.setattr(own_workers, "local_carriers", carriers)

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from ...dependency import NO_REDUCTIONS, ConfigError, Reductions, Spec
 from ..transport.payload import Payload, pack, unpack
-from .batch_norm import Statistics
 from .divided import like, local
+from .running_statistics import Statistics
 
 
 def tied_parts(shared: Mapping[str, Sequence[int]], num_routes: int) -> dict[tuple[tuple[int, ...], int], list[str]]:

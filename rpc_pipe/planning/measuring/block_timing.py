@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from ...dependency import B, F, G, I, Kind, R, U, W
-from ...model.sharding import divisible
+from ...workers.compute.tensor_parallel import divisible
 from ...workers.compute.shard import LossFn
 from ...workers.compute.split_backward import Saved
 from ...workers.compute.updating import OptimizerFactory

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ...dependency import B, ConfigError, F, G, I, Kind, PipeError, R, U, W
 from ...model.partition import LayerLike
-from ...model.sharding import divisible
+from ...workers.compute.tensor_parallel import divisible
 from ...model.user_model import UserModel, load_user_model, resize_batch, rows_of
 from ...system.allocator import keep_freed_memory
 from ...workers.compute.sequence import state_dropped

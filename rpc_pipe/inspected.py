@@ -1,0 +1,127 @@
+"""The part of a `Pipeline` that shows its training, and changes it after a step, or between backward and update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from .checkpoints.resumption import Resumption
+from .dependency import ConfigError
+from .session import Session
+from .workers.actor import WorkerActor
+from .workers.hooks import Listener
+
+if TYPE_CHECKING:
+    from .step_report import StepReport, StepReports
+
+
+class Inspected:
+    """The training of a `Pipeline`, to be watched and changed by a script."""
+
+    _session: Session
+    _results: Resumption
+    #: None: no function of the user is called after a step
+    _reports: StepReports | None = None
+
+    def listen(self, listener: Callable[[int], Listener]) -> None:
+        """Add `listener(worker)` to every worker of this process."""
+        if not callable(listener):
+            raise ConfigError(f"listener {listener!r}: must be callable as listener(worker), and return a Listener")
+        for actor in self._session.actors:
+            actor.listeners.add(listener(actor.worker))
+
+    def on_step(self, function: Callable[[StepReport], object]) -> None:
+        """Call `function(report)` after each training step, in every process, before the step's loss is returned.
+
+        What it raises is raised by `step` and `train`, after the update.
+        """
+        if not callable(function):
+            raise ConfigError(f"on_step {function!r}: must be a function of one report")
+        if self._reports is None:
+            from .step_report import StepReports
+
+            self._reports = StepReports(self)
+        self._reports.add(function)
+
+    def on_gradients(self, stage: int, function: Callable[[Mapping[str, nn.Parameter]], object]) -> None:
+        """Call `function(parameters)` between backward and update, from the next step on, where the stage is.
+
+        It gets the stage's parameters by their names in the unsplit model. Each `grad` is that of the whole batch, of
+        all replicas and of all stages that share it, unscaled and not yet clipped; it may be read and changed. With
+        `accumulate` it is called once an update. By an asynchronous schedule the norm of all is measured before.
+
+        Raises:
+            ConfigError: there is no such stage.
+        """
+        if stage not in range(self._session.spec.num_stages) or not callable(function):
+            most = self._session.spec.num_stages - 1
+            raise ConfigError(f"on_gradients {stage!r}, {function!r}: takes a stage from 0 to {most}, and a function")
+
+        def add(actor: WorkerActor) -> None:
+            for (each, _), shard in actor.shards.items():
+                if each == stage and not shard.is_guest:
+                    shard.updating.on_gradients.append(function)
+
+        self._session.each(add)
+
+    def modify(self, function: Callable[[int, list[nn.Module]], object], *, summed: str | Collection[str] = ()) -> None:
+        """Call `function(stage, modules)` for each stage of each worker, between two steps, to change what is in them.
+
+        All workers call this alike.
+
+        Args:
+            function: gets all modules of the stage, with those inside of them.
+            summed: names of modules' buffers that are summed over the replicas before, such as an expert's count of
+                tokens: `function` finds the sum in each replica, and sets it to 0 for the next step.
+
+        Raises:
+            ConfigError: it raised something on another worker; on that one this is raised as it is. Or no module has
+                such a buffer.
+        """
+        from .modifying import modify  # few scripts change modules
+
+        modify(self._session, function, {summed} if isinstance(summed, str) else set(summed))
+
+    @property
+    def replaying(self) -> bool:
+        """Whether steps of a resumed script are skipped until it comes to its checkpoint.
+
+        Until then `step` and `evaluate` return nan and `predict` returns None; the checkpoint's last step returns its
+        loss. In the body of a loop `if pipe.replaying: continue` leaves out what depends on numbers.
+        """
+        return self._results.behind
+
+    @property
+    def learning_rate(self) -> float | None:
+        """Learning rate of the next update, of the first parameter group here; None: nothing here is trained.
+
+        To set it sets that of every group of this process's stages: all workers do so alike, between two steps.
+        """
+        return next((actor.learning_rate for actor in self._session.actors if actor.learning_rate is not None), None)
+
+    @learning_rate.setter
+    def learning_rate(self, rate: float) -> None:
+        for optimizer in (each for of_stage in self.optimizers.values() for each in of_stage):
+            for group in optimizer.param_groups:
+                if isinstance(group["lr"], Tensor):
+                    group["lr"].fill_(rate)
+                else:
+                    group["lr"] = rate
+
+    @property
+    def optimizers(self) -> dict[int, list[Optimizer]]:
+        """The optimizers of this process by stage, one for each replica here; stages that train nothing have none."""
+        found: dict[int, list[Optimizer]] = {}
+        for actor in self._session.actors:
+            for (stage, _), shard in actor.shards.items():
+                if shard.optimizer is not None and not shard.is_guest:
+                    found.setdefault(stage, []).append(shard.optimizer)
+        return found
+
+    @property
+    def loss_scale(self) -> float:
+        """What the loss is scaled with; 1 without `grad_scaler`."""
+        return next(iter(self._session.actors[0].shards.values())).updating.scale.scale

@@ -1,0 +1,65 @@
+"""Options of the command line that override the arguments of a script's pipelines, with a message for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..dependency.parallelism import OPTIONS
+from .overrides import Settings
+
+#: argument -> option, if the names differ
+_OPTIONS = {"num_microbatches": "microbatches", "num_workers": "workers"}
+
+
+class TypedOptions:
+    """The options typed, by name, for every pipeline that is made from now on.
+
+    Args:
+        schedule_options: from `--set`, `--window`, `--replicas` and `--slices`.
+        tell: shows a line to the user; called once for each difference.
+        made: called with every pipeline.
+    """
+
+    def __init__(
+        self,
+        typed: Mapping[str, Any],
+        schedule_options: Mapping[str, str],
+        tell: Callable[[str], None],
+        made: Callable[[Any], None],
+    ) -> None:
+        self._typed = {
+            name: typed[_OPTIONS.get(name, name)] for name in Settings._fields if _OPTIONS.get(name, name) in typed
+        }
+        self._schedule_options = dict(schedule_options)
+        self._tell = tell
+        self._told: set[str] = set()
+        self.made = made
+
+    def over(self, said: Settings) -> Settings:
+        """Return the settings of a pipeline with the typed options in place of the script's."""
+        options = dict(said.schedule_options or {})
+        for name, value in self._typed.items():
+            shown = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+            self._replaced(_OPTIONS.get(name, name), shown, name, getattr(said, name), value)
+        if self._typed.get("schedule", said.schedule) != said.schedule:
+            kept = {name: value for name, value in options.items() if name in OPTIONS}
+            if options != kept:
+                gone = ", ".join(f"{name}={value!r}" for name, value in options.items() if name not in kept)
+                self._say(f"--schedule {self._typed['schedule']} leaves out the script's {gone}")
+            options = kept
+        for name, value in self._schedule_options.items():
+            self._replaced("set", f"{name}={value}", name, options.get(name), value)
+        options |= self._schedule_options
+        return said._replace(**self._typed)._replace(schedule_options=options)
+
+    def _replaced(self, option: str, shown: str, name: str, old: Any, new: Any) -> None:
+        option = option.replace("_", "-")
+        if old is not None and str(old) != str(new):
+            old = old.__name__ if isinstance(old, type) else repr(old)
+            self._say(f"--{option} {shown} replaces the script's {name}={old}")
+
+    def _say(self, text: str) -> None:
+        if text not in self._told:
+            self._told.add(text)
+            self._tell(text)

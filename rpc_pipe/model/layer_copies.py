@@ -1,0 +1,49 @@
+"""Copies of layers, for a second replica of a stage in one process, or for a stage with a tied weight."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..dependency import ModelError
+from ..dependency.errors import first_sentence
+from .parameter_hooks import copy_attachments
+
+
+def copies_of(layers: Sequence[nn.Module], parameters: Collection[int] | None = None) -> list[nn.Module]:
+    """Return copies of layers, hooks and attributes of their parameters included.
+
+    Args:
+        parameters: ids of the parameters to copy; other parameters, and buffers, are shared with the layers. None: all
+            are copied.
+
+    Raises:
+        ModelError: a layer cannot be copied.
+    """
+    # deepcopy refuses attributes that every forward computes, as `torch.nn.utils.weight_norm` does.
+    values = [value for layer in layers for module in layer.modules() for value in vars(module).values()]
+    computed = [value for value in values if isinstance(value, Tensor) and not value.is_leaf]
+    memo: dict[int, Any] = {id(tensor): tensor.detach().clone() for tensor in computed}
+    if parameters is not None:
+        common = (tensor for layer in layers for tensor in (*layer.parameters(), *layer.buffers()))
+        memo |= {id(tensor): tensor for tensor in common if id(tensor) not in parameters}
+    copies = []
+    for layer in layers:
+        try:
+            if any(isinstance(module, torch.jit.ScriptModule) for module in layer.modules()):
+                raise TypeError("a script is in it")
+            copies.append(copy.deepcopy(layer, memo))
+        except Exception as error:
+            raise ModelError(
+                f"model: a {type(layer).__name__} cannot be copied for the second replica of its stage "
+                f"({first_sentence(error)}); "
+                "pass a callable that builds it"
+            ) from error
+    for parameter in dict.fromkeys(parameter for layer in layers for parameter in layer.parameters()):
+        if memo[id(parameter)] is not parameter:
+            copy_attachments(memo[id(parameter)], parameter, lambda value: copy.deepcopy(value, memo))
+    return copies

@@ -1,0 +1,41 @@
+"""The members of this process's worker, and their rows of a batch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from .dependency import BatchError
+from .launching.job import Job
+from .launching.joining import mesh_of_members
+from .model.batches.microbatches import Microbatches
+from .model.sharding import Sharing
+from .workers.compute.members import Members
+from .workers.compute.slices import Divide
+
+
+def make_members(job: Job, sharing: Sharing, device: torch.device) -> tuple[Members, Divide]:
+    """Return this process among the members of its worker, and the function by which they divide layers."""
+    mesh = mesh_of_members(job, device.type)
+    return Members(mesh, sharing.rows, sharing.per_microbatch), sharing.divide(mesh)
+
+
+def own_rows(batch: Microbatches, members: Members) -> Microbatches:
+    """Return the microbatches of a batch that this member computes.
+
+    Raises:
+        BatchError: they cannot be divided among members, or only one worker could read them.
+    """
+    if not members.rows:
+        return batch
+    if batch.scatter is not None:
+        raise BatchError(f"members={members.count}: {batch.scatter.reader} alone can read a batch; let all workers")
+    if len(batch.inputs) % members.count:
+        raise BatchError(
+            f"members={members.count}: a batch makes {len(batch.inputs)} microbatches, and each member needs as many; "
+            "give the batch more rows"
+        )
+    sides = batch.inputs, batch.targets, batch.shares
+    inputs, targets, shares = (list(side[members.index :: members.count]) for side in sides)
+    return replace(batch, inputs=inputs, targets=targets, shares=shares)

@@ -1,0 +1,77 @@
+"""Tensor parallelism: linear layers divided among the members of a worker by a model's plan."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...dependency import ConfigError
+
+
+def divisible(module: nn.Module, name: str, model: nn.Module) -> dict[str, float]:
+    """Return what members would divide of a layer or block, as a profile has it."""
+    found: dict[str, float] = {"fsdp": sum(p.nbytes for p in module.parameters())}
+    if not (plan := _plan_of(model)):
+        return found
+    named = ((part, _style_of(plan, path)) for path, part in module.named_modules(prefix=name))
+    linear = [(part, style) for part, style in named if style and isinstance(part, nn.Linear)]
+    found["tp"] = sum(part.weight.nbytes for part, _ in linear)
+    found["outputs"], found["inputs"] = (sum(s != way for _, s in linear) for way in ("colwise", "rowwise"))
+    return found
+
+
+def _plan_of(model: nn.Module) -> Any:
+    return getattr(model, "_tp_plan", None) or getattr(model, "tp_plan", None)
+
+
+def _style_of(plan: Any, path: str) -> str | None:
+    return next((style for pattern, style in plan.items() if fnmatch.fnmatchcase(path, pattern)), None)
+
+
+def divide_by_plan(mesh: Any, module: nn.Module, name: str, model: nn.Module) -> None:
+    """Divide linear layers by columns or rows, as the plan of a Hugging Face model says.
+
+    Raises:
+        ConfigError: there is no plan, it has a style that is not known, or it names no linear layer of the model.
+    """
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    styles: dict[str, Callable[[], Any]] = {
+        "colwise": ColwiseParallel,
+        "rowwise": RowwiseParallel,
+        "colwise_rep": lambda: ColwiseParallel(output_layouts=Replicate()),
+        "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
+    }
+    plan = _plan_of(model)
+    if not plan:
+        raise ConfigError(
+            f"shard='tp': {type(model).__name__} has no tp_plan; pass a function of (module, mesh), which may call "
+            "torch's parallelize_module"
+        )
+
+    def summed(grad: Tensor) -> Tensor:
+        total = grad.clone()
+        torch.distributed.all_reduce(total, group=mesh.get_group())
+        return total
+
+    # Not each pattern: plans of Hugging Face name layers that some settings of a model leave out.
+    if not any(_style_of(plan, path) for path, part in model.named_modules() if isinstance(part, nn.Linear)):
+        raise ConfigError(
+            f"shard='tp': the tp_plan of {type(model).__name__} names no linear layer of it, such as "
+            f"{next(iter(plan))!r}; correct the names"
+        )
+    for path, part in list(module.named_modules(prefix=name)):
+        style = _style_of(plan, path)
+        if style == "replicated_with_grad_allreduce":  # it sees this member's heads alone
+            for parameter in part.parameters():
+                parameter.register_hook(summed)
+        if style is None or not isinstance(part, nn.Linear):
+            continue
+        if style not in styles:
+            raise ConfigError(f"shard='tp': the plan wants {style} for {path}; known are {', '.join(styles)}")
+        parallelize_module(part, mesh, styles[style]())
