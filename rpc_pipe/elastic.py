@@ -19,6 +19,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from .checkpoints.newcomer import Journal, Repetition, state_of, take_state
+from .checkpoints.resumption import Resumption
 from .dependency import ConfigError, EpochEnds, PipeError, Spec, StageLost, Stalled, check, ends_epoch
 from .dependency.relocating import relocated
 from .launching import launcher_link as link
@@ -60,6 +61,7 @@ class ElasticRun(Protocol):
     process: int
     end: StepEnd
     facts: dict[str, Any]
+    results: Resumption
     settle: Callable[[], object]
 
     @property
@@ -132,7 +134,7 @@ class Recovery:
         actor.elastic = actor.recovers = actor.keeps_broken = True
         at_exit(self._leave)
         if job.newcomer:
-            self.repetition = Repetition(self.journal, self._take_part, self._look)
+            session.results = self.repetition = Repetition(self.journal, self._take_part, self._look)
             session.process = actor.worker or -1  # a newcomer does not log what has been logged
             return
         link.tell(kind=READY)

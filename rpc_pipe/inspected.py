@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .checkpoints.resumption import Resumption
 from .dependency import ConfigError
 from .session import Session
 from .workers.actor import WorkerActor
@@ -22,7 +21,6 @@ class Inspected:
     """The training of a `Pipeline`, to be watched and changed by a script."""
 
     _session: Session
-    _results: Resumption
     #: None: no function of the user is called after a step
     _reports: StepReports | None = None
 
@@ -92,7 +90,7 @@ class Inspected:
         Until then `step` and `evaluate` return nan and `predict` returns None; the checkpoint's last step returns its
         loss. In the body of a loop `if pipe.replaying: continue` leaves out what depends on numbers.
         """
-        return self._results.behind
+        return self._session.results.behind
 
     @property
     def learning_rate(self) -> float | None:

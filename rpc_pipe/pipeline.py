@@ -22,7 +22,6 @@ from .arguments import (
     settle_training,
     shown_plainly,
 )
-from .checkpoints.resumption import Resumption
 from .dependency import Entry, Order, Spec
 from .dependency.parallelism import Parallelism, with_parallelism
 from .inspected import Inspected
@@ -158,17 +157,12 @@ class Pipeline(Inspected):
             spec, sharing.order(order, spec.order), partition, end, actors,
             training=training, seed=seed, job=job, sharing=sharing, ordering=ordering, recover=recover,
         )  # fmt: skip
-        self._results, self._stopped = Resumption(), False
-        self._session.made = self._made
+        self._session.made, self._stopped = self._made, False
         link.attach(self)  # a model may hang while it is cut
         self._session.cut_at_once(example)
 
     def _made(self) -> None:
         """Go on when the shards of this process's workers are made."""
-        if (recovery := self._session.recovery) is not None and recovery.repetition is not None:
-            self._results = recovery.repetition
-            if self._checkpoints is not None:
-                self._checkpoints.results = recovery.repetition
         if self._compile is not None:
             for shard in self._session.shards:
                 shard.slice.compile(self._compile)
@@ -205,7 +199,7 @@ class Pipeline(Inspected):
         if self._stopped:
             raise KeyboardInterrupt("the step before was the last, as `pipe.stopped` says: end the loop on it")
         self._forgot_optimizer = begin_training("step", self._forgot_optimizer and self.worker == 0)
-        self._results.refuse_averaged("step")
+        self._session.results.refuse_averaged("step")
         cut = self._session.cut(batch, microbatches)
         if self.replaying:
             loss, self._stopped = self.checkpoints.skip_step(label_of(batch), self.actors, cut.rows)
@@ -270,7 +264,7 @@ class Pipeline(Inspected):
         pair = None if metric is None else self.partition.pair_for_metric
         cut = self._session.cut(batch, microbatches, pair, whole=True)
         if self.replaying:
-            return self._results.evaluated()
+            return self._session.results.evaluated()
         result = self._session.evaluate(cut, metric)
         assert result.loss is not None
         found = result.loss, result.divisor if result.summed else cut.rows
@@ -317,7 +311,7 @@ class Pipeline(Inspected):
         if self._checkpoints is None:
             from .checkpoints.facade import Checkpoints  # a run that saves nothing does without
 
-            self._checkpoints = Checkpoints(self._session, self._results)
+            self._checkpoints = Checkpoints(self._session)
         return self._checkpoints
 
     @cached_property
@@ -335,7 +329,7 @@ class Pipeline(Inspected):
     @property
     def steps_done(self) -> int:
         """How many training steps the weights have had; in a script that is resumed, how many it has called."""
-        return self._results.steps_done(self.actors[0].step)
+        return self._session.results.steps_done(self.actors[0].step)
 
     @property
     def grad_norm(self) -> float | None:
@@ -343,12 +337,12 @@ class Pipeline(Inspected):
 
         It is measured with `max_grad_norm` or `log_grad_norm` alone.
         """
-        return None if self.replaying else self._results.norm
+        return None if self.replaying else self._session.results.norm
 
     @property
     def last_batch(self) -> str:
         """What the batch of the last training step is called, also of a run before; nothing, if it has no name."""
-        return self._results.batch
+        return self._session.results.batch
 
     @property
     def actors(self) -> list[WorkerActor]:
@@ -395,7 +389,7 @@ class Pipeline(Inspected):
         assert result.loss is not None
         self._stopped |= result.stop
         self._session.end.observe_result(result)
-        self._results.note_step(result.loss, batch, result.norm, result.rows)
+        self._session.results.note_step(result.loss, batch, result.norm, result.rows)
         if self._checkpoints is not None:
             self._checkpoints.after(self.steps_done, result.stop)
         if self._reports is not None:

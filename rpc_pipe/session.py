@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from .arguments import describe, refuse_shared
+from .checkpoints.resumption import Resumption
 from .dependency import ConfigError, Entry, Order, PipeError, Spec, most_open
 from .model.batches.batch_reader import BatchReader
 from .model.batches.microbatches import Microbatches, Outputs, Pair, Prefetcher
@@ -55,6 +56,7 @@ class Session:
         due: tells whether a checkpoint is written after so many steps.
         made: called when the shards are made.
         settle: called before workers come or go: completes a checkpoint that is being written.
+        results: of the last steps, and which calls of a resumed script are skipped.
         facts: that all workers have agreed on, as JSON, by name; newcomers get them.
         described: the settings that must be equal on all workers, in one line.
         name, config: of the model, as checkpoints tell; None before the shards are made.
@@ -81,6 +83,7 @@ class Session:
         self.made: Callable[[], None] = lambda: None
         self.settle: Callable[[], object] = lambda: None
         self.facts: dict[str, Any] = {}
+        self.results = Resumption()
         self._recover = recover
         self.seed, self.stall_s, self.described, self.name = seed, actors[0].stall_s, "", ""
         self.config: Any = None

@@ -52,20 +52,20 @@ _NO_PAYLOAD = pack(())
 @carries_out(F)
 def _forward(ctx: ActionContext) -> Payload | None:
     worker, step, task = ctx.worker, ctx.step, ctx.task
-    batch, shard, at = step.batch, task.shard, task.entry.action.index
+    data, shard, at = step.batch.data, task.shard, task.entry.action.index
     m = step.offsets.microbatch + at  # `ctx.microbatch`
     payload, fields = ctx.source(), None
     if shard.slice.takes_fields:
-        fields = worker.backend.load(batch.inputs[at])
+        fields = worker.backend.load(data.inputs[at])
         payload = _NO_PAYLOAD if payload is None else payload
     elif payload is None:
-        payload = worker.given = pack(worker.backend.load(batch.inputs[at]))
+        payload = worker.given = pack(worker.backend.load(data.inputs[at]))
     target = share = scale = None
-    if task.is_last and batch.targets is not None:
+    if task.is_last and data.targets is not None:
         shard.losses = step.tally.losses
-        target, share = worker.backend.load(batch.targets[at]), batch.shares[at]
-        scale = None if batch.scales is None else batch.scales[at]
-    place = None if batch.places is None else batch.places[at]
+        target, share = worker.backend.load(data.targets[at]), data.shares[at]
+        scale = None if data.scales is None else data.scales[at]
+    place = None if data.places is None else data.places[at]
     output = shard.forward(
         ForwardArgs(step.number, m, payload, fields, target, share, task.saves, task.recomputes, scale, place)
     )
@@ -109,7 +109,7 @@ def _collect_loss(ctx: ActionContext) -> Payload:
         part: dict[str, Tree] = {"stop": worker.stop_requested}
         if worker.rest_requested:
             part["rest"] = True
-        if step.batch.targets is not None:
+        if step.batch.data.targets is not None:
             part |= step.tally.losses.tree()
         parts.append(part)
     return pack(parts)
@@ -119,7 +119,7 @@ def _collect_loss(ctx: ActionContext) -> Payload:
 def _tell_loss(ctx: ActionContext) -> Payload:
     (payload,) = _taken(ctx, D, C)
     step = ctx.step
-    step.tally.result = Result(unpack(payload), step.tally.outputs, step.batch.rows)
+    step.tally.result = Result(unpack(payload), step.tally.outputs, step.batch.data.rows)
     if (
         step.tally.result.summed
         and step.batch.train

@@ -118,7 +118,7 @@ class Stream:
 
     def _scatter_inputs(self, step: Step) -> None:
         """Offer the parts of a batch that other workers use and cannot read, or ask for them."""
-        scatter, me = step.batch.scatter, self._worker.worker
+        scatter, me = step.batch.data.scatter, self._worker.worker
         if scatter is None:
             return
         for what, takers in scatter.takers.items():
@@ -147,7 +147,7 @@ class Stream:
         step = next(iter(self._steps.values()))
         if known is not None:
             parts, norm, finite = known
-            step.tally.result = Result(parts, step.tally.outputs, step.batch.rows)
+            step.tally.result = Result(parts, step.tally.outputs, step.batch.data.rows)
             step.tally.result.norm_tensor, step.tally.result.finite_tensor = norm, finite
         for action, task in step.tasks.items():
             if action.kind is U and not step.state.has_finished(action):
@@ -205,8 +205,8 @@ class Stream:
         step = self._steps[run]
         action = step.arriving.get(name)
         if action is None:  # a part of the batch
-            assert payload is not None and step.batch.scatter is not None
-            step.batch.scatter.lists[name][:] = unpack(payload)
+            assert payload is not None and step.batch.data.scatter is not None
+            step.batch.data.scatter.lists[name][:] = unpack(payload)
             step.awaited_inputs.remove(name)
         elif peer == self._worker.worker:  # a copy made on this worker
             self._finish(step, action, payload)
@@ -378,14 +378,14 @@ class Stream:
                 records,
                 step.tally.arrived,
                 float("nan") if loss is None else loss,
-                step.batch.rows,
-                step.batch.tokens,
+                step.batch.data.rows,
+                step.batch.data.tokens,
                 worker.backend.peak_bytes(),
                 len(self._carrier.outbox),
-                len(step.batch.shares),
-                *step.batch.waited,
-                step.batch.microbatch_order,
-                step.batch.with_padding,
+                len(step.batch.data.shares),
+                *step.batch.data.waited,
+                step.batch.data.order,
+                step.batch.data.with_padding,
                 norm,
                 worker.learning_rate,
                 observations=sum(shard.slice.observed[0] for shard in worker.shards.values()),

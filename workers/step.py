@@ -25,22 +25,15 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class StepInput:
-    """The input of one training step, evaluation or prediction on a worker."""
+class StepData:
+    """The microbatches of a step on a worker."""
 
-    part: Part
-    order: Order
-    #: describes the call; other workers compare it with theirs
-    call: Call
     #: model inputs, one tree per microbatch; read by the worker of stage 0, and by all workers if stages take fields
     inputs: list[Tree]
     #: targets, one tree per microbatch; read by the worker of the last stage. None: return outputs, not the loss
     targets: list[Tree] | None
     #: fraction of the batch's rows in each microbatch
     shares: list[float]
-    train: bool = True
-    #: results of other stages that an update waits for; `part` was compiled for them
-    reductions: Reductions = NO_REDUCTIONS
     #: rows and tokens of the whole batch; 0 tokens if the inputs are not integers; whether padding counts
     rows: int = 0
     tokens: int = 0
@@ -54,7 +47,21 @@ class StepInput:
     #: the distribution from the reading worker; None: every worker reads the parts that it uses
     scatter: Scatter | None = None
     #: if microbatches run in another order than given: their numbers as given, in the order of the run
-    microbatch_order: tuple[int, ...] = ()
+    order: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class StepInput:
+    """One training step, evaluation or prediction on a worker: its actions, and its microbatches."""
+
+    part: Part
+    order: Order
+    #: describes the call; other workers compare it with theirs
+    call: Call
+    data: StepData
+    train: bool = True
+    #: results of other stages that an update waits for; `part` was compiled for them
+    reductions: Reductions = NO_REDUCTIONS
     #: whether the step ends with an update; False while gradients accumulate over several steps
     updates: bool = True
     #: whether the pipeline drains after this step although steps overlap, because a checkpoint follows

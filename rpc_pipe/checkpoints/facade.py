@@ -30,6 +30,8 @@ class Run(Protocol):
     recovery: Any
     #: the number of workers' deaths so far
     epoch: int
+    #: the last results of the run, and which calls are skipped
+    results: Resumption
     #: that all workers have agreed on, as JSON
     facts: dict[str, Any]
     seed: int
@@ -56,14 +58,10 @@ class Run(Protocol):
 
 
 class Checkpoints:
-    """A pipeline's checkpoints: all that its training needs to go on. All workers must see their folder.
+    """A pipeline's checkpoints: all that its training needs to go on. All workers must see their folder."""
 
-    Args:
-        results: the last results of the run, and which calls are skipped.
-    """
-
-    def __init__(self, run: Run, results: Resumption) -> None:
-        self._run, self._each, self.results = run, run.each, results
+    def __init__(self, run: Run) -> None:
+        self._run, self._each = run, run.each
         run.settle = self.rest
         self._writing: Writing | None = None
         #: after how many steps a checkpoint is written, where, and how many are kept
@@ -94,11 +92,11 @@ class Checkpoints:
         """
         refuse_below(1, keep=1 if keep is None else keep)
         where = path_of(folder)
-        self.results.refuse_averaged("checkpoints.save")
-        if self.results.behind:
+        self._run.results.refuse_averaged("checkpoints.save")
+        if self._run.results.behind:
             from .folder import name
 
-            return where / name(self.results.steps_done(0))
+            return where / name(self._run.results.steps_done(0))
         resumed, self._resumed = self._resumed, None
         if resumed is not None and resumed[1]:
             return self._put(resumed[0]).checkpoint.path
@@ -136,11 +134,11 @@ class Checkpoints:
             raise ConfigError(
                 "checkpoints.load: a newcomer has the state of a live worker; resume by --resume, which it leaves out"
             )
-        self.results.refuse_averaged("checkpoints.load")
+        self._run.results.refuse_averaged("checkpoints.load")
         self.settle()
         job = self.job  # with the learning rate of the script
         checkpoint, results, random = self._put(where)
-        self.results.restore(results)
+        self._run.results.restore(results)
         num_routes = self._each(lambda actor: self._run.spec.num_routes * shares(actor))[0]
         apart = [] if num_routes == checkpoint.num_routes else checkpoint.apart()
         if apart and self._is_first:
@@ -149,7 +147,7 @@ class Checkpoints:
                 "there are %d now", checkpoint.path, checkpoint.num_routes, apart[0], len(apart), num_routes,
             )  # fmt: skip
         if anew:
-            self.results.skip(checkpoint.step)
+            self._run.results.skip(checkpoint.step)
             self._resumed = checkpoint.path, bool(checkpoint.about.get("asked"))
         else:
             with understood(checkpoint.path):
@@ -239,17 +237,17 @@ class Checkpoints:
         they must not count twice.
         """
         if stop := any(actor.stop_requested for actor in actors):
-            self.results.skip(0)  # no more
-        loss = self.results.loss if stop else self.results.skip_step(batch, rows)
-        if not self.results.behind and self._resumed is not None:
+            self._run.results.skip(0)  # no more
+        loss = self._run.results.loss if stop else self._run.results.skip_step(batch, rows)
+        if not self._run.results.behind and self._resumed is not None:
             # A faster worker waits here for the slower ones: one of them may have been asked to stop.
             stop = any(self._each(lambda actor: everywhere(actor, "steps skipped", stop))[0])
             self._put(self._resumed[0])
             if self._run.recovery is not None:
                 self._run.recovery.journal.write(
-                    self.results.steps_done(next(iter(actors)).step), loss, self.results.norm
+                    self._run.results.steps_done(next(iter(actors)).step), loss, self._run.results.norm
                 )
-        return loss, stop or self.results.stopped
+        return loss, stop or self._run.results.stopped
 
     def settle(self, *, again: bool = False) -> Path | None:
         """Wait until a checkpoint that is being written is complete; return its path where worker 0 is.
@@ -307,7 +305,7 @@ class Checkpoints:
 
         self.settle()
         about = {"seed": self._run.seed, "pipeline": self._run.described, "extra": encoded(extra, "extra")}
-        about |= {"asked": asked, "job": self.job, **self.results.about}
+        about |= {"asked": asked, "job": self.job, **self._run.results.about}
         try:
             begun = self._each(lambda actor: agreed(actor, "checkpoint", lambda: self._begin(where, actor.step)))
         except ConfigError as error:  # on every worker alike

@@ -52,7 +52,7 @@ class Weights:
         """
         from .whole import merged, own_state, save_whole
 
-        if self._checkpoints.results.behind:
+        if self._run.results.behind:
             return
 
         def write(state: dict[str, Tensor], where: Callable[[], Path]) -> Path:
@@ -108,7 +108,7 @@ class Weights:
         Raises:
             StorageError: it cannot be written, and is in another folder, which `kept` names.
         """
-        if self._checkpoints.results.behind:
+        if self._run.results.behind:
             return
         from .pretrained import save
         from .whole import save_adapters
@@ -135,16 +135,16 @@ class Weights:
         found = [average for own in averages for average in own if average is not None]
         if len(found) < sum(map(len, averages)):
             raise ConfigError("averaged: there is no average of the weights; pass ema_decay=, such as 0.999")
-        self._checkpoints.results.refuse_averaged("averaged")
+        self._run.results.refuse_averaged("averaged")
         from ..workers.compute.average import swap  # few runs have one
 
         swap(found)
-        self._checkpoints.results.averaged = True
+        self._run.results.averaged = True
         try:
             yield
         finally:
             swap(found)
-            self._checkpoints.results.averaged = False
+            self._run.results.averaged = False
 
 
 def _kept_somewhere(given: str | Path, write: Callable[[Callable[[], Path]], Path]) -> None:

@@ -19,7 +19,7 @@ from ...dependency import (
 from ...workers.actor import WorkerActor
 from ...workers.compute.result import Result, clips
 from ...workers.compute.updating import Training
-from ...workers.step import StepInput
+from ...workers.step import StepData, StepInput
 from ...workers.transport.call import Call
 from .microbatches import Microbatches, update_shares
 
@@ -145,10 +145,12 @@ class StepInputs:
         order = " ".join(map(str, batch.order))
         call = Call(actor.worker, what or f"step {number + 1}", self.described, *batch.described, weights, order=order)
         scales = update_shares(part.spec, batch.shares) if train and not part.spec.synchronous else None
+        data = StepData(
+            batch.inputs, None if what == "predict" else batch.targets, batch.shares,
+            rows=batch.rows, tokens=batch.tokens.tokens, with_padding=batch.tokens.with_padding, waited=batch.waited,
+            scales=scales, places=batch.places, scatter=batch.scatter, order=batch.order,
+        )  # fmt: skip
         return StepInput(
-            part, self._order, call, batch.inputs, None if what == "predict" else batch.targets, batch.shares,
-            train=train, reductions=reductions, rows=batch.rows, tokens=batch.tokens.tokens,
-            with_padding=batch.tokens.with_padding, waited=batch.waited, scales=scales, places=batch.places,
-            scatter=batch.scatter, microbatch_order=batch.order, updates=self._step_end.updates(number),
-            last=self._due(number + 1),
+            part, self._order, call, data,
+            train=train, reductions=reductions, updates=self._step_end.updates(number), last=self._due(number + 1),
         )  # fmt: skip
