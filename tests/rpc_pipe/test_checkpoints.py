@@ -359,12 +359,12 @@ def test_storage_that_does_not_answer_is_told_in_time(tmp_path, monkeypatch):
     monkeypatch.setattr(writing.Snapshot, "write", lambda self, place: (answer.wait(), write(self, place)))
     pipe = pipeline(2)
     pipe.step(BATCHES[0])
-    pipe.checkpoints.deadline_s = 0.3
+    pipe._session.stall_s = 0.3
     with pytest.raises(ConfigError, match=r"checkpoint .*worker 0, 1 are not written after 0\.303 s; the storage"):
         pipe.checkpoints.save(tmp_path)
     assert not pipe.checkpoints.save(tmp_path, wait=False)
     answer.set()  # it is slow only
-    pipe.checkpoints.deadline_s = 60
+    pipe._session.stall_s = 60
     pipe.close()
     assert [path.name for path in folders.complete(tmp_path)] == ["step-00000001"]
 
