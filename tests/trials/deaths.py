@@ -112,8 +112,8 @@ def joins(schedule: str, of: int, how: str, steps: int, count: int, draw: random
             _kill_at(folder, draw.randrange(stays), 1, 0.0, process)
             deaths += 1
         elif deaths < count and " is back" in line and draw.random() < 0.3:  # while a newcomer takes its state
-            comes = int(line.split()[1])
-            _kill_at(folder, (comes + of) % (of * of), 1, draw.random() / 2, process)  # of another stage
+            of_another_stage = (int(line.split()[1]) + of) % (of * of)
+            _kill_at(folder, min(of_another_stage, stays - 1), 1, draw.random() / 2, process)
             deaths += 1
     back = len(re.findall(" is back", said))
     found = _made(folder) if process.wait() == 0 else said[-3000:]
