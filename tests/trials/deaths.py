@@ -104,7 +104,7 @@ def joins(schedule: str, of: int, how: str, steps: int, count: int, draw: random
     stays, said, deaths, back = of * of - 1, "", 0, 0
     assert process.stdout is not None
     for line in process.stdout:
-        said, back = said + line, len(re.findall(" is back", said + line))
+        said, back = said + line, len(re.findall(" is back(?=[:,])", said + line))
         if line.startswith("epoch") and "goes on" in line:
             print(f"{deaths} deaths: worker {stays} has {_counts(folder, stays)}; {line.strip()}", flush=True)
         if deaths < count and back == deaths and ("blocks" in line or "goes on" in line):
@@ -115,7 +115,7 @@ def joins(schedule: str, of: int, how: str, steps: int, count: int, draw: random
             of_another_stage = (int(line.split()[1]) + of) % (of * of)
             _kill_at(folder, min(of_another_stage, stays - 1), 1, draw.random() / 2, process)
             deaths += 1
-    back = len(re.findall(" is back", said))
+    back = len(re.findall(" is back(?=[:,])", said))
     found = _made(folder) if process.wait() == 0 else said[-3000:]
     left = [path.name for path in (folder / "tmp").iterdir() if "inductor" not in path.name]
     shutil.rmtree(folder, ignore_errors=True)
