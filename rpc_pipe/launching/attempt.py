@@ -19,6 +19,7 @@ from ..dependency import ConfigError
 from ..tracing.board import Live, State
 from ..tracing.boards import RunBoards
 from ..tracing.layout import layout
+from ..tracing.run_folders import tell_event
 from ..tracing.run_summary import figures
 from ..tracing.stall_report import waits_for_unseen
 from ..tracing.view import View
@@ -90,7 +91,7 @@ class Attempt:
             from .epochs import Epochs  # few jobs are
 
             comes = self._start_newcomer if rejoins else None
-            self._epochs = Epochs(num_processes, self.workers, reporter.text, comes)
+            self._epochs = Epochs(num_processes, self.workers, self._tell_epoch, comes)
 
     def start(self, command: list[str], environment: dict[str, str], logs: Logs) -> None:
         """Start the processes.
@@ -105,6 +106,12 @@ class Attempt:
             except OSError as error:
                 which = f"--workers {self._num_processes}: worker {rank}"
                 raise ConfigError(f"{which} cannot be started: {error}; start fewer, or see ulimit -a") from error
+
+    def _tell_epoch(self, text: str, warning: bool) -> None:
+        """Report a change of an elastic job's workers to the user and to watchers."""
+        self._reporter.text(text)
+        if self._boards is not None:
+            tell_event(self._boards.folder, text, warning=warning)
 
     def _start_newcomer(self, rank: int) -> None:
         command, environment, logs = self._how

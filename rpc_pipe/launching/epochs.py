@@ -66,7 +66,7 @@ class Epochs:
 
     Args:
         workers: the processes of the job.
-        tell: shows a line to the user.
+        tell: shows the user a line, which may be a warning.
         start: starts a process in the place of a dead one, also in `workers`; None: the job goes on without.
     """
 
@@ -74,7 +74,7 @@ class Epochs:
         self,
         num_processes: int,
         workers: Sequence[Ordered],
-        tell: Callable[[str], None],
+        tell: Callable[[str, bool], None],
         start: Callable[[int], None] | None = None,
     ) -> None:
         self._num_processes, self._workers, self._tell, self._start = num_processes, workers, tell, start
@@ -113,7 +113,7 @@ class Epochs:
             self._caught_up.add(rank)
             self._order_rest()
         elif rank in self._newcomers and kind in ("failure", "wrong input"):
-            self._tell(f"worker {rank}, a newcomer, fails: {message['text'].strip().splitlines()[-1]}")
+            self._tell(f"worker {rank}, a newcomer, fails: {message['text'].strip().splitlines()[-1]}", True)
         else:
             return rank in self._newcomers and "text" not in message
         return True
@@ -147,7 +147,9 @@ class Epochs:
         """Begin the epoch without `gone`, of which a worker that goes is told, too."""
         told, self._now = gone & self._now.gone, Roster(self._now.number + 1, gone, planned)
         self._resting.clear()
-        self._tell(f"{self._cause}: epoch {self._now.number}" + (f" without {sorted(gone)}" if gone else ""))
+        self._tell(
+            f"{self._cause}: epoch {self._now.number}" + (f" without {sorted(gone)}" if gone else ""), not planned
+        )
         for worker in self._workers:
             if worker.rank not in told:
                 worker.order(self._now.order())
@@ -181,7 +183,7 @@ class Epochs:
     def _resumes(self, step: int) -> None:
         """The workers go on with a step."""
         took, why = f"{time.monotonic() - self._since:.2f} s", "rest" if self._now.planned else "death"
-        self._tell(f"epoch {self._now.number}: goes on with step {step}, {took} after the {why}")
+        self._tell(f"epoch {self._now.number}: goes on with step {step}, {took} after the {why}", False)
         how = "no step repeated" if self._now.planned else f"step {step} repeated"
         self._history.append(f"epoch {self._now.number}: {self._cause} before step {step}: {took}, {how}")
         if self._caught_up or self._evicted:

@@ -16,7 +16,7 @@ from ..workers.hooks import StepRecord
 from . import run_folders
 from .board import COPY, OWN, File, Live, State
 from .board_reader import Board, BoardFile
-from .run_folders import END, WATCHED, Ending
+from .run_folders import END, EVENTS, WATCHED, Ending
 
 #: how long a stuck worker has to write its stacks
 _STACKS_S = 2.0
@@ -46,7 +46,7 @@ class RunUpdate:
     clock_error_ms: float = 0.0
     #: records that were overwritten before they were read
     dropped: int = 0
-    #: of a recording: (seconds since the epoch, message, whether it is a warning)
+    #: of a recording or an elastic job's launcher: (seconds since the epoch, message, whether it is a warning)
     events: list[tuple[float, str, bool]] = field(default_factory=list)
     #: the end of the run; None: it goes on, or its end is unknown
     ending: Ending | None = None
@@ -78,6 +78,7 @@ class RunBoards:
         self._latest = RunUpdate()
         #: from the first poll on
         self._end: File | None = None
+        self._events_read = 0
 
     def look(self) -> RunUpdate:
         """Return what is new, without waiting."""
@@ -94,6 +95,10 @@ class RunBoards:
                 update.lives[worker] = update.lives[worker]._replace(state=State.STOPPED)
         update.gone = frozenset(gone)
         update.ending = self._read_end()
+        with suppress(OSError):  # there are none
+            told = (self.folder / EVENTS).read_text().splitlines()
+            update.events += [tuple(json.loads(line)) for line in told[self._events_read :]]
+            self._events_read = len(told)
         return update
 
     def _read_end(self) -> Ending | None:

@@ -39,6 +39,8 @@ WATCHED = "watched"
 _YOUNG_S = 600
 #: the file's name in a run's folder
 END = "end"
+#: file with lines of the launcher for watchers: seconds since the epoch, a text, and whether it is a warning
+EVENTS = "events"
 #: longer causes are cut off
 _MOST_TEXT = 8_000
 RUN_FAILED, RUN_STOPPED = "failed", "was stopped"
@@ -212,3 +214,9 @@ def tell_end(folder: Path, ending: Ending) -> None:
     line = json.dumps(ending._replace(text=ending.text[:_MOST_TEXT]))
     with suppress(OSError), (folder / END).open("a") as file:
         file.write(line + "\n")  # in one piece, as other workers may write too
+
+
+def tell_event(folder: Path, text: str, *, warning: bool) -> None:
+    """Write an event of a run for its watchers."""
+    with suppress(OSError), (folder / EVENTS).open("a") as file:  # there may be no room
+        file.write(json.dumps([time.time(), text, warning]) + "\n")

@@ -58,6 +58,7 @@ class View:
         #: whether the run stalls
         self.stalled = False
         self._steps: dict[int, dict[int, StepRecord]] = {}
+        self._pipelines: dict[int, int] = {}
         #: by number of microbatches, and that of the listings
         self._specs: dict[tuple[int, int], Spec | None] = {}
         self._lost: tuple[float, int, LostTime | None] = (0.0, -1, None)
@@ -75,6 +76,10 @@ class View:
         # An earlier pipeline of the same process may have had more workers.
         count = newest["num_workers"] * newest.get("members", 1)
         self.headers = {rank: found for rank, found in update.headers.items() if rank < count}
+        self._pipelines = {
+            rank: earlier[rank] if found.get("newcomer") and rank in earlier else found["clock_ns"]
+            for rank, found in self.headers.items()
+        }
         if any(earlier.get(rank, made) != made for rank, made in self.pipelines.items()):
             self._steps.clear()
             self.losses.clear()
@@ -159,8 +164,8 @@ class View:
 
     @property
     def pipelines(self) -> dict[int, int]:
-        """By process, an id of its pipeline, as steps of a process's next pipeline count from 1 again."""
-        return {rank: header["clock_ns"] for rank, header in self.headers.items()}
+        """By process, an id of its pipeline: steps of its next one count from 1 again."""
+        return self._pipelines
 
     @property
     def spec(self) -> Spec | None:

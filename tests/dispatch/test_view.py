@@ -17,7 +17,8 @@ from rpc_pipe.dispatch.terminal import Screen
 from rpc_pipe.planning.specs import make_spec
 from rpc_pipe.schedules import SCHEDULES
 from rpc_pipe.tracing.board import Live, State
-from rpc_pipe.tracing.boards import RunUpdate
+from rpc_pipe.tracing.boards import RunBoards, RunUpdate
+from rpc_pipe.tracing.run_folders import tell_event
 from rpc_pipe.tracing.view import View
 
 SPEC = make_spec("1f1b", 4, 8, {})
@@ -105,6 +106,23 @@ def test_a_worker_that_dies_is_told():
     view.take(news)
     assert worker_rows(view)[2].state == "gone"
     assert view.events[-1][1:] == ("worker 2 has gone", True)
+
+
+def test_steps_of_before_a_newcomer_stay():
+    """The board of a newcomer is another process's: all steps of the run so far were forgotten."""
+    view = view_of()
+    comes = {rank: {**header, "clock_ns": 5, "newcomer": True} for rank, header in view.headers.items() if rank == 2}
+    before, run = list(view.losses), view.pipelines
+    view.take(RunUpdate(view.headers | comes, view.latest.listings, view.latest.lives))
+    assert list(view.losses) == before and view.complete_steps(2) == [2, 3] and view.pipelines == run
+
+
+def test_watchers_read_each_event_of_a_launcher_once(tmp_path):
+    boards = RunBoards(tmp_path)
+    assert boards.look().events == []
+    tell_event(tmp_path, "worker 2 is gone", warning=True)
+    assert [event[1:] for event in boards.look().events] == [("worker 2 is gone", True)]
+    assert boards.look().events == []
 
 
 def test_a_slow_step_is_told():
