@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from torch import Tensor, nn
+from torch import nn
+
+from .gradients import GradientSets
 
 
 class Lodger(Protocol):
@@ -26,22 +28,14 @@ class Lodging:
     """
 
     def __init__(self, host: Lodger) -> None:
-        self.host = self._current = host
-        self._apart: dict[Lodger, list[Tensor | None]] = {}
+        self.host = host
+        self._gradients = GradientSets(host)
 
     def turn(self, shard: Lodger) -> Lodger:
         """Let the weights have the gradients of a replica; return the replica whose gradients they had."""
-        before = self._current
-        if before is shard:
-            return before
-        parameters = shard.parameters()
-        self._apart[before] = [parameter.grad for parameter in parameters]
-        for parameter, grad in zip(parameters, self._apart.pop(shard, [None] * len(parameters)), strict=True):
-            parameter.grad = grad
-        self._current = shard
-        return before
+        return self._gradients.turn(shard, shard.parameters())
 
     def leave(self, shard: Lodger) -> None:
         """Forget a guest and its gradients."""
         self.turn(self.host)
-        self._apart.pop(shard, None)
+        self._gradients.drop(shard)

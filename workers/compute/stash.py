@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ...dependency import ConfigError, Spec, microbatches_on, update_of
 from ..transport.payload import Payload
+from .gradients import GradientSets
 from .module_state import KeptTensor
 from .shard import ForwardArgs, Shard
 from .stage_state import shown
@@ -38,9 +39,8 @@ class StashingShard(Shard):
         self._versions: dict[int, list[KeptTensor]] = {}
         #: version -> number of microbatches that use it and have not ended their backward
         self._left: dict[int, int] = {}
-        #: the update of the gradients in the parameters, and the gradients of other updates, by parameter
-        self._update = 0
-        self._gradients: dict[int, list[Tensor | None]] = {}
+        #: the gradients of each update that is under way
+        self._gradients = GradientSets(0)
         #: weights that all routes have in common and are pulled to; None: there are none
         self.reference: list[Tensor] | None = None
         self._trained: list[nn.Parameter] = []
@@ -119,13 +119,7 @@ class StashingShard(Shard):
             super().backward_weights(microbatch)
 
     def turn_to(self, update: int) -> None:
-        if update != self._update:
-            if any(parameter.grad is not None for parameter in self._trained):
-                self._gradients[self._update] = [parameter.grad for parameter in self._trained]
-            found = self._gradients.pop(update, [None] * len(self._trained))
-            for parameter, gradient in zip(self._trained, found, strict=True):
-                parameter.grad = gradient
-            self._update = update
+        self._gradients.turn(update, self._trained)
 
     def update(self, *, finite: bool = True) -> None:
         self._count_uses(self.newest)
@@ -166,9 +160,9 @@ class StashingShard(Shard):
         self._forget()
 
     def _forget(self) -> None:
-        for held in (self._versions, self._left, self._gradients):
-            held.clear()
-        self._update = 0
+        self._versions.clear()
+        self._left.clear()
+        self._gradients.clear(0)
 
     def _using(self, microbatch: int) -> AbstractContextManager[object]:
         """Return a context with the version that a microbatch uses in the parameters.
