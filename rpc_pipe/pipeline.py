@@ -86,8 +86,8 @@ class Pipeline(Inspected):
             by their predicted times; sums follow this order (docs/training.md). `given`: as they come.
         microbatch_cost: predicts them: called as the model is, with a microbatch, it returns seconds, alike on all
             workers. None: tokens, or the elements of the first tensor, count.
-        device: `cpu`, `cuda:N`, or `cuda`: each worker of a host uses another GPU. None: `cuda` where the host has a
-            GPU for each of its workers, else `cpu`.
+        device: `cpu`, `cuda:N`, or `cuda`: each worker of a host uses another GPU. Other accelerators that torch knows
+            by their names. None: the accelerator if the host has one for each of its workers, else `cpu`.
         seed: for everything random: dropout, and initial weights of layers given as callables or of a model made by a
             function, which are other numbers than those that the function would draw by itself.
         transport: between the processes of a job: `rpc` (default) or `zmq`; `local`: all workers in one process.

@@ -46,7 +46,7 @@ MAY_IMPORT = {
     "verifying": "demo pipeline launching planning model model/batches model/observe workers workers/compute "
     "workers/transport dependency",
     "commands": "system verifying demo data pipeline checkpoints launching dispatch tracing drawing planning "
-    "planning/measuring schedules dependency",
+    "planning/measuring schedules workers/compute dependency",
     "rpc_pipe": "commands pipeline planning workers schedules dependency",
 }
 MOST_LINES, MOST_FUNCTION_LINES = 400, 60
@@ -119,6 +119,12 @@ def folder(name):
         return "pipeline"
     path = FILES[name].parent.relative_to(ROOT).as_posix()
     return path.removeprefix("rpc_pipe/")
+
+
+def test_one_file_alone_knows_one_kind_of_device():
+    """Intel's GPUs and NPUs go by the same code; `accelerator.py` says what CUDA has beside."""
+    kinds = {name for name, path in FILES.items() for kind in ("cuda", "xpu") if f"torch.{kind}" in path.read_text()}
+    assert kinds == {"rpc_pipe.workers.compute.accelerator"}
 
 
 def circles(arrows):

@@ -127,7 +127,7 @@ _SHARED: dict[str, dict[str, Any]] = {
     "comm": dict(type=number, help="time of a payload between two workers (0)"),
     "split": dict(type=wholes, help="layers of each stage, such as 3,2,2,3 (even)"),
     "compile": dict(action="store_true", help="let torch.compile compile each layer or block alone"),
-    "device": dict(type=device, help="cpu, cuda (each worker of a host its own GPU) or cuda:N (cpu)"),
+    "device": dict(type=device, help="cpu, cuda or the like (each worker of a host its own GPU), or cuda:N (cpu)"),
     "seed": dict(type=whole(0, 2**63 - 1), help="seed of everything random (0)"),
     "threads": dict(type=whole(1, 4096), help="torch threads of a worker (1)"),
     "transport": dict(choices=TRANSPORTS, help="torch RPC, ZeroMQ, or all in one process (rpc)"),
@@ -159,11 +159,9 @@ def refuse_typed(typed: Mapping[str, Any], names: Iterable[str], why: str) -> No
 def refuse_device(device: str) -> None:
     """Refuse a device that this machine does not have, before anything slow starts."""
     if device != "cpu":
-        import torch
+        from ..workers.compute.backends import found_device
 
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if int(device.partition(":")[2] or 0) >= count:
-            raise ConfigError(f"device {device}: this machine has {count} CUDA devices; cpu always works")
+        found_device(device)
 
 
 def refuse_workers(typed: Mapping[str, Any], job: Job) -> None:

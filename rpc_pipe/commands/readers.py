@@ -112,6 +112,6 @@ def link(text: str) -> Link:
 
 def device(text: str) -> str:
     """Read the name of a device; only torch knows whether it exists."""
-    if not re.fullmatch(r"cpu|cuda(:\d+)?", text):
+    if not re.fullmatch(r"cpu|[a-z]+(:\d+)?", text):
         raise ArgumentTypeError(f"{text}: must be cpu, cuda or cuda:N")
     return text

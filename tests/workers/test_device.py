@@ -13,14 +13,14 @@ from small_models import Cached
 from unkind import MODELS, batches_for, differences
 
 from rpc_pipe import Pipeline, own_workers, session
-from rpc_pipe.dependency import PipeError, WorkerFailure
+from rpc_pipe.dependency import ConfigError, PipeError, WorkerFailure
 from rpc_pipe.launching.job import current_job
 from rpc_pipe.schedules import SCHEDULES
 from rpc_pipe.workers import thread_pool
+from rpc_pipe.workers.compute import accelerator, randomness
 from rpc_pipe.workers.compute import backends as choice
-from rpc_pipe.workers.compute import cuda_device, randomness
+from rpc_pipe.workers.compute.accelerator import AcceleratorBackend
 from rpc_pipe.workers.compute.backends import usual_device
-from rpc_pipe.workers.compute.cuda_device import CudaBackend
 from rpc_pipe.workers.transport.local import LocalPost
 from rpc_pipe.workers.transport.payload import pack, unpack
 
@@ -41,7 +41,7 @@ def made_backends(monkeypatch):
     made = []
 
     def backend_for(name, place=0):
-        made.append(CudaBackend(FakeCuda()))
+        made.append(AcceleratorBackend(FakeCuda()))
         return made[-1]
 
     monkeypatch.setattr(own_workers, "backend_for", backend_for)
@@ -71,7 +71,7 @@ def test_nothing_is_read_before_it_is_there_nor_written_before_it_has_left(backe
         **replicas,
     )  # fmt: skip
     assert differences(pipe, model, batches_for(name, microbatches), 1) == []
-    assert all(backend._cuda.num_copies for backend in backends)
+    assert all(backend._accelerator.num_copies for backend in backends)
 
 
 @pytest.mark.parametrize("name, schedule", [("in place", "zb-v"), ("weights handed on", "1f1b"), ("views", "chimera")])
@@ -91,16 +91,16 @@ def test_workers_that_share_a_device_hand_payloads_on_without_a_copy(monkeypatch
 
 
 def test_compute_waits_for_what_was_handed_on_and_holds_it(monkeypatch):
-    producer, consumer, held = CudaBackend(FakeCuda()), CudaBackend(FakeCuda()), []
+    producer, consumer, held = AcceleratorBackend(FakeCuda()), AcceleratorBackend(FakeCuda()), []
     compute, tensor = Stream(), torch.zeros(3)
-    monkeypatch.setattr(consumer._cuda, "hold", lambda each, stream: held.append((each, stream)))
-    with producer._cuda.on(compute):
+    monkeypatch.setattr(consumer._accelerator, "hold", lambda each, stream: held.append((each, stream)))
+    with producer._accelerator.on(compute):
         compute.issue(lambda: tensor.fill_(1.0))
         entered = consumer.enter(producer.staying(pack(tensor), print))
     assert not tensor.any(), "no thread waits for the device"
     found = unpack(consumer.ready(entered))
     assert found.data_ptr() == tensor.data_ptr() and found.equal(torch.ones(3))
-    assert [stream for _, stream in held] == [consumer._cuda.current()]
+    assert [stream for _, stream in held] == [consumer._accelerator.current()]
 
 
 def test_workers_compute_in_the_stream_of_the_caller(backends):
@@ -109,14 +109,14 @@ def test_workers_compute_in_the_stream_of_the_caller(backends):
 
     class Sees(torch.nn.Linear):
         def forward(self, x):
-            seen.append({backend._cuda.current() for backend in backends})
+            seen.append({backend._accelerator.current() for backend in backends})
             return super().forward(x)
 
     pipe = Pipeline([Sees(2, 2), Sees(2, 2)], torch.nn.functional.mse_loss, num_workers=2, num_microbatches=1)
     batch, streams = (torch.ones(2, 2), torch.zeros(2, 2)), [Stream(eager=True) for _ in backends]
     with contextlib.ExitStack() as stack:
         for backend, stream in zip(backends, streams, strict=True):
-            stack.enter_context(backend._cuda.on(stream))
+            stack.enter_context(backend._accelerator.on(stream))
         pipe.evaluate(batch)
     assert [streams[0] in seen[0], streams[1] in seen[1]] == [True, True]
     pipe.evaluate(batch)
@@ -124,7 +124,7 @@ def test_workers_compute_in_the_stream_of_the_caller(backends):
 
 
 def test_a_payload_is_published_when_it_has_been_copied_and_not_before():
-    backend, published = CudaBackend(FakeCuda()), threading.Event()
+    backend, published = AcceleratorBackend(FakeCuda()), threading.Event()
     held = threading.Event()
     backend._out.issue(held.wait)  # something before it on the stream takes its time
     source = torch.ones(3)
@@ -144,7 +144,7 @@ def test_what_is_shown_conjugate_or_negative_is_copied_as_it_is():
             assert not tensor.is_conj() and not tensor.is_neg()
             return super().down(tensor)
 
-    backend, found = CudaBackend(Cuda()), queue.SimpleQueue()
+    backend, found = AcceleratorBackend(Cuda()), queue.SimpleQueue()
     source = torch.randn(3, 2, dtype=torch.complex64)
     backend.leave(pack((source.mH, source.conj().imag)), found.put, found.put)
     conjugate, negative = unpack(found.get(timeout=10))
@@ -164,7 +164,7 @@ def test_a_closed_pipeline_leaves_no_thread(backends):
 
 
 def test_compute_waits_for_what_has_arrived():
-    backend = CudaBackend(FakeCuda())
+    backend = AcceleratorBackend(FakeCuda())
     entered = backend.enter(pack(torch.ones(3)))
     assert not entered.tensors[0].equal(torch.ones(3))  # the copy has been issued
     assert unpack(backend.ready(entered)).equal(torch.ones(3))
@@ -172,7 +172,7 @@ def test_compute_waits_for_what_has_arrived():
 
 def test_what_is_shown_conjugate_enters_conjugate():
     """On a GPU it arrived as other memory with the same numbers, of which products choose other kernels."""
-    backend = CudaBackend(FakeCuda())
+    backend = AcceleratorBackend(FakeCuda())
     source = torch.randn(3, 2, dtype=torch.complex64)
     found = unpack(backend.ready(backend.enter(pack((source.conj(), source[:, :1].expand(3, 4).conj())))))
     assert all(each.is_conj() for each in found)
@@ -181,9 +181,9 @@ def test_what_is_shown_conjugate_enters_conjugate():
 
 def test_timestamps_that_come_out_of_order_are_told_in_the_order_of_their_times():
     """A copy's end is noted when its thread comes round to it, which may be after a later timestamp of compute."""
-    backend = CudaBackend(FakeCuda())
+    backend = AcceleratorBackend(FakeCuda())
     early, late = backend.timestamp(), backend.timestamp()
-    side = backend._cuda.recorded(backend._out)  # nobody has waited for it yet
+    side = backend._accelerator.recorded(backend._out)  # nobody has waited for it yet
     times = backend.resolve([late, early, side])
     assert times[1] <= times[0] <= times[2]
     assert backend._origin is side
@@ -198,17 +198,26 @@ def test_a_copy_that_fails_fails_the_worker(backends, monkeypatch):
     def broken():
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(backends[0]._cuda, "down", lambda tensor: (backends[0]._out.issue(broken), tensor)[1])
+    monkeypatch.setattr(backends[0]._accelerator, "down", lambda tensor: (backends[0]._out.issue(broken), tensor)[1])
     with pytest.raises((PipeError, WorkerFailure), match="a payload could not leave it: RuntimeError: CUDA error"):
         pipe.evaluate(batches_for("frozen", 2)[0])
 
 
-def test_the_backend_of_a_gpu_is_made_of_torchs_own(monkeypatch):
+def test_the_backend_of_a_gpu_is_made_of_torchs_own():
     """On a machine without one: that the names exist and are called as torch has them."""
-    streams = "Stream", "current_stream", "stream", "set_stream"
-    for name in (*streams, "Event", "device", "set_device", "max_memory_allocated"):
+    streams = "current_stream", "set_stream", "set_device_index", "device_index", "synchronize"
+    memory = "memory_allocated", "reset_peak_memory_stats", "max_memory_allocated"
+    for name in (*streams, *memory, "current_accelerator", "device_count", "is_available"):
+        assert hasattr(torch.accelerator, name)
+    assert hasattr(torch.Stream, "wait_event")
+    assert all(hasattr(torch.Event, name) for name in ("record", "synchronize", "query", "elapsed_time"))
+    for name in ("Stream", "current_stream", "Event", "get_device_properties"):
         assert hasattr(torch.cuda, name)
-    assert {name for name in vars(cuda_device.Cuda) if not name.startswith("_")} <= set(vars(FakeCuda)) | {"device"}
+    for kind in ("cuda", "xpu"):
+        package = torch.get_device_module(kind)
+        assert hasattr(package, "init") and hasattr(package, "default_generators")
+    needed = {name for cls in (accelerator.Accelerator, accelerator.Cuda) for name in vars(cls) if name[0] != "_"}
+    assert needed <= set(vars(FakeCuda)) | {"device"}
 
 
 @pytest.fixture
@@ -233,7 +242,7 @@ def apart(by_host, monkeypatch):
     where = property(lambda tensor: DEVICE if is_there(tensor) else device_of.__get__(tensor))
     monkeypatch.setattr(torch.Tensor, "device", where, raising=False)
     monkeypatch.setattr(thread_pool, "callers_settings", settings_apart)
-    monkeypatch.setattr(own_workers, "backend_for", lambda name, place=0: CudaBackend(StrictCuda()))
+    monkeypatch.setattr(own_workers, "backend_for", lambda name, place=0: AcceleratorBackend(StrictCuda()))
 
 
 def _pipe(schedule, **options):
@@ -343,6 +352,14 @@ def test_no_tensor_of_the_host_is_taken_for_one_of_the_device(apart, monkeypatch
     assert all(map(torch.equal, told[0][2], told[1][2]))
 
 
+def has_gpus(monkeypatch, count, kind="cuda"):
+    def current(check_available=False):
+        return torch.device(kind) if count or not check_available else None
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", current)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
+
+
 @pytest.fixture
 def two_gpus(monkeypatch):
     """Let this host have two GPUs, as far as backends ask."""
@@ -352,9 +369,8 @@ def two_gpus(monkeypatch):
             super().__init__()
             self.device = device
 
-    monkeypatch.setattr(cuda_device, "Cuda", Cuda)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(accelerator, "Cuda", Cuda)
+    has_gpus(monkeypatch, 2)
 
 
 def test_each_worker_of_a_host_has_a_gpu_of_its_own(two_gpus, caplog):
@@ -362,7 +378,25 @@ def test_each_worker_of_a_host_has_a_gpu_of_its_own(two_gpus, caplog):
     assert [str(each) for each in found] == ["cuda:0", "cuda:1"] and not caplog.records
     assert str(choice.backend_for("cuda:1", 0).device) == "cuda:1"
     assert str(choice.backend_for("cuda", 2).device) == "cuda:0"
-    assert "this host has 2 GPUs, so worker 2 of it shares cuda:0" in caplog.text
+    assert "this host has 2 devices, so worker 2 of it shares cuda:0" in caplog.text
+
+
+def test_an_accelerator_that_is_no_gpu_of_cuda_has_the_same_road(monkeypatch):
+    """Intel's GPUs and devices of other packages were refused: "must be cpu, cuda or cuda:N"."""
+
+    class Other(FakeCuda):
+        def __init__(self, device):
+            super().__init__()
+            self.device = device
+
+    has_gpus(monkeypatch, 2, "xpu")
+    monkeypatch.setattr(accelerator, "Accelerator", Other)
+    monkeypatch.setattr(accelerator, "Cuda", None)
+    assert usual_device(2) == "xpu"
+    assert [str(choice.backend_for(name, 1).device) for name in ("xpu", "xpu:0")] == ["xpu:1", "xpu:0"]
+    for name in ("xpu:2", "cuda", "mtia", "tpu"):
+        with pytest.raises(ConfigError):
+            choice.backend_for(name)
 
 
 def test_shards_are_made_on_their_workers_gpu(two_gpus, monkeypatch):
@@ -397,6 +431,5 @@ def test_a_job_knows_the_place_of_its_worker_on_the_host(environ, place):
 
 @pytest.mark.parametrize(("gpus", "workers", "device"), [(0, 1, "cpu"), (1, 2, "cpu"), (2, 2, "cuda"), (8, 2, "cuda")])
 def test_without_a_word_gpus_are_used_where_each_worker_has_one(monkeypatch, gpus, workers, device):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    has_gpus(monkeypatch, gpus)
     assert usual_device(workers) == device

@@ -20,7 +20,7 @@ from rpc_pipe import Pipeline, own_workers
 from rpc_pipe.dependency import ConfigError, ScheduleError
 from rpc_pipe.schedules import SCHEDULES
 from rpc_pipe.workers import run, thread_pool
-from rpc_pipe.workers.compute.cuda_device import CudaBackend
+from rpc_pipe.workers.compute.accelerator import AcceleratorBackend
 from rpc_pipe.workers.transport import shared_memory
 from rpc_pipe.workers.transport.local import LocalPost, local_carriers
 
@@ -63,7 +63,7 @@ def watched(model, way, pace):
             execute(loop, step, entry)
 
     def backend_for(name, place=0):
-        return CudaBackend(WatchedCuda(races, one if way == "one device" else None))
+        return AcceleratorBackend(WatchedCuda(races, one if way == "one device" else None))
 
     def carriers(count):
         return loopback_carriers(count) if way == "blocks" else local_carriers(count)

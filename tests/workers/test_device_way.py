@@ -11,7 +11,7 @@ from unkind import MODELS, batches_for, differences
 
 from rpc_pipe import Pipeline, own_workers
 from rpc_pipe.schedules import SCHEDULES
-from rpc_pipe.workers.compute.cuda_device import CudaBackend
+from rpc_pipe.workers.compute.accelerator import AcceleratorBackend
 from rpc_pipe.workers.transport import shared_memory
 from rpc_pipe.workers.transport.payload import pack, unpack
 
@@ -25,7 +25,7 @@ def pipeline(monkeypatch):
     made = []
     monkeypatch.setattr(own_workers, "local_carriers", loopback_carriers)
     monkeypatch.setattr(
-        own_workers, "backend_for", lambda name, place=0: made.append(CudaBackend(FakeCuda())) or made[-1]
+        own_workers, "backend_for", lambda name, place=0: made.append(AcceleratorBackend(FakeCuda())) or made[-1]
     )
 
     def make(name, schedule, cuda=FakeCuda, **options):
@@ -58,7 +58,7 @@ def test_payloads_from_device_to_device_have_the_bits_of_one_process(pipeline, n
     assert "copied from its device to this one" in caplog.text
     if name != "sparse, handed on":
         proofs = caplog.text.count("on the device of worker")
-        assert sum(backend._cuda.num_shared for backend in pipeline.backends) > proofs
+        assert sum(backend._accelerator.num_shared for backend in pipeline.backends) > proofs
 
 
 def test_a_device_that_shares_no_memory_is_told_once_and_changes_no_bit(pipeline, monkeypatch, caplog):
@@ -89,7 +89,7 @@ def test_a_device_without_memory_for_blocks_goes_on_by_the_host(pipeline, monkey
 
 
 def test_a_block_is_used_again_when_it_has_been_copied_and_not_before():
-    producer, consumer = CudaBackend(FakeCuda()), CudaBackend(FakeCuda())
+    producer, consumer = AcceleratorBackend(FakeCuda()), AcceleratorBackend(FakeCuda())
     lending, fetching = producer.way().lending(), consumer.way().reach(producer.way().page())
     lent, taken = [], 0
     for number in range(6):
@@ -108,7 +108,7 @@ def test_a_block_is_used_again_when_it_has_been_copied_and_not_before():
 
 
 def test_a_payload_of_which_a_part_is_on_the_host_leaves_by_it():
-    backend = CudaBackend(FakeCuda())
-    backend._cuda.has = lambda tensor: tensor.dim() > 0
+    backend = AcceleratorBackend(FakeCuda())
+    backend._accelerator.has = lambda tensor: tensor.dim() > 0
     assert backend.staying(pack((torch.ones(3), torch.tensor(1.0))), print) is None
     assert backend.staying(pack(torch.ones(3)), print) is not None

@@ -15,13 +15,14 @@ import torch
 
 from .randomness import computing
 
-#: by whether autocast is on for a CPU and for a GPU
-_ENABLED = {(False, False): (), (True, False): ("cpu",), (False, True): ("cuda",), (True, True): ("cpu", "cuda")}
+_GPU = (torch.accelerator.current_accelerator() or torch.device("cuda")).type
+#: by whether autocast is on for a CPU and for the accelerator of this torch
+_ENABLED = {(False, False): (), (True, False): ("cpu",), (False, True): (_GPU,), (True, True): ("cpu", _GPU)}
 
 
 def enabled() -> tuple[str, ...]:
     """Return the devices with autocast on in this thread."""
-    return _ENABLED[torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")]
+    return _ENABLED[torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled(_GPU)]
 
 
 def forget_casts() -> None:

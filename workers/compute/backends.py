@@ -1,4 +1,4 @@
-"""The device that a worker computes on: the configured one, or GPUs where there are enough."""
+"""The device that a worker computes on: the configured one, or accelerators where there are enough."""
 
 from __future__ import annotations
 
@@ -13,12 +13,34 @@ logger = logging.getLogger(__name__)
 
 
 def usual_device(num_workers: int) -> str:
-    """Return `cuda` where this host has a GPU for each of its workers, else `cpu`."""
-    return "cuda" if torch.cuda.is_available() and torch.cuda.device_count() >= num_workers else "cpu"
+    """Return the accelerator of this host, such as `cuda`, if it has one for each of its workers, else `cpu`."""
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    return kind.type if kind and torch.accelerator.device_count() >= num_workers else "cpu"
 
 
-def backend_for(device: str, place: int = 0) -> DeviceBackend:
-    """Return the backend for `cpu`, `cuda` or `cuda:N`.
+def found_device(name: str) -> tuple[torch.device, int]:
+    """Return a device of this host by its name, and how many devices of its kind there are.
+
+    Raises:
+        ConfigError: the device does not exist here.
+    """
+    kind = torch.accelerator.current_accelerator()
+    try:
+        device = torch.device(name)
+    except (RuntimeError, TypeError):
+        device = None
+    if device is None or device.type not in ("cpu", "cuda", kind and kind.type):
+        raise ConfigError(f"device {name}: must be cpu, cuda or cuda:N, or an accelerator that this torch knows")
+    if device.type == "cpu":
+        return device, 1
+    count = torch.accelerator.device_count() if kind and kind.type == device.type else 0
+    if (device.index or 0) >= count:
+        raise ConfigError(f"device {name}: this machine has {count} {device.type} devices; cpu always works")
+    return device, count
+
+
+def backend_for(name: str, place: int = 0) -> DeviceBackend:
+    """Return the backend for `cpu`, for an accelerator such as `cuda`, or for one by its number, such as `cuda:1`.
 
     Args:
         place: of the worker on its host: `cuda` is the GPU of this number, counted from the first again where there
@@ -27,22 +49,14 @@ def backend_for(device: str, place: int = 0) -> DeviceBackend:
     Raises:
         ConfigError: the device does not exist here.
     """
-    try:
-        parsed = torch.device(device)
-    except (RuntimeError, TypeError):
-        raise ConfigError(f"device {device!r}: must be cpu, cuda or cuda:N") from None
-    if parsed.type == "cpu":
+    device, count = found_device(name)
+    if device.type == "cpu":
         return DeviceBackend()
-    if parsed.type != "cuda":
-        raise ConfigError(f"device {device!r}: must be cpu, cuda or cuda:N")
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if (parsed.index or 0) >= count:
-        raise ConfigError(f"device {device!r}: this machine has {count} CUDA devices; cpu always works")
-    if parsed.index is None and place >= count:
+    kind, index = device.type, place % count if device.index is None else device.index
+    if device.index is None and place >= count:
         logger.warning(
-            "device cuda: this host has %d GPUs, so worker %d of it shares cuda:%d", count, place, place % count
+            "device %s: this host has %d devices, so worker %d of it shares %s:%d", kind, count, place, kind, index
         )
-    index = place % count if parsed.index is None else parsed.index
-    from .cuda_device import Cuda, CudaBackend
+    from .accelerator import Accelerator, AcceleratorBackend, Cuda
 
-    return CudaBackend(Cuda(torch.device("cuda", index)))
+    return AcceleratorBackend((Cuda if kind == "cuda" else Accelerator)(torch.device(kind, index)))

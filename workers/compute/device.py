@@ -1,6 +1,6 @@
 """The road between a worker's device and its outbox, and the device's clock.
 
-Carriers take CPU tensors. On a CPU there is no road. On CUDA a payload leaves through pinned buffers on a
+Carriers take CPU tensors. On a CPU there is no road. From an accelerator a payload leaves through pinned buffers on a
 side stream, and is published by a helper thread when the copy is complete; it enters through pinned buffers
 on another side stream, for which the compute stream waits on the device. The compute thread never waits
 for the device before the end of a step.
@@ -28,7 +28,7 @@ Timestamp = Any
 class DeviceBackend:
     """Moves payloads between device and outbox, batches to the device, and tells the device's time.
 
-    This is that of a CPU, where compute and outbox share one memory; `cuda_device` has that of a GPU.
+    This is that of a CPU, where compute and outbox share one memory; `accelerator` has that of GPUs and the like.
     """
 
     #: True if an action has been computed when its call returns

@@ -22,7 +22,7 @@ from ..transport.payload import Payload, Staying
 from ..transport.values import decode_value, encode_value
 from .moving import Moving
 
-#: the part of a device's library that a backend needs, such as `cuda_device.Cuda`
+#: the part of a device's library that a backend needs, such as `accelerator.Cuda`
 _Device = Any
 #: where tensors begin in a block, as kernels read so many bytes at once
 _ALIGNED = 512

@@ -128,10 +128,11 @@ def preserved(*devices: torch.device) -> Iterator[None]:
 
 def _generators(device: torch.device) -> list[torch.Generator]:
     """Return the default generators of computations on `device`."""
-    if device.type != "cuda":
+    if device.type == "cpu":
         return [torch.default_generator]
-    torch.cuda.init()
-    return [torch.default_generator, torch.cuda.default_generators[device.index or 0]]
+    package = torch.get_device_module(device)
+    package.init()
+    return [torch.default_generator, package.default_generators[device.index or 0]]
 
 
 def _numpy_state() -> tuple[int, int] | None:

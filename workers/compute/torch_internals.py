@@ -83,7 +83,7 @@ def keep_device_guard() -> None:
     Forwards on shapes install a guard of devices that belongs to their thread, once a process. In torch 2.11 the guard
     stays installed when its thread has ended, and the next compilation crashes.
     """
-    if torch.backends.cuda.is_built() and not torch.cuda.is_available():
+    if torch.backends.cuda.is_built() and not torch.accelerator.is_available():
         torch._C._ensureCUDADeviceGuardSet()
 
 

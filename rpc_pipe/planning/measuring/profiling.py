@@ -126,8 +126,8 @@ def profile_model(
     ties: tuple[Tie, ...] = ()
     factory = OPTIMIZERS[optimizer]
     where = torch.device(device)
-    if where.type == "cuda" and where.index is not None:
-        torch.cuda.set_device(where)  # memory statistics and synchronize are of the current device
+    if where.type != "cpu" and where.index is not None:
+        torch.accelerator.set_device_index(where)  # memory statistics and synchronize are of the current device
     if where.type == "cpu":
         keep_freed_memory()  # as workers do
     for number, count in enumerate(sorted(set(rows))):

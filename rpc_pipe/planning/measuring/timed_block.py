@@ -31,13 +31,16 @@ _EVENT = "rpc_pipe.planning.peak_working_bytes"
 
 def milliseconds(run: Callable[[], object]) -> float:
     """Return how long `run` takes, the work of a GPU included."""
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
+    _wait()
     begin = time.perf_counter()
     run()
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
+    _wait()
     return 1e3 * (time.perf_counter() - begin)
+
+
+def _wait() -> None:
+    if torch.accelerator.is_available():  # does nothing where no device has been used
+        torch.accelerator.synchronize()
 
 
 def num_bytes(tree: Tree) -> int:
@@ -181,7 +184,7 @@ class TimedBlock:
 
 def with_working_memory(costs: Sequence[LayerCost], blocks: Sequence[TimedBlock]) -> list[LayerCost]:
     """Return the costs of blocks with the bytes that they allocate while they run, besides the kept bytes."""
-    on_gpu = any(parameter.device.type == "cuda" for block in blocks for _, parameter in block.named)
+    on_gpu = any(parameter.device.type != "cpu" for block in blocks for _, parameter in block.named)
     peaks = _peaks_on_gpu(blocks) if on_gpu else _peaks_on_cpu(blocks)
     found = []
     for at, cost in enumerate(costs):
@@ -195,10 +198,10 @@ def _peaks_on_gpu(blocks: Sequence[TimedBlock]) -> list[float]:
     peaks: list[float] = []
 
     def act(kind: Kind, run: Callable[[], object]) -> None:
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
+        before = torch.accelerator.memory_allocated()
+        torch.accelerator.reset_peak_memory_stats()
         run()
-        peaks.append(float(torch.cuda.max_memory_allocated() - before))
+        peaks.append(float(torch.accelerator.max_memory_allocated() - before))
 
     for block in blocks:
         block.run(act)

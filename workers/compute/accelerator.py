@@ -1,4 +1,4 @@
-"""The road between a GPU and its worker's outbox: pinned buffers and side streams."""
+"""The road between an accelerator and its worker's outbox: pinned buffers and side streams."""
 
 from __future__ import annotations
 
@@ -21,8 +21,11 @@ from .moving import Look, Moving, look_of, spread_again, travels
 from .torch_internals import open_device_memory, share_device_memory
 
 
-class Cuda:
-    """The part of `torch.cuda` that a backend needs; tests substitute a fake that delays all it may."""
+class Accelerator:
+    """The part of torch that a backend needs, alike for CUDA, XPU and devices that other packages bring.
+
+    Tests substitute a device that delays all it may.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -32,29 +35,35 @@ class Cuda:
 
     def use(self) -> None:
         """Let this thread compute on the device."""
-        torch.cuda.set_device(self.device)
+        torch.accelerator.set_device_index(self.device)
 
     def stream(self) -> Any:
         """Return a new stream."""
-        return torch.cuda.Stream(self.device)
+        return torch.Stream(self.device)
 
     def current(self) -> Any:
         """Return the stream that computes."""
-        return torch.cuda.current_stream(self.device)
+        return torch.accelerator.current_stream(self.device)
 
     def follow(self, stream: Any) -> None:
         """Let this thread compute in `stream`, on its device."""
-        torch.cuda.set_stream(stream)
+        torch.accelerator.set_stream(stream)
 
     @contextmanager
     def on(self, stream: Any) -> Iterator[None]:
         """Let what is issued go to `stream`."""
-        with torch.cuda.device(self.device), torch.cuda.stream(stream):
-            yield
+        # Not by `with stream`: a stream remembers one stream before it, and several threads use one.
+        with torch.accelerator.device_index(self.device.index):
+            before = self.current()
+            self.follow(stream)
+            try:
+                yield
+            finally:
+                self.follow(before)
 
     def recorded(self, stream: Any) -> Any:
         """Return an event, with its time, at the end of what has been issued to `stream`."""
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.Event(self.device, enable_timing=True)
         event.record(stream)
         return event
 
@@ -67,7 +76,7 @@ class Cuda:
         # empty_like with pinned memory keeps the strides, so the consumer sees the same layout
         copy = torch.empty_like(tensor, device="cpu", pin_memory=True)
         copy.copy_(tensor, non_blocking=True)
-        tensor.record_stream(torch.cuda.current_stream(self.device))
+        tensor.record_stream(self.current())
         return copy
 
     def up(self, tensor: Tensor) -> Tensor:
@@ -76,11 +85,27 @@ class Cuda:
         pinnable = tensor.is_cpu and tensor.layout is torch.strided and is_dense(tensor) and not tensor.is_pinned()
         return (tensor.pin_memory() if pinnable else tensor).to(self.device, non_blocking=True)
 
+    def copy(self, to: Tensor, source: Tensor) -> Tensor:
+        """Have the current stream copy memory within or between devices; return `to`."""
+        return to.copy_(source, non_blocking=True)
+
     def hold(self, tensor: Tensor, stream: Any) -> None:
         """Keep the memory of `tensor` until `stream` is done with what it has been issued."""
         tensor.record_stream(stream)
 
-    # --- memory that several processes use
+    def peak_bytes(self) -> int:
+        """Return the most memory that was held."""
+        return torch.accelerator.max_memory_allocated(self.device)
+
+
+class Cuda(Accelerator):
+    """CUDA also shares memory and events between processes, by streams and events of its package."""
+
+    def stream(self) -> Any:
+        return torch.cuda.Stream(self.device)
+
+    def current(self) -> Any:
+        return torch.cuda.current_stream(self.device)
 
     def identity(self) -> str:
         """Return the device's name, alike in all processes."""
@@ -103,7 +128,7 @@ class Cuda:
     def shared_event(self) -> Any:
         """Return an event that other processes can wait for."""
         event = torch.cuda.Event(interprocess=True)
-        event.record(torch.cuda.current_stream(self.device))
+        event.record(self.current())
         return event
 
     def share_event(self, event: Any) -> Any:
@@ -114,50 +139,44 @@ class Cuda:
         """Return another process's event."""
         return torch.cuda.Event.from_ipc_handle(self.device, handle)
 
-    def copy(self, to: Tensor, source: Tensor) -> Tensor:
-        """Have the current stream copy memory within or between devices; return `to`."""
-        return to.copy_(source, non_blocking=True)
 
-    def peak_bytes(self) -> int:
-        """Return the most memory that was held."""
-        return torch.cuda.max_memory_allocated(self.device)
-
-
-class CudaBackend(DeviceBackend):
+class AcceleratorBackend(DeviceBackend):
     """Pinned buffers and side streams; see asks R13 to R15 of TensorPipe's users (pytorch#100784, #44169)."""
 
     in_step = False
 
-    def __init__(self, cuda: Cuda) -> None:
-        self.device, self._cuda = cuda.device, cuda
-        self._out, self._in = cuda.stream(), cuda.stream()
+    def __init__(self, accelerator: Accelerator) -> None:
+        self.device, self._accelerator = accelerator.device, accelerator
+        self._out, self._in = accelerator.stream(), accelerator.stream()
         self._leaving: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._origin = cuda.recorded(cuda.current())
+        self._origin = accelerator.recorded(accelerator.current())
         self._origin.synchronize()
         self._origin_ns = time.perf_counter_ns()
         threading.Thread(target=self._publish_when_copied, name="backend", daemon=True).start()
 
     def use(self) -> None:
-        self._cuda.use()
+        self._accelerator.use()
 
     def as_here(self) -> Callable[[], None]:
-        stream = self._cuda.current()
+        stream = self._accelerator.current()
 
         def follow() -> None:
-            self._cuda.use()
-            self._cuda.follow(stream)
+            self._accelerator.use()
+            self._accelerator.follow(stream)
 
         return follow
 
     def leave(
         self, payload: Payload, publish: Callable[[Payload], object], failed: Callable[[PipeError], None]
     ) -> None:
-        self._leave(payload, self._cuda.recorded(self._cuda.current()), publish, failed)
+        self._leave(payload, self._accelerator.recorded(self._accelerator.current()), publish, failed)
 
     def staying(self, payload: Payload, failed: Callable[[PipeError], None]) -> Staying | None:
-        if not all([type(each) is Tensor and self._cuda.has(each) and travels(each) for each in payload.tensors]):
+        if not all(
+            [type(each) is Tensor and self._accelerator.has(each) and travels(each) for each in payload.tensors]
+        ):
             return None  # a part is on the host
-        event = self._cuda.recorded(self._cuda.current())
+        event = self._accelerator.recorded(self._accelerator.current())
 
         def leave(publish: Callable[[Payload], object]) -> None:
             self._leave(payload, event, publish, failed)
@@ -165,16 +184,17 @@ class CudaBackend(DeviceBackend):
         return Staying(payload.tensors, payload.skeleton, event, leave)
 
     def way(self) -> BlockWay | None:
-        return BlockWay(self._cuda, self._out, self._in)
+        accelerator = self._accelerator
+        return BlockWay(accelerator, self._out, self._in) if isinstance(accelerator, Cuda) else None
 
     def _leave(
         self, payload: Payload, event: Any, publish: Callable[[Payload], object], failed: Callable[[PipeError], None]
     ) -> None:
         self._out.wait_event(event)
-        with self._cuda.on(self._out):
+        with self._accelerator.on(self._out):
             left = [self._left(tensor) for tensor in payload.tensors]
             looks = [look for _, look in left]
-            moving = Moving([copy for copy, _ in left], payload.skeleton, looks, self._cuda.recorded(self._out))
+            moving = Moving([copy for copy, _ in left], payload.skeleton, looks, self._accelerator.recorded(self._out))
         # The tensors are held until they are copied: the caller may let go of them.
         self._leaving.put((moving, payload, publish, failed))
 
@@ -185,9 +205,9 @@ class CudaBackend(DeviceBackend):
             copy, look = self._left(tensor.conj())
             return copy.conj(), look
         tensor = tensor.resolve_neg()
-        if self._cuda.has(tensor) and tensor.layout is torch.strided:
+        if self._accelerator.has(tensor) and tensor.layout is torch.strided:
             look = look_of(tensor)
-            return self._cuda.down(fold(tensor) if look else tensor), look
+            return self._accelerator.down(fold(tensor) if look else tensor), look
         return tensor.cpu(), None  # of another device or layout it is waited for
 
     def _publish_when_copied(self) -> None:
@@ -205,10 +225,10 @@ class CudaBackend(DeviceBackend):
             return payload  # it has come from another device
         if isinstance(payload, Staying):  # it is here: of a worker of this process, and nothing is copied
             return Moving(payload.tensors, payload.skeleton, [None] * len(payload.tensors), payload.event)
-        with self._cuda.on(self._in):
+        with self._accelerator.on(self._in):
             entered = [self._entered(tensor) for tensor in payload.tensors]
             looks = [look for _, look in entered]
-            return Moving([copy for copy, _ in entered], payload.skeleton, looks, self._cuda.recorded(self._in))
+            return Moving([copy for copy, _ in entered], payload.skeleton, looks, self._accelerator.recorded(self._in))
 
     def _entered(self, tensor: Tensor) -> tuple[Tensor, Look]:
         """Copy a tensor to the device, densely; a conjugate one stays so, because products choose kernels by it."""
@@ -216,14 +236,14 @@ class CudaBackend(DeviceBackend):
             copy, look = self._entered(tensor.conj())
             return copy.conj(), look
         look = look_of(tensor)
-        return self._cuda.up(fold(tensor) if look else tensor), look
+        return self._accelerator.up(fold(tensor) if look else tensor), look
 
     def ready(self, payload: Payload) -> Payload:
         if isinstance(payload, Moving):
-            compute = self._cuda.current()
+            compute = self._accelerator.current()
             compute.wait_event(payload.event)
             for tensor in payload.tensors:
-                self._cuda.hold(tensor, compute)
+                self._accelerator.hold(tensor, compute)
             return payload.unfold()
         return payload
 
@@ -231,13 +251,13 @@ class CudaBackend(DeviceBackend):
         return map_tensors(batch, self._here)
 
     def _here(self, tensor: Tensor) -> Tensor:
-        if self._cuda.has(tensor):
+        if self._accelerator.has(tensor):
             return tensor
-        with self._cuda.on(self._cuda.current()):
+        with self._accelerator.on(self._accelerator.current()):
             return spread_again(*self._entered(tensor))
 
     def timestamp(self) -> Any:
-        return self._cuda.recorded(self._cuda.current())
+        return self._accelerator.recorded(self._accelerator.current())
 
     def resolve(self, timestamps: list[Any]) -> list[int]:
         if not timestamps:
@@ -250,7 +270,7 @@ class CudaBackend(DeviceBackend):
         return times
 
     def peak_bytes(self) -> int:
-        return self._cuda.peak_bytes()
+        return self._accelerator.peak_bytes()
 
     def close(self) -> None:
         self._leaving.put(None)
