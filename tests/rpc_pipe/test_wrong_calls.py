@@ -38,7 +38,8 @@ SLOWER = partial(torch.optim.lr_scheduler.StepLR, step_size=1)
         (lambda pipe: pipe.evaluate(microbatches=[(X, Y), X]), "batch is a Tensor: must be"),
     ],
 )
-def test_what_is_no_batch_or_no_number_is_refused_in_one_sentence(call, message):
+def test_what_is_no_batch_or_no_number_is_refused_in_one_sentence(call, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # weights without a place are kept in the current folder
     with pytest.raises(ConfigError, match=message):
         call(pipeline())
 
