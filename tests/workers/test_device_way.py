@@ -32,7 +32,7 @@ def pipeline(monkeypatch):
         model = MODELS[name]
         torch.manual_seed(0)
         pipe = Pipeline(
-            list(model.layers), model.loss_fn, optimizer=model.optimizer, schedule=schedule, num_workers=4, seed=1,
+            list(model.layers), model.loss_fn, optimizer=model.optimizer, schedule=schedule, num_workers=2, seed=1,
             stall_s=30, **options,
         )  # fmt: skip
         for actor in pipe.actors:
