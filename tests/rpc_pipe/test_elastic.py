@@ -1,7 +1,5 @@
 """A worker of an elastic job dies, and the job goes on: with the weights of the undisturbed run, bit for bit."""
 
-from pathlib import Path
-
 import pytest
 from processes import ROOT, rpc_pipe
 
@@ -93,16 +91,3 @@ def test_what_cannot_go_on_is_refused_at_the_start(typed, why, tmp_path):
     options = [each for pair in usual.items() for each in pair]
     done = rpc_pipe("run", MORTAL, "--workers", 4, "--elastic", *options, "--", tmp_path, "step", 2, 2)
     assert done.returncode == 2 and why in done.stderr
-
-
-def test_a_job_that_is_not_elastic_loads_nothing_of_it(tmp_path):
-    script = Path(tmp_path, "script.py")
-    script.write_text(
-        "import sys, torch\nfrom torch import nn\nfrom rpc_pipe import Pipeline\n"
-        "pipe = Pipeline([nn.Linear(4, 4), nn.Linear(4, 4)], nn.functional.mse_loss, num_microbatches=2)\n"
-        "pipe.evaluate((torch.ones(4, 4), torch.ones(4, 4)))\n"
-        "loaded = {'rpc_pipe.elastic', 'rpc_pipe.launching.epochs', 'rpc_pipe.workers.compute.lodging'}\n"
-        "print('loaded', sorted(loaded & sys.modules.keys()))\n"
-    )
-    done = rpc_pipe("run", script, "--workers", 2, "--transport", "zmq", anew=True)
-    assert done.returncode == 0 and "loaded []" in done.stdout, done.stdout + done.stderr

@@ -50,12 +50,12 @@ def held(folder):
     return threading.active_count(), len(os.listdir("/proc/self/fd")), sorted(folder.rglob("*"))
 
 
-def twenty_five_epochs(folder):
+def ten_epochs(folder):
     folder.chmod(0o700)
     places = root(folder)
     assert meet_and_leave([place.sub("epoch 0") for place in places]) == [[0, 1, 2]] * 3
     before = held(folder)
-    for number in range(1, 26):
+    for number in range(1, 11):
         # One worker is gone in each epoch, and another is back.
         there = {0, 1, 2} - {number % 3}
         epoch = [place.sub(f"epoch {number}", there) for place in places if place.job.worker in there]
@@ -65,11 +65,11 @@ def twenty_five_epochs(folder):
     assert descriptors <= before[1]  # the first epoch's may be freed late
 
 
-def test_25_epochs_leave_no_thread_descriptor_or_file_behind(tmp_path):
+def test_10_epochs_leave_no_thread_descriptor_or_file_behind(tmp_path):
     """In a process of its own: what other tests have open comes and goes meanwhile."""
     script = (
         "import pathlib, runpy, sys; _, here, tests, folder = sys.argv; sys.path.insert(0, tests); "
-        "runpy.run_path(here)['twenty_five_epochs'](pathlib.Path(folder))"
+        "runpy.run_path(here)['ten_epochs'](pathlib.Path(folder))"
     )
     done = python("-c", script, __file__, Path(__file__).parents[1], tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -26,9 +26,6 @@ TARGETS[:2, -5:] = -100  # whole slices of a microbatch have no targets
 MODEL = """
 import torch
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MistralConfig
-from transformers import MistralForCausalLM, MixtralConfig, MixtralForCausalLM, OPTConfig, OPTForCausalLM
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 SMALL = dict(vocab_size=31, hidden_size=16, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=1,
              intermediate_size=32, max_position_embeddings=32)
@@ -38,8 +35,14 @@ LABELS[:2, -9:] = -100
 BATCH = {"input_ids": IDS, "labels": LABELS}
 
 
+def hf():  # not for the models without: it takes seconds to load
+    import transformers
+
+    return transformers
+
+
 def gpt2():
-    return GPT2LMHeadModel(GPT2Config(vocab_size=31, n_embd=16, n_layer=4, n_head=2, n_positions=32)), BATCH
+    return hf().GPT2LMHeadModel(hf().GPT2Config(vocab_size=31, n_embd=16, n_layer=4, n_head=2, n_positions=32)), BATCH
 
 
 def gpt2_on_longer_sequences_in_float64():
@@ -52,11 +55,11 @@ def gpt2_on_longer_sequences_in_float64():
 def opt():
     # It counts positions by a mask of tokens, so a mask of pairs alone is not enough.
     shape = dict(vocab_size=31, hidden_size=16, num_hidden_layers=4, num_attention_heads=2, ffn_dim=32)
-    return OPTForCausalLM(OPTConfig(**shape, max_position_embeddings=32, word_embed_proj_dim=16)), BATCH
+    return hf().OPTForCausalLM(hf().OPTConfig(**shape, max_position_embeddings=32, word_embed_proj_dim=16)), BATCH
 
 
 def llama():
-    return LlamaForCausalLM(LlamaConfig(**SMALL)), {**BATCH, "attention_mask": (LABELS >= 0).long()}
+    return hf().LlamaForCausalLM(hf().LlamaConfig(**SMALL)), {**BATCH, "attention_mask": (LABELS >= 0).long()}
 
 
 def llama_that_divides():
@@ -64,23 +67,23 @@ def llama_that_divides():
 
 
 def llama_in_float64():
-    return LlamaForCausalLM(LlamaConfig(**SMALL)).double(), BATCH
+    return hf().LlamaForCausalLM(hf().LlamaConfig(**SMALL)).double(), BATCH
 
 
 def qwen3():
-    return Qwen3ForCausalLM(Qwen3Config(**SMALL, head_dim=8)), BATCH
+    return hf().Qwen3ForCausalLM(hf().Qwen3Config(**SMALL, head_dim=8)), BATCH
 
 
 def mistral():
-    return MistralForCausalLM(MistralConfig(**SMALL, sliding_window=5)), BATCH
+    return hf().MistralForCausalLM(hf().MistralConfig(**SMALL, sliding_window=5)), BATCH
 
 
 def mixtral():
-    return MixtralForCausalLM(MixtralConfig(**SMALL, num_local_experts=4)), BATCH
+    return hf().MixtralForCausalLM(hf().MixtralConfig(**SMALL, num_local_experts=4)), BATCH
 
 
 def balanced():
-    return MixtralForCausalLM(MixtralConfig(**SMALL, num_local_experts=4, output_router_logits=True)), BATCH
+    return hf().MixtralForCausalLM(hf().MixtralConfig(**SMALL, num_local_experts=4, output_router_logits=True)), BATCH
 
 
 class Block(nn.Module):
@@ -160,7 +163,7 @@ def test_a_loss_that_balances_experts_is_refused(model, capsys):
     assert "slices: output_router_logits of the model's configuration adds a loss that bal" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("name", "transport"), [("gpt2", "rpc"), ("lstm", "zmq")])
+@pytest.mark.parametrize(("name", "transport"), [("whole", "rpc"), ("lstm", "zmq")])
 def test_processes_too(model, name, transport):
     typed = "--schedule zb-h1 --slices 7,5 --microbatches 3 --steps 2 --json --transport".split()
     ran = rpc_pipe("verify", model(name), *typed, transport)
