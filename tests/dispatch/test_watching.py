@@ -121,7 +121,7 @@ def test_watchers_that_are_killed_or_stopped_change_nothing():
 
 def test_a_run_is_found_shown_traced_recorded_and_replayed(tmp_path):
     script = tmp_path / "train.py"
-    short = "from rpc_pipe.tracing import board\nboard.MOST_BYTES = 2**18\n"
+    short = "from rpc_pipe.tracing import board\nboard.MOST_BYTES = 2**17\n"
     script.write_text(short + SCRIPT.replace("0.02", "0.002"))
     with training(script, "--workers", 2, "--", 100000) as (run, folder):
         name = folder.name
@@ -141,7 +141,7 @@ def test_a_run_is_found_shown_traced_recorded_and_replayed(tmp_path):
         trace = json.loads((tmp_path / "t.json").read_text())
         assert {e["args"]["step"] for e in trace["traceEvents"] if e["ph"] == "X"} == {first, first + 1, first + 2}
         assert trace["otherData"] == {"clock_error_ms": 0.0}
-        until_step(folder, 1000)  # a short board keeps fewer
+        until_step(folder, 500)  # a short board keeps fewer
         code, _, err = watch(name, "--trace", tmp_path / "t.json", "--steps", "1-2")
         assert code == 2 and "--steps 1-2: step 1 is over; the earliest still there is" in err
         recording = tmp_path / "run.jsonl"

@@ -92,7 +92,7 @@ def test_what_ends_the_hearing_of_a_waiting_thread_is_for_its_caller(pair, monke
 
 
 def test_both_threads_hear_in_turn_and_nothing_is_lost_or_heard_twice(pair):
-    count = 300
+    count = 100
 
     def work(carrier):
         draw, peer, found = random.Random(carrier.worker), 1 - carrier.worker, []
