@@ -52,7 +52,7 @@ def made_backends(monkeypatch):
 TORCHRUN = {"WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29400"}
 SYNCHRONOUS = [name for name, cls in SCHEDULES.items() if cls.synchronous]
 CASES = [
-    *((name, schedule) for name in ("in place", "weights handed on") for schedule in SYNCHRONOUS),
+    *(("in place", schedule) for schedule in SYNCHRONOUS),  # "weights handed on": in test_device_way.py
     *((name, ("zb-v", "chimera")[i % 2]) for i, name in enumerate(MODELS)),
     *((name, "1f1b with owners") for name in MODELS),
 ]
