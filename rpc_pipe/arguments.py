@@ -29,7 +29,7 @@ from .workers.compute.updating import Training
 
 if TYPE_CHECKING:
     from .launching.overrides import Settings
-    from .model.batches.ordering import MicrobatchCost, Ordering
+    from .model.batches.ordering import Ordering
     from .planning.apply_plan import PlanLike
 
 logger = logging.getLogger(__name__)
@@ -222,16 +222,18 @@ def compile_options(said: object) -> Mapping[str, Any] | None:
     raise ConfigError(f"compile={said!r}: must be True, False, or options of torch.compile by name")
 
 
-def make_ordering(said: object, cost: MicrobatchCost | None, *, is_called: bool) -> Ordering | None:
+def make_ordering(said: object, cost: Any, *, is_called: bool) -> Ordering | None:
     """Return the ordering of the microbatches of training steps; None: they run as they come.
 
     Raises:
-        ConfigError: there is no such order, or the cost is no function.
+        ConfigError: there is no such order, or the cost is neither a function nor a profile.
     """
     if said not in MICROBATCH_ORDERS:
         raise ConfigError(f"microbatch_order={said!r}: must be {' or '.join(MICROBATCH_ORDERS)}")
     if cost is not None and not callable(cost):
-        raise ConfigError(f"microbatch_cost={cost!r}: must be a function of a microbatch that returns seconds, or None")
+        from .planning.length_cost import read_cost
+
+        cost = read_cost(cost)
     if said == "given":
         return None
     from .model.batches.ordering import Ordering  # which few jobs need

@@ -13,7 +13,7 @@ import torch
 
 from .arguments import describe, refuse_shared
 from .checkpoints.resumption import Resumption
-from .dependency import ConfigError, Entry, Order, PipeError, Spec, most_open
+from .dependency import BatchError, ConfigError, Entry, Order, PipeError, Spec, most_open
 from .model.batches.batch_reader import BatchReader
 from .model.batches.microbatches import Microbatches, Outputs, Pair, Prefetcher
 from .model.batches.step_inputs import StepEnd, StepInputs
@@ -114,7 +114,7 @@ class Session:
         """Run `spec` from now on: the only holder of the schedule, and of what follows from it."""
         self.spec = spec
         count = 1 if self._members is None else self._members.shares
-        self._reader.begin(replace(spec, num_microbatches=spec.num_microbatches * count) if count > 1 else spec)
+        self._reader.begin(replace(spec, num_microbatches=spec.num_microbatches * count) if count > 1 else spec, count)
         workers = [actor.worker for actor in self.actors]
         self._inputs = StepInputs(spec, self.order, workers, self.end, lambda step: self.due(step))
         self._inputs.described = self.described
@@ -215,7 +215,13 @@ class Session:
             return self.run(batch, what="evaluate")
 
     def predict(self, batch: Microbatches, to: int | Collection[int] | None) -> Tree:
-        """Return the model's output for a batch on the workers that get it."""
+        """Return the model's output for a batch on the workers that get it.
+
+        Raises:
+            BatchError: its rows are grouped by length.
+        """
+        if batch.sizes is not None:
+            raise BatchError("inputs: rows of a loader with lengths= are in groups; pass batch[0]")
 
         def predicted(actor: WorkerActor) -> list[Tree] | None:
             own = actor.run(self._inputs_now(batch, actor, train=False, what="predict")).outputs

@@ -40,7 +40,7 @@ def add(commands: Any) -> None:
     parser: Parser = commands.add_parser("compare", help="all schedules side by side: time, memory, messages")
     parser.epilog = "--schedule adds one of yours, or a built-in one with other parameters; stages of 1/v cost 1/v."
     parser.take("schedule", "set", "workers", "microbatches", *REPLICAS, "slices", "attention", "order", "json")
-    parser.take("microbatch-order", "lengths", *COSTS)
+    parser.take("microbatch-order", "lengths", "length-cost", *COSTS)
     parser.add_argument(
         "--memory", metavar="WHAT=BYTES", action=Pairs, const=(size, "activations=64MB,limit=8GB"),
         help="bytes of a worker's share: weights, gradients, optimizer, activations, after_inputs (kept from I to W), "

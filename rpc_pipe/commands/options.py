@@ -119,6 +119,7 @@ _SHARED: dict[str, dict[str, Any]] = {
     ),
     "lengths": dict(type=numbers, metavar="L,L,...", help="relative time of each microbatch, such as 1,4,2,1 (equal)"),
     "gather": dict(type=number, help="time in which members gather a stage's weights, or sum up its results (0)"),
+    "length-cost": dict(metavar="FILE", help="of profile --lengths: the numbers of --lengths are tokens"),
     "json": dict(action="store_true", help="print JSON; human text goes to stderr"),
     "cost": dict(
         action=Pairs, const=(number, "F=1,B=2"), metavar="KIND=TIME",
@@ -184,7 +185,13 @@ def typed_lengths(typed: Mapping[str, Any]) -> Callable[[Spec], Callable[[Action
         return None
     from ..planning.unequal import by_microbatch
 
-    return partial(by_microbatch, lengths=typed["lengths"], order=typed.get("microbatch_order", "given"))
+    lengths = typed["lengths"]
+    if "length_cost" in typed:
+        from ..planning.length_cost import read_cost
+
+        seconds = [read_cost(typed["length_cost"]).seconds(1, length) for length in lengths]
+        lengths = [each * len(seconds) / sum(seconds) for each in seconds]
+    return partial(by_microbatch, lengths=lengths, order=typed.get("microbatch_order", "given"))
 
 
 def typed_costs(typed: Mapping[str, Any]) -> dict[Kind, float]:

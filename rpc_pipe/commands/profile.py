@@ -23,6 +23,7 @@ from ..launching.job import Job, current_job
 from ..launching.launcher import How, launch
 from ..launching.report import Reporter
 from ..launching.worker_main import as_worker
+from ..planning.length_cost import LengthCost
 from ..planning.profile import Profile, as_json, from_json
 from ..system.files import read_json
 from .options import MAKE, MOST_WORKERS, Parser, refuse_device, refuse_workers
@@ -48,6 +49,8 @@ def add(commands: Any) -> None:
         "--workers", type=whole(1, MOST_WORKERS), help="so many measure at once, and the links between them"
     )
     parser.add_argument("--rows", type=wholes, help="rows of a microbatch, such as 4 or 2,4,8 (those of the batch)")
+    lengths = "measure with rows of these lengths, too, for microbatches of several lengths, such as 64,128,256"
+    parser.add_argument("--lengths", type=wholes, help=lengths)
     parser.take("json")
     parser.set_defaults(command=_profile)
 
@@ -71,11 +74,32 @@ def _profile(typed: dict[str, Any], argv: list[str]) -> int:
     workers = typed.get("workers", 0)
     show_loading(typed, reporter)
     profile, path = find_profile(typed, typed.get("rows"), reporter, at_least=max(1, workers), together=workers)
+    if "lengths" in typed:
+        profile = _with_lengths(typed, profile, path, reporter)
     if "json" in typed:
         print(json.dumps(as_json(profile)))
     else:
         _show(profile, path, reporter)
     return 0
+
+
+def _with_lengths(typed: Mapping[str, Any], profile: Profile, path: Path, reporter: Reporter) -> Profile:
+    """Return the profile with times by the length of rows, measured in this process.
+
+    Raises:
+        ConfigError: there is no model to measure, it has no sequences, or there are too few lengths.
+    """
+    from ..planning.measuring.length_times import times_by_length
+
+    lengths = sorted(set(typed["lengths"]))
+    if len(lengths) < 3 or "model" not in typed:
+        raise ConfigError(f"--lengths {','.join(map(str, lengths))}: needs a model, and 3 lengths, such as 64,128,256")
+    settings = {**_settings(typed), "repeats": typed.get("repeats", 5), "at_least": profile.num_blocks}
+    with progress(reporter, "measuring lengths") as tell:
+        found = times_by_length(load(typed)[0], min(profile.measured), lengths, tell=tell, **settings)
+    profile = replace(profile, by_length=found)
+    _keep(profile, path)
+    return profile
 
 
 def _show(profile: Profile, path: Path, reporter: Reporter) -> None:
@@ -90,6 +114,10 @@ def _show(profile: Profile, path: Path, reporter: Reporter) -> None:
                 reporter.text(f"between {name.replace('-', ' and ')}: {where}")
         reporter.text(f"a step takes {profile.per_step:.2g} ms besides its actions")
         reporter.text(f"to send or receive a MiB takes {profile.per_mib:.2g} ms of computing")
+    if profile.by_length:
+        cost = LengthCost.of(profile, str(path))
+        terms = f"{1e3 * cost.fixed:.3g} ms + {1e6 * cost.token:.3g} us a token"
+        reporter.text(f"a microbatch takes {terms} + {1e9 * cost.attention:.3g} ns a token and place of its row")
     reporter.text(f"kept in {path}, which may be edited")
 
 
@@ -180,7 +208,8 @@ def find_profile(
     repeats = typed.get("repeats", 5)
     with progress(reporter, "measuring") as tell:
         profile = profile_model(user_model, wanted, repeats=repeats, at_least=at_least, tell=tell, **_settings(typed))
-    _keep(replace(profile, signature=name), path)
+    profile = replace(profile, signature=name)  # which is looked for the next time
+    _keep(profile, path)
     return profile, path
 
 

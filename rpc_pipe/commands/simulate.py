@@ -55,7 +55,7 @@ _MOST_LINES = 120
 def add(commands: Any) -> None:
     """Add `simulate` to the command line."""
     parser: Parser = commands.add_parser("simulate", help="check, price and draw a schedule")
-    parser.take(*SCHEDULE, "slices", "attention", "order", "microbatch-order", "lengths", "json", *COSTS)
+    parser.take(*SCHEDULE, "slices", "attention", "order", "microbatch-order", "lengths", "length-cost", "json", *COSTS)
     parser.add_argument("--stage-cost", type=numbers, help="factor of the cost for each stage, such as 1,1,2,1")
     slow = "make workers slower by a factor"
     parser.add_argument("--slow", action=Pairs, const=(positive, "1=1.5"), metavar="WORKER=FACTOR", help=slow)

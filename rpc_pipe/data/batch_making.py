@@ -6,6 +6,7 @@ import queue
 import threading
 import time
 from collections.abc import Iterator
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -163,6 +164,9 @@ class Reader:
                     parts.append(source.rows(held, numbers, self._wanted, keyed))
                 places.append(at)
         with source.busy.on("decode"):
+            if source.keeps_rows:
+                rows = list(chain.from_iterable(parts))
+                return source.batch([rows[at] for at in np.argsort(np.concatenate(places))], self._wanted)
             return source.batch(_joined(parts, places), self._wanted)
 
     def close(self) -> None:

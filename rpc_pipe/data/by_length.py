@@ -6,20 +6,24 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from ..dependency import BatchError, refuse_below
+from ..model.batches.grouped import Grouped, LengthNeeds
 from ..model.batches.microbatches import SplitBatch
 from ..model.batches.token_count import IGNORED
 from ..workers.compute.result import NUM_ITEMS
+from ..workers.transport.payload import Tree
 
 #: a row: tensors or lists of numbers by name, or (inputs, targets)
 Row = Mapping[str, Any] | Sequence[Any]
 #: microbatches for each stage, about, where time follows tokens
 _A_STAGE = 4
+_MASK = "attention_mask"
 
 
 def batches_by_length(
@@ -51,53 +55,128 @@ def batches_by_length(
         BatchError: fields of a row differ in length.
         ConfigError: a row has more tokens than `most_tokens`.
     """
+    refuse_below(1, batch=batch, most_tokens=most_tokens, num_stages=num_stages)
+    how, each = LengthNeeds(num_stages, least, 1), iter(rows)
+    while taken := list(islice(each, batch)):
+        lengths = [_length(row, number) for number, row in enumerate(taken)]
+        groups = _groups(lengths, how, most_tokens, seconds)
+        if isinstance(taken[0], Mapping):
+            counted = _counted(taken, next_token)
+            yield SplitBatch({**side, **counted} for side in _sides(taken, lengths, groups))
+        else:
+            inputs, targets = zip(*taken, strict=True)
+            pairs = _sides(inputs, lengths, groups), _sides(targets, lengths, groups, are_targets=True)
+            yield SplitBatch(zip(*pairs, strict=True))
+
+
+def grouped(
+    sides: tuple[Sequence[Any] | None, Sequence[Any] | None],
+    lengths: Sequence[int],
+    how: LengthNeeds,
+    most_tokens: int,
+    next_token: bool,
+) -> Grouped:
+    """Return the rows of a batch as microbatches of rows of similar length, padded to the longest.
+
+    Args:
+        sides: inputs and targets of each row; None: this worker uses none.
+        lengths: tokens of each row.
+
+    Raises:
+        BatchError: a field of a row is not as long as `lengths` tells.
+    """
+    groups = _groups(lengths, how, most_tokens, how.seconds)
+    inputs = _sides(sides[0], lengths, groups)
+    targets = _sides(sides[1], lengths, groups, are_targets=True)
+    shift = int(next_token and how.loss_is_inside)
+    labels = [_labels(*pair) for pair in zip(inputs, targets, strict=True)]
+    weights = [
+        len(group) if of_group is None else int((of_group[:, shift:] != IGNORED).sum())
+        for group, of_group in zip(groups, labels, strict=True)
+    ]
+    shares = [weight / (sum(weights) or 1) for weight in weights]
+    sizes = [(len(group), max(lengths[row] for row in group)) for group in groups]
+    return Grouped(inputs, targets, shares, sizes, f"in microbatches {crc32(repr((groups, sizes)).encode()):x}")
+
+
+def _groups(
+    lengths: Sequence[int], how: LengthNeeds, most_tokens: int, seconds: Callable[[int, int], float] | None = None
+) -> list[list[int]]:
     from ..planning.unequal import group_rows  # few jobs plan
 
-    refuse_below(1, batch=batch, most_tokens=most_tokens, num_stages=num_stages)
-    each = iter(rows)
-    while taken := list(islice(each, batch)):
-        fields = [_fields(row) for row in taken]
-        lengths = [_length(row, number) for number, row in enumerate(fields)]
-        time = seconds or partial(_tokens, sum(lengths) / (_A_STAGE**2 * num_stages))
-        groups = group_rows(lengths, time, most_tokens=most_tokens, num_stages=num_stages, least=least)
-        made = [_padded([fields[row] for row in group]) for group in groups]
-        if isinstance(taken[0], Mapping):
-            counted = _counted(fields, next_token)
-            yield SplitBatch({**microbatch, **counted} for microbatch in made)
-        else:
-            yield SplitBatch((microbatch["inputs"], microbatch["targets"]) for microbatch in made)
+    time = seconds or partial(_tokens, sum(lengths) / (_A_STAGE**2 * how.num_stages))
+    needs = {"num_stages": how.num_stages, "least": how.least, "multiple": how.multiple}
+    return group_rows(lengths, time, most_tokens=most_tokens, **needs)
 
 
 def _tokens(fixed: float, rows: int, length: int) -> float:
     return fixed + rows * length
 
 
-def _fields(row: Row) -> dict[str, Tensor]:
-    named = row if isinstance(row, Mapping) else dict(zip(("inputs", "targets"), row, strict=True))
-    return {name: torch.as_tensor(value) for name, value in named.items()}
+def _sides(
+    rows: Sequence[Any] | None, lengths: Sequence[int], groups: Sequence[Sequence[int]], are_targets: bool = False
+) -> list[Tree]:
+    """Return the inputs or the targets of microbatches; None for each without `rows`."""
+    if rows is None:
+        return [None] * len(groups)
+    return [joined([rows[row] for row in group], [lengths[row] for row in group], are_targets) for group in groups]
 
 
-def _length(row: Mapping[str, Tensor], number: int) -> int:
-    lengths = {name: len(field) for name, field in row.items() if field.dim()}
+def joined(rows: Sequence[Any], lengths: Sequence[int], are_targets: bool = False) -> Tree:
+    """Return the inputs or the targets of rows as tensors, padded to the longest row.
+
+    Named inputs get the mask of their padding.
+
+    Raises:
+        BatchError: a field of a row is not as long as `lengths` tells.
+    """
+    if not isinstance(rows[0], Mapping):
+        return _column("targets" if are_targets else "inputs", rows, lengths, are_targets)
+    made = {
+        name: _column(name, [row[name] for row in rows], lengths, are_targets or name == "labels") for name in rows[0]
+    }
+    mask = [torch.ones(length, dtype=torch.int64) for length in lengths]
+    return made if are_targets else {"attention_mask": pad_sequence(mask, batch_first=True), **made}
+
+
+def _column(name: str, values: Sequence[Any], lengths: Sequence[int], are_labels: bool) -> Tensor:
+    """Return a field of all rows; it is padded if it has the rows' lengths."""
+    fields = list(map(torch.as_tensor, values))
+    found = [len(field) if field.dim() else 0 for field in fields]
+    if found == list(lengths):
+        # A mean over labels without whole numbers would count padding, unnoticed.
+        ignored = float("nan") if fields[0].is_floating_point() else IGNORED
+        pad = ignored if are_labels else 0
+        return pad_sequence(fields, batch_first=True, padding_value=pad)
+    if len({field.shape for field in fields}) > 1:
+        length, other = next(each for each in zip(lengths, found, strict=True) if each[0] != each[1])
+        raise BatchError(f"lengths: a row of length {length} has {name} of {other}; must be the lengths of the rows")
+    return torch.stack(fields)
+
+
+def _labels(inputs: Tree, targets: Tree) -> Tensor | None:
+    """Return the labels of the tokens of a microbatch; None if there are none."""
+    named: dict[str, Any] = {} if not isinstance(inputs, Mapping) else dict(inputs)
+    named |= (
+        targets if isinstance(targets, Mapping) else {"labels": named.get("labels") if targets is None else targets}
+    )
+    labels = named.get("labels")
+    return labels if isinstance(labels, Tensor) and labels.dim() > 1 and not labels.is_floating_point() else None
+
+
+def _length(row: Row, number: int) -> int:
+    named = row.items() if isinstance(row, Mapping) else zip(("inputs", "targets"), row, strict=True)
+    tensors = {name: torch.as_tensor(value) for name, value in named}
+    lengths = {name: len(field) for name, field in tensors.items() if field.dim()}
     if len(set(lengths.values())) != 1:
         found = ", ".join(f"{name} {length}" for name, length in lengths.items()) or "no field with a length"
         raise BatchError(f"rows: row {number} of a batch has {found}; needs fields of one length: pad or cut them")
     return next(iter(lengths.values()))
 
 
-def _counted(rows: Sequence[Mapping[str, Tensor]], next_token: bool) -> dict[str, Tensor]:
+def _counted(rows: Sequence[Any], next_token: bool) -> dict[str, Tensor]:
     """Return the number of labels of a batch that count, by its name; nothing if there are no labels of tokens."""
-    if any("labels" not in row or not row["labels"].dim() for row in rows):
+    labels = [torch.as_tensor(row.get("labels", 0)) for row in rows]
+    if any(not each.dim() for each in labels):
         return {}
-    return {NUM_ITEMS: torch.stack([(row["labels"][int(next_token) :] != IGNORED).sum() for row in rows]).sum()}
-
-
-def _padded(rows: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the fields of a microbatch, and the mask of their padding."""
-    ones = [torch.ones(len(next(field for field in row.values() if field.dim())), dtype=torch.int64) for row in rows]
-    made = {"attention_mask": pad_sequence(ones, batch_first=True)}
-    for name, first in rows[0].items():
-        fields = [row[name] for row in rows]
-        pad = IGNORED if name in ("labels", "targets") else 0
-        made[name] = pad_sequence(fields, batch_first=True, padding_value=pad) if first.dim() else torch.stack(fields)
-    return made
+    return {NUM_ITEMS: torch.stack([(each[int(next_token) :] != IGNORED).sum() for each in labels]).sum()}

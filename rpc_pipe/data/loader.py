@@ -11,16 +11,21 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from functools import cached_property
 from typing import Any, Literal
 
+import numpy as np
+
 from ..dependency import ConfigError, refuse_below
+from ..model.batches.grouped import Grouped, GroupedBatch, LengthNeeds
 from ..model.batches.lazy_batch import LazyBatch, OwnRows
 from ..system.sizes import num_bytes, told
 from ..workers.transport.payload import Tree
 from .batch_making import Dealt, Reader, Share
 from .bijection import Numbers
+from .by_length import grouped, joined
 from .residency import chunk_memory, widest_window
 from .sample_order import Order
 from .source import Source, Wanted
@@ -47,6 +52,10 @@ class Loader:
         pipeline, pipelines: number of this pipeline among several that train on the same data, and their count; each
             pipeline gets a share of every batch.
         timeout_s: how many seconds a batch may take.
+        lengths: tokens of each sample of a `dataset`, in its order. Rows of similar length share a microbatch and are
+            padded to its longest row; each label weighs as in the whole batch (docs/data.md). None: all equally long.
+        most_tokens: of such a microbatch, padding included: the limit of memory.
+        next_token: whether a model that computes its loss itself shifts labels, so that the first does not count.
 
     Raises:
         ConfigError: an option cannot work.
@@ -66,6 +75,9 @@ class Loader:
         pipelines: int = 1,
         readers: Literal["users", "first"] = "users",
         timeout_s: float = 300.0,
+        lengths: Sequence[int] | None = None,
+        most_tokens: int | None = None,
+        next_token: bool = True,
     ) -> None:
         refuse_below(1, rows=rows, pipelines=pipelines, epochs=1 if epochs is None else epochs)
         if not 0 <= pipeline < pipelines or rows < pipelines:
@@ -79,6 +91,12 @@ class Loader:
                 f"epochs {epochs}: with readers='first' other workers cannot know where an epoch ends; end the loop "
                 "after so many steps"
             )
+        if (lengths is None) != (most_tokens is None):
+            raise ConfigError("lengths: needs most_tokens=, the most tokens of a microbatch, and that needs lengths=")
+        if lengths is not None and readers == "first":
+            raise ConfigError("readers='first': other workers cannot know the lengths of a batch; leave it out")
+        self.lengths = None if lengths is None else np.asarray(lengths)
+        self.most_tokens, self.next_token = most_tokens or 0, next_token
         self.rows, self.seed, self.readers = rows, seed, readers
         self._given, self._pipeline, self._pipelines, self._epochs = source, pipeline, pipelines, epochs
         self._memory, self._asked, self._shuffle, self.timeout_s = num_bytes(memory), window, shuffle, timeout_s
@@ -102,6 +120,22 @@ class Loader:
                 f"source {given!r}: must be one of rpc_pipe.data's, such as tokens(folder, context=1024), or "
                 "dataset(...) around a map-style dataset; with readers='first', or what makes one"
             )
+        return source if self.lengths is None else self._of_lengths(source, self.lengths)
+
+    def _of_lengths(self, source: Source, lengths: Numbers) -> Source:
+        """Return the source with samples that may differ in length."""
+        samples = int(source.sizes.sum())
+        if source.keeps_rows is None:
+            raise ConfigError(f"lengths: samples of {source.name} are equally long; leave it out, or take dataset(...)")
+        if lengths.shape != (samples,) or lengths.dtype.kind not in "iu" or lengths.min() < 1:
+            raise ConfigError(f"lengths: must be {samples} whole numbers of at least 1, one for each sample")
+        if lengths.max() > self.most_tokens:
+            raise ConfigError(
+                f"most_tokens={self.most_tokens}: the longest sample has {lengths.max()} tokens; pass at least "
+                f"{lengths.max()}"
+            )
+        source = copy(source)
+        source.keeps_rows = True
         return source
 
     @property
@@ -201,7 +235,7 @@ class Loader:
         while share is not None:
             if not self._followed:
                 self._position = share.after
-            yield Batch(self, share)
+            yield (Batch if self.lengths is None else BatchByLength)(self, share)
             share = self._shares.at(share.after)
 
     def follow(self, share: Share) -> None:
@@ -281,3 +315,24 @@ class Batch(LazyBatch):
         if self._both is None:
             self._both = self.read(True, True)
         return self._both[index]
+
+
+class BatchByLength(Batch, GroupedBatch):
+    """(inputs, targets), whose rows are grouped by length in a pipeline, and else padded to the longest."""
+
+    def grouped(self, inputs: bool, targets: bool, needs: LengthNeeds) -> Grouped:
+        most_tokens, next_token = self._loader.most_tokens, self._loader.next_token
+        return grouped(super().read(inputs, targets), self._lengths, needs, most_tokens, next_token)
+
+    @property
+    def _lengths(self) -> list[int]:
+        assert self._loader.lengths is not None
+        lengths: list[int] = self._loader.lengths[self.samples].tolist()
+        return lengths
+
+    def read(self, inputs: bool, targets: bool, own: OwnRows | None = None) -> tuple[Tree, Tree]:
+        first, last = super().read(inputs, targets, own)
+        return (
+            None if first is None else joined(first, self._lengths),
+            None if last is None else joined(last, self._lengths, are_targets=True),
+        )

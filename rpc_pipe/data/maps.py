@@ -68,6 +68,7 @@ class Mapped(Source):
 
     #: makes samples that draw nothing; None: the thread that reads does
     pool: ThreadPoolExecutor | None = None
+    keeps_rows = False
 
     def __init__(
         self,
@@ -126,10 +127,19 @@ class Mapped(Source):
             pairs = drawn(make, places, keyed)
         else:
             pairs = list(self.pool.map(make, places))
+        if self.keeps_rows:
+            return pairs
         return tuple(
             default_collate(list(part)) if some else None
             for part, some in zip(zip(*pairs, strict=True), wanted, strict=True)
         )
+
+    def batch(self, rows: Tree, wanted: Wanted) -> tuple[Tree, Tree]:
+        if self.keeps_rows:
+            sides = zip(zip(*rows, strict=True), wanted, strict=True)
+            rows = [list(side) if some else None for side, some in sides]
+        inputs, targets = rows
+        return inputs, targets
 
 
 def drawn(make: Callable[[int], T], numbers: Iterable[int], keyed: int | None) -> list[T]:

@@ -93,6 +93,8 @@ class Source:
     busy: Busy
     #: whether `load` omits the parts that are not wanted
     loads_parts = False
+    #: whether `rows` gives a list with (inputs, target) of each sample, which may differ in length; None: it cannot
+    keeps_rows: bool | None = None
 
     @property
     def draws(self) -> bool:

@@ -22,6 +22,8 @@ _NO_WAY = Link()
 _PLAIN = SliceCosts()
 #: largest time, size or count that is accepted, so that sums and products stay finite
 _MOST = 1e100
+#: tokens, or places of a row, that `LengthTerms` count by
+THOUSAND = 1000
 #: kinds with times in a profile
 TIMED = (F, B, I, W, R, U, G)
 
@@ -54,6 +56,15 @@ class Tie:
 
 
 @dataclass(frozen=True)
+class LengthTerms:
+    """Milliseconds of a block by kind: fixed + token * tokens + attention * tokens * length, in thousands."""
+
+    fixed: Mapping[Kind, float] = field(default_factory=dict)
+    token: Mapping[Kind, float] = field(default_factory=dict)
+    attention: Mapping[Kind, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Profile:
     """The measured costs of a model's blocks, for microbatches of one or several numbers of rows.
 
@@ -81,6 +92,8 @@ class Profile:
     per_mib: float = field(default=0, metadata=json_field("per_mib_ms"))
     #: costs of slices of sequences, one value; empty: not measured
     slicing: tuple[SliceCosts, ...] = ()
+    #: terms of each block's times by the length of rows; empty: not measured
+    by_length: tuple[LengthTerms, ...] = ()
 
     @property
     def num_blocks(self) -> int:

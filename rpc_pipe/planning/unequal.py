@@ -123,6 +123,7 @@ def group_rows(
     most_tokens: int,
     num_stages: int,
     least: int = 1,
+    multiple: int = 1,
 ) -> list[list[int]]:
     """Return the rows of each microbatch, for the shortest step on a pipeline.
 
@@ -134,6 +135,7 @@ def group_rows(
         seconds: (rows, length) -> predicted time of a microbatch.
         most_tokens: the most tokens of a microbatch, padding included: the limit of memory.
         least: the least number of microbatches.
+        multiple: a divisor of their number, if there are rows enough.
 
     Raises:
         ConfigError: a row is longer than `most_tokens`.
@@ -163,7 +165,12 @@ def group_rows(
         slowest = max((times[begin][size - 1] for begin, size in _begins(sizes)), default=0.0)
         if total + (num_stages - 1) * slowest < best[0]:
             best = total + (num_stages - 1) * slowest, sizes
-    return [sorted(rows[begin : begin + size]) for begin, size in _begins(best[1])]
+    groups = [rows[begin : begin + size] for begin, size in _begins(best[1])]
+    while len(groups) % multiple and len(groups) < len(rows):
+        widest = max(range(len(groups)), key=lambda number: len(groups[number]))
+        half = len(groups[widest]) // 2
+        groups[widest : widest + 1] = groups[widest][:half], groups[widest][half:]
+    return [sorted(group) for group in groups]
 
 
 def _fitting(lengths: Sequence[int], rows: Sequence[int], begin: int, most_tokens: int) -> int:

@@ -82,7 +82,7 @@ def _lister(training: Watchable, worker: int) -> ProgramLister:
     made, spec, order = ref(training), training.spec, training.order
 
     def listing(num_microbatches: int) -> dict[str, Any] | None:
-        if (alive := made()) is None or not alive.actors[0].shards:
+        if (alive := made()) is None or not alive.actors or not alive.actors[0].shards:
             return None
         program = alive.program(worker, num_microbatches)
         return list_program(replace(spec, num_microbatches=num_microbatches), worker, order, program)

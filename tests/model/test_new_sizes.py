@@ -183,3 +183,18 @@ def test_a_summary_counts_what_was_observed():
     found = {"steps": 4, "workers": 2, "step_ms": 9.0, "loss": 1.0, "layout": "", "lost": {"line": "", "sentence": ""}}
     lines = [summary(found), summary({**found, "observations": 6, "observed_s": 1.23})]
     assert ["observed 6 times: 1.2 s of workers" in each for each in lines] == [False, True]
+
+
+def test_a_known_length_needs_no_copy_of_all_attributes(monkeypatch):
+    """Each new length copied the attributes of all modules, which with adapters took longer than the padding saved."""
+    copied = []
+    attributes = observed_stage.Attributes
+    monkeypatch.setattr(observed_stage, "Attributes", lambda modules: copied.append(1) or attributes(modules))
+    model = Positions()
+    stages = stages_of(observe(model, [ids(2, 5), ids(2, 5)]), 2)
+    counts = []
+    for length in (5, 9, 7, 30, 12, 100):
+        args = ids(2, length), ids(2, length)
+        assert_same(in_turn(stages, *args), uncut(model, *args))
+        counts.append(len(copied))
+    assert counts[2:] == [counts[2]] * 4

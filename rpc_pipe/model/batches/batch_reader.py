@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -47,13 +47,20 @@ class BatchReader:
 
             self._sequences = Sequences(spec, whole, loss_is_inside=loss_is_inside)
         self._peers, self._peer, self._is_whole = peers, peers[0], whole is not None
+        #: of batches whose rows are grouped by length
+        self._needs: dict[str, Any] = {"loss_is_inside": loss_is_inside, "ordering": ordering}
         #: whether a batch with fewer rows than microbatches has been reported
         self._said_fewer = False
         self._num_cut = 0
         self.begin(spec)
 
-    def begin(self, spec: Spec) -> None:
-        """Read for `spec` from now on, the same schedule in perhaps another placement."""
+    def begin(self, spec: Spec, members: int = 1) -> None:
+        """Read for `spec` from now on, the same schedule in perhaps another placement.
+
+        Args:
+            members: how many members of a worker take its microbatches in turn; `spec` counts those of all.
+        """
+        self._needs["members"] = members
         self._spec, self._reader = spec.unsliced(), spec.place(0, 0)
         workers = [peer.worker for peer in self._peers]
         self._has_all, self._reads = len(workers) == spec.num_workers, self._reader in workers
@@ -87,7 +94,7 @@ class BatchReader:
             self._num_cut += 1  # lazy batches are not compared, and a worker may read one once more
             found = Microbatches.of(batch, microbatches, self._spec.num_microbatches, self._num_cut, pair)
         # An evaluation of a row fills no pipeline.
-        if microbatches is None and not whole and not isinstance(batch, SplitBatch):
+        if microbatches is None and not whole and not isinstance(batch, SplitBatch) and found.sizes is None:
             self._say_if_fewer(found)
         if self._ordering is not None and not whole:
             found = self._ordering.applied(self._spec, found)
@@ -95,11 +102,15 @@ class BatchReader:
 
     def _read(self, batch: LazyBatch, pair: Pair, cuts_model: bool) -> Microbatches:
         batch.follow()
+        sides = (True, True) if self._is_whole else self._used
+        if hasattr(batch, "grouped"):  # a `GroupedBatch`, which few jobs load
+            from .grouped import read_grouped
+
+            return read_grouped(batch, sides, pair, **self._needs, spec=self._spec)
         parts = min(self._spec.num_microbatches, batch.rows)
         if not batch.scattered:
             own = None if cuts_model else self._own
-            used = (True, True) if self._is_whole else self._used
-            return Microbatches.read(batch, pair(batch.read(*used, own)), parts, own)
+            return Microbatches.read(batch, pair(batch.read(*sides, own)), parts, own)
         read = batch.read(self._reads, self._reads)
         if cuts_model and not self._has_all:
             takers = self._peer.carrier.workers

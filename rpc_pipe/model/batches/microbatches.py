@@ -48,6 +48,8 @@ class Microbatches:
     places: list[tuple[int, int, int]] | None = None
     #: if they have been put into another order: their numbers as given, in the order in which they run
     order: tuple[int, ...] = ()
+    #: (rows, length) of each, if all workers know these without reading
+    sizes: list[tuple[int, int]] | None = None
     #: returns them with the rows that this worker runs now, where workers may have died since; None: all were read
     now_read: Callable[[], Microbatches] | None = None
 

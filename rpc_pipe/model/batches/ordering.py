@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 from ...dependency import BatchError, ConfigError, Spec
 from ...workers.transport.payload import Tree, tensors_of
 from .microbatches import Microbatches
 
-#: (model's arguments of a microbatch) -> predicted seconds of its forward and backward on a worker
-MicrobatchCost = Callable[..., float]
+#: (model's arguments of a microbatch) -> predicted seconds of its forward and backward on a worker; or a profile
+MicrobatchCost = Callable[..., float] | str | Path | Mapping[str, Any]
+
+
+class ByLength(Protocol):
+    """Predicts the seconds of a microbatch by its rows and their length."""
+
+    def seconds(self, rows: int, length: int, /) -> float: ...
 
 
 class Ordering:
@@ -23,14 +30,20 @@ class Ordering:
 
     Args:
         order: (spec, times of microbatches, predicted seconds of the step or 0) -> their order.
-        cost: called as the model is, with a microbatch; None: its tokens, or the elements of its first tensor.
+        cost: called as the model is, with a microbatch, or of a profile by rows and length; None: the tokens of a
+            microbatch, or the elements of its first tensor.
         is_called: whether the inputs of a microbatch are (args, kwargs); else they are the only argument.
     """
 
     def __init__(
-        self, order: Callable[[Spec, Sequence[float], float], list[int]], cost: MicrobatchCost | None, is_called: bool
+        self,
+        order: Callable[[Spec, Sequence[float], float], list[int]],
+        cost: Callable[..., float] | ByLength | None,
+        is_called: bool,
     ) -> None:
         self._order, self._cost, self._is_called = order, cost, is_called
+        #: (rows, length) -> predicted seconds, if known
+        self.seconds: Callable[[int, int], float] | None = getattr(cost, "seconds", None)
 
     def applied(self, spec: Spec, found: Microbatches) -> Microbatches:
         """Return the microbatches in the order in which they will run.
@@ -42,9 +55,14 @@ class Ordering:
             BatchError: a microbatch has no tensor on this worker, so that its size is unknown.
             ConfigError: the cost of a microbatch is no time.
         """
-        if found.lazy is not None or len(found.inputs) < 2:  # the rows of a lazy batch are equal
+        # The rows of a lazy batch without sizes are equal.
+        if (found.lazy is not None and found.sizes is None) or len(found.inputs) < 2:
             return found
-        times = [self._time(number, inputs) for number, inputs in enumerate(found.inputs)]
+        if found.sizes is not None and (self._cost is None or self.seconds):
+            each = self.seconds or (lambda rows, length: float(rows * length))
+            times = [each(*size) for size in found.sizes]
+        else:
+            times = [self._time(number, inputs) for number, inputs in enumerate(found.inputs)]
         order = self._order(spec, times, 0.0 if self._cost is None else sum(times))
         if order == sorted(order):
             return found
@@ -53,16 +71,19 @@ class Ordering:
         return replace(found, inputs=inputs, targets=targets, shares=shares, order=tuple(order))
 
     def _time(self, number: int, inputs: Tree) -> float:
-        if self._cost is None:
+        if self._cost is None or self.seconds is not None:
             first = next(iter(tensors_of(inputs)), None)
             if first is None:
                 raise BatchError(
                     f"microbatch_order=balanced: microbatch {number} has no tensor on this worker; pass inputs to "
                     "every worker, or leave microbatch_order out"
                 )
-            return float(first.numel())
+            if self.seconds is None:
+                return float(first.numel())
+            rows, length, *_ = (*first.shape, 1, 1)
+            return self.seconds(rows, length)
         args, kwargs = inputs if self._is_called else ((inputs,), {})
-        time = self._cost(*args, **kwargs)
+        time = self._cost(*args, **kwargs)  # type: ignore[operator]
         if isinstance(time, bool) or not isinstance(time, (int, float)) or not 0 <= time < math.inf:
             raise ConfigError(f"microbatch_cost={time!r}: of microbatch {number}; must return seconds of at least 0")
         return float(time)

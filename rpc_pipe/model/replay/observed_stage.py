@@ -189,7 +189,8 @@ class ObservedStage:
         buffers, weights = self._writes
         before = self._changing.state(modes, weights, self._skeleton.counting | {module for module, _ in buffers})
         # A first forward may change modules of other stages too, by registering hooks there.
-        is_first = is_first or script.is_new or not script.is_settled
+        # A script for new sizes has had that of its pattern, and the modules that change are known.
+        is_first = is_first or not script.is_settled
         first = Attributes(self.modules) if is_first else None
         try:
             try:

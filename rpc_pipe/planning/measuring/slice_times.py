@@ -41,22 +41,26 @@ def measure_slices(user_model: UserModel, rows: int, activations: float, device:
 
 
 def _fitted(measured: Sequence[Sequence[float]]) -> tuple[float, float]:
-    """Return which shares of a whole sequence's time are fixed, and attention: the least squares, none below 0."""
+    """Return which shares of a whole sequence's time are fixed, and attention."""
     places = [(n / len(slices), (n + 1) / len(slices)) for slices in measured for n in range(len(slices))]
-    rows = [(1.0, y - x, y * y - x * x) for x, y in places]
-    times = torch.tensor([*chain(*measured)], dtype=torch.float64)[:, None]
-    found: list[tuple[float, list[float]]] = []
-    for some in (some for count in (1, 2, 3) for some in combinations(range(3), count)):
-        terms = torch.tensor(rows, dtype=torch.float64)[:, some]
-        solved = torch.linalg.lstsq(terms, times).solution
-        if bool((solved >= 0).all()):
-            shares = [0.0, 0.0, 0.0]
-            for term, value in zip(some, solved.flatten().tolist(), strict=True):
-                shares[term] = value
-            found.append((float(((terms @ solved - times) ** 2).sum()), shares))
-    fixed, linear, attention = min(found)[1]
+    fixed, linear, attention = fitted([(1.0, y - x, y * y - x * x) for x, y in places], [*chain(*measured)])
     total = fixed + linear + attention
     return (fixed / total, attention / total) if total else (0.0, 0.0)
+
+
+def fitted(points: Sequence[Sequence[float]], times: Sequence[float]) -> list[float]:
+    """Return the factors of three terms that fit times: the least squares, none below 0."""
+    wanted = torch.tensor(times, dtype=torch.float64)[:, None]
+    found: list[tuple[float, list[float]]] = []
+    for some in (some for count in (1, 2, 3) for some in combinations(range(3), count)):
+        terms = torch.tensor(points, dtype=torch.float64)[:, some]
+        solved = torch.linalg.lstsq(terms, wanted).solution
+        if bool((solved >= 0).all()):
+            factors = [0.0, 0.0, 0.0]
+            for term, value in zip(some, solved.flatten().tolist(), strict=True):
+                factors[term] = value
+            found.append((float(((terms @ solved - wanted) ** 2).sum()), factors))
+    return min(found)[1]
 
 
 class _Watch(Listener):

@@ -1,0 +1,83 @@
+"""Microbatches of rows that are grouped by length: few jobs have them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+from ...dependency import Spec
+from ...workers.transport.call import pack_description
+from ...workers.transport.payload import Tree
+from .lazy_batch import LazyBatch
+from .microbatches import Microbatches, Pair
+from .token_count import count_tokens
+
+if TYPE_CHECKING:
+    from .ordering import Ordering
+
+
+class LengthNeeds(NamedTuple):
+    """The needs of a pipeline in the microbatches of a batch."""
+
+    num_stages: int
+    #: the least number of microbatches, and a divisor of their number
+    least: int
+    multiple: int
+    #: whether the model computes its loss itself, from its inputs
+    loss_is_inside: bool = False
+    #: (rows, length) -> predicted seconds of a microbatch; None: by tokens
+    seconds: Callable[[int, int], float] | None = None
+
+
+class Grouped(NamedTuple):
+    """The microbatches of a batch whose rows have been grouped by length."""
+
+    inputs: list[Tree]
+    targets: list[Tree]
+    #: of the loss of the batch: by labels that count, or by rows
+    shares: list[float]
+    #: (rows, length) of each microbatch
+    sizes: list[tuple[int, int]]
+    #: equal on workers that group alike
+    label: str
+
+
+class GroupedBatch(LazyBatch):
+    """A batch whose rows may be grouped by length."""
+
+    def grouped(self, inputs: bool, targets: bool, needs: LengthNeeds) -> Grouped:
+        """Return the wanted sides of the batch in microbatches by length."""
+        raise NotImplementedError
+
+
+def read_grouped(
+    batch: LazyBatch,
+    sides: tuple[bool, bool],
+    pair: Pair,
+    *,
+    spec: Spec,
+    members: int,
+    loss_is_inside: bool,
+    ordering: Ordering | None,
+) -> Microbatches:
+    """Return the microbatches of a batch whose rows are grouped by length.
+
+    Args:
+        sides: whether this worker uses inputs and targets.
+        spec: over whole sequences; members: of each of its workers.
+    """
+    seconds = None if ordering is None else ordering.seconds
+    needs = LengthNeeds(spec.num_stages, spec.num_routes * members, members, loss_is_inside, seconds)
+    assert isinstance(batch, GroupedBatch)
+    found = batch.grouped(*sides, needs)
+    inputs, targets = map(list, zip(*map(pair, zip(found.inputs, found.targets, strict=True)), strict=True))
+    return Microbatches(
+        inputs,
+        targets,
+        found.shares,
+        batch.rows,
+        count_tokens(inputs, targets),
+        (pack_description(f"{batch.label}, {found.label}", []), ""),
+        lazy=batch,
+        sizes=found.sizes,
+    )

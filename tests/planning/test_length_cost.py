@@ -1,0 +1,85 @@
+"""Times of microbatches by their rows and length, from a profile."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from rpc_pipe import ConfigError, Pipeline, SplitBatch
+from rpc_pipe.commands.main import main
+from rpc_pipe.planning.length_cost import LengthCost, read_cost
+from rpc_pipe.planning.measuring.slice_times import fitted
+from rpc_pipe.planning.unequal import mountain
+
+MODEL = """
+import torch
+from torch import nn
+
+def make():
+    layers = [nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 4)]
+    return layers, (torch.ones(2, 8, 6), torch.ones(2, 8, 4)), nn.functional.mse_loss
+"""
+
+
+@pytest.fixture
+def measured(tmp_path):
+    (tmp_path / "model.py").write_text(MODEL)
+    file = tmp_path / "profile.json"
+    command = ["profile", f"{tmp_path}/model.py:make", "--profile", str(file), "--repeats", "1"]
+    assert main([*command, "--lengths", "4,16,64"]) == 0
+    assert main([*command, "--lengths", "4,16"]) == 2
+    return file
+
+
+def test_terms_are_fitted_and_none_is_below_0():
+    points = [(1.0, length, length**2) for length in (1, 2, 5, 9)]
+    assert fitted(points, [3 + 2 * x + 5 * xx for _, x, xx in points]) == pytest.approx([3, 2, 5])
+    assert min(fitted(points, [10, 8, 3, 1])) == 0
+
+
+def with_terms(measured, **terms):
+    """Return a profile whose first block alone has times."""
+    content = json.loads(measured.read_text())
+    nothing = {name: {"F": 0, "B": 0} for name in ("fixed", "token", "attention")}
+    blocks = [{**nothing, **{name: {"F": value, "B": value} for name, value in terms.items()}}, nothing, nothing]
+    return {**content, "by_length": blocks}
+
+
+def test_a_profile_predicts_seconds(measured):
+    assert read_cost(measured).seconds(2, 64) > 0
+    found = read_cost(with_terms(measured, fixed=1, token=2, attention=3))
+    assert found == LengthCost(2e-3, pytest.approx(4e-6), pytest.approx(6e-9))
+    assert found.seconds(2, 1000) == pytest.approx(2e-3 + 8e-3 + 12e-3)
+
+
+def test_an_order_follows_the_profile(measured):
+    """The longest rows take most where attention costs, and the most tokens where it does not."""
+    sizes = [(9, 4), (5, 6), (8, 5), (6, 6)]
+    batch = SplitBatch((torch.ones(*size, 6), torch.ones(*size, 4)) for size in sizes)
+    seen = []
+    for profile in (None, with_terms(measured, attention=1)):
+        layers = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 4))
+        with Pipeline(
+            layers, nn.functional.mse_loss, num_microbatches=4, num_workers=2, microbatch_order="balanced",
+            microbatch_cost=profile,
+        ) as pipe:  # fmt: skip
+            seen.append(list(pipe._session.cut(batch).order))
+    tokens, squares = [36, 30, 40, 36], [144, 180, 200, 216]
+    assert seen == [mountain(tokens), mountain(squares)] and seen[0] != seen[1]
+
+
+def test_simulated_times_follow_the_profile(measured, capsys):
+    command = ["simulate", "--workers", "2", "--microbatches", "3", "--lengths", "10,40,20", "--json"]
+    spans = []
+    for more in ([], ["--length-cost", str(measured)]):
+        assert main([*command, *more]) == 0
+        spans.append(json.loads(capsys.readouterr().out.splitlines()[-1]))
+    assert spans[0] != spans[1]
+
+
+def test_a_profile_without_lengths_is_refused(measured):
+    content = {**json.loads(measured.read_text()), "by_length": []}
+    for wrong in (content, with_terms(measured, fixed=float("nan")), "nowhere.json", 3):
+        with pytest.raises(ConfigError):
+            Pipeline([nn.Identity], num_microbatches=2, microbatch_order="balanced", microbatch_cost=wrong)
