@@ -99,7 +99,7 @@ class Watcher:
         stalled = self._view.stalled
         self._view.take(self._source.look())
         if self._view.stalled and not stalled and isinstance(self._source, RunBoards):
-            for line in self._source.stacks(self._view.culprit()):
+            for line in self._view.hanging(self._source)[1]:
                 self._view.note(line, warning=True)
         for sink in sinks:
             sink.write(self._view)

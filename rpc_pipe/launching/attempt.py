@@ -227,9 +227,9 @@ class Attempt:
 
     def _who_stalls(self, told: str) -> Cause:
         self._look()
-        culprit, view = self._view.culprit(), self._view
+        view = self._view
         calls = [f"  {line}" for line in view.roll_call()]
-        stacks = self._boards.stacks(culprit) if self._boards is not None else []
+        culprit, stacks = view.hanging(self._boards) if self._boards is not None else (view.culprit(), [])
         return of_stall(told, culprit, view.latest.lives, [*calls, *stacks], view.latest.now_ns)
 
     def _blame_death(self, rank: int, code: int) -> None:
@@ -276,7 +276,7 @@ class Attempt:
             self._told_layout = True
             self._reporter.text(told)
         if self._view.stalled and not self._told_stall:
-            self._reporter.roll_call(self._view.roll_call(), self._boards.stacks(self._view.culprit()))
+            self._reporter.roll_call(self._view.roll_call(), self._view.hanging(self._boards)[1])
         self._told_stall = self._view.stalled
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +18,8 @@ from .board import COPY, OWN, File, Live, State
 from .board_reader import Board, BoardFile
 from .run_folders import END, EVENTS, WATCHED, Ending
 
+#: calls of a stack among which a collective is looked for
+_INNERMOST = 3
 #: how long a stuck worker has to write its stacks
 _STACKS_S = 2.0
 #: bytes of a file of endings that are read: a cause and many consequences
@@ -117,6 +119,18 @@ class RunBoards:
         # While the launcher lives, it may report the cause or restart the workers.
         return not run_folders.in_use(self.folder)
 
+    def hanging(self, culprit: int | None, alike: Sequence[int]) -> tuple[int | None, list[str]]:
+        """Return the process that hangs, and lines with its stack.
+
+        Args:
+            culprit: the process at the end of the chain of waits.
+            alike: the members of its worker in the same action; the ones in a collective wait for the rest.
+        """
+        found = {rank: self.stacks(rank) for rank in alike} if len(alike) > 1 else {}
+        outside = [rank for rank, lines in found.items() if lines and not _in_collective(lines)]
+        culprit = outside[0] if outside else culprit
+        return culprit, (found.get(culprit) if culprit is not None else None) or self.stacks(culprit)
+
     def stacks(self, worker: int | None) -> list[str]:
         """Return lines with the stack of a worker's computing thread, which its process writes on a signal, if it can.
 
@@ -142,6 +156,11 @@ class RunBoards:
             found = [f"  {line}" for block in blocks if computing in block for line in block.strip().splitlines()]
             return [f"stacks of worker {worker}, most recent call first:", *found] if found else []
         return []
+
+
+def _in_collective(stack: Sequence[str]) -> bool:
+    """Return whether a process is in a collective of torch, by its innermost calls."""
+    return any("/torch/distributed/" in line for line in [line for line in stack if "File " in line][:_INNERMOST])
 
 
 def open_boards(folder: Path, boards: dict[int, Board], *prefixes: str) -> dict[int, Board]:

@@ -53,9 +53,18 @@ def behind(lives: Mapping[int, Live], end: int, members: int) -> int:
 
     Members run alike: the rest are further, and wait for this member in a collective.
     """
+    return min(_running(lives, end, members), key=lambda rank: lives[rank].since_ns, default=end)
+
+
+def alike(lives: Mapping[int, Live], end: int, members: int) -> list[int]:
+    """Return the members of the worker that process `end` is of that run the same action of the same step."""
+    running, same = _running(lives, end, members), lives[end]
+    return [rank for rank in running if (lives[rank].step, lives[rank].action) == (same.step, same.action)]
+
+
+def _running(lives: Mapping[int, Live], end: int, members: int) -> list[int]:
     first = end - end % members
-    running = [rank for rank in range(first, first + members) if rank in lives and lives[rank].state is State.RUNNING]
-    return min(running, key=lambda rank: lives[rank].since_ns, default=end)
+    return [rank for rank in range(first, first + members) if rank in lives and lives[rank].state is State.RUNNING]
 
 
 def _chain(lives: Mapping[int, Live], worker: int, last_host: int) -> list[int]:

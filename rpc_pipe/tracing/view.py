@@ -18,7 +18,7 @@ from .boards import RunBoards, RunUpdate
 from .layout import layout, rows
 from .listed_relation import spec_of_listings
 from .lost_time import LostTime, attribute_lost_time
-from .stall_report import behind, duration, roll_call, waiting_chain
+from .stall_report import alike, behind, duration, roll_call, waiting_chain
 from .trace import Trace, step_ms
 
 #: steps kept in full, and points of the loss curve
@@ -145,6 +145,11 @@ class View:
         """Return the worker at the end of the chain of waits; of its members, the one that is behind."""
         lives = self.latest.lives
         return behind(lives, waiting_chain(lives, self._last_host())[-1], self.members) if lives else None
+
+    def hanging(self, boards: RunBoards) -> tuple[int | None, list[str]]:
+        """Return the process that hangs, by the boards in a run's folder, and lines with its stack."""
+        culprit = self.culprit()
+        return boards.hanging(culprit, [] if culprit is None else alike(self.latest.lives, culprit, self.members))
 
     def _last_host(self) -> int:
         """Return a worker of the last stage, which has the result."""
@@ -298,4 +303,4 @@ def describe_stall(folder: Path) -> str:
     boards, view = RunBoards(folder), View()
     view.take(boards.look())
     calls = [f"  {line}" for line in view.roll_call()]
-    return "\n".join(["what the workers of this host do:", *calls, *boards.stacks(view.culprit())]) if calls else ""
+    return "\n".join(["what the workers of this host do:", *calls, *view.hanging(boards)[1]]) if calls else ""
