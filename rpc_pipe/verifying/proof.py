@@ -21,6 +21,7 @@ from ..workers.actor import WorkerActor
 from ..workers.compute.randomness import Randomness, seed_process
 from ..workers.compute.sequence import state_dropped
 from ..workers.compute.slices import has_own_state
+from ..workers.compute.tensor_parallel import divisible
 from ..workers.transport.payload import Tree
 from .built_in import built_in
 from .by_slices import Floats, Held
@@ -31,6 +32,8 @@ from .verify_options import BUILT_IN, VerifyOptions
 _built_in_optimizer = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
 # Linear in the gradients, so that rounding stays rounding; the momentum shows the gradients themselves.
 _optimizer = partial(torch.optim.SGD, lr=1e-3, momentum=0.9)
+#: roundings of a norm that is added up over members: each part's root and square, and the sum
+_OF_NORM = 3
 
 
 def prove(options: VerifyOptions) -> None:
@@ -39,7 +42,8 @@ def prove(options: VerifyOptions) -> None:
     ours = options.model in BUILT_IN
     made, batches = _load(options)
     mine = [mapped(batch, torch.clone) for batch in batches]
-    optimizer = _built_in_optimizer if ours and options.slices is None else _optimizer
+    divides = options.members > 1 and (options.shard != "fsdp" or options.max_grad_norm is not None)
+    optimizer = _built_in_optimizer if ours and options.slices is None and not divides else _optimizer
     begin, begin_cpu = time.perf_counter(), time.process_time()
     asked: dict[str, Any] = {"max_grad_norm": options.max_grad_norm, "deferred_batch_norm": options.deferred_batch_norm}
     pipe = Pipeline(
@@ -58,11 +62,13 @@ def prove(options: VerifyOptions) -> None:
     state = pipe.weights.state_dict()
     kept, copies = pipe.gather("optimizer", _optimizer_state), pipe.gather("routes", _routes)
     most = pipe.gather("held", lambda actor: held[actor.worker].most)
+    unlike = pipe.gather("unlike", lambda actor: actor.members.unlike(_all(actor)) if actor.members else 0)
     if initial is not None and state is not None and kept is not None and copies is not None:
         reference = _reference(options, pipe, optimizer, initial, asked)
         with nullcontext() if options.slices is None else Floats() as floats:
             expected_losses = list(reference.train(mine))
-        compared = Compared(0.0 if floats is None else floats.precision)
+        roundings = _roundings(options, pipe, reference.replicas[0].module) if divides else None
+        compared = Compared(0.0 if floats is None else floats.precision, roundings)
         compared.numbers("loss", losses, expected_losses)
         compared.numbers("norm", norms, reference.norms)
         compared.tensors(state, reference.state_dict())
@@ -80,9 +86,10 @@ def prove(options: VerifyOptions) -> None:
             compared.numbers("slices held beyond the bound", beyond, [0.0] * len(beyond))
         because = summed_by_stages(list(pipe.partition.shared)) if slices is None else summed_by_slices(slices)
         rows = sum(map(rows_of, mine[0])) if isinstance(mine[0], SplitBatch) else rows_of(mine[0])
-        members = pipe.actors[0].members
-        divides = members is not None and (not members.rows or options.max_grad_norm is not None)
-        because = summed_by_members(options.members) if divides else because
+        if options.members > 1 and unlike is not None:
+            compared.numbers("members that differ", list(map(float, unlike)), [0.0] * len(unlike))
+            about |= {"members_alike": not any(unlike), "bound": compared.bound if divides else 0.0}
+        because = summed_by_members(options.members, compared.bound) if divides else because
         exactly = ours and not slices and not divides
         tell(compared, options, rows, losses, exactly=exactly, because=because, more=about)
     pipe.barrier()
@@ -152,6 +159,24 @@ def _whole(made: UserModel, options: VerifyOptions) -> nn.Module:
     model: nn.Module = made.model if isinstance(made.model, nn.Module) else made.model()  # type: ignore
     without_caches(model)  # which copy keys and values: their gradients would be computed in another memory layout
     return model
+
+
+def _roundings(options: VerifyOptions, pipe: Pipeline, module: nn.Module) -> int:
+    """Return how often a number is rounded otherwise than in one process: by each member, for each divided sum."""
+    if options.shard == "fsdp":
+        counts = []
+    elif isinstance(pipe.partition, LayerPartition):
+        counts = [divisible(layer, "", layer) for layer in module.children()]
+    else:
+        paths = dict.fromkeys(pipe.partition.block_names)
+        counts = [divisible(module.get_submodule(path), path, module) for path in paths]
+    sums = sum(int(each.get("outputs", 0) + each.get("inputs", 0)) for each in counts)
+    sums += 0 if options.max_grad_norm is None else _OF_NORM
+    return options.members * options.steps * sums
+
+
+def _all(actor: WorkerActor) -> dict[str, Tensor]:
+    return {name: tensor for shard in actor.shards.values() for name, tensor in shard.named_parameters()}
 
 
 def _optimizer_state(actor: WorkerActor) -> dict[str, Tensor]:

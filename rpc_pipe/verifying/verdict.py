@@ -25,10 +25,12 @@ class Compared:
 
     Args:
         precision: of a float type that the model computes in and that is coarser than the tensors'.
+        roundings: how often a number is rounded otherwise, where that is known; `_ROUNDINGS` at most.
     """
 
-    def __init__(self, precision: float = 0.0) -> None:
+    def __init__(self, precision: float = 0.0, roundings: int | None = None) -> None:
         self._coarsest = precision
+        self._roundings = _ROUNDINGS if roundings is None else min(_ROUNDINGS, roundings)
         #: (name, largest difference, largest expected number, group, dtype)
         self._errors: list[tuple[str, float, float, str, torch.dtype]] = []
         self.num_same = self.num_tensors = 0
@@ -72,7 +74,12 @@ class Compared:
         """Whether nothing differs by more than other orders of sums explain."""
         relative = self.relative()
         least = {name: max(_precision(dtype), self._coarsest) for name, *_, dtype in self._errors}
-        return all(relative[name] <= _ROUNDINGS * precision for name, precision in least.items())
+        return all(relative[name] <= self._roundings * precision for name, precision in least.items())
+
+    @property
+    def bound(self) -> float:
+        """The largest relative difference of float32 that counts as rounding."""
+        return self._roundings * max(_precision(torch.float32), self._coarsest)
 
     @property
     def max_abs_error(self) -> float:
@@ -128,9 +135,11 @@ def tell(
     link.tell(kind="result", text=text, json=report, exit_code=int(verdict == "different"))
 
 
-def summed_by_members(count: int) -> str:
-    """Return why numbers may differ by rounding where members share layers or norms."""
-    return f"{count} members add up their parts of a layer's output, or of the norm of all gradients"
+def summed_by_members(count: int, bound: float) -> str:
+    """Return why numbers may differ by rounding where members share layers or norms, and how far."""
+    return (
+        f"{count} members add up parts of a layer's output, or of the norm of all gradients, which allows {bound:.1e}"
+    )
 
 
 def summed_by_slices(slices: str) -> str:

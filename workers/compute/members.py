@@ -66,12 +66,18 @@ class Members:
         if any(each != found[0] for each in found):
             raise Disagreement(f"members of a worker differ: {what}; members must build and train alike")
 
+    def unlike(self, tensors: Mapping[str, Tensor]) -> int:
+        """Return how many values members hold, beyond one, of the tensors that they hold whole. It is a collective."""
+        return len(set(self.exchange(digest(local(t) for _, t in self._alike(tensors))))) - 1
+
+    def _alike(self, tensors: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
+        return [(name, t) for name, t in tensors.items() if name not in self.alone and not is_divided(t)]
+
     def look(self, tensors: Mapping[str, Tensor]) -> None:
         """Find the tensors that not all members have, and compare the initial values of those that all hold whole."""
         found = self.exchange(sorted(tensors))
         self.alone = {name for name in tensors if any(name not in each for each in found)}
-        alike = [t for name, t in tensors.items() if name not in self.alone and not is_divided(t)]
-        self.compare("initial weights that each holds whole", digest(map(local, alike)))
+        self.compare("initial weights that each holds whole", digest(local(t) for _, t in self._alike(tensors)))
 
     def counts(self, name: str, parameter: Tensor) -> bool:
         """Return whether the norm of a gradient counts here: of what all members hold, the first member's counts."""
