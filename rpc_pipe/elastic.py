@@ -11,6 +11,7 @@ has not made is made once more by all, where each worker stands in its script.
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Callable, Collection, Iterator
@@ -308,8 +309,13 @@ class Recovery:
     def _heed_eviction(self) -> None:
         """Let this worker go after the step when it is sent SIGTERM."""
 
+        process = os.getpid()
+
         def evict(number: int, frame: object) -> None:
             signal.signal(number, signal.SIG_DFL)  # a second one kills
+            if os.getpid() != process:  # a fork, such as one that loads data
+                os.kill(os.getpid(), number)
+                return
             self._is_evicted = True
             threading.Thread(target=link.tell, kwargs={"kind": EVICTED}, daemon=True).start()  # `tell` has a lock
 

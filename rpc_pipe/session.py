@@ -99,6 +99,7 @@ class Session:
         for actor in actors:
             actor.members = self._members
         self._reader = BatchReader(spec, self.actors, partition.whole, partition.loss_is_inside, ordering)
+        self._reader.counts = recover is None
         self.closed = False
         #: lets the job go on without workers that die; None: it ends with them
         self.recovery: Recovery | None = None

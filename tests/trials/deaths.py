@@ -154,7 +154,7 @@ def drawn(draw: random.Random, of: int, how: str) -> tuple[list[str], list[tuple
     other = next(each for each in workers if each // of != first // of)  # of another stage
     step, kinds = draw.randrange(1, _STEPS - 4), list(_KINDS)
     if how == "train":
-        kinds += ["evaluate", "predict", "save", "write"] * 2
+        kinds += ["evaluate", "predict", "pretrained", "save", "write"] * 2
     kind = draw.choice(kinds)
     step = step // 3 * 3 + 1 if len(kind) > 1 else step
     which = draw.choice(["outside", "outside", "action", "action", "two", "twice", "meet"])

@@ -1,9 +1,9 @@
 """A training whose workers die: `python -m rpc_pipe run mortal.py ... -- FOLDER HOW STEPS STAGES KILLS`.
 
 HOW: `step`, or `train` with an evaluation, a prediction and a checkpoint within its loop. KILLS: `worker:step:what`
-with commas, `what` a kind of action, `meet` (within a recovery), or a part of the loop: `evaluate`, `predict`, `save`,
-`write` (within a checkpoint); or `evict`: SIGTERM. While a worker is missing, a step takes 100 ms more if `--rejoin` is
-to bring a newcomer (WAITS=on).
+with commas, `what` a kind of action, `meet` (within a recovery), or a part of the loop: `evaluate`, `predict`,
+`pretrained`, `save`, `write` (within a checkpoint); or `evict`: SIGTERM. With WAITS=on in the environment a step takes
+100 ms more while a worker is missing, so that a newcomer can come.
 """
 
 import os
@@ -111,6 +111,8 @@ def between(step: int) -> None:
     pipe.evaluate(batch(1000 + step))
     die_if(step, "predict")
     pipe.predict(batch(step)[0])
+    die_if(step, "pretrained")
+    pipe.weights.save_pretrained(FOLDER / "pretrained")
     die_if(step, "save")
     pipe.checkpoints.save(FOLDER / "checkpoints", wait=step % 2 == 0)
     if step % 2 == 0 and pipe.worker == 0:

@@ -51,7 +51,8 @@ class BatchReader:
         self._needs: dict[str, Any] = {"loss_is_inside": loss_is_inside, "ordering": ordering}
         #: whether a batch with fewer rows than microbatches has been reported
         self._said_fewer = False
-        self._num_cut = 0
+        #: selects the tensors that are compared; 0 where a newcomer has made other calls than the rest
+        self._num_cut, self.counts = 0, True
         self.begin(spec)
 
     def begin(self, spec: Spec, members: int = 1) -> None:
@@ -91,7 +92,7 @@ class BatchReader:
         if isinstance(batch, LazyBatch) and microbatches is None:
             found = self._read(batch, pair, cuts_model)
         else:
-            self._num_cut += 1  # lazy batches are not compared, and a worker may read one once more
+            self._num_cut += self.counts  # lazy batches are not compared, and a worker may read one once more
             found = Microbatches.of(batch, microbatches, self._spec.num_microbatches, self._num_cut, pair)
         # An evaluation of a row fills no pipeline.
         if microbatches is None and not whole and not isinstance(batch, SplitBatch) and found.sizes is None:
