@@ -212,8 +212,15 @@ class Session:
 
     def evaluate(self, batch: Microbatches, metric: LossFn | None) -> Result:
         """Return the result of a batch, with `metric` in place of the loss."""
+        self._adopt()
         with with_metric(lambda: self.shards, metric):
             return self.run(batch, what="evaluate")
+
+    def _adopt(self) -> None:
+        """Let members that train on other rows evaluate by the running statistics of the first, which is saved."""
+        if self._members is not None and self._members.rows:
+            states = ((shard.state_dict(), dict(shard.named_parameters())) for shard in self.shards)
+            self._members.adopt({n: t for state, trained in states for n, t in state.items() if n not in trained})
 
     def predict(self, batch: Microbatches, to: int | Collection[int] | None) -> Tree:
         """Return the model's output for a batch on the workers that get it.
@@ -221,6 +228,7 @@ class Session:
         Raises:
             BatchError: its rows are grouped by length.
         """
+        self._adopt()
         if batch.sizes is not None:
             raise BatchError("inputs: rows of a loader with lengths= are in groups; pass batch[0]")
 

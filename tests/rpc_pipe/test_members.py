@@ -225,6 +225,33 @@ def test_stages_shared_by_fsdp_train_bit_for_bit_as_one_process(tmp_path, option
     assert verdict(tmp_path / "job", 4, *FSDP, *options)["verdict"] == "identical"
 
 
+STATISTICS = """
+import torch
+from torch import nn
+from rpc_pipe.pipeline import Pipeline, Training
+
+layers = [lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))] * 2
+x = torch.randn(16, 4, generator=torch.Generator().manual_seed(0))
+pipe = Pipeline(layers, nn.functional.mse_loss, num_microbatches=4, members=2, shard="fsdp",
+                training=Training(torch.optim.SGD))
+pipe.step((x, x))
+loss, output = pipe.evaluate((x, x)), pipe.predict(x)
+print(loss, float(nn.functional.mse_loss(output, x)), output.double().sum().item(), flush=True)
+pipe.step((x, x))
+print(pipe.evaluate((x, x)))
+"""
+
+
+def test_members_evaluate_by_the_running_statistics_that_are_saved(tmp_path):
+    """Each member evaluated by the statistics of its rows: a script that stops early by a loss stopped on one alone."""
+    script = tmp_path / "train.py"
+    script.write_text(STATISTICS)
+    first, second = job(tmp_path / "job", 2, str(script))
+    assert first == second and len(first.split()) == 4
+    evaluated, predicted = first.split()[:2]
+    assert float(evaluated) == pytest.approx(float(predicted), rel=1e-6)
+
+
 def test_a_norm_that_members_add_up_is_allowed_its_roundings_alone(tmp_path):
     """AdamW made differences of 5e-8 in the norm larger than any bound; 256 roundings were allowed whatever ran."""
     found = verdict(tmp_path / "job", 2, *FSDP, "--max-grad-norm", 0.05)

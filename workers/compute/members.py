@@ -70,6 +70,13 @@ class Members:
         """Return how many values members hold, beyond one, of the tensors that they hold whole. It is a collective."""
         return len(set(self.exchange(digest(local(t) for _, t in self._alike(tensors))))) - 1
 
+    @torch.no_grad()
+    def adopt(self, buffers: Mapping[str, Tensor]) -> None:
+        """Take the first member's values of buffers that members hold alike; checkpoints have these. A collective."""
+        if self.unlike(buffers):
+            for _, buffer in sorted(self._alike(buffers)):
+                torch.distributed.broadcast(buffer, group=self.group, group_src=0)
+
     def _alike(self, tensors: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
         return [(name, t) for name, t in tensors.items() if name not in self.alone and not is_divided(t)]
 
