@@ -119,17 +119,17 @@ class RunBoards:
         # While the launcher lives, it may report the cause or restart the workers.
         return not run_folders.in_use(self.folder)
 
-    def hanging(self, culprit: int | None, alike: Sequence[int]) -> tuple[int | None, list[str]]:
+    def hanging(self, culprit: int | None, running: Sequence[int]) -> tuple[int | None, list[str]]:
         """Return the process that hangs, and lines with its stack.
 
         Args:
             culprit: the process at the end of the chain of waits.
-            alike: the members of its worker in the same action; the ones in a collective wait for the rest.
+            running: the processes that run an action, of workers with members: one in a collective waits for another.
         """
-        found = {rank: self.stacks(rank) for rank in alike} if len(alike) > 1 else {}
-        outside = [rank for rank, lines in found.items() if lines and not _in_collective(lines)]
-        culprit = outside[0] if outside else culprit
-        return culprit, (found.get(culprit) if culprit is not None else None) or self.stacks(culprit)
+        found = {rank: self.stacks(rank) for rank in [culprit, *running]}
+        if running:
+            culprit = next((rank for rank, lines in found.items() if lines and not _in_collective(lines)), culprit)
+        return culprit, found[culprit]
 
     def stacks(self, worker: int | None) -> list[str]:
         """Return lines with the stack of a worker's computing thread, which its process writes on a signal, if it can.

@@ -53,18 +53,13 @@ def behind(lives: Mapping[int, Live], end: int, members: int) -> int:
 
     Members run alike: the rest are further, and wait for this member in a collective.
     """
-    return min(_running(lives, end, members), key=lambda rank: lives[rank].since_ns, default=end)
+    return next((rank for rank in running(lives) if rank // members == end // members), end)
 
 
-def alike(lives: Mapping[int, Live], end: int, members: int) -> list[int]:
-    """Return the members of the worker that process `end` is of that run the same action of the same step."""
-    running, same = _running(lives, end, members), lives[end]
-    return [rank for rank in running if (lives[rank].step, lives[rank].action) == (same.step, same.action)]
-
-
-def _running(lives: Mapping[int, Live], end: int, members: int) -> list[int]:
-    first = end - end % members
-    return [rank for rank in range(first, first + members) if rank in lives and lives[rank].state is State.RUNNING]
+def running(lives: Mapping[int, Live]) -> list[int]:
+    """Return the processes that run an action, the one that began first before the rest."""
+    found = (rank for rank, live in lives.items() if live.state is State.RUNNING)
+    return sorted(found, key=lambda rank: (lives[rank].since_ns, rank))
 
 
 def _chain(lives: Mapping[int, Live], worker: int, last_host: int) -> list[int]:

@@ -18,7 +18,7 @@ from .boards import RunBoards, RunUpdate
 from .layout import layout, rows
 from .listed_relation import spec_of_listings
 from .lost_time import LostTime, attribute_lost_time
-from .stall_report import alike, behind, duration, roll_call, waiting_chain
+from .stall_report import behind, duration, roll_call, running, waiting_chain
 from .trace import Trace, step_ms
 
 #: steps kept in full, and points of the loss curve
@@ -148,8 +148,7 @@ class View:
 
     def hanging(self, boards: RunBoards) -> tuple[int | None, list[str]]:
         """Return the process that hangs, by the boards in a run's folder, and lines with its stack."""
-        culprit = self.culprit()
-        return boards.hanging(culprit, [] if culprit is None else alike(self.latest.lives, culprit, self.members))
+        return boards.hanging(self.culprit(), running(self.latest.lives) if self.members > 1 else [])
 
     def _last_host(self) -> int:
         """Return a worker of the last stage, which has the result."""

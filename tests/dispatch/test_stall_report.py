@@ -7,7 +7,7 @@ import pytest
 from rpc_pipe.dependency import B, F
 from rpc_pipe.tracing.board import Live, State
 from rpc_pipe.tracing.boards import RunBoards
-from rpc_pipe.tracing.stall_report import alike, behind, duration, roll_call, waiting_chain
+from rpc_pipe.tracing.stall_report import behind, duration, roll_call, running, waiting_chain
 
 S = 10**9
 
@@ -83,11 +83,13 @@ def test_of_members_in_one_action_the_one_outside_of_collectives_hangs(innermost
     """Both members ran 0F0; the one that waited for the other in a gather had begun it first, and was blamed."""
     hangs, gathers = Live(State.RUNNING, 4, F(0, 0), since_ns=6 * S), Live(State.RUNNING, 4, F(0, 0), since_ns=5 * S)
     lives = {0: hangs, 1: gathers, 2: waits(F(1, 0), F(0, 0), 0), 3: waits(F(1, 0), F(0, 0), 1)}
-    assert alike(lives, 1, members=2) == [0, 1]
+    assert running(lives) == [1, 0] and behind(lives, 2, members=2) == 2
     stacks = {
         0: ["stacks of worker 0", '  File "/train.py", line 3 in forward', '  File "/torch/nn/modules/module.py"'],
         1: [f'  File "/{innermost}"', '  File "/torch/distributed/_functional_collectives.py", line 8', "  File x"],
+        2: [],
     }
     boards = SimpleNamespace(stacks=stacks.get)
-    assert RunBoards.hanging(boards, 1, [0, 1]) == (0, stacks[0])
-    assert RunBoards.hanging(boards, 1, [1]) == (1, stacks[1])
+    assert RunBoards.hanging(boards, 1, running(lives)) == (0, stacks[0])
+    assert RunBoards.hanging(boards, 1, []) == (1, stacks[1]), "without members a process in a collective is as good"
+    assert RunBoards.hanging(boards, 2, [1]) == (2, stacks[2]), "all that run are in collectives"
