@@ -14,7 +14,7 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.nn.functional import mse_loss
 
 from rpc_pipe import Pipeline, Training
-from rpc_pipe.dependency import ConfigError
+from rpc_pipe.dependency import ConfigError, ModelError
 from rpc_pipe.dependency.errors import WorkerFailure
 from rpc_pipe.dependency.kinds import D
 from rpc_pipe.workers.handlers import handler_of
@@ -93,6 +93,27 @@ def test_compiled_stages_have_the_bits_of_one_worker(make, schedule):
     plain_losses, plain_weights = trained(False)
     assert losses == plain_losses and weights.keys() == plain_weights.keys()
     assert all(torch.equal(weights[name], plain_weights[name]) for name in weights)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_another_pipeline_of_a_model_decides_anew_whether_its_blocks_are_compiled():
+    """It was refused: "blocks.0 was compiled with .compile()", by the pipeline of the evening before."""
+    model, graphs = Whole(), []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    for compile in ({"backend": backend}, False, {"backend": backend}):
+        torch.compiler.reset()
+        graphs.clear()
+        with Pipeline(model, mse_loss, training=Training(), num_workers=2, num_microbatches=2, compile=compile) as pipe:
+            pipe.step((X, X))
+        assert bool(graphs) == bool(compile)
+    users = Whole()
+    users.blocks[0].compile(backend=backend)
+    with pytest.raises(ModelError):
+        Pipeline(users, mse_loss, training=Training(), num_workers=2, num_microbatches=2).step((X, X))
 
 
 def test_compile_takes_options_by_name():

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,8 @@ from .model_kinds import refuse_lazy
 from .placeholder import Placeholder, PlaceholderFactory
 from .trees import at, leaves, tensors
 
+#: blocks that pipelines have compiled in their places
+COMPILED: WeakSet[nn.Module] = WeakSet()
 #: attributes through which a module is called
 _CALLS = ("forward", "_compiled_call_impl")
 #: name of a mark among the blocks
@@ -293,6 +296,8 @@ def _has_backward_hooks(module: nn.Module) -> bool:
 def _refuse_modules(modules: Iterable[tuple[str, nn.Module]], whole: str) -> None:
     """Refuse modules that cannot be copied with other weights; `modules` are (name, module)."""
     for name, module in modules:
+        if module in COMPILED:  # by an earlier pipeline of this model; this one decides anew
+            module._compiled_call_impl = None
         if module._compiled_call_impl is not None:
             raise ModelError(
                 f"model: {name or whole} was compiled with .compile(), which copies do not keep; "

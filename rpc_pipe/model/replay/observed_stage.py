@@ -18,7 +18,7 @@ from ..assign.assignment import Owners
 from ..observe.frames import name_of
 from ..observe.observe_forward import observe_forward
 from ..observe.placeholder import Placeholder
-from ..observe.skeleton import Hooks, Skeleton
+from ..observe.skeleton import COMPILED, Hooks, Skeleton
 from .script_family import ScriptFamily, sized_form
 from .scripted_forward import ScriptedForward
 from .stage_script import Departed, Diverged, Script
@@ -97,6 +97,7 @@ class ObservedStage:
         for block in dict.fromkeys(self._skeleton.blocks):
             if block in self.own:
                 block.compile(**options)
+                COMPILED.add(block)
 
     def expected_writes(self) -> tuple[Collection[tuple[nn.Module, str]], Collection[Tensor]]:
         return self._writes
