@@ -214,7 +214,7 @@ def test_a_row_of_a_large_weight_changed_by_hand_reaches_all_replicas():
 def test_two_nodes_of_a_worker_read_the_result_that_reaches_it_once():
     """A worker with two nodes of the tree below one of another worker's: the second node raised KeyError."""
     step = SimpleNamespace(payloads={D(2, 0): pack([{"stop": False}])}, tally=Tally())
-    step.batch = SimpleNamespace(train=False, rows=0)
+    step.batch = SimpleNamespace(train=False, data=SimpleNamespace(rows=0))
     for route in (1, 2):
         task = SimpleNamespace(entry=SimpleNamespace(action=D(2, route), sources=(D(2, 0),)))
         told = handler_of(D)(ActionContext(None, step, task))
