@@ -17,6 +17,7 @@ from rpc_pipe.demo.corpus import default_text
 from rpc_pipe.demo.gpt import VOCABULARY, gpt_layers, next_byte_loss
 from rpc_pipe.demo.settings import GPTConfig
 from rpc_pipe.dependency import Action, B, F, I, Kind, R, W
+from rpc_pipe.planning.unequal import group_rows
 
 from .measured_layers import measure_layers
 from .systems import Microbatch, Workload
@@ -244,49 +245,149 @@ def bytewise_gpt(microbatches: int) -> Model:
 
 # --- ragged text
 
+_ROWS, _LONGEST, _BATCHES = 4, 256, 8
+
 
 def ragged(microbatches: int) -> Model:
     """A byte-level GPT on lines of real text, four lines a microbatch, of at most 256 bytes.
 
     Microbatches are made of lines of like length and padded only to their own longest.
     """
-    rows, longest, num_batches = 4, 256, 8
-    config = GPTConfig(width=192, depth=6, heads=4, context=longest)
-
-    @lru_cache(1)
-    def batches() -> list[list[list[bytes]]]:
-        text = b"".join(path.read_bytes() for path in default_text()[:40])
-        lines = [line[: longest + 1] for line in text.splitlines() if len(line.strip()) > 1]
-        draw = torch.Generator().manual_seed(0)
-        chosen = torch.randperm(len(lines), generator=draw)[: num_batches * microbatches * rows].tolist()
-        size = microbatches * rows
-        found = []
-        for b in range(num_batches):
-            own = sorted((lines[i] for i in chosen[b * size : (b + 1) * size]), key=len)
-            found.append([own[m * rows : (m + 1) * rows] for m in range(microbatches)])
-        return found
-
-    def tensors(lines: list[bytes], length: int) -> Microbatch:
-        x = torch.zeros(len(lines), length, dtype=torch.long)
-        y = torch.full((len(lines), length), _IGNORED)
-        for row, line in enumerate(lines):
-            ids = torch.frombuffer(bytearray(line), dtype=torch.uint8).long()
-            x[row, : len(ids) - 1], y[row, : len(ids) - 1] = ids[:-1], ids[1:]
-        return x, y
 
     @lru_cache(None)
     def own_length(b: int) -> list[Microbatch]:
-        return [tensors(lines, max(map(len, lines)) - 1) for lines in batches()[b % num_batches]]
+        return [_tensors(lines, max(map(len, lines)) - 1) for lines in _by_four(microbatches, b)]
 
     @lru_cache(None)
     def one_length(b: int) -> list[Microbatch]:
-        length = max(len(line) for batch in batches() for lines in batch for line in lines) - 1
-        return [tensors(lines, length) for lines in batches()[b % num_batches]]
+        length = max(len(line) for batch in _lines(microbatches) for line in batch) - 1
+        return [_tensors(lines, length) for lines in _by_four(microbatches, b)]
 
-    def loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        total = functional.cross_entropy(
-            logits.flatten(0, 1), targets.flatten(), ignore_index=_IGNORED, reduction="sum"
+    return Model("ragged", gpt_layers(_text_config()), _summed_loss, own_length, one_length, summed=True)
+
+
+def ragged_by_length(microbatches: int) -> Model:
+    """The same lines, grouped by their lengths: as many tokens in a microbatch as the longest one of four lines."""
+
+    @lru_cache(None)
+    def grouped(b: int) -> list[Microbatch]:
+        lines = _lines(microbatches)[b % _BATCHES]
+        lengths = [len(line) - 1 for line in lines]
+        fixed = sum(lengths) / 32  # as `batches_by_length` has it for two stages
+        groups = group_rows(
+            lengths, lambda rows, length: fixed + rows * length, most_tokens=_ROWS * max(lengths), num_stages=2
         )
-        return total, (targets != _IGNORED).sum()
+        return [_tensors([lines[row] for row in group], max(lengths[row] for row in group)) for group in groups]
 
-    return Model("ragged", gpt_layers(config), loss, own_length, one_length, summed=True)
+    return Model("ragged", gpt_layers(_text_config()), _summed_loss, grouped, summed=True)
+
+
+def ragged_packed(microbatches: int) -> Model:
+    """The same lines, packed first-fit into rows of at most 256 bytes, which attend inside of lines alone."""
+
+    @lru_cache(None)
+    def packed(b: int) -> list[Microbatch]:
+        rows: list[list[bytes]] = []
+        for line in sorted(_lines(microbatches)[b % _BATCHES], key=len, reverse=True):
+            fitting = (row for row in rows if sum(len(each) - 1 for each in row) + len(line) - 1 <= _LONGEST)
+            row = next(fitting, None)
+            if row is None:
+                rows.append(row := [])
+            row.append(line)
+        return [_packed(rows[at : at + 1]) for at in range(len(rows))]
+
+    config = _text_config()
+    layers = gpt_layers(config)
+    layers = [
+        partial(_PackedEmbedding, layers[0]),
+        *(partial(_PackedBlock, block) for block in layers[1:-1]),
+        partial(_PackedHead, layers[-1]),
+    ]
+    return Model("ragged", layers, _summed_loss, packed, summed=True)
+
+
+def _text_config() -> GPTConfig:
+    return GPTConfig(width=192, depth=6, heads=4, context=_LONGEST)
+
+
+@lru_cache(1)
+def _lines(microbatches: int) -> list[list[bytes]]:
+    """Return the lines of each batch."""
+    text = b"".join(path.read_bytes() for path in default_text()[:40])
+    lines = [line[: _LONGEST + 1] for line in text.splitlines() if len(line.strip()) > 1]
+    draw = torch.Generator().manual_seed(0)
+    size = microbatches * _ROWS
+    chosen = torch.randperm(len(lines), generator=draw)[: _BATCHES * size].tolist()
+    return [[lines[i] for i in chosen[b * size : (b + 1) * size]] for b in range(_BATCHES)]
+
+
+def _by_four(microbatches: int, b: int) -> list[list[bytes]]:
+    own = sorted(_lines(microbatches)[b % _BATCHES], key=len)
+    return [own[m * _ROWS : (m + 1) * _ROWS] for m in range(microbatches)]
+
+
+def _tensors(lines: list[bytes], length: int) -> Microbatch:
+    x = torch.zeros(len(lines), length, dtype=torch.long)
+    y = torch.full((len(lines), length), _IGNORED)
+    for row, line in enumerate(lines):
+        ids = torch.frombuffer(bytearray(line), dtype=torch.uint8).long()
+        x[row, : len(ids) - 1], y[row, : len(ids) - 1] = ids[:-1], ids[1:]
+    return x, y
+
+
+def _packed(rows: list[list[bytes]]) -> Microbatch:
+    """Return tokens, positions in their lines and numbers of lines as one tensor, and targets."""
+    length = max(sum(len(line) - 1 for line in row) for row in rows)
+    x, y = torch.zeros(len(rows), 3, length, dtype=torch.long), torch.full((len(rows), length), _IGNORED)
+    x[:, 2] = -1
+    for number, row in enumerate(rows):
+        at = 0
+        for which, line in enumerate(row):
+            ids = torch.frombuffer(bytearray(line), dtype=torch.uint8).long()
+            count = len(ids) - 1
+            x[number, 0, at : at + count], y[number, at : at + count] = ids[:-1], ids[1:]
+            x[number, 1, at : at + count], x[number, 2, at : at + count] = torch.arange(count), which
+            at += count
+    return x, y
+
+
+def _summed_loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    total = functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=_IGNORED, reduction="sum")
+    return total, (targets != _IGNORED).sum()
+
+
+class _PackedEmbedding(nn.Module):
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.inner: Any = make()
+
+    def forward(self, packed: Tensor) -> tuple[Tensor, Tensor]:
+        tokens, positions, lines = packed.unbind(1)
+        causal = torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool).tril()
+        mask = (lines[:, None, :, None] == lines[:, None, None, :]) & causal
+        return self.inner.token(tokens) + self.inner.position(positions), mask
+
+
+class _PackedBlock(nn.Module):
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.inner: Any = make()
+        del self.inner._modules["attention"]
+        self.inner.__dict__["attention"] = self._attend
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, None]:
+        return functional.scaled_dot_product_attention(q, k, v, attn_mask=self._mask), None
+
+    def forward(self, given: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        x, self._mask = given
+        return self.inner(x), given[1]
+
+
+class _PackedHead(nn.Module):
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.inner: Any = make()
+
+    def forward(self, given: tuple[Tensor, Tensor]) -> Tensor:
+        out: Tensor = self.inner(given[0])
+        return out

@@ -14,7 +14,7 @@ from rpc_pipe.planning.simulator import Link, simulate
 from rpc_pipe.planning.specs import make_spec
 
 from .devices import WIDTH, Device, Times, batch
-from .models import Model, balanced, bert, ragged, resnet, stage_cost
+from .models import Model, balanced, bert, ragged, ragged_by_length, ragged_packed, resnet, stage_cost
 from .planned import best_plan, options_of
 from .systems import BARE, Job, Workload, absent
 
@@ -256,8 +256,13 @@ def with_resnet(quick: bool) -> Iterator[Contest]:
 
 
 def with_ragged_text(quick: bool) -> Iterator[Contest]:
-    """Lines of text: microbatches of their own length, where the system can."""
-    yield real(ragged(8), "", 8, 8, 32, quick)
+    """Lines of text: microbatches of their own length, where the system can; grouped by length; packed into rows."""
+    contest = real(ragged(8), "", 8, 8, 32, quick)
+    first = contest.jobs[0]
+    for label, model in (("by length", ragged_by_length(8)), ("packed", ragged_packed(8))):
+        workload = replace(model.workload(lambda count: [4, 4]), order="given" if label == "packed" else "balanced")
+        contest.jobs.append(replace(first, workload=workload, label=f"{first.schedule}, {label}"))
+    yield replace(contest, cost=lambda job: contest.cost(job if job in contest.jobs[:-2] else first))
 
 
 def by_message_size(quick: bool) -> Iterator[Contest]:

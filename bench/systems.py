@@ -45,6 +45,8 @@ class Workload:
     padded: Callable[[int], list[Microbatch]] | None = None
     #: loss is (sum, weight) and batches differ in weight, rather than a mean over equal microbatches
     summed: bool = False
+    #: in which order ours runs microbatches
+    order: str = "given"
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,7 @@ class Ours(System):
             schedule=job.schedule,
             schedule_options=job.options,
             split=[1] * count,
+            microbatch_order=job.workload.order,
         )
 
     def step(self) -> None:
