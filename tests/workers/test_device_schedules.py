@@ -32,6 +32,7 @@ READS = {"stochastic depth", "counter handed on", "views"}
 RECOMPUTING = {name for name in SYNCHRONOUS if SCHEDULES[name](num_workers=2, num_microbatches=2).recomputes(0)}
 #: models with buffers, which refuse an order of forwards other than that of microbatches
 BUFFERED = {
+    "counter handed on",
     "moving average",
     "average just moved",
     "spectral norm",
