@@ -181,7 +181,8 @@ def typed_attention(typed: Mapping[str, Any]) -> float:
 def typed_lengths(typed: Mapping[str, Any]) -> Callable[[Spec], Callable[[Action], float]] | None:
     """Return what makes, for a schedule, the factor of an action's time by its microbatch; None: all are equal."""
     if "lengths" not in typed:
-        refuse_typed(typed, ["microbatch_order"], "is of unequal ones; add --lengths, such as --lengths 1,4,2,1")
+        unequal = "is of unequal microbatches; add --lengths, such as --lengths 1,4,2,1"
+        refuse_typed(typed, ["microbatch_order", "length_cost"], unequal)
         return None
     from ..planning.unequal import by_microbatch
 

@@ -83,3 +83,9 @@ def test_a_profile_without_lengths_is_refused(measured):
     for wrong in (content, with_terms(measured, fixed=float("nan")), "nowhere.json", 3):
         with pytest.raises(ConfigError):
             Pipeline([nn.Identity], num_microbatches=2, microbatch_order="balanced", microbatch_cost=wrong)
+
+
+def test_a_cost_of_lengths_without_lengths_is_refused(capsys):
+    """`simulate --length-cost nofile.json` took no notice of it, and simulated equal microbatches."""
+    assert main(["simulate", "--workers", "2", "--length-cost", "nofile.json"]) == 2
+    assert "--length-cost" in capsys.readouterr().err
