@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import repeat
 from typing import Generic, TypeVar
 
 from torch import Tensor, nn
@@ -30,7 +29,8 @@ class GradientSets(Generic[Key]):
         if key != before:
             if any(parameter.grad is not None for parameter in parameters):
                 self._apart[before] = [parameter.grad for parameter in parameters]
-            for parameter, grad in zip(parameters, self._apart.pop(key, repeat(None)), strict=False):
+            grads = self._apart.pop(key, [None] * len(parameters))
+            for parameter, grad in zip(parameters, grads, strict=True):
                 parameter.grad = grad
             self.present = key
         return before
