@@ -97,7 +97,11 @@ class Stream:
 
     def _open(self, batch: StepInput, before: Sequence[WorkerState], most_open: int = _MOST_OPEN) -> Step:
         """Begin a step, and ask other workers for its inputs."""
-        state = WorkerState(batch.part, batch.order, before, apart=self._worker.members is not None)
+        scatter, me = batch.data.scatter, self._worker.worker
+        awaited = scatter.parts_for(me) if scatter is not None else set()
+        state = WorkerState(
+            batch.part, batch.order, before, apart=self._worker.members is not None, awaits_inputs=bool(awaited)
+        )
         # In the middle of a stream, too, an evaluation draws the numbers of the step that would come next.
         number = self._worker.next_step if batch.train else self._worker.step
         undoable = self._undoable(batch)
@@ -110,24 +114,16 @@ class Stream:
         step = self._newest = self._steps[run] = Step(
             batch, state, tasks, arriving, self._reached, run, number, time.perf_counter_ns()
         )  # fmt: skip
-        step.forwards_left, step.undoable = batch.part.num_forwards, undoable
+        step.forwards_left, step.undoable, step.awaited_inputs = batch.part.num_forwards, undoable, awaited
         for peer, names, to_compute in questions:
             self._mailbox.pull(run, peer, names, to_compute=to_compute)
-        self._scatter_inputs(step)
-        return step
-
-    def _scatter_inputs(self, step: Step) -> None:
-        """Offer the parts of a batch that other workers use and cannot read, or ask for them."""
-        scatter, me = step.batch.data.scatter, self._worker.worker
-        if scatter is None:
-            return
-        for what, takers in scatter.takers.items():
-            if me in takers:
-                step.awaited_inputs.add(what)
-                self._mailbox.pull(step.run, scatter.reader, [what])
-            elif me == scatter.reader and takers:
+        if scatter is not None:
+            for what in awaited:
+                self._mailbox.pull(run, scatter.reader, [what])
+            for what, takers in scatter.takers.items() if me == scatter.reader else ():
                 # It has been read into memory: no device is waited for.
-                self._carrier.outbox.offer((step.run, what), pack(scatter.lists[what]), takers)
+                self._carrier.outbox.offer((run, what), pack(scatter.lists[what]), takers)
+        return step
 
     def _undoable(self, batch: StepInput) -> bool:
         """Return whether a step that begins now may have to be undone, or rests while the caller acts."""
@@ -208,6 +204,8 @@ class Stream:
             assert payload is not None and step.batch.data.scatter is not None
             step.batch.data.scatter.lists[name][:] = unpack(payload)
             step.awaited_inputs.remove(name)
+            if not step.awaited_inputs:
+                step.state.inputs_arrived()
         elif peer == self._worker.worker:  # a copy made on this worker
             self._finish(step, action, payload)
         else:
@@ -229,8 +227,15 @@ class Stream:
 
     def _wait(self) -> None:
         self._worker.listeners.tell("waiting", next(iter(self._steps.values())).ordinal, self._blocked)
-        for arrival in self._mailbox.next_arrivals(self._steps, lambda: str(self._blocked()), looked=True):
+        for arrival in self._mailbox.next_arrivals(self._steps, self._awaited, looked=True):
             self._take_in(arrival)
+
+    def _awaited(self) -> str:
+        """Return the things that the oldest step waits for, for an error."""
+        oldest = next(iter(self._steps.values()))
+        if oldest.awaited_inputs:
+            return f"{' and '.join(sorted(oldest.awaited_inputs))} of step {oldest.ordinal}"
+        return str(self._blocked())
 
     def _blocked(self) -> Blocked:
         for step in self._steps.values():
@@ -242,10 +247,6 @@ class Stream:
     def _execute(self, step: Step, entry: Entry) -> None:
         worker, action = self._worker, entry.action
         task = step.tasks[action]
-        while step.awaited_inputs and action.kind.way == 1:
-            missing = " and ".join(sorted(step.awaited_inputs))
-            for arrival in self._mailbox.next_arrivals(self._steps, lambda: f"{missing} of step {step.ordinal}"):  # noqa: B023
-                self._take_in(arrival)
         if step.undoable and action.kind.way == 1 and task.shard not in step.before:
             step.before[task.shard] = task.shard.recomputation.before_step(task.shard.state.weights)
         worker.running, worker.running_step, worker.given = task.name, step.ordinal, None

@@ -27,9 +27,18 @@ class WorkerState:
         before: the states of earlier steps that may still run, the latest first; this step waits for actions of them.
         apart: whether the next step waits for the end of this one, so that all members of a worker make the same
             collectives before a step's result is known.
+        awaits_inputs: whether forwards wait for parts of the batch that come from another worker.
     """
 
-    def __init__(self, part: Part, order: Order, before: Sequence[WorkerState] = (), *, apart: bool = False) -> None:
+    def __init__(
+        self,
+        part: Part,
+        order: Order,
+        before: Sequence[WorkerState] = (),
+        *,
+        apart: bool = False,
+        awaits_inputs: bool = False,
+    ) -> None:
         self.part = part
         #: by resource, the running action
         self.running: dict[Resource, int] = {}
@@ -58,6 +67,8 @@ class WorkerState:
             for numbers in missing_there.values():
                 for number in numbers:
                     self._missing[number] += 1
+        for number in self._forwards() if awaits_inputs else ():
+            self._missing[number] += 1
         for number, missing in enumerate(self._missing):
             if not missing:
                 self._ready[part.resources[number]].append(number)  # ascending, so a heap
@@ -67,6 +78,10 @@ class WorkerState:
         assert action not in self._arrived, f"{action} arrived twice"
         self._arrived.add(action)
         self._satisfy(self.part.waiting[action])
+
+    def inputs_arrived(self) -> None:
+        """Note that all awaited parts of the batch have arrived."""
+        self._satisfy(self._forwards())
 
     def finished(self, action: Action) -> None:
         """Note that a running action is done."""
@@ -136,6 +151,9 @@ class WorkerState:
                 if missing:
                     return entry.action, missing
         return None
+
+    def _forwards(self) -> list[int]:
+        return [number for number, entry in enumerate(self.part.entries) if entry.action.kind.way == 1]
 
     def _satisfy(self, numbers: list[int]) -> None:
         missing = self._missing

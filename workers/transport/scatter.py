@@ -17,6 +17,10 @@ class Scatter(NamedTuple):
     #: the parts, trees by microbatch: the reader has them, at the takers they arrive
     lists: dict[str, list[Any]]
 
+    def parts_for(self, worker: int) -> set[str]:
+        """Return the names of the parts that `worker` gets."""
+        return {what for what, takers in self.takers.items() if worker in takers}
+
 
 def scatter_whole(
     spec: Spec, inputs: list[Any], targets: list[Any] | None, *, reads: bool, to_all: bool = False
