@@ -16,9 +16,11 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
+from pathlib import Path
 from typing import IO
 
 #: the server has to import torch first
@@ -30,6 +32,9 @@ _ENVIRONMENT = {
     "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "OPENBLAS_NUM_THREADS": "1",
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
 }  # fmt: skip
+
+#: a file in memory of each fork, into which it writes the stacks of its threads when it is sent the signal
+STACKS, STACKS_SIGNAL = "stacks", signal.SIGRTMIN + 8
 
 
 class Started:
@@ -66,14 +71,23 @@ class Started:
         return self.returncode
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
-        """Return what the process says until its end; kill it if that takes too long."""
+        """Return what the process says until its end.
+
+        Raise TimeoutExpired, and kill the process, if that takes too long; its notes are the output until then and the
+        stacks of the process and of all that it has started.
+        """
+        stacks = ""
         with ThreadPoolExecutor(2) as pool:
             reads = [pool.submit(_rest, stream) for stream in (self.stdout, self.stderr)]
             if wait(reads, timeout).not_done:
+                stacks = "\n".join(_stacks(pid) for pid in _tree(self.pid))
                 self.kill()
-                raise subprocess.TimeoutExpired("a fork", timeout or 0.0)
-        self.wait(timeout)
         out, err = (read.result() for read in reads)
+        if stacks:
+            late = subprocess.TimeoutExpired("a fork", timeout or 0.0)
+            late.add_note(f"{out}\n{err}\n{stacks}")
+            raise late
+        self.wait(timeout)
         return out, err
 
     def send_signal(self, number: int) -> None:
@@ -102,6 +116,28 @@ def _rest(stream: IO[str] | None) -> str:
         return ""
     with stream:
         return stream.read()
+
+
+def _tree(pid: int) -> list[int]:
+    """Return the numbers of a process and of the processes below it."""
+    tasks = Path(f"/proc/{pid}/task")
+    below = []
+    with suppress(OSError):
+        below = [int(child) for task in tasks.iterdir() for child in (task / "children").read_text().split()]
+    return [pid, *(number for child in below for number in _tree(child))]
+
+
+def _stacks(pid: int) -> str:
+    """Return the stacks of a fork's threads, which it writes from C, also while its interpreter is stuck."""
+    text = ""
+    with suppress(OSError):
+        links = {link: os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()}
+        file = next((link for link, target in links.items() if target.startswith(f"/memfd:{STACKS}")), None)
+        if file is not None:
+            os.kill(pid, STACKS_SIGNAL)
+            time.sleep(0.5)
+            text = file.read_text()
+    return f"process {pid}:\n{text or 'no stacks'}"
 
 
 class ForkServer:

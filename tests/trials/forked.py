@@ -7,6 +7,7 @@ tried.
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import io
 import math
 import os
@@ -26,6 +27,7 @@ from typing import IO, Any
 
 import torch
 import torch.distributed.run
+from fork_server import STACKS, STACKS_SIGNAL
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
 import rpc_pipe.commands.main
@@ -147,6 +149,7 @@ def _become(
         if int(name) > 2 and int(name) not in pass_fds:
             with suppress(OSError):
                 os.dup2(nowhere, int(name))  # not closed: what this process has inherited would close the number again
+    faulthandler.register(STACKS_SIGNAL, os.memfd_create(STACKS))
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
