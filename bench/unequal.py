@@ -1,5 +1,7 @@
 """Unequal microbatches as they come and balanced, on emulated devices whose time follows length; 4 processes.
 
+"Balanced, bounded" holds no more tokens on a worker than microbatches as they come do (1f1b alone).
+
 python bench/unequal.py                        1f1b and zb-v, lognormal lengths, beside the simulator
 python bench/unequal.py --schedules 1f1b,zb-h1 --rounds 5
 """
@@ -27,11 +29,11 @@ from torch import Tensor, nn
 from bench import devices
 from rpc_pipe.dependency import Action
 from rpc_pipe.pipeline import Pipeline, SplitBatch, Training
-from rpc_pipe.planning.simulator import simulate
+from rpc_pipe.planning.simulator import Simulation, simulate
 from rpc_pipe.planning.specs import MICROBATCH_ORDERS, make_spec
 from rpc_pipe.planning.unequal import by_microbatch
 
-_WORKERS, _MICROBATCHES, _LAYERS, _TOKENS = 4, 16, 8, 64
+_WORKERS, _MICROBATCHES, _LAYERS, _TOKENS, _WIDTH = 4, 16, 8, 64, 8
 #: seconds of a worker's share for a microbatch of `_TOKENS` tokens, by kind
 _SECONDS = {"F": 0.010, "I": 0.010, "W": 0.010, "B": 0.020}
 _STEPS, _WARM_UP = 6, 1
@@ -48,15 +50,23 @@ def main() -> None:
         _one()
         return
     for schedule in parsed.schedules.split(","):
-        times: dict[str, list[float]] = {order: [] for order in MICROBATCH_ORDERS}
+        ways: list[tuple[str, dict[str, int]]] = [(order, {}) for order in MICROBATCH_ORDERS]
+        if schedule == "1f1b":
+            ways.append(("balanced", {"window_tokens": round(max(_simulated(schedule, "given", {}).peak_sizes))}))
+        times: list[list[float]] = [[] for _ in ways]
         for _ in range(parsed.rounds):
-            for order, found in times.items():
-                found.append(_run(schedule, order))
-        ms = {order: statistics.median(found) for order, found in times.items()}
-        simulated = {order: _simulated(schedule, order) for order in MICROBATCH_ORDERS}
-        told = ", ".join(f"{order} {ms[order]:.0f} ms (simulated {simulated[order]:.0f})" for order in ms)
-        gain, expected = ms["given"] / ms["balanced"], simulated["given"] / simulated["balanced"]
-        print(f"{schedule}: {told}: {gain:.2f} x (simulated {expected:.2f} x)", flush=True)
+            for way, found in zip(ways, times, strict=True):
+                found.append(_run(schedule, *way))
+        first, expected = 0.0, 0.0
+        for (order, options), found in zip(ways, times, strict=True):
+            ms, simulated = statistics.median(found), _simulated(schedule, order, options)
+            peak = max(simulated.peak_sizes) / _WIDTH
+            first, expected = first or ms, expected or simulated.makespan
+            print(
+                f"{schedule} {order}{', bounded' * bool(options)}: {ms:.0f} ms (simulated {simulated.makespan:.0f}), "
+                f"{first / ms:.2f} x ({expected / simulated.makespan:.2f} x), {peak:.0f} tokens",
+                flush=True,
+            )
 
 
 def _tokens() -> list[int]:
@@ -64,25 +74,28 @@ def _tokens() -> list[int]:
     return [max(1, round(_TOKENS * numbers.lognormvariate(0, 0.7))) for _ in range(_MICROBATCHES)]
 
 
-def _run(schedule: str, order: str) -> float:
+def _run(schedule: str, order: str, options: dict[str, int]) -> float:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "ms"
         command = [sys.executable, "-m", "rpc_pipe", "run", __file__, "--workers", str(_WORKERS), "--transport", "zmq"]
-        command += ["--schedule", schedule, "--microbatch-order", order, "--", "one"]
+        command += ["--schedule", schedule, "--microbatch-order", order]
+        command += [word for name, value in options.items() for word in ("--set", f"{name}={value}")] + ["--", "one"]
         env = {**os.environ, _OUT: str(out), "OMP_NUM_THREADS": "1"}
         subprocess.run(command, check=True, env=env, stdout=subprocess.DEVNULL)
         return float(json.loads(out.read_text()))
 
 
-def _simulated(schedule: str, order: str) -> float:
-    spec = make_spec(schedule, _WORKERS, _MICROBATCHES)
-    factor = by_microbatch(spec, lengths=[tokens / _TOKENS for tokens in _tokens()], order=order)
+def _simulated(schedule: str, order: str, options: dict[str, int]) -> Simulation:
+    tokens = _tokens()
+    spec = make_spec(schedule, _WORKERS, _MICROBATCHES, options)
+    elements, times = [_WIDTH * each for each in tokens], [each / _TOKENS for each in tokens]
+    spec, factor = by_microbatch(spec, lengths=elements, order=order, times=times)
     share = _WORKERS / spec.num_stages
 
     def cost(action: Action) -> float:
         return 1e3 * share * _SECONDS.get(action.kind.letter, 0.0) * factor(action)
 
-    return simulate(spec, cost).makespan
+    return simulate(spec, cost)
 
 
 class _Path(torch.autograd.Function):
@@ -105,7 +118,7 @@ class _Layer(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(8))
+        self.weight = nn.Parameter(torch.ones(_WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
         share = x.shape[1] / _TOKENS * _WORKERS / _LAYERS
@@ -120,7 +133,9 @@ def _one() -> None:
     training = Training(partial(torch.optim.SGD, lr=1e-6))
     pipe = Pipeline([_Layer] * _LAYERS, nn.functional.mse_loss, training=training, num_microbatches=_MICROBATCHES)
     # Inputs owe a gradient, so that all stages work alike.
-    batch = SplitBatch((torch.ones(1, tokens, 8).requires_grad_(), torch.ones(1, tokens, 8)) for tokens in _tokens())
+    batch = SplitBatch(
+        (torch.ones(1, tokens, _WIDTH).requires_grad_(), torch.ones(1, tokens, _WIDTH)) for tokens in _tokens()
+    )
     times = []
     for _ in range(_STEPS):
         begin = time.perf_counter()

@@ -236,6 +236,10 @@ def _check_memory(memory: Memory, worker: int) -> None:
             f"{_UNSURE * (not is_exact)}, but peak_activations({worker}) promises {claimed}. {_WINDOW}",
             draw_held(lives.run_to_most(), claimed),
         )
+    if spec.sizes:
+        from .check_sizes import check_sizes
+
+        check_sizes(spec, worker, lives)
 
 
 def _check_growth(memory: Memory, worker: int) -> None:

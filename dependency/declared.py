@@ -23,7 +23,7 @@ else:
 
 Order = Literal["ready", "fixed"]
 #: what every spec has
-_NO_PARAMETERS = ("num_workers", "num_microbatches", "num_steps")
+NO_PARAMETERS = ("num_workers", "num_microbatches", "num_steps", "sizes")
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
@@ -42,6 +42,8 @@ class Declared(_Frozen):
     num_microbatches: int
     #: for asynchronous schedules: how many steps of a stream are considered together
     num_steps: int = field(default=1, repr=False)
+    #: of each microbatch of a step, in the order in which they run: its tokens, say; empty: unknown
+    sizes: tuple[float, ...] = field(default=(), repr=False)
 
     #: paper and section, or the code with which the order was compared
     source: ClassVar[str] = ""
@@ -150,6 +152,13 @@ class Declared(_Frozen):
         """
         return self.activation_limit(worker)
 
+    def peak_size(self, worker: int) -> float | None:
+        """Return the bound on the sum of `sizes` kept from F to B (or W) on `worker`, at any timing.
+
+        None: no claim. The checker proves a claim if the sizes are known.
+        """
+        return None
+
     # --- where that puts what is run
 
     @property
@@ -160,6 +169,11 @@ class Declared(_Frozen):
     @property
     def last_stage(self) -> int:
         return self.num_stages - 1
+
+    @property
+    def needs_sizes(self) -> bool:
+        """Whether windows go by `sizes`."""
+        return any(self.peak_size(worker) is not None for worker in self.workers)
 
     @property
     def takes_steps(self) -> bool:
@@ -201,7 +215,7 @@ class Declared(_Frozen):
     def parameters(self) -> dict[str, Any]:
         """Return the schedule's own parameters and their values."""
         own = (field.name for field in fields(self))
-        return {name: getattr(self, name) for name in own if name not in _NO_PARAMETERS}
+        return {name: getattr(self, name) for name in own if name not in NO_PARAMETERS}
 
 
 @lru_cache(maxsize=16)

@@ -38,7 +38,7 @@ class Lives:
     def __init__(self, relation: Iterable[tuple[bool, Action, Iterable[Action | Milestone]]]) -> None:
         #: by number of first microbatches, the most of these that may be held at once
         self.most: list[int] = [0]
-        self._own: list[tuple[Action, Ends]] = []  # beginnings and ends, with the ends that are finished by then
+        self.own: list[tuple[Action, Ends]] = []  # beginnings and ends, with the ends that are finished by then
         self._needed: list[Ends] = []  # by beginning
         self._length: list[int] = []  # of each chain
         self._partner: list[list[int]] = []  # chain -> the beginnings that its first ends are paired with
@@ -52,12 +52,12 @@ class Lives:
             elif held < 0:
                 ends = self._end(ends)
             if held:
-                self._own.append((action, ends))
+                self.own.append((action, ends))
             needed[action] = ends
 
     def run_to_most(self) -> list[Action]:
         """Return, in a legal order, the worker's beginnings and ends that lead to the most held activations."""
-        return [action for action, ends in self._own if all(n <= self._full.get(chain, 0) for chain, n in ends.items())]
+        return [action for action, ends in self.own if all(n <= self._full.get(chain, 0) for chain, n in ends.items())]
 
     def _end(self, ends: Ends) -> Ends:
         at = next((chain for chain, n in ends.items() if n == self._length[chain]), len(self._length))

@@ -7,11 +7,13 @@ that nothing deadlocks stays, and every bit stays.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 from .action import Action
 from .errors import StageLost
 from .spec import Spec, Transformation, transformed
+
+_Number = TypeVar("_Number", int, float)
 
 
 def relocated(spec: Spec, gone: frozenset[int]) -> Spec:
@@ -72,8 +74,11 @@ class Relocated(Transformation):
     def peak_activations(self, worker: int) -> int | None:
         return _total(super(Relocated, self).peak_activations(each) for each in self._carried(worker))
 
+    def peak_size(self, worker: int) -> float | None:
+        return _total(super(Relocated, self).peak_size(each) for each in self._carried(worker))
 
-def _total(limits: Iterable[int | None]) -> int | None:
+
+def _total(limits: Iterable[_Number | None]) -> _Number | None:
     """Return the sum; None if one of them is no limit."""
     found = list(limits)
     return None if None in found else sum(each for each in found if each is not None)

@@ -222,8 +222,8 @@ def compile_options(said: object) -> Mapping[str, Any] | None:
     raise ConfigError(f"compile={said!r}: must be True, False, or options of torch.compile by name")
 
 
-def make_ordering(said: object, cost: Any, *, is_called: bool) -> Ordering | None:
-    """Return the ordering of the microbatches of training steps; None: they run as they come.
+def make_ordering(said: object, cost: Any, spec: Spec, *, is_called: bool) -> Ordering | None:
+    """Return the ordering of the microbatches of training steps; None: they run as they come, of whatever size.
 
     Raises:
         ConfigError: there is no such order, or the cost is neither a function nor a profile.
@@ -234,12 +234,12 @@ def make_ordering(said: object, cost: Any, *, is_called: bool) -> Ordering | Non
         from .planning.length_cost import read_cost
 
         cost = read_cost(cost)
-    if said == "given":
+    if said == "given" and not spec.needs_sizes:
         return None
     from .model.batches.ordering import Ordering  # which few jobs need
     from .planning.unequal import balanced
 
-    return Ordering(balanced, cost, is_called)
+    return Ordering(None if said == "given" else balanced, cost, is_called)
 
 
 def begin_training(what: str, forgot_optimizer: bool) -> bool:

@@ -1,6 +1,11 @@
 """1F1B: one forward, one backward, with as few microbatches in flight as keep the pipeline full."""
 
+from typing import TYPE_CHECKING
+
 from ..dependency import Action, B, ConfigError, F, Spec
+
+if TYPE_CHECKING:
+    from ._by_size import Windows
 
 
 class OneFOneB(Spec):
@@ -19,11 +24,13 @@ class OneFOneB(Spec):
         activations <= min(window - w, M) if window
 
     `window` is the bound on microbatches in flight on stage 0 (default P), one less on each later stage: a wider
-    one buys tolerance of late arrivals with memory.
+    one buys tolerance of late arrivals with memory. With `window_tokens` unequal microbatches are in flight on a worker
+    as long as they have at most so many tokens together: many short ones, or few long ones.
     """
 
     source = "Narayanan et al. 2021, PipeDream-flush, arXiv:2006.09503, section 3; Fan et al. 2021, DAPPLE"
     window: int | None = None
+    window_tokens: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -31,16 +38,35 @@ class OneFOneB(Spec):
             raise ConfigError(
                 f"window {self.window}: 1f1b on {self.num_workers} workers needs at least {self.num_workers}"
             )
+        if self.window_tokens is not None and (self.window_tokens < 1 or len(self.parallelism.slices) > 1):
+            raise ConfigError(f"window_tokens {self.window_tokens}: must be at least 1, and without slices")
+
+    @property
+    def by_size(self) -> "Windows | None":
+        """The windows by sizes; None: they count microbatches."""
+        if self.window_tokens is None or not self.sizes:
+            return None
+        from ._by_size import windows  # which few jobs need
+
+        return windows(self.num_stages, self.sizes, self.window_tokens)
 
     def in_flight(self, stage: int) -> int:
         return (self.window or self.num_workers) - stage
 
     def after(self, a: Action) -> list[Action]:
-        return [B(a.stage, a.microbatch - self.in_flight(a.stage))] if a.kind is F else []
+        if a.kind is not F:
+            return []
+        sized = self.by_size
+        return [B(a.stage, sized.before[a.microbatch] if sized else a.microbatch - self.in_flight(a.stage))]
 
     def slot(self, a: Action) -> int:
+        if sized := self.by_size:
+            return sized.slots[a.kind.way, a.stage, a.microbatch]
         P = self.num_stages
         return 2 * a.microbatch + (a.stage if a.kind is F else 2 * P - 1 - a.stage)
 
+    def peak_size(self, worker: int) -> int | None:
+        return self.window_tokens
+
     def peak_activations(self, worker: int) -> int:
-        return min(self.in_flight(worker), self.num_microbatches)
+        return sized.widest if (sized := self.by_size) else min(self.in_flight(worker), self.num_microbatches)

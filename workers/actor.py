@@ -41,6 +41,9 @@ _HERE = Path(__file__).parent
 #: files through which the calls of a module and of a context manager go
 _CALLERS = Path(module.__file__), Path(contextlib.__file__)
 
+#: compiled parts that are kept; where windows go by sizes of microbatches, each step has another one
+MOST_PARTS = 64
+
 
 class WorkerActor(Context):
     """Runs its part of every step. All workers make the same calls in the same order.
@@ -168,6 +171,8 @@ class WorkerActor(Context):
 
     def _bound_for(self, batch: StepInput) -> Bound:
         if batch.part not in self._bound:
+            if len(self._bound) >= MOST_PARTS:
+                self._bound.clear()
             if self.members is None:  # members make them in one order
                 refuse_collectives(batch.part, batch.order, self.shards.values())
             refuse_disorder(batch.part, self.shards)

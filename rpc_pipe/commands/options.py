@@ -178,21 +178,21 @@ def typed_attention(typed: Mapping[str, Any]) -> float:
     return float(typed.get("attention", 0))
 
 
-def typed_lengths(typed: Mapping[str, Any]) -> Callable[[Spec], Callable[[Action], float]] | None:
-    """Return what makes, for a schedule, the factor of an action's time by its microbatch; None: all are equal."""
+def typed_lengths(typed: Mapping[str, Any]) -> Callable[[Spec], tuple[Spec, Callable[[Action], float]]] | None:
+    """Return what makes, for a schedule, `by_microbatch` of the typed lengths; None: microbatches are equal."""
     if "lengths" not in typed:
         unequal = "is of unequal microbatches; add --lengths, such as --lengths 1,4,2,1"
         refuse_typed(typed, ["microbatch_order", "length_cost"], unequal)
         return None
     from ..planning.unequal import by_microbatch
 
-    lengths = typed["lengths"]
+    lengths, times = typed["lengths"], []
     if "length_cost" in typed:
         from ..planning.length_cost import read_cost
 
         seconds = [read_cost(typed["length_cost"]).seconds(1, length) for length in lengths]
-        lengths = [each * len(seconds) / sum(seconds) for each in seconds]
-    return partial(by_microbatch, lengths=lengths, order=typed.get("microbatch_order", "given"))
+        times = [each * len(seconds) / sum(seconds) for each in seconds]
+    return partial(by_microbatch, lengths=lengths, order=typed.get("microbatch_order", "given"), times=times)
 
 
 def typed_costs(typed: Mapping[str, Any]) -> dict[Kind, float]:

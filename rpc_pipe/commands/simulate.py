@@ -75,7 +75,12 @@ def _simulate(typed: dict[str, Any], argv: list[str]) -> int:
     spec = typed_spec(typed)
     steps, name = typed.get("steps", 1), typed.get("schedule", "1f1b")
     refuse_endless(spec, typed)
-    cost, (links, uplinks, sent) = _cost(spec, typed), _links(typed, spec.num_workers)
+    unequal = typed_lengths(typed)
+    spec, by_microbatch = (spec, None) if unequal is None else unequal(spec)
+    if unequal is None and spec.needs_sizes:
+        raise ConfigError("window_tokens: goes by lengths; add --lengths, such as --lengths 30,120,60,20")
+    cost = _cost(spec, typed, by_microbatch)
+    links, uplinks, sent = _links(typed, spec.num_workers)
     try_files(typed, ("svg", "html", "chrome"))
     check_all(spec)
     reporter = Reporter("json" in typed)
@@ -94,7 +99,8 @@ def _simulate(typed: dict[str, Any], argv: list[str]) -> int:
         reporter.console.print(drawn)
     first, further = ("first step", result.span) if steps == 1 else (f"{steps} steps", result.step_time)
     took = f"{first} {result.makespan:g}, each further step {further:g}, bubble {result.bubble:.1%}"
-    reporter.text(f"{name}: {took}, peak activations {_tell_peaks(result.peak_activations)}")
+    held = f" of lengths {_tell_peaks(result.peak_sizes)}" if result.peak_sizes else ""
+    reporter.text(f"{name}: {took}, peak activations {_tell_peaks(result.peak_activations)}{held}")
     for line in [*_tell_unit(spec, typed), *tell_exchange(spec, typed), *describe_staleness(spec)]:
         reporter.text(line)
     return 0
@@ -156,12 +162,10 @@ def gathered(typed: Mapping[str, Any], costs: Mapping[Kind, float]) -> Mapping[K
     return typed_grouping(typed).times(costs, gather, gather)
 
 
-def _cost(spec: Spec, typed: Mapping[str, Any]) -> Cost:
-    """Return the cost of an action from --cost, --stage-cost and --slow."""
+def _cost(spec: Spec, typed: Mapping[str, Any], by_microbatch: Cost | None) -> Cost:
+    """Return the cost of an action from --cost, --stage-cost, --slow and the factor of its microbatch."""
     by_kind = gathered(typed, typed_costs(typed))
     share = SliceCosts(attention=typed_attention(typed)).time_share(spec)
-    unequal = typed_lengths(typed)
-    by_microbatch = None if unequal is None else unequal(spec)
     by_stage: list[float] = typed.get("stage_cost", [1] * spec.num_stages)
     if len(by_stage) != spec.num_stages:
         said = ",".join(f"{factor:g}" for factor in by_stage)
@@ -217,6 +221,7 @@ def _report(schedule: str, result: Simulation) -> dict[str, Any]:
         "bubble": result.bubble,
         "busy": list(result.busy),
         "peak_activations": list(result.peak_activations),
+        **({"peak_lengths": list(result.peak_sizes)} if result.peak_sizes else {}),
         "synchronous": spec.synchronous,
         "staleness": [worker_staleness(spec, worker) for worker in range(spec.num_workers)],
         "weight_copies": [worker_weight_copies(spec, worker) for worker in range(spec.num_workers)],

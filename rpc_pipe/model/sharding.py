@@ -69,6 +69,8 @@ class Sharing:
             raise ConfigError(f"members={self.count}: members meet in one update a step; take a synchronous schedule")
         if len(spec.parallelism.slices) > 1:
             raise ConfigError(f"members={self.count} slices: not both; leave slices out")
+        if spec.needs_sizes:
+            raise ConfigError(f"members={self.count} window_tokens: not both; leave window_tokens out")
         for name in ("deferred_batch_norm", "post_validation"):
             if getattr(training, name):
                 raise ConfigError(f"members={self.count} {name}: not both; leave {name} out")

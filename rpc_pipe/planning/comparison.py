@@ -124,7 +124,7 @@ def compare(
     also: tuple[str, Mapping[str, Any]] | None = None,
     slices: str | None = None,
     attention: float = 0,
-    unequal: Callable[[Spec], Cost] | None = None,
+    unequal: Callable[[Spec], tuple[Spec, Cost]] | None = None,
     replicas: Mapping[str, Any] = {},
     members: int = 1,
     tell: Callable[[float], None] = lambda share: None,
@@ -139,7 +139,7 @@ def compare(
         also: another schedule, by name or file, and its parameters.
         slices: the slices of sequences, as for `make_spec`.
         attention: share of a whole sequence's time that is causal attention, 0 to 1.
-        unequal: makes the factor of an action's cost by its microbatch; None: microbatches are equal.
+        unequal: `by_microbatch` of their lengths; None: microbatches are equal.
         replicas: parameters of every schedule: how many replicas, and their options, as for `make_spec`.
         members: how many processes are one worker; the costs are theirs.
         tell: called after each schedule with the progress, 0 to 1.
@@ -151,11 +151,12 @@ def compare(
         parameters = {**own, **replicas}
         try:
             spec = make_spec(name, model.num_workers, num_microbatches, parameters, slices)
+            spec, by_microbatch = (spec, None) if unequal is None else unequal(spec)
             stages = model.stages(spec.num_stages)
             check_all(spec)
             if members > 1 and not (spec.synchronous and spec.takes_steps):
                 raise ConfigError("members meet in one update a step")
-            cost = _cost(spec, stages, attention, None if unequal is None else unequal(spec))
+            cost = _cost(spec, stages, attention, by_microbatch)
         except PipeError as error:
             rows.append(Row(name, parameters, refused=str(error)))
         else:

@@ -17,7 +17,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from ..dependency import RESOURCES, Action, Kind, Order, ScheduleError, Spec, U
-from ..dependency.indexes import split_step
+from ..dependency.indexes import split_slice, split_step
 from ..system.garbage import uncollected
 from .relation import Relation
 from .span import Span
@@ -84,19 +84,34 @@ class Simulation:
 
         They are whole numbers, unless sequences are sliced: a slice counts as its share of a microbatch.
         """
-        relation, num_workers, sizes = self._relation, self.spec.num_workers, self.spec.parallelism.slices
+        sizes = self.spec.parallelism.slices
+        peaks = self._peaks(lambda action: sizes[action.index % len(sizes)])
+        return peaks if len(sizes) == 1 else tuple(most / sum(sizes) for most in peaks)
+
+    @cached_property
+    def peak_sizes(self) -> tuple[float, ...]:
+        """The largest sum of `Spec.sizes` whose activations were on the device at once, by worker; empty: unknown."""
+        sizes, slices = self.spec.sizes, len(self.spec.parallelism.slices)
+
+        def size(action: Action) -> float:
+            return sizes[split_slice(action.index, slices)[0] % len(sizes)] * self.spec.share(action)
+
+        return self._peaks(size) if sizes else ()
+
+    def _peaks(self, size: Callable[[Action], float]) -> tuple[float, ...]:
+        relation, num_workers = self._relation, self.spec.num_workers
         # At equal times ends come before starts; an action without duration starts and ends in its turn.
         events: list[tuple[float, bool, int, int]] = []
         for turn, (number, start, end) in enumerate(self._ran):
             holds = relation.actions[number].kind.holds
             if holds:
                 events.append((start, True, turn, number) if holds > 0 else (end, end == start, turn, number))
-        live, peak = [0] * num_workers, [0] * num_workers
+        live, peak = [0.0] * num_workers, [0.0] * num_workers
         for _, _, _, n in sorted(events):
-            worker = relation.worker[n]
-            live[worker] += relation.actions[n].kind.holds * sizes[relation.actions[n].index % len(sizes)]
+            worker, action = relation.worker[n], relation.actions[n]
+            live[worker] += action.kind.holds * size(action)
             peak[worker] = max(peak[worker], live[worker])
-        return tuple(peak) if len(sizes) == 1 else tuple(most / sum(sizes) for most in peak)
+        return tuple(peak)
 
     @property
     def step_time(self) -> float:

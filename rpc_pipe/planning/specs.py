@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..dependency import ConfigError, Order, Spec, check_all, schedule_errors
+from ..dependency.declared import NO_PARAMETERS
 from ..dependency.parallelism import Parallelism
 from ..model.cut import cut
 from ..schedules import SCHEDULES
@@ -190,7 +191,7 @@ def parameter_types(cls: type[Spec]) -> dict[str, Any]:
     """Return the schedule's parameters with their types."""
     hints = _type_hints(cls)
     own = (parameter.name for parameter in dataclasses.fields(cls))
-    return {name: hints[name] for name in own if name not in ("num_workers", "num_microbatches", "num_steps")}
+    return {name: hints[name] for name in own if name not in NO_PARAMETERS}
 
 
 def _convert(schedule: str, key: str, value: Any, wanted: Any) -> Any:

@@ -25,6 +25,8 @@ from .simulator import simulate
 _RELATIVE = {F: 1.0, B: 2.0, I: 1.0, W: 1.0, R: 1.0}
 #: nominal seconds to simulate an action. A constant, not a measurement: all workers must search equally long
 _SECONDS_PER_ACTION = 3e-6
+#: the same where its relation is compiled, too
+_SECONDS_PER_COMPILED = 15e-6
 #: share of a step's predicted time that the search for its order takes
 SEARCH_SHARE = 0.005
 _MOST_TRIALS = 200
@@ -46,7 +48,7 @@ def _ascending(seconds: Sequence[float]) -> list[int]:
     return sorted(range(len(seconds)), key=lambda m: (seconds[m], m))
 
 
-def balanced(spec: Spec, seconds: Sequence[float], step_s: float = 0.0) -> list[int]:
+def balanced(spec: Spec, seconds: Sequence[float], step_s: float = 0.0, sizes: Sequence[float] = ()) -> list[int]:
     """Return the order of a step's microbatches that the schedule runs fastest, as far as a short search finds it.
 
     Equal microbatches stay as they are. Of two routes of opposite directions each has long microbatches at another
@@ -56,17 +58,24 @@ def balanced(spec: Spec, seconds: Sequence[float], step_s: float = 0.0) -> list[
         spec: a schedule over whole sequences; its number of microbatches may be another one.
         seconds: predicted time of each microbatch, in any unit.
         step_s: predicted seconds of the step, of which the search takes `SEARCH_SHARE`; 0: no search behind `mountain`.
+        sizes: of each microbatch, if the schedule's windows go by them: then each order has windows of its own.
     """
     if len(set(seconds)) < 2:
         return list(range(len(seconds)))
     order = mountain(seconds)
     if spec.num_routes == 1 and not step_s:
         return order
-    relation = _relation(replace(spec, num_microbatches=len(seconds)))
-    found = span_of(relation, seconds, order)
-    if spec.num_routes > 1 and (other := span_of(relation, seconds, _ascending(seconds))) < found:
+    by_size = bool(sizes) and spec.needs_sizes
+
+    def relation(order: Sequence[int]) -> Relation:
+        held = tuple(sizes[m] for m in order) if by_size else ()
+        return _relation(replace(spec, num_microbatches=len(seconds), sizes=held))
+
+    found = span_of(relation(order), seconds, order)
+    if spec.num_routes > 1 and (other := span_of(relation(_ascending(seconds)), seconds, _ascending(seconds))) < found:
         found, order = other, _ascending(seconds)
-    trials = min(_MOST_TRIALS, int(SEARCH_SHARE * step_s / (_SECONDS_PER_ACTION * len(relation.actions))))
+    each = len(relation(order).actions) * (_SECONDS_PER_COMPILED if by_size else _SECONDS_PER_ACTION)
+    trials = min(_MOST_TRIALS, int(SEARCH_SHARE * step_s / each))
     numbers = random.Random(0)
     for _ in range(trials - 1):
         tried = list(order)
@@ -75,7 +84,7 @@ def balanced(spec: Spec, seconds: Sequence[float], step_s: float = 0.0) -> list[
             tried[taken], tried[put] = tried[put], tried[taken]
         else:
             tried.insert(put, tried.pop(taken))
-        span = span_of(relation, seconds, tried)
+        span = span_of(relation(tried), seconds, tried)
         if span < found:
             found, order = span, tried
     return order
@@ -97,11 +106,14 @@ def _relation(spec: Spec) -> Relation:
     return Relation(spec, 1)
 
 
-def by_microbatch(spec: Spec, *, lengths: Sequence[float], order: str) -> Callable[[Action], float]:
-    """Return the factor of an action's time by its microbatch.
+def by_microbatch(
+    spec: Spec, *, lengths: Sequence[float], order: str, times: Sequence[float] = ()
+) -> tuple[Spec, Callable[[Action], float]]:
+    """Return a schedule that knows the sizes of its microbatches, and the factor of an action's time by its microbatch.
 
     Args:
-        lengths: of the microbatches of a step, relative to the cost of one.
+        lengths: of the microbatches of a step.
+        times: of these, relative to the cost of one; empty: as the lengths.
         order: one of `MICROBATCH_ORDERS`.
 
     Raises:
@@ -111,9 +123,13 @@ def by_microbatch(spec: Spec, *, lengths: Sequence[float], order: str) -> Callab
     count = whole.num_microbatches
     if len(lengths) != count:
         raise ConfigError(f"lengths: has {len(lengths)} numbers for {count} microbatches; give one for each")
-    numbers = balanced(whole, lengths) if order == "balanced" else range(count)
-    factors = [lengths[m] for m in numbers]
-    return lambda action: factors[split_slice(action.index, slices)[0] % count] if action.kind.per_microbatch else 1
+    numbers = balanced(whole, times or lengths, sizes=lengths) if order == "balanced" else range(count)
+    factors = [(times or lengths)[m] for m in numbers]
+
+    def factor(action: Action) -> float:
+        return factors[split_slice(action.index, slices)[0] % count] if action.kind.per_microbatch else 1
+
+    return replace(spec, sizes=tuple(lengths[m] for m in numbers)), factor
 
 
 def group_rows(

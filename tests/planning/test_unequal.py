@@ -67,9 +67,9 @@ def test_a_step_may_have_fewer_microbatches_than_its_schedule():
 
 
 def test_lengths_are_factors_of_times_in_every_step_of_a_stream():
-    factor = by_microbatch(make_spec("pipedream", 2, 3), lengths=[1, 5, 2], order="balanced")
+    _, factor = by_microbatch(make_spec("pipedream", 2, 3), lengths=[1, 5, 2], order="balanced")
     assert [factor(F(0, m)) for m in range(6)] == [1, 5, 2, 1, 5, 2] and factor(U(0, 4)) == 1
-    sliced = by_microbatch(make_spec("1f1b", 2, 3, slices="2"), lengths=[1, 5, 2], order="given")
+    _, sliced = by_microbatch(make_spec("1f1b", 2, 3, slices="2"), lengths=[1, 5, 2], order="given")
     assert [sliced(F(0, m)) for m in range(6)] == [1, 1, 5, 5, 2, 2]
 
 

@@ -64,6 +64,32 @@ def test_slices_of_microbatches_follow_their_order():
     assert all(torch.equal(tensor, found[1][1][name]) for name, tensor in found[0][1].items())
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("order", ["given", "balanced"])
+def test_windows_by_tokens_change_no_bit(order, streamed):
+    """Steps of other sizes have other windows, and their sums the same order."""
+    batches = [ragged(), SplitBatch(ragged()[::-1]), ragged()]
+    expected = trained(batches, streamed, microbatch_order=order)
+    found = trained(batches, streamed, microbatch_order=order, schedule_options={"window_tokens": 20})
+    assert found[0] == expected[0] and found[2] == expected[2]
+    assert all(torch.equal(tensor, found[1][name]) for name, tensor in expected[1].items())
+
+
+def test_only_some_parts_of_steps_are_kept(monkeypatch):
+    monkeypatch.setattr("rpc_pipe.model.batches.step_inputs.MOST_PARTS", 2)
+    monkeypatch.setattr("rpc_pipe.workers.actor.MOST_PARTS", 2)
+    with pipeline(schedule_options={"window_tokens": 40}) as pipe:
+        for at in range(1, 6):
+            pipe.step(SplitBatch(zip(X.split([at, 10 - at]), Y.split([at, 10 - at]), strict=True)))
+        assert max(len(actor._bound) for actor in pipe.actors) <= 2
+        pipe.evaluate((X, Y))
+
+
+def test_a_microbatch_above_the_window_is_refused_before_the_step():
+    with pipeline(schedule_options={"window_tokens": 15}) as pipe, pytest.raises(ConfigError, match="16"):
+        pipe.step(ragged())
+
+
 def test_equal_microbatches_keep_their_order_and_bits():
     equal = X[:8], Y[:8]
     expected, found = trained([equal] * 2), trained([equal] * 2, microbatch_order="balanced")

@@ -23,13 +23,13 @@ class ByLength(Protocol):
 
 
 class Ordering:
-    """Puts the microbatches of a step into another order, before they get their numbers.
+    """Measures the microbatches of a step, and puts them into another order before they get their numbers.
 
     So the schedule, the keys of random numbers and the sums follow the order that runs. All workers find the same
     order, as it depends on the batch alone.
 
     Args:
-        order: (spec, times of microbatches, predicted seconds of the step or 0) -> their order.
+        order: (spec, times of microbatches, predicted seconds of the step or 0, tokens) -> their order; None: as given.
         cost: called as the model is, with a microbatch, or of a profile by rows and length; None: the tokens of a
             microbatch, or the elements of its first tensor.
         is_called: whether the inputs of a microbatch are (args, kwargs); else they are the only argument.
@@ -37,7 +37,7 @@ class Ordering:
 
     def __init__(
         self,
-        order: Callable[[Spec, Sequence[float], float], list[int]],
+        order: Callable[[Spec, Sequence[float], float, Sequence[float]], list[int]] | None,
         cost: Callable[..., float] | ByLength | None,
         is_called: bool,
     ) -> None:
@@ -56,34 +56,47 @@ class Ordering:
             ConfigError: the cost of a microbatch is no time.
         """
         # The rows of a lazy batch without sizes are equal.
-        if (found.lazy is not None and found.sizes is None) or len(found.inputs) < 2:
+        if found.lazy is not None and found.sizes is None and not spec.needs_sizes:
             return found
-        if found.sizes is not None and (self._cost is None or self.seconds):
-            each = self.seconds or (lambda rows, length: float(rows * length))
-            times = [each(*size) for size in found.sizes]
-        else:
-            times = [self._time(number, inputs) for number, inputs in enumerate(found.inputs)]
-        order = self._order(spec, times, 0.0 if self._cost is None else sum(times))
+        sizes: Sequence[tuple[int, ...]] = found.sizes or []
+        if not sizes and (spec.needs_sizes or self._cost is None or self.seconds is not None):
+            sizes = [_size(*numbered) for numbered in enumerate(found.inputs)]
+        tokens = [float(math.prod(size)) for size in sizes]
+        order = self._found(spec, found.inputs, sizes, tokens)
+        held = tuple(tokens[number] for number in order) if spec.needs_sizes else ()
         if order == sorted(order):
-            return found
+            return replace(found, held=held) if held else found
         sides: tuple[list[Any], ...] = found.inputs, found.targets, found.shares
         inputs, targets, shares = ([side[number] for number in order] for side in sides)
-        return replace(found, inputs=inputs, targets=targets, shares=shares, order=tuple(order))
+        return replace(found, inputs=inputs, targets=targets, shares=shares, order=tuple(order), held=held)
+
+    def _found(
+        self, spec: Spec, inputs: Sequence[Tree], sizes: Sequence[tuple[int, ...]], tokens: Sequence[float]
+    ) -> list[int]:
+        if self._order is None or len(inputs) < 2:
+            return list(range(len(inputs)))
+        if self._cost is None:
+            return self._order(spec, tokens, 0.0, tokens)
+        if self.seconds is not None:
+            times = [self.seconds(rows, length) for rows, length, *_ in ((*size, 1, 1) for size in sizes)]
+        else:
+            times = [self._time(*numbered) for numbered in enumerate(inputs)]
+        return self._order(spec, times, sum(times), tokens)
 
     def _time(self, number: int, inputs: Tree) -> float:
-        if self._cost is None or self.seconds is not None:
-            first = next(iter(tensors_of(inputs)), None)
-            if first is None:
-                raise BatchError(
-                    f"microbatch_order=balanced: microbatch {number} has no tensor on this worker; pass inputs to "
-                    "every worker, or leave microbatch_order out"
-                )
-            if self.seconds is None:
-                return float(first.numel())
-            rows, length, *_ = (*first.shape, 1, 1)
-            return self.seconds(rows, length)
         args, kwargs = inputs if self._is_called else ((inputs,), {})
-        time = self._cost(*args, **kwargs)  # type: ignore[operator]
+        time = self._cost(*args, **kwargs)  # type: ignore[operator, misc]
         if isinstance(time, bool) or not isinstance(time, (int, float)) or not 0 <= time < math.inf:
             raise ConfigError(f"microbatch_cost={time!r}: of microbatch {number}; must return seconds of at least 0")
         return float(time)
+
+
+def _size(number: int, inputs: Tree) -> tuple[int, ...]:
+    """Return the shape of the first tensor of a microbatch: its tokens, or (rows, length, ...)."""
+    first = next(iter(tensors_of(inputs)), None)
+    if first is None:
+        raise BatchError(
+            f"microbatch_order=balanced, window_tokens: microbatch {number} has no tensor on this worker; pass inputs "
+            "to every worker, or lengths= to a Loader, or leave these out"
+        )
+    return tuple(first.shape)
