@@ -20,6 +20,8 @@ from .action import Action, Entry, Milestone
 from .program import entries
 from .spec import Spec
 
+WINDOW = "A window is an edge: let after(F(s, m)) name the B or W of microbatch m - window"
+UNSURE = ", as far as its own edges tell (of more than 200,000 actions no others are looked at)"
 #: a relation with more actions is not examined as a whole
 _WHOLE = 200_000
 
