@@ -80,7 +80,7 @@ class Started:
         with ThreadPoolExecutor(2) as pool:
             reads = [pool.submit(_rest, stream) for stream in (self.stdout, self.stderr)]
             if wait(reads, timeout).not_done:
-                stacks = "\n".join(_stacks(pid) for pid in _tree(self.pid))
+                stacks = "\n".join(_stacks(pid) for pid in tree(self.pid))
                 self.kill()
         out, err = (read.result() for read in reads)
         if stacks:
@@ -118,13 +118,13 @@ def _rest(stream: IO[str] | None) -> str:
         return stream.read()
 
 
-def _tree(pid: int) -> list[int]:
+def tree(pid: int) -> list[int]:
     """Return the numbers of a process and of the processes below it."""
     tasks = Path(f"/proc/{pid}/task")
     below = []
     with suppress(OSError):
         below = [int(child) for task in tasks.iterdir() for child in (task / "children").read_text().split()]
-    return [pid, *(number for child in below for number in _tree(child))]
+    return [pid, *(number for child in below for number in tree(child))]
 
 
 def _stacks(pid: int) -> str:

@@ -1,0 +1,185 @@
+"""Random pauses of processes: whether training comes to the same end, whatever the order of events.
+
+    python tests/trials/pauses.py [--count 20] [--seed 0] [--only 7]
+
+A case is a job of several workers with a schedule, a transport and options, and a script of random calls; all are drawn
+from the number of the case. It runs twice: once alone, once while processes of the job are stopped for up to 0.3 s, one
+after the other. Both have to print the same losses. A job that takes longer than a minute shows the stacks of its
+processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+if __package__ is None or __package__ == "":
+    sys.path[:0] = map(str, Path(__file__).parents[1:3])
+
+import numpy as np
+from fork_server import tree
+from processes import start, unmerged
+
+_MOST_S, _PAUSED_S = 60.0, 25.0
+_PAUSES_S = 0.001, 0.01, 0.05, 0.3
+#: schedule, its workers, stages a worker has, whether it may have replicas
+_SCHEDULES = [
+    ("1f1b", 3, 1, True), ("gpipe", 3, 1, True), ("zb-h1", 3, 1, True), ("interleaved", 2, 2, True),
+    ("zb-v", 2, 2, True), ("chimera", 2, 1, False), ("hanayo", 2, 2, True), ("dualpipev", 2, 2, False),
+    ("pipedream", 3, 1, False), ("pipedream-2bw", 3, 1, False), ("varuna", 3, 1, True),
+]  # fmt: skip
+_CALLS = "train", "train to its end", "step", "evaluate", "predict", "gather", "barrier", "weights", "save"
+
+SCRIPT = """
+import random, sys
+from functools import partial
+import torch
+from torch import nn
+from rpc_pipe import Pipeline, Training
+from rpc_pipe.data import Loader, tokens
+
+class Last(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 50)
+    def forward(self, x):
+        return self.linear(x).flatten(0, 1)
+
+def loss_fn(logits, targets):
+    return nn.functional.cross_entropy(logits, targets.flatten())
+
+stages, seed, readers, norm, folder, saved, *calls = sys.argv[1:]
+layers = [partial(nn.Embedding, 50, 8), *(nn.Tanh for _ in range(int(stages) - 2)), Last]
+optimizer = partial(torch.optim.SGD, lr=0.1)
+training = Training(optimizer=optimizer, max_grad_norm=0.5 if norm == "norm" else None)
+pipe = Pipeline(layers, loss_fn, training=training)
+source = (lambda: tokens(folder, 4)) if readers == "first" else tokens(folder, 4)
+loader = Loader(source, rows=8, readers=readers, seed=int(seed))
+found = []
+for call in calls:
+    if call.startswith("train"):
+        for step, loss in enumerate(pipe.train(loader)):
+            found.append(loss)
+            if step == 2 and call == "train":
+                break
+            if step == 5:
+                break
+    elif call in ("step", "evaluate", "predict"):
+        for batch in loader:
+            out = pipe.predict(batch[0], to=None) if call == "predict" else getattr(pipe, call)(batch)
+            found.append(float(out.sum()) if call == "predict" else out)
+            break
+    elif call == "gather":
+        found.append(float(len(pipe.gather("worker", lambda actor: torch.tensor(actor.worker)) or ())))
+    elif call == "barrier":
+        pipe.barrier()
+    elif call == "weights":
+        weights = pipe.weights.state_dict() or {}
+        found.append(sum(float(each.sum()) for each in weights.values()))
+    elif call == "save":
+        pipe.checkpoints.save(saved)
+print(" ".join(f"{each:.9g}" for each in found) + "\\n", end="")
+"""
+
+
+def drawn(number: int) -> tuple[list[object], list[object]]:
+    """Return the options of a case for `rpc-pipe run`, and its script's arguments, without folders."""
+    draw = random.Random(number)
+    schedule, workers, chunks, may_have = draw.choice(_SCHEDULES)
+    replicas = draw.choice([1, 2]) if may_have else 1
+    transport = draw.choice(["rpc", "zmq"])
+    options: list[object] = ["--schedule", schedule, "--workers", workers * replicas, "--microbatches", 4]
+    options += ["--transport", transport]
+    if replicas > 1:
+        options += ["--replicas", replicas, "--zero", draw.choice([0, 1])]
+    if transport == "zmq" and replicas > 1 and options[-1] == 0 and draw.random() < 0.3:
+        options += ["--elastic"]
+    norm = draw.choice(["norm", "none"]) if not schedule.startswith("pipedream") else "none"
+    calls = draw.choices(_CALLS, weights=[4, 1, 3, 2, 1, 1, 1, 1, 1], k=6)
+    return options, [workers * chunks, number, draw.choice(["users", "first"]), norm, *calls]
+
+
+def run(options: list[object], arguments: list[object], folder: Path, pauses: random.Random | None) -> tuple[int, str]:
+    """Run a case, with pauses if numbers are given that draw them; return exit code and output."""
+    with tempfile.TemporaryDirectory() as saved:
+        typed = *options, "--", *arguments[:4], folder, saved, *arguments[4:]
+        process = start("-m", "rpc_pipe", "run", folder / "train.py", *typed, merged=True, OMP_NUM_THREADS="1")
+        ended = threading.Event()
+        pausing = threading.Thread(target=_pause, args=(process.pid, pauses, ended))
+        if pauses is not None:
+            pausing.start()
+        try:
+            output, _ = process.communicate(timeout=_MOST_S)
+        finally:
+            ended.set()
+            process.kill()
+    assert process.returncode is not None
+    return process.returncode, output
+
+
+def _pause(pid: int, draw: random.Random, ended: threading.Event) -> None:
+    """Stop processes of a job and let them go on, one after the other."""
+    last = time.monotonic() + _PAUSED_S
+    while not ended.wait(0.15 * draw.random()) and time.monotonic() < last:
+        chosen = draw.choice(tree(pid))
+        with suppress(ProcessLookupError):
+            os.kill(chosen, signal.SIGSTOP)
+            time.sleep(draw.choice(_PAUSES_S))
+            os.kill(chosen, signal.SIGCONT)
+
+
+def _figures(output: str) -> list[str]:
+    return re.findall(r"\| ([-0-9.e+ ]+)$", unmerged(output), re.MULTILINE)
+
+
+def tried(number: int, folder: Path) -> str:
+    """Return what is wrong with a case; nothing if nothing is."""
+    options, arguments = drawn(number)
+    found = []
+    try:
+        for pauses in (None, random.Random(number)):
+            code, output = run(options, arguments, folder, pauses)
+            figures = _figures(output)
+            if code or not figures:
+                return f"ended with {code}{'' if pauses is None else ', paused'}:\n{output}"
+            found.append(figures)
+    except subprocess.TimeoutExpired as late:
+        return "hangs:\n" + "\n".join(late.__notes__)
+    return "" if set(found[0]) == set(found[1]) else f"{found[0]} alone, {found[1]} with pauses"
+
+
+def main() -> int:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", type=int, help="number of a case")
+    options = parser.parse_args()
+    cases = range(options.seed, options.seed + options.count) if options.only is None else [options.only]
+    bad = 0
+    with tempfile.TemporaryDirectory() as made:
+        folder, rng = Path(made), np.random.default_rng(0)
+        for i in range(4):
+            rng.integers(50, size=61, dtype=np.uint16).tofile(folder / f"{i}.u16")
+        (folder / "train.py").write_text(SCRIPT)
+        for number in cases:
+            wrong = tried(number, folder)
+            bad += bool(wrong)
+            options_of, arguments = drawn(number)
+            print(number, *options_of, *arguments, wrong or "right", flush=True)
+    print(f"{len(cases) - bad} of {len(cases)} cases are right")
+    return bad > 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
