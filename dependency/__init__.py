@@ -24,7 +24,7 @@ from .errors import (
     ends_epoch,
     refuse_below,
 )
-from .kinds import A, B, C, D, F, G, I, N, P, R, S, T, U, V, W
+from .kinds import A, B, C, D, F, G, H, I, N, P, R, S, T, U, V, W
 from .order import local_order
 from .part import Part
 from .program import entries, order_limit
@@ -47,7 +47,7 @@ from .versions import (
 
 __all__ = [
     "A", "N", "NO_REDUCTIONS", "P", "RESOURCES", "S", "Action", "Reductions", "B", "BatchError", "C", "ConfigError",
-    "Damaged", "DataError", "D", "Disagreement", "Entry", "F", "G", "I", "Kind", "Malformed", "Milestone", "Order",
+    "Damaged", "DataError", "D", "Disagreement", "Entry", "F", "G", "H", "I", "Kind", "Malformed", "Milestone", "Order",
     "Part", "ModelError", "NotFinite", "NotMet", "PeerLost", "PipeError", "Pulled", "R", "Resource", "ScheduleError",
     "Spec", "Stalled", "StorageError", "T", "U", "V", "W", "WorkerFailure", "known_reductions", "schedule_errors",
     "check", "check_all", "worker_weight_copies", "reduction_tree", "entries", "local_order", "microbatches_of",

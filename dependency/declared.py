@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -22,6 +22,9 @@ else:
 
 
 Order = Literal["ready", "fixed"]
+#: of a replica that several workers run in parts: the action that adds to the gradients of a part last, the one that
+#: hands on these sums, and the one on the next worker that adds to them first
+Handover = tuple[Action, Action, Action]
 #: what every spec has
 NO_PARAMETERS = ("num_workers", "num_microbatches", "num_steps", "sizes")
 
@@ -167,6 +170,11 @@ class Declared(_Frozen):
         return range(self.num_workers)
 
     @property
+    def handovers(self) -> Sequence[Handover]:
+        """The places where a part of a replica ends, and the next one begins on another worker."""
+        return ()
+
+    @property
     def last_stage(self) -> int:
         return self.num_stages - 1
 
@@ -211,6 +219,10 @@ class Declared(_Frozen):
     def hosted(self, worker: int) -> list[tuple[int, int]]:
         """Return (stage, route) of every shard that `worker` holds, in stage order."""
         return list(_hosts(self).get(worker, ()))
+
+    def carried(self, worker: int) -> list[tuple[int, int]]:
+        """Return (stage, route) of every shard with microbatches that `worker` may run."""
+        return self.hosted(worker)
 
     def parameters(self) -> dict[str, Any]:
         """Return the schedule's own parameters and their values."""

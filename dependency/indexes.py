@@ -5,6 +5,7 @@ F, B, I, W, R    index = step * microbatches of a step + microbatch within the s
                  with replicas, microbatches take turns: microbatch of the replica * replicas + replica
 U, A             index = step * routes + route
 G, S, P          index = bucket * routes + route
+H                index = part of a replica's microbatches * routes + route
 """
 
 from __future__ import annotations

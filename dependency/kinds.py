@@ -15,6 +15,8 @@ I = Kind("I", "backward for inputs", way=-1, colour="#f0e442")  # noqa: E741  th
 W = Kind("W", "backward for weights", holds=-1, accumulates=True, colour="#009e73")
 #: runs the forward again from its input, because the activations were not kept
 R = Kind("R", "recompute", colour="#0072b2", ink="#ffffff")
+#: index = part * routes + route
+H = Kind("H", "hand on gradients", index="route", resource="link", colour="#8c510a", ink="#ffffff")
 #: index = bucket * routes + route
 G = Kind("G", "reduce-scatter: send gradients", index="route", resource="link", colour="#d55e00")
 S = Kind("S", "reduce-scatter: sum gradients", index="route", resource="link", colour="#a84300", ink="#ffffff")

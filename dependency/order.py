@@ -95,17 +95,19 @@ def _with_end(spec: Spec, worker: int, order: Iterable[Action], reductions: Redu
     """
     tree = reduction_tree(spec)
     awaits = reductions.weight or (reductions.norms and not reductions.validated)
-    route_of = routes(spec)
-    microbatches = Counter(map(route_of, range(spec.num_microbatches)))
-    left = {shard: microbatches[shard[1]] for shard in spec.hosted(worker)}
-    ended = [shard for shard, count in left.items() if count == 0]
+    route_of, order = routes(spec), [*order]
+    left = Counter((a.stage, route_of(a.index)) for a in order if a.kind.accumulates)
+    hands = {last: hand for last, hand, _ in spec.handovers}
+    ended = [shard for shard in spec.hosted(worker) if not left[shard]]
     for shard in ended:  # a route without microbatches
         yield from tree.given(G, *shard, reductions)
     for action in order:
         yield action
-        if action.kind.accumulates:
+        if action in hands:
+            yield hands[action]
+        elif action.kind.accumulates:
             shard = action.stage, route_of(action.index)
-            left[shard] = left.get(shard, 0) - 1
+            left[shard] -= 1
             if left[shard] == 0:
                 yield from tree.given(G, *shard, reductions)
                 if tree.pieces(shard[0], reductions) or awaits:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from typing import Any
 
 from .action import RESOURCES, Action, Entry, Kind, Milestone, Pulled, Resource
 from .indexes import route_in
@@ -113,13 +114,18 @@ class Part:
         spec = self.spec
         told = D(*reduction_tree(spec).own.get(self.worker, (-1, -1)))
         route_of = routes(spec)
+        #: by shard, and by stage: the ends of its update
+        updates: dict[Any, list[Action]] = {}
+        for action in self.number:
+            if action.kind is U or (action.kind is A and spec.parallelism.zero):
+                for key in (action.stage, action.index), action.stage:
+                    updates.setdefault(key, []).append(action)
         for number, entry in enumerate(self.entries):
             stage, kind, index = entry.action
             if kind.way == 1:
-                place = stage, route_of(index)
-                if U(*place) in self.number:  # an evaluation has no updates
-                    for before in (U(*place), A(*place)) if spec.parallelism.zero else (U(*place),):
-                        self.inherited[0].setdefault(before, []).append(number)
+                # An evaluation has no updates. Where workers have gone, another replica may update the weights.
+                for before in updates.get((stage, route_of(index)), updates.get(stage, ())):
+                    self.inherited[0].setdefault(before, []).append(number)
             elif kind in (G, S):  # a replica without a microbatch would give the gradients of the step before
                 self.inherited[0].setdefault(U(stage, route_in(index, spec.num_routes)), []).append(number)
             elif kind is U:

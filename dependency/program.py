@@ -45,6 +45,7 @@ def entries(
     edges = _OrderEdges(spec, worker, reductions, frozenset(chained), forward_only=forward_only)
     after = None if forward_only else spec.after
     versioned = not (forward_only or spec.synchronous)
+    handed = {first: hand for _, hand, first in spec.handovers}
     for action in local_order(spec, worker, reductions):
         if forward_only and not flow.goes_forward(action):
             continue
@@ -62,6 +63,8 @@ def entries(
         if versioned and action.kind is F:
             for update in before_forward(spec, action):
                 own += (update, A(action.stage, update.index)) if spec.parallelism.zero else (update,)
+        if action in handed:
+            pulled.append(Pulled(handed[action], spec.worker(handed[action]), True))
         own += edges.of(action)
         yield flow.entry(action, own, pulled)
 
@@ -83,7 +86,7 @@ class _Flow:
         self._spec = spec
         self._worker = worker
         self._reductions = reductions
-        self._uniform = is_uniform(spec)
+        self._uniform, self._in_parts = is_uniform(spec), bool(spec.handovers)
         self._route = routes(spec)
         self._patterns: dict[tuple[object, ...], _Pattern] = {}
         self._kinds: dict[tuple[int, int], tuple[Kind, ...]] = {}
@@ -97,6 +100,9 @@ class _Flow:
         key: tuple[object, ...] = stage, kind, self._route(m)
         if not self._uniform:
             key = *key, *(self._kinds_of(s, m) for s in (stage - 1, stage, stage + 1))
+        if self._in_parts:
+            near = range(max(0, stage - 1), min(stage + 1, self._spec.last_stage) + 1)
+            key = *key, *(self._spec.worker(F(s, m)) for s in near)
         pattern = self._patterns.get(key)
         if pattern is None:
             pattern = self._patterns[key] = self._pattern(action)

@@ -22,7 +22,7 @@ from typing import NamedTuple
 from .action import Action, Kind, Milestone
 from .declared import Declared
 from .indexes import join_route, route_in, split_route, split_step
-from .kinds import A, C, D, F, G, N, P, S, T, U, V
+from .kinds import A, C, D, F, G, H, N, P, S, T, U, V
 
 #: kind that distributes a result -> kind that collects it
 _COLLECTED = {D: C, T: N}
@@ -126,7 +126,7 @@ class ReductionTree:
         routes = self.spec.num_routes
         number, route = split_route(index, routes)
         node = stage, route
-        if kind is G:
+        if kind in (G, H):
             return [node], []
         if kind is S:
             holders = self._holders(stage, number, reductions)
@@ -150,7 +150,7 @@ class ReductionTree:
         children = self.children[node]
         if kind is C:
             below = [C(*child) for child in children if child in self._of_loss]
-            return [], below + [f for shard in held if shard[0] == self.spec.last_stage for f in self._forwards(*shard)]
+            return [], below + (self._losses(worker) if held else [])
         below = [N(*child) for child in children] + [D(*node)]  # gradients of summed losses are divided first
         first = [shard for shard in held if shard[1] == 0 or self.spec.parallelism.zero or reductions.commits]
         if reductions.validated:
@@ -215,12 +215,18 @@ class ReductionTree:
         return [kind(stage, join_route(piece.number, route, routes)) for piece in self.pieces(stage, reductions, step)
                 if (piece.owner == node) is (kind is not G)]  # fmt: skip
 
-    def _forwards(self, stage: int, route: int) -> list[Action]:
-        return [F(stage, m) for m in on_route(self.spec, range(self.spec.total_microbatches), route)]
+    def _losses(self, worker: int) -> list[Action]:
+        """Return the forwards of a worker that give losses."""
+        spec, last = self.spec, self.spec.last_stage
+        routes = [route for stage, route in spec.carried(worker) if stage == last]
+        every = (F(last, m) for route in routes for m in on_route(spec, range(spec.total_microbatches), route))
+        return [each for each in every if spec.num_routes == 1 or spec.worker(each) == worker]
 
     def successors(self, action: Action, reductions: Reductions = NO_REDUCTIONS) -> list[Action]:
         """Return the actions that the payload of one that ends a step flows to."""
         stage, kind, route = action
+        if kind is H:
+            return [first for _, hand, first in self.spec.handovers if hand == action]
         if kind in (G, S, P):
             routes = self.spec.num_routes
             number, own = split_route(route, routes)

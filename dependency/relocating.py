@@ -1,30 +1,50 @@
-"""A schedule on replicas without the workers that have died: live replicas of a stage host the shards of the dead.
+"""A schedule on replicas without the workers that have died: live replicas of a stage run the microbatches of the dead.
 
-Only `place` changes. The relation, the slots and the order of sums depend on the logical replica alone, so the proof
-that nothing deadlocks stays, and every bit stays.
+Only the place of actions changes. The relation, the slots and the order of sums depend on the logical replica alone, so
+the proof that nothing deadlocks stays, and every bit stays.
+
+All live replicas of a stage share the microbatches of a dead one in parts, cut in the order in which gradients are
+summed. A part hands (`H`) its sums to the next part, which adds to them. The last part ends the step for the replica.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import ClassVar, TypeVar
 
 from .action import Action
+from .declared import Handover
 from .errors import StageLost
+from .indexes import join_route, split_route
+from .kinds import F, H
+from .order import has_slot, local_order
+from .reductions import Replica, on_route
 from .spec import Spec, Transformation, transformed
 
 _Number = TypeVar("_Number", int, float)
 
+#: a worker, and the actions by which it adds to the gradients of a dead replica, in order
+Share = tuple[int, list[Action]]
 
-def relocated(spec: Spec, gone: frozenset[int]) -> Spec:
+
+def relocated(spec: Spec, gone: frozenset[int], cuts: bool = True) -> Spec:
     """Return `spec`, which has all its workers, without the workers `gone`.
+
+    Args:
+        cuts: whether several workers share a dead replica's microbatches, if slots order their actions; slices of a
+            sequence stay on one worker.
 
     Raises:
         StageLost: a stage has no live replica.
     """
     if not gone:
         return spec
-    cls = transformed(Relocated, type(spec), f"without {sorted(gone)}", gone=gone)
+    cuts = cuts and len(spec.parallelism.slices) == 1 and has_slot(spec)
+    said = f"without {sorted(gone)}" + ", uncut" * (not cuts)
+    cls = transformed(Relocated, type(spec), said, gone=gone, cuts=cuts, of_all=type(spec))
     made = cls(num_workers=spec.num_workers, num_microbatches=spec.num_microbatches, **spec.parameters())
     for stage in range(made.num_stages):
         made.place(stage, 0)
@@ -35,47 +55,134 @@ class Relocated(Transformation):
     """A schedule that has lost workers."""
 
     gone: ClassVar[frozenset[int]]
+    cuts: ClassVar[bool]
+    #: the schedule with all its workers
+    of_all: ClassVar[type[Spec]]
+
+    @cached_property
+    def _whole(self) -> Spec:
+        count, sizes = self.num_microbatches, self.sizes
+        return self.of_all(num_workers=self.num_workers, num_microbatches=count, sizes=sizes, **self.parameters())
 
     @property
     def workers(self) -> list[int]:
         return [worker for worker in super().workers if worker not in self.gone]
 
-    def place(self, stage: int, route: int) -> int:
-        own = super().place(stage, route)
-        if own not in self.gone:
-            return own
+    def unsliced(self) -> Spec:
+        whole = self._whole.unsliced()
+        return self if whole is self._whole else relocated(whole, self.gone, cuts=False)
+
+    # --- the dead replicas
+
+    @cached_property
+    def _heirs(self) -> dict[Replica, tuple[int, ...]]:
+        """By dead replica, the workers that may run its microbatches, however many there are."""
+        replicas = ((stage, route) for stage in range(self.num_stages) for route in range(self.num_routes))
+        return {each: self._heirs_of(*each) for each in replicas if self._whole.place(*each) in self.gone}
+
+    def _heirs_of(self, stage: int, route: int) -> tuple[int, ...]:
         # With several routes in a replica, the same route of another replica: its slots differ.
         own_routes = self.num_routes // self.parallelism.replicas
         alike = range(route % own_routes, self.num_routes, own_routes)
         for routes in alike, range(self.num_routes):
-            if live := [at for each in routes if (at := super(Relocated, self).place(stage, each)) not in self.gone]:
-                return live[route // own_routes % len(live)]
+            if live := [at for each in routes if (at := self._whole.place(stage, each)) not in self.gone]:
+                if not self.cuts:
+                    return (live[route // own_routes % len(live)],)
+                # The parts of a worker's stages begin on different workers, so that the load is even in a step.
+                turn = sum(other < stage for other, _ in self._whole.hosted(self._whole.place(stage, route)))
+                return (*live[turn % len(live) :], *live[: turn % len(live)])
         raise StageLost(f"stage {stage} has no live replica: go on from a checkpoint (--max-restarts does)")
 
-    def unsliced(self) -> Spec:
-        whole = super().unsliced()
-        return self if whole is self else relocated(whole, self.gone)
+    @cached_property
+    def _shares(self) -> dict[Replica, list[Share]]:
+        """By dead replica, the workers that run its microbatches, in the order of sums; the last one ends its step."""
+        together: dict[tuple[int, tuple[int, ...]], list[int]] = {}
+        for (stage, route), heirs in self._heirs.items():
+            together.setdefault((stage, heirs), []).append(route)
+        found: dict[Replica, list[Share]] = {}
+        for (stage, heirs), routes in together.items():
+            sums = [self._sums(stage, route) for route in routes]
+            ends, begin = self._ends(stage, heirs, sum(map(len, sums))), 0
+            for route, own in zip(routes, sums, strict=True):
+                cuts = zip(heirs, pairwise(min(max(end - begin, 0), len(own)) for end in (0, *ends)), strict=True)
+                parts = [(heir, own[a:b]) for heir, (a, b) in cuts if a < b]
+                found[stage, route], begin = parts or [(heirs[0], [])], begin + len(own)
+        return found
 
-    def _carried(self, worker: int) -> list[int]:
-        """Return the workers of the whole schedule with work that `worker` does."""
-        return sorted({super(Relocated, self).place(stage, route) for stage, route in self.hosted(worker)})
+    def _sums(self, stage: int, route: int) -> list[Action]:
+        """Return what adds to the gradients of a replica, in order."""
+        order = local_order(self._whole, self._whole.place(stage, route))
+        return [a for a in order if a.kind.accumulates and a.stage == stage and self.route(a.index) == route]
+
+    def _ends(self, stage: int, heirs: Sequence[int], count: int) -> list[int]:
+        """Return where the parts of `heirs` in `count` microbatches end, so that each runs as many with its own."""
+        own = Counter(self._whole.worker(F(stage, m)) for m in range(self.num_microbatches))
+        fair = (count + sum(own[heir] for heir in heirs)) / len(heirs)
+        ends = accumulate(max(0.0, fair - own[heir]) for heir in heirs)
+        *within, _ = (min(count, round(end)) for end in ends)
+        return [*within, count]
+
+    @cached_property
+    def handovers(self) -> tuple[Handover, ...]:
+        return tuple(
+            (before[-1], H(stage, join_route(number, route, self.num_routes)), behind[0])
+            for (stage, route), shares in self._shares.items()
+            for number, ((_, before), (_, behind)) in enumerate(pairwise(shares))
+        )
+
+    # --- places
+
+    @cached_property
+    def _moved(self) -> dict[tuple[int, int], int]:
+        """By stage and microbatch of dead replicas, the worker that runs them."""
+        shares = (share for shares in self._shares.values() for share in shares)
+        return {(action.stage, action.index): worker for worker, actions in shares for action in actions}
+
+    def place(self, stage: int, route: int) -> int:
+        own = self._whole.place(stage, route)
+        return own if own not in self.gone else self._shares[stage, route][-1][0]
+
+    def worker(self, action: Action) -> int:
+        stage, kind, index = action
+        if kind is H:
+            number, route = split_route(index, self.num_routes)
+            return self._shares[stage, route][number][0]
+        if kind.per_microbatch and (stage, index) in self._moved:
+            return self._moved[stage, index]
+        return super().worker(action)
+
+    def carried(self, worker: int) -> list[Replica]:
+        own = [] if worker in self.gone else self._whole.hosted(worker)
+        return sorted([*own, *(dead for dead, heirs in self._heirs.items() if worker in heirs)])
+
+    def own_actions(self, worker: int) -> Iterator[Action]:
+        for stage, route in self.carried(worker):
+            for m in on_route(self, range(self.num_microbatches), route):
+                if self._moved.get((stage, m), worker) == worker:
+                    yield from self.actions(stage, m)
+
+    # --- of a worker
 
     def program(self, worker: int) -> Iterable[Action]:
-        own = set(self.hosted(worker))
+        own = set(self.carried(worker))
         # One dead worker's program after the other, in one order everywhere: so no two programs wait for each other.
-        for each in self._carried(worker):
-            for action in super().program(each):
+        for each in sorted(self._with_work_here(worker)):
+            for action in self._whole.program(each):
                 if (action.stage, self.route(action.index)) in own:
                     yield action
 
     def activation_limit(self, worker: int) -> int | None:
-        return _total(super(Relocated, self).activation_limit(each) for each in self._carried(worker))
+        return _total(self._whole.activation_limit(each) for each in self._with_work_here(worker))
 
     def peak_activations(self, worker: int) -> int | None:
-        return _total(super(Relocated, self).peak_activations(each) for each in self._carried(worker))
+        return _total(self._whole.peak_activations(each) for each in self._with_work_here(worker))
 
     def peak_size(self, worker: int) -> float | None:
-        return _total(super(Relocated, self).peak_size(each) for each in self._carried(worker))
+        return _total(self._whole.peak_size(each) for each in self._with_work_here(worker))
+
+    def _with_work_here(self, worker: int) -> set[int]:
+        """Return the workers of the whole schedule with work that `worker` does."""
+        return {self._whole.place(*each) for each in self.carried(worker)}
 
 
 def _total(limits: Iterable[_Number | None]) -> _Number | None:

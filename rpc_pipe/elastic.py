@@ -43,6 +43,7 @@ from .system.at_exit import at_exit
 from .workers.actor import WorkerActor
 from .workers.compute.result import Result
 from .workers.compute.torch_internals import BatchNorm
+from .workers.surviving import completed
 
 if TYPE_CHECKING:
     from .model.batches.step_inputs import StepEnd
@@ -108,7 +109,7 @@ class Recovery:
         maker: that has made them.
 
     Attributes:
-        journal: of the results of calls, for newcomers.
+        journal: of the results of calls; None: no newcomer comes.
         repetition: of a newcomer: the calls until it takes part.
 
     Raises:
@@ -129,16 +130,16 @@ class Recovery:
         self._known: Any = None
         self._noted_in = -1
         self._told_caught_up = self._is_evicted = self._is_gone = False
-        self.journal = Journal(self._root.folder())
+        self.journal = Journal(self._root.folder()) if job.newcomer or job.rejoins or not job.one_host else None
         self.repetition: Repetition | None = None
         actor = self._actor
         actor.elastic = actor.recovers = actor.keeps_broken = True
         at_exit(self._leave)
-        if job.newcomer:
+        if job.newcomer and self.journal is not None:
             session.results = self.repetition = Repetition(self.journal, self._take_part, self._look)
             session.process = actor.worker or -1  # a newcomer does not log what has been logged
             return
-        link.tell(kind=READY)
+        link.tell(kind=READY, stages=[stage for stage, _ in session.spec.hosted(actor.worker)])
         self._heed_eviction()
         # When a worker trains, all are ready; and a peer without a message would count as one that has left.
         self.call(lambda actor: actor.exchange("elastic", None))
@@ -177,12 +178,17 @@ class Recovery:
                 if self._all_made:
                     return done  # type: ignore[no-any-return]
 
+    def write_down(self, step: int, value: float, beside: float | None) -> None:
+        """Write the result of a call down for newcomers."""
+        if self.journal is not None:
+            self.journal.write(step, value, beside)
+
     def _note(self, result: Result) -> None:
         """Remember a training step that is complete here; other workers may need its result."""
         assert result.loss is not None
         self._known, self._made, self._ended = result.known, 0, 0
         self._noted_in = self._session.epoch
-        self.journal.write(self._actor.step, result.loss, result.norm)
+        self.write_down(self._actor.step, result.loss, result.norm)
         self._refuse_changing()
 
     def _go_on(self, error: PipeError, epoch: Roster | None = None) -> Result | None:
@@ -231,11 +237,9 @@ class Recovery:
             known: facts of its result, from another worker; None: as far as this worker knows.
         """
         broken = self._actor.broken
-        step = None if broken is None else broken.training
-        if broken is None or step is None or (known is None and not step.stands):
-            return None
-        result = broken.complete(known)
-        self._note(result)
+        result = None if broken is None else completed(broken, known)
+        if result is not None:
+            self._note(result)
         return result
 
     def _meet(self, epoch: Roster) -> None:
@@ -253,18 +257,14 @@ class Recovery:
         spec = relocated(self._whole, epoch.gone)
         check(spec, actor.worker)
         self._give_state(relocated(self._whole, epoch.gone | frozenset(comes)), sorted(comes))
-        held = {place: shard for place, shard in actor.shards.items() if place in spec.hosted(actor.worker)}
-        for place, shard in actor.shards.items():
-            if place not in held and shard.lodging is not None:
-                shard.lodging.leave(shard)
-        for stage, route in spec.hosted(actor.worker):
+        held = {place: actor.shards[place] for place in self._whole.hosted(actor.worker)}
+        for shard in held.values():
+            shard.turn()
+            shard.lodging = None  # the guests of the epoch before leave
+        for stage, route in spec.carried(actor.worker):
             if (stage, route) not in held:
                 like = next(shard for (other, _), shard in held.items() if other == stage)
                 held[stage, route] = self._maker.guest(spec, stage, route, like, actor.backend.device)
-        lodgings = [shard.lodging for shard in held.values()]
-        for shard in held.values():
-            if lodgings.count(shard.lodging) == 1:  # its guests have left
-                shard.lodging = None
         actor.host(dict(sorted(held.items())))
         session.begin(spec)
         session.epoch = epoch.number
@@ -327,7 +327,7 @@ class Recovery:
         if not self._told_caught_up:
             self._told_caught_up = True
             link.tell(kind=CAUGHT_UP)
-        if not has_begun() or self.journal.read() is not None:
+        if not has_begun() or (self.journal is not None and self.journal.read() is not None):
             return False
         self._made = self._ended = 0
         self._go_on(EpochEnds("a newcomer comes"))

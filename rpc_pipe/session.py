@@ -117,7 +117,9 @@ class Session:
         count = 1 if self._members is None else self._members.shares
         self._reader.begin(replace(spec, num_microbatches=spec.num_microbatches * count) if count > 1 else spec, count)
         workers = [actor.worker for actor in self.actors]
-        self._inputs = StepInputs(spec, self.order, workers, self.end, lambda step: self.due(step))
+        # A worker that has parts of several replicas does not wait with one for the other.
+        order: Order = self.order if len(spec.workers) == spec.num_workers else "ready"
+        self._inputs = StepInputs(spec, order, workers, self.end, lambda step: self.due(step))
         self._inputs.described = self.described
 
     # --- the shards

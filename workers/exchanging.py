@@ -1,8 +1,8 @@
-"""Handlers of G, S, P and A: the exchange of gradients across replicas and tied stages."""
+"""Handlers of H, G, S, P and A: the exchange of gradients across replicas and tied stages."""
 
 from __future__ import annotations
 
-from ..dependency import A, G, P, S, reduction_tree
+from ..dependency import A, G, H, P, S, reduction_tree
 from ..dependency.indexes import route_in, split_route
 from .compute.ownership import Ownership
 from .handlers import carries_out
@@ -17,6 +17,12 @@ def _pieces(ctx: ActionContext) -> tuple[Ownership, int]:
     number, route = split_route(index, routes)
     shard.turn_to(ctx.step.offsets.update + route)
     return shard.updating.pieces, number
+
+
+@carries_out(H)
+def _hand_on(ctx: ActionContext) -> Payload:
+    pieces, _ = _pieces(ctx)
+    return pieces.hand_on()
 
 
 @carries_out(G)

@@ -142,8 +142,9 @@ def _collect_norms(ctx: ActionContext) -> Payload:
         others, flags = unpack(payload)
         norms, finite = norms | others, finite + flags
     if _is_first_node(ctx) and not ctx.step.batch.reductions.validated:
-        for (_, route), shard in ctx.worker.shards.items():
+        for stage, route in ctx.step.batch.spec.hosted(ctx.worker.worker):
             if route == 0 or ctx.step.batch.spec.parallelism.zero:
+                shard = ctx.worker.shards[stage, route]
                 shard.turn_to(ctx.step.offsets.update + route)
                 shard.turn()
                 complete_gradients(ctx, shard, route)

@@ -12,11 +12,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
-from typing import Any
 
 import torch
 
-from ..dependency import Action, Entry, Milestone, NotFinite, U
+from ..dependency import Action, Entry, Milestone, NotFinite
 from .between_steps import BetweenSteps
 from .compute.autocast import forget_casts
 from .compute.result import Result
@@ -128,27 +127,6 @@ class Stream:
     def _undoable(self, batch: StepInput) -> bool:
         """Return whether a step that begins now may have to be undone, or rests while the caller acts."""
         return self._worker.recovers or bool(self._steps and batch.train)
-
-    @property
-    def training(self) -> Step | None:
-        """The oldest open training step."""
-        return next((step for step in self._steps.values() if step.batch.train), None)
-
-    def complete(self, known: tuple[Any, ...] | None) -> Result:
-        """Complete the oldest step from the payloads that this worker holds: other workers have made updates of it.
-
-        Args:
-            known: `Result.known` of another worker; None: this worker knows its own.
-        """
-        step = next(iter(self._steps.values()))
-        if known is not None:
-            parts, norm, finite = known
-            step.tally.result = Result(parts, step.tally.outputs, step.batch.data.rows)
-            step.tally.result.norm_tensor, step.tally.result.finite_tensor = norm, finite
-        for action, task in step.tasks.items():
-            if action.kind is U and not step.state.has_finished(action):
-                task.handler(ActionContext(self._worker, step, task))
-        return self._close(step)
 
     def flush(self) -> None:
         """Complete begun steps; no synchronous step waits for a later one."""

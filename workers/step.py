@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
-from ..dependency import NO_REDUCTIONS, Action, Entry, Order, Part, Reductions, Spec, T, reduction_tree
+from ..dependency import NO_REDUCTIONS, Action, Entry, Order, Part, Reductions, Spec
 from .compute.device import Timestamp
 from .compute.module_state import ModuleState
 from .compute.result import Losses, Result
@@ -179,12 +179,6 @@ class Step:
     def ordinal(self) -> int:
         """Number of the training step from 1, as errors, listeners and watchers show it."""
         return self.number + 1
-
-    @property
-    def stands(self) -> bool:
-        """Whether this worker knows that all workers hold the needs of their updates of a step that commits."""
-        told = T(*reduction_tree(self.batch.spec).own[self.state.part.worker])
-        return self.tally.result is not None and told in self.tasks and self.state.has_finished(told)
 
 
 class ActionContext(NamedTuple):

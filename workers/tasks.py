@@ -8,16 +8,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from ..dependency import Action, B, ConfigError, F, G, Order, Part, R, S, W
+from ..dependency import Action, B, ConfigError, F, G, H, Order, Part, R, S, W
 from .compute.shard import Shard
 from .compute.torch_internals import keep_donated_buffers
 from .handlers import handler_of
-from .step import ActionContext, Bound, Handler, Question, Task
+from .step import Bound, Question, Task
 from .transport.outbox import DONE
-from .transport.payload import Payload
 
 if TYPE_CHECKING:
-    from .compute.lodging import Lodging
     from .compute.members import Members
 
 
@@ -41,7 +39,8 @@ def bound(part: Part, shards: dict[tuple[int, int], Shard], members: Members | N
 def tasks(part: Part, shards: dict[tuple[int, int], Shard]) -> dict[Action, Task]:
     """Return a task for every action of `part`, on a worker with these shards."""
     spec, found = part.spec, {}
-    if any(entry.action.kind in (G, S) for entry in part.entries):
+    handed = {first: hand for _, hand, first in spec.handovers}
+    if any(entry.action.kind in (G, S, H) for entry in part.entries):
         from . import exchanging  # noqa: F401  registers handlers, which few runs need
     for entry in part.entries:
         stage, kind, index = entry.action
@@ -53,24 +52,14 @@ def tasks(part: Part, shards: dict[tuple[int, int], Shard]) -> dict[Action, Task
             keep_donated_buffers()
         announced = tuple(milestone.number for milestone in part.milestones.get(entry.action, ()))
         shard = shards[place]
-        handler, lodging = handler_of(kind), shard.lodging
-        handler = handler if lodging is None else _turning(handler, lodging, shard)
+        handler = handler_of(kind)
+        if shard.lodging is not None:
+            from .surviving import turning  # few workers have several replicas of a stage
+
+            handler = turning(handler, shard.lodging, shard, handed.get(entry.action))
         name, is_last = str(entry.action), stage == spec.last_stage
         found[entry.action] = Task(entry, name, name + DONE, shard, handler, saves, recomputes, is_last, announced)
     return found
-
-
-def _turning(handler: Handler, lodging: Lodging, shard: Shard) -> Handler:
-    """Return a handler during which the gradients of a shard are in place, as several shards have its weights."""
-
-    def handles(ctx: ActionContext) -> Payload | None:
-        before = lodging.turn(shard)
-        try:
-            return handler(ctx)
-        finally:
-            lodging.turn(before)  # with a backward that may have reached a milestone
-
-    return handles
 
 
 def refuse_collectives(part: Part, order: Order, shards: Iterable[Shard]) -> None:

@@ -1,8 +1,10 @@
 """A schedule without the workers that have died: the same relation, in another place, and it does not deadlock."""
 
+from collections import Counter
+
 import pytest
 
-from rpc_pipe.dependency import F, N, Reductions, StageLost, U, check, entries, reduction_tree
+from rpc_pipe.dependency import B, F, H, I, N, Reductions, StageLost, U, W, check, entries, local_order, reduction_tree
 from rpc_pipe.dependency.relocating import relocated
 from rpc_pipe.planning.relation import Relation
 from rpc_pipe.planning.simulator import simulate, uniform
@@ -34,6 +36,45 @@ def test_nothing_but_the_place_changes():
             action = F(stage, m)
             assert spec.slot(action) == whole.slot(action) and list(spec.after(action)) == list(whole.after(action))
             assert spec.needs(action) == whole.needs(action)
+
+
+@pytest.mark.parametrize(("workers", "replicas", "gone"), [(6, 3, {0}), (9, 3, {4}), (16, 4, {5, 6}), (10, 5, {0, 1})])
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v", "interleaved"])
+def test_all_live_replicas_share_the_microbatches_of_the_dead(name, workers, replicas, gone):
+    """One replica did all the work of a dead one, so that three replicas went at half their rate."""
+    whole = make_spec(name, workers, 8 * replicas, {"replicas": replicas})
+    spec = relocated(whole, frozenset(gone))
+    reductions = Reductions(weight=True, norms=True, commits=True)
+    for worker in spec.workers:
+        check(spec, worker)
+        own = {entry.action: entry.pulled for entry in entries(spec, worker, reductions=reductions)}
+        for last, hand, first in spec.handovers:
+            if first in own:
+                assert (hand, spec.worker(last), True) in own[first]  # an order of actions, and a payload
+    for stage in range(spec.num_stages):
+        done = Counter(spec.worker(F(stage, m)) for m in range(spec.num_microbatches))
+        assert sum(done.values()) == spec.num_microbatches and max(done.values()) - min(done.values()) <= 1
+    for worker in gone:
+        order = [a for a in local_order(whole, worker) if a.kind.accumulates]
+        for stage, route in whole.hosted(worker):
+            sums = [a for a in order if (a.stage, whole.route(a.index)) == (stage, route)]
+            turns = list(dict.fromkeys(map(spec.worker, sums)))
+            assert sums == sorted(sums, key=lambda a: turns.index(spec.worker(a)))  # each part is a piece of the order
+            assert spec.place(stage, route) == turns[-1]
+    cost = uniform({F: 1, B: 2, I: 1, W: 1})
+    rate = (
+        simulate(Relation(whole, 4, reductions), cost).step_time
+        / simulate(Relation(spec, 4, reductions), cost, order="ready").step_time
+    )
+    live = {whole.place(stage, route) for stage in range(whole.num_stages) for route in range(replicas)} - gone
+    hosts = Counter(stage for worker in live for stage in {stage for stage, _ in whole.hosted(worker)})
+    assert rate > 0.9 * min(hosts.values()) / replicas
+
+
+def test_no_part_begins_behind_another_ones_end_on_one_worker():
+    """Two dead replicas are cut as one list: no more parts are handed on than there are live workers, less one."""
+    spec = relocated(make_spec("1f1b", 10, 30, {"replicas": 5}), frozenset({0, 1}))
+    assert [hand for _, hand, _ in spec.handovers] == [H(0, 0), H(0, 1)]
 
 
 def test_a_schedule_with_two_directions_goes_on_in_the_same_direction():

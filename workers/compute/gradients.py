@@ -35,10 +35,6 @@ class GradientSets(Generic[Key]):
             self.present = key
         return before
 
-    def drop(self, key: Key) -> None:
-        """Forget a set that is kept apart."""
-        self._apart.pop(key, None)
-
     def clear(self, present: Key) -> None:
         """Forget all sets that are kept apart; the set in place belongs to `present` from now on."""
         self._apart.clear()

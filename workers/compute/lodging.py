@@ -34,8 +34,3 @@ class Lodging:
     def turn(self, shard: Lodger) -> Lodger:
         """Let the weights have the gradients of a replica; return the replica whose gradients they had."""
         return self._gradients.turn(shard, shard.parameters())
-
-    def leave(self, shard: Lodger) -> None:
-        """Forget a guest and its gradients."""
-        self.turn(self.host)
-        self._gradients.drop(shard)

@@ -137,6 +137,13 @@ class Ownership:
             self._parameters[name].grad = None
         return payload
 
+    def hand_on(self) -> Payload:
+        """Return all gradients of this replica, which has them no more: another worker adds the rest."""
+        payload = pack({name: None if p.grad is None else local(p.grad) for name, p in self._parameters.items()})
+        for parameter in self._parameters.values():
+            parameter.grad = None
+        return payload
+
     def _given(self, number: int) -> dict[str, Tensor | None]:
         """Return the summands of a piece; statistics as copies, because they may be taken over before they are read."""
         summed = self._statistics.named(summed=True) if number == self._last else {}

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
-from ...dependency import Spec
+from ...dependency import F, Spec
 
 
 class Scatter(NamedTuple):
@@ -49,6 +50,12 @@ def run_by(spec: Spec, worker: int, parts: list[Any]) -> list[Any]:
     """Return trees by microbatch, with None for microbatches of other replicas."""
     if spec.num_routes == 1:
         return parts
-    spec = replace(spec, num_microbatches=len(parts))
-    routes = {route for _, route in spec.hosted(worker)}
-    return [part if spec.route(number) in routes else None for number, part in enumerate(parts)]
+    runs = _runs(replace(spec, num_microbatches=len(parts)), worker)
+    return [part if here else None for part, here in zip(parts, runs, strict=True)]
+
+
+@lru_cache(maxsize=16)
+def _runs(spec: Spec, worker: int) -> list[bool]:
+    """Return by microbatch whether `worker` runs it."""
+    stages = {stage for stage, _ in spec.carried(worker)}
+    return [any(spec.worker(F(stage, m)) == worker for stage in stages) for m in range(spec.num_microbatches)]

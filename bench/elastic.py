@@ -1,0 +1,143 @@
+"""The rate of an elastic job after deaths, and after newcomers have come, on emulated devices; and as simulated.
+
+    python bench/elastic.py [--shapes 2x2,2x3,3x3] [--schedules 1f1b,zb-h1,zb-v] [--dead 0] [--ms 10] [--steps 12]
+
+A shape is stages x replicas, each worker a process. A worker dies, and later a newcomer takes its place. A rate is the
+median time of a step before the death, over that of a step in the epoch. The live share is the live replicas of the
+stage over all of them. The simulation has the same times, and a travel time of 0.4 ms.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+
+if __name__ == "__main__":  # a worker process finds this package where the command was given
+    sys.path.insert(0, os.getcwd())
+
+import torch
+from torch import Tensor, nn
+
+from bench import devices
+from rpc_pipe.dependency import Action, Reductions
+from rpc_pipe.dependency.relocating import relocated
+from rpc_pipe.pipeline import Pipeline, Training
+from rpc_pipe.planning.relation import Relation
+from rpc_pipe.planning.simulator import simulate
+from rpc_pipe.planning.specs import make_spec
+
+#: microbatches of a replica, and steps of an epoch that are not measured
+_EACH, _WARM_UP = 8, 3
+
+
+class Stage(nn.Module):
+    """An emulated device without a count of its microbatches, which a death would lose."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, devices.WIDTH))
+        self._seconds = seconds
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Take `seconds`, and as long in each of the two parts of backward."""
+        inputs: Tensor = devices._Path.apply(x, self._seconds, self._seconds)  # type: ignore[no-untyped-call]
+        weight: Tensor = devices._Path.apply(self.weight, 0.0, self._seconds)  # type: ignore[no-untyped-call]
+        return inputs + weight
+
+
+def simulated(schedule: str, stages: int, replicas: int, dead: int, ms: float) -> float:
+    """Return the rate without a worker, as a share of the rate with it."""
+    whole = make_spec(schedule, stages * replicas, _EACH * replicas, {"replicas": replicas})
+    share = stages / whole.num_stages
+
+    def cost(action: Action) -> float:
+        return ms * share * {"F": 1, "B": 2, "I": 1, "W": 1}.get(action.kind.letter, 0)
+
+    commits = Reductions(weight=True, norms=True, commits=True)
+    first, then = (
+        simulate(Relation(spec, 4, commits), cost, comm=0.4, order=order).step_time
+        for spec, order in ((whole, whole.order), (relocated(whole, frozenset({dead})), "ready"))
+    )
+    return first / then
+
+
+def measured(schedule: str, shape: str, dead: int, ms: float, steps: int, rejoins: bool) -> float:
+    """Return the rate of a job without a worker, or when a newcomer has come, as a share of the rate before."""
+    stages, replicas = map(int, shape.split("x"))
+    with tempfile.TemporaryDirectory() as folder:
+        typed = ["--workers", stages * replicas, "--replicas", replicas, "--transport", "zmq", "--schedule", schedule]
+        command = [sys.executable, "-m", "rpc_pipe", "run", __file__, *map(str, typed), "--elastic"]
+        command += [*["--rejoin"] * rejoins, "--", "--be", folder, shape, str(dead), str(ms), str(steps)]
+        subprocess.run([*command, str(int(rejoins))], check=True, stdout=subprocess.DEVNULL)
+        before, *_, then = json.loads((Path(folder) / "ms").read_text())
+        return float(before / then)
+
+
+def _be(folder: str, shape: str, dead: str, ms: str, steps: str, rejoins: str) -> None:
+    """Train as one of the processes; a live one writes the time of a step in each epoch."""
+    torch.set_num_threads(1)
+    devices.calibrate()
+    stages, replicas = map(int, shape.split("x"))
+    rank, enough = int(os.environ["RANK"]), int(steps) + _WARM_UP
+    layers = int(os.environ.get("RPC_PIPE_LAYERS", 2 * stages))
+    pipe = Pipeline(
+        [partial(Stage, float(ms) / 1e3 * stages / layers)] * layers,
+        nn.functional.mse_loss,
+        training=Training(partial(torch.optim.AdamW, lr=1e-6)),
+        num_microbatches=_EACH * replicas,
+    )
+    x = torch.randn(_EACH * replicas, devices.WIDTH, generator=torch.Generator().manual_seed(0))
+    epochs: list[list[float]] = []
+    live, last, came_late = 0, 0.0, pipe.replaying
+    for _ in pipe.train(itertools.repeat((x, x))):
+        now = time.perf_counter()
+        if pipe.replaying:
+            continue
+        if live != (live := len(pipe.actors[0].carrier.workers)):
+            epochs.append([])
+        epochs[-1].append(1e3 * (now - last))
+        last = now
+        if len(epochs) == 1 and len(epochs[0]) == enough and rank == int(dead) and not came_late:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if len(epochs) == 2 + int(rejoins) and len(epochs[-1]) == enough and rank == stages * replicas - 1:
+            pipe.request_stop()
+    if len(epochs) == 2 + int(rejoins):
+        Path(folder, "ms").write_text(json.dumps([statistics.median(each[_WARM_UP:] or each) for each in epochs]))
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--be"]:
+        _be(*sys.argv[2:])
+        return
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", default="2x2,2x3,3x3")
+    parser.add_argument("--schedules", default="1f1b,zb-h1,zb-v")
+    parser.add_argument("--dead", type=int, default=0)
+    parser.add_argument("--ms", type=float, default=10.0)
+    parser.add_argument("--steps", type=int, default=12)
+    typed = parser.parse_args()
+    for shape, schedule in itertools.product(typed.shapes.split(","), typed.schedules.split(",")):
+        stages, replicas = map(int, shape.split("x"))
+        share, priced = (replicas - 1) / replicas, simulated(schedule, stages, replicas, typed.dead, typed.ms)
+        after, back = (
+            measured(schedule, shape, typed.dead, typed.ms, typed.steps, rejoins) for rejoins in (False, True)
+        )
+        print(
+            f"{shape} {schedule:<6} live share {share:.3f}, after a death {after:.3f} ({after / share:.2f} of it), "
+            f"simulated {priced:.3f} ({after / priced - 1:+.1%}), after a join {back:.3f}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""What a worker does where others have died: it runs actions of their replicas, and completes steps that stand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..dependency import Action, T, U, reduction_tree
+from .compute.lodging import Lodging
+from .compute.result import Result
+from .compute.shard import Shard
+from .run import Stream
+from .step import ActionContext, Handler, Step
+from .transport.payload import Payload
+
+
+def turning(handler: Handler, lodging: Lodging, shard: Shard, handed: Action | None) -> Handler:
+    """Return a handler during which the gradients of a shard are in place, as several shards have its weights.
+
+    Args:
+        handed: gives the gradients to which the first backward of a part adds.
+    """
+
+    def handles(ctx: ActionContext) -> Payload | None:
+        before = lodging.turn(shard)
+        try:
+            if handed is not None:
+                assert shard.updating.pieces is not None
+                shard.updating.pieces.take(ctx.worker.backend.ready(ctx.step.payloads.pop(handed)))
+            return handler(ctx)
+        finally:
+            lodging.turn(before)  # with a backward that may have reached a milestone
+
+    return handles
+
+
+def completed(stream: Stream, known: tuple[Any, ...] | None) -> Result | None:
+    """Complete the oldest training step from the payloads that this worker holds, and return its result.
+
+    None: the step may not stand, as no worker is known to have made updates of it.
+
+    Args:
+        known: `Result.known` of another worker; None: as far as this worker knows.
+    """
+    step = next((step for step in stream._steps.values() if step.batch.train), None)
+    if step is None or (known is None and not _stands(step)):
+        return None
+    if known is not None:
+        parts, norm, finite = known
+        step.tally.result = Result(parts, step.tally.outputs, step.batch.data.rows)
+        step.tally.result.norm_tensor, step.tally.result.finite_tensor = norm, finite
+    for action, task in step.tasks.items():
+        if action.kind is U and not step.state.has_finished(action):
+            task.handler(ActionContext(stream._worker, step, task))
+    return stream._close(step)
+
+
+def _stands(step: Step) -> bool:
+    """Return whether this worker knows that all workers hold the needs of their updates of a step that commits."""
+    told = T(*reduction_tree(step.batch.spec).own[step.state.part.worker])
+    return step.tally.result is not None and told in step.tasks and step.state.has_finished(told)
