@@ -2,7 +2,7 @@
 
 launcher ──"e" and a line of JSON──> worker     another epoch begins: its number and the workers without which
 launcher ──"p"──> worker                        rest with all workers after a step, until another epoch begins
-launcher <──"ready"── worker                    it can go on without others from here on
+launcher <──"ready"── worker                    it can go on without others from here on; its stages
 launcher <──"caught up"── newcomer              it has made the calls of the script so far, and can take part
 launcher <──"evicted"── worker                  it was sent SIGTERM, and goes when all rest
 launcher <──"rests"── worker                    it has come to the end of the step
@@ -17,7 +17,7 @@ import os
 import queue
 import signal
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ..dependency import EpochEnds, PipeError
@@ -57,6 +57,9 @@ class Ordered(Protocol):
     def order(self, order: bytes) -> None:
         """Send it an order."""
 
+    def order_stop(self) -> None:
+        """Ask it to finish the step and stop."""
+
     def kill(self) -> None:
         """Kill it, and all processes that it has started."""
 
@@ -88,6 +91,8 @@ class Epochs:
         self._resting: set[int] = set()
         self._evicted: set[int] = set()
         self._since = 0.0
+        #: the stages of each worker
+        self._stages: dict[int, list[int]] = {}
         #: a line on each epoch, the cause of the present one first
         self._history: list[str] = []
         self._cause = ""
@@ -102,6 +107,9 @@ class Epochs:
         kind = message["kind"]
         if kind == RESUMED:
             self._resumes(message["step"])
+        elif kind == READY:
+            self._stages[rank] = message["stages"]
+            return False
         elif kind == LEFT:
             self._leaves(rank)
         elif kind == RESTS:
@@ -174,11 +182,22 @@ class Epochs:
             return
         comes, goes_now = self._caught_up & self._newcomers, self._evicted - self._now.gone
         lines = [f"worker {each} is back" for each in sorted(comes)]
+        if self._loses_a_stage((self._now.gone - comes) | goes_now):
+            lines += [f"worker {each} is to go (SIGTERM)" for each in sorted(goes_now)]
+            lines.append("a stage would have no worker, so all stop after a step")
+            goes_now = set()
+            for worker in self._workers:
+                worker.order_stop()
         self._cause = ", ".join(lines + [f"worker {each} goes (SIGTERM)" for each in sorted(goes_now)])
         self._newcomers -= comes
         self._caught_up.clear()
         self._evicted.clear()
         self._begin((self._now.gone - comes) | goes_now, planned=True)
+
+    def _loses_a_stage(self, gone: Collection[int]) -> bool:
+        """Return whether no worker but `gone` has a stage."""
+        live = {stage for rank, stages in self._stages.items() if rank not in gone for stage in stages}
+        return any(not live.issuperset(stages) for stages in self._stages.values())
 
     def _resumes(self, step: int) -> None:
         """The workers go on with a step."""

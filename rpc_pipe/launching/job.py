@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..dependency import ConfigError
+from ..tracing.run_folders import NEWCOMER
 from . import LOOPBACK
 
 #: exit codes
@@ -22,8 +23,8 @@ _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 INIT = "RPC_PIPE_INIT"
 #: environment variable set by `--elastic`: whether the job goes on without workers that die
 ELASTIC = "RPC_PIPE_ELASTIC"
-#: environment variable set by the launcher: whether a process comes in the place of a worker that has died
-NEWCOMER = "RPC_PIPE_NEWCOMER"
+#: environment variable set by `--rejoin`: whether processes come in their places
+REJOINS = "RPC_PIPE_REJOIN"
 TRANSPORT, TRUST, PORT, KEY = "RPC_PIPE_TRANSPORT", "RPC_PIPE_TRUST_NETWORK", "RPC_PIPE_PORT", "RPC_PIPE_KEY_FILE"
 #: the carriers of messages between workers; the first is the default
 TRANSPORTS = ("rpc", "zmq", "local")
@@ -65,6 +66,8 @@ class Job:
     ways: tuple[str, ...] = ("memory",)
     #: whether it goes on without workers that die
     elastic: bool = False
+    #: whether processes come in the places of workers that have died
+    rejoins: bool = False
     #: whether this process comes in the place of a worker that has died
     newcomer: bool = False
 
@@ -104,6 +107,7 @@ def current_job(environ: Mapping[str, str] | None = None) -> Job | None:
         key_file=Path(environ[KEY]) if KEY in environ else None,
         lost_after_s=seconds(environ, "RPC_PIPE_LOST_AFTER", Job.lost_after_s),
         elastic=_on(environ, ELASTIC, "off"),
+        rejoins=_on(environ, REJOINS, "off"),
         newcomer=_on(environ, NEWCOMER, "off"),
     )
     if not present:

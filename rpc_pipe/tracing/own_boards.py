@@ -123,7 +123,7 @@ def _header(training: Watchable, actor: WorkerActor) -> dict[str, Any]:
         "started": time.time(),
         "clock_ns": time.perf_counter_ns(),
         "stacks_signal": _STACKS,
-        **({"newcomer": True} if "RPC_PIPE_NEWCOMER" in os.environ else {}),
+        **({"newcomer": True} if run_folders.NEWCOMER in os.environ else {}),
         "kinds": [kind.row for kind in Kind.all() if kind not in BUILT_IN],
     }
 

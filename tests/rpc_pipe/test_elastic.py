@@ -70,6 +70,14 @@ def test_a_worker_that_is_asked_to_go_completes_its_step(undisturbed, tmp_path):
     assert made == undisturbed["train"]
 
 
+def test_the_last_worker_of_a_stage_stops_all_when_it_is_asked_to_go(tmp_path):
+    """The stage would have been gone, and the job failed with its steps since the last checkpoint."""
+    done, made = trained(tmp_path, "train", "0:1:evict", "1:3:evict", steps=200)
+    assert done.returncode == 0 and made, done.stdout + done.stderr
+    assert "all stop after a step: epoch 2 without [0]" in done.stdout
+    assert not [path.name for path in tmp_path.iterdir() if path.name.startswith("rpc-pipe-")]
+
+
 def test_a_stage_that_has_lost_all_its_workers_is_named(tmp_path):
     done, made = trained(tmp_path, "step", "0:3:B", "1:5:B")
     assert done.returncode == 1 and not made

@@ -112,9 +112,11 @@ class BatchReader:
         if not batch.scattered:
             own = None if cuts_model else self._own
             return Microbatches.read(batch, pair(batch.read(*sides, own)), parts, own)
-        read = batch.read(self._reads, self._reads)
-        if cuts_model and not self._has_all:
-            takers = self._peer.carrier.workers
+        takers = self._peer.carrier.workers
+        alone = self._reader not in takers  # a newcomer that does not take part yet
+        reads = self._reads or (cuts_model and alone)
+        read = batch.read(reads, reads)
+        if cuts_model and not self._has_all and not alone:
             handed = self._peer.hand(f"first batch, {batch.label}", read, [self._reader], takers)
             assert handed is not None
             (read,) = handed
