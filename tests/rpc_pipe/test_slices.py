@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy, dropout, scaled_dot_product_atten
 from rpc_pipe.commands.main import main
 from rpc_pipe.dependency import ConfigError, WorkerFailure
 from rpc_pipe.model.partition import LayerPartition
+from rpc_pipe.model.replay import observed_stage
 from rpc_pipe.pipeline import Pipeline, Training
 from rpc_pipe.planning.specs import make_spec
 from rpc_pipe.verifying.reference import Reference, Replica
@@ -381,6 +382,41 @@ def test_what_mixes_a_sequence_otherwise_is_refused(kind):
     model = [nn.Embedding(20, WIDTH), nn.Tanh(), kind(), nn.Linear(WIDTH, 20)]
     with pipeline(model) as pipe, pytest.raises(WorkerFailure, match=r"(?s)slices: a layer of this stage .*\nstage 1"):
         pipe.step((IDS, TARGETS))
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.3])
+def test_the_check_of_slices_observes_the_whole_alone(rate, monkeypatch):
+    """It observed each slice once more, in evaluation, though a model that draws nothing gives the same numbers."""
+
+    class Dropped(Attention):
+        def forward(self, x, state=None):
+            found, state = super().forward(x, state)
+            return dropout(found, rate, self.training), state
+
+    class Stacked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.head = nn.Embedding(20, WIDTH), nn.Linear(WIDTH, 20)
+            self.blocks = nn.ModuleList(Dropped() for _ in range(2))
+
+        def forward(self, ids):
+            x = self.embed(ids)
+            for block in self.blocks:
+                x = block(x, None)[0]
+            return self.head(x)
+
+    seen, observe_forward = [], observed_stage.observe_forward
+
+    def noted(skeleton, args, kwargs):
+        seen.append((skeleton.module.training, args[0].shape[1]))
+        return observe_forward(skeleton, args, kwargs)
+
+    monkeypatch.setattr(observed_stage, "observe_forward", noted)
+    with pipeline(Stacked(), num_microbatches=1) as pipe:
+        pipe.step((IDS[:2, :12], TARGETS[2:4, :12]))
+    in_evaluation = [length for training, length in seen if not training]
+    assert [length for _, length in seen].count(12) == 2  # once on each stage
+    assert bool(in_evaluation) == bool(rate)
 
 
 def test_a_loss_that_shifts_inside_of_slices_is_refused():

@@ -28,6 +28,8 @@ computing = threading.RLock()
 Seed = Callable[[int, int], None]
 #: number of calls that are checked for draws from the generators of Python and numpy
 _LOOKS = 2
+#: bound of the number, drawn by torch, that the generators of Python and numpy are seeded by
+PYTHON_SEEDS = 2**32
 #: torch's modules that draw random numbers; its other modules do not
 _DRAWING = (
     nn.modules.dropout._DropoutNd, nn.RReLU, nn.MultiheadAttention, nn.RNNBase, nn.Transformer,
@@ -152,7 +154,7 @@ def python_too(seed: Seed) -> Seed:
 
     def all_alike(unit: int, operation: int) -> None:
         seed(unit, operation)
-        drawn = int(torch.randint(2**32, (), device="cpu").item())
+        drawn = int(torch.randint(PYTHON_SEEDS, (), device="cpu").item())
         seed(unit, operation)
         _seed_others(drawn)
 

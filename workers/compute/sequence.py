@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from ...dependency.indexes import split_slice
 from ..transport.payload import Payload, Tree, distinct_tensors, map_tensors, tensors_of, unpack
@@ -30,7 +31,7 @@ from .shard import ForwardArgs, Shard
 from .slice_check import Noted, compare, refused
 from .slices import has_own_state, note, output_alone, place_of_state
 from .torch_internals import BatchNorm, no_view, without_torch_function
-from .whole_draws import WholeDraws
+from .whole_draws import NotedDraws, WholeDraws
 
 
 class SliceInput(NamedTuple):
@@ -273,6 +274,8 @@ class SlicedShard(Shard):
         self._left: dict[int, SliceState] = {}
         #: arguments of the first microbatch's slices; None: it has been checked
         self._looked: list[Noted] | None = []
+        #: sees whether these draw
+        self._noting = NotedDraws()
 
     @property
     def num_held(self) -> int:
@@ -292,7 +295,8 @@ class SlicedShard(Shard):
             inputs = map_tensors(without_views(unpack(given.inputs)), lambda tensor: tensor.detach().clone())
             self._looked.append(Noted(inputs, given.fields, given.target, given.share))
         try:
-            output = super().forward(given)
+            with self._noting if self._looked and torch.is_grad_enabled() else nullcontext():
+                output = super().forward(given)
         except Exception as error:
             if torch.is_grad_enabled():
                 note(error, f"on a slice, one of {self._count}: what is cut is dimension 1 of the batch's tensors")
@@ -305,6 +309,7 @@ class SlicedShard(Shard):
     def _compare(self, noted: Sequence[Noted], step: int) -> None:
         """Refuse layers that do not go with slices, by a look at the first microbatch."""
         left, places = SliceState(), list(self._left[0].places.values())
+        left.places.update(self._left[0].places)
         draws = WholeDraws(places, partial(self._randomness.seed_forward, step), self._randomness.generators)
 
         def run(number: int | None, inputs: Tree, fields: Tree) -> Tree:
@@ -319,10 +324,17 @@ class SlicedShard(Shard):
 
         if any(isinstance(module, BatchNorm) and module.training for module in self.slice.own):
             raise refused("takes means over whole sequences")
-        self.train(False)  # without dropout
-        with self._randomness.lock, self.recomputation.before_step().restored():
+        drew = self._noting.found or self._draws.found
+        # Without draws in the modes of training, for which a whole model has been observed; its graph keeps no tensor.
+        how = (
+            torch.no_grad() if drew else saved_tensors_hooks(lambda tensor: tensor.new_empty(0), lambda tensor: tensor)
+        )
+        if drew:
+            self.train(False)  # without dropout
+        with self._randomness.lock, self.recomputation.before_step().restored(), how:
             compare(noted, run, self.loss_fn)
-        self.train(True)
+        if drew:
+            self.train(True)
 
     def _computing(self, microbatch: int) -> AbstractContextManager[object]:
         piece = None

@@ -31,7 +31,7 @@ Run = Callable[[int | None, Tree, Tree], Tree]
 
 
 def compare(noted: Sequence[Noted], run: Run, loss_fn: Callable[[Any, Any], Any] | None) -> None:
-    """Compare slices with the whole, in evaluation mode.
+    """Compare slices with the whole.
 
     Args:
         loss_fn: on the last stage.
@@ -39,18 +39,17 @@ def compare(noted: Sequence[Noted], run: Run, loss_fn: Callable[[Any, Any], Any]
     Raises:
         ConfigError: the numbers differ.
     """
-    with torch.no_grad():
-        whole = run(None, joined([each.inputs for each in noted]), _whole_fields([each.fields for each in noted]))
-        parts = [run(number, each.inputs, each.fields) for number, each in enumerate(noted)]
-        if not _same(_sequences([whole]), parts):
-            raise refused("mixes a sequence otherwise than from its beginning on")
-        if loss_fn is None:
-            return
-        losses = [(loss_fn(part, each.target), each.share or 0.0) for part, each in zip(parts, noted, strict=True)]
-        added_up = noted[0].fields is not None and "shift_labels" in noted[0].fields[1]
-        share = losses[0][1] if added_up else sum(share for _, share in losses)
-        mean = _mean([(loss_fn(whole, joined([each.target for each in noted])), share)], share)
-        by_slices = _mean(losses, share)
+    whole = run(None, joined([each.inputs for each in noted]), _whole_fields([each.fields for each in noted]))
+    parts = [run(number, each.inputs, each.fields) for number, each in enumerate(noted)]
+    if not _same(_sequences([whole]), parts):
+        raise refused("mixes a sequence otherwise than from its beginning on")
+    if loss_fn is None:
+        return
+    losses = [(loss_fn(part, each.target), each.share or 0.0) for part, each in zip(parts, noted, strict=True)]
+    added_up = noted[0].fields is not None and "shift_labels" in noted[0].fields[1]
+    share = losses[0][1] if added_up else sum(share for _, share in losses)
+    mean = _mean([(loss_fn(whole, joined([each.target for each in noted])), share)], share)
+    by_slices = _mean(losses, share)
     if not _close(mean, by_slices, _TOLERANCE_OF_LOSS):
         raise ConfigError(
             f"slices: the loss of a sequence is {float(mean):.6g}, and {float(by_slices):.6g} by its slices: shift "
@@ -90,8 +89,8 @@ def _whole_fields(fields: Sequence[Tree]) -> Tree:
 def _mean(losses: Sequence[tuple[Any, float]], share: float) -> Tensor:
     """Return the loss of all from (loss, share) of each; `share`: of all."""
     if isinstance(losses[0][0], tuple):
-        return torch.as_tensor(sum(loss[0] for loss, _ in losses) / sum(loss[1] for loss, _ in losses))
-    return torch.as_tensor(sum(loss * own for loss, own in losses if own) / share)
+        return torch.as_tensor(sum(loss[0] for loss, _ in losses) / sum(loss[1] for loss, _ in losses)).detach()
+    return torch.as_tensor(sum(loss * own for loss, own in losses if own) / share).detach()
 
 
 def _sequences(parts: Sequence[Tree]) -> list[Tensor]:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ..transport.payload import tensors_of
+from .randomness import PYTHON_SEEDS
 from .torch_internals import OperatorMode
 
 _ATEN = torch.ops.aten
@@ -108,6 +109,17 @@ class WholeDraws(OperatorMode):
         if shape and shape[0] % total == 0:
             return [partial(_tokens, total=total, begin=begin, end=end) for begin, end in ranges]
         return []
+
+
+class NotedDraws(OperatorMode):
+    """Records whether an operator draws numbers, other than a seed for the generators of Python."""
+
+    found = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        seeds = func is _ATEN.randint.default and args[0] == PYTHON_SEEDS
+        self.found = self.found or (draws(func, args, kwargs or {}) and not seeds)
+        return func(*args, **(kwargs or {}))
 
 
 def _scores(whole: Tensor, begin: int, end: int) -> Tensor:
