@@ -3,9 +3,11 @@
     python bench/members.py [--rounds 3] [--steps 6] [--width 256] [--json FILE]
 
 Systems take turns. Both train the same GPT blocks by 1F1B and AdamW, on the same rows, with one thread a process:
-blocks are gathered for each forward and backward, and gradients are summed once a step. `torch kept` keeps gathered
-blocks for a whole step, as torchtitan does under a pipeline, and holds the memory of no sharding meanwhile. A step's
-time is the median over steps that follow each other. The losses after the same steps must agree.
+gradients are summed once a step. rpc-pipe gathers a block for a forward or backward, unless the last action has ended
+with it; torch's pipelining gathers all blocks of a stage for a backward, and keeps them until the next forward. `kept` keeps
+gathered blocks for a whole step, as torchtitan does under a pipeline, and holds the memory of no sharding meanwhile. A
+step's time is the median over steps that follow each other; CPU seconds a step are of all processes, which the load of
+a machine changes less. The losses after the same steps must agree.
 """
 
 from __future__ import annotations
@@ -27,9 +29,9 @@ from torch import Tensor, distributed, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-_SYSTEMS = "rpc-pipe", "torch", "torch kept"
+_SYSTEMS = "rpc-pipe", "torch", "rpc-pipe kept", "torch kept"
 _BLOCKS, _LENGTH, _MICROBATCHES, _ROWS = 4, 128, 8, 4
-_WARM_UP = 2
+_WARM_UP, _PROCESSES = 2, 4
 
 
 class Block(nn.Module):
@@ -61,13 +63,13 @@ def _batch(width: int) -> tuple[Tensor, Tensor]:
     return x, y
 
 
-def _ours(width: int) -> Callable[[], float | None]:
+def _ours(width: int, kept: bool) -> Callable[[], float | None]:
     from rpc_pipe import Pipeline, Training
 
     training = Training(partial(torch.optim.AdamW, lr=1e-4))
     pipe = Pipeline(
-        _blocks(width), nn.functional.mse_loss, num_microbatches=_MICROBATCHES, members=2, shard="fsdp",
-        training=training,
+        _blocks(width), nn.functional.mse_loss, num_microbatches=_MICROBATCHES, members=2,
+        shard="fsdp-kept" if kept else "fsdp", training=training,
     )  # fmt: skip
     return partial(pipe.step, _batch(width))
 
@@ -108,29 +110,30 @@ def _theirs(width: int, kept: bool) -> Callable[[], float | None]:
 def _be(system: str, width: int, steps: int) -> None:
     """Train as one of the processes; one of the last stage prints its times and its loss."""
     torch.set_num_threads(1)
-    step = _ours(width) if system == "rpc-pipe" else _theirs(width, system == "torch kept")
+    kept = system.endswith("kept")
+    step = _ours(width, kept) if system.startswith("rpc-pipe") else _theirs(width, kept)
     loss = [step() for _ in range(_WARM_UP)][-1]
-    took = []
+    took, cpu = [], time.process_time()
     for _ in range(steps):
         begin = time.perf_counter()
         loss = step()
         took.append(1e3 * (time.perf_counter() - begin))
-    if os.environ["RANK"] == "2":
-        print(json.dumps({"ms": took, "loss": loss}), flush=True)
+    line = json.dumps({"ms": took, "loss": loss, "cpu": 1e3 * (time.process_time() - cpu) / steps})
+    print(f"{line}\n", end="", flush=True)
     if distributed.is_initialized():
         distributed.barrier()
 
 
 def _turn(system: str, width: int, steps: int) -> dict[str, Any]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(_PROCESSES)]
     command += [__file__, "--be", system, "--width", str(width), "--steps", str(steps)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "RPC_PIPE_RUNS": "off"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    lines = [line[line.index('{"ms"') :] for line in done.stdout.splitlines() if '{"ms"' in line]
-    if done.returncode or not lines:
+    found = [json.loads(line[line.index('{"ms"') :]) for line in done.stdout.splitlines() if '{"ms"' in line]
+    if done.returncode or len(found) != _PROCESSES:
         raise SystemExit(f"{system} failed:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
-    found: dict[str, Any] = json.loads(lines[0])
-    return found
+    of_last = next(each for each in found if each["loss"] is not None)
+    return {**of_last, "cpu": sum(each["cpu"] for each in found)}
 
 
 def _layer_ms(width: int) -> float:
@@ -171,12 +174,15 @@ def main() -> None:
     rows = {}
     for system, turns in found.items():
         low, median, high = statistics.quantiles([ms for turn in turns for ms in turn["ms"]], n=4)
-        rows[system] = {"median_ms": median, "quartiles_ms": [low, high]}
+        cpu = statistics.median(turn["cpu"] for turn in turns)
+        rows[system] = {"median_ms": median, "quartiles_ms": [low, high], "cpu_ms": cpu}
     for system, row in rows.items():
-        row["speed_of_rpc_pipe"] = row["median_ms"] / rows["rpc-pipe"]["median_ms"]
+        ours = rows["rpc-pipe kept" if system.endswith("kept") else "rpc-pipe"]
+        row["speed_of_rpc_pipe"] = row["median_ms"] / ours["median_ms"]
         print(
-            f"{system:10} {row['median_ms']:8.1f} ms ({row['quartiles_ms'][0]:.1f} - {row['quartiles_ms'][1]:.1f})"
-            f"  rpc-pipe is {row['speed_of_rpc_pipe']:.2f} x as fast"
+            f"{system:13} {row['median_ms']:8.1f} ms ({row['quartiles_ms'][0]:.1f} - {row['quartiles_ms'][1]:.1f})"
+            f"  {row['cpu_ms']:6.0f} ms of CPU  rpc-pipe is {row['speed_of_rpc_pipe']:.2f} x as fast, "
+            f"and takes {ours['cpu_ms'] / row['cpu_ms']:.2f} x the CPU"
         )
     print(f"load {os.getloadavg()[0]:.1f}")
     if typed.json:

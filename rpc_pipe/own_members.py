@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 
 from .dependency import BatchError
+from .dependency.parallelism import FSDP
 from .launching.job import Job
 from .launching.joining import mesh_of_members
 from .model.batches.microbatches import Microbatches
@@ -18,7 +19,8 @@ from .workers.compute.slices import Divide
 def make_members(job: Job, sharing: Sharing, device: torch.device) -> tuple[Members, Divide]:
     """Return this process among the members of its worker, and the function by which they divide layers."""
     mesh = mesh_of_members(job, device.type)
-    return Members(mesh, sharing.rows, sharing.per_microbatch), sharing.divide(mesh)
+    kept = sharing.shard == FSDP[1] if sharing.shard in FSDP else None
+    return Members(mesh, sharing.rows, sharing.per_microbatch, kept), sharing.divide(mesh)
 
 
 def own_rows(batch: Microbatches, members: Members) -> Microbatches:

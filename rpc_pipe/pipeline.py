@@ -75,7 +75,7 @@ class Pipeline(Inspected):
         bucket: the most gradients, in MiB, that replicas exchange at once.
         spread: "stages" puts the replicas of a stage far apart instead of the stages of a pipeline (docs/replicas.md).
         members: how many processes are one worker together, and share its stages; see docs/members.md.
-        shard: `fsdp`, `tp`, or a function of (layer or block, mesh of the members) that divides it.
+        shard: `fsdp`, `fsdp-kept`, `tp`, or a function of (layer or block, mesh of the members) that divides it.
         reduce: `step` or `microbatch`: when members sum gradients, with `fsdp`.
         compile: True: `torch.compile` compiles each layer or block alone; or its options, by name (docs/training.md).
         split: number of layers, or of calls of blocks, for each stage; even by default.

@@ -8,14 +8,14 @@ from __future__ import annotations
 import sys
 import zlib
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from ..dependency import Action, Disagreement, I, Part, U, W
+from ..dependency import Action, Disagreement, F, I, Kind, Part, R, U, W
 from .compute.digest import digest
 from .compute.divided import is_divided, local
 from .compute.members import Members
@@ -25,17 +25,22 @@ from .handlers import complete_gradients
 from .step import ActionContext, Bound, Handler
 from .transport.payload import Payload
 
+if TYPE_CHECKING:
+    from .compute.fsdp import Gathered
+
 
 def joint(bound: Bound, part: Part, members: Members) -> Bound:
     """Return the tasks of a part, with the members' own work around those that compute."""
     order = [part.entries[number].action for number in part.queues["compute"]]
+    gathered = {shard: _gathered(shard) for shard in {bound.tasks[action].shard for action in order}}
     backwards: dict[Shard, list[Action]] = {}
     for action in (action for action in order if action.kind.accumulates):
         backwards.setdefault(bound.tasks[action].shard, []).append(action)
-    sums = {shard: SummedGradients(shard, members) for shard in backwards}
+    sums = {shard: SummedGradients(shard, members, gathered[shard]) for shard in backwards}
     updates = [action for action in order if action.kind is U]
     tasks, history = dict(bound.tasks), History()
-    for action in order:
+    lasts = {bound.tasks[action].shard: action for action in order if action.kind is not U}
+    for action, following in zip(order, [*order[1:], None], strict=True):
         task = tasks[action]
         handler: Handler = task.handler
         if action.kind.accumulates or action.kind is I:
@@ -43,6 +48,12 @@ def joint(bound: Bound, part: Part, members: Members) -> Bound:
             handler = partial(sums[task.shard].backward, handler, action == of_shard[0], action == of_shard[-1])
         elif action.kind is U:
             handler = partial(_update, handler, members, history if action == updates[0] else None)
+        layers = gathered[task.shard]
+        if layers is not None and action.kind is not U and members.kept is not None:
+            is_last = action == lasts[task.shard]
+            after = following.kind if following and tasks[following].shard is task.shard else U
+            held = held_layers(layers.layers, members.kept, action.kind, None if is_last else after)
+            handler = partial(_gathering, handler, layers, held, is_last)
         # No milestones: within a backward its gradients are this member's alone.
         tasks[action] = task._replace(handler=partial(history.noting, handler), milestones=())
     return bound._replace(tasks=tasks)
@@ -60,16 +71,46 @@ class History:
         return handler(ctx)
 
 
+def _gathered(shard: Shard) -> Gathered | None:
+    """Return the layers of a shard that FSDP2 gathers; None: it has loaded no FSDP2."""
+    if "torch.distributed.fsdp" not in sys.modules:
+        return None
+    from .compute.fsdp import Gathered
+
+    return Gathered(shard.slice.own)
+
+
+def _gathering(
+    handler: Handler, gathered: Gathered, held: Sequence[Any], is_last: bool, ctx: ActionContext
+) -> Payload | None:
+    """Run an action behind which some layers stay whole; behind the last one of a shard none does."""
+    # A forward is observed with divided parameters.
+    gathered.hold(() if ctx.task.shard.state.looks else held)
+    payload = handler(ctx)
+    if is_last:
+        gathered.release()
+    return payload
+
+
+def held_layers(layers: Sequence[Any], kept: bool, kind: Kind, following: Kind | None) -> Sequence[Any]:
+    """Return the layers that stay whole behind an action: all, or the one with which it ends and the next one begins.
+
+    Args:
+        following: kind of the worker's next action if it has the same shard, else U; None: the shard's last one.
+    """
+    if following is None or kept or not layers:
+        return layers if following is not None else ()
+    if following is U or W in (kind, following):
+        return ()
+    end, begin = layers[-1 if kind in (F, R) else 0], layers[0 if following in (F, R) else -1]
+    return [end] if end is begin else ()
+
+
 class SummedGradients:
     """The gradients of a shard, which members sum once a step or after each microbatch."""
 
-    def __init__(self, shard: Shard, members: Members) -> None:
-        self._shard, self._members = shard, members
-        self._layers: list[Any] = []
-        if "torch.distributed.fsdp" in sys.modules:
-            from .compute import fsdp
-
-            self._fsdp, self._layers = fsdp, fsdp.layers_of(shard.slice.own)
+    def __init__(self, shard: Shard, members: Members, gathered: Gathered | None) -> None:
+        self._shard, self._members, self._gathered = shard, members, gathered
         self._whole = members.sums(shard.updating.parameters)
         #: gradients of whole parameters that are summed already
         self._aside: dict[str, Tensor] = {}
@@ -78,15 +119,17 @@ class SummedGradients:
         """Run an action of backward, and sum what is complete."""
         kind, each = ctx.task.entry.action.kind, self._members.per_microbatch
         split = kind in (I, W)
-        if self._layers:  # a backward of weights alone brings FSDP2 no gradients, or on the first stage too few
-            self._fsdp.expect(self._layers, sums=(each or is_last) and not split, last=is_last)
+        if (
+            self._gathered is not None
+        ):  # a backward of weights alone brings FSDP2 no gradients, or on the first stage too few
+            self._gathered.expect(sums=(each or is_last) and not split, last=is_last)
         if kind is I:
             return handler(ctx)
         if each or is_first:
             self._set_aside()
         payload = handler(ctx)
-        if kind is W and self._layers:
-            self._fsdp.take_gradients(self._layers, sums=each or is_last)
+        if kind is W and self._gathered is not None:
+            self._gathered.take_gradients(sums=each or is_last)
         if each or is_last:
             self._sum()
         return payload

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 from ..dependency import Action, B, ConfigError, F, I, Kind, Spec, W
-from ..dependency.parallelism import OPTIONS, REPLICAS
+from ..dependency.parallelism import FSDP, OPTIONS, REPLICAS
 from ..launching.job import ELASTIC, REJOINS, TRANSPORT, TRANSPORTS, TRUST, Job, current_job
 from ..launching.launcher_link import NAN, NANS
 from ..planning.listed_schedule import ListedSchedule
@@ -107,7 +107,9 @@ _SHARED: dict[str, dict[str, Any]] = {
     "microbatches": dict(type=whole(1), help="microbatches of a step, of all replicas together (8)"),
     **{name: _typed(**option.typed) for name, option in OPTIONS.items()},
     "members": dict(type=whole(1), help="processes that are one worker together, of those of --workers (1)"),
-    "shard": dict(choices=("fsdp", "tp"), help="how members share a stage: FSDP2, or the model's own tp_plan"),
+    "shard": dict(
+        choices=(*FSDP, "tp"), help="how members share a stage: FSDP2, gathered once a step too, or the model's tp_plan"
+    ),
     "reduce": dict(choices=("step", "microbatch"), help="when members sum gradients of fsdp (step)"),
     "attention": dict(
         type=fraction, metavar="SHARE",

@@ -10,12 +10,13 @@ from typing import Any
 from torch import nn
 
 from ..dependency import ConfigError, Order, Spec
+from ..dependency.parallelism import FSDP
 from ..workers.compute.slices import Divide
 from ..workers.compute.updating import Training
 
 #: (a layer or block, the mesh of the members) -> nothing, or the module to use in its place
 ShardFn = Callable[[nn.Module, Any], Any]
-NAMES, REDUCES = ("fsdp", "tp"), ("step", "microbatch")
+NAMES, REDUCES = (*FSDP, "tp"), ("step", "microbatch")
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class Sharing:
     """How many processes are one worker, and how they share its stages."""
 
     count: int = 1
-    #: `fsdp`, `tp` or the user's function
+    #: `fsdp`, `fsdp-kept`, `tp` or the user's function
     shard: str | ShardFn | None = None
     #: whether gradients are summed over members after each microbatch
     per_microbatch: bool = False
@@ -31,7 +32,7 @@ class Sharing:
     @property
     def rows(self) -> bool:
         """Whether each member computes microbatches of its own; a function says so by an attribute `rows`."""
-        return self.shard == "fsdp" or bool(getattr(self.shard, "rows", False))
+        return self.shard in FSDP or bool(getattr(self.shard, "rows", False))
 
     def order(self, asked: Order | None, usual: Order) -> Order:
         """Return the order of actions.
@@ -77,7 +78,7 @@ class Sharing:
 
     def divide(self, mesh: Any) -> Divide:
         """Return the function that divides a layer or block among the members of a mesh."""
-        if self.shard == "fsdp":
+        if self.shard in FSDP:
             from ..workers.compute.fsdp import divide
 
             return lambda module, name, model: divide(module, mesh)

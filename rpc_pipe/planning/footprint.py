@@ -42,7 +42,7 @@ class Size:
     state: float = 0
     #: weights that other members of the worker hold
     elsewhere: float = 0
-    #: gradients for other members, kept until the members add them up
+    #: gradients for other members, kept until the members add them up, and gathered weights that are kept
     unsummed: float = 0
 
     @property

@@ -1,6 +1,7 @@
 """The costs of a model whose workers are groups of members: parts of its bytes, gathers and sums beside its compute.
 
-By `fsdp` the members of a worker divide microbatches, and gather a block's parameters before each forward and backward.
+By `fsdp` the members of a worker divide microbatches, and gather a block's parameters before each forward and backward,
+by `fsdp-kept` once a step.
 By `tp` all members compute all microbatches, and add up what each has computed of a block. Loads without torch.
 """
 
@@ -10,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ..dependency import B, F, G, I, Kind, R, U, W
+from ..dependency.parallelism import FSDP
 from .footprint import Size
 from .profile import RESIDENT, LayerCost
 from .simulator import Link
@@ -34,6 +36,10 @@ class Grouping:
         """Among how many members the microbatches of a step are divided."""
         return planes_of(self.members, self.shard)
 
+    @property
+    def _gathers(self) -> bool:
+        return self.shard in FSDP
+
     def times(self, took: Mapping[Kind, float], gather: float, total: float, part: float = 1) -> dict[Kind, float]:
         """Return the times of a block or stage, given those of one process.
 
@@ -43,15 +49,16 @@ class Grouping:
             part: which part of its parameters the members divide.
         """
         kept, found = 1 - part * (1 - 1 / self.members), dict(took)
-        divided = (U, G) if self.shard == "fsdp" else tuple(took)
+        divided = (U, G) if self._gathers else tuple(took)
         found |= {kind: took[kind] * kept for kind in divided if kind in took}
-        more = {F: gather, R: gather, B: gather, I: gather}
+        once = gather if self.shard == FSDP[1] else 0
+        more = dict.fromkeys((F, R, B, I), gather - once) | {U: once}
         if self.shard == "tp":
             more |= {B: total, I: total}
         elif self.reduce == "microbatch":
-            more |= {B: gather + total, W: total}
+            more |= {B: more[B] + total, W: total}
         else:
-            more[U] = total
+            more[U] += total
         return found if self.members == 1 else found | {kind: found.get(kind, 0) + add for kind, add in more.items()}
 
     def size(self, size: Size, divided: float) -> Size:
@@ -59,9 +66,10 @@ class Grouping:
         part = divided / size.weights if size.weights else 0
         away = {name: getattr(size, name) * part * (1 - 1 / self.members) for name in RESIDENT}
         here = {name: getattr(size, name) - amount for name, amount in away.items()} | {"elsewhere": away["weights"]}
-        if self.shard == "fsdp":
-            here["working"] = size.working + divided + size.gradients * part
-            here["unsummed"] = away["gradients"] * (self.reduce == "step")
+        if self._gathers:
+            kept = divided if self.shard == FSDP[1] else 0
+            here["working"] = size.working + divided - kept + size.gradients * part
+            here["unsummed"] = away["gradients"] * (self.reduce == "step") + kept
         return replace(size, **here)
 
     def cost(self, cost: LayerCost) -> LayerCost:
@@ -71,7 +79,7 @@ class Grouping:
         size, about = cost.size, cost.divided
         divided = about.get(self.shard, about.get("fsdp", size.weights))
         trained = size.gradients / size.weights if size.weights else 0
-        if self.shard == "fsdp":
+        if self._gathers:
             around = size.gradients - divided * trained  # of parameters that each member keeps whole
             gather = self._time(1, divided)
             total = self._time(1, divided * trained)
@@ -79,7 +87,7 @@ class Grouping:
         else:
             gather = self._time(2 * about.get("outputs", 0), size.outputs)
             total = self._time(2 * about.get("inputs", 0), size.inputs or size.outputs)
-        part = divided / (size.weights or 1 if self.shard == "fsdp" else about.get("fsdp", size.weights) or 1)
+        part = divided / (size.weights or 1 if self._gathers else about.get("fsdp", size.weights) or 1)
         return replace(cost, times=self.times(cost.times, gather, total, part), size=self.size(size, divided))
 
     def _time(self, rounds: float, amount: float) -> float:

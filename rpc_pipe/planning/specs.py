@@ -14,7 +14,7 @@ from typing import Any
 
 from ..dependency import ConfigError, Order, Spec, check_all, schedule_errors
 from ..dependency.declared import NO_PARAMETERS
-from ..dependency.parallelism import Parallelism
+from ..dependency.parallelism import FSDP, Parallelism
 from ..model.cut import cut
 from ..schedules import SCHEDULES
 
@@ -233,7 +233,7 @@ def planes_of(members: int, shard: str | None) -> int:
     """
     if members > 1 and not shard:
         raise ConfigError(f"--members {members}: needs --shard, fsdp or tp")
-    return members if shard == "fsdp" else 1
+    return members if shard in FSDP else 1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..dependency.parallelism import FSDP
 from ..model.batches.microbatches import SplitBatch
 from ..model.observe.trees import mapped
 from ..model.observed_model import without_caches
@@ -42,7 +43,7 @@ def prove(options: VerifyOptions) -> None:
     ours = options.model in BUILT_IN
     made, batches = _load(options)
     mine = [mapped(batch, torch.clone) for batch in batches]
-    divides = options.members > 1 and (options.shard != "fsdp" or options.max_grad_norm is not None)
+    divides = options.members > 1 and (options.shard not in FSDP or options.max_grad_norm is not None)
     optimizer = _built_in_optimizer if ours and options.slices is None and not divides else _optimizer
     begin, begin_cpu = time.perf_counter(), time.process_time()
     asked: dict[str, Any] = {"max_grad_norm": options.max_grad_norm, "deferred_batch_norm": options.deferred_batch_norm}
@@ -163,7 +164,7 @@ def _whole(made: UserModel, options: VerifyOptions) -> nn.Module:
 
 def _roundings(options: VerifyOptions, pipe: Pipeline, module: nn.Module) -> int:
     """Return how often a number is rounded otherwise than in one process: by each member, for each divided sum."""
-    if options.shard == "fsdp":
+    if options.shard in FSDP:
         counts = []
     elif isinstance(pipe.partition, LayerPartition):
         counts = [divisible(layer, "", layer) for layer in module.children()]

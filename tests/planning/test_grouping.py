@@ -38,6 +38,12 @@ def test_fsdp_that_sums_each_microbatch_holds_parts_of_gradients():
     assert cost.times[B] == 20 + 5 + 5 + 6 and cost.times[U] == 4 * 0.6
 
 
+def test_layers_that_are_gathered_once_a_step_stay_whole_beside_each_other():
+    cost = Grouping(2, "fsdp-kept", "step", WAY).cost(BLOCK)
+    assert cost.size.unsummed == 40 + 80 and cost.size.working == 80
+    assert (cost.times[F], cost.times[B]) == (10, 20) and cost.times[U] == 4 * 0.6 + 5 + 5 + 2 * (1 + 20 / 10)
+
+
 def test_tp_divides_the_compute_of_planned_layers_and_adds_up_outputs():
     cost = Grouping(2, "tp", link=WAY).cost(BLOCK)
     assert cost.size.weights == 70 and cost.size.activations == 8

@@ -5,7 +5,7 @@ FSDP2 gathers a layer's parameters before its forward and backward, and sums gra
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -43,29 +43,46 @@ def divide(module: nn.Module, mesh: Any) -> None:
         made.set_custom_reduce_scatter(InOrder())
 
 
-def layers_of(modules: Iterable[nn.Module]) -> list[Any]:
-    """Return the layers that `divide` has divided. They share buffers: each alone would keep its last gradients."""
-    found = [module for module in modules if isinstance(module, FSDPModule)]
-    inside = {part for module in found for part in module.modules() if part is not module}
-    share_comm_ctx([module for module in found if module not in inside])
-    return found
+class Gathered:
+    """The layers that `divide` has divided, in the order of a forward. They share buffers.
 
+    Each alone would keep its last gradients.
+    """
 
-def expect(layers: Iterable[Any], *, sums: bool, last: bool) -> None:
-    """Tell layers whether the next backward sums their gradients, and whether it is the last of the step."""
-    for layer in layers:
-        layer.set_requires_gradient_sync(sums, recurse=False)
-        layer.set_is_last_backward(last)
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self.layers: list[Any] = [module for module in modules if isinstance(module, FSDPModule)]
+        inside = {part for module in self.layers for part in module.modules() if part is not module}
+        share_comm_ctx([module for module in self.layers if module not in inside])
 
+    def _groups(self) -> Iterator[tuple[Any, Any]]:
+        return ((layer, group) for layer in self.layers for group in layer._get_fsdp_state()._fsdp_param_groups)
 
-def take_gradients(layers: Iterable[Any], *, sums: bool) -> None:
-    """Keep, or sum over members, the gradients of a backward of weights alone, which calls none of FSDP2's hooks."""
-    for layer in layers:
-        state = layer._get_fsdp_state()
-        for group in state._fsdp_param_groups:
+    def expect(self, *, sums: bool, last: bool) -> None:
+        """Tell layers whether the next backward sums their gradients, and whether it is the last of the step."""
+        for layer in self.layers:
+            layer.set_requires_gradient_sync(sums, recurse=False)
+            layer.set_is_last_backward(last)
+
+    def take_gradients(self, *, sums: bool) -> None:
+        """Keep, or sum over members, the gradients of a backward of weights alone, which calls no hook of FSDP2."""
+        for layer, group in self._groups():
             group.reduce_grads = sums
             group.post_backward()
             group.reduce_grads = False
             group._training_state = type(group._training_state).IDLE
             group.finalize_backward()
-        state._training_state = type(state._training_state).IDLE
+            layer._get_fsdp_state()._training_state = group._training_state
+
+    def hold(self, held: Collection[Any]) -> None:
+        """Let some layers stay whole behind the next forward or backward, and the others be divided again."""
+        for layer, group in self._groups():
+            group.post_forward_mesh_info = None if layer in held else group.mesh_info
+            group.reshard_after_backward = layer not in held
+            if layer is self.layers[0]:  # FSDP2 would gather the last layer again behind a backward
+                group._post_forward_indices.clear()
+
+    def release(self) -> None:
+        """Divide layers again that are whole, or that are being gathered."""
+        for _, group in self._groups():
+            group.wait_for_unshard()
+            group._to_sharded()

@@ -30,13 +30,14 @@ class Members:
         rows: whether each member computes microbatches of its own (FSDP, experts); else all compute all (tensor
             parallelism).
         per_microbatch: whether gradients are summed over members after each microbatch, not once a step.
+        kept: whether layers that FSDP2 gathers stay whole for a whole step; None: a function of the user divides them.
 
     Attributes:
         alone: names of tensors that only this member has, such as those of its experts.
     """
 
-    def __init__(self, mesh: Any, rows: bool, per_microbatch: bool) -> None:
-        self.mesh, self.rows, self.per_microbatch = mesh, rows, per_microbatch
+    def __init__(self, mesh: Any, rows: bool, per_microbatch: bool, kept: bool | None = None) -> None:
+        self.mesh, self.rows, self.per_microbatch, self.kept = mesh, rows, per_microbatch, kept
         self.index, self.count, self.group = mesh.get_local_rank(), mesh.size(), mesh.get_group()
         self.alone: set[str] = set()
 

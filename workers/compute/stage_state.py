@@ -45,20 +45,20 @@ class StageState:
         self._before = Tensors(())
         self._weights_before: list[tuple[nn.Parameter, Tensor, int, Tensor]] = []
         #: forwards still to be looked at
-        self._looks = _LOOKS
+        self.looks = _LOOKS
         #: whether anything has to be done around a forward: nothing, once it is known that forwards write nothing
         self.watches = True
 
     def look_at_modes(self) -> None:
         """Observe the next forward if modules have other modes now, because it may then write other tensors."""
         if self._modes and self._modes != [module.training for module in self._modules]:
-            self._looks, self.watches = _LOOKS, True
+            self.looks, self.watches = _LOOKS, True
 
     def begin(self) -> None:
         """Record the state that a forward may write, when it begins."""
         if self.weights:
             forget_casts()  # made of the old weights
-        if not self._looks:
+        if not self.looks:
             return
         parameters = [p for _, p in self._slice.named_parameters() if p.layout is torch.strided]
         self._weights_before = [(p, p.data, p._version, sample(p).clone()) for p in parameters]
@@ -74,10 +74,10 @@ class StageState:
         Raises:
             ConfigError: the forward will be recomputed, and a parameter has changed since.
         """
-        if self._looks:
-            self._looks -= 1
+        if self.looks:
+            self.looks -= 1
             self._note_written(again)
-            self.watches = bool(self._looks or self._places or self.weights)
+            self.watches = bool(self.looks or self._places or self.weights)
         left = list(map(KeptTensor.now, self.weights))
         for place in self._places:
             tensor = getattr(*place, None)
