@@ -4,10 +4,10 @@
 
 Systems take turns. Both train the same GPT blocks by 1F1B and AdamW, on the same rows, with one thread a process:
 gradients are summed once a step. rpc-pipe gathers a block for a forward or backward, unless the last action has ended
-with it; torch's pipelining gathers all blocks of a stage for a backward, and keeps them until the next forward. `kept` keeps
-gathered blocks for a whole step, as torchtitan does under a pipeline, and holds the memory of no sharding meanwhile. A
-step's time is the median over steps that follow each other; CPU seconds a step are of all processes, which the load of
-a machine changes less. The losses after the same steps must agree.
+with it; torch's pipelining gathers all blocks of a stage for a backward, and keeps them until the next forward. `kept`
+keeps gathered blocks for a whole step, as torchtitan does under a pipeline, and holds the memory of no sharding
+meanwhile. A step's time is the median over steps that follow each other; CPU seconds a step are of all processes, which
+the load of a machine changes less. The losses after the same steps must agree.
 """
 
 from __future__ import annotations
