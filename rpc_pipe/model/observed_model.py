@@ -9,7 +9,7 @@ loss = stages[1].run([t.detach().requires_grad_(t.requires_grad) for t in payloa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import nn
 
 from ..dependency import ModelError
 from ..system.garbage import uncollected
+from ..workers.compute.slices import Divide
 from .assign.assignment import Assignment, Owners
 from .deferred import DeferredModel
 from .detachable_blocks import separate
@@ -191,6 +192,7 @@ class ObservedModel:
         *,
         initialise: bool = True,
         copied: bool = False,
+        divide: Divide | None = None,
     ) -> ObservedStage:
         """Return a stage with its parameters.
 
@@ -201,6 +203,7 @@ class ObservedModel:
         Args:
             initialise: False leaves the memory of parameters uninitialised, to be loaded.
             copied: copy all parameters, for a second replica of the stage.
+            divide: divides a block among the members of a worker, as soon as it has been made.
 
         Raises:
             ModelError: the model's parameters are on the meta device.
@@ -213,23 +216,29 @@ class ObservedModel:
         without_caches(skeleton.module, theirs)
         skeleton.blocks = [skeleton.module.get_submodule(path) for path in self._block_paths]
         skeleton.marked = self._skeleton.marked
-        own = {}
         change = rebinding(dict(zip(self._model.modules(), skeleton.module.modules(), strict=True)))
-        for name, parameter in self._model.named_parameters():
-            if stage in owners[name]:
+        held = {name: parameter for name, parameter in self._model.named_parameters() if stage in owners[name]}
+
+        def make(names: Iterable[str]) -> None:
+            own: dict[str, nn.Parameter] = {}
+            for name in names:
                 copy = copied or stage > min(owners[name])
-                made = self._real(name, parameter, device, copied=copy, initialise=initialise)
-                if needs_rebinding(parameter, change):  # its hooks would change modules that are not trained
-                    made = nn.Parameter(made.data, parameter.requires_grad)
-                    copy_attachments(made, parameter, change)
-                own[name] = made
-        skeleton.put(own)
+                own[name] = made = self._real(name, held[name], device, copied=copy, initialise=initialise)
+                if needs_rebinding(held[name], change):  # its hooks would change modules that are not trained
+                    own[name] = nn.Parameter(made.data, made.requires_grad)
+                    copy_attachments(own[name], held[name], change)
+            skeleton.put(own)
+
         # Other forwards use a buffer on the same stage: one may write it, as in training.
         places = {name: {s for s in stages if s is not None} for name, stages in self._assigned(cut).users.items()}
         owners = {name: stages for name, stages in places.items() if len(stages) == 1} | owners
         calls = self._observation.calls[cut[stage].start : cut[stage].stop]
         running = {self._skeleton.path_of(call.module) for call in calls if call.module is not None}
         foreign = [block for block, path in zip(skeleton.blocks, self._block_paths, strict=True) if path not in running]
+        if divide is not None:
+            skeleton.divide([block for block in skeleton.blocks if block not in foreign], list(held), make, divide)
+        else:
+            make(held)
         return ObservedStage(skeleton, stage, cut, owners, foreign, self.own_buffers(stage, cut))
 
     def _own_blocks(self, stage: int, cut: Sequence[range], owners: Owners, device: torch.device) -> list[nn.Module]:

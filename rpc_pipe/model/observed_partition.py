@@ -155,7 +155,7 @@ class ObservedPartition:
             route: 0 for the first replica in this process; other routes get copies.
         """
         assert self._observed is not None, "not observed, or released"
-        made = self._observed.build(stage, self.ranges, randomness.device, copied=route > 0)
+        made = self._observed.build(stage, self.ranges, randomness.device, copied=route > 0, divide=divide)
         if isinstance(self._source, nn.Module):
             mirrored = made.buffers if route == 0 else ()
             self.module_copies.add(
@@ -166,8 +166,6 @@ class ObservedPartition:
                 mirrored=mirrored,
                 hooked=self._observed.hooked,
             )
-        if divide is not None:
-            made.divide(divide)
         return made
 
     def only_inputs(self, inputs: Tree) -> tuple[Tree, Tree]:

@@ -12,6 +12,7 @@ from torch import nn
 
 from rpc_pipe.commands.main import main
 from rpc_pipe.dependency import B, ConfigError, F, I, ModelError, R, U, W
+from rpc_pipe.model.observed_partition import ObservedPartition
 from rpc_pipe.model.partition import LayerPartition
 from rpc_pipe.model.sharding import settle_sharing
 from rpc_pipe.pipeline import Pipeline, Training
@@ -322,6 +323,33 @@ def test_one_layer_is_whole_at_a_time():
     layers = [partial(nn.Linear, 4, 4)] * 3
     made = LayerPartition(layers, 1).slice(0, Randomness(0), divide=divide)
     assert len(whole) == 3 and [p.shape[0] for _, p in made.named_parameters()] == [2, 4] * 3
+
+
+class Whole(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(256, 256) for _ in range(3))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_one_block_of_a_model_that_a_function_makes_is_whole_at_a_time():
+    """The weights of all blocks of a stage were computed before the first block was divided."""
+    whole = []
+
+    def divide(module, name, model):
+        assert not any(parameter() is not None for parameter in whole)
+        whole.append(weakref.ref(module.weight))
+        module.weight = nn.Parameter(module.weight.detach()[:2].clone())
+
+    partition = ObservedPartition(Whole, 1, loss_fn=nn.functional.mse_loss)
+    partition.observe(((torch.randn(2, 256),), {}), trained=True)
+    made = partition.slice(0, Randomness(0), divide=divide)
+    assert [p.shape[0] for _, p in made.named_parameters()] == [2, 256] * 3
+    assert dict(made.named_parameters()) == dict(made.module.named_parameters())
 
 
 def test_layers_of_callables_that_share_a_parameter_are_refused():

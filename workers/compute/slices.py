@@ -75,13 +75,13 @@ def versions_of(module: nn.Module) -> dict[str, dict[str, Any]]:
     return {name: dict(each) for name, each in found.items()}
 
 
-def refuse_untied(before: Mapping[str, nn.Parameter], after: Mapping[str, nn.Parameter]) -> None:
+def refuse_untied(before: Mapping[str, object], after: Mapping[str, nn.Parameter]) -> None:
     """Refuse a division that has made two parameters of one.
 
     Raises:
         ConfigError: layers or blocks that shared a parameter have been divided apart.
     """
-    first: dict[nn.Parameter, str] = {}
+    first: dict[object, str] = {}
     for name, parameter in before.items():
         other = first.setdefault(parameter, name)
         if after.get(name) is not after.get(other):

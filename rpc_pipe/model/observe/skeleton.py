@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from ...dependency import ModelError
 from ...dependency.errors import first_sentence
 from ...workers.compute.module_state import OF_TORCH, Attributes
+from ...workers.compute.slices import Divide, refuse_untied
 from ...workers.compute.torch_internals import is_current
 from .closures import rebind
 from .model_kinds import refuse_lazy
@@ -149,6 +150,31 @@ class Skeleton:
             for held, key in self._in_containers.get(name, ()):
                 held[key] = parameter
             self.parameters[name] = parameter
+
+    def divide(
+        self, blocks: Iterable[nn.Module], names: Collection[str], make: Callable[[Iterable[str]], None], divide: Divide
+    ) -> None:
+        """Make the parameters of a stage, and divide its blocks at once; modules around them stay whole.
+
+        Args:
+            names: of the stage's parameters.
+            make: puts parameters into their places, by name.
+        """
+        hooks, left = Hooks(self.module.modules()), dict.fromkeys(names)
+        # By number: a name must not keep a whole parameter.
+        numbered = {name: id(p) for name, p in self.module.named_parameters(remove_duplicate=False)}
+        for block in dict.fromkeys(blocks):
+            inside = set(block.parameters())
+            now = [name for name in left if self.parameters[name] in inside]
+            del inside
+            make(now)
+            divide(block, self.path_of(block), self.module)
+            for name in now:
+                del left[name]
+                self.parameters[name] = self.module.get_parameter(name)
+        make(left)
+        self.of_members = hooks.added()
+        refuse_untied(numbered, dict(self.module.named_parameters(remove_duplicate=False)))
 
     def _note_container(self, held: Any, names: dict[int, str]) -> None:
         for path, tensor in leaves(held):

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from ...dependency import ConfigError, ModelError
 from ...workers.compute.module_state import Attributes, ChangingModules, Place
 from ...workers.compute.randomness import Seed
-from ...workers.compute.slices import Divide, note, refuse_untied, versions_of
+from ...workers.compute.slices import note, versions_of
 from ...workers.transport.payload import Tree
 from ..assign.assignment import Owners
 from ..observe.frames import name_of
 from ..observe.observe_forward import observe_forward
 from ..observe.placeholder import Placeholder
-from ..observe.skeleton import COMPILED, Hooks, Skeleton
+from ..observe.skeleton import COMPILED, Skeleton
 from .script_family import ScriptFamily, sized_form
 from .scripted_forward import ScriptedForward
 from .stage_script import Departed, Diverged, Script
@@ -80,18 +80,6 @@ class ObservedStage:
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return [(name, self._skeleton.parameters[name]) for name in self._names]
-
-    def divide(self, divide: Divide) -> None:
-        """Divide the blocks of this stage; modules around blocks stay whole on each member."""
-        before, named = Hooks(self.own), dict(self.module.named_parameters(remove_duplicate=False))
-        for block in dict.fromkeys(self._skeleton.blocks):
-            if block in self.own:
-                divide(block, self._skeleton.path_of(block), self.module)
-        self._skeleton.of_members = before.added()
-        refuse_untied(named, dict(self.module.named_parameters(remove_duplicate=False)))
-        self.modules = list(self.module.modules())
-        for name in self._names:
-            self._skeleton.parameters[name] = self.module.get_parameter(name)
 
     def compile(self, options: Mapping[str, Any]) -> None:
         for block in dict.fromkeys(self._skeleton.blocks):
