@@ -19,6 +19,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from .accumulated import Accumulated
 from .checkpoints.newcomer import Journal, Repetition, state_of, take_state
 from .checkpoints.resumption import Resumption
 from .dependency import ConfigError, EpochEnds, PipeError, Spec, StageLost, Stalled, check, ends_epoch
@@ -46,10 +47,12 @@ from .workers.compute.torch_internals import BatchNorm
 from .workers.surviving import completed
 
 if TYPE_CHECKING:
+    from .model.batches.microbatches import Microbatches
     from .model.batches.step_inputs import StepEnd
     from .model.shard_maker import ShardMaker
     from .workers.compute.shard import Shard
     from .workers.compute.updating import Training
+    from .workers.step import StepInput
 
 R = TypeVar("R")
 
@@ -73,6 +76,9 @@ class ElasticRun(Protocol):
     def begin(self, spec: Spec) -> None:
         """Run `spec` from now on."""
 
+    def inputs_now(self, batch: Microbatches, actor: WorkerActor, *, train: bool) -> StepInput:
+        """Return a worker's input for the shards and rows that it has now."""
+
 
 def refuse_inelastic(spec: Spec, job: Job | None, training: Training) -> None:
     """Refuse a job that cannot go on without a worker.
@@ -92,11 +98,6 @@ def refuse_inelastic(spec: Spec, job: Job | None, training: Training) -> None:
         raise ConfigError(f"--elastic: steps of {type(spec).__name__} overlap; take a synchronous schedule, as 1f1b")
     if spec.parallelism.zero:
         raise ConfigError("--elastic: zero=1 keeps each optimizer state on one worker alone; leave zero out")
-    if training.accumulate > 1:
-        raise ConfigError(
-            f"--elastic: accumulate={training.accumulate} keeps gradients of earlier steps on one worker alone; take "
-            f"batches of {training.accumulate} times the rows and leave accumulate out"
-        )
     if training.post_validation:
         raise ConfigError("--elastic: no update comes before the norm of all gradients; leave post_validation out")
 
@@ -109,6 +110,7 @@ class Recovery:
         maker: that has made them.
 
     Attributes:
+        accumulated: the batches of the steps since the last update.
         journal: of the results of calls; None: no newcomer comes.
         repetition: of a newcomer: the calls until it takes part.
 
@@ -122,6 +124,7 @@ class Recovery:
         #: the schedule with all its workers
         self._whole = session.spec
         self._root, self._place = root_of(job), place_of(job)
+        self.accumulated = Accumulated(session.end.updates)
         #: calls since the last complete training step: made here, and known to be made by all workers
         self._made = self._ended = 0
         #: whether all workers have made the call under way, by the reports after a death
@@ -187,6 +190,7 @@ class Recovery:
         """Remember a training step that is complete here; other workers may need its result."""
         assert result.loss is not None
         self._known, self._made, self._ended = result.known, 0, 0
+        self._session.end.observe_result(result)
         self._noted_in = self._session.epoch
         self.write_down(self._actor.step, result.loss, result.norm)
         self._refuse_changing()
@@ -254,9 +258,11 @@ class Recovery:
         """Undo begun steps, give newcomers their state, and host the shards that fall to this worker."""
         session, actor = self._session, self._actor
         actor.resume(actor.carrier, actor.step)
-        spec = relocated(self._whole, epoch.gone)
+        # Where gradients stay over several steps, those of a replica stay on one worker.
+        without = partial(relocated, self._whole, cuts=session.end.updates(0))
+        spec = without(epoch.gone)
         check(spec, actor.worker)
-        self._give_state(relocated(self._whole, epoch.gone | frozenset(comes)), sorted(comes))
+        self._give_state(without(epoch.gone | frozenset(comes)), sorted(comes))
         held = {place: actor.shards[place] for place in self._whole.hosted(actor.worker)}
         for shard in held.values():
             shard.turn()
@@ -265,9 +271,10 @@ class Recovery:
             if (stage, route) not in held:
                 like = next(shard for (other, _), shard in held.items() if other == stage)
                 held[stage, route] = self._maker.guest(spec, stage, route, like, actor.backend.device)
-        actor.host(dict(sorted(held.items())))
+        actor.host(dict(sorted(held.items())), spec.hosted(actor.worker))
         session.begin(spec)
         session.epoch = epoch.number
+        self.accumulated.compute(actor, lambda batch: session.inputs_now(batch, actor, train=True))
         session.process = 0 if actor.worker == min(spec.workers) else actor.worker
         self._refuse_changing()
         if session.process == 0:
@@ -292,6 +299,8 @@ class Recovery:
 
     def rest(self) -> None:
         """Rest after a step with all workers, until the launcher begins another epoch."""
+        if self.accumulated.first(self._actor.step) < self._actor.step:
+            return  # a newcomer would lack gradients
         if self._session.epoch == self._noted_in:
             self._session.settle()
         if self._session.epoch != self._noted_in:  # a worker has died since the step

@@ -198,7 +198,9 @@ class Session:
         """Run a step, or without `train` a call named `what`, and return its result."""
         with self._calling():
             if self.recovery is not None:
-                make = partial(self._inputs_now, batch, train=train, what=what)
+                if train:
+                    self.recovery.accumulated.begin(self.actors[0].step, batch)
+                make = partial(self.inputs_now, batch, train=train, what=what)
                 result = self.recovery.call(lambda actor: actor.run(make(actor)), trains=train)
             elif self._threads is None or self._threads.alone:  # in as few frames as possible
                 result = self.actors[0].run(self._inputs.make(self.actors[0], batch, train=train, what=what))
@@ -208,7 +210,7 @@ class Session:
         batch.finished()
         return result
 
-    def _inputs_now(self, batch: Microbatches, actor: WorkerActor, *, train: bool, what: str) -> StepInput:
+    def inputs_now(self, batch: Microbatches, actor: WorkerActor, *, train: bool, what: str = "") -> StepInput:
         """Return a worker's input for the shards and rows that it has now."""
         return self._inputs.make(actor, batch.read_now(), train=train, what=what)
 
@@ -235,7 +237,7 @@ class Session:
             raise BatchError("inputs: rows of a loader with lengths= are in groups; pass batch[0]")
 
         def predicted(actor: WorkerActor) -> list[Tree] | None:
-            own = actor.run(self._inputs_now(batch, actor, train=False, what="predict")).outputs
+            own = actor.run(self.inputs_now(batch, actor, train=False, what="predict")).outputs
             outputs = Outputs(self.spec, to)  # of the workers that are left
             return actor.hand(outputs.name, own, outputs.senders, outputs.takers)
 
@@ -262,6 +264,8 @@ class Session:
         try:
             for step in count():
                 ahead.advance(step)
+                if self.recovery is not None and (batch := ahead.at(step)) is not None:
+                    self.recovery.accumulated.begin(self.actors[0].step, batch)
                 result = self.each(following, trains=True)[0]
                 if result is None:
                     return

@@ -65,6 +65,8 @@ class WorkerActor(Context):
     ) -> None:
         super().__init__(carrier.worker, backend, Mailbox(carrier, backend, stall_s), shards, max_grad_norm)
         self.carrier = carrier
+        #: the shards whose steps end here, each on one worker alone
+        self.homes = self.shards
         self.stall_s = stall_s
         #: names the hanging worker, where no launcher does
         self.roll_call: Callable[[], str] | None = None
@@ -149,9 +151,9 @@ class WorkerActor(Context):
         """Use another carrier from now on; steps that have begun stay."""
         self.carrier, self.mailbox = carrier, Mailbox(carrier, self.backend, self.stall_s)
 
-    def host(self, shards: dict[tuple[int, int], Shard]) -> None:
-        """Have these shards from now on."""
-        self.shards = shards
+    def host(self, shards: dict[tuple[int, int], Shard], homes: Collection[tuple[int, int]]) -> None:
+        """Have these shards from now on; steps of those of `homes` end here."""
+        self.shards, self.homes = shards, {place: shards[place] for place in homes}
         self._bound.clear()
 
     def flush(self) -> None:

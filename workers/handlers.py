@@ -141,7 +141,7 @@ def _collect_norms(ctx: ActionContext) -> Payload:
     for payload in _taken(ctx, N):
         others, flags = unpack(payload)
         norms, finite = norms | others, finite + flags
-    if _is_first_node(ctx) and not ctx.step.batch.reductions.validated:
+    if _is_first_node(ctx) and ctx.step.batch.updates and not ctx.step.batch.reductions.validated:
         for stage, route in ctx.step.batch.spec.hosted(ctx.worker.worker):
             if route == 0 or ctx.step.batch.spec.parallelism.zero:
                 shard = ctx.worker.shards[stage, route]

@@ -24,7 +24,7 @@ _VERSIONS = "_metadata"
 def own_state(actor: WorkerActor) -> dict[str, Any]:
     """Return the `tensors` of a worker's shards, each by its name in the unsplit model, and the modules' `versions`; of
     first replicas."""
-    first_route = [shard for (_, route), shard in actor.shards.items() if route == 0]
+    first_route = [shard for (_, route), shard in actor.homes.items() if route == 0]
     tensors = {name: t for shard in first_route for name, t in shard.evaluated_state_dict().items()}
     return {
         "tensors": tensors if actor.members is None else actor.members.whole(tensors),

@@ -73,7 +73,7 @@ class Snapshot:
         count, index = (1, 0) if members is None else (members.count, members.index)
         self.process = actor.worker * count + index
         self.processes = [w * count + each for w in sorted(actor.carrier.workers) for each in range(count)]
-        first = [shard for (_, route), shard in actor.shards.items() if route == 0]
+        first = [shard for (_, route), shard in actor.homes.items() if route == 0]
         weights_alone = left_out is not None
         model: dict[str, Tensor] = {}
         for shard in first:
@@ -86,7 +86,7 @@ class Snapshot:
         rest = random_state() if self.is_first and not weights_alone else {}
         if not weights_alone:
             self._stages = {str(shard.stage): described(shard, members) for shard in first}
-            for (stage, number), shard in actor.shards.items():
+            for (stage, number), shard in actor.homes.items():
                 own = optimizer_tensors(shard) if number == 0 else held_tensors(shard, number)
                 if number and shard.updating.owned is not None:
                     self._stages[f"{stage}/{number}"] = described(shard, members)
@@ -154,8 +154,8 @@ class Snapshot:
 
 def own_routes(actor: WorkerActor) -> list[list[Shard]]:
     """Return a worker's shards by route, where each route has separate weights."""
-    routes = sorted({route for _, route in actor.shards})
-    return [[shard for (_, route), shard in actor.shards.items() if route == each] for each in routes]
+    routes = sorted({route for _, route in actor.homes})
+    return [[shard for (_, route), shard in actor.homes.items() if route == each] for each in routes]
 
 
 def _written_elsewhere(shard: Shard) -> set[int]:

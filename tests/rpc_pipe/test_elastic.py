@@ -1,7 +1,12 @@
 """A worker of an elastic job dies, and the job goes on: with the weights of the undisturbed run, bit for bit."""
 
+from types import SimpleNamespace
+
 import pytest
 from processes import ROOT, rpc_pipe
+
+from rpc_pipe.accumulated import Accumulated
+from rpc_pipe.dependency import StageLost
 
 MORTAL = ROOT / "tests" / "trials" / "mortal.py"
 
@@ -49,6 +54,25 @@ def test_a_stream_begins_again_at_the_repeated_step(kills, undisturbed, tmp_path
     done, made = trained(tmp_path, "train", *kills)
     assert done.returncode == 0, done.stderr
     assert made == undisturbed["train"]
+
+
+def test_gradients_of_steps_before_the_update_are_computed_once_more(tmp_path):
+    whole = trained(tmp_path / "whole", "step", steps=7, ACCUMULATE="3")[1]
+    done, made = trained(tmp_path / "again", "step", "2:5:B", steps=7, ACCUMULATE="3")
+    assert done.returncode == 0, done.stderr
+    assert made == whole and "epoch 1 without [2]" in done.stdout
+
+
+def test_a_batch_of_accumulated_gradients_must_be_as_it_was():
+    """A script that reads each batch into the same memory would have trained on the newest one twice."""
+    kept = Accumulated(lambda step: step % 3 == 2)
+    for step in range(5):
+        kept.begin(step, SimpleNamespace(now=lambda: "written over", described="as it was"))
+    with pytest.raises(StageLost):
+        kept.compute(SimpleNamespace(step=5), make=None)
+    done = SimpleNamespace(step=3, shards={})
+    kept.compute(done, make=None)  # behind an update there is nothing to compute
+    assert done.step == 3
 
 
 def test_a_newcomer_takes_the_place_of_a_dead_worker(tmp_path):

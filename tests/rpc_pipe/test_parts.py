@@ -37,7 +37,7 @@ def lose(pipe, maker, gone):
             if (stage, route) not in own:
                 host = next(shard for (other, _), shard in own.items() if other == stage)
                 own[stage, route] = maker.guest(spec, stage, route, host, actor.backend.device)
-        actor.host(dict(sorted(own.items())))
+        actor.host(dict(sorted(own.items())), spec.hosted(actor.worker))
     session._threads = WorkerThreads(session.actors)
     session.begin(spec)
 

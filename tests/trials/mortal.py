@@ -3,7 +3,7 @@
 HOW: `step`, or `train` with an evaluation, a prediction and a checkpoint within its loop. KILLS: `worker:step:what`
 with commas, `what` a kind of action, `meet` (within a recovery), or a part of the loop: `evaluate`, `predict`,
 `pretrained`, `save`, `write` (within a checkpoint); or `evict`: SIGTERM. With WAITS=on in the environment a step takes
-100 ms more while a worker is missing, so that a newcomer can come.
+100 ms more while a worker is missing, so that a newcomer can come. ACCUMULATE: steps of an update.
 """
 
 import os
@@ -24,6 +24,7 @@ from rpc_pipe.dependency import Action
 from rpc_pipe.workers.hooks import Listener
 
 FOLDER, HOW, STEPS, STAGES, KILLS = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5:]
+ACCUMULATE = int(os.environ.get("ACCUMULATE", "1"))
 RANK = int(os.environ["RANK"])
 kills = [(int(step), what) for kill in KILLS for rank, step, what in [kill.split(":")] if int(rank) == RANK]
 
@@ -86,7 +87,7 @@ layers = [make for _ in range(STAGES) for make in (partial(nn.Linear, 16, 16), N
 pipe = Pipeline(
     [*layers, partial(nn.Linear, 16, 4)],
     nn.functional.cross_entropy,
-    training=Training(partial(torch.optim.AdamW, lr=1e-2), max_grad_norm=0.5, ema_decay=0.9),
+    training=Training(partial(torch.optim.AdamW, lr=1e-2), max_grad_norm=0.5, ema_decay=0.9, accumulate=ACCUMULATE),
     num_microbatches=8,
     stall_s=60,
 )

@@ -258,6 +258,10 @@ class Prefetcher:
                 if {wanted - 1, wanted} <= self._read.keys():
                     _refuse_rewritten(self._read[wanted - 1], self._read[wanted])
 
+    def at(self, step: int) -> Microbatches | None:
+        """Return the batch of `step`; None: there is none."""
+        return self._read.get(step)
+
     def finished(self, step: int) -> str:
         """Inform the loader that the batch of `step` has been trained on; return its label."""
         self._read[step].finished()

@@ -70,7 +70,7 @@ class StepEnd:
             streamed: whether the next step may begin before this one has ended; if not, an early update saves nothing.
         """
         if not self.updates(step):
-            reductions = self._reductions._replace(norms=False, validated=False, updates=False)
+            reductions = self._reductions._replace(norms=self._reductions.commits, validated=False, updates=False)
         else:
             reductions = self._reductions._replace(validated=self._reductions.validated and streamed)
         tied, buckets = self.divided.tied, self.divided.buckets
