@@ -98,7 +98,7 @@ def _be(folder: str, shape: str, dead: str, ms: str, steps: str, rejoins: str) -
     )
     x = torch.randn(_EACH * replicas, devices.WIDTH, generator=torch.Generator().manual_seed(0))
     epochs: list[list[float]] = []
-    live, last, came_late = 0, 0.0, pipe.replaying
+    live, last, came_late, tells = 0, 0.0, pipe.replaying, rank == stages * replicas - 1
     for _ in pipe.train(itertools.repeat((x, x))):
         now = time.perf_counter()
         if pipe.replaying:
@@ -109,9 +109,9 @@ def _be(folder: str, shape: str, dead: str, ms: str, steps: str, rejoins: str) -
         last = now
         if len(epochs) == 1 and len(epochs[0]) == enough and rank == int(dead) and not came_late:
             os.kill(os.getpid(), signal.SIGKILL)
-        if len(epochs) == 2 + int(rejoins) and len(epochs[-1]) == enough and rank == stages * replicas - 1:
+        if len(epochs) == 2 + int(rejoins) and len(epochs[-1]) == enough and tells:
             pipe.request_stop()
-    if len(epochs) == 2 + int(rejoins):
+    if tells:
         Path(folder, "ms").write_text(json.dumps([statistics.median(each[_WARM_UP:] or each) for each in epochs]))
 
 

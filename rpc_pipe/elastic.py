@@ -19,7 +19,6 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from .accumulated import Accumulated
 from .checkpoints.newcomer import Journal, Repetition, state_of, take_state
 from .checkpoints.resumption import Resumption
 from .dependency import ConfigError, EpochEnds, PipeError, Spec, StageLost, Stalled, check, ends_epoch
@@ -40,6 +39,7 @@ from .launching.epochs import (
 from .launching.job import Job
 from .launching.joining import drop, join
 from .launching.meeting_place import place_of, root_of
+from .model.batches.accumulated import Accumulated
 from .system.at_exit import at_exit
 from .workers.actor import WorkerActor
 from .workers.compute.result import Result

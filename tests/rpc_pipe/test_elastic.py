@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 from processes import ROOT, rpc_pipe
 
-from rpc_pipe.accumulated import Accumulated
 from rpc_pipe.dependency import StageLost
+from rpc_pipe.model.batches.accumulated import Accumulated
 
 MORTAL = ROOT / "tests" / "trials" / "mortal.py"
 

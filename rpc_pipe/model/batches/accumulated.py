@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from .dependency import PipeError, StageLost
-from .model.batches.microbatches import Microbatches
-from .workers.actor import WorkerActor
-from .workers.step import StepInput
+from ...dependency import PipeError, StageLost
+from ...workers.actor import WorkerActor
+from ...workers.step import StepInput
+from .microbatches import Microbatches
 
 
 class Accumulated:
