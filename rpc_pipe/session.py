@@ -114,8 +114,9 @@ class Session:
     def begin(self, spec: Spec) -> None:
         """Run `spec` from now on: the only holder of the schedule, and of what follows from it."""
         self.spec = spec
-        count = 1 if self._members is None else self._members.shares
-        self._reader.begin(replace(spec, num_microbatches=spec.num_microbatches * count) if count > 1 else spec, count)
+        members, count = self._members, 1 if self._members is None else self._members.shares
+        whole = replace(spec, num_microbatches=spec.num_microbatches * count) if count > 1 else spec
+        self._reader.begin(whole, count, 0 if members is None or count == 1 else members.index)
         workers = [actor.worker for actor in self.actors]
         # A worker that has parts of several replicas does not wait with one for the other.
         order: Order = self.order if len(spec.workers) == spec.num_workers else "ready"

@@ -12,10 +12,12 @@ from torch import nn
 
 from rpc_pipe.commands.main import main
 from rpc_pipe.dependency import B, ConfigError, F, I, ModelError, R, U, W
+from rpc_pipe.model.batches.lazy_batch import OwnRows
 from rpc_pipe.model.observed_partition import ObservedPartition
 from rpc_pipe.model.partition import LayerPartition
 from rpc_pipe.model.sharding import settle_sharing
 from rpc_pipe.pipeline import Pipeline, Training
+from rpc_pipe.planning.specs import make_spec
 from rpc_pipe.workers.compute.randomness import Randomness
 from rpc_pipe.workers.joint import held_layers
 
@@ -46,6 +48,7 @@ from functools import partial
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from rpc_pipe.dependency import BatchError, ConfigError
+from rpc_pipe.model.batches.lazy_batch import LazyBatch
 from rpc_pipe.pipeline import Pipeline, Training
 
 class Block(nn.Module):
@@ -85,6 +88,13 @@ class Planned(nn.Module):
     def forward(self, x):
         return self.blocks[1](self.blocks[0](x))
 
+class Rows(LazyBatch):
+    rows, label, numbers = 6, "rows", None
+
+    def read(self, inputs, targets, own=None):
+        Rows.numbers = list(range(6)) if own is None else own.of(6)
+        return x[self.numbers] if inputs else None, x.flip(0)[self.numbers] if targets else None
+
 refused(ConfigError, tied(), shard="fsdp")
 refused(ConfigError, [Block], shard="tp")
 refused(ConfigError, Planned, shard="tp")
@@ -101,7 +111,10 @@ for members in (2, 1):
     held = {"training": Training(partial(torch.optim.AdamW, lr=0.1), accumulate=2), "num_microbatches": 6}
     held |= {"members": members, "shard": "fsdp", "reduce": "microbatch"}
     with Pipeline([Block, Block], nn.functional.mse_loss, **held) as one:
-        losses[members][0].extend(one.step((x, x.flip(0))) for _ in range(3))
+        losses[members][0].extend(one.step(batch) for batch in ((x, x.flip(0)), (x, x.flip(0)), Rows()))
+        assert Rows.numbers == list(range(6))[one.worker % members :: members]
+        losses[members][0].append(one.evaluate(Rows()))
+        assert Rows.numbers == list(range(6))
     if members == 2:
         state = pipe.weights.state_dict()
         assert (state is None) == (pipe.worker > 0) and (state is None or state["0.up.weight"].shape == (16, 8))
@@ -116,6 +129,7 @@ def test_a_function_divides_layers_and_all_members_end_alike(tmp_path):
     """A clipped norm counted what all members hold whole as often as there are members.
 
     Layers that share a parameter were divided apart, and trained as two; a plan that names no layer divided none.
+    Each member read all rows of a loader.
     """
     (tmp_path / "train.py").write_text(SCRIPT)
     first, second = job(tmp_path / "job", 2, tmp_path / "train.py")
@@ -304,6 +318,15 @@ def test_ranks_are_in_the_words_of_other_frameworks(capsys):
     assert found["groups"]["pipeline"][1] == [1, 5, 9, 13]
     assert found["groups"]["data"][0] == [0, 2] and found["groups"]["sharded data"][0] == [0, 1]
     assert main(["ranks", "--workers", "7", "--members", "2"]) == 2
+
+
+def test_members_and_replicas_read_each_row_once():
+    """Of two replicas of two members each read the rows of a job without members: some computed with no data."""
+    spec = make_spec("1f1b", 4, 8, {"replicas": 2})
+    first = [spec.place(0, route) for route in range(2)]
+    read = [OwnRows(spec, worker, member, 2).of(8) for worker in first for member in range(2)]
+    assert sorted(row for rows in read for row in rows) == list(range(8))
+    assert all(rows[0] % 2 == rows[1] % 2 for rows in read), "every second microbatch is of one member"
 
 
 def test_a_script_with_a_shard_runs_on_one_process_a_worker():

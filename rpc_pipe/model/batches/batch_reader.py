@@ -55,7 +55,7 @@ class BatchReader:
         self._num_cut, self.counts = 0, True
         self.begin(spec)
 
-    def begin(self, spec: Spec, members: int = 1) -> None:
+    def begin(self, spec: Spec, members: int = 1, member: int = 0) -> None:
         """Read for `spec` from now on, the same schedule in perhaps another placement.
 
         Args:
@@ -70,8 +70,9 @@ class BatchReader:
             stages = {0, spec.last_stage}
         #: whether the workers of this process use inputs and targets
         self._used = 0 in stages, spec.last_stage in stages
-        #: the rows that this worker reads, where other replicas read theirs
-        self._own = None if self._has_all or spec.num_routes == 1 else OwnRows(self._spec, self._peer.worker)
+        #: the rows that this process reads, where other replicas and members read theirs; members evaluate all
+        self._evaluated = None if self._has_all or spec.num_routes == 1 else OwnRows(self._spec, self._peer.worker)
+        self._own = self._evaluated if members == 1 else OwnRows(self._spec, self._peer.worker, member, members)
 
     def cut(
         self,
@@ -90,7 +91,7 @@ class BatchReader:
             cuts_model: whether the model will be cut with it, so that all workers need all of it.
         """
         if isinstance(batch, LazyBatch) and microbatches is None:
-            found = self._read(batch, pair, cuts_model)
+            found = self._read(batch, pair, cuts_model, whole)
         else:
             self._num_cut += self.counts  # lazy batches are not compared, and a worker may read one once more
             found = Microbatches.of(batch, microbatches, self._spec.num_microbatches, self._num_cut, pair)
@@ -101,7 +102,7 @@ class BatchReader:
             found = self._ordering.applied(self._spec, found)
         return found if whole or self._sequences is None else self._sequences.cut(found)
 
-    def _read(self, batch: LazyBatch, pair: Pair, cuts_model: bool) -> Microbatches:
+    def _read(self, batch: LazyBatch, pair: Pair, cuts_model: bool, whole: bool) -> Microbatches:
         batch.follow()
         sides = (True, True) if self._is_whole else self._used
         if hasattr(batch, "grouped"):  # a `GroupedBatch`, which few jobs load
@@ -110,7 +111,7 @@ class BatchReader:
             return read_grouped(batch, sides, pair, **self._needs, spec=self._spec)
         parts = min(self._spec.num_microbatches, batch.rows)
         if not batch.scattered:
-            own = None if cuts_model else self._own
+            own = None if cuts_model else self._evaluated if whole else self._own
             return Microbatches.read(batch, pair(batch.read(*sides, own)), parts, own)
         takers = self._peer.carrier.workers
         alone = self._reader not in takers  # a newcomer that does not take part yet

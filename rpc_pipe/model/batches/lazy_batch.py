@@ -10,14 +10,17 @@ from ...workers.transport.scatter import run_by
 
 
 class OwnRows(NamedTuple):
-    """The rows of a batch that a worker runs, where other replicas run the rest."""
+    """The rows of a batch that a process runs, where other replicas or members of its worker run the rest."""
 
     spec: Spec
     worker: int
+    #: the process among those that take microbatches in turn, and their number
+    member: int = 0
+    members: int = 1
 
     def microbatches(self, rows: int) -> list[int]:
         """Return its microbatches of a batch of `rows` rows; without any the first, for its form."""
-        every = list(range(min(self.spec.num_microbatches, rows)))
+        every = list(range(min(self.spec.num_microbatches, rows)))[self.member :: self.members]
         return [number for number in run_by(self.spec, self.worker, every) if number is not None] or [0]
 
     def of(self, rows: int) -> list[int]:
