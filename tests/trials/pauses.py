@@ -22,6 +22,7 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 if __package__ is None or __package__ == "":
     sys.path[:0] = map(str, Path(__file__).parents[1:3])
@@ -48,18 +49,11 @@ from torch import nn
 from rpc_pipe import Pipeline, Training
 from rpc_pipe.data import Loader, tokens
 
-class Last(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(8, 50)
-    def forward(self, x):
-        return self.linear(x).flatten(0, 1)
-
 def loss_fn(logits, targets):
-    return nn.functional.cross_entropy(logits, targets.flatten())
+    return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 stages, seed, readers, norm, folder, saved, *calls = sys.argv[1:]
-layers = [partial(nn.Embedding, 50, 8), *(nn.Tanh for _ in range(int(stages) - 2)), Last]
+layers = [partial(nn.Embedding, 50, 8), *(nn.Tanh for _ in range(int(stages) - 2)), partial(nn.Linear, 8, 50)]
 optimizer = partial(torch.optim.SGD, lr=0.1)
 training = Training(optimizer=optimizer, max_grad_norm=0.5 if norm == "norm" else None)
 pipe = Pipeline(layers, loss_fn, training=training)
@@ -92,21 +86,27 @@ print(" ".join(f"{each:.9g}" for each in found) + "\\n", end="")
 """
 
 
-def drawn(number: int) -> tuple[list[object], list[object]]:
+def drawn(number: int) -> tuple[list[Any], list[Any]]:
     """Return the options of a case for `rpc-pipe run`, and its script's arguments, without folders."""
     draw = random.Random(number)
     schedule, workers, chunks, may_have = draw.choice(_SCHEDULES)
     replicas = draw.choice([1, 2]) if may_have else 1
     transport = draw.choice(["rpc", "zmq"])
-    options: list[object] = ["--schedule", schedule, "--workers", workers * replicas, "--microbatches", 4]
+    options: list[Any] = ["--schedule", schedule, "--workers", workers * replicas, "--microbatches", 4]
     options += ["--transport", transport]
     if replicas > 1:
         options += ["--replicas", replicas, "--zero", draw.choice([0, 1])]
     if transport == "zmq" and replicas > 1 and options[-1] == 0 and draw.random() < 0.3:
         options += ["--elastic"]
+    elif schedule in ("1f1b", "zb-h1", "zb-v") and draw.random() < 0.3:
+        options += ["--slices", 2]
+    elif schedule in ("1f1b", "gpipe", "zb-h1", "zb-v") and draw.random() < 0.3:
+        options[3] *= 2  # processes
+        options += ["--members", 2, "--shard", draw.choice(["fsdp", "fsdp-kept"])]
+    readers = draw.choice(["users", "first"]) if "--slices" not in options and "--members" not in options else "users"
     norm = draw.choice(["norm", "none"]) if not schedule.startswith("pipedream") else "none"
     calls = draw.choices(_CALLS, weights=[4, 1, 3, 2, 1, 1, 1, 1, 1], k=6)
-    return options, [workers * chunks, number, draw.choice(["users", "first"]), norm, *calls]
+    return options, [workers * chunks, number, readers, norm, *calls]
 
 
 def run(options: list[object], arguments: list[object], folder: Path, pauses: random.Random | None) -> tuple[int, str]:
