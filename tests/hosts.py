@@ -81,10 +81,12 @@ class Hosts:
         """Return the address of a host."""
         return f"fd88:{network}::{host + 1}" if self._ipv6 else f"10.88.{network}.{host + 1}"
 
-    def start(self, host: int, script: Path, *arguments: str, **environment: str) -> Started | subprocess.Popen[str]:
+    def start(
+        self, host: int, script: Path, *arguments: str, anew: bool = False, **environment: str
+    ) -> Started | subprocess.Popen[str]:
         """Start a Python script in a host, with `environment` besides this process's; its output is one stream."""
         inside = ["-c", _ENTER, self._hosts[host].pid, script, *arguments]
-        self._started.append(start(*inside, merged=True, **environment))
+        self._started.append(start(*inside, merged=True, anew=anew, **environment))
         return self._started[-1]
 
     def __enter__(self) -> Hosts:

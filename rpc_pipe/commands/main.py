@@ -22,7 +22,7 @@ from .options import Parser, with_listed
 
 _COMMANDS = (
     "run", "plan", "profile", "verify", "watch", "simulate", "compare", "export", "schedules", "ranks", "data",
-    "key", "completion",
+    "key", "join", "completion",
 )  # fmt: skip
 
 #: arguments that are no options

@@ -75,6 +75,9 @@ def add(commands: Any) -> None:
     parser.add_argument("--elastic", action="store_true", help=gone)
     back = "with --elastic: start a process in the place of a worker that has died; it takes part after a step"
     parser.add_argument("--rejoin", action="store_true", help=back)
+    hosts = "with --elastic: hosts of the job; type the same line on each (1); without --elastic see torchrun"
+    parser.add_argument("--hosts", type=whole(1), metavar="N", help=hosts)
+    parser.add_argument("--meet", metavar="HOST:PORT", help="with --hosts: an address of the first host, free there")
     kept = parser.add_argument_group("checkpoints")
     kept.add_argument("--checkpoint-every", type=whole(1), metavar="STEPS", help="write one every so many steps")
     kept.add_argument("--checkpoint-folder", metavar="FOLDER", help="their folder, for all workers (checkpoints)")
@@ -161,9 +164,11 @@ def how(typed: Mapping[str, Any]) -> How:
     shown, workers = typed.get("log_workers"), typed.get("workers", PipeOptions.workers)
     if beyond := [worker for worker in shown or () if worker >= workers]:
         refuse_typed({"log_workers": beyond}, ["log_workers"], f"there are workers 0 to {workers - 1}")
-    epochs = {"elastic": "elastic" in typed, "rejoins": "rejoin" in typed}
+    epochs = {"elastic": "elastic" in typed, "rejoins": "rejoin" in typed, "hosts": typed.get("hosts", 1)}
+    if epochs["hosts"] > workers:
+        refuse_typed(typed, ["hosts"], f"there are {workers} workers, and each host has one at least")
     threads, port, restarts = typed.get("threads"), typed.get("port"), typed.get("max_restarts", 0)
-    return How(threads, port, transport, restarts, log_workers=shown, **epochs)
+    return How(threads, port, transport, restarts, log_workers=shown, meet=typed.get("meet", ""), **epochs)
 
 
 def follow_plan(typed: dict[str, Any]) -> dict[str, Any]:
@@ -205,9 +210,18 @@ def refuse_idle(typed: dict[str, Any], job: Job | None) -> None:
         refuse_typed(typed, ["elastic"], "needs --transport zmq: torch RPC begins once in the life of a process")
     if "elastic" not in typed:
         refuse_typed(typed, ["rejoin"], "needs --elastic: without it the job ends when a worker dies")
+        refuse_typed(typed, ["hosts", "meet"], "needs --elastic; without it torchrun starts a job on several hosts")
+    if "hosts" in typed:
+        refuse_typed(typed, ["port"], "several hosts meet where --meet says; leave it out")
+    if ("hosts" in typed) != ("meet" in typed):
+        refuse_typed(typed, ["hosts", "meet"], "type both: --hosts N --meet HOST:PORT")
     if job is None or link.present():
         return
-    refuse_typed(typed, ["elastic"], "torchrun ends all workers when one dies; start the job by rpc-pipe run")
+    refuse_typed(
+        typed,
+        ["elastic"],
+        "torchrun ends all workers when one dies; start the job by rpc-pipe run, with --hosts on several hosts",
+    )
     refuse_typed(typed, ["port"], "this job meets where torchrun says; leave it out")
     refuse_typed(typed, ["log_workers"], "torchrun shows what workers print; see its --tee and --local-ranks-filter")
     refuse_typed(typed, ["max_restarts"], "type it before the script, as torchrun's own")
@@ -234,8 +248,10 @@ def _run_script(typed: dict[str, Any], argv: list[str], job: Job | None) -> int:
         known: Any = options if "schedule" in typed else of_most  # other options are the script's
         microbatches = typed.get("microbatches", typed.get("replicas", 1))
         make_spec(typed.get("schedule", "1f1b"), workers_of(workers, typed.get("members", 1)), microbatches, known)
-        from ..launching.launcher import launch
-
+        if "meet" in typed:
+            from ..launching.host_launcher import launch_on_hosts as launch  # few jobs have several hosts
+        else:
+            from ..launching.launcher import launch
         return launch(argv, workers, reporter, how(typed))
 
     def work() -> None:

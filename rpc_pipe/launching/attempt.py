@@ -13,7 +13,7 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..dependency import ConfigError
 from ..tracing.board import Live, State
@@ -28,12 +28,17 @@ from .printed import PATIENCE_S, Printed
 from .report import Reporter
 from .worker_process import Logs, WorkerEvent, WorkerProcess, hear
 
+if TYPE_CHECKING:
+    from .hosts import Hosts, RemoteWorker
+
 #: seconds to wait for a cause after a consequence was reported
 _GRACE_S = 3.0
 #: seconds after which missing workers are named at the start
 _JOIN_TOLD_S = 8.0
 #: seconds between polls of the boards, and of the ends of processes
 _LOOK_EVERY_S, _POLL_S = 1.0, 0.05
+#: seconds between polls of messages from other hosts
+_HOSTS_POLL_S = 0.01
 #: titles of failures without a cause named by a worker
 _NO_CAUSE, _UNMET = "no worker named a cause", "the workers could not meet"
 #: errors that other workers may have caused
@@ -58,6 +63,7 @@ class Attempt:
         log_workers: the workers whose printed lines are shown; None: all.
         elastic: whether the job goes on without workers that die.
         rejoins: whether processes are started in their places.
+        hosts: the other hosts of the job; None: there are none.
     """
 
     def __init__(
@@ -68,6 +74,7 @@ class Attempt:
         log_workers: Collection[int] | None = None,
         elastic: bool = False,
         rejoins: bool = False,
+        hosts: Hosts | None = None,
     ) -> None:
         self._printed = Printed(range(num_processes) if log_workers is None else log_workers, reporter.line)
         self._reporter, self._boards = reporter, boards
@@ -85,7 +92,8 @@ class Attempt:
         self._failed_at = self._looked_at = self._joining_at = 0.0
         self._told_stall = self._told_joining = self._told_layout = False
         #: the started processes
-        self.workers: list[WorkerProcess] = []
+        self.workers: list[WorkerProcess | RemoteWorker] = []
+        self._hosts, self._poll_s = hosts, _POLL_S if hosts is None else _HOSTS_POLL_S
         self._epochs = None
         if elastic:
             from .epochs import Epochs  # few jobs are
@@ -102,7 +110,7 @@ class Attempt:
         self._how = command, environment, logs
         for rank in range(self._num_processes):
             try:
-                self.workers.append(WorkerProcess(rank, command, environment, logs))
+                self.workers.append(self._make(rank))
             except OSError as error:
                 which = f"--workers {self._num_processes}: worker {rank}"
                 raise ConfigError(f"{which} cannot be started: {error}; start fewer, or see ulimit -a") from error
@@ -113,11 +121,53 @@ class Attempt:
         if self._boards is not None:
             tell_event(self._boards.folder, text, warning=warning)
 
-    def _start_newcomer(self, rank: int) -> None:
+    def _make(self, rank: int, **more: str) -> WorkerProcess | RemoteWorker:
+        """Start a process, on the host that has the place of its worker."""
         command, environment, logs = self._how
+        if self._hosts is not None:
+            if (remote := self._hosts.worker(rank, newcomer=bool(more))) is not None:
+                return remote
+            environment = environment | self._hosts.variables(rank)
+        return WorkerProcess(rank, command, environment | more, logs)
+
+    def _start_newcomer(self, rank: int) -> bool:
+        """Start a newcomer; return whether its host is there."""
+        if self._hosts is not None and not self._hosts.can_start(rank):
+            return False
         del self._ended[rank]
         self.workers[:] = [worker for worker in self.workers if worker.rank != rank]
-        self.workers.append(WorkerProcess(rank, command, {**environment, NEWCOMER: "on"}, logs))
+        self.workers.append(self._make(rank, **{NEWCOMER: "on"}))
+        return True
+
+    # --- of other hosts
+
+    def _take_remote(self, event: WorkerEvent) -> None:
+        """Take an event of another host."""
+        if event.what == "printed":
+            self._how[2].write(event.worker, f"{event.detail}\n".encode())
+        if event.what == "lost":
+            self._loses(*event.detail)
+        elif event.what == "come":
+            self._comes(*event.detail)
+        else:
+            self._take(event)
+
+    def _comes(self, ranks: list[int], name: str) -> None:
+        """Start newcomers on a host that has come."""
+        assert self._epochs is not None
+        self._tell_epoch(f"host {name} comes in the places of workers {ranks}", False)
+        for rank in ranks:
+            self._start_newcomer(rank)
+            self._epochs.comes(rank)
+
+    def _loses(self, ranks: list[int], name: str) -> None:
+        """Go on without the workers of a host."""
+        what = f"host {name} is gone, or cut off, with workers {ranks}"
+        dead = [rank for rank in ranks if rank not in self._ended]
+        self._ended |= dict.fromkeys(dead, -signal.SIGKILL)
+        assert self._epochs is not None
+        if dead and not self._epochs.survives(dead, -signal.SIGKILL, self._come, what):
+            self._cause = self._cause or Cause(f"host {name} is gone", what)
 
     def watch(self, tick: Callable[[], None]) -> Cause | None:
         """Return the cause of the failure; None: all workers have completed their work, or were stopped.
@@ -132,8 +182,11 @@ class Attempt:
 
     def _watch(self, tick: Callable[[], None]) -> Cause | None:
         while len(self._ended) < self._num_processes:
-            for event in hear(self.workers, _POLL_S):
+            for event in hear([worker for worker in self.workers if isinstance(worker, WorkerProcess)], self._poll_s):
                 self._take(event)
+            if self._hosts is not None and self._epochs is not None:
+                for event in self._hosts.events([rank for rank in self._epochs.vacant if rank in self._ended]):
+                    self._take_remote(event)
             self._printed.show(PATIENCE_S)
             tick()
             if time.monotonic() > self._looked_at + _LOOK_EVERY_S:
@@ -233,7 +286,7 @@ class Attempt:
         return of_stall(told, culprit, view.latest.lives, [*calls, *stacks], view.latest.now_ns)
 
     def _blame_death(self, rank: int, code: int) -> None:
-        if self._epochs is not None and self._epochs.survives(rank, code, self._come):
+        if self._epochs is not None and self._epochs.survives([rank], code, self._come):
             return
         if code == INTERRUPTED or rank in self._done or rank in self._consequences:
             return

@@ -8,6 +8,8 @@ launcher <──"evicted"── worker                  it was sent SIGTERM, and
 launcher <──"rests"── worker                    it has come to the end of the step
 launcher <──"resumed"── worker                  the lowest live one: the workers go on
 launcher <──"left"── worker                     it needs no other worker more
+launcher <──"word"── worker                     a record for all workers of several hosts, such as an address
+launcher ──"w" and a line of JSON──> worker     the record
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import json
 import os
 import queue
 import signal
+import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -25,12 +28,15 @@ from ..dependency import EpochEnds, PipeError
 if TYPE_CHECKING:
     from ..workers.transport.carrier import Carrier
 
-#: orders of the launcher: another epoch begins, with a line of JSON; all workers rest after a step
-EPOCH, REST = b"e", b"p"
+#: orders of the launcher: another epoch begins, with a line of JSON; all workers rest after a step; a record comes
+EPOCH, REST, WORD = b"e", b"p", b"w"
 #: messages of a worker
 READY, CAUGHT_UP, EVICTED, RESTS, RESUMED, LEFT = "ready", "caught up", "evicted", "rests", "resumed", "left"
+LEAVES_WORD = "word"
 #: seconds that the launcher may take to see the end of a process, which breaks connections at once
 _WORD_S = 10.0
+#: seconds between looks whether a wait for a record is cancelled
+_LOOK_EVERY_S = 0.05
 
 
 class Roster(NamedTuple):
@@ -70,7 +76,8 @@ class Epochs:
     Args:
         workers: the processes of the job.
         tell: shows the user a line, which may be a warning.
-        start: starts a process in the place of a dead one, also in `workers`; None: the job goes on without.
+        start: starts a process in the place of a dead one, also in `workers`, and returns whether its host is there;
+            None: the job goes on without.
     """
 
     def __init__(
@@ -78,7 +85,7 @@ class Epochs:
         num_processes: int,
         workers: Sequence[Ordered],
         tell: Callable[[str, bool], None],
-        start: Callable[[int], None] | None = None,
+        start: Callable[[int], bool] | None = None,
     ) -> None:
         self._num_processes, self._workers, self._tell, self._start = num_processes, workers, tell, start
         self._now = Roster(0)
@@ -102,6 +109,15 @@ class Epochs:
         """Lines on the epochs after the first; "" if there are none."""
         return "\n".join(self._history)
 
+    @property
+    def vacant(self) -> list[int]:
+        """The workers without a process, in whose places processes may be started."""
+        return sorted(self._now.gone - self._newcomers)
+
+    def comes(self, rank: int) -> None:
+        """Note that a process has been started in the place of a worker."""
+        self._newcomers.add(rank)
+
     def takes(self, rank: int, message: Mapping[str, Any]) -> bool:
         """Take a message of a worker; return whether it is none for the rest of the launcher."""
         kind = message["kind"]
@@ -117,6 +133,9 @@ class Epochs:
         elif kind == EVICTED:
             self._evicted.add(rank)
             self._order_rest()
+        elif kind == LEAVES_WORD:
+            for worker in self._workers:
+                worker.order(WORD + json.dumps([message["name"], message["word"]]).encode() + b"\n")
         elif kind == CAUGHT_UP:
             self._caught_up.add(rank)
             self._order_rest()
@@ -126,29 +145,39 @@ class Epochs:
             return rank in self._newcomers and "text" not in message
         return True
 
-    def survives(self, rank: int, code: int, come: Mapping[int, str]) -> bool:
-        """Let the other workers go on without a process that has ended with `code`; return whether they can."""
+    def survives(self, ranks: Collection[int], code: int, come: Mapping[int, str], what: str = "") -> bool:
+        """Let the other workers go on without workers that have ended with `code`; return whether they can.
+
+        Args:
+            what: has ended, if it is more than a worker.
+        """
+        dead = {rank for rank in ranks if not self._goes(rank)}
+        # A worker that raises has failed; one that a signal kills has not.
+        if not dead or code >= 0 or list(come.values()) != [READY] * self._num_processes:
+            return not dead
+        name = next((known.name for known in signal.Signals if known == -code), f"signal {-code}")
+        self._evicted -= dead
+        self._cause = what or f"worker {min(dead)} is gone ({name})"
+        self._since = time.monotonic()
+        for worker in self._workers:
+            if worker.rank in dead:
+                worker.kill()  # with all that it has started
+        self._begin(self._now.gone | dead, planned=False)
+        for rank in dead:
+            self._replace(rank)
+        return True
+
+    def _goes(self, rank: int) -> bool:
+        """Note the end of a worker's process; return whether no other worker needs it."""
         if rank in self._newcomers:
             self._newcomers.remove(rank)
             self._caught_up.discard(rank)
-            return True
-        if rank in self._now.gone:  # it was evicted
+        elif rank in self._now.gone:  # it was evicted
             self._replace(rank)
-            return True
-        if rank in self._left or len(self._left | self._now.gone | {rank}) == self._num_processes:
+        elif rank in self._left or len(self._left | self._now.gone | {rank}) == self._num_processes:
             self._leaves(rank)
-            return True
-        # A worker that raises has failed; one that a signal kills has not.
-        if code >= 0 or list(come.values()) != [READY] * self._num_processes:
+        else:
             return False
-        name = next((known.name for known in signal.Signals if known == -code), f"signal {-code}")
-        self._evicted.discard(rank)
-        self._cause, self._since = f"worker {rank} is gone ({name})", time.monotonic()
-        for worker in self._workers:
-            if worker.rank == rank:
-                worker.kill()  # what it has started
-        self._begin(self._now.gone | {rank}, planned=False)
-        self._replace(rank)
         return True
 
     def _begin(self, gone: frozenset[int], planned: bool) -> None:
@@ -164,9 +193,8 @@ class Epochs:
 
     def _replace(self, rank: int) -> None:
         """Start a newcomer in the place of a worker."""
-        if self._start is not None:
-            self._start(rank)
-            self._newcomers.add(rank)
+        if self._start is not None and self._start(rank):
+            self.comes(rank)
 
     def _order_rest(self) -> None:
         for worker in self._workers:
@@ -229,6 +257,9 @@ class Resting(Protocol):
 
 _begun: queue.SimpleQueue[Roster] = queue.SimpleQueue()
 _newest = 0
+#: records of all workers by name
+_words: dict[str, str] = {}
+_word_came = threading.Condition()
 
 
 def follow(order: bytes, descriptor: int, actors: Iterable[Resting]) -> None:
@@ -236,6 +267,11 @@ def follow(order: bytes, descriptor: int, actors: Iterable[Resting]) -> None:
     if order == REST:
         for actor in actors:
             actor.rest_requested = True
+    elif order == WORD:
+        name, word = json.loads(_line(descriptor) or b'["", ""]')
+        with _word_came:
+            _words[name] = word
+            _word_came.notify_all()
     else:
         _read_roster(descriptor, actors)
 
@@ -243,16 +279,39 @@ def follow(order: bytes, descriptor: int, actors: Iterable[Resting]) -> None:
 def _read_roster(descriptor: int, actors: Iterable[Resting]) -> None:
     """Read the launcher's line, and end the worker's wait where a worker has died."""
     global _newest
-    line = b""
-    while not line.endswith(b"\n"):
-        if not (more := os.read(descriptor, 1)):
-            return
-        line += more
+    if not (line := _line(descriptor)):
+        return
     number, gone, planned = json.loads(line)
     _newest = number
     _begun.put(Roster(number, frozenset(gone), planned))
     for actor in () if planned else actors:
         actor.carrier.fault(EpochEnds(f"epoch {number} begins without workers {gone}"))
+
+
+def _line(descriptor: int) -> bytes:
+    """Return the launcher's next line; an empty one if the launcher has ended."""
+    line = b""
+    while not line.endswith(b"\n"):
+        if not (more := os.read(descriptor, 1)):
+            return b""
+        line += more
+    return line
+
+
+def word(name: str, timeout_s: float, cancelled: Callable[[], None]) -> str:
+    """Return the record of a name; wait for it.
+
+    Raises:
+        TimeoutError: there is none in time.
+        EpochEnds: by `cancelled`.
+    """
+    deadline = time.monotonic() + timeout_s
+    with _word_came:
+        while name not in _words:
+            cancelled()
+            if not _word_came.wait(_LOOK_EVERY_S) and time.monotonic() > deadline:
+                raise TimeoutError(f"no worker has told {name}")
+        return _words[name]
 
 
 def has_begun() -> bool:

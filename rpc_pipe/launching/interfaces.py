@@ -31,7 +31,7 @@ def interface_towards(host: str) -> str:
         ConfigError: the host is unknown, or no interface leads there.
     """
     try:
-        family, address = _resolved(host)
+        family, address = resolved(host)
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(address)  # a datagram socket: nothing is sent
             own = probe.getsockname()[0]
@@ -54,13 +54,13 @@ def address_of(interface: str, like: str) -> str:
     found = _interface_addresses()
     own = [address for name, address in found if name == interface]
     if own:
-        by_ipv6 = _resolved(like)[0] == socket.AF_INET6
+        by_ipv6 = resolved(like)[0] == socket.AF_INET6
         return min(own, key=lambda address: (":" in address) != by_ipv6)
     known = ", ".join(sorted({name for name, _ in found}))
     raise ConfigError(f"RPC_PIPE_INTERFACE {interface}: has no address; those that have are {known}")
 
 
-def _resolved(host: str) -> tuple[int, Any]:
+def resolved(host: str) -> tuple[int, Any]:
     """Return the address family and the socket address of a host.
 
     Raises:

@@ -25,6 +25,8 @@ INIT = "RPC_PIPE_INIT"
 ELASTIC = "RPC_PIPE_ELASTIC"
 #: environment variable set by `--rejoin`: whether processes come in their places
 REJOINS = "RPC_PIPE_REJOIN"
+#: environment variable set by launchers of several hosts: the number of hosts
+HOSTS = "RPC_PIPE_HOSTS"
 TRANSPORT, TRUST, PORT, KEY = "RPC_PIPE_TRANSPORT", "RPC_PIPE_TRUST_NETWORK", "RPC_PIPE_PORT", "RPC_PIPE_KEY_FILE"
 #: the carriers of messages between workers; the first is the default
 TRANSPORTS = ("rpc", "zmq", "local")
@@ -119,8 +121,10 @@ def current_job(environ: Mapping[str, str] | None = None) -> Job | None:
     if not 0 <= rank < count:
         raise ConfigError(f"RANK {rank}: must be 0 to WORLD_SIZE - 1 = {count - 1}")
     if local:
-        interface = environ.get("RPC_PIPE_INTERFACE", LOOPBACK)
-        return Job(rank, count, local, interface, place=rank, processes_here=count, **settings)
+        interface, alone = environ.get("RPC_PIPE_INTERFACE", LOOPBACK), HOSTS not in environ
+        place = rank if alone else _number(environ, "LOCAL_RANK")
+        here = count if alone else _number(environ, "LOCAL_WORLD_SIZE")
+        return Job(rank, count, local, interface, one_host=alone, place=place, processes_here=here, **settings)
     interface, one_host = _place(environ, count)
     place, here = _number(environ, "LOCAL_RANK", rank), _number(environ, "LOCAL_WORLD_SIZE", count)
     return Job(rank, count, "env://", interface, one_host=one_host, place=place, processes_here=here, **settings)

@@ -140,7 +140,7 @@ def _by_zmq(place: MeetingPlace, cancelled: Callable[[], None] | None) -> ZmqLin
         raise ConfigError(f"transport zmq: needs {error.name}; pip install '.[zmq]'") from error
     folder, network = None if job.port else place.folder(), None
     if job.port or not job.one_host or job.interface != LOOPBACK:
-        network = _network(place)
+        network = _network(place, cancelled)
     return ZmqLink(job.worker, place.workers, folder, network, job.join_timeout_s, cancelled)
 
 
@@ -175,13 +175,13 @@ def mesh_of_members(job: Job, device: str) -> Any:
 # --- addresses
 
 
-def _network(place: MeetingPlace) -> Network:
+def _network(place: MeetingPlace, cancelled: Callable[[], None] | None) -> Network:
     """Return the addresses of workers over TCP."""
     from ..workers.transport.zeromq import Network
 
     job = place.job
     secret = _secret(job)  # before others are waited for
-    meeting = Meeting(place.store())
+    meeting = place.meeting(cancelled)
     if place.on_this_host:
         host = address_of(job.interface, "127.0.0.1")
     else:

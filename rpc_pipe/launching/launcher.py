@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..dependency import ConfigError
 from ..system import allocator
@@ -28,12 +28,15 @@ from .job import FAILED, INIT, INTERRUPTED, KEY, PORT, TRANSPORT, TRANSPORTS, WR
 from .report import Reporter
 from .worker_process import Logs, WorkerProcess
 
+if TYPE_CHECKING:
+    from .hosts import Hosts, RemoteWorker
+
 #: signals that stop a run after its step: Ctrl-C, a cluster's request, a closed terminal
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 #: most workers of one machine; each is a process that loads torch
 _MOST_PROCESSES = 1024
 #: the workers' program: by path, so that Python imports nothing from the current folder, as it would behind -m
-_PROGRAM = Path(__file__).parents[1] / "__main__.py"
+PROGRAM = Path(__file__).parents[1] / "__main__.py"
 #: seconds that a run may take to stop, if no user is present to ask again
 STOP_TIMEOUT, _STOP_S = "RPC_PIPE_STOP_TIMEOUT", 30.0
 #: environment variable of workers: number of earlier attempts
@@ -63,6 +66,9 @@ class How(NamedTuple):
     elastic: bool = False
     #: whether processes are started in the places of workers that die
     rejoins: bool = False
+    #: number of hosts, and where launchers of other hosts reach the first one's (HOST:PORT)
+    hosts: int = 1
+    meet: str = ""
 
 
 _USUAL = How()
@@ -71,7 +77,15 @@ _USUAL = How()
 class Launcher:
     """Runs `rpc-pipe` with `arguments` in several local worker processes until all have ended."""
 
-    def __init__(self, arguments: list[str], num_processes: int, reporter: Reporter, how: How = _USUAL) -> None:
+    def __init__(
+        self,
+        arguments: list[str],
+        num_processes: int,
+        reporter: Reporter,
+        how: How = _USUAL,
+        hosts: Hosts | None = None,
+    ) -> None:
+        self._hosts = hosts
         self._arguments = arguments
         self._num_processes = 1 if how.transport == "local" else num_processes
         self._world_size = num_processes
@@ -82,7 +96,7 @@ class Launcher:
         if how.port:
             _check_port(how.port)
         self._stop_s = seconds(os.environ, STOP_TIMEOUT, _STOP_S)
-        self._workers: list[WorkerProcess] = []
+        self._workers: list[WorkerProcess | RemoteWorker] = []
         #: stop signals in order, and the time of the first
         self._signals: list[int] = []
         self._asked_at = 0.0
@@ -99,6 +113,8 @@ class Launcher:
             code = 128 + int(signalled.args[0])
         finally:
             self._ending = True
+            if self._hosts is not None:
+                self._hosts.end(code)
             logs.close(keep=code == FAILED)
             for name, handler in handlers.items():
                 signal.signal(name, handler)
@@ -129,11 +145,12 @@ class Launcher:
         try:
             boards = self._make_boards()
             environment = self._environment(folder, boards) | {RESTARTS: str(restarts)}
-            command = [sys.executable, str(_PROGRAM), *self._arguments]
+            command = [sys.executable, str(PROGRAM), *self._arguments]
             how = self._how
-            attempt = Attempt(
-                self._num_processes, self._reporter, boards, how.log_workers, elastic=how.elastic, rejoins=how.rejoins
-            )
+            epochs = how.elastic, how.rejoins, self._hosts
+            attempt = Attempt(self._num_processes, self._reporter, boards, how.log_workers, *epochs)
+            if self._hosts is not None:
+                self._hosts.begin(self._arguments, restarts, folder, self._die_if_asked)
             self._workers = attempt.workers
             attempt.start(command, environment, logs)
             if self._signals:  # a signal came during the start
@@ -174,6 +191,8 @@ class Launcher:
             self._reporter.handle(
                 {"kind": "result", "text": summary(found, *filter(None, [attempt.deaths])), "json": found}
             )
+        elif attempt.deaths:  # the boards of other hosts are there
+            self._reporter.text(attempt.deaths)
 
     def _make_boards(self) -> RunBoards | None:
         """Make the folder for the workers' boards. If that fails, the run goes on, but cannot be watched."""
@@ -210,6 +229,11 @@ class Launcher:
         if len(self._signals) > 1:
             raise _Killed(self._signals[0])
         self._order_stop()
+
+    def _die_if_asked(self) -> None:
+        """Raise _Killed if a signal has come before there are workers."""
+        if self._signals:
+            raise _Killed(self._signals[0])
 
     def _order_stop(self) -> None:
         for worker in self._workers:
@@ -253,7 +277,7 @@ def _meeting(how: How, folder: Path) -> dict[str, str]:
     Over ZeroMQ, only processes with the key, which is made for this job, may connect to the port.
     """
     meeting = {INIT: f"file://{folder}/rendezvous", TRANSPORT: how.transport}
-    if how.transport == "zmq":
+    if how.transport == "zmq" and not how.meet:
         make_key(folder / "key")
         meeting |= {KEY: str(folder / "key")} | ({PORT: str(how.port)} if how.port else {})
     elif how.port:

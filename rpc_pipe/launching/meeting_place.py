@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
@@ -20,7 +20,7 @@ from typing import Any
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from ..tracing import run_folders
-from ..workers.transport.meeting import store_at, store_in, torchrun_store
+from ..workers.transport.meeting import Meeting, store_at, store_in, torchrun_store
 from .job import Job
 
 _FILE = "file://"
@@ -55,6 +55,18 @@ class MeetingPlace:
         for name in self.names:
             store = PrefixStore(name, store)
         return store
+
+    def meeting(self, cancelled: Callable[[], None] | None = None) -> Meeting:
+        """Return the records of this place; launchers of several hosts pass them on.
+
+        Args:
+            cancelled: raises an error when no record can come any more.
+        """
+        if self.on_this_host and not self.job.one_host:
+            from .hosts_meeting import HostsMeeting  # few jobs have several hosts and launchers
+
+            return HostsMeeting("/".join(self.names), cancelled)
+        return Meeting(self.store())
 
     def folder(self) -> Path:
         """Return the folder for this host's unix sockets, which other users may not enter."""

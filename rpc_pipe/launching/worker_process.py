@@ -174,10 +174,11 @@ class Logs:
 
     def close(self, keep: bool) -> None:
         """Close the logs, and keep or remove them."""
+        kept = bool(self._files)
         for file in self._files:
             file.close()
         self._files = []
-        if self.folder is not None and not keep:
+        if self.folder is not None and not (keep and kept):
             shutil.rmtree(self.folder, ignore_errors=True)
             with suppress(OSError):
                 self.folder.parent.rmdir()

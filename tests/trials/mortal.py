@@ -3,7 +3,7 @@
 HOW: `step`, or `train` with an evaluation, a prediction and a checkpoint within its loop. KILLS: `worker:step:what`
 with commas, `what` a kind of action, `meet` (within a recovery), or a part of the loop: `evaluate`, `predict`,
 `pretrained`, `save`, `write` (within a checkpoint); or `evict`: SIGTERM. With WAITS=on in the environment a step takes
-100 ms more while a worker is missing, so that a newcomer can come. ACCUMULATE: steps of an update.
+100 ms (`long`: 500 ms) more while a worker is missing, so that a newcomer can come. ACCUMULATE: steps of an update.
 """
 
 import os
@@ -102,7 +102,7 @@ def after(step: int, loss: float) -> None:
     if (step, "evict") in kills:
         os.kill(os.getpid(), signal.SIGTERM)
     if "WAITS" in os.environ and not pipe.replaying and len(pipe.actors[0].carrier.workers) < pipe.num_workers:
-        time.sleep(0.1)
+        time.sleep(0.5 if os.environ["WAITS"] == "long" else 0.1)
 
 
 def between(step: int) -> None:

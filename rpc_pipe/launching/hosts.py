@@ -1,0 +1,284 @@
+"""Several hosts of an elastic job: the first host's launcher decides, launchers of other hosts follow. Without torch.
+
+first host's launcher ──begin, worker, order, kill, journal, end──> launcher of another host ──> its workers
+first host's launcher <──hello, event, journal── launcher of another host
+
+All messages come to the first host's launcher one after the other, and it alone begins epochs. So no two epochs have
+the same number. A step needs all workers of its epoch: on the side of a cut network without that launcher none trains.
+
+A connection proves the key of the job, and is never made again: it breaks when a launcher ends, or is silent for
+RPC_PIPE_LOST_AFTER. A host without a connection counts as dead, and ends its workers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..dependency import ConfigError
+
+try:
+    import zmq
+except ImportError as error:
+    raise ConfigError("--hosts: needs zmq; pip install '.[zmq]'") from error
+
+from ..workers.transport.keys import Keys, KeyServer
+from . import launcher_link as link
+from .interfaces import interface_towards, read_key, resolved
+from .job import HOSTS, KEY, Job, seconds
+from .worker_process import WorkerEvent
+
+LOST_AFTER, JOIN_TIMEOUT = "RPC_PIPE_LOST_AFTER", "RPC_PIPE_JOIN_TIMEOUT"
+#: seconds between looks whether connections are there
+LOOK_EVERY_S = 0.25
+_GOODBYE_MS, _MOST_READ = 1000, 2**30
+
+
+class RemoteWorker:
+    """A worker process of another host."""
+
+    def __init__(self, rank: int, host: Host, newcomer: bool) -> None:
+        self.rank, self._host = rank, host
+        host.send("worker", rank, newcomer)
+
+    def order(self, order: bytes) -> None:
+        """Send it an order of the launcher; its host has all of the journal before."""
+        self._host.share()
+        self._host.send("order", self.rank, order.decode())
+
+    def order_stop(self) -> None:
+        """Ask it to finish the step and stop."""
+        self.order(link.STOP)
+
+    def kill(self) -> None:
+        """Kill the process and all processes that it has started."""
+        self._host.send("kill", self.rank)
+
+    def end(self) -> None:
+        """Do nothing: its launcher reports its end."""
+
+
+class Host:
+    """Another host, by the connection of its launcher."""
+
+    def __init__(self, hosts: Hosts, identity: bytes, name: str) -> None:
+        self.hosts, self._identity, self.name = hosts, identity, name
+        #: bytes of the journal that it has
+        self.has = 0
+
+    def send(self, *message: Any) -> bool:
+        """Send its launcher a message; return whether the connection is there."""
+        try:
+            self.hosts.socket.send_multipart([self._identity, json.dumps(message).encode()], zmq.DONTWAIT)
+        except zmq.ZMQError:
+            return False
+        return True
+
+    def share(self) -> None:
+        """Send its launcher what it does not have of the journal."""
+        self.has = share(self.hosts.journal, self.has, self.send)
+
+
+class Hosts:
+    """The other hosts of a job, as the first host's launcher knows them.
+
+    Args:
+        address: of this host, where other launchers connect.
+        count: number of hosts with this one.
+
+    Raises:
+        OSError: another host has the address, or another launcher listens there.
+        ConfigError: it is no address, or there is no key.
+    """
+
+    def __init__(self, address: str, count: int, num_workers: int) -> None:
+        self._address, self._count, self._num_workers = address, count, num_workers
+        (host, port), keys = read_address(address), launcher_keys()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        KeyServer(self._context, keys)
+        self.socket = make_socket(self._context, zmq.ROUTER)
+        self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # to notice a broken connection
+        keys.listen(self.socket, 0)
+        try:
+            self.socket.bind(spelt(resolved(host)[1][0], port))
+        except zmq.ZMQError as error:
+            self.socket.close()
+            self._context.term()
+            raise OSError(error.errno, error.strerror) from error
+        self._interface = interface_towards(host)
+        self._known: dict[bytes, Host] = {}
+        #: hosts without workers, which take the places of the next that die
+        self._waiting: list[Host] = []
+        #: the workers of other hosts: worker w is on host w mod N, so no host has all replicas of a stage
+        self._of: dict[int, Host | None] = {rank: None for rank in range(num_workers) if rank % count}
+        self._begun: tuple[Any, ...] = ()
+        self._looked_at = 0.0
+        #: descriptor of this host's journal (see `checkpoints/newcomer.py`)
+        self.journal = -1
+
+    def begin(self, arguments: list[str], attempt: int, folder: Path, look: Callable[[], None]) -> None:
+        """Begin an attempt when all hosts have come.
+
+        Args:
+            look: called several times a second.
+
+        Raises:
+            ConfigError: not all come.
+        """
+        self.journal = open_journal(folder)
+        self._begun = "begin", attempt, self._num_workers, self._count, arguments
+        deadline = time.monotonic() + seconds(os.environ, JOIN_TIMEOUT, Job.join_timeout_s)
+        while vacant := [rank for rank, host in self._of.items() if host is None]:
+            look()
+            self.socket.poll(int(1000 * LOOK_EVERY_S))
+            for _ in self._messages():
+                pass  # of an attempt before
+            self._lost()
+            if self._waiting:
+                self._give(vacant)
+            elif time.monotonic() > deadline:
+                raise ConfigError(f"not all of {self._count} hosts have come to {self._address}: type the line on each")
+        for host in filter(None, {*self._of.values()}):
+            self._begin_on(host)
+
+    def _give(self, vacant: Sequence[int]) -> list[int]:
+        """Give a host that has come the places of one host without processes; return them."""
+        ranks = [rank for rank in vacant if rank % self._count == vacant[0] % self._count]
+        self._of |= dict.fromkeys(ranks, self._waiting.pop(0))
+        return ranks
+
+    def _begin_on(self, host: Host) -> None:
+        host.has = 0
+        host.send(*self._begun, [rank for rank, on in self._of.items() if on is host])
+
+    def worker(self, rank: int, newcomer: bool) -> RemoteWorker | None:
+        """Return a worker that is started on another host; None: it is one of this host."""
+        host = self._of.get(rank)
+        return None if host is None else RemoteWorker(rank, host, newcomer)
+
+    def can_start(self, rank: int) -> bool:
+        """Return whether the host of a worker is there."""
+        return self._of.get(rank, self) is not None
+
+    def variables(self, rank: int) -> dict[str, str]:
+        """Return the environment variables of a worker of this host."""
+        return variables(self._count, self._interface, range(0, self._num_workers, self._count), rank)
+
+    def events(self, vacant: Sequence[int]) -> Iterator[WorkerEvent]:
+        """Yield events of other hosts: of their workers, and those whose workers are "lost" or "come".
+
+        Args:
+            vacant: workers in whose places processes may be started.
+        """
+        for host, message in self._messages():
+            match message:
+                case ["event", attempt, rank, what, detail] if attempt == self._begun[1]:
+                    yield WorkerEvent(what, rank, detail)
+                case ["journal", at, data]:
+                    host.has = max(host.has, at + os.pwrite(self.journal, bytes.fromhex(data), at))
+        if time.monotonic() < self._looked_at + LOOK_EVERY_S:
+            return
+        self._looked_at = time.monotonic()
+        for host in filter(None, {*self._of.values()}):
+            host.share()
+        for host, ranks in self._lost():
+            if ranks:
+                yield WorkerEvent("lost", -1, (ranks, host.name))
+        if self._waiting and vacant:
+            host = self._waiting[0]
+            ranks = self._give(vacant)
+            self._begin_on(host)
+            yield WorkerEvent("come", -1, (ranks, host.name))
+
+    def _messages(self) -> Iterator[tuple[Host, list[Any]]]:
+        while self.socket.poll(0):
+            identity, text = self.socket.recv_multipart()
+            message = json.loads(text)
+            if message[:1] == ["hello"]:
+                self._known[identity] = Host(self, identity, message[1])
+                self._waiting.append(self._known[identity])
+            elif identity in self._known:
+                yield self._known[identity], message
+
+    def _lost(self) -> list[tuple[Host, list[int]]]:
+        """Forget the hosts without a connection; return them with their workers."""
+        lost = [host for host in self._known.values() if not host.send()]
+        self._known = {identity: host for identity, host in self._known.items() if host not in lost}
+        self._waiting = [host for host in self._waiting if host not in lost]
+        found = [(host, [rank for rank, on in self._of.items() if on is host]) for host in lost]
+        self._of |= {rank: None for _, ranks in found for rank in ranks}
+        return found
+
+    def end(self, code: int) -> None:
+        """End the launchers of the other hosts."""
+        for host in self._known.values():
+            host.send("end", code, f"the job has ended with {code}: its first host shows why" if code else "")
+        self.socket.close()
+        self._context.term()
+
+
+# --- of the launchers of all hosts
+
+
+def read_address(address: str) -> tuple[str, int]:
+    """Return the host and the port of `HOST:PORT`.
+
+    Raises:
+        ConfigError: it has another form.
+    """
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise ConfigError(f"{address}: must be HOST:PORT, such as 10.0.0.1:29400")
+    return host.strip("[]"), int(port)
+
+
+def spelt(host: str, port: int) -> str:
+    """Return an address as ZeroMQ reads it."""
+    return f"tcp://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def launcher_keys() -> Keys:
+    """Return the keys of the first host's launcher (0) and of all others (1).
+
+    Raises:
+        ConfigError: the environment names no key file, or it holds no secret.
+    """
+    if KEY not in os.environ:
+        raise ConfigError(f"several hosts need a key: rpc-pipe key FILE makes one; copy it to all, and set {KEY}=FILE")
+    return Keys(read_key(Path(os.environ[KEY])), "launchers", (0, 1))
+
+
+def make_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
+    """Return a socket of launchers, whose connections break for good."""
+    socket = context.socket(kind)
+    lost_after_ms = 1000 * seconds(os.environ, LOST_AFTER, Job.lost_after_s)
+    socket.ipv6 = True
+    socket.sndhwm = socket.rcvhwm = 0
+    socket.linger = _GOODBYE_MS
+    socket.setsockopt(zmq.RECONNECT_IVL, -1)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, max(1, int(lost_after_ms / 8)))
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(1, int(lost_after_ms)))
+    return socket
+
+
+def open_journal(folder: Path) -> int:
+    """Return a descriptor of the journal in an attempt's folder, which live workers of this host also write."""
+    return os.open(folder / "journal", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+
+def share(journal: int, has: int, send: Callable[..., object]) -> int:
+    """Send another host what it does not have of the journal, behind `has` bytes; return how many it has then."""
+    data = os.pread(journal, _MOST_READ, has) if journal >= 0 else b""
+    if data:
+        send("journal", has, data.hex())
+    return has + len(data)
+
+
+def variables(count: int, interface: str, here: Sequence[int], rank: int) -> dict[str, str]:
+    """Return the environment variables of a worker, one of those `here`, of a job on several hosts."""
+    of_host = {HOSTS: str(count), "LOCAL_RANK": str(here.index(rank)), "LOCAL_WORLD_SIZE": str(len(here))}
+    return of_host | {"RPC_PIPE_INTERFACE": os.environ.get("RPC_PIPE_INTERFACE", interface)}
