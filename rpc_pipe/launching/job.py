@@ -21,12 +21,10 @@ FAILED, WRONG_INPUT, INTERRUPTED = 1, 2, 130
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 #: environment variable set by the launcher: where local workers meet
 INIT = "RPC_PIPE_INIT"
-#: environment variable set by `--elastic`: whether the job goes on without workers that die
-ELASTIC = "RPC_PIPE_ELASTIC"
+#: environment variables: whether the job goes on without workers that die, and the number of hosts with launchers
+ELASTIC, HOSTS = "RPC_PIPE_ELASTIC", "RPC_PIPE_HOSTS"
 #: environment variable set by `--rejoin`: whether processes come in their places
 REJOINS = "RPC_PIPE_REJOIN"
-#: environment variable set by launchers of several hosts: the number of hosts
-HOSTS = "RPC_PIPE_HOSTS"
 TRANSPORT, TRUST, PORT, KEY = "RPC_PIPE_TRANSPORT", "RPC_PIPE_TRUST_NETWORK", "RPC_PIPE_PORT", "RPC_PIPE_KEY_FILE"
 #: the carriers of messages between workers; the first is the default
 TRANSPORTS = ("rpc", "zmq", "local")
@@ -122,8 +120,7 @@ def current_job(environ: Mapping[str, str] | None = None) -> Job | None:
         raise ConfigError(f"RANK {rank}: must be 0 to WORLD_SIZE - 1 = {count - 1}")
     if local:
         interface, alone = environ.get("RPC_PIPE_INTERFACE", LOOPBACK), HOSTS not in environ
-        place = rank if alone else _number(environ, "LOCAL_RANK")
-        here = count if alone else _number(environ, "LOCAL_WORLD_SIZE")
+        place, here = (rank, count) if alone else (_number(environ, "LOCAL_RANK"), _number(environ, "LOCAL_WORLD_SIZE"))
         return Job(rank, count, local, interface, one_host=alone, place=place, processes_here=here, **settings)
     interface, one_host = _place(environ, count)
     place, here = _number(environ, "LOCAL_RANK", rank), _number(environ, "LOCAL_WORLD_SIZE", count)
