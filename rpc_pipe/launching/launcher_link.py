@@ -49,11 +49,7 @@ NANS = "stop", "warn", "ignore"
 #: order of the launcher: finish the step and stop
 STOP = b"s"
 #: signals with the same meaning under torchrun, and their default handlers
-_STOPS = {
-    signal.SIGTERM: signal.SIG_DFL,
-    signal.SIGHUP: signal.SIG_DFL,
-    signal.SIGINT: signal.default_int_handler,
-}
+_STOPS = {signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
 #: seconds between checks whether a stop is still possible, and for reporting that it is not
 _LOOK_EVERY_S, _LAST_WORDS_S = 0.1, 2.0
 
