@@ -43,7 +43,7 @@ def merged(parts: Iterable[Mapping[str, Any]], place_of: Callable[[str], Any]) -
     whole = OrderedDict((name, found[name]) for name in sorted(found, key=place_of))
     # A list of layers stands for an `nn.Sequential`.
     versions = {"": {"version": 1}} | {name: each for part in parts for name, each in part["versions"].items()}
-    setattr(whole, _VERSIONS, OrderedDict(versions))
+    setattr(whole, _VERSIONS, OrderedDict(sorted(versions.items())))  # wherever stages are
     return whole
 
 
