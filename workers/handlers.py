@@ -119,6 +119,8 @@ def _collect_loss(ctx: ActionContext) -> Payload:
 def _tell_loss(ctx: ActionContext) -> Payload:
     (payload,) = _taken(ctx, D, C)
     step = ctx.step
+    if not _is_first_node(ctx):  # it has the result, which members may have joined since
+        return payload
     step.tally.result = Result(unpack(payload), step.tally.outputs, step.batch.data.rows)
     if (
         step.tally.result.summed
@@ -164,8 +166,9 @@ def _tell_norm(ctx: ActionContext) -> Payload:
         norm, finite = ctx.worker.backend.load((norm, finite))  # other workers' norms have arrived on the host
         norm = total_norm([norm[rank] for rank in sorted(norm)], ctx.worker.backend.device) if norm else None
         finite = torch.stack(finite).all() if finite else None
-    assert ctx.step.tally.result is not None
-    ctx.step.tally.result.norm_tensor, ctx.step.tally.result.finite_tensor = norm, finite
+    if _is_first_node(ctx):
+        assert ctx.step.tally.result is not None
+        ctx.step.tally.result.norm_tensor, ctx.step.tally.result.finite_tensor = norm, finite
     return pack((norm, finite))
 
 

@@ -16,7 +16,9 @@ from torch.nn.functional import mse_loss
 from rpc_pipe import Pipeline, Training
 from rpc_pipe.dependency import ConfigError, ModelError
 from rpc_pipe.dependency.errors import WorkerFailure
-from rpc_pipe.dependency.kinds import D
+from rpc_pipe.dependency.kinds import C, D
+from rpc_pipe.planning.specs import make_spec
+from rpc_pipe.workers.compute.result import Result
 from rpc_pipe.workers.handlers import handler_of
 from rpc_pipe.workers.step import ActionContext, Tally
 from rpc_pipe.workers.transport.payload import pack
@@ -211,11 +213,21 @@ def test_a_row_of_a_large_weight_changed_by_hand_reaches_all_replicas():
         assert not any(apart.values()), apart
 
 
-def test_two_nodes_of_a_worker_read_the_result_that_reaches_it_once():
-    """A worker with two nodes of the tree below one of another worker's: the second node raised KeyError."""
-    step = SimpleNamespace(payloads={D(2, 0): pack([{"stop": False}])}, tally=Tally())
-    step.batch = SimpleNamespace(train=False, data=SimpleNamespace(rows=0))
-    for route in (1, 2):
-        task = SimpleNamespace(entry=SimpleNamespace(action=D(2, route), sources=(D(2, 0),)))
-        told = handler_of(D)(ActionContext(None, step, task))
-        assert told is step.payloads[D(2, 0)] and not step.tally.result.stop
+def test_a_second_node_of_a_worker_passes_the_result_on():
+    """A worker of zb-v has a node at each end of the tree. The second made the result anew from the same payload.
+
+    Members had joined their losses meanwhile: on some workers a step had half its loss, and a stop was lost. A worker
+    with two nodes below one of another worker's had raised KeyError.
+    """
+    spec = make_spec("zb-v", 2, 4)
+    step = SimpleNamespace(tally=Tally(), batch=SimpleNamespace(train=False, data=SimpleNamespace(rows=0), spec=spec))
+    step.payloads = {each: pack([{"stop": False}]) for each in (C(3, 0), D(1, 0))}
+    joined = Result([{"stop": True}], {})
+    for action, source in ((D(3, 0), C(3, 0)), (D(0, 0), D(1, 0))):
+        task = SimpleNamespace(entry=SimpleNamespace(action=action, sources=(source,)))
+        told = handler_of(D)(ActionContext(SimpleNamespace(worker=0), step, task))
+        assert told is step.payloads[source]
+        if action == D(3, 0):
+            assert not step.tally.result.stop
+            step.tally.result = joined
+    assert step.tally.result is joined
