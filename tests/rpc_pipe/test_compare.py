@@ -184,7 +184,8 @@ def test_all_schedules_with_replicas(capsys):
 
 def test_how_replicas_exchange_is_compared_as_it_is_simulated(capsys):
     """Only `simulate` knew --zero: by `compare` nobody saw what it saves."""
-    asked = ["compare", "--workers", "4", "--replicas", "2", "--memory", "weights=8MB,optimizer=16MB"]
+    asked = ["compare", "--workers", "4", "--microbatches", "4", "--replicas", "2"]
+    asked += ["--memory", "weights=8MB,optimizer=16MB"]
     zero = ["--zero", "1", "--spread", "stages", "--bucket", "5"]
     rows = [
         next(row for row in json.loads(printed(capsys, *asked, *more, "--json")[1]) if row["schedule"] == "1f1b")
@@ -193,7 +194,7 @@ def test_how_replicas_exchange_is_compared_as_it_is_simulated(capsys):
     assert [row["peak_memory"] for row in rows] == [2 * 24e6, 2 * 16e6], "a stage of 2 has two workers' shares"
     assert rows[1]["parameters"] == {"replicas": 2, "zero": 1, "bucket": "5", "spread": "stages"}
     out = printed(capsys, *asked, *zero)[1]
-    assert "4 workers, 8 microbatches, replicas 2, zero 1, bucket 5, spread stages" in out
+    assert "4 workers, 4 microbatches, replicas 2, zero 1, bucket 5, spread stages" in out
     assert "5,stages" not in out, "said once, not in every row"
 
 
