@@ -72,8 +72,6 @@ class Sharing:
             raise ConfigError(f"members={self.count} slices: not both; leave slices out")
         if spec.needs_sizes:
             raise ConfigError(f"members={self.count} window_tokens: not both; leave window_tokens out")
-        if self.shard == FSDP[1] and spec.parallelism.zero:  # one of four runs by zb-v gave other numbers
-            raise ConfigError(f"members={self.count} shard={FSDP[1]} zero=1: not both; take shard='fsdp'")
         for name in ("deferred_batch_norm", "post_validation"):
             if getattr(training, name):
                 raise ConfigError(f"members={self.count} {name}: not both; leave {name} out")

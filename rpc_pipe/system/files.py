@@ -15,7 +15,6 @@ from types import ModuleType
 from typing import IO, Any
 
 from ..dependency import ConfigError
-from .sizes import told
 
 #: most bytes of a file that a user writes or edits; as JSON it takes up to fifty times the memory
 MOST_BYTES = 2**23
@@ -38,6 +37,8 @@ def read_file(path: Path, said: str, encoding: str = "utf-8", most: int = MOST_B
         with open_regular(path, said) as file:
             content = file.read(most + 1)  # its size is no bound: the file may grow, or be made by the system
         if len(content) > most:
+            from .sizes import told
+
             raise ConfigError(f"{said}: has more than {told(most)}, the most that is read")
         return content.decode(encoding)
     except OSError as error:
@@ -80,6 +81,8 @@ def read_json(path: Path, said: str, most: int = MOST_BYTES) -> Any:
 def refuse_large_code(path: Path, said: str) -> None:
     """Refuse a file that is too large to be a script, as Python takes a hundred times the memory to parse it."""
     if path.stat().st_size > _MOST_CODE:
+        from .sizes import told
+
         raise ConfigError(f"{said}: {path} has more than {told(_MOST_CODE)}, so it is no script")
 
 
