@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 from .errors import ConfigError
 
 #: names of FSDP2 as the way in which members share a stage: gathered for each microbatch, or once a step
-FSDP = ("fsdp", "fsdp-kept")
+FSDP_KEPT = "fsdp-kept"
+FSDP = ("fsdp", FSDP_KEPT)
 #: most slices of a sequence, and parts of a slice
 _MOST_SLICES = 65_536
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from .dependency import BatchError
-from .dependency.parallelism import FSDP
+from .dependency.parallelism import FSDP, FSDP_KEPT
 from .launching.job import Job
 from .launching.joining import mesh_of_members
 from .model.batches.microbatches import Microbatches
@@ -19,7 +19,7 @@ from .workers.compute.slices import Divide
 def make_members(job: Job, sharing: Sharing, device: torch.device) -> tuple[Members, Divide]:
     """Return this process among the members of its worker, and the function by which they divide layers."""
     mesh = mesh_of_members(job, device.type)
-    kept = sharing.shard == FSDP[1] if sharing.shard in FSDP else None
+    kept = sharing.shard == FSDP_KEPT if sharing.shard in FSDP else None
     return Members(mesh, sharing.rows, sharing.per_microbatch, kept), sharing.divide(mesh)
 
 

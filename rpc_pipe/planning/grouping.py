@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ..dependency import B, F, G, I, Kind, R, U, W
-from ..dependency.parallelism import FSDP
+from ..dependency.parallelism import FSDP, FSDP_KEPT
 from .footprint import Size
 from .profile import RESIDENT, LayerCost
 from .simulator import Link
@@ -51,7 +51,7 @@ class Grouping:
         kept, found = 1 - part * (1 - 1 / self.members), dict(took)
         divided = (U, G) if self._gathers else tuple(took)
         found |= {kind: took[kind] * kept for kind in divided if kind in took}
-        once = gather if self.shard == FSDP[1] else 0
+        once = gather if self.shard == FSDP_KEPT else 0
         more = dict.fromkeys((F, R, B, I), gather - once) | {U: once}
         if self.shard == "tp":
             more |= {B: total, I: total}
@@ -67,7 +67,7 @@ class Grouping:
         away = {name: getattr(size, name) * part * (1 - 1 / self.members) for name in RESIDENT}
         here = {name: getattr(size, name) - amount for name, amount in away.items()} | {"elsewhere": away["weights"]}
         if self._gathers:
-            kept = divided if self.shard == FSDP[1] else 0
+            kept = divided if self.shard == FSDP_KEPT else 0
             here["working"] = size.working + divided - kept + size.gradients * part
             here["unsummed"] = away["gradients"] * (self.reduce == "step") + kept
         return replace(size, **here)
