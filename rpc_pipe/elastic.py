@@ -14,28 +14,16 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from .checkpoints.newcomer import Journal, Repetition, state_of, take_state
-from .checkpoints.resumption import Resumption
-from .dependency import ConfigError, EpochEnds, PipeError, Spec, StageLost, Stalled, check, ends_epoch
-from .dependency.relocating import relocated
+from .checkpoints.newcomer import Journal, Repetition
+from .dependency import ConfigError, EpochEnds, PipeError, Spec, Stalled, ends_epoch
+from .heir import ElasticRun, Heir
+from .launching import epochs
 from .launching import launcher_link as link
-from .launching.epochs import (
-    CAUGHT_UP,
-    EVICTED,
-    LEFT,
-    READY,
-    RESTS,
-    RESUMED,
-    Roster,
-    has_begun,
-    next_epoch,
-    refuse_old,
-)
 from .launching.job import Job
 from .launching.joining import drop, join
 from .launching.meeting_place import place_of, root_of
@@ -43,41 +31,13 @@ from .model.batches.accumulated import Accumulated
 from .system.at_exit import at_exit
 from .workers.actor import WorkerActor
 from .workers.compute.result import Result
-from .workers.compute.torch_internals import BatchNorm
 from .workers.surviving import completed
 
 if TYPE_CHECKING:
-    from .model.batches.microbatches import Microbatches
-    from .model.batches.step_inputs import StepEnd
     from .model.shard_maker import ShardMaker
-    from .workers.compute.shard import Shard
     from .workers.compute.updating import Training
-    from .workers.step import StepInput
 
 R = TypeVar("R")
-
-
-class ElasticRun(Protocol):
-    """A run of one schedule, which workers leave when they die."""
-
-    spec: Spec
-    actors: list[WorkerActor]
-    epoch: int
-    process: int
-    end: StepEnd
-    facts: dict[str, Any]
-    results: Resumption
-    settle: Callable[[], object]
-
-    @property
-    def shards(self) -> Iterator[Shard]:
-        """The shards of this process."""
-
-    def begin(self, spec: Spec) -> None:
-        """Run `spec` from now on."""
-
-    def inputs_now(self, batch: Microbatches, actor: WorkerActor, *, train: bool) -> StepInput:
-        """Return a worker's input for the shards and rows that it has now."""
 
 
 def refuse_inelastic(spec: Spec, job: Job | None, training: Training) -> None:
@@ -119,10 +79,8 @@ class Recovery:
     """
 
     def __init__(self, job: Job, session: ElasticRun, maker: ShardMaker) -> None:
-        _refuse_own_statistics(session)
-        self._session, self._maker, self._actor = session, maker, session.actors[0]
-        #: the schedule with all its workers
-        self._whole = session.spec
+        self._session, self._actor = session, session.actors[0]
+        self._heir = Heir(session, maker)
         self._root, self._place = root_of(job), place_of(job)
         self.accumulated = Accumulated(session.end.updates)
         #: calls since the last complete training step: made here, and known to be made by all workers
@@ -142,7 +100,7 @@ class Recovery:
             session.results = self.repetition = Repetition(self.journal, self._take_part, self._look)
             session.process = actor.worker or -1  # a newcomer does not log what has been logged
             return
-        link.tell(kind=READY, stages=[stage for stage, _ in session.spec.hosted(actor.worker)])
+        link.tell(kind=epochs.READY, stages=[stage for stage, _ in session.spec.hosted(actor.worker)])
         self._heed_eviction()
         # When a worker trains, all are ready; and a peer without a message would count as one that has left.
         self.call(lambda actor: actor.exchange("elastic", None))
@@ -193,13 +151,13 @@ class Recovery:
         self._session.end.observe_result(result)
         self._noted_in = self._session.epoch
         self.write_down(self._actor.step, result.loss, result.norm)
-        self._refuse_changing()
+        self._heir.refuse_changing()
 
-    def _go_on(self, error: PipeError, epoch: Roster | None = None) -> Result | None:
+    def _go_on(self, error: PipeError, epoch: epochs.Roster | None = None) -> Result | None:
         """Go on in the next epoch; return the result of the training step under way if it stands, else None."""
         actor, stood = self._actor, None
         while True:
-            epoch = epoch or next_epoch(error)
+            epoch = epoch or epochs.next_epoch(error)
             try:
                 stood = self._complete() or stood
                 self._meet(epoch)
@@ -216,7 +174,7 @@ class Recovery:
                 else:
                     # A worker that is behind in training has made no call since.
                     self._settle([(made, ended) if step == top else (0, 0) for step, made, ended, *_ in told])
-                self._take_over(epoch, comes)
+                self._begin_with(epoch, comes)
                 return stood
             except PipeError as another:
                 if not ends_epoch(another):
@@ -246,54 +204,25 @@ class Recovery:
             self._note(result)
         return result
 
-    def _meet(self, epoch: Roster) -> None:
+    def _meet(self, epoch: epochs.Roster) -> None:
         """Meet the workers of an epoch, by a carrier over which nothing of an old epoch can come."""
         drop(self._place)
         place = self._root.sub(f"epoch {epoch.number}", self._root.workers - epoch.gone)
-        self._actor.begin_epoch(join(place, partial(refuse_old, epoch.number)))
+        self._actor.begin_epoch(join(place, partial(epochs.refuse_old, epoch.number)))
         self._actor.rest_requested = False  # before workers go on: the launcher then asks once more
         self._place = place
 
-    def _take_over(self, epoch: Roster, comes: Collection[int]) -> None:
-        """Undo begun steps, give newcomers their state, and host the shards that fall to this worker."""
+    def _begin_with(self, epoch: epochs.Roster, comes: Collection[int]) -> None:
+        """Go on with the placement of an epoch, when begun steps are undone."""
         session, actor = self._session, self._actor
         actor.resume(actor.carrier, actor.step)
-        # Where gradients stay over several steps, those of a replica stay on one worker.
-        without = partial(relocated, self._whole, cuts=session.end.updates(0))
-        spec = without(epoch.gone)
-        check(spec, actor.worker)
-        self._give_state(without(epoch.gone | frozenset(comes)), sorted(comes))
-        held = {place: actor.shards[place] for place in self._whole.hosted(actor.worker)}
-        for shard in held.values():
-            shard.turn()
-            shard.lodging = None  # the guests of the epoch before leave
-        for stage, route in spec.carried(actor.worker):
-            if (stage, route) not in held:
-                like = next(shard for (other, _), shard in held.items() if other == stage)
-                held[stage, route] = self._maker.guest(spec, stage, route, like, actor.backend.device)
-        actor.host(dict(sorted(held.items())), spec.hosted(actor.worker))
-        session.begin(spec)
+        self._heir.take_over(epoch.gone, comes)
         session.epoch = epoch.number
         self.accumulated.compute(actor, lambda batch: session.inputs_now(batch, actor, train=True))
-        session.process = 0 if actor.worker == min(spec.workers) else actor.worker
-        self._refuse_changing()
+        session.process = 0 if actor.worker == min(session.spec.workers) else actor.worker
+        self._heir.refuse_changing()
         if session.process == 0:
-            link.tell(kind=RESUMED, step=actor.step + 1)
-
-    def _give_state(self, spec: Spec, comes: Collection[int]) -> None:
-        """Give each newcomer the state of a live replica of its stages.
-
-        Args:
-            spec: without newcomers.
-        """
-        actor = self._actor
-        for taker, (stage, route) in ((each, place) for each in comes for place in self._whole.hosted(each)):
-            giver, own = spec.place(stage, route), None
-            if actor.worker == giver:
-                has = (shard for (other, _), shard in actor.shards.items() if other == stage and not shard.is_guest)
-                own = state_of(next(has))
-            if (given := actor.hand(f"state of {stage}/{route}", own, [giver], [taker])) is not None:
-                take_state(actor.shards[stage, route], route, self._whole.num_routes, given[0])
+            link.tell(kind=epochs.RESUMED, step=actor.step + 1)
 
     # --- coming and going between two steps
 
@@ -306,9 +235,9 @@ class Recovery:
         if self._session.epoch != self._noted_in:  # a worker has died since the step
             return
         self._made = self._ended = 0
-        link.tell(kind=RESTS, goes=self._is_evicted)
+        link.tell(kind=epochs.RESTS, goes=self._is_evicted)
         late = Stalled(f"worker {self._actor.worker} rests after step {self._actor.step}, and another one does not")
-        epoch = next_epoch(late, self._actor.stall_s)  # until then others may need payloads of this worker
+        epoch = epochs.next_epoch(late, self._actor.stall_s)  # until then others may need payloads of this worker
         if self._actor.worker in epoch.gone:
             drop(self._place)
             self._is_gone, self._session.process = True, -1
@@ -326,7 +255,7 @@ class Recovery:
                 os.kill(os.getpid(), number)
                 return
             self._is_evicted = True
-            threading.Thread(target=link.tell, kwargs={"kind": EVICTED}, daemon=True).start()  # `tell` has a lock
+            threading.Thread(target=link.tell, kwargs={"kind": epochs.EVICTED}, daemon=True).start()  # it has a lock
 
         if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, evict)
@@ -335,8 +264,8 @@ class Recovery:
         """Take part if the launcher has begun an epoch with this newcomer; return whether it does."""
         if not self._told_caught_up:
             self._told_caught_up = True
-            link.tell(kind=CAUGHT_UP)
-        if not has_begun() or (self.journal is not None and self.journal.read() is not None):
+            link.tell(kind=epochs.CAUGHT_UP)
+        if not epochs.has_begun() or (self.journal is not None and self.journal.read() is not None):
             return False
         self._made = self._ended = 0
         self._go_on(EpochEnds("a newcomer comes"))
@@ -359,19 +288,6 @@ class Recovery:
         if self._actor.stop_requested:
             raise SystemExit(0)
 
-    def _refuse_changing(self) -> None:
-        """Refuse to host replicas with forwards that change modules: such a state has died with its worker.
-
-        Raises:
-            StageLost: forwards change modules.
-        """
-        for shard in self._session.shards if self._session.epoch else ():
-            if shard.lodging is not None and (shard.state.weights or shard.recomputation.changes):
-                raise StageLost(
-                    f"stage {shard.stage}: forwards change buffers or attributes of modules, and those of a replica "
-                    "have died with its worker: go on from a checkpoint (--max-restarts does)"
-                )
-
     def _leave(self) -> None:
         """Leave when all workers have come to the end of their scripts, and so have all that they need of this one."""
         if self._is_gone or self.repeats:
@@ -379,19 +295,4 @@ class Recovery:
         with suppress(PipeError):  # which is known already, or a consequence of it
             if not self._actor.carrier.broken:
                 self.call(lambda actor: actor.exchange("end", None))
-                link.tell(kind=LEFT)
-
-
-def _refuse_own_statistics(session: ElasticRun) -> None:
-    """Refuse batch normalisations: the running statistics of a replica are on its worker alone.
-
-    Raises:
-        ConfigError: there is one.
-    """
-    for shard in session.shards:
-        for module in shard.slice.modules:
-            if isinstance(module, BatchNorm) and module.running_mean is not None:
-                raise ConfigError(
-                    f"--elastic: {type(module).__name__} has running statistics of its replica alone, which would die "
-                    "with it: pass track_running_stats=False, or take another normalisation"
-                )
+                link.tell(kind=epochs.LEFT)

@@ -14,7 +14,8 @@ from .workers.transport.carrier import Carrier
 from .workers.transport.local import local_carriers
 
 if TYPE_CHECKING:
-    from .elastic import ElasticRun, Recovery
+    from .elastic import Recovery
+    from .heir import ElasticRun
     from .model.shard_maker import ShardMaker
     from .workers.compute.updating import Training
 

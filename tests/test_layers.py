@@ -109,6 +109,7 @@ def folder(name):
         "pipeline",
         "session",
         "elastic",
+        "heir",
         "own_workers",
         "own_members",
         "step_report",
