@@ -29,7 +29,8 @@ from typing import Any
 from rpc_pipe.commands.topology import machines_of
 from rpc_pipe.planning.correcting import MeasuredRun, spec_of
 from rpc_pipe.planning.json_fields import from_json_value
-from rpc_pipe.planning.profile import TIMED, from_json
+from rpc_pipe.planning.profile import TIMED
+from rpc_pipe.planning.profile_file import from_json
 from rpc_pipe.planning.search import PlanRequest
 
 _MODELS = Path(__file__).parent / "plan_models.py"

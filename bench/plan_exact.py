@@ -87,25 +87,30 @@ def brute_force(request: PlanRequest) -> float | None:
 
 def _all_cuts(request: PlanRequest, candidate: Candidate, num_blocks: int) -> Iterator[float]:
     machines = request.machines
-    blocks = request.profile.at(request.batch / candidate.num_microbatches)
-    spec = candidate.spec(machines.num_workers)
+    rows = request.batch / candidate.num_microbatches
+    blocks = request.profile.at(rows)  # with lengths: of their mean
+    at_length = {length: request.profile.at_length(rows, length) for length in request.lengths} | {0: blocks}
+    spec = request.unequal(candidate.spec(machines.num_workers))
     relation, slicing = Relation(spec), request.slicing
     time_share = slicing.time_share(spec)
     workers = range(machines.num_workers)
     copying = request.profile.per_mib / 2**20
     links = {(a, b): _without(machines.between(a, b), copying) for a in workers for b in workers if a != b}
     for inner in combinations(range(1, num_blocks), spec.num_stages - 1):
-        stages = [blocks[a:b] for a, b in pairwise((0, *inner, num_blocks))]
+        ends = (0, *inner, num_blocks)
+        stages = [blocks[a:b] for a, b in pairwise(ends)]
         sizes = [_sum([block.size for block in stage]) for stage in stages]
         sizes = [replace(size, state=slicing.state * size.activations) for size in sizes]
         # The first stage owes nobody a gradient: of a backward in two parts it does all in W.
         sizes[0] = replace(sizes[0], after_inputs=sizes[0].activations + sizes[0].outputs)
 
-        def cost(action: Action, stages: list[list[LayerCost]] = stages) -> float:
+        def cost(action: Action, ends: tuple[int, ...] = ends) -> float:
             kind = G if action.kind is S else action.kind
             if not action.stage and kind in (I, W):
                 kind = B
-            once = sum(block.times.get(kind, 0) for block in stages[action.stage])
+            length = spec.sizes[action.index] if spec.sizes and action.kind.per_microbatch else 0
+            inside = slice(ends[action.stage], ends[action.stage + 1])
+            once = sum(block.times.get(kind, 0) for block in at_length[length][inside])
             once *= action.stage > 0 or action.kind is not I
             summed = {G: 0, S: 1 - 1 / spec.num_routes}.get(action.kind, 1)
             share = time_share(action._replace(kind=kind) if kind is B else action)
@@ -118,10 +123,10 @@ def _all_cuts(request: PlanRequest, candidate: Candidate, num_blocks: int) -> It
             sides = [(action.stage - 1, size.inputs), (action.stage + 1, size.outputs)]
             here = spec.worker(action)
             sent = sum(n for s, n in sides if 0 <= s < spec.num_stages and spec.place(s, route) != here)
-            return sent * spec.share(action)
+            return sent * spec.portion(action)
 
         def payload(action: Action, sizes: list[Size] = sizes) -> float:
-            return payload_bytes(action, sizes[action.stage], spec.num_routes) * spec.share(action)
+            return payload_bytes(action, sizes[action.stage], spec.num_routes) * spec.portion(action)
 
         run = simulate(relation, cost, links=links, payload=payload)
         limits = [machines.limit(worker) for worker in workers]

@@ -89,7 +89,7 @@ def _simulated(schedule: str, order: str, options: dict[str, int]) -> Simulation
     tokens = _tokens()
     spec = make_spec(schedule, _WORKERS, _MICROBATCHES, options)
     elements, times = [_WIDTH * each for each in tokens], [each / _TOKENS for each in tokens]
-    spec, factor = by_microbatch(spec, lengths=elements, order=order, times=times)
+    spec, factor = by_microbatch(spec, lengths=elements, order=order, relative=lambda action, number: times[number])
     share = _WORKERS / spec.num_stages
 
     def cost(action: Action) -> float:

@@ -84,8 +84,9 @@ class Pipeline(Inspected):
         order: `ready` or `fixed`; by default what the schedule prefers. The result is the same.
         microbatch_order: `balanced`: unequal microbatches train in an order that fills and drains the pipeline quickly,
             by their predicted times; sums follow this order (docs/training.md). `given`: as they come.
-        microbatch_cost: predicts them: called as the model is, with a microbatch, it returns seconds, alike on all
-            workers. Or the file of `rpc-pipe profile --lengths`. None: tokens, or elements of the first tensor, count.
+        microbatch_cost: predicts them: called as the model is, with a microbatch, it returns seconds, or those of each
+            stage, alike on all workers. Or the file of `rpc-pipe profile --lengths`. None: tokens, or elements of the
+            first tensor, count.
         device: `cpu`, `cuda:N`, or `cuda`: each worker of a host uses another GPU. Other accelerators that torch knows
             by their names. None: the accelerator if the host has one for each of its workers, else `cpu`.
         seed: for everything random: dropout, and initial weights of layers given as callables or of a model made by a

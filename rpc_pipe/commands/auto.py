@@ -19,7 +19,7 @@ from ..launching import launcher_link as link
 from ..planning.correcting import MeasuredRun, corrected, measured_run, predicted_ms
 from ..planning.json_fields import from_json_value, to_json_value
 from ..planning.plan import Plan, read_plan
-from ..planning.profile import as_json
+from ..planning.profile_file import as_json
 from ..planning.search import PlanRequest, search
 from ..system.files import DAMAGED, read_json
 from ..tracing.lost_time import LostTime

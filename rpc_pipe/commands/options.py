@@ -188,13 +188,13 @@ def typed_lengths(typed: Mapping[str, Any]) -> Callable[[Spec], tuple[Spec, Call
         return None
     from ..planning.unequal import by_microbatch
 
-    lengths, times = typed["lengths"], []
-    if "length_cost" in typed:
-        from ..planning.length_cost import read_cost
+    made = partial(by_microbatch, lengths=typed["lengths"], order=typed.get("microbatch_order", "given"))
+    if "length_cost" not in typed:
+        return made
+    from ..planning.length_cost import read_measured, relative_times
 
-        seconds = [read_cost(typed["length_cost"]).seconds(1, length) for length in lengths]
-        times = [each * len(seconds) / sum(seconds) for each in seconds]
-    return partial(by_microbatch, lengths=lengths, order=typed.get("microbatch_order", "given"), times=times)
+    profile = read_measured(typed["length_cost"], f"--length-cost {typed['length_cost']}")
+    return lambda spec: made(spec, relative=relative_times(profile, typed["lengths"], spec.num_stages))
 
 
 def typed_costs(typed: Mapping[str, Any]) -> dict[Kind, float]:

@@ -19,7 +19,9 @@ from ..planning.advice import Advice, binding_limits, changes_that_fit
 from ..planning.comparison import format_bytes
 from ..planning.grouping import ALONE, Grouping
 from ..planning.json_fields import to_json_value
-from ..planning.profile import Machines, Profile, as_json
+from ..planning.length_cost import refuse_without
+from ..planning.profile import Machines, Profile
+from ..planning.profile_file import as_json
 from ..planning.program_search import faster_program
 from ..planning.remarks import remarks
 from ..planning.search import PlanRequest, PlanResult, default_microbatches, refuse_unknown, search
@@ -53,6 +55,8 @@ def add(commands: Any) -> None:
     parser.add_argument("--memory", type=some, metavar="BYTES", help="memory of each worker, such as 8GB (no limit)")
     parser.add_argument("--batch", type=whole(1), help="rows of a step's batch (those of the batch that make returns)")
     parser.add_argument("--microbatches", type=_counts, help="numbers of microbatches to try (workers x 1, 2, 4, 8)")
+    lengths = "length of rows in each microbatch, such as 64,512,128 (all as measured)"
+    parser.add_argument("--lengths", type=wholes, metavar="L,L,...", help=lengths)
     parser.add_argument("--replicas", type=_counts, help="numbers of replicas of the pipeline to try, such as 1,2 (1)")
     parser.add_argument("--slices", type=_slices, help="numbers of slices to try, such as 1,4; auto: 1,2,4,8 (1)")
     parser.add_argument("--members", type=_counts, help="numbers of processes to try as one worker, such as 1,2 (1)")
@@ -87,12 +91,15 @@ def _plan(typed: dict[str, Any], argv: list[str]) -> int:
     if not 0 < seconds <= _MOST_SECONDS:
         refuse_typed(typed, ["seconds"], f"must be above 0, and at most {_MOST_SECONDS:g}")
     if "auto" in typed:
+        refuse_typed(
+            typed, ["lengths"], "a run that --auto corrects by has equal microbatches; leave one of the two out"
+        )
         return _keep_up(typed, seconds, reporter)
     request, _ = _request(typed, seconds, reporter)
     machines = request.machines
     with progress(reporter, "searching") as tell:
         result = search(request, tell)
-    if result.plans and "no_searched" not in typed:
+    if result.plans and not {"no_searched", "lengths"} & typed.keys():
         _add_searched(request, result, reporter)
     if "microbatch_order" in typed:
         result.plans, result.front = (
@@ -190,7 +197,11 @@ def _request(typed: dict[str, Any], seconds: float, reporter: Reporter) -> tuple
     if "batch" not in typed and "model" not in typed:
         raise ConfigError("--batch: needed with --profile; give the rows of a step's batch")
     batch = typed["batch"] if "batch" in typed else load(typed)[1]
-    counts: Sequence[int] = typed.get("microbatches", default_microbatches(machines.num_workers, batch))
+    lengths: list[int] = typed.get("lengths", [])
+    default = (len(lengths),) if lengths else default_microbatches(machines.num_workers, batch)
+    counts: Sequence[int] = typed.get("microbatches", default)
+    if lengths and list(counts) != [len(lengths)]:
+        refuse_typed(typed, ["microbatches"], f"--lengths has {len(lengths)} numbers; give one for each microbatch")
     if max(counts) > batch:
         raise ConfigError(f"--microbatches {max(counts)}: a batch has {batch} rows; at most {batch}")
     rows = sorted({max(1, round(batch / count)) for count in counts})
@@ -200,6 +211,10 @@ def _request(typed: dict[str, Any], seconds: float, reporter: Reporter) -> tuple
     replicas: list[int] = typed.get("replicas", [1])
     exchange = {name: typed[name] for name in EXCHANGE if name in typed}
     members: list[int] = typed.get("members", [1])
+    if lengths and planes_of(max(members), typed.get("shard")) > 1:
+        refuse_typed(
+            typed, ["shard"], "divides microbatches, of which --lengths tells no part; leave one of the two out"
+        )
     for each, size in product(replicas, members):  # otherwise all their candidates would be left out
         planes_of(size, typed.get("shard"))
         options = with_parallelism(exchange if each == max(replicas) else None, replicas=each)
@@ -207,6 +222,8 @@ def _request(typed: dict[str, Any], seconds: float, reporter: Reporter) -> tuple
     least, slices = workers // max(replicas) // max(members), typed.get("slices", [1])
     profile, path = find_profile(typed, wanted, reporter, at_least=least, together=_together(typed, workers))
     profile = with_slices(typed, profile, path, max(slices), reporter)
+    if lengths:
+        refuse_without(profile, f"--profile {path}")
     refuse_too_few(profile, least)
     refuse_unplanned(profile, typed.get("shard", ""))
     if profile.workers not in (0, workers):
@@ -225,6 +242,8 @@ def _request(typed: dict[str, Any], seconds: float, reporter: Reporter) -> tuple
         exchange=exchange,
         slices=tuple(slices),
         groupings=tuple(Grouping(each, *shared) if each > 1 else ALONE for each in members),
+        lengths=tuple(lengths),
+        order=typed.get("microbatch_order", "given"),
         seconds=seconds,
     )
     return request, path
@@ -259,6 +278,7 @@ def _as_json(request: PlanRequest, result: PlanResult, advice: Sequence[Advice])
         "do_not_fit": result.unfit,
         "workers": request.machines.num_workers,
         "batch": request.batch,
+        **({"lengths": request.lengths} if request.lengths else {}),
         "measured": as_json(request.profile),
     }
     if result.nearest is not None:

@@ -24,7 +24,8 @@ from ..launching.launcher import How, launch
 from ..launching.report import Reporter
 from ..launching.worker_main import as_worker
 from ..planning.length_cost import LengthCost
-from ..planning.profile import Profile, as_json, from_json
+from ..planning.profile import Profile
+from ..planning.profile_file import as_json, from_json
 from ..system.files import read_json
 from .options import MAKE, MOST_WORKERS, Parser, refuse_device, refuse_workers
 from .output_files import try_files, write
@@ -97,7 +98,7 @@ def _with_lengths(typed: Mapping[str, Any], profile: Profile, path: Path, report
     settings = {**_settings(typed), "repeats": typed.get("repeats", 5), "at_least": profile.num_blocks}
     with progress(reporter, "measuring lengths") as tell:
         found = times_by_length(load(typed)[0], min(profile.measured), lengths, tell=tell, **settings)
-    profile = replace(profile, by_length=found)
+    profile = replace(profile, **found)
     _keep(profile, path)
     return profile
 
@@ -115,7 +116,7 @@ def _show(profile: Profile, path: Path, reporter: Reporter) -> None:
         reporter.text(f"a step takes {profile.per_step:.2g} ms besides its actions")
         reporter.text(f"to send or receive a MiB takes {profile.per_mib:.2g} ms of computing")
     if profile.by_length:
-        cost = LengthCost.of(profile, str(path))
+        cost = LengthCost.of(profile)
         terms = f"{1e3 * cost.fixed:.3g} ms + {1e6 * cost.token:.3g} us a token"
         reporter.text(f"a microbatch takes {terms} + {1e9 * cost.attention:.3g} ns a token and place of its row")
     reporter.text(f"kept in {path}, which may be edited")
@@ -195,20 +196,25 @@ def find_profile(
         together = 0
     name, path = _place(user_model, typed, together)
     wanted = sorted({min(count, 10**6) for count in rows or [of_batch]})
+    kept: dict[str, Any] = {}
     if path.exists() and path.stat().st_size and "again" not in typed:
         known = read_profile(path)
         if known.signature == name and set(wanted) <= set(known.measured) and known.num_blocks >= at_least:
             return known, path
-        wanted = sorted({*wanted, *known.measured}) if known.signature == name else wanted
+        if known.signature == name:
+            wanted = sorted({*wanted, *known.measured})
+            if known.num_blocks >= at_least:
+                kept = {field: getattr(known, field) for field in ("slicing", "by_length", "length")}
     if together and "estimate" not in typed:
         _measure_together(typed, wanted, together, path, reporter)
-        return read_profile(path), path
-    from ..planning.measuring.profiling import profile_model
+        profile = read_profile(path)
+    else:
+        from ..planning.measuring.profiling import profile_model
 
-    repeats = typed.get("repeats", 5)
-    with progress(reporter, "measuring") as tell:
-        profile = profile_model(user_model, wanted, repeats=repeats, at_least=at_least, tell=tell, **_settings(typed))
-    profile = replace(profile, signature=name)  # which is looked for the next time
+        settings = {**_settings(typed), "repeats": typed.get("repeats", 5), "at_least": at_least}
+        with progress(reporter, "measuring") as tell:
+            profile = profile_model(user_model, wanted, tell=tell, **settings)
+    profile = replace(profile, signature=name, **kept)  # the signature is looked for the next time
     _keep(profile, path)
     return profile, path
 

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
-from ..dependency import B, F, I, Kind, R, Spec, U, W
+from ..dependency import B, F, I, Kind, R, S, Spec, U, W
 from .profile import Chain, Machines
 
 #: boundaries of the stages: 0, the first block of stage 1, ..., the number of blocks
@@ -27,6 +27,10 @@ class Bounds:
         microbatches = range(spec.num_microbatches)
         #: how many microbatches take a route, and of these how many split their backward on a stage
         self._count = Counter(map(spec.route, microbatches))
+        lengths = {r: [size for m, size in enumerate(spec.sizes) if spec.route(m) == r] for r in self._count}
+        #: by route, the costs of its mean microbatch, and of its longest one
+        self._mean = {route: chain.among(own) for route, own in lengths.items()}
+        self._longest = {route: chain.among(sorted(own)[-1:]) for route, own in lengths.items()}
         self._split = [
             Counter(spec.route(m) for m in microbatches if spec.splits(s, m)) for s in range(spec.num_stages)
         ]
@@ -48,31 +52,38 @@ class Bounds:
         Args:
             ends: boundaries of the first stages, 0 first; of a complete cut `num_stages + 1` of them.
         """
-        chain, share = self._chain, self._time_share
-        kinds = (F, B, I, W, R, U)
-        times = [
-            {kind: chain.time(kind, a, b, share if kind is not U else 1) for kind in kinds} for a, b in pairwise(ends)
-        ]
-        rest = range(len(times), self._spec.num_stages)
-        forward, back, whole = self._unknown(ends[-1], len(rest))
+        rest = range(len(ends) - 1, self._spec.num_stages)
+        chains = {*self._mean.values(), *self._longest.values()}
+        known = {chain: (self._stages(chain, ends), *self._unknown(chain, ends[-1], len(rest))) for chain in chains}
         loads, longest, unknown = [0.0] * len(self._slow), 0.0, 0.0
         for route, count in self._count.items():
             path = self._ways(ends, route)
-            for stage, took in enumerate(times):
+            means, mean_forward, _, mean_backward = known[self._mean[route]]
+            times, forward, back, _ = known[self._longest[route]]
+            for stage, (mean, took) in enumerate(zip(means, times, strict=True)):
                 worker = self._place[stage][route]
-                loads[worker] += self._slow[worker] * self._work(stage, route, took)
+                loads[worker] += self._slow[worker] * self._work(stage, route, mean)
                 path += self._slow[worker] * self._once(stage, route, took)
             path += min((self._slow[self._place[s][route]] for s in rest), default=0) * (forward + back)
             longest = max(longest, path)
-            unknown += count * (forward + whole)
+            unknown += count * (mean_forward + mean_backward)
         workers = {self._place[stage][route] for stage in rest for route in self._count}
         speeds = {worker: 1 / self._slow[worker] for worker in workers}
         shared = unknown + sum(loads[worker] * speed for worker, speed in speeds.items())
-        return max(longest, *loads, shared / sum(speeds.values()) if speeds else 0) + chain.per_step
+        return max(longest, *loads, shared / sum(speeds.values()) if speeds else 0) + self._chain.per_step
 
-    def _unknown(self, start: int, num_stages: int) -> tuple[float, float, float]:
+    def _stages(self, chain: Chain, ends: Sequence[int]) -> list[dict[Kind, float]]:
+        """Return the times of the known stages by kind; as `S`, the least of a whole backward if it may be split."""
+        share = self._time_share
+        return [
+            {kind: chain.time(kind, a, b, share if kind is not U else 1) for kind in (F, B, I, W, R, U)}
+            | ({S: chain.least_backward(a, b)[1] * share} if self._spec.sizes else {})
+            for a, b in pairwise(ends)
+        ]
+
+    def _unknown(self, chain: Chain, start: int, num_stages: int) -> tuple[float, float, float]:
         """Return the least times of the stages from `start`: forwards, backwards to the inputs, whole backwards."""
-        chain, last, around = self._chain, self._chain.num_blocks, self._chain.per_stage
+        last, around = chain.num_blocks, chain.per_stage
         share = self._time_share
         forward = chain.blocks_time(F, start, last) * share + num_stages * around[F]
         if not any(self._split):
@@ -89,6 +100,8 @@ class Bounds:
         """Return the work of a stage for all microbatches of a route, on a worker of slowness 1."""
         count, split = self._count[route], self._split[stage][route]
         once = took[F] + (took[R] if self._recomputes[stage] else 0)
+        if 0 < split < count and S in took:  # of unequal microbatches, any may be the split ones
+            return count * (once + took[S]) + took[U]
         return count * once + split * (took[I] + took[W]) + (count - split) * took[B] + took[U]
 
     def _once(self, stage: int, route: int, took: Mapping[Kind, float]) -> float:
@@ -124,7 +137,7 @@ class Bounds:
                 continue
             hosted = [(s, r) for s, r in self._spec.hosted(worker) if s < known]
             least = sum(chain.resident(ends[s], ends[s + 1], self._state_share) for s, _ in hosted)
-            used = (chain.activations(ends[s], ends[s + 1]) for s, r in hosted if self._count[r])
+            used = (self._longest[r].activations(ends[s], ends[s + 1]) for s, r in hosted if self._count[r])
             least += max(used, default=0) * self._byte_share * (1 - chain.slicing.state)
             if least > limit * (1 + 1e-9):
                 return True

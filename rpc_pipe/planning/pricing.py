@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 from ..dependency import NO_REDUCTIONS, Action, B, G, Kind, S, Spec, W
-from ..dependency.indexes import slice_in
+from ..dependency.indexes import slice_in, split_slice
 from .bounds import Ends
 from .footprint import Size, num_messages, payload_bytes, peak_bytes
 from .plan import Plan
@@ -37,30 +37,34 @@ class PricedSchedule:
         self._buckets = buckets or (1,) * spec.num_stages
         self.relation = Relation(spec, reductions=NO_REDUCTIONS._replace(buckets=self._buckets))
         self._with_buckets = {self._buckets: self}
-        # Actions of one (stage, kind, worker, slice) cost the same, so costs are computed once for each of these.
-        known: dict[tuple[int, Kind, int, int], int] = {}
+        # Actions of one (stage, kind, worker, slice, length) cost the same, so each cost is computed once.
+        known: dict[tuple[int, Kind, int, int, float], int] = {}
         like: list[tuple[Action, int]] = []
         self._ids: list[int] = []
         slices = len(spec.parallelism.slices)
+        chains: list[Chain] = []  # of each of these, with the times of its microbatch
         for a, worker in zip(self.relation.actions, self.relation.worker, strict=True):
+            of_all, (microbatch, _) = not a.kind.per_microbatch, split_slice(a.index, slices)
+            length = 0 if of_all or not spec.sizes else spec.sizes[microbatch]
             number = known.setdefault(
-                (a.stage, a.kind, worker, slice_in(a.index, slices) * a.kind.per_microbatch), len(known)
+                (a.stage, a.kind, worker, 0 if of_all else slice_in(a.index, slices), length), len(known)
             )
             if number == len(like):
                 like.append((a, worker))
+                chains.append(chain.among([length]) if length else chain)
             self._ids.append(number)
         #: of each of these: its stage, its part of the payload, and `copy_times`
-        self._copy_times = [(a.stage, spec.share(a), *copy_times(spec, chain, a.stage, a.kind, w)) for a, w in like]
+        self._copy_times = [(a.stage, spec.portion(a), *copy_times(spec, chain, a.stage, a.kind, w)) for a, w in like]
         share = chain.slicing.time_share(spec)
         #: of each of these: which part of a microbatch's time its slice takes; W of the first stage is a whole backward
         self._shares = [share(a._replace(kind=B) if a.kind is W and not a.stage else a) for a, _ in like]
         #: of the replicas' gradients each owner sums its part
         summed = 1 - 1 / spec.num_routes
         self._distinct = [
-            (a.stage, G, machines.slow(worker) * summed / self._buckets[a.stage])
+            (own, a.stage, G, machines.slow(worker) * summed / self._buckets[a.stage])
             if a.kind is S
-            else (a.stage, a.kind, machines.slow(worker) * (a.kind is not G))
-            for a, worker in like
+            else (own, a.stage, a.kind, machines.slow(worker) * (a.kind is not G))
+            for own, (a, worker) in zip(chains, like, strict=True)
         ]
         self._links: dict[tuple[int, int], Link] | None = None
         if not machines.links_are_plain:
@@ -73,8 +77,8 @@ class PricedSchedule:
         """Return the time of each action of the relation with this cut, by its number."""
         chain = self.chain
         costs = [
-            chain.time(kind, ends[stage], ends[stage + 1], share) * slow if kind in TIMED else 0
-            for (stage, kind, slow), share in zip(self._distinct, self._shares, strict=True)
+            own.time(kind, ends[stage], ends[stage + 1], share) * slow if kind in TIMED else 0
+            for (own, stage, kind, slow), share in zip(self._distinct, self._shares, strict=True)
         ]
         if chain.per_byte:
             for at, (stage, part, before, behind) in enumerate(self._copy_times):
@@ -99,7 +103,7 @@ class PricedSchedule:
 
         def payload(action: Action) -> float:
             parts = spec.num_routes * buckets[action.stage]
-            return payload_bytes(action, sizes[action.stage], parts) * spec.share(action)
+            return payload_bytes(action, sizes[action.stage], parts) * spec.portion(action)
 
         costs = priced.costs(ends)
         return simulate(

@@ -7,12 +7,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import reduce
 from itertools import accumulate, pairwise
+from statistics import fmean
 from typing import Any
 
 from ..dependency import B, ConfigError, F, G, I, Kind, Order, R, U, W
-from ..system.files import DAMAGED
 from .footprint import Size
-from .json_fields import from_json_value, json_field, to_json_value
+from .json_fields import json_field
 from .simulator import Link
 from .slice_costs import SliceCosts
 
@@ -63,6 +63,11 @@ class LengthTerms:
     token: Mapping[Kind, float] = field(default_factory=dict)
     attention: Mapping[Kind, float] = field(default_factory=dict)
 
+    def ms(self, kind: Kind, rows: float, length: float) -> float:
+        """Return the time of a microbatch of `rows` rows of a length."""
+        fixed, token, attention = (terms.get(kind, 0.0) for terms in (self.fixed, self.token, self.attention))
+        return fixed + rows * length / THOUSAND * (token + attention * length / THOUSAND)
+
 
 @dataclass(frozen=True)
 class Profile:
@@ -94,10 +99,22 @@ class Profile:
     slicing: tuple[SliceCosts, ...] = ()
     #: terms of each block's times by the length of rows; empty: not measured
     by_length: tuple[LengthTerms, ...] = ()
+    #: length of the rows of the model's example batch; 0: unknown
+    length: int = 0
 
     @property
     def num_blocks(self) -> int:
         return len(next(iter(self.measured.values())))
+
+    def at_length(self, rows: float, length: float) -> list[LayerCost]:
+        """Return the costs by block with rows of another length: times by its terms, bytes in proportion."""
+        found = []
+        for cost, terms in zip(self.at(rows), self.by_length, strict=True):
+            usual = {kind: terms.ms(kind, rows, self.length) for kind in cost.times}
+            times = {kind: cost.times[kind] * terms.ms(kind, rows, length) / ms for kind, ms in usual.items() if ms}
+            other = blend(cost, cost, length / self.length - 1, proportional=True)
+            found.append(replace(other, times={**cost.times, **times}))
+        return found
 
     def at(self, rows: float) -> list[LayerCost]:
         """Return the costs by block for microbatches of `rows` rows, interpolated linearly between the nearest two."""
@@ -105,12 +122,12 @@ class Profile:
         if rows in self.measured:
             return list(self.measured[int(rows)])
         if len(known) == 1:
-            return [_blend(b, b, rows / known[0] - 1, proportional=True) for b in self.measured[known[0]]]
+            return [blend(b, b, rows / known[0] - 1, proportional=True) for b in self.measured[known[0]]]
         at = min(max(bisect_left(known, rows), 1), len(known) - 1)
         low, high = known[at - 1], known[at]
         share = (rows - low) / (high - low)
         pairs = zip(self.measured[low], self.measured[high], strict=True)
-        return [_blend(a, b, share) for a, b in pairs]
+        return [blend(a, b, share) for a, b in pairs]
 
 
 #: bytes that do not depend on the rows of a microbatch
@@ -119,7 +136,7 @@ RESIDENT = ("weights", "gradients", "optimizer")
 SUMMED = (*RESIDENT, "activations", "after_inputs", "elsewhere", "unsummed")
 
 
-def _blend(a: LayerCost, b: LayerCost, share: float, proportional: bool = False) -> LayerCost:
+def blend(a: LayerCost, b: LayerCost, share: float, proportional: bool = False) -> LayerCost:
     """Return the costs a + share * (b - a); proportional: a * (1 + share)."""
 
     def between(x: float, y: float) -> float:
@@ -133,6 +150,14 @@ def _blend(a: LayerCost, b: LayerCost, share: float, proportional: bool = False)
         for f in fields(Size)
     }
     return replace(a, times=times, size=Size(**sizes))
+
+
+def mean_blocks(variants: Sequence[Sequence[LayerCost]]) -> list[LayerCost]:
+    """Return the mean costs of blocks that have several."""
+    mean = list(variants[0])
+    for number, blocks in enumerate(variants[1:], start=2):
+        mean = [blend(known, other, 1 / number) for known, other in zip(mean, blocks, strict=True)]
+    return mean
 
 
 @dataclass(frozen=True)
@@ -207,6 +232,7 @@ class Chain:
         per_mib: compute time lost to each MiB that is sent or received.
         model: the name of the model.
         slicing: costs of slices of its sequences.
+        variants: the blocks by length of rows, of which `blocks` are the mean; empty: all rows have one length.
     """
 
     def __init__(
@@ -218,8 +244,11 @@ class Chain:
         per_mib: float = 0,
         model: str = "",
         slicing: SliceCosts = _PLAIN,
+        variants: Mapping[float, Sequence[LayerCost]] = {},
     ) -> None:
-        self._blocks, self.slicing = blocks, slicing
+        self._blocks, self.slicing, self._variants = blocks, slicing, variants
+        self._like = per_stage, ties, per_step, per_mib, model, slicing
+        self._among: dict[tuple[float, ...], Chain] = {}
         inside = {i for tie in ties if tie.together for i in range(tie.first + 1, tie.last + 1)}
         #: the model's numbers of blocks that may begin a stage, and the end
         self._places = [i for i in range(len(blocks) + 1) if i not in inside]
@@ -242,6 +271,20 @@ class Chain:
         }
         #: prefix sums of the bytes that a block and the one before it would both keep, which one stage keeps once
         self._joint = [0.0, *accumulate(a.joint(b) for a, b in pairwise(self._sizes))]
+
+    def among(self, lengths: Sequence[float]) -> Chain:
+        """Return the chain of a mean microbatch of these; itself if all rows have one length."""
+        key = tuple(sorted(lengths)) if self._variants else ()
+        if not key:
+            return self
+        if key not in self._among:
+            blocks = [self._variants[length] for length in key]
+            self._among[key] = made = Chain(mean_blocks(blocks), *self._like, self._variants if len(key) > 1 else {})
+            # Each microbatch, not the mean one, has its backward whole or split.
+            alone = [made.among([length]) for length in key]
+            made._back = [fmean(sums) for sums in zip(*(one._back for one in alone), strict=True)]
+            made._backward = [fmean(sums) for sums in zip(*(one._backward for one in alone), strict=True)]
+        return self._among[key]
 
     def _sums(self, values: Iterable[float]) -> list[float]:
         sums: list[float] = [0, *accumulate(values)]
@@ -332,46 +375,3 @@ class Chain:
     def counts(self, ends: Sequence[int]) -> tuple[int, ...]:
         """Return the counts of the model's blocks of stages with these boundaries, 0 first."""
         return tuple(self._places[b] - self._places[a] for a, b in pairwise(ends))
-
-
-# --- as JSON, to be kept and edited
-
-
-def as_json(profile: Profile) -> dict[str, Any]:
-    """Return a profile as JSON values; times in milliseconds, sizes in bytes; the blocks come last."""
-    content: dict[str, Any] = to_json_value(profile)
-    rows = content.pop("rows")
-    return {
-        **content,
-        "num_blocks": profile.num_blocks,
-        "rows": {count: rows[count] for count in sorted(rows, key=int)},
-    }
-
-
-def from_json(content: Any, where: str) -> Profile:
-    """Return the profile that `as_json` has written and a user may have edited.
-
-    Raises:
-        ConfigError: it is no profile; the text names the place.
-    """
-    try:
-        profile: Profile = from_json_value(Profile, content)
-    except DAMAGED as error:
-        raise ConfigError(f"{where}: is no profile ({type(error).__name__}: {error})") from None
-    _refuse(profile, where)
-    return profile
-
-
-def _refuse(profile: Profile, where: str) -> None:
-    """Raise if the blocks of a profile do not fit together.
-
-    Raises:
-        ConfigError: blocks differ from one number of rows to another, or lack a time.
-    """
-    measured = profile.measured
-    if not measured or len({len(blocks) for blocks in measured.values()}) != 1 or not profile.num_blocks:
-        raise ConfigError(f"{where}: every number of rows must list the same blocks, at least one")
-    for rows, blocks in measured.items():
-        for block in blocks:
-            if lacking := [kind for kind in (F, B, I, W, R) if kind not in block.times]:
-                raise ConfigError(f"{where}: rows {rows}, block {block.name!r}: has no time of {lacking[0]}")

@@ -22,6 +22,7 @@ from .plan import Plan, schedule_label, with_recompute
 from .profile import Chain, Machines, Profile
 from .slice_costs import SliceCosts
 from .specs import find_schedule, make_spec
+from .unequal import by_microbatch
 
 #: called with the share of the search that is done, 0 to 1, and a note of its size
 Progress = Callable[[float, str], None]
@@ -50,6 +51,9 @@ class PlanRequest:
     slices: tuple[int, ...] = (1,)
     #: how processes may be workers
     groupings: tuple[Grouping, ...] = (ALONE,)
+    #: length of the rows of each microbatch of a step, in an order of `MICROBATCH_ORDERS`; empty: as measured
+    lengths: tuple[float, ...] = ()
+    order: str = "given"
     #: how long to search; then the plan is returned with the gap that is left
     seconds: float = float("inf")
 
@@ -60,11 +64,17 @@ class PlanRequest:
 
     def chain(self, num_microbatches: int, grouping: Grouping = ALONE) -> Chain:
         """Return the blocks with their costs for a microbatch of `batch / num_microbatches` rows."""
-        profile = self.profile
-        blocks = [grouping.cost(block) for block in profile.at(self.batch / num_microbatches)]
+        profile, rows = self.profile, self.batch / num_microbatches
+        variants = {length: [*map(grouping.cost, profile.at_length(rows, length))] for length in set(self.lengths)}
+        blocks = [grouping.cost(block) for block in profile.at(rows)]
         return Chain(
-            blocks, profile.per_stage, profile.ties, profile.per_step, profile.per_mib, profile.model, self.slicing
-        )
+            blocks, profile.per_stage, profile.ties, profile.per_step, profile.per_mib, profile.model, self.slicing,
+            variants,
+        ).among(self.lengths)  # fmt: skip
+
+    def unequal(self, spec: Spec) -> Spec:
+        """Return the schedule with the lengths of its microbatches, in the order in which they run."""
+        return by_microbatch(spec, lengths=self.lengths, order=self.order)[0] if self.lengths else spec
 
     @property
     def slicing(self) -> SliceCosts:
@@ -118,7 +128,7 @@ class _Search:
         self._chains = {
             (count, grouping): request.chain(count, grouping)
             for count, grouping in product(request.microbatches, request.groupings)
-            if count % grouping.planes == 0
+            if count % grouping.planes == 0 and len(request.lengths) in (0, count)
         }
         #: the most promising first
         self._searches = sorted(self._list(), key=lambda pair: pair[1].least)
@@ -137,7 +147,7 @@ class _Search:
                 slices=[q.slicing.balanced(count) for count in (q.slices if grouping.members == 1 else (1,))],
             ):  # fmt: skip
                 chain, spec = self._chains[candidate.num_microbatches, grouping], candidate.spec(q.machines.num_workers)
-                yield candidate, CutSearch(spec, chain, machines)
+                yield candidate, CutSearch(q.unequal(spec), chain, machines)
 
     def _in_rounds(self) -> list[CutSearch]:
         """Return the searches in rounds: the most promising of each schedule, then the next of each."""

@@ -48,7 +48,17 @@ def _ascending(seconds: Sequence[float]) -> list[int]:
     return sorted(range(len(seconds)), key=lambda m: (seconds[m], m))
 
 
-def balanced(spec: Spec, seconds: Sequence[float], step_s: float = 0.0, sizes: Sequence[float] = ()) -> list[int]:
+#: (action, number of its microbatch as given) -> its time relative to those of its kind
+Relative = Callable[[Action, int], float]
+
+
+def balanced(
+    spec: Spec,
+    seconds: Sequence[float],
+    step_s: float = 0,
+    sizes: Sequence[float] = (),
+    relative: Relative | None = None,
+) -> list[int]:
     """Return the order of a step's microbatches that the schedule runs fastest, as far as a short search finds it.
 
     Equal microbatches stay as they are. Of two routes of opposite directions each has long microbatches at another
@@ -59,6 +69,7 @@ def balanced(spec: Spec, seconds: Sequence[float], step_s: float = 0.0, sizes: S
         seconds: predicted time of each microbatch, in any unit.
         step_s: predicted seconds of the step, of which the search takes `SEARCH_SHARE`; 0: no search behind `mountain`.
         sizes: of each microbatch, if the schedule's windows go by them: then each order has windows of its own.
+        relative: times that differ from stage to stage; None: `seconds` are those of all stages.
     """
     if len(set(seconds)) < 2:
         return list(range(len(seconds)))
@@ -71,8 +82,11 @@ def balanced(spec: Spec, seconds: Sequence[float], step_s: float = 0.0, sizes: S
         held = tuple(sizes[m] for m in order) if by_size else ()
         return _relation(replace(spec, num_microbatches=len(seconds), sizes=held))
 
-    found = span_of(relation(order), seconds, order)
-    if spec.num_routes > 1 and (other := span_of(relation(_ascending(seconds)), seconds, _ascending(seconds))) < found:
+    def span(order: Sequence[int]) -> float:
+        return span_of(relation(order), seconds, order, relative)
+
+    found = span(order)
+    if spec.num_routes > 1 and (other := span(_ascending(seconds))) < found:
         found, order = other, _ascending(seconds)
     each = len(relation(order).actions) * (_SECONDS_PER_COMPILED if by_size else _SECONDS_PER_ACTION)
     trials = min(_MOST_TRIALS, int(SEARCH_SHARE * step_s / each))
@@ -84,16 +98,18 @@ def balanced(spec: Spec, seconds: Sequence[float], step_s: float = 0.0, sizes: S
             tried[taken], tried[put] = tried[put], tried[taken]
         else:
             tried.insert(put, tried.pop(taken))
-        span = span_of(relation(tried), seconds, tried)
-        if span < found:
-            found, order = span, tried
+        if (took := span(tried)) < found:
+            found, order = took, tried
     return order
 
 
-def span_of(relation: Relation, seconds: Sequence[float], order: Sequence[int]) -> float:
+def span_of(
+    relation: Relation, seconds: Sequence[float], order: Sequence[int], relative: Relative | None = None
+) -> float:
     """Return the simulated time of a step in a stream whose microbatches run in an order, in the unit of `seconds`."""
+    time = relative or (lambda action, number: seconds[number])
     costs = [
-        seconds[order[action.index % len(order)]] * _RELATIVE.get(action.kind, 0.0)
+        time(action, order[action.index % len(order)]) * _RELATIVE.get(action.kind, 0.0)
         if action.kind.per_microbatch
         else 0.0
         for action in relation.actions
@@ -107,13 +123,13 @@ def _relation(spec: Spec) -> Relation:
 
 
 def by_microbatch(
-    spec: Spec, *, lengths: Sequence[float], order: str, times: Sequence[float] = ()
+    spec: Spec, *, lengths: Sequence[float], order: str, relative: Relative | None = None
 ) -> tuple[Spec, Callable[[Action], float]]:
     """Return a schedule that knows the sizes of its microbatches, and the factor of an action's time by its microbatch.
 
     Args:
         lengths: of the microbatches of a step.
-        times: of these, relative to the cost of one; empty: as the lengths.
+        relative: their times; None: as the lengths.
         order: one of `MICROBATCH_ORDERS`.
 
     Raises:
@@ -123,11 +139,11 @@ def by_microbatch(
     count = whole.num_microbatches
     if len(lengths) != count:
         raise ConfigError(f"lengths: has {len(lengths)} numbers for {count} microbatches; give one for each")
-    numbers = balanced(whole, times or lengths, sizes=lengths) if order == "balanced" else range(count)
-    factors = [(times or lengths)[m] for m in numbers]
+    numbers = balanced(whole, lengths, sizes=lengths, relative=relative) if order == "balanced" else range(count)
+    time = relative or (lambda action, number: lengths[number])
 
     def factor(action: Action) -> float:
-        return factors[split_slice(action.index, slices)[0] % count] if action.kind.per_microbatch else 1
+        return time(action, numbers[split_slice(action.index, slices)[0] % count]) if action.kind.per_microbatch else 1
 
     return replace(spec, sizes=tuple(lengths[m] for m in numbers)), factor
 

@@ -14,7 +14,8 @@ from rpc_pipe.planning.footprint import Size
 from rpc_pipe.planning.json_fields import from_json_value, to_json_value
 from rpc_pipe.planning.measuring.joint_profile import around, merged, with_moves
 from rpc_pipe.planning.plan import Plan, read_plan
-from rpc_pipe.planning.profile import LayerCost, Machines, Profile, as_json, from_json
+from rpc_pipe.planning.profile import LayerCost, Machines, Profile
+from rpc_pipe.planning.profile_file import as_json, from_json
 from rpc_pipe.planning.search import PlanRequest
 from rpc_pipe.planning.simulator import Link, simulate
 

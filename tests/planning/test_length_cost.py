@@ -78,6 +78,43 @@ def test_simulated_times_follow_the_profile(measured, capsys):
     assert spans[0] != spans[1]
 
 
+def test_each_stage_follows_the_lengths_in_its_own_way(measured, tmp_path, capsys):
+    """One factor was taken for all stages: a stage without attention was as late as one with it."""
+    kinds = dict.fromkeys("FBIWR", 1)
+    nothing = dict.fromkeys("FBIWR", 0)
+    attends = {"fixed": nothing, "token": nothing, "attention": kinds}
+    plain = {"fixed": kinds, "token": nothing, "attention": nothing}
+    file = tmp_path / "edited.json"
+    file.write_text(json.dumps({**json.loads(measured.read_text()), "by_length": [attends, plain, plain]}))
+    command = ["simulate", "--workers", "3", "--microbatches", "2", "--lengths", "1,3", "--length-cost", str(file)]
+    assert main([*command, "--json", "--cost", "F=5,B=10"]) == 0
+    # The first stage takes 1 and 9 tenths of two forwards and backwards; each other stage half of both.
+    assert json.loads(capsys.readouterr().out)["makespan"] == pytest.approx(1 + 5 + (5 + 10) * 2 + 10 + 18)
+
+
+@pytest.mark.parametrize("members", [[], ["--members", "2", "--shard", "tp"]])
+def test_a_plan_is_made_for_the_lengths_of_rows(measured, capsys, members):
+    command = ["plan", "--profile", str(measured), "--workers", "2", "--batch", "8", "--json", "--lengths", "4,64,16,8"]
+    if members:
+        assert main([*command, *members]) == 2  # the model has no tp_plan
+        assert main([*command, "--members", "2", "--shard", "fsdp"]) == 2
+        assert main([*command, "--microbatches", "2"]) == 2
+        measured.write_text(json.dumps({**json.loads(measured.read_text()), "by_length": []}))
+        assert main(command) == 2
+        return
+    assert main(command) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["lengths"] == [4, 64, 16, 8] and found["plans"][0]["num_microbatches"] == 4
+    assert main([*command[:-2], "--microbatches", "4"]) == 0
+    assert json.loads(capsys.readouterr().out)["plans"][0]["predicted_ms"] != found["plans"][0]["predicted_ms"]
+
+
+def test_times_by_length_stay_when_other_rows_are_measured(measured, tmp_path, capsys):
+    command = ["plan", f"{tmp_path}/model.py:make", "--profile", str(measured), "--alone", "--repeats", "1"]
+    assert main([*command, "--workers", "1", "--batch", "16", "--lengths", "4,64", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["measured"]["by_length"]) == 3
+
+
 def test_a_profile_without_lengths_is_refused(measured):
     content = {**json.loads(measured.read_text()), "by_length": []}
     for wrong in (content, with_terms(measured, fixed=float("nan")), "nowhere.json", 3):

@@ -14,7 +14,8 @@ from rpc_pipe.planning.comparison import ModelCosts
 from rpc_pipe.planning.cut_search import CutSearch, costliest, least_bottleneck
 from rpc_pipe.planning.footprint import Size, peak_bytes
 from rpc_pipe.planning.pricing import PricedSchedule
-from rpc_pipe.planning.profile import Chain, LayerCost, Machines, Profile, Tie, as_json, from_json
+from rpc_pipe.planning.profile import Chain, LayerCost, LengthTerms, Machines, Profile, Tie
+from rpc_pipe.planning.profile_file import as_json, from_json
 from rpc_pipe.planning.remarks import num_copies, remarks
 from rpc_pipe.planning.search import Candidate, PlanRequest, candidates, search
 from rpc_pipe.planning.simulator import Link
@@ -65,16 +66,59 @@ def test_the_plan_is_the_best_of_all_numbers_of_slices(seed):
     assert (result.plans[0].predicted_ms if result.plans else None) == pytest.approx(best)
 
 
+def with_lengths(request, seed, count):
+    """Return a request whose microbatches have rows of several lengths; each block's times follow them differently."""
+    draw = random.Random(seed)
+    lengths = [draw.randint(1, 9) for _ in range(count - 1)]
+    lengths.append(10 * count - sum(lengths))  # 10 is the mean, at which sizes are measured
+
+    def terms():
+        return {kind: draw.choice((0, 1, 5)) for kind in (F, B, I, W, R)}
+
+    profile = request.profile
+    by_length = tuple(LengthTerms(terms(), terms(), terms()) for _ in range(profile.num_blocks))
+    profile = replace(profile, by_length=by_length, length=10)
+    order = draw.choice(("given", "balanced"))
+    return replace(request, profile=profile, lengths=tuple(lengths), order=order, microbatches=(count,))
+
+
+@pytest.mark.parametrize("seed", range(4000, 4006))
+def test_the_plan_is_the_best_for_rows_of_several_lengths(seed):
+    request = with_lengths(instance(seed), seed, 5)
+    request = replace(request, schedules=("1f1b", "zb-h1", "interleaved", "chimera", "dualpipev"))
+    result, best = search(request), brute_force(request)
+    assert result.gap == 0 and result.lower_bound <= (best or float("inf")) * (1 + 1e-9)
+    assert (result.plans[0].predicted_ms if result.plans else None) == pytest.approx(best)
+
+
+def test_long_rows_move_the_cut_away_from_blocks_with_attention():
+    """Equal rows were assumed: blocks whose time grows with the square of the length got as many as the others."""
+    blocks = [block(10.0, weights=1.0, activations=8.0)] * 6
+    attends, plain = (
+        LengthTerms({}, {}, dict.fromkeys((F, B, I, W, R), 1)),
+        LengthTerms(dict.fromkeys((F, B, I, W, R), 1)),
+    )
+    profile = Profile({1: blocks}, by_length=(*[attends] * 3, *[plain] * 3), length=100)
+    request = PlanRequest(profile, Machines(2), 4, (4,), recompute=False, schedules=("1f1b",))
+    assert search(request).plans[0].cut == (3, 3)
+    long = search(replace(request, lengths=(50, 100, 300, 150))).plans[0]
+    assert long.cut == (2, 4)
+    # Activations follow lengths: both workers' at most those of the longest microbatches together.
+    assert long.memory_by_worker == (2 * 8 * (3 + 1.5) + 2, 4 * 8 * 3 + 4)
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_bounds_are_below_what_the_simulator_says(seed):
     draw = random.Random(seed)
     request = instance(seed) if seed % 4 else edited(instance(seed))
+    if seed % 3 == 0:
+        request = with_lengths(request, seed, request.microbatches[0])
     machines, count = request.machines, request.microbatches[0]
     chain = request.chain(count)
     for candidate in candidates(
         machines.num_workers, [count], recompute=draw.random() < 0.2, most_stages=chain.num_blocks
     ):
-        spec = candidate.spec(machines.num_workers)
+        spec = request.unequal(candidate.spec(machines.num_workers))
         bounds, priced = Bounds(spec, chain, machines), PricedSchedule(spec, chain, machines)
         inner = draw.sample(range(1, chain.num_blocks), spec.num_stages - 1)
         ends = (0, *sorted(inner), chain.num_blocks)

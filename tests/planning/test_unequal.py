@@ -58,6 +58,21 @@ def test_a_search_finds_the_same_order_again_and_none_that_is_slower():
     assert span_of(relation, seconds, found) < span_of(relation, seconds, mountain(seconds))
 
 
+def test_a_search_knows_stages_that_images_cost_more():
+    """One time was taken for all stages, so the order was that of texts of the same total time."""
+    spec = make_spec("1f1b", WORKERS, 8)
+    numbers = random.Random(6)
+    text, images = ([numbers.choice(choices) for _ in range(8)] for choices in ((1, 2, 4, 8), (0, 0, 0, 12)))
+
+    def relative(action, number):
+        return text[number] + images[number] * (action.stage == 0)
+
+    seconds = [4 * words + image for words, image in zip(text, images, strict=True)]
+    blind, found = balanced(spec, seconds, 1.0), balanced(spec, seconds, 1.0, relative=relative)
+    spans = [span_of(Relation(spec), seconds, order, relative) for order in (blind, found)]
+    assert spans[1] < spans[0]
+
+
 def test_equal_microbatches_stay_where_they_are():
     assert balanced(make_spec("1f1b", 2, 4), [3, 3, 3, 3], 1.0) == [0, 1, 2, 3]
 

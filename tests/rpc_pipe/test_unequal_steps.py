@@ -115,7 +115,12 @@ def test_a_cost_is_called_as_the_model_is():
     assert seen == ROWS * 2
 
 
-@pytest.mark.parametrize("time", [float("nan"), -1.0, None, float("inf")])
+def test_a_cost_may_tell_the_seconds_of_each_stage():
+    found = trained([ragged()], microbatch_order="balanced", microbatch_cost=lambda x: [1.0 / len(x)] * 2)
+    assert found[2] == [[1, 2, 0, 3]]
+
+
+@pytest.mark.parametrize("time", [float("nan"), -1.0, None, float("inf"), [1.0] * 3, [1.0, float("nan")]])
 def test_a_cost_that_is_no_time_is_refused(time):
     with pipeline(microbatch_order="balanced", microbatch_cost=lambda x: time) as pipe, pytest.raises(ConfigError):
         pipe.step(ragged())

@@ -8,12 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from ...dependency import BatchError, ConfigError, Spec
+from ...dependency import Action, BatchError, ConfigError, Spec
 from ...workers.transport.payload import Tree, tensors_of
 from .microbatches import Microbatches
 
-#: (model's arguments of a microbatch) -> predicted seconds of its forward and backward on a worker; or a profile
-MicrobatchCost = Callable[..., float] | str | Path | Mapping[str, Any]
+#: (model's arguments of a microbatch) -> predicted seconds of its forward and backward on a worker, or on each stage;
+#: or a profile
+MicrobatchCost = Callable[..., float | Sequence[float]] | str | Path | Mapping[str, Any]
 
 
 class ByLength(Protocol):
@@ -29,7 +30,8 @@ class Ordering:
     order, as it depends on the batch alone.
 
     Args:
-        order: (spec, times of microbatches, predicted seconds of the step or 0, tokens) -> their order; None: as given.
+        order: (spec, times of microbatches, predicted seconds of the step or 0, tokens, times by action if known) ->
+            their order; None: as given.
         cost: called as the model is, with a microbatch, or of a profile by rows and length; None: the tokens of a
             microbatch, or the elements of its first tensor.
         is_called: whether the inputs of a microbatch are (args, kwargs); else they are the only argument.
@@ -37,8 +39,8 @@ class Ordering:
 
     def __init__(
         self,
-        order: Callable[[Spec, Sequence[float], float, Sequence[float]], list[int]] | None,
-        cost: Callable[..., float] | ByLength | None,
+        order: Callable[..., list[int]] | None,
+        cost: Callable[..., float | Sequence[float]] | ByLength | None,
         is_called: bool,
     ) -> None:
         self._order, self._cost, self._is_called = order, cost, is_called
@@ -80,15 +82,27 @@ class Ordering:
         if self.seconds is not None:
             times = [self.seconds(rows, length) for rows, length, *_ in ((*size, 1, 1) for size in sizes)]
         else:
-            times = [self._time(*numbered) for numbered in enumerate(inputs)]
+            by_stage = [self._times(spec.num_stages, *numbered) for numbered in enumerate(inputs)]
+            times = [sum(each) / len(each) for each in by_stage]
+
+            def relative(action: Action, number: int) -> float:
+                return by_stage[number][action.stage % len(by_stage[number])]
+
+            return self._order(spec, times, sum(times), tokens, relative)
         return self._order(spec, times, sum(times), tokens)
 
-    def _time(self, number: int, inputs: Tree) -> float:
+    def _times(self, num_stages: int, number: int, inputs: Tree) -> list[float]:
+        """Return the predicted seconds of a microbatch on a worker, or on each stage."""
         args, kwargs = inputs if self._is_called else ((inputs,), {})
-        time = self._cost(*args, **kwargs)  # type: ignore[operator, misc]
-        if isinstance(time, bool) or not isinstance(time, (int, float)) or not 0 <= time < math.inf:
-            raise ConfigError(f"microbatch_cost={time!r}: of microbatch {number}; must return seconds of at least 0")
-        return float(time)
+        found: Any = self._cost(*args, **kwargs)  # type: ignore[operator, misc]
+        times = list(found) if isinstance(found, (list, tuple)) else [found]
+        numbers = [isinstance(t, (int, float)) and not isinstance(t, bool) and 0 <= t < math.inf for t in times]
+        if len(times) not in (1, num_stages) or not all(numbers):
+            raise ConfigError(
+                f"microbatch_cost={found!r}: of microbatch {number}; must return seconds of at least 0, such as 0.1, "
+                f"or those of each of the {num_stages} stages"
+            )
+        return times
 
 
 def _size(number: int, inputs: Tree) -> tuple[int, ...]:

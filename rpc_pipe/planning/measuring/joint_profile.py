@@ -14,7 +14,8 @@ from ...launching.job import current_job
 from ...model.user_model import UserModel
 from ...tracing import run_folders
 from ...workers.compute.backends import backend_for
-from ..profile import LayerCost, Profile, as_json, from_json
+from ..profile import LayerCost, Profile
+from ..profile_file import as_json, from_json
 from ..simulator import Link
 from .calibration import calibrate
 from .profiling import RUNTIME_MS, profile_model

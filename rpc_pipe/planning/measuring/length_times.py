@@ -18,10 +18,8 @@ from .profiling import profile_model
 from .slice_times import fitted
 
 
-def times_by_length(
-    user_model: UserModel, rows: int, lengths: Sequence[int], **settings: Any
-) -> tuple[LengthTerms, ...]:
-    """Return the terms of each block's times, measured with `rows` rows of several lengths.
+def times_by_length(user_model: UserModel, rows: int, lengths: Sequence[int], **settings: Any) -> dict[str, Any]:
+    """Return the fields of a profile with each block's terms, measured with `rows` rows of several lengths.
 
     Args:
         settings: of `profile_model`.
@@ -41,7 +39,7 @@ def times_by_length(
             for term, value in zip(terms, fitted(points, [cost.times[kind] for cost in costs]), strict=True):
                 term[kind] = value
         found.append(LengthTerms(*terms))
-    return tuple(found)
+    return {"by_length": tuple(found), "length": length_of(user_model.batch)}
 
 
 def _at_length(batch: Tree, length: int) -> Tree:
