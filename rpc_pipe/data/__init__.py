@@ -3,16 +3,15 @@
 sample_order.py  sample number = f(seed, position)
 residency.py  which chunks are in memory, which come next, which go
 storage.py    shards from elsewhere, through a cache on this machine's disk
-sources       token_files.py, tables.py, image_files.py, maps.py: the chunks of a format, and their samples
+sources       token_files.py, tables.py, maps.py: the chunks of a format, and their samples
 loader.py     batches
 by_length.py  batches of rows of different lengths
 packing.py    shards made of text
 """
 
 from .by_length import batches_by_length
-from .image_files import images
 from .loader import Batch, Loader
-from .maps import dataset
+from .maps import dataset, images
 from .opening import open_source
 from .packing import pack, text
 from .sample_order import Order

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from itertools import islice
 from typing import Any
 from zlib import crc32
@@ -23,7 +22,6 @@ from ..workers.transport.payload import Tree
 Row = Mapping[str, Any] | Sequence[Any]
 #: microbatches for each stage, about, where time follows tokens
 _A_STAGE = 4
-_MASK = "attention_mask"
 
 
 def batches_by_length(
@@ -104,13 +102,10 @@ def _groups(
 ) -> list[list[int]]:
     from ..planning.unequal import group_rows  # few jobs plan
 
-    time = seconds or partial(_tokens, sum(lengths) / (_A_STAGE**2 * how.num_stages))
+    fixed = sum(lengths) / (_A_STAGE**2 * how.num_stages)
+    time = seconds or (lambda rows, length: fixed + rows * length)
     needs = {"num_stages": how.num_stages, "least": how.least, "multiple": how.multiple}
     return group_rows(lengths, time, most_tokens=most_tokens, **needs)
-
-
-def _tokens(fixed: float, rows: int, length: int) -> float:
-    return fixed + rows * length
 
 
 def _sides(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from ..dependency import ConfigError
-from . import image_files, packing, tables, token_files
+from . import maps, packing, tables, token_files
 from .shards import Roots, find_shards, roots_of
 from .source import Source
 from .storage import Storage
@@ -14,7 +14,7 @@ _SIZE = 224
 _ENDINGS = {
     "tokens": token_files.ENDINGS,
     "tables": tables.ENDINGS,
-    "images": image_files.ENDINGS,
+    "images": maps.IMAGES,
     "text": packing.ENDINGS,
 }
 #: argument -> the kind of source that it is of
@@ -49,7 +49,7 @@ def open_source(
         return token_files.tokens(source, context, dtype=dtype, storage=storage)
     if kind == "images":
         (root,) = roots_of(source)
-        return image_files.images(root, size=_SIZE, storage=storage)
+        return maps.images(root, size=_SIZE, storage=storage)
     if columns is not None:
         return tables.table(source, *columns, storage=storage)
     return packing.text(source, context, tokenizer=tokenizer, storage=storage)

@@ -101,7 +101,8 @@ def pack(
     writer.finish()
     if not packed.tokens:
         raise ConfigError(f"data {', '.join(f.name for f in files[:3])}: there is no text in it")
-    _write_index(folder, packed)
+    _write_file(folder / INDEX, json.dumps(asdict(packed), indent=1).encode())
+    (folder / _NOTE).unlink(missing_ok=True)
     return packed
 
 
@@ -212,11 +213,6 @@ class _ShardWriter:
         if file >= 0:
             packed.file, packed.at, packed.skip = file, at, skip
             _write_file(self._folder / _NOTE, json.dumps(asdict(packed)).encode())
-
-
-def _write_index(folder: Path, packed: Packed) -> None:
-    _write_file(folder / INDEX, json.dumps(asdict(packed), indent=1).encode())
-    (folder / _NOTE).unlink(missing_ok=True)
 
 
 def _write_file(path: Path, content: bytes | memoryview) -> None:

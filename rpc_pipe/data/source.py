@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from typing import Any, Literal, NamedTuple
@@ -22,6 +22,11 @@ class Wanted(NamedTuple):
 
     inputs: bool = True
     targets: bool = True
+
+    def of(self, sides: Iterable[Any], make: Callable[[Any], Any] = lambda side: side) -> tuple[Any, Any]:
+        """Return `make` of each of (inputs, targets) that is wanted; None for the other."""
+        inputs, targets = (make(side) if wanted else None for side, wanted in zip(sides, self, strict=True))
+        return inputs, targets
 
 
 #: everything
@@ -122,8 +127,7 @@ class Source:
 
     def batch(self, rows: Tree, wanted: Wanted) -> tuple[Tree, Tree]:
         """Return rows of chunks, put together, as (inputs, targets); None for an unwanted part."""
-        inputs, targets = rows
-        return inputs, targets
+        return wanted.of(rows)
 
     def shard_of(self, chunk: int) -> str:
         """Return the name of a chunk's place, for errors."""

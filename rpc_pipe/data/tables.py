@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -204,16 +205,12 @@ class Table(Source):
 
     def _columns(self, wanted: Wanted) -> list[str]:
         """Return which columns are wanted, each once."""
-        said = zip((self._inputs, self._targets), wanted, strict=True)
-        return list(dict.fromkeys(name for columns, some in said if some for name in _listed(columns)))
+        sides = wanted.of((self._inputs, self._targets), _listed)
+        return list(dict.fromkeys(name for columns in sides for name in columns or ()))
 
     def batch(self, rows: Tree, wanted: Wanted) -> tuple[Tree, Tree]:
         """Return inputs and targets, as far as wanted: a tensor, or a dict where there are several."""
-        inputs, targets = (
-            fields(rows, said) if some else None
-            for said, some in zip((self._inputs, self._targets), wanted, strict=True)
-        )
-        return inputs, targets
+        return wanted.of((self._inputs, self._targets), partial(fields, rows))
 
 
 def _numbers(column: Any, name: str, shard: ShardFile) -> NDArray[Any]:

@@ -200,8 +200,4 @@ class Tokens(Source):
 
     def batch(self, rows: Tree, wanted: Wanted) -> tuple[Tree, Tree]:
         """Return the tokens of a batch, which are made into wider numbers at once."""
-        inputs, targets = (
-            part.to(torch.int64, copy=True) if some else None
-            for part, some in zip((rows[:, :-1], rows[:, 1:]), wanted, strict=True)
-        )
-        return inputs, targets
+        return wanted.of((rows[:, :-1], rows[:, 1:]), lambda tokens: tokens.to(torch.int64, copy=True))
