@@ -5,11 +5,10 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ..dependency import ConfigError, Spec, refuse_below
+from ..dependency import ConfigError, Spec, Stalled, refuse_below
 from .collective import agreed, everywhere, failure, is_first_process, raise_first
 from .resumption import Resumption
 
@@ -263,14 +262,18 @@ class Checkpoints:
             return None
         failed = failure(writing.finished())
         needed = writing.asked or writing.is_alive()
-        own = partial(self._written, writing, failed, needed)
-        told = self._each(lambda actor: everywhere(actor, "checkpoint written", own()))[0]
+
+        def report(actor: WorkerActor) -> list[Any]:
+            has_lost = self._run.epoch != writing.epoch  # again with each epoch
+            return everywhere(actor, "checkpoint written", [failed, needed, writing.completes, has_lost, writing.named])
+
+        told = self._each(report)[0]
         failures = [failure for failure, *_ in told]
         if not any(completes for _, _, completes, *_ in told):
             if told[0][-1]:
                 writing.take_over()
             else:
-                failures.append(failure(writing.abandoned()))
+                failures.append(failure(Stalled(f"checkpoint {writing.place}: the worker that completes it has died")))
         if any(text for text, *_ in failures):
             writing.discard()
         self._lost = any(lost for *_, lost, _ in told)
@@ -284,13 +287,6 @@ class Checkpoints:
             return None
         self._goes_without = self._lost = False
         return writing.path
-
-    def _written(self, writing: Writing, failed: list[Any], needed: bool) -> list[Any]:
-        """Return a worker's report of a checkpoint.
-
-        Also whether it completes it, whether a worker has died since, and whether the checkpoint has its name.
-        """
-        return [failed, needed, writing.completes, self._run.epoch != writing.epoch, writing.named]
 
     # --- inside
 

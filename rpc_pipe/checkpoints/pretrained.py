@@ -1,25 +1,31 @@
-"""Weights from a folder that Hugging Face's `save_pretrained` wrote; each worker reads its tensors alone."""
+"""Weights in a folder as Hugging Face's `save_pretrained` writes it, of which each worker reads its tensors alone.
+
+Or in one file, put together from the tensors of all workers.
+"""
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from ..dependency import ConfigError, EpochEnds, Stalled, StorageError
-from ..system.files import sync
+from ..system.files import replacing, sync
 from ..workers.actor import WorkerActor
 from ..workers.compute.divided import local, part_of
 from ..workers.compute.shard import Shard
 from . import folder
-from .collective import agreed, everywhere, is_first_process, together
-from .json_values import by_file, opened
+from .collective import agreed, everywhere, is_first_member, is_first_process, together
+from .json_values import by_file, opened, write
 from .shard_state import model_tensors
 from .writing import Snapshot, awaited_files, index_of
 
@@ -134,7 +140,11 @@ def load(actor: WorkerActor, where: Path, strict: bool) -> Loaded:
         change = pretrained.prefix(names)
         return pretrained, {shard: pretrained.find(tensors, change) for shard, tensors in own.items()}
 
-    (pretrained, found), told = together(actor, "pretrained read", find, lambda read: _names_of(*read[1].values()))
+    def names_of(read: tuple[Pretrained, dict[Shard, tuple[dict[str, str], set[str]]]]) -> list[list[str]]:
+        lacking = {name for _, lacks in read[1].values() for name in lacks}
+        return [sorted(lacking), sorted({used for here, _ in read[1].values() for used in here.values()})]
+
+    (pretrained, found), told = together(actor, "pretrained read", find, names_of)
     loaded = Loaded(
         sorted({name for lacking, _ in told for name in lacking}),
         sorted(pretrained.names - {name for _, used in told for name in used}),
@@ -220,15 +230,6 @@ def _move(place: Path, files: Mapping[str, Any]) -> None:
     sync(target)
 
 
-def _names_of(*found: tuple[dict[str, str], set[str]]) -> list[list[str]]:
-    """Return, from results of `Pretrained.find`, the names that shards lack, and the used names of the folder."""
-    lacking, used = (
-        {name for _, lacks in found for name in lacks},
-        {other for here, _ in found for other in here.values()},
-    )
-    return [sorted(lacking), sorted(used)]
-
-
 def _unmet(where: str | Path, loaded: Loaded) -> str:
     def few(names: list[str]) -> str:
         return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
@@ -240,3 +241,82 @@ def _unmet(where: str | Path, loaded: Loaded) -> str:
 
 def _place(tensor: Tensor) -> tuple[int, object, object]:
     return local(tensor).data_ptr(), tensor.shape, tensor.stride()
+
+
+#: where torch keeps the versions of modules beside a state
+_VERSIONS = "_metadata"
+
+
+def own_state(actor: WorkerActor) -> dict[str, Any]:
+    """Return the `tensors` of a worker's shards, each by its name in the unsplit model, and the modules' `versions`; of
+    first replicas."""
+    first_route = [shard for (_, route), shard in actor.homes.items() if route == 0]
+    tensors = {name: t for shard in first_route for name, t in shard.evaluated_state_dict().items()}
+    return {
+        "tensors": tensors if actor.members is None else actor.members.whole(tensors),
+        "versions": {name: each for shard in first_route for name, each in shard.slice.versions().items()},
+    }
+
+
+def merged(parts: Iterable[Mapping[str, Any]], place_of: Callable[[str], Any]) -> OrderedDict[str, Tensor]:
+    """Return copies of the tensors of all workers on the CPU, sorted by `place_of`, with torch's `_metadata`.
+
+    Copies: of workers in this process these are the parameters themselves, and tied ones share storage, which
+    safetensors refuses.
+    """
+    parts = list(parts)
+    found = {name: tensor.cpu().clone() for part in parts for name, tensor in part["tensors"].items()}
+    whole = OrderedDict((name, found[name]) for name in sorted(found, key=place_of))
+    # A list of layers stands for an `nn.Sequential`.
+    versions = {"": {"version": 1}} | {name: each for part in parts for name, each in part["versions"].items()}
+    setattr(whole, _VERSIONS, OrderedDict(sorted(versions.items())))  # wherever stages are
+    return whole
+
+
+def save_whole(state: Mapping[str, Tensor], path: str | Path) -> None:
+    """Write a safetensors file, complete or not at all.
+
+    Raises:
+        StorageError: it cannot be written.
+        ConfigError: a device, say, has that name, not a regular file; another file would take its place.
+    """
+    if Path(path).exists() and not Path(path).is_file():
+        raise ConfigError(f"{path}: is not a regular file")
+    try:
+        versions = {"versions": json.dumps(getattr(state, _VERSIONS))} if hasattr(state, _VERSIONS) else {}
+        with replacing(Path(path).absolute()) as partial:
+            write(partial, {name: tensor.contiguous() for name, tensor in state.items()}, versions)
+    except OSError as error:
+        raise StorageError(
+            f"{path}: cannot be written: {error.strerror or error}; what was there is as it was"
+        ) from error
+
+
+def save_adapters(actor: WorkerActor, where: Callable[[], Path], names: frozenset[str]) -> Path:
+    """Let the model on worker 0, which has room for so few tensors, write its adapters; return their folder.
+
+    Args:
+        where: makes the folder's path; called on worker 0.
+        names: of the adapters' tensors.
+
+    Raises:
+        StorageError: it cannot be written; on every worker.
+    """
+    own = {name: tensor for name, tensor in own_state(actor)["tensors"].items() if name in names}
+    parts = actor.gather("adapters (save_pretrained)", own)
+
+    def write() -> str:
+        if parts is None or not is_first_member(actor):
+            return ""
+        tensors = {name: tensor.cpu() for part in parts for name, tensor in part.items()}
+        model: Any = next(iter(actor.shards.values())).slice.modules[0]
+        how = {"save_embedding_layers": False} if hasattr(model, "get_base_model") else {}  # of peft, or adapted by it
+        target = where()
+        try:
+            target.mkdir(parents=True, exist_ok=True)  # else a file there is a line in a log, and nothing is written
+            model.save_pretrained(str(target), state_dict=tensors, **how)
+        except (OSError, SafetensorError) as error:
+            raise StorageError(f"{target}: cannot be written: {getattr(error, 'strerror', '') or error}") from error
+        return str(target)
+
+    return Path(together(actor, "adapters written", write, str)[1][0])

@@ -82,14 +82,11 @@ class Checkpoint:
         except DAMAGED as error:
             raise Damaged(f"{found / folder.MANIFEST}: is damaged: {type(error).__name__} {error}") from error
         for name, size in sizes.items():
-            self._see(name, size)
-
-    def _see(self, name: str, size: int) -> None:
-        path = self.path / name
-        if Path(name).name != name or not path.is_file():
-            raise Damaged(f"checkpoint {path}: is missing")
-        if path.stat().st_size != size:
-            raise Damaged(f"checkpoint {path}: has {path.stat().st_size} bytes of {size}: it was cut off")
+            file = self.path / name
+            if Path(name).name != name or not file.is_file():
+                raise Damaged(f"checkpoint {file}: is missing")
+            if file.stat().st_size != size:
+                raise Damaged(f"checkpoint {file}: has {file.stat().st_size} bytes of {size}: it was cut off")
 
     def buffers(self, own: Iterable[str]) -> dict[str, Tensor]:
         """Return the numbers of these buffers, named as by `own_buffers`, by their names in the model."""

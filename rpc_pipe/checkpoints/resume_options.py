@@ -56,7 +56,8 @@ def follow(
             pipe.checkpoints.every(every, folder, keep=keep)
         return told
     # Before the folder is taken, which records its last job.
-    typed = pipe.checkpoints.go_on_with(folder) if resume == "auto" else _typed(resume)
+    named = None if resume in (None, "auto") else folders.newest(Path(str(resume)))
+    typed = pipe.checkpoints.go_on_with(folder) if resume == "auto" else [] if named is None else [named]
     # A restarted job goes on from its checkpoint, whatever options it began with.
     own = [] if every is None else pipe.checkpoints.claim(folder)
     if own or resume is not None:
@@ -67,12 +68,6 @@ def follow(
     if every is not None:
         pipe.checkpoints.every(every, folder, keep=keep)
     return told
-
-
-def _typed(resume: str | None) -> list[Path]:
-    """Return the checkpoint that is named, as a list: it must be as it was written."""
-    found = None if resume is None else folders.newest(Path(resume))
-    return [] if found is None else [found]
 
 
 def _newest_sound(load: Callable[[Path], Any], own: list[Path], typed: list[Path]) -> str:

@@ -35,7 +35,7 @@ class Weights:
 
         It has the versions of modules, too, which some ask for in `load_state_dict`.
         """
-        from .whole import merged, own_state
+        from .pretrained import merged, own_state
 
         parts = self._run.gather(_STATE, own_state)
         if parts is not None and not self._run.is_first:  # the first members have them
@@ -50,7 +50,7 @@ class Weights:
         Raises:
             StorageError: it cannot be written, and is in another place, which `kept` names.
         """
-        from .whole import merged, own_state, save_whole
+        from .pretrained import merged, own_state, save_whole
 
         if self._run.results.behind:
             return
@@ -110,8 +110,7 @@ class Weights:
         """
         if self._run.results.behind:
             return
-        from .pretrained import save
-        from .whole import save_adapters
+        from .pretrained import save, save_adapters
 
         self._checkpoints.settle()
         partition = self._run.partition

@@ -184,39 +184,6 @@ def _part(worker: int) -> str:
     return f"part-{worker + 1:05}.json"
 
 
-def finish(
-    place: Path,
-    workers: Sequence[int],
-    look: Callable[[], None],
-    about: dict[str, Any],
-    config: Any,
-    keep: int | None,
-    deadline_s: float,
-) -> Path:
-    """Wait for all workers' lists, write the manifest, give the checkpoint its name and return it.
-
-    Args:
-        look: raises an error when a worker's list may not come any more.
-        config: the model's; or None.
-
-    Raises:
-        StorageError: the disk is full, or is not the same for all workers.
-        Stalled: a worker's list has not come.
-    """
-    files, stages = awaited_files(place, workers, deadline_s, look)
-    try:
-        folder.write_json(place / folder.INDEX, index_of(files))
-        told = {"format": FORMAT, **about, "files": files, "stages": stages}
-        folder.write_json(place / folder.MANIFEST, {**told, "sum": folder.sum_of(told)})
-        if config is not None:
-            config.write(place)
-        for worker in workers:
-            (place / _part(worker)).unlink()
-        return folder.commit(place, about["step"], keep, about.get("job"))
-    except OSError as error:
-        raise _unwritten(place, error) from error
-
-
 def awaited_files(
     place: Path, workers: Sequence[int], deadline_s: float, look: Callable[[], None]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -271,13 +238,17 @@ class Writing(threading.Thread):
     ) -> None:
         super().__init__(name="checkpoint", daemon=True)
         assert place != Path(), "a checkpoint that fails removes its place, and this one is the current folder"
-        self._snapshots, self._place, self._deadline_s = snapshots, place, deadline_s
-        self._how = about, config, keep, deadline_s
+        self._snapshots, self.place, self._deadline_s = snapshots, place, deadline_s
+        self._about, self._config, self._keep = about, config, keep
         self._own_s = deadline_s + sum(each.num_bytes for each in snapshots) / _LEAST_BYTES_A_SECOND
         #: whether this process's files are written, or cannot be
         self._own_are = threading.Event()
         self.error: Exception | None = None
         self.path: Path | None = None
+        #: whether the script has asked for this checkpoint itself
+        self.asked = bool(about.get("asked"))
+        #: the epoch of the snapshots, and whether this process writes the manifest
+        self.epoch, self.completes = snapshots[0].epoch, snapshots[0].is_first
         self.start()
         self._registered: Callable[[], None] | None = at_exit(self._at_exit)
 
@@ -286,46 +257,48 @@ class Writing(threading.Thread):
         try:
             try:
                 for snapshot in self._snapshots:
-                    snapshot.write(self._place)
+                    snapshot.write(self.place)
             finally:
                 self._own_are.set()
             first = self._snapshots[0]
             if first.is_first:
-                self.path = finish(self._place, first.processes, first.look, *self._how)
+                self.path = self._finish(first)
         except Exception as error:
             self.error = error
             if isinstance(error, EpochEnds):
-                self.error = Stalled(f"checkpoint {self._place}: is not complete, as a worker has died")
+                self.error = Stalled(f"checkpoint {self.place}: is not complete, as a worker has died")
             if self._snapshots[0].is_first:
-                folder.empty(self._place)
+                folder.empty(self.place)
 
-    @property
-    def asked(self) -> bool:
-        """Whether the script has asked for this checkpoint itself."""
-        return bool(self._how[0]["asked"])
+    def _finish(self, first: Snapshot) -> Path:
+        """Wait for all workers' lists, write the manifest, give the checkpoint its name and return it.
 
-    @property
-    def epoch(self) -> int:
-        """The epoch of the snapshots."""
-        return self._snapshots[0].epoch
-
-    @property
-    def completes(self) -> bool:
-        """Whether this process writes the manifest."""
-        return self._snapshots[0].is_first
+        Raises:
+            StorageError: the disk is full, or is not the same for all workers.
+            Stalled: a worker's list has not come.
+        """
+        place, about = self.place, self._about
+        files, stages = awaited_files(place, first.processes, self._deadline_s, first.look)
+        try:
+            folder.write_json(place / folder.INDEX, index_of(files))
+            told = {"format": FORMAT, **about, "files": files, "stages": stages}
+            folder.write_json(place / folder.MANIFEST, {**told, "sum": folder.sum_of(told)})
+            if self._config is not None:
+                self._config.write(place)
+            for worker in first.processes:
+                (place / _part(worker)).unlink()
+            return folder.commit(place, about["step"], self._keep, about.get("job"))
+        except OSError as error:
+            raise _unwritten(place, error) from error
 
     @property
     def named(self) -> bool:
         """Whether the checkpoint is complete, or given up, as this process sees."""
-        return not self._place.exists()
-
-    def abandoned(self) -> Exception:
-        """Return why the checkpoint is not complete: the process that completes it has died."""
-        return Stalled(f"checkpoint {self._place}: the worker that completes it has died")
+        return not self.place.exists()
 
     def take_over(self) -> None:
         """Take the path of a checkpoint from a process that has completed it, and died."""
-        self.path = folder.newest(self._place.parent)
+        self.path = folder.newest(self.place.parent)
 
     def finished(self) -> Exception | None:
         """Wait until the checkpoint is complete, as far as this process sees; return why it cannot be."""
@@ -338,16 +311,16 @@ class Writing(threading.Thread):
         if not self.is_alive():
             return self.error
         if own:
-            return Stalled(f"checkpoint {self._place}: is not complete after {self._deadline_s:g} s")
+            return Stalled(f"checkpoint {self.place}: is not complete after {self._deadline_s:g} s")
         workers = ", ".join(str(each.process) for each in self._snapshots)
         return StorageError(
-            f"checkpoint {self._place}: the files of worker {workers} are not written after {self._own_s:.3g} s; "
+            f"checkpoint {self.place}: the files of worker {workers} are not written after {self._own_s:.3g} s; "
             "the storage does not answer, or is too slow"
         )
 
     def discard(self) -> None:
         """Remove the rest of a checkpoint that has failed, when all workers know that."""
-        shutil.rmtree(self._place, ignore_errors=True)
+        shutil.rmtree(self.place, ignore_errors=True)
 
     def _at_exit(self) -> None:
         if (error := self.finished()) is not None:  # its result was not read

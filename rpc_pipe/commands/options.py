@@ -224,16 +224,9 @@ def typed_costs(typed: Mapping[str, Any]) -> dict[Kind, float]:
 
 def set_transport(typed: Mapping[str, Any]) -> None:
     """Set the environment of the job's processes: the carrier, and the reaction to losses that are not finite."""
-    if "nan" in typed:
-        os.environ[NAN] = typed["nan"]
-    if "transport" in typed:
-        os.environ[TRANSPORT] = typed["transport"]
-    if "trust_network" in typed:
-        os.environ[TRUST] = "on"
-    if "elastic" in typed:
-        os.environ[ELASTIC] = "on"
-    if "rejoin" in typed:
-        os.environ[REJOINS] = "on"
+    variables = {"nan": NAN, "transport": TRANSPORT, "trust_network": TRUST, "elastic": ELASTIC, "rejoin": REJOINS}
+    for name in variables.keys() & typed.keys():
+        os.environ[variables[name]] = "on" if typed[name] is True else typed[name]
 
 
 def filled(cls: type[T], typed: Mapping[str, Any]) -> T:

@@ -15,7 +15,7 @@ from ..dependency import ConfigError
 from ..dependency.parallelism import EXCHANGE, with_parallelism
 from ..drawing.plans import front_svg, front_text, left_out_text, plans_table
 from ..launching.report import Reporter
-from ..planning.advice import Advice, binding_limits, changes_that_fit
+from ..planning.advice import Advice, binding_limits, changes_that_fit, remarks
 from ..planning.comparison import format_bytes
 from ..planning.grouping import ALONE, Grouping
 from ..planning.json_fields import to_json_value
@@ -23,7 +23,6 @@ from ..planning.length_cost import refuse_without
 from ..planning.profile import Machines, Profile
 from ..planning.profile_file import as_json
 from ..planning.program_search import faster_program
-from ..planning.remarks import remarks
 from ..planning.search import PlanRequest, PlanResult, default_microbatches, refuse_unknown, search
 from ..planning.simulator import Link
 from ..planning.specs import make_spec, planes_of, workers_of

@@ -25,8 +25,7 @@ from ..dependency import ConfigError, Kind
 from ..drawing.timeline import bubble, idle
 from ..system.files import DAMAGED, MOST_BYTES, open_regular
 from ..tracing.board import Live, State, encode_record, number_or_word
-from ..tracing.board_reader import decode_record
-from ..tracing.boards import RunBoards, RunUpdate
+from ..tracing.boards import RunBoards, RunUpdate, decode_record
 from ..tracing.lost_time import LostTime
 from ..tracing.run_folders import Ending
 from ..tracing.trace import spans_of

@@ -18,11 +18,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..dependency import ConfigError
 from ..tracing.board import Live, State
 from ..tracing.boards import RunBoards
-from ..tracing.layout import layout
 from ..tracing.run_folders import NEWCOMER, tell_event
 from ..tracing.run_summary import figures
 from ..tracing.stall_report import waits_for_unseen
-from ..tracing.view import View
+from ..tracing.view import View, layout
 from .job import FAILED, INTERRUPTED, WRONG_INPUT
 from .printed import PATIENCE_S, Printed
 from .report import Reporter

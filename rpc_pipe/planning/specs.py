@@ -31,6 +31,11 @@ _OF_TORCH = {
 MAX_FORWARDS = 20_000_000
 #: most forwards that are simulated, in 3 GB
 MAX_SIMULATED = 1_000_000
+#: options of the command line that are arguments of `Pipeline` by the same name
+_OF_PIPELINE = (
+    "schedule", "schedule_options", "split", "order", "microbatch_order", "device", "seed", "members", "shard",
+    "reduce",
+)  # fmt: skip
 #: orders of the microbatches of a step
 MICROBATCH_ORDERS = ("given", "balanced")
 
@@ -257,19 +262,8 @@ class PipeOptions:
 
     def for_pipeline(self) -> dict[str, Any]:
         """Return the options as keyword arguments of `Pipeline`."""
-        return {
-            "num_microbatches": self.microbatches,
-            "num_workers": self.workers,
-            "schedule": self.schedule,
-            "schedule_options": dict(self.schedule_options),
-            "split": self.split,
-            "order": self.order,
-            "microbatch_order": self.microbatch_order,
-            "device": self.device,
-            "seed": self.seed,
-            "members": self.members,
-            "shard": self.shard,
-            "reduce": self.reduce,
+        return {"num_microbatches": self.microbatches, "num_workers": self.workers} | {
+            name: getattr(self, name) for name in _OF_PIPELINE
         }
 
     def spec(self, num_layers: int) -> Spec:

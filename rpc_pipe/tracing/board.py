@@ -243,7 +243,7 @@ class BoardWriter(Listener):
 
 
 def encode_record(record: StepRecord) -> dict[str, Any]:
-    """Return a step of a worker for JSON; `board_reader.decode_record` reads it."""
+    """Return a step of a worker for JSON; `boards.decode_record` reads it."""
     return {
         **{each.name: getattr(record, each.name) for each in fields(record)},
         "actions": [[str(r.action), r.start_ns, r.end_ns] for r in record.actions],

@@ -33,8 +33,7 @@ from ..workers.compute.shard import LossFn
 from ..workers.compute.stage_state import shown
 from ..workers.compute.whole_draws import WholeDraws
 from ..workers.transport.payload import Tree
-from .keyed import Keyed
-from .shares import Shares
+from .keyed import Keyed, Shares
 
 #: by parameter, the gradients of the stages that use it
 Grads = list[list[Tensor | None]]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rpc_pipe.dependency import Action, B, F, Kind, Pulled
 from rpc_pipe.tracing import board as boards
 from rpc_pipe.tracing.board import HEAD, BoardWriter, Live, State, encode_record, json_line
-from rpc_pipe.tracing.board_reader import Board, BoardFile, decode_record
+from rpc_pipe.tracing.boards import Board, BoardFile, decode_record
 from rpc_pipe.workers.hooks import Arrived, Blocked, Record, StepRecord
 
 times = st.integers(0, 2**62)

@@ -14,8 +14,7 @@ from rpc_pipe.drawing.page import encode
 from rpc_pipe.drawing.timeline import idle
 from rpc_pipe.pipeline import Pipeline
 from rpc_pipe.tracing import own_boards, run_folders
-from rpc_pipe.tracing.board_reader import Board
-from rpc_pipe.tracing.boards import RunBoards, headers_in
+from rpc_pipe.tracing.boards import Board, RunBoards, headers_in
 from rpc_pipe.tracing.remote import Copy, Peer
 from rpc_pipe.tracing.run_summary import figures, sentence
 from rpc_pipe.tracing.view import View

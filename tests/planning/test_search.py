@@ -9,6 +9,7 @@ import pytest
 
 from bench.plan_exact import brute_force, instance
 from rpc_pipe.dependency import B, F, I, R, U, W, check_all
+from rpc_pipe.planning.advice import num_copies, remarks
 from rpc_pipe.planning.bounds import Bounds, schedule_free_bound
 from rpc_pipe.planning.comparison import ModelCosts
 from rpc_pipe.planning.cut_search import CutSearch, costliest, least_bottleneck
@@ -16,7 +17,6 @@ from rpc_pipe.planning.footprint import Size, peak_bytes
 from rpc_pipe.planning.pricing import PricedSchedule
 from rpc_pipe.planning.profile import Chain, LayerCost, LengthTerms, Machines, Profile, Tie
 from rpc_pipe.planning.profile_file import as_json, from_json
-from rpc_pipe.planning.remarks import num_copies, remarks
 from rpc_pipe.planning.search import Candidate, PlanRequest, candidates, search
 from rpc_pipe.planning.simulator import Link
 from rpc_pipe.planning.slice_costs import SliceCosts

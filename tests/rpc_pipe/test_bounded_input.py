@@ -9,8 +9,7 @@ import pytest
 
 from rpc_pipe.checkpoints import folder
 from rpc_pipe.checkpoints.folder import MANIFEST
-from rpc_pipe.commands.as_typed import as_typed
-from rpc_pipe.commands.main import main
+from rpc_pipe.commands.main import as_typed, main
 from rpc_pipe.dependency import ConfigError
 from rpc_pipe.launching.interfaces import read_key
 from rpc_pipe.system.files import MOST_BYTES, open_regular, read_file

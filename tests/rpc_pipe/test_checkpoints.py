@@ -373,7 +373,7 @@ def test_a_checkpoint_that_fails_at_once_is_not_missed_by_a_slower_worker(tmp_pa
     """It was gone before another process looked for it, which then said that the folder was not shared."""
 
     class Failing:
-        is_first, num_bytes = True, 0
+        is_first, num_bytes, epoch = True, 0, 0
 
         def write(self, place):
             (place / "half").touch()

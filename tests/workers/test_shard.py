@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from rpc_pipe.dependency import ConfigError
-from rpc_pipe.verifying.shares import Holding
+from rpc_pipe.verifying.keyed import Holding
 from rpc_pipe.workers.compute import torch_internals
 from rpc_pipe.workers.compute.borders import InputGradients, without_views
 from rpc_pipe.workers.compute.randomness import Randomness, computing
