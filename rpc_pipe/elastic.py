@@ -162,7 +162,9 @@ class Recovery:
                 stood = self._complete() or stood
                 self._meet(epoch)
                 step = -1 if self.repeats else actor.step
-                told = actor.exchange("epoch", [step, self._made, self._ended, self._known, self._session.facts])
+                told = actor.exchange(
+                    "epoch", [step, self._made, self._ended, self._heir.changes, self._known, self._session.facts]
+                )
                 top, *_, known, facts = max(told, key=lambda each: int(each[0]))
                 comes = {
                     worker for worker, each in zip(sorted(actor.carrier.workers), told, strict=True) if each[0] < 0
@@ -174,7 +176,7 @@ class Recovery:
                 else:
                     # A worker that is behind in training has made no call since.
                     self._settle([(made, ended) if step == top else (0, 0) for step, made, ended, *_ in told])
-                self._begin_with(epoch, comes)
+                self._begin_with(epoch, comes, any(each[3] for each in told))
                 return stood
             except PipeError as another:
                 if not ends_epoch(another):
@@ -212,11 +214,11 @@ class Recovery:
         self._actor.rest_requested = False  # before workers go on: the launcher then asks once more
         self._place = place
 
-    def _begin_with(self, epoch: epochs.Roster, comes: Collection[int]) -> None:
-        """Go on with the placement of an epoch, when begun steps are undone."""
+    def _begin_with(self, epoch: epochs.Roster, comes: Collection[int], changes: bool) -> None:
+        """Go on with the placement of an epoch, when begun steps are undone; `changes`: forwards change buffers."""
         session, actor = self._session, self._actor
         actor.resume(actor.carrier, actor.step)
-        self._heir.take_over(epoch.gone, comes)
+        self._heir.take_over(epoch.gone, comes, changes)
         session.epoch = epoch.number
         self.accumulated.compute(actor, lambda batch: session.inputs_now(batch, actor, train=True))
         session.process = 0 if actor.worker == min(session.spec.workers) else actor.worker

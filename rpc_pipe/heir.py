@@ -11,6 +11,8 @@ from .checkpoints.resumption import Resumption
 from .dependency import ConfigError, Spec, StageLost, check
 from .dependency.relocating import relocated
 from .workers.actor import WorkerActor
+from .workers.compute.buffer_mirror import BufferMirror, mirror_of
+from .workers.compute.lodging import Lodging
 from .workers.compute.torch_internals import BatchNorm
 
 if TYPE_CHECKING:
@@ -51,20 +53,35 @@ class Heir:
         session: with shards that `maker` has made.
 
     Raises:
-        ConfigError: replicas of the model differ.
+        ConfigError: a dead replica would take running statistics with it.
     """
 
     def __init__(self, session: ElasticRun, maker: ShardMaker) -> None:
-        _refuse_own_statistics(session)
+        if not session.end.updates(0):
+            _refuse_own_statistics(session)
         self._session, self._maker, self._actor = session, maker, session.actors[0]
         #: the schedule with all its workers
         self._whole = session.spec
+        for (_, route), shard in self._actor.shards.items():
+            _make_mirror(shard, route)
 
-    def take_over(self, gone: frozenset[int], comes: Collection[int]) -> None:
-        """Give newcomers their state, and host the shards that fall to this worker, without the workers `gone`."""
+    @property
+    def changes(self) -> bool:
+        """Whether forwards change buffers here, as far as it is known."""
+        return any(mirror_of(shard).changing for shard in self._actor.shards.values())
+
+    def take_over(self, gone: frozenset[int], comes: Collection[int], changes: bool) -> None:
+        """Give newcomers their state, and host the shards that fall to this worker, without the workers `gone`.
+
+        Args:
+            changes: whether forwards change buffers on any worker.
+
+        Raises:
+            StageLost: buffers have died with a worker.
+        """
         session, actor = self._session, self._actor
-        # Where gradients stay over several steps, those of a replica stay on one worker.
-        without = partial(relocated, self._whole, cuts=session.end.updates(0))
+        # Gradients that stay over several steps, and buffers that each forward changes, stay on one worker.
+        without = partial(relocated, self._whole, cuts=session.end.updates(0) and not changes)
         spec = without(gone)
         check(spec, actor.worker)
         self._give_state(without(gone | frozenset(comes)), sorted(comes))
@@ -72,10 +89,15 @@ class Heir:
         for shard in held.values():
             shard.turn()
             shard.lodging = None  # the guests of the epoch before leave
-        for stage, route in spec.carried(actor.worker):
-            if (stage, route) not in held:
-                like = next(shard for (other, _), shard in held.items() if other == stage)
-                held[stage, route] = self._maker.guest(spec, stage, route, like, actor.backend.device)
+        for (stage, _), host in list(held.items()):
+            routes = [route for other, route in spec.carried(actor.worker) if other == stage]
+            guests = {
+                route: self._maker.guest(spec, stage, route, host, actor.backend.device)
+                for route in routes
+                if (stage, route) not in held
+            }
+            _part(host, guests)
+            held |= {(stage, route): guest for route, guest in guests.items()}
         actor.host(dict(sorted(held.items())), spec.hosted(actor.worker))
         session.begin(spec)
 
@@ -95,21 +117,43 @@ class Heir:
                 take_state(actor.shards[stage, route], route, self._whole.num_routes, given[0])
 
     def refuse_changing(self) -> None:
-        """Refuse to host replicas with forwards that change modules: such a state has died with its worker.
+        """Refuse to host replicas with forwards that change weights or attributes: these have died with their worker.
 
         Raises:
-            StageLost: forwards change modules.
+            StageLost: forwards do.
         """
         for shard in self._session.shards if self._session.epoch else ():
-            if shard.lodging is not None and (shard.state.weights or shard.recomputation.changes):
-                raise StageLost(
-                    f"stage {shard.stage}: forwards change buffers or attributes of modules, and those of a replica "
-                    "have died with its worker: go on from a checkpoint (--max-restarts does)"
-                )
+            if shard.lodging is not None and (shard.state.weights or mirror_of(shard).changes_more):
+                raise _lost(shard, "forwards change weights or attributes of modules")
+
+
+def _make_mirror(shard: Shard, route: int) -> None:
+    assert shard.updating.pieces is not None
+    shard.statistics = shard.updating.pieces.mirror = BufferMirror(shard, route)
+
+
+def _part(host: Shard, guests: dict[int, Shard]) -> None:
+    """Give guests the buffers of the dead replicas, by their numbers."""
+    if not guests:
+        return
+    assert isinstance(host.lodging, Lodging)
+    if mirror_of(host).is_stale:
+        raise _lost(host, "buffers have changed since the last update")
+    for route, guest in guests.items():
+        _make_mirror(guest, route)
+    places, buffers = mirror_of(host).parted([*guests])
+    host.lodging.part(places, dict(zip(guests.values(), buffers, strict=True)))
+
+
+def _lost(shard: Shard, why: str) -> StageLost:
+    return StageLost(
+        f"stage {shard.stage}: {why}, and those of a replica have died with its worker: go on from a checkpoint "
+        "(--max-restarts does)"
+    )
 
 
 def _refuse_own_statistics(session: ElasticRun) -> None:
-    """Refuse batch normalisations: the running statistics of a replica are on its worker alone.
+    """Refuse batch normalisations with accumulate > 1: between updates a replica alone has its running statistics.
 
     Raises:
         ConfigError: there is one.
@@ -118,6 +162,6 @@ def _refuse_own_statistics(session: ElasticRun) -> None:
         for module in shard.slice.modules:
             if isinstance(module, BatchNorm) and module.running_mean is not None:
                 raise ConfigError(
-                    f"--elastic: {type(module).__name__} has running statistics of its replica alone, which would die "
-                    "with it: pass track_running_stats=False, or take another normalisation"
+                    f"accumulate: {type(module).__name__} has running statistics, which would die with a worker "
+                    "between two updates; with --elastic leave accumulate out, or pass track_running_stats=False"
                 )

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..workers.compute.buffer_mirror import mirror_of
 from ..workers.compute.shard import Shard
 from .resumption import Resumption
 from .shard_state import Stages, described, model_tensors, optimizer_tensors, put
@@ -114,7 +115,8 @@ def state_of(shard: Shard) -> dict[str, Any]:
     """Return all that a replica has, as a tree of the tensors themselves."""
     scale = shard.updating.scale
     told = [described(shard, None), shard.num_updates, shard.updating.count, scale.scale, scale.streak]
-    return {"model": model_tensors(shard), "rest": optimizer_tensors(shard), "told": json.dumps(told)}
+    held = {str(route): each for route, each in mirror_of(shard).held.items()}
+    return {"model": model_tensors(shard), "rest": optimizer_tensors(shard), "held": held, "told": json.dumps(told)}
 
 
 def take_state(shard: Shard, route: int, num_routes: int, state: Mapping[str, Any]) -> None:
@@ -124,6 +126,7 @@ def take_state(shard: Shard, route: int, num_routes: int, state: Mapping[str, An
     stages = Stages({str(shard.stage): stage}, [*rest], lambda names, own: {name: rest[name] for name in names})
     shard.updating.refuse_untrained()  # an average has all that has been trained so far
     put(shard, state["model"])
+    mirror_of(shard).put({int(route): each for route, each in state["held"].items()})
     stages.prepare(shard, route, num_routes)()
     shard.updating.scale.scale, shard.updating.scale.streak = scale, streak
     shard.go_on_at(num_updates, count)

@@ -172,7 +172,9 @@ class ShardMaker:
         training = Training(check=self._training.check)
         pieces, randomness = self._pieces(spec, stage, route, host.slice), Randomness(self.seed, device)
         made = _kind(spec)(stage, host.slice, randomness, loss_fn=host.loss_fn, training=training, pieces=pieces)
-        made.lodge(host)
+        from ..workers.compute.lodging import lodge  # few workers have several replicas of a stage
+
+        lodge(made, host)
         return made
 
     @property

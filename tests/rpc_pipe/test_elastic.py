@@ -1,12 +1,18 @@
 """A worker of an elastic job dies, and the job goes on: with the weights of the undisturbed run, bit for bit."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
+import torch
 from processes import ROOT, rpc_pipe
+from small_pipeline import X, Y, pipeline
+from torch import nn
 
-from rpc_pipe.dependency import StageLost
+from rpc_pipe.dependency import ConfigError, StageLost
+from rpc_pipe.heir import Heir
 from rpc_pipe.model.batches.accumulated import Accumulated
+from rpc_pipe.workers.compute.buffer_mirror import BufferMirror
 
 MORTAL = ROOT / "tests" / "trials" / "mortal.py"
 
@@ -61,6 +67,39 @@ def test_gradients_of_steps_before_the_update_are_computed_once_more(tmp_path):
     done, made = trained(tmp_path / "again", "step", "2:5:B", steps=7, ACCUMULATE="3")
     assert done.returncode == 0, done.stderr
     assert made == whole and "epoch 1 without [2]" in done.stdout
+
+
+def test_running_statistics_of_a_dead_replica_go_on(tmp_path):
+    """Batch normalisation was refused: the statistics of a replica were on its worker alone."""
+    whole = trained(tmp_path / "whole", "step", MODEL="conv")[1]
+    done, made = trained(tmp_path / "again", "step", "1:3:B", "2:5:U", MODEL="conv")
+    assert done.returncode == 0, done.stderr
+    assert made == whole and "epoch 2 without [1, 2]" in done.stdout
+
+
+def test_each_replica_has_the_buffers_of_all_after_a_step():
+    layers = [partial(nn.Linear, 4, 4), partial(nn.BatchNorm1d, 4), partial(nn.Linear, 4, 3)]
+    with pipeline(layers, num_workers=2, replicas=2) as pipe:
+        shards = {place: shard for actor in pipe.actors for place, shard in actor.shards.items()}
+        for (_, route), shard in shards.items():
+            shard.statistics = shard.updating.pieces.mirror = BufferMirror(shard, route)
+        pipe.step((X, Y))
+        now = {route: dict(shard.slice.own[1].named_buffers()) for (stage, route), shard in shards.items() if not stage}
+        assert not torch.equal(now[0]["running_mean"], now[1]["running_mean"])
+        for place in (0, 0), (0, 1):
+            held = shards[place].statistics.held
+            assert all(torch.equal(held[route][f"1 {name}"], now[route][name]) for route in now for name in now[route])
+            assert not shards[place].statistics.is_stale
+        now[0]["running_mean"].zero_()  # by hand, which no other worker knows
+        assert shards[0, 0].statistics.is_stale
+
+
+def test_running_statistics_between_two_updates_are_refused():
+    with pipeline([partial(nn.Linear, 4, 4), partial(nn.BatchNorm1d, 4), partial(nn.Linear, 4, 3)]) as pipe:
+        shards = [shard for actor in pipe.actors for shard in actor.shards.values()]
+        session = SimpleNamespace(end=SimpleNamespace(updates=lambda step: False), shards=shards)
+        with pytest.raises(ConfigError, match=r"^accumulate: "):
+            Heir(session, None)
 
 
 def test_a_batch_of_accumulated_gradients_must_be_as_it_was():

@@ -2,6 +2,7 @@
 
     python tests/trials/deaths.py [--count 10] [--seed 0] [--schedules 1f1b,zb-h1] [--how step|train] [--of 2x2|3x3]
     python tests/trials/deaths.py --joins 25 [--steps 3000] ...     in one run, each death is followed by a newcomer
+    MODEL=conv python tests/trials/deaths.py ...     with running statistics, which are compared, too
 
 A death comes from outside at a random moment, or by the process's own hand when an action of a kind begins: also two at
 once, and one within the recovery from another.

@@ -4,6 +4,8 @@ HOW: `step`, or `train` with an evaluation, a prediction and a checkpoint within
 with commas, `what` a kind of action, `meet` (within a recovery), or a part of the loop: `evaluate`, `predict`,
 `pretrained`, `save`, `write` (within a checkpoint); or `evict`: SIGTERM. With WAITS=on in the environment a step takes
 100 ms (`long`: 500 ms) more while a worker is missing, so that a newcomer can come. ACCUMULATE: steps of an update.
+MODEL: `conv`: residual blocks with batch normalisation, and a moving average in a buffer; `deferred`: with
+deferred_batch_norm. The losses are written with the buffers of all replicas.
 """
 
 import os
@@ -40,6 +42,24 @@ class Mortal(Listener):
 
     def action_started(self, step: int, action: Action) -> None:
         die_if(step, action.kind.letter)
+
+
+class Residual(nn.Module):
+    """A residual block with running statistics of torch's and of its own."""
+
+    average: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(1, 1, 3, padding=1), nn.BatchNorm2d(1)
+        self.register_buffer("average", torch.zeros(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Add a normalised convolution, and note the average."""
+        if self.training:
+            self.average.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        found: Tensor = x + self.norm(self.conv(x.view(-1, 1, 4, 4))).relu().flatten(1) - self.average
+        return found
 
 
 class Noisy(nn.Module):
@@ -83,11 +103,19 @@ def written(snapshot: Snapshot, place: Path) -> None:
 step_now = [0]
 vars(rpc_pipe.elastic)["join"] = joined
 setattr(Snapshot, "write", written)  # noqa: B010
-layers = [make for _ in range(STAGES) for make in (partial(nn.Linear, 16, 16), Noisy)]
+MODEL = os.environ.get("MODEL", "")
+block = Residual if MODEL else Noisy
+layers = [make for _ in range(STAGES) for make in (partial(nn.Linear, 16, 16), block)]
 pipe = Pipeline(
     [*layers, partial(nn.Linear, 16, 4)],
     nn.functional.cross_entropy,
-    training=Training(partial(torch.optim.AdamW, lr=1e-2), max_grad_norm=0.5, ema_decay=0.9, accumulate=ACCUMULATE),
+    training=Training(
+        partial(torch.optim.AdamW, lr=1e-2),
+        max_grad_norm=0.5,
+        ema_decay=0.9,
+        accumulate=ACCUMULATE,
+        deferred_batch_norm=MODEL == "deferred",
+    ),
     num_microbatches=8,
     stall_s=60,
 )
@@ -120,6 +148,16 @@ def between(step: int) -> None:
         assert (FOLDER / "checkpoints" / f"step-{step + 1:08}" / "manifest.json").is_file()
 
 
+def buffers_of(homes: Any) -> dict[str, str]:
+    """Return the bytes of the buffers of replicas."""
+    return {
+        f"{place} {name}": tensor.numpy().tobytes().hex()
+        for place, shard in homes.items()
+        for name, tensor in shard.state_dict().items()
+        if name not in dict(shard.named_parameters())
+    }
+
+
 losses: list[float] = []
 if HOW == "step":
     for number in range(STEPS):
@@ -132,6 +170,8 @@ else:
         if number % 3 == 1:
             between(number)
 pipe.weights.save(FOLDER / "weights.safetensors")
+buffers = pipe.gather("buffers", lambda actor: buffers_of(actor.homes))
 if pipe.worker == 0:
-    (FOLDER / "losses").write_text(repr(losses))
+    every = sorted(buffer for each in buffers or () for buffer in each.items())
+    (FOLDER / "losses").write_text(repr((losses, every)))
 (FOLDER / f"descriptors-{RANK}").write_text(str(len(os.listdir("/proc/self/fd"))))

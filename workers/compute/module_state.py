@@ -203,10 +203,6 @@ class ChangingModules:
         changing = dict.fromkeys(chain(known, *seen))
         return ModuleState(list(changing), weights) if changing or weights else self._nothing
 
-    def last_change(self, kind: Any) -> bool:
-        """Return whether the last run of a kind that was looked at has changed modules."""
-        return bool(self._seen.get(kind, [[]])[-1])
-
     def note(self, kind: Any, before: ModuleState) -> None:
         """Observe the changes of a run."""
         seen = self._seen.setdefault(kind, [])

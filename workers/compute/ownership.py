@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,9 @@ from ...dependency import NO_REDUCTIONS, ConfigError, Reductions, Spec
 from ..transport.payload import Payload, pack, unpack
 from .divided import like, local
 from .running_statistics import Statistics
+
+if TYPE_CHECKING:
+    from .buffer_mirror import BufferMirror
 
 
 def tied_parts(shared: Mapping[str, Sequence[int]], num_routes: int) -> dict[tuple[tuple[int, ...], int], list[str]]:
@@ -90,6 +94,9 @@ class Ownership:
         last = len(tied) + (self.num_buckets - 1) * routes
         #: the piece that they travel with; -1: there are none
         self._last = last if routes > 1 and statistics.named(summed=True) else -1
+        #: the buffers of all replicas, if replicas may die; and the pieces that they travel with, one to each peer
+        self.mirror: BufferMirror | None = None
+        self._final = range(last, last + routes)
         self.owned = {name for name in parameters if owners.get(name, (stage, route)) == (stage, route)}
         first = {name: (min(shared.get(name, (stage,))), 0) for name in owners}
         elsewhere = {name for name, holder in first.items() if holder != (stage, route)}
@@ -106,7 +113,8 @@ class Ownership:
         Raises:
             ConfigError: a gradient is added to a piece that was announced.
         """
-        within = [number for number in numbers if number != self._last]
+        late = self._final if self.mirror is not None and self.mirror.changing else (self._last,)
+        within = [number for number in numbers if number not in late]
         missing = {n: {name for name in self._names[n] if self._parameters[name].requires_grad} for n in within}
 
         def added(name: str, number: int, _: Tensor) -> None:
@@ -144,10 +152,15 @@ class Ownership:
             parameter.grad = None
         return payload
 
-    def _given(self, number: int) -> dict[str, Tensor | None]:
-        """Return the summands of a piece; statistics as copies, because they may be taken over before they are read."""
+    def _given(self, number: int) -> dict[str, Any]:
+        """Return the summands of a piece; statistics as copies, because they may be taken over before they are read.
+
+        With the name "" the buffers that are not summed.
+        """
         summed = self._statistics.named(summed=True) if number == self._last else {}
-        found: dict[str, Tensor | None] = {name: tensor.clone() for name, tensor in summed.items()}
+        found: dict[str, Any] = {name: tensor.clone() for name, tensor in summed.items()}
+        if self.mirror is not None and number in self._final:
+            found[""] = self.mirror.give()
         grads = {name: self._parameters[name].grad for name in self._names[number]}
         return found | {name: None if grad is None else local(grad) for name, grad in grads.items()}
 
@@ -158,6 +171,8 @@ class Ownership:
         """
         given = [unpack(part) for part in parts]
         given.insert(own, self._given(number))
+        if self.mirror is not None and number in self._final:
+            self.mirror.take([each.pop("") for each in given])
         sums: dict[str, Tensor | None] = dict.fromkeys(given[own])
         for name in sums:
             for grad in (each[name] for each in given if each[name] is not None):

@@ -47,11 +47,6 @@ class Recomputation:
         """
         return self._changing.state((self._modes(), True), weights)
 
-    @property
-    def changes(self) -> bool:
-        """Whether the last training step that was observed has changed modules."""
-        return self._changing.last_change((self._modes(), True))
-
     def note_step(self, before: ModuleState) -> None:
         """Observe the changes of a step."""
         self._changing.note((self._modes(), True), before)

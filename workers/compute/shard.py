@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields as fields_of
 from dataclasses import is_dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,6 @@ from .torch_internals import run_backward
 from .updating import Training, Updating
 
 if TYPE_CHECKING:
-    from .lodging import Lodging
     from .ownership import Ownership
     from .snapshot import BeforeUpdate
     from .split_backward import Saved, WeightBackward
@@ -66,6 +65,13 @@ class ForwardArgs(NamedTuple):
     place: tuple[int, int, int] | None = None
 
 
+class Lodges(Protocol):
+    """Replicas of a stage that share weights."""
+
+    def turn(self, shard: Shard) -> Shard:
+        """Let modules have the gradients and buffers of a replica; return the replica that they were of."""
+
+
 class Shard:
     """A slice of the model on one worker, with its parameters and optimizer state.
 
@@ -80,6 +86,8 @@ class Shard:
 
     #: whether it keeps several versions of its weights, as schedules that let steps overlap need them
     has_versions = False
+    #: whether another replica on this worker updates the weights
+    is_guest = False
 
     def __init__(
         self,
@@ -115,27 +123,12 @@ class Shard:
         # Names are taken now: a forward may replace modules.
         self.updating = updating(slice, stage, training, randomness, pieces)
         #: if several replicas of the stage on this worker share their weights
-        self.lodging: Lodging | None = None
+        self.lodging: Lodges | None = None
 
     def turn(self) -> None:
         """Let the weights have this replica's gradients, where several replicas share them."""
         if self.lodging is not None:
             self.lodging.turn(self)
-
-    @property
-    def is_guest(self) -> bool:
-        """Whether another replica on this worker updates the weights."""
-        return self.lodging is not None and self.lodging.host is not self
-
-    def lodge(self, host: Shard) -> None:
-        """Share weights and optimizer of `host`, another replica of the stage, which alone changes them."""
-        if host.lodging is None:
-            from .lodging import Lodging  # few workers have several replicas of a stage
-
-            host.lodging = Lodging(host)
-        self.lodging = host.lodging
-        self.updating.lodge(host.updating)
-        self.go_on_at(host.num_updates, host.updating.count)
 
     @property
     def optimizer(self) -> Optimizer | None:
@@ -172,10 +165,6 @@ class Shard:
 
     def train(self, mode: bool) -> None:
         """Set all modules to evaluation mode, or back to the modes that the user had given them."""
-        if self.is_guest:  # its modules are the host's
-            if mode:
-                self.state.look_at_modes()
-            return
         if not mode and not self._modes:
             self._modes = {module: module.training for module in self.slice.modules}
         for module, own in self._modes.items():
@@ -343,10 +332,6 @@ class Shard:
         Args:
             finite: whether the gradients of all stages are finite; if not, the weights are left unchanged.
         """
-        if self.is_guest:
-            self.updating.pass_on()
-            self.num_updates += 1
-            return
         self.recomputation.check()
         self.statistics.commit()
         self.updating.update(finite)

@@ -1,0 +1,140 @@
+"""Buffers that forwards change, such as running statistics: each replica of a stage has those of all replicas.
+
+A replica gives its buffers with the gradients that its peers sum. So where a step commits, all replicas have them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from .module_state import Attributes, Place, Tensors
+from .running_statistics import Statistics
+from .slices import Slice
+
+#: number of steps that show where forwards change buffers
+_LOOKS = 2
+
+
+class HasBuffers(Protocol):
+    """A replica of a stage."""
+
+    slice: Slice
+    num_updates: int
+    statistics: Statistics
+
+
+class BufferMirror(Statistics):
+    """The buffers of all replicas of a stage, as one replica has them, and its sums of batch normalisations.
+
+    Args:
+        route: the number of the replica.
+
+    Attributes:
+        held: by replica, its buffers by name after the last step that has committed.
+        changes_more: whether forwards change more than buffers, as far as it is known.
+    """
+
+    def __init__(self, shard: HasBuffers, route: int) -> None:
+        super().__init__(shard.slice.own)
+        self._shard, self._route = shard, route
+        self.held: dict[int, dict[str, Tensor]] = {}
+        #: the same of the step under way
+        self._taken: dict[int, dict[str, Tensor]] = {}
+        self._given: dict[str, Tensor] | None = None
+        self.changes_more = False
+        #: training modes, the state after a step in them, and where steps have changed buffers
+        self._modes: list[bool] = []
+        self._before: tuple[Attributes, Tensors] | None = None
+        self._looks, self._changed = 0, set[Place]()
+
+    @property
+    def _places(self) -> dict[str, Place]:
+        """By name, where the stage has buffers."""
+        return {
+            f"{number} {name}": (module, name)
+            for number, module in enumerate(self._shard.slice.own)
+            for name, buffer in module._buffers.items()
+            if buffer is not None and not getattr(type(buffer), "of_another_worker", False)
+        }
+
+    @property
+    def changing(self) -> dict[str, Place]:
+        """By name, where forwards change buffers: all buffers, until that has been observed.
+
+        Without deferred batch normalisations, which are alike in all replicas after an update.
+        """
+        return {
+            key: place
+            for key, place in self._places.items()
+            if "squares" not in place[0]._buffers and (self._looks < _LOOKS or place in self._changed)
+        }
+
+    def give(self) -> dict[str, Tensor]:
+        """Return copies of this replica's buffers, behind the last forward of a step."""
+        if self._given is None:
+            self._look()
+            self._given = {key: getattr(*place).clone() for key, place in self.changing.items()}
+        return self._given
+
+    def _look(self) -> None:
+        """Observe a step, if it is one of the first in these modes."""
+        modes = [module.training for module in self._modules]
+        if modes != self._modes:
+            self._modes, self._before, self._looks = modes, None, 0
+        if self._looks == _LOOKS:
+            return
+        if self._before is not None:
+            attributes, tensors = self._before
+            written = [*tensors.written(), *(place for place, was in tensors.held if getattr(*place, None) is not was)]
+            self.changes_more |= bool(attributes.changed() or any(name not in m._buffers for m, name in written))
+            self._changed |= set(written)
+            self._looks += 1
+        modules = [module for module in self._modules if not isinstance(module, torch.jit.ScriptModule)]
+        self._before = (Attributes(modules), Tensors(self._modules)) if self._looks < _LOOKS else None
+
+    def take(self, given: Sequence[Mapping[str, Tensor]]) -> None:
+        """Take the buffers of all replicas, in order."""
+        self._taken = {route: dict(each) for route, each in enumerate(given)}
+
+    def commit(self) -> None:
+        super().commit()
+        for route, taken in self._taken.items():
+            self.held[route] = self.held.get(route, {}) | taken
+        self._taken, self._given = {}, None
+
+    def restore(self) -> None:
+        super().restore()
+        self._taken, self._given = {}, None
+
+    def put(self, held: Mapping[int, Mapping[str, Tensor]]) -> None:
+        """Take over what another replica holds, this one's buffers included."""
+        self.held = {route: {key: tensor.clone() for key, tensor in each.items()} for route, each in held.items()}
+        places = self._places
+        for key, tensor in self.held.get(self._route, {}).items():
+            getattr(*places[key]).copy_(tensor)
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether buffers have changed since the last step that has committed."""
+        own, places = self.held.get(self._route), self._places
+        if own is None:
+            return bool(self._shard.num_updates and self.changing)
+        return any(not torch.equal(tensor, getattr(*places[key])) for key, tensor in own.items() if key in places)
+
+    def parted(self, routes: Sequence[int]) -> tuple[list[Place], list[list[Tensor]]]:
+        """Return where the stage has buffers, and copies of those of some replicas."""
+        now = {key: getattr(*place) for key, place in self._places.items()}
+        held = (self.held.get(route, {}) for route in routes)
+        # A buffer may have several names.
+        copies = [{tensor: each.get(key, tensor).clone() for key, tensor in now.items()} for each in held]
+        return [*self._places.values()], [[each[tensor] for tensor in now.values()] for each in copies]
+
+
+def mirror_of(shard: HasBuffers) -> BufferMirror:
+    """Return the mirror of a shard of an elastic job."""
+    assert isinstance(shard.statistics, BufferMirror)
+    return shard.statistics
