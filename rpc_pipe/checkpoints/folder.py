@@ -94,14 +94,12 @@ def begin(folder: Path, step: int) -> Path:
     Raises:
         StorageError: it cannot be made.
     """
-    try:
+    with files.refused(StorageError, f"checkpoint folder {folder}: cannot be written"):
         folder.mkdir(parents=True, exist_ok=True)
         for left in folder.glob(f"{_HIDDEN}*"):
             shutil.rmtree(left, ignore_errors=True)
         place = Path(tempfile.mkdtemp(prefix=f"{_HIDDEN}{step:08}.", dir=folder))
         place.chmod(0o777 & ~umask())
-    except OSError as error:
-        raise StorageError(f"checkpoint folder {folder}: cannot be written: {error.strerror}") from error
     return place
 
 
@@ -246,7 +244,7 @@ def claim(folder: Path, starters: Collection[str], job: Any = None) -> list[Path
         ConfigError: another job writes there.
         StorageError: it cannot be written.
     """
-    try:
+    with files.refused(StorageError, f"checkpoint folder {folder}: cannot be written"):
         folder.mkdir(parents=True, exist_ok=True)
         hold(folder)
         there = {path.name: _written(path) for path in reversed(named(folder))}
@@ -257,8 +255,6 @@ def claim(folder: Path, starters: Collection[str], job: Any = None) -> list[Path
         note = {"starters": sorted(starters), "before": before, "job": job}
         if not isinstance(noted, dict) or {**noted, "job": job} != note:  # a restart needs no room for it
             write_json(folder / _JOB, note)
-    except OSError as error:
-        raise StorageError(f"checkpoint folder {folder}: cannot be written: {error.strerror}") from error
     return [folder / name for name, written in there.items() if before.get(name) != written]
 
 

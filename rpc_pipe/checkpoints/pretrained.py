@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from ..dependency import ConfigError, EpochEnds, Stalled, StorageError
-from ..system.files import replacing, sync
+from ..system.files import refused, replacing, sync
 from ..workers.actor import WorkerActor
 from ..workers.compute.divided import local, part_of
 from ..workers.compute.shard import Shard
@@ -282,14 +282,10 @@ def save_whole(state: Mapping[str, Tensor], path: str | Path) -> None:
     """
     if Path(path).exists() and not Path(path).is_file():
         raise ConfigError(f"{path}: is not a regular file")
-    try:
-        versions = {"versions": json.dumps(getattr(state, _VERSIONS))} if hasattr(state, _VERSIONS) else {}
+    versions = {"versions": json.dumps(getattr(state, _VERSIONS))} if hasattr(state, _VERSIONS) else {}
+    with refused(StorageError, f"{path}: cannot be written", "; what was there is as it was"):
         with replacing(Path(path).absolute()) as partial:
             write(partial, {name: tensor.contiguous() for name, tensor in state.items()}, versions)
-    except OSError as error:
-        raise StorageError(
-            f"{path}: cannot be written: {error.strerror or error}; what was there is as it was"
-        ) from error
 
 
 def save_adapters(actor: WorkerActor, where: Callable[[], Path], names: frozenset[str]) -> Path:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..dependency import ConfigError, Damaged
+from ..system.files import refused
 from . import folder as folders
 from .series import others
 
@@ -34,12 +35,9 @@ def try_checkpoints(every: int | None, folder: str, keep: int | None, resume: st
     if not folder:
         raise ConfigError("--checkpoint-folder: must name a folder")
     if every is not None:
-        try:
+        with refused(ConfigError, f"--checkpoint-folder {folder}: cannot be written"):
             Path(folder).mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=folder):
-                pass
-        except OSError as error:
-            raise ConfigError(f"--checkpoint-folder {folder}: cannot be written: {error.strerror}") from error
+            tempfile.TemporaryFile(dir=folder).close()
 
 
 def follow(

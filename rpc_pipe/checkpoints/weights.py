@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from ..dependency import ConfigError, PipeError, StorageError
+from ..system.files import refused
 from .facade import Checkpoints, Run, path_of
 
 if TYPE_CHECKING:  # a run without checkpoints does not load these
@@ -172,7 +173,5 @@ def _kept_somewhere(given: str | Path, write: Callable[[Callable[[], Path]], Pat
 
 
 def _new_place(root: str) -> Path:
-    try:
+    with refused(StorageError, f"{root}: cannot be written"):
         return Path(tempfile.mkdtemp(prefix=_KEPT, dir=root))
-    except OSError as error:
-        raise StorageError(f"{root}: cannot be written: {error.strerror}") from error

@@ -12,7 +12,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..dependency import EpochEnds, Stalled, StorageError
 from ..system.at_exit import at_exit
+from ..system.files import refused
 from ..workers.actor import WorkerActor
 from ..workers.compute.divided import local
 from ..workers.compute.shard import Shard
@@ -131,10 +132,10 @@ class Snapshot:
             StorageError: a file cannot be written.
         """
         files: dict[str, Any] = {}
+        number, count = self.processes.index(self.process) + 1, len(self.processes)
         try:
-            for what, tensors in self._files.items():
-                if tensors:
-                    number, count = self.processes.index(self.process) + 1, len(self.processes)
+            with _refused(place):
+                for what, tensors in ((what, tensors) for what, tensors in self._files.items() if tensors):
                     name = f"{what}-{number:05}-of-{count:05}.safetensors"
                     files[name] = {
                         "what": what,
@@ -142,12 +143,10 @@ class Snapshot:
                         "tensors": {key: _form(tensor) for key, tensor in tensors.items()},
                         "sums": {key: checksum(tensor) for key, tensor in tensors.items()},
                     }
-            folder.write_json(place / _part(self.process), {"files": files, "stages": self._stages})
-        except Exception as error:
+                folder.write_json(place / _part(self.process), {"files": files, "stages": self._stages})
+        except Exception:
             _give_up(place, self.process)
-            if not isinstance(error, OSError):
-                raise
-            raise _unwritten(place, error) from error
+            raise
         finally:
             self._files = {}
 
@@ -169,9 +168,10 @@ def _form(tensor: Tensor) -> list[Any]:
     return [str(tensor.dtype).removeprefix("torch."), *tensor.shape]
 
 
-def _unwritten(path: Path, error: OSError) -> StorageError:
-    said = error.strerror or error
-    return StorageError(f"checkpoint {path}: cannot be written: {said}; the checkpoints before it are as they were")
+def _refused(path: Path) -> AbstractContextManager[None]:
+    return refused(
+        StorageError, f"checkpoint {path}: cannot be written", "; the checkpoints before it are as they were"
+    )
 
 
 def _give_up(place: Path, worker: int) -> None:
@@ -279,7 +279,7 @@ class Writing(threading.Thread):
         """
         place, about = self.place, self._about
         files, stages = awaited_files(place, first.processes, self._deadline_s, first.look)
-        try:
+        with _refused(place):
             folder.write_json(place / folder.INDEX, index_of(files))
             told = {"format": FORMAT, **about, "files": files, "stages": stages}
             folder.write_json(place / folder.MANIFEST, {**told, "sum": folder.sum_of(told)})
@@ -288,8 +288,6 @@ class Writing(threading.Thread):
             for worker in first.processes:
                 (place / _part(worker)).unlink()
             return folder.commit(place, about["step"], self._keep, about.get("job"))
-        except OSError as error:
-            raise _unwritten(place, error) from error
 
     @property
     def named(self) -> bool:

@@ -26,7 +26,7 @@ from ..launching.worker_main import as_worker
 from ..planning.length_cost import LengthCost
 from ..planning.profile import Profile
 from ..planning.profile_file import as_json, from_json
-from ..system.files import read_json
+from ..system.files import read_json, refused
 from .options import MAKE, MOST_WORKERS, Parser, refuse_device, refuse_workers
 from .output_files import try_files, write
 from .readers import whole, wholes
@@ -296,11 +296,9 @@ def _measure_together(
 
 
 def _keep(profile: Profile, path: Path) -> None:
-    try:
+    with refused(ConfigError, f"--profile {path}: cannot be written"):
         path.parent.mkdir(parents=True, exist_ok=True)
         write(str(path), json.dumps(as_json(profile), indent=1))
-    except OSError as error:
-        raise ConfigError(f"--profile {path}: cannot be written: {error.strerror}") from error
 
 
 def read_profile(path: Path) -> Profile:

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..dependency import ConfigError, DataError
-from ..system.files import read_json, replacing
+from ..system.files import read_json, refused, replacing
 from .shards import INDEX, Roots, ShardFile, find_shards, fingerprint
 from .source import Source, need
 from .storage import Storage, checksum
@@ -152,11 +152,9 @@ def _file_of(tokenizer: str) -> Path:
 def _begun(folder: Path, new: Packed) -> Packed:
     """Return how far the folder has come, if it is of the same text."""
     note = next((folder / name for name in (INDEX, _NOTE) if (folder / name).exists()), None)
-    try:
+    with refused(ConfigError, f"{folder}: cannot be written", "; name another folder"):
         folder.mkdir(parents=True, exist_ok=True)
         others = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
-    except OSError as error:
-        raise ConfigError(f"{folder}: cannot be written: {error.strerror}; name another folder") from error
     if note is None and others:
         raise ConfigError(f"{folder}: is not empty ({others[0]}); name another folder")
     try:
@@ -216,11 +214,8 @@ class _ShardWriter:
 
 
 def _write_file(path: Path, content: bytes | memoryview) -> None:
-    try:
-        with replacing(path) as partial:
-            partial.write_bytes(content)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be written: {error.strerror}") from error
+    with refused(DataError, f"{path}: cannot be written"), replacing(path) as partial:
+        partial.write_bytes(content)
 
 
 class Tokenizer:
@@ -300,15 +295,13 @@ def _documents(files: Sequence[ShardFile], storage: Storage, field: str, file: i
         shard = files[number]
         path = storage.local(shard)
         start = at if number == file else 0
-        try:
+        with refused(DataError, f"shard {shard.name}: {path} cannot be read"):
             if shard.name.lower().endswith(".jsonl"):
                 yield from _lines(path, shard, field, number, start)
             elif shard.name.lower().endswith(".parquet"):
                 yield from _rows(path, shard, field, number, start)
             else:
                 yield from _pieces(path, number, start)
-        except OSError as error:
-            raise DataError(f"shard {shard.name}: {path} cannot be read: {error.strerror or error}") from error
 
 
 def _lines(path: Path, shard: ShardFile, field: str, number: int, at: int) -> Iterator[Document]:

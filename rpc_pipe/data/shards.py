@@ -20,7 +20,7 @@ from stat import S_ISREG
 from typing import Any, NamedTuple, TypeVar
 
 from ..dependency import ConfigError, DataError
-from ..system.files import read_file
+from ..system.files import read_file, refused
 from .source import need
 
 T = TypeVar("T")
@@ -212,13 +212,10 @@ def fingerprint(shards: Sequence[ShardFile], *more: object) -> str:
     each = max(2, _PLACES // max(1, len(unsure)))
     for shard in unsure[:: max(1, each * len(unsure) // _PLACES)]:
         count, last = min(each, -(-shard.num_bytes // _PLACE)), max(0, shard.num_bytes - _PLACE)
-        try:
-            with open(shard.place, "rb") as file:
-                for number in range(count):
-                    file.seek(last * number // max(1, count - 1))
-                    digest.update(file.read(_PLACE))
-        except OSError as error:
-            raise DataError(f"shard {shard.name}: cannot be read: {error.strerror}") from error
+        with refused(DataError, f"shard {shard.name}: cannot be read"), open(shard.place, "rb") as file:
+            for number in range(count):
+                file.seek(last * number // max(1, count - 1))
+                digest.update(file.read(_PLACE))
     return digest.hexdigest()[:12]
 
 

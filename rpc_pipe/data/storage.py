@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 from ..dependency import DataError
-from ..system.files import replacing
+from ..system.files import refused, replacing
 from .shards import ShardFile, file_system, patiently
 from .source import Busy
 
@@ -66,20 +66,15 @@ class Storage:
             DataError: as `local`, or as `read`.
         """
         with self._kept(shard) as path:
-            try:
-                with self.busy.on("disk"):
-                    return read(path)
-            except OSError as error:
-                raise DataError(f"shard {shard.name}: {path} cannot be read: {error.strerror or error}") from error
+            with refused(DataError, f"shard {shard.name}: {path} cannot be read"), self.busy.on("disk"):
+                return read(path)
 
     @contextmanager
     def alone(self, name: str) -> Iterator[None]:
         """Let only one process, and one thread, run the body under `name`."""
-        try:
+        with refused(DataError, f"the cache {self.folder}: cannot be made"):
             self.folder.mkdir(parents=True, exist_ok=True)
             file = (self.folder / f".{name}.lock").open("w")
-        except OSError as error:
-            raise DataError(f"the cache {self.folder}: cannot be made: {error.strerror}") from error
         with file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
@@ -94,18 +89,14 @@ class Storage:
         path = self.folder / f"{hashlib.sha256(told.encode()).hexdigest()[:16]}-{shard.name.rsplit('/', 1)[-1]}"
         # Where the cache is limited, processes fetch and read one after the other.
         with self.alone(path.name if self._limit is None else "room"):
-            try:
+            unfit = f"shard {shard.name}: {shard.num_bytes} bytes do not fit into the cache {self.folder}"
+            with refused(DataError, unfit, "; free some, or name another folder with cache="):
                 if path.exists() and path.stat().st_size == shard.num_bytes:
                     os.utime(path)
                 else:
                     with self.busy.on("network"):
                         self._make_room(shard)
                         self._fetch(shard, path)
-            except OSError as error:
-                raise DataError(
-                    f"shard {shard.name}: {shard.num_bytes} bytes do not fit into the cache {self.folder}: "
-                    f"{error.strerror}; free some, or name another folder with cache="
-                ) from error
             yield path
 
     def _make_room(self, shard: ShardFile) -> None:
@@ -153,11 +144,8 @@ class Storage:
         """
         told = f"shard {shard.name}: {shard.place} cannot be read"
         if not shard.remote:
-            try:
-                with self.local(shard).open("rb") as file:
-                    return read(file)
-            except OSError as error:
-                raise DataError(f"{told}: {error.strerror or error}") from error
+            with refused(DataError, told), self.local(shard).open("rb") as file:
+                return read(file)
         files, path = file_system(shard.place, f"shard {shard.name}", self.options)
 
         def looked() -> T:
@@ -170,10 +158,8 @@ class Storage:
 def _unchanged(shard: ShardFile) -> Path:
     """Return the file of a shard of this machine, if it is as it was when it was listed."""
     path = Path(shard.place)
-    try:
+    with refused(DataError, f"shard {shard.name}: {path} cannot be read"):
         stat = path.stat()
-    except OSError as error:
-        raise DataError(f"shard {shard.name}: {path} cannot be read: {error.strerror}") from error
     if stat.st_size != shard.num_bytes or shard.modified_ns not in (None, stat.st_mtime_ns):
         raise DataError(f"shard {shard.name}: {path} was written to after it was listed; begin with the new data")
     return path

@@ -23,7 +23,7 @@ from typing import Any, TextIO, Union
 
 from ..dependency import ConfigError, Kind
 from ..drawing.timeline import bubble, idle
-from ..system.files import DAMAGED, MOST_BYTES, open_regular
+from ..system.files import DAMAGED, MOST_BYTES, open_regular, refused
 from ..tracing.board import Live, State, encode_record, number_or_word
 from ..tracing.boards import RunBoards, RunUpdate, decode_record
 from ..tracing.lost_time import LostTime
@@ -68,10 +68,8 @@ class Recording(_Sink):
 
     def __init__(self, path: str | Path) -> None:
         super().__init__()
-        try:
+        with refused(ConfigError, f"--record {path}"):
             self._file: TextIO = Path(path).open("x", encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"--record {path}: {error.strerror}") from error
         #: the run that was written last, and the microbatches of its listings
         self._told: tuple[dict[int, int], list[int]] | None = None
         self._last_event = 0.0
@@ -183,17 +181,14 @@ class Replay:
 
 def _read(path: Path) -> Iterator[dict[str, Any]]:
     damaged = ""
-    try:
-        with open_regular(path, f"watch {path}") as file:
-            for number, text in enumerate(iter(partial(file.readline, MOST_BYTES), b""), 1):
-                if damaged:  # the last line of a recording may be cut off, no other
-                    raise ConfigError(f"watch {path}: {damaged}")
-                try:
-                    yield _line(text)
-                except DAMAGED as error:
-                    damaged = f"line {number} is not of a recording: {type(error).__name__}: {error}"
-    except OSError as error:
-        raise ConfigError(f"watch {path}: cannot be read: {error.strerror}") from error
+    with refused(ConfigError, f"watch {path}: cannot be read"), open_regular(path, f"watch {path}") as file:
+        for number, text in enumerate(iter(partial(file.readline, MOST_BYTES), b""), 1):
+            if damaged:  # the last line of a recording may be cut off, no other
+                raise ConfigError(f"watch {path}: {damaged}")
+            try:
+                yield _line(text)
+            except DAMAGED as error:
+                damaged = f"line {number} is not of a recording: {type(error).__name__}: {error}"
 
 
 def _line(text: bytes) -> dict[str, Any]:

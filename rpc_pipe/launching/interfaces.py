@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..dependency import ConfigError
-from ..system.files import open_regular
+from ..system.files import open_regular, refused
 from . import LOOPBACK
 
 #: the host's IPv6 addresses (proc(5)), and the scope of link-local ones
@@ -102,10 +102,8 @@ def make_key(path: Path) -> None:
     Raises:
         ConfigError: it is there already, or cannot be written.
     """
-    try:
+    with refused(ConfigError, f"{path}: cannot be made"):
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be made: {error.strerror}") from error
     with open(descriptor, "w") as file:
         file.write(secrets.token_hex(32) + "\n")
 
@@ -116,16 +114,13 @@ def read_key(path: Path) -> bytes:
     Raises:
         ConfigError: other users can read the file, or it belongs to another user, or it holds no secret.
     """
-    try:
-        with open_regular(path, f"key file {path}") as file:
-            found = os.fstat(file.fileno())
-            if found.st_mode & 0o077:
-                raise ConfigError(f"key file {path}: others can read it; chmod 600 {path}")
-            if found.st_uid not in (0, os.geteuid()):  # root reads every file, and the file's owner knows the key
-                raise ConfigError(f"key file {path}: belongs to user {found.st_uid}, who can read it; chown it")
-            secret = file.read(_MOST_BYTES + 1).strip()
-    except OSError as error:
-        raise ConfigError(f"key file {path}: cannot be read: {error.strerror}") from error
+    with refused(ConfigError, f"key file {path}: cannot be read"), open_regular(path, f"key file {path}") as file:
+        found = os.fstat(file.fileno())
+        if found.st_mode & 0o077:
+            raise ConfigError(f"key file {path}: others can read it; chmod 600 {path}")
+        if found.st_uid not in (0, os.geteuid()):  # root reads every file, and the file's owner knows the key
+            raise ConfigError(f"key file {path}: belongs to user {found.st_uid}, who can read it; chown it")
+        secret = file.read(_MOST_BYTES + 1).strip()
     if not _LEAST_BYTES <= len(secret) <= _MOST_BYTES:
         rule = f"must be {_LEAST_BYTES} to {_MOST_BYTES}; `rpc-pipe key FILE` makes one"
         raise ConfigError(f"key file {path}: holds {len(secret)} bytes; {rule}")

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ..dependency import ConfigError
 from ..system import allocator
+from ..system.files import refused
 from ..tracing import run_folders
 from ..tracing.boards import RunBoards
 from ..tracing.run_folders import RUN_FAILED, RUN_STOPPED, Ending, tell_end
@@ -265,10 +266,8 @@ def _stopped_by(number: int) -> Ending:
 def _check_port(port: int) -> None:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
+        with refused(ConfigError, f"--port {port}", "; leave it out and no port is needed"):
             probe.bind(("127.0.0.1", port))
-        except OSError as error:
-            raise ConfigError(f"--port {port}: {error.strerror}; leave it out and no port is needed") from error
 
 
 def _meeting(how: How, folder: Path) -> dict[str, str]:

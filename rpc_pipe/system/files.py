@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import IO, Any
 
-from ..dependency import ConfigError
+from ..dependency import ConfigError, PipeError
 
 #: most bytes of a file that a user writes or edits; as JSON it takes up to fifty times the memory
 MOST_BYTES = 2**23
@@ -33,18 +33,29 @@ def read_file(path: Path, said: str, encoding: str = "utf-8", most: int = MOST_B
     Raises:
         ConfigError: the file cannot be read, is too large, or is no text.
     """
-    try:
-        with open_regular(path, said) as file:
-            content = file.read(most + 1)  # its size is no bound: the file may grow, or be made by the system
-        if len(content) > most:
-            from .sizes import told
+    with refused(ConfigError, f"{said}: cannot be read"), open_regular(path, said) as file:
+        content = file.read(most + 1)  # its size is no bound: the file may grow, or be made by the system
+    if len(content) > most:
+        from .sizes import told
 
-            raise ConfigError(f"{said}: has more than {told(most)}, the most that is read")
+        raise ConfigError(f"{said}: has more than {told(most)}, the most that is read")
+    try:
         return content.decode(encoding)
-    except OSError as error:
-        raise ConfigError(f"{said}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{said}: is no text: {error}") from error
+
+
+@contextmanager
+def refused(kind: type[PipeError], said: str, advice: str = "") -> Iterator[None]:
+    """Turn an error of the system in the body into a sentence: what is `said`, the cause, and an advice.
+
+    Raises:
+        PipeError: as the type `kind`, instead of that error.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise kind(f"{said}: {error.strerror or error}{advice}") from error
 
 
 def open_regular(path: Path, said: str) -> IO[bytes]:

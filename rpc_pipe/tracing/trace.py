@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -18,6 +17,7 @@ from ..drawing.timeline import bubble, count_microbatches
 from ..planning.simulator import Cost, Simulation, simulate
 from ..planning.span import Span, waits
 from ..schedules import name_of
+from ..system.files import refused
 from ..workers.hooks import StepRecord
 
 #: most spans with computed causes of waits
@@ -76,7 +76,7 @@ class Trace:
             ConfigError: the file cannot be written.
         """
         steps = {step: spans_of(records) for step, records in self.steps.items()}
-        with _writing(path):
+        with refused(ConfigError, f"{path}: cannot be written"):
             write_chrome(path, self.spec, steps, device=device, clock_error_ms=self.clock_error_ms)
 
     def write_page(self, path: str | Path, lost: str) -> None:
@@ -87,7 +87,7 @@ class Trace:
         """
         last = max(self.steps)
         planned, actual = replace(self, steps={last: self.steps[last]}).pictures()
-        with _writing(path):
+        with refused(ConfigError, f"{path}: cannot be written"):
             page = draw_page([planned, replace(actual, notes=[*actual.notes, f"a step's time: {lost}"])])
             Path(path).write_text(page, encoding="utf-8")
 
@@ -103,38 +103,9 @@ class Trace:
         measured = any(record.peak_bytes for record in self.steps[last])
         memory = [f"{record.peak_bytes / 1e6:,.0f} MB" for record in self.steps[last]] if measured else []
         ran = f"actual: step {last} of {self.run or 'the run'}, {schedule}"
-        return (
-            Picture(
-                f"this schedule with the measured times: {schedule}",
-                planned,
-                spec.num_workers,
-                "ms",
-                "idle",
-                why_planned,
-                slices,
-                rows=self.rows,
-            ),
-            Picture(
-                ran,
-                actual,
-                spec.num_workers,
-                "ms",
-                "idle",
-                why_actual,
-                slices,
-                [self.layout] if self.layout else [],
-                memory,
-                self.rows,
-            ),
-        )
-
-
-@contextmanager
-def _writing(path: str | Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be written: {error.strerror}") from error
+        name, notes = f"this schedule with the measured times: {schedule}", [self.layout] if self.layout else []
+        made = Picture(name, planned, spec.num_workers, "ms", "idle", why_planned, slices, rows=self.rows)
+        return made, replace(made, name=ran, spans=actual, waits=why_actual, notes=notes, memory=memory)
 
 
 def step_ms(steps: Sequence[Sequence[StepRecord]]) -> float:
