@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from functools import partial
-from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..workers.compute.module_state import OF_TORCH
-
-_BOXES = (list, dict, set, tuple)
+from .observe.closures import modules_in
 
 
 def separate(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
@@ -48,28 +45,6 @@ def _mentioned(module: nn.Module) -> Iterator[nn.Module]:
     for name, value in vars(module).items():
         if name not in ("_modules", "_parameters", "_buffers"):
             yield from modules_in([value], 3)
-
-
-def modules_in(values: Iterable[Any], depth: int) -> Iterator[nn.Module]:
-    """Yield the modules among values, and in their containers and partial functions down to a depth."""
-    for value in values:
-        if isinstance(value, nn.Module):
-            yield value
-        elif isinstance(value, MethodType):
-            yield from modules_in([value.__self__], depth)
-        elif isinstance(value, FunctionType) and depth:
-            yield from modules_in([cell.cell_contents for cell in value.__closure__ or () if _is_set(cell)], depth - 1)
-        elif isinstance(value, partial) and depth:
-            yield from modules_in([value.func, *value.args, *value.keywords.values()], depth - 1)
-        elif isinstance(value, _BOXES) and depth:
-            yield from modules_in(value.values() if isinstance(value, dict) else value, depth - 1)
-
-
-def _is_set(cell: CellType) -> bool:
-    try:
-        return cell.cell_contents is not cell
-    except ValueError:
-        return False
 
 
 def mentioned(function: Any) -> dict[str, Any]:

@@ -129,12 +129,16 @@ def rows_of(batch: Tree) -> int:
 
 def resize_batch(batch: Tree, rows: int) -> Tree:
     """Return a batch of `rows` rows, by repeating rows or leaving some out."""
-    now = rows_of(batch)
+    return resized(batch, rows_of(batch), rows)
+
+
+def resized(batch: Tree, now: int, size: int, dim: int = 0) -> Tree:
+    """Return a batch with `size` places along a dimension of the tensors that have `now` there."""
 
     def change(tensor: Tensor) -> Tensor:
-        if not tensor.dim() or tensor.shape[0] != now:
+        if tensor.dim() <= dim or tensor.shape[dim] != now:
             return tensor
-        changed = tensor.detach()[torch.arange(rows, device=tensor.device) % now]
+        changed = tensor.detach().index_select(dim, torch.arange(size, device=tensor.device) % now)
         return changed.requires_grad_(tensor.requires_grad)
 
     return map_tensors(batch, change)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from types import CellType, FunctionType
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 from torch import nn
@@ -20,11 +20,7 @@ def rebind(modules: Iterable[nn.Module], memo: dict[int, Any]) -> Callable[[], N
     cells: list[tuple[CellType, Any]] = []
 
     def reaches(value: Any, depth: int) -> bool:
-        if isinstance(value, FunctionType):
-            return bool(depth) and any([reaches(content, depth - 1) for _, content in _closure(value)])
-        if isinstance(value, nn.Module):
-            return id(value) in held
-        return bool(depth) and any([reaches(each, depth - 1) for each in _inside(value)])
+        return any(id(module) in held for module in modules_in([value], depth))
 
     def visit(value: Any, depth: int) -> None:
         if not isinstance(value, FunctionType):
@@ -60,9 +56,21 @@ def _closure(function: FunctionType) -> Iterator[tuple[CellType, Any]]:
             yield cell, None
 
 
+def modules_in(values: Iterable[Any], depth: int) -> Iterator[nn.Module]:
+    """Yield the modules among values, and in their containers, closures and partial functions down to a depth."""
+    for value in values:
+        if isinstance(value, nn.Module):
+            yield value
+        elif isinstance(value, MethodType):
+            yield from modules_in([value.__self__], depth)
+        elif depth:
+            inside = [each for _, each in _closure(value)] if isinstance(value, FunctionType) else _inside(value)
+            yield from modules_in(inside, depth - 1)
+
+
 def _inside(value: Any) -> list[Any]:
     if isinstance(value, partial):
         return [value.func, *value.args, *value.keywords.values()]
-    if isinstance(value, (list, tuple, dict)):
+    if isinstance(value, (list, tuple, set, dict)):
         return list(value.values() if isinstance(value, dict) else value)
     return [value.__self__] if isinstance(value, CLOSED) and hasattr(value, "__self__") else []
