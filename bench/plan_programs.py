@@ -17,9 +17,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 
 from rpc_pipe.dependency import Action, B, F, I, Kind, PipeError, R, Spec, W, check_all
-from rpc_pipe.planning.job_shop import JobShop
 from rpc_pipe.planning.listed_schedule import ListedSchedule
-from rpc_pipe.planning.program_search import best_order, listed, placement_of, split_backwards
+from rpc_pipe.planning.program_search import JobShop, best_order, listed, placement_of, split_backwards
 from rpc_pipe.planning.search import Candidate, candidates
 from rpc_pipe.planning.simulator import simulate, uniform
 

@@ -11,7 +11,7 @@ from weakref import ref
 
 from torch import nn
 
-from ..dependency import ModelError
+from ..dependency import BatchError, ModelError
 from ..dependency.errors import first_sentence
 from ..workers.compute.randomness import Randomness
 from ..workers.compute.shard import LossFn
@@ -20,7 +20,6 @@ from ..workers.transport.payload import Tree
 from .cut import cut
 from .module_copies import ModuleCopies, structure, unnamed_parts
 from .observe.model_kinds import refuse_lazy
-from .pairs import as_pair
 
 if TYPE_CHECKING:
     from .sharing import Holder, Ties
@@ -51,6 +50,18 @@ class Builder(Protocol):
 
 
 Layered = nn.Sequential | Sequence[LayerLike] | Builder
+
+
+def as_pair(batch: Tree) -> tuple[Tree, Tree]:
+    """Return a batch of a list of layers as (inputs, targets).
+
+    Raises:
+        BatchError: it is no pair.
+    """
+    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+        length = f" of {len(batch)}" if isinstance(batch, (tuple, list)) else ""
+        raise BatchError(f"batch is a {type(batch).__name__}{length}: must be (inputs, targets), trees of tensors")
+    return batch[0], batch[1]
 
 
 class LayerPartition:

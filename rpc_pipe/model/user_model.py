@@ -20,8 +20,7 @@ from .call_form import CallForm, loss_of_output
 from .deferred import DeferredModel
 from .observe.model_kinds import needs_observation
 from .observed_model import ObservedModel, observe
-from .pairs import as_pair
-from .partition import LayerLike, refuse_no_layer
+from .partition import LayerLike, as_pair, refuse_no_layer
 from .shard_maker import Model
 
 

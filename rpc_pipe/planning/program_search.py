@@ -1,20 +1,232 @@
-"""Search of programs: the order of actions for given costs, placement, cut and microbatches. Loads without torch."""
+"""Search of programs: the order of actions for given costs, placement, cut and microbatches. Loads without torch.
+
+A step is a job-shop problem. Local search generalises the zero-bubble auto-scheduler (Qi et al. 2023, arXiv:2401.10241,
+section 3) from two placements to any: forwards, backwards for inputs and backwards for weights are separate actions,
+and the activations of a worker are limited in bytes. It uses the neighbourhood of Dell'Amico and Trubian (1993): the
+longest path can become shorter only if an action is moved to an end of a critical block, a row of actions that one
+worker runs without a gap in that path.
+"""
 
 from __future__ import annotations
 
+import random
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from ..dependency import Action, B, I, PipeError, Spec, W, check_all
+from ..dependency import Action, B, F, I, PipeError, Spec, W, check_all
 from .bounds import Ends
 from .footprint import Size
-from .job_shop import JobShop, Order, improve
 from .listed_schedule import ListedSchedule, listed_schedule
 from .plan import Plan
 from .pricing import PricedSchedule
 from .profile import Chain, Machines
 from .search import Candidate, PlanRequest, PlanResult
+
+#: each worker's actions in order, as numbers
+Order = list[list[int]]
+
+
+@dataclass
+class JobShop:
+    """The problem: actions with durations and dependencies, and the memory of their workers.
+
+    To be minimised is the time of a step in a stream: each worker starts the next when its part of this one has ended.
+
+    Args:
+        spec: placement, routes and actions are taken from it; its order is ignored.
+        time: duration of an action on its worker.
+        transfer_time: of the payload of an action, from one worker to another.
+        activations: by stage, bytes (or any unit) that a forward keeps for its backward.
+        after_inputs: by stage, the bytes kept from I to W.
+        budget: by worker, the most bytes kept at once.
+    """
+
+    spec: Spec
+    time: Callable[[Action], float]
+    transfer_time: Callable[[Action, int, int], float]
+    activations: Sequence[float]
+    after_inputs: Sequence[float]
+    budget: Sequence[float]
+
+    def __post_init__(self) -> None:
+        spec = self.spec
+        chains = [spec.actions(s, m) for m in range(spec.num_microbatches) for s in range(spec.num_stages)]
+        self.actions = [action for chain in chains for action in chain]
+        self.number = {action: n for n, action in enumerate(self.actions)}
+        self.worker = [spec.worker(action) for action in self.actions]
+        self.duration = [self.time(action) for action in self.actions]
+        #: bytes that each action allocates when it starts, and frees when it has ended
+        self.allocates = [self.activations[a.stage] if a.kind is F else 0 for a in self.actions]
+        self.frees = [self._frees(a) for a in self.actions]
+        #: the need on the same stage (-1: none)
+        self.before = [n - 1 if at else -1 for n, at in enumerate(at for chain in chains for at in range(len(chain)))]
+        #: the need on a neighbouring stage (-1: none), and the transfer time of its payload
+        self.need: list[int] = []
+        self.delay: list[float] = []
+        for n, action in enumerate(self.actions):
+            origin = spec.origin(action)
+            need = -1 if origin is None else self.number[origin]
+            self.need.append(need)
+            far = origin is not None and self.worker[need] != self.worker[n]
+            self.delay.append(self.transfer_time(self.actions[need], self.worker[need], self.worker[n]) if far else 0)
+
+    def _frees(self, action: Action) -> float:
+        stage = action.stage
+        if action.kind is I:
+            return self.activations[stage] - self.after_inputs[stage]
+        return {W: self.after_inputs[stage], B: self.activations[stage]}.get(action.kind, 0)
+
+    # --- orders
+
+    def from_program(self, rows: Sequence[Sequence[Action]]) -> Order:
+        """Return an order of actions as numbers."""
+        return [[self.number[action] for action in row] for row in rows]
+
+    def to_program(self, order: Order) -> tuple[tuple[Action, ...], ...]:
+        """Return an order of numbers as actions."""
+        return tuple(tuple(self.actions[n] for n in row) for row in order)
+
+    def peak(self, row: Sequence[int]) -> float:
+        """Return the most bytes that a worker keeps with this order."""
+        held = most = 0.0
+        allocates, frees = self.allocates, self.frees
+        for n in row:
+            held += allocates[n]
+            if held > most:
+                most = held
+            held -= frees[n]
+        return most
+
+    def fits(self, order: Order) -> bool:
+        """Return whether every worker stays within its budget."""
+        return all(self.peak(row) <= most * (1 + 1e-9) for row, most in zip(order, self.budget, strict=True))
+
+    def evaluate(self, order: Order, within: float = float("inf")) -> tuple[float, list[float]] | None:
+        """Return the time to be minimised, and when each action ends.
+
+        Returns:
+            None if the order deadlocks, or takes longer than `within`.
+        """
+        ends: list[float] = [-1.0] * len(self.actions)
+        need, delay, before, duration = self.need, self.delay, self.before, self.duration
+        at, free = [0] * len(order), [0.0] * len(order)
+        waiting: dict[int, int] = {}
+        todo = list(range(len(order)))
+        left = len(self.actions)
+        most = [within] * len(order)
+        while todo:
+            worker = todo.pop()
+            row, i, now = order[worker], at[worker], free[worker]
+            while i < len(row):
+                n = row[i]
+                if before[n] >= 0 and ends[before[n]] < 0:
+                    return None
+                other = need[n]
+                if other >= 0:
+                    there = ends[other]
+                    if there < 0:
+                        waiting[other] = worker
+                        break
+                    there += delay[n]
+                    if there > now:
+                        now = there
+                if not i:
+                    most[worker] += now
+                now += duration[n]
+                if now > most[worker]:
+                    return None
+                ends[n] = now
+                left -= 1
+                i += 1
+                if n in waiting:
+                    todo.append(waiting.pop(n))
+            at[worker], free[worker] = i, now
+        took = [ends[row[-1]] - self.start_of(row, ends) for row in order if row]
+        return None if left else (max(took, default=0), ends)
+
+    def start_of(self, row: Sequence[int], ends: Sequence[float]) -> float:
+        """Return when a worker with this order starts."""
+        return ends[row[0]] - self.duration[row[0]]
+
+
+def improve(shop: JobShop, order: Order, keep_on: Callable[[], bool]) -> tuple[float, Order]:
+    """Return the best order found by local search from `order`, with its time.
+
+    Moves that make the order up to 2 % longer than the best are accepted, so that it leaves local optima.
+
+    Args:
+        keep_on: asked before every move whether to go on.
+    """
+    draw = random.Random(0)
+    ran = shop.evaluate(order)
+    assert ran is not None
+    now, ends = ran
+    best, best_order = now, [list(row) for row in order]
+    current = [list(row) for row in order]
+    patience, since = 0.02, 0
+    while keep_on():
+        moved = _random_move(shop, current, ends, draw)
+        since += 1
+        if moved is None:
+            continue
+        worker, row = moved
+        if shop.peak(row) > shop.budget[worker] * (1 + 1e-9):
+            continue
+        before, current[worker] = current[worker], row
+        ran = shop.evaluate(current, max(now, best * (1 + patience * draw.random() ** 3)) * (1 + 1e-12))
+        if ran is None:
+            current[worker] = before
+            continue
+        now, ends = ran
+        if now < best * (1 - 1e-12):
+            best, best_order, since = now, [list(row) for row in current], 0
+        elif since > 3000:
+            current, since = [list(row) for row in best_order], 0
+            now, ends = shop.evaluate(current) or ran
+    return best, best_order
+
+
+def _random_move(shop: JobShop, order: Order, ends: list[float], draw: random.Random) -> tuple[int, list[int]] | None:
+    """Return a worker and its order with one action of a critical block moved; None: the move changes nothing."""
+    rows = list(_critical_blocks(shop, order, ends))
+    if not rows:
+        return None
+    worker, first, last = draw.choice(rows)
+    row = order[worker]
+    i = draw.randint(first, last)
+    if draw.random() < 0.5:
+        to = first if draw.random() < 0.5 else last
+    else:  # nearby; nothing waits for W, which may be moved anywhere
+        reach = len(row) if shop.actions[row[i]].kind is W else 4
+        to = min(len(row) - 1, max(0, i + draw.randint(-reach, reach)))
+    if to == i:
+        return None
+    moved = row[:i] + row[i + 1 :]
+    moved.insert(to, row[i])
+    return worker, moved
+
+
+def _critical_blocks(shop: JobShop, order: Order, ends: list[float]) -> Iterator[tuple[int, int, int]]:
+    """Yield (worker, first place, last place) of the blocks of a longest path, from its end."""
+    n = max((row for row in order if row), key=lambda row: ends[row[-1]] - shop.start_of(row, ends))[-1]
+    worker = shop.worker[n]
+    last = i = order[worker].index(n)
+    while True:
+        start = ends[n] - shop.duration[n]
+        need = shop.need[n]
+        before = order[worker][i - 1] if i else -1
+        if before >= 0 and ends[before] >= start - 1e-9 * abs(start):
+            n, i = before, i - 1
+            continue
+        yield worker, i, last
+        if need < 0:
+            return
+        n = need
+        worker = shop.worker[n]
+        last = i = order[worker].index(n)
+
 
 #: a plan's name of its schedule if that is a searched program
 SEARCHED = "searched"

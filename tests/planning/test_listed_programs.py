@@ -13,10 +13,9 @@ from rpc_pipe.commands.main import main
 from rpc_pipe.dependency import B, ConfigError, F, I, R, W, check_all
 from rpc_pipe.pipeline import Pipeline
 from rpc_pipe.planning.footprint import Size
-from rpc_pipe.planning.job_shop import JobShop, improve
 from rpc_pipe.planning.plan import read_plan
 from rpc_pipe.planning.profile import LayerCost, Machines, Profile
-from rpc_pipe.planning.program_search import best_order, faster_program, listed, split_backwards
+from rpc_pipe.planning.program_search import JobShop, best_order, faster_program, improve, listed, split_backwards
 from rpc_pipe.planning.search import Candidate, PlanRequest, search
 from rpc_pipe.planning.simulator import Link, simulate, uniform
 from rpc_pipe.planning.specs import make_spec
