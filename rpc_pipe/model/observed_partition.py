@@ -22,8 +22,9 @@ from .assign.assignment import BlocksNeeded
 from .call_form import CallForm, loss_of_output
 from .cut import cut
 from .deferred import DeferredModel
-from .detachable_blocks import mentioned, modules_in
+from .detachable_blocks import mentioned
 from .module_copies import ModuleCopies
+from .observe.closures import modules_in
 from .observe.model_kinds import refuse_lazy
 from .observe.trees import tensors
 from .observed_model import ObservedModel, observe

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from ..dependency import ModelError
 from ..workers.compute.module_state import OF_TORCH
-from .detachable_blocks import mentioned, modules_in
+from .detachable_blocks import mentioned
+from .observe.closures import modules_in
 from .observe.trees import tensors
 from .parameter_hooks import refuse_hooks
 
