@@ -20,7 +20,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from .checkpoints.newcomer import Journal, Repetition
-from .dependency import ConfigError, EpochEnds, PipeError, Spec, Stalled, ends_epoch
+from .dependency import ConfigError, EpochEnds, PeerLost, PipeError, Spec, Stalled, ends_epoch
 from .heir import ElasticRun, Heir
 from .launching import epochs
 from .launching import launcher_link as link
@@ -60,6 +60,15 @@ def refuse_inelastic(spec: Spec, job: Job | None, training: Training) -> None:
         raise ConfigError("--elastic: zero=1 keeps each optimizer state on one worker alone; leave zero out")
     if training.post_validation:
         raise ConfigError("--elastic: no update comes before the norm of all gradients; leave post_validation out")
+
+
+def _next_epoch(error: PipeError) -> epochs.Roster:
+    """Return the next epoch, or ask for one: a connection has broken, and no process has ended."""
+    try:
+        return epochs.next_epoch(error)
+    except PeerLost as lost:
+        link.tell(kind=epochs.CUT, peer=lost.peer)
+        return epochs.next_epoch(error)
 
 
 class Recovery:
@@ -157,7 +166,7 @@ class Recovery:
         """Go on in the next epoch; return the result of the training step under way if it stands, else None."""
         actor, stood = self._actor, None
         while True:
-            epoch = epoch or epochs.next_epoch(error)
+            epoch = epoch or _next_epoch(error)
             try:
                 stood = self._complete() or stood
                 self._meet(epoch)

@@ -25,8 +25,12 @@ class BetweenSteps:
         """Show the caller the modules as they were before the forwards of `step`; None: no step has begun."""
         self._evaluated = self._worker.evaluated
         for shard, before in () if step is None else step.before.items():
+            shard.turn()
             self._under_way[shard] = before.now()
             before.put_back()
+        for shard in self._worker.shards.values():
+            if not shard.is_guest:
+                shard.turn()
         # All shards, also without a forward so far: the refusal of a change must not depend on timing.
         self._notes = [] if step is None else [(s, ByHand(s)) for s in self._worker.shards.values()]
 
@@ -56,12 +60,14 @@ class BetweenSteps:
                         f"stage {shard.stage}: an evaluation changed a weight or a buffer, which forwards of the next "
                         "step under way have read: call `step` for each batch instead of `train`, or evaluate behind it"
                     )
-        for module_state in self._under_way.values():
+        for shard, module_state in self._under_way.items():
+            shard.turn()
             module_state.put_back()
         self._under_way = {}
 
     def abandon(self, step: Step) -> None:
         """Restore modules as they were before `step`, which is given up."""
-        for module_state in () if self._under_way else step.before.values():
+        for shard, module_state in () if self._under_way else step.before.items():
+            shard.turn()
             module_state.put_back()
         self._under_way, self._notes = {}, []

@@ -154,9 +154,6 @@ def _collect_norms(ctx: ActionContext) -> Payload:
                     norms |= shard.updating.gradient_norms()
                 if shard.updating.scale.enabled:
                     finite.append(ctx.step.end.finite[shard])
-        for shard in ctx.worker.shards.values():
-            if not shard.is_guest:
-                shard.turn()
     return pack((norms, finite))
 
 

@@ -226,6 +226,7 @@ class Stream:
         worker, action = self._worker, entry.action
         task = step.tasks[action]
         if step.undoable and action.kind.way == 1 and task.shard not in step.before:
+            task.shard.turn()
             step.before[task.shard] = task.shard.recomputation.before_step(task.shard.state.weights)
         worker.running, worker.running_step, worker.given = task.name, step.ordinal, None
         worker.listeners.tell("action_started", step.ordinal, action)
@@ -288,6 +289,7 @@ class Stream:
             self._newest = None
         self._carrier.end(step.run)
         for shard, module_state in step.before.items():
+            shard.turn()
             shard.recomputation.note_step(module_state)
         if step.batch.train:
             self._report(step)

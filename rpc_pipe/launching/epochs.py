@@ -5,6 +5,7 @@ launcher ──"p"──> worker                        rest with all workers af
 launcher <──"ready"── worker                    it can go on without others from here on; its stages
 launcher <──"caught up"── newcomer              it has made the calls of the script so far, and can take part
 launcher <──"evicted"── worker                  it was sent SIGTERM, and goes when all rest
+launcher <──"cut"── worker                      it has lost the connection to a worker, and no epoch begins
 launcher <──"rests"── worker                    it has come to the end of the step
 launcher <──"resumed"── worker                  the lowest live one: the workers go on
 launcher <──"left"── worker                     it needs no other worker more
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 EPOCH, REST, WORD = b"e", b"p", b"w"
 #: messages of a worker
 READY, CAUGHT_UP, EVICTED, RESTS, RESUMED, LEFT = "ready", "caught up", "evicted", "rests", "resumed", "left"
-LEAVES_WORD = "word"
+LEAVES_WORD, CUT = "word", "cut"
 #: seconds that the launcher may take to see the end of a process, which breaks connections at once
 _WORD_S = 10.0
 #: seconds between looks whether a wait for a record is cancelled
@@ -91,6 +92,8 @@ class Epochs:
         self._now = Roster(0)
         #: workers that need no other worker more, or have ended
         self._left: set[int] = set()
+        #: workers that have ended by an error, or are about to be killed
+        self._ended: set[int] = set()
         #: newcomers that do not take part yet, and the newcomers that could
         self._newcomers: set[int] = set()
         self._caught_up: set[int] = set()
@@ -136,6 +139,8 @@ class Epochs:
         elif kind == LEAVES_WORD:
             for worker in self._workers:
                 worker.order(WORD + json.dumps([message["name"], message["word"]]).encode() + b"\n")
+        elif kind == CUT:
+            self._part({rank, message["peer"]})
         elif kind == CAUGHT_UP:
             self._caught_up.add(rank)
             self._order_rest()
@@ -152,6 +157,7 @@ class Epochs:
             what: has ended, if it is more than a worker.
         """
         dead = {rank for rank in ranks if not self._goes(rank)}
+        self._ended |= dead
         # A worker that raises has failed; one that a signal kills has not.
         if not dead or code >= 0 or list(come.values()) != [READY] * self._num_processes:
             return not dead
@@ -191,6 +197,14 @@ class Epochs:
             if worker.rank not in told:
                 worker.order(self._now.order())
 
+    def _part(self, pair: set[int]) -> None:
+        """Kill one of two workers without a connection to each other, if both live."""
+        for rank in sorted(pair, reverse=True) if pair.isdisjoint(self._now.gone | self._left | self._ended) else ():
+            if not self._loses_a_stage(self._now.gone | {rank}):
+                self._ended.add(rank)
+                self._tell(f"workers {sorted(pair)} live without a connection: worker {rank} is killed", True)
+                return next(worker for worker in self._workers if worker.rank == rank).kill()
+
     def _replace(self, rank: int) -> None:
         """Start a newcomer in the place of a worker."""
         if self._start is not None and self._start(rank):
@@ -218,6 +232,7 @@ class Epochs:
                 worker.order_stop()
         self._cause = ", ".join(lines + [f"worker {each} goes (SIGTERM)" for each in sorted(goes_now)])
         self._newcomers -= comes
+        self._ended -= comes
         self._caught_up.clear()
         self._evicted.clear()
         self._begin((self._now.gone - comes) | goes_now, planned=True)

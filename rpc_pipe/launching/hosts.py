@@ -141,7 +141,9 @@ class Hosts:
             if self._waiting:
                 self._give(vacant)
             elif time.monotonic() > deadline:
-                raise ConfigError(f"not all of {self._count} hosts have come to {self._address}: type the line on each")
+                raise ConfigError(
+                    f"--meet {self._address}: not all of {self._count} hosts have come; type the line on each"
+                )
         for host in filter(None, {*self._of.values()}):
             self._begin_on(host)
 
@@ -232,7 +234,7 @@ def read_address(address: str) -> tuple[str, int]:
     """
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
-        raise ConfigError(f"{address}: must be HOST:PORT, such as 10.0.0.1:29400")
+        raise ConfigError(f"--meet {address}: is no HOST:PORT; type one such as 10.0.0.1:29400")
     return host.strip("[]"), int(port)
 
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from rpc_pipe.dependency import ConfigError, StageLost
 from rpc_pipe.heir import Heir
+from rpc_pipe.launching.epochs import CUT, READY, Epochs
 from rpc_pipe.model.batches.accumulated import Accumulated
 from rpc_pipe.workers.compute.buffer_mirror import BufferMirror
 
@@ -162,3 +163,26 @@ def test_what_cannot_go_on_is_refused_at_the_start(typed, why, tmp_path):
     options = [each for pair in usual.items() for each in pair]
     done = rpc_pipe("run", MORTAL, "--workers", 4, "--elastic", *options, "--", tmp_path, "step", 2, 2)
     assert done.returncode == 2 and why in done.stderr
+
+
+def test_one_of_two_workers_that_cannot_talk_is_killed_and_the_rest_goes_on():
+    """Such a job ended after 10 s, although the launcher saw both processes."""
+    killed, told = [], []
+    processes = [SimpleNamespace(rank=rank, kill=partial(killed.append, rank), order=bool) for rank in range(4)]
+    epochs = Epochs(4, processes, lambda text, warning: told.append(text))
+    for rank in range(4):
+        epochs.takes(rank, {"kind": READY, "stages": [rank // 2]})
+    for rank, peer in (1, 3), (3, 1):  # both notice it
+        assert epochs.takes(rank, {"kind": CUT, "peer": peer})
+    assert killed == [3]
+    assert epochs.survives([3], -9, dict.fromkeys(range(4), READY))
+    assert epochs.takes(0, {"kind": CUT, "peer": 3}) and epochs.takes(0, {"kind": CUT, "peer": 2})
+    assert killed == [3, 3, 0], "the death of 3 ends what it has started; without 2 a stage would be lost"
+
+
+def test_a_worker_that_has_ended_by_an_error_costs_no_other_one():
+    killed = []
+    processes = [SimpleNamespace(rank=rank, kill=partial(killed.append, rank), order=bool) for rank in range(4)]
+    epochs = Epochs(4, processes, lambda text, warning: None)
+    assert not epochs.survives([3], 1, dict.fromkeys(range(4), READY))
+    assert epochs.takes(2, {"kind": CUT, "peer": 3}) and not killed

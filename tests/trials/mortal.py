@@ -2,8 +2,9 @@
 
 HOW: `step`, or `train` with an evaluation, a prediction and a checkpoint within its loop. KILLS: `worker:step:what`
 with commas, `what` a kind of action, `meet` (within a recovery), or a part of the loop: `evaluate`, `predict`,
-`pretrained`, `save`, `write` (within a checkpoint); or `evict`: SIGTERM. With WAITS=on in the environment a step takes
-100 ms (`long`: 500 ms) more while a worker is missing, so that a newcomer can come. ACCUMULATE: steps of an update.
+`pretrained`, `save`, `write` (within a checkpoint); `evict`: SIGTERM; or `cut`: the connection to another worker
+breaks. With WAITS=on in the environment a step takes 100 ms (`long`: 500 ms) more while a worker is missing, so that
+a newcomer can come. ACCUMULATE: steps of an update.
 MODEL: `conv`: residual blocks with batch normalisation, and a moving average in a buffer; `deferred`: with
 deferred_batch_norm. The losses are written with the buffers of all replicas.
 """
@@ -127,6 +128,9 @@ def after(step: int, loss: float) -> None:
     """Note a step, and let a newcomer come."""
     losses.append(loss)
     (FOLDER / f"step-{RANK}").write_text(str(step))
+    if (step, "cut") in kills:
+        carrier = pipe.actors[0].carrier
+        carrier.lose(min(carrier.workers - {RANK}), "the connection broke")
     if (step, "evict") in kills:
         os.kill(os.getpid(), signal.SIGTERM)
     if "WAITS" in os.environ and not pipe.replaying and len(pipe.actors[0].carrier.workers) < pipe.num_workers:

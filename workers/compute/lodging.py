@@ -7,14 +7,13 @@ optimizer state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from .gradients import GradientSets
-from .module_state import ModuleState, Place
-from .recomputation import Recomputation
+from .module_state import Place
 from .shard import Shard
 
 if TYPE_CHECKING:
@@ -50,14 +49,6 @@ class Lodging:
                 module._buffers[name] = buffer
         return before
 
-    def turned(self, shard: Shard, call: Callable[..., Any], *args: Any) -> Any:
-        """Return the result of a call during which a replica is in place."""
-        before = self.turn(shard)
-        try:
-            return call(*args)
-        finally:
-            self.turn(before)
-
 
 class Guest(_Shard):
     """A shard of which another one on this worker, its host, has the modules, the weights and the optimizer."""
@@ -70,10 +61,14 @@ class Guest(_Shard):
             self.state.look_at_modes()
 
     def state_dict(self) -> dict[str, Tensor]:
-        return cast(dict[str, Tensor], self.lodging.turned(self, super().state_dict))
+        before = self.lodging.turn(self)
+        found = super().state_dict()
+        self.lodging.turn(before)
+        return found
 
     def abandon(self) -> None:
-        self.lodging.turned(self.lodging.host, super().abandon)
+        super().abandon()
+        self.lodging.turn(self.lodging.host)
 
     def update(self, *, finite: bool = True) -> None:
         self.statistics.commit()
@@ -81,34 +76,9 @@ class Guest(_Shard):
         self.num_updates += 1
 
 
-class _OfGuest(Recomputation):
-    """Looks at the state of modules while their guest is in place."""
-
-    guest: Guest
-
-    def before_step(self, weights: Collection[nn.Parameter] = ()) -> ModuleState:
-        state = self.guest.lodging.turned(self.guest, super().before_step, weights)
-        return cast(ModuleState, _Turned(self.guest, state))
-
-
-class _Turned:
-    """The state of modules when their guest is in place."""
-
-    def __init__(self, guest: Guest, state: ModuleState) -> None:
-        self._guest, self._state = guest, state
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        def does(*args: Any) -> Any:
-            found = self._guest.lodging.turned(self._guest, getattr(self._state, name), *args)
-            return _Turned(self._guest, found) if isinstance(found, ModuleState) else found
-
-        return does
-
-
 def lodge(shard: Shard, host: Shard) -> None:
     """Let a replica share weights and optimizer of `host`, another replica of the stage, which alone changes them."""
     host.lodging = shard.lodging = host.lodging or Lodging(host)
     shard.__class__ = type("Guest", (Guest, type(shard)), {})
-    shard.recomputation.__class__, vars(shard.recomputation)["guest"] = _OfGuest, shard
     shard.updating.lodge(host.updating)
     shard.go_on_at(host.num_updates, host.updating.count)
