@@ -1,43 +1,77 @@
 """Windows by the sizes of unequal microbatches: as many in flight as have so many tokens together."""
 
-from collections.abc import Sequence
 from functools import lru_cache
+from itertools import accumulate, product
+from typing import Any
 
-from ..dependency import ConfigError
+from ..dependency import Action, B, ConfigError, F, I, Kind, W
+
+#: slots of actions that may end at the same time: a backward goes first, as others wait for it
+_BESIDE = {F: 1, W: 2}
+#: place of a worker's stage among its stages, and a microbatch
+_Turn = tuple[int, int]
 
 
 class Windows:
-    """The windows of 1F1B in a step whose microbatches have sizes.
+    """The windows of a step whose microbatches have sizes.
 
-    The microbatches in flight on a stage follow each other. A forward waits until those up to its own microbatch have a
-    sum of sizes of at most `most`.
+    Each worker runs forwards in one order, and ends of microbatches (B or W) in another. A forward waits for the ends
+    after which the worker holds sizes of at most `window_tokens`, its own included. The orders of all workers are
+    alike, so a forward that waits for no later forward on its own worker does so on none: nothing deadlocks.
+
+    Args:
+        spec: a `Windowed`, with sizes.
     """
 
-    def __init__(self, num_stages: int, sizes: Sequence[float], most: float) -> None:
-        if max(sizes) > most:
-            number = sizes.index(max(sizes))
-            raise ConfigError(f"window_tokens {most}: must be at least {max(sizes):g}, which microbatch {number} has")
-        #: for each microbatch, the last one that ends before its forward begins; -1: none must
-        self.before: list[int] = []
-        first = 0
-        for m in range(len(sizes)):
-            while sum(sizes[first : m + 1]) > most:
-                first += 1
-            self.before.append(first - 1)
+    def __init__(self, spec: Any) -> None:
+        self._workers, self._ends_by = spec.num_workers, W if spec.split_backward else B
+        begins, ends = self._turns(spec, F), self._turns(spec, self._ends_by)
+        begun, ended = ([0, *accumulate(spec.sizes[m] for _, m in turns)] for turns in (begins, ends))
+        place = {turn: number for number, turn in enumerate(begins)}
+        free, least = 0, 0.0
+        waits = [0]  # by place of a forward, how many ends it waits for
+        for number in range(len(begins)):
+            while free < number and place[ends[free]] < number:
+                free += 1
+            least = max(least, begun[number + 1] - ended[free])
+            over = begun[number + 1] - spec.window_tokens
+            waits.append(next((n for n in range(waits[-1], free) if ended[n] >= over), free))
+        if least > spec.window_tokens:
+            raise ConfigError(f"window_tokens {spec.window_tokens}: must be at least {least:g} for these microbatches")
+        del waits[0]
+        self._before = {turn: ends[wanted - 1] for turn, wanted in zip(begins, waits, strict=True) if wanted}
         #: the most microbatches in flight
-        self.widest = max(m - before for m, before in enumerate(self.before))
-        #: slots of forwards (1) and backwards (-1), by way, stage and microbatch
-        self.slots = {key: 2 * end + (key[0] == 1) for key, end in self._ends(num_stages).items()}
+        self.widest = max(number + 1 - wanted for number, wanted in enumerate(waits))
+        self.slots: dict[Action, int] = {}
+        self._last: dict[tuple[Kind, int], int] = {}
+        done = 0
+        for wanted, turn in zip([*waits, len(ends)], [*begins, None], strict=True):
+            for kind, end in product((I, W) if spec.split_backward else (B,), ends[done:wanted]):
+                self._run(kind, end)
+            done = wanted
+            if turn is not None:
+                self._run(F, turn)
 
-    def _ends(self, num_stages: int) -> dict[tuple[int, int, int], int]:
-        """Return when all needs of an action can have ended and it, too, if forwards take 1 and backwards 2."""
-        ends: dict[tuple[int, int, int], int] = {}
-        for m, before in enumerate(self.before):
-            for s in range(num_stages):
-                ends[1, s, m] = 1 + max(ends.get(need, 0) for need in ((1, s - 1, m), (1, s, m - 1), (-1, s, before)))
-            for s in reversed(range(num_stages)):
-                ends[-1, s, m] = 2 + max(ends.get(need, 0) for need in ((1, s, m), (-1, s + 1, m), (-1, s, m - 1)))
-        return ends
+    def _turns(self, spec: Any, kind: Kind) -> list[_Turn]:
+        """Return the turns of a worker in the order of its actions of a kind."""
+        turns = product(range(spec.num_stages // self._workers), range(spec.num_microbatches))
+        return sorted(turns, key=lambda turn: spec.ordinal(kind(turn[0] * self._workers, turn[1])))
+
+    def after(self, a: Action) -> list[Action]:
+        """Return the needs of a forward by its window."""
+        chunk, worker = divmod(a.stage, self._workers)
+        found = self._before.get((chunk, a.microbatch)) if a.kind is F else None
+        return [] if found is None else [self._ends_by(found[0] * self._workers + worker, found[1])]
+
+    def _run(self, kind: Kind, turn: _Turn) -> None:
+        """Note when an action of each worker can have ended by its needs, if all take 1 and whole backwards 2."""
+        workers = range(self._workers)
+        for worker in workers if kind is F else reversed(workers):
+            s, m = turn[0] * self._workers + worker, turn[1]
+            needs = kind(s - kind.way, m), F(s, m), I(s, m), *self.after(kind(s, m))
+            known = [self.slots.get(need, 0) // 3 for need in needs]
+            end = self._last[kind, worker] = 1 + (kind is B) + max(*known, self._last.get((kind, worker), 0))
+            self.slots[kind(s, m)] = 3 * end + _BESIDE.get(kind, 0)
 
 
 windows = lru_cache(maxsize=16)(Windows)

@@ -1,14 +1,10 @@
 """1F1B: one forward, one backward, with as few microbatches in flight as keep the pipeline full."""
 
-from typing import TYPE_CHECKING
-
-from ..dependency import Action, B, ConfigError, F, Spec
-
-if TYPE_CHECKING:
-    from ._by_size import Windows
+from ..dependency import Action, B, ConfigError, F
+from ._windowed import Windowed
 
 
-class OneFOneB(Spec):
+class OneFOneB(Windowed):
     """1F1B: GPipe's time with the activations of only P-s microbatches on stage s.
 
     Stage s starts a forward only if fewer than P-s of its microbatches wait for their backward.
@@ -30,7 +26,6 @@ class OneFOneB(Spec):
 
     source = "Narayanan et al. 2021, PipeDream-flush, arXiv:2006.09503, section 3; Fan et al. 2021, DAPPLE"
     window: int | None = None
-    window_tokens: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -38,35 +33,20 @@ class OneFOneB(Spec):
             raise ConfigError(
                 f"window {self.window}: 1f1b on {self.num_workers} workers needs at least {self.num_workers}"
             )
-        if self.window_tokens is not None and (self.window_tokens < 1 or len(self.parallelism.slices) > 1):
-            raise ConfigError(f"window_tokens {self.window_tokens}: must be at least 1, and without slices")
-
-    @property
-    def by_size(self) -> "Windows | None":
-        """The windows by sizes; None: they count microbatches."""
-        if self.window_tokens is None or not self.sizes:
-            return None
-        from ._by_size import windows  # which few jobs need
-
-        return windows(self.num_stages, self.sizes, self.window_tokens)
 
     def in_flight(self, stage: int) -> int:
         return (self.window or self.num_workers) - stage
 
     def after(self, a: Action) -> list[Action]:
-        if a.kind is not F:
-            return []
-        sized = self.by_size
-        return [B(a.stage, sized.before[a.microbatch] if sized else a.microbatch - self.in_flight(a.stage))]
+        if sized := self.by_size:
+            return sized.after(a)
+        return [B(a.stage, a.microbatch - self.in_flight(a.stage))] if a.kind is F else []
 
     def slot(self, a: Action) -> int:
         if sized := self.by_size:
-            return sized.slots[a.kind.way, a.stage, a.microbatch]
+            return sized.slots[a]
         P = self.num_stages
         return 2 * a.microbatch + (a.stage if a.kind is F else 2 * P - 1 - a.stage)
 
-    def peak_size(self, worker: int) -> int | None:
-        return self.window_tokens
-
     def peak_activations(self, worker: int) -> int:
-        return sized.widest if (sized := self.by_size) else min(self.in_flight(worker), self.num_microbatches)
+        return self.most_within(self.in_flight(worker))

@@ -31,7 +31,7 @@ from .options import (
 )
 from .profile import load, progress, refuse_unplanned
 from .readers import size
-from .simulate import gathered, refuse_endless, tell_exchange, typed_grouping
+from .simulate import gathered, refuse_endless, refuse_unsized, tell_exchange, typed_grouping
 from .topology import AMONG_MEMBERS
 
 
@@ -116,6 +116,7 @@ def _also(typed: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
     if "schedule" not in typed:
         return None
     spec = typed_spec(typed)
+    refuse_unsized(spec, typed)
     check_all(spec)
     values = spec.parameters()
     said = {key: text for key, text in schedule_options(typed).items() if key not in typed}  # these are of all rows

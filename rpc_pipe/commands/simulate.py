@@ -77,8 +77,7 @@ def _simulate(typed: dict[str, Any], argv: list[str]) -> int:
     refuse_endless(spec, typed)
     unequal = typed_lengths(typed)
     spec, by_microbatch = (spec, None) if unequal is None else unequal(spec)
-    if unequal is None and spec.needs_sizes:
-        raise ConfigError("window_tokens: goes by lengths; add --lengths, such as --lengths 30,120,60,20")
+    refuse_unsized(spec, typed)
     cost = _cost(spec, typed, by_microbatch)
     links, uplinks, sent = _links(typed, spec.num_workers)
     try_files(typed, ("svg", "html", "chrome"))
@@ -104,6 +103,12 @@ def _simulate(typed: dict[str, Any], argv: list[str]) -> int:
     for line in [*_tell_unit(spec, typed), *tell_exchange(spec, typed), *describe_staleness(spec)]:
         reporter.text(line)
     return 0
+
+
+def refuse_unsized(spec: Spec, typed: Mapping[str, Any]) -> None:
+    """Refuse windows by lengths that are not given."""
+    if spec.needs_sizes and "lengths" not in typed:
+        raise ConfigError("window_tokens: goes by lengths; add --lengths, such as --lengths 30,120,60,20")
 
 
 def refuse_endless(spec: Spec, typed: Mapping[str, Any]) -> None:

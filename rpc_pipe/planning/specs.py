@@ -163,6 +163,9 @@ def _read_parameters(cls: type[Spec], name: str, parameters: Mapping[str, Any]) 
             bare = key in vars(cls) and not key.startswith("_") and not callable(vars(cls)[key])
             advice = f"; write {key}: {type(vars(cls)[key]).__name__} = {vars(cls)[key]!r}" if bare else ""
             has = ", ".join(known) or "none"
+            others = [n for n, other in SCHEDULES.items() if key in parameter_types(other)]
+            near = min(others, key=lambda n: SCHEDULES[n].split_backward != cls.split_backward, default=None)
+            advice = advice or (f"; the nearest schedule that has {key} is {near}" if near else "")
             raise ConfigError(f"{key}: schedule {name} has no such parameter; it has {has}{advice}")
         values[key] = _convert(name, key, value, known[key])
     return values

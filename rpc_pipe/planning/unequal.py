@@ -62,7 +62,7 @@ def balanced(
     """Return the order of a step's microbatches that the schedule runs fastest, as far as a short search finds it.
 
     Equal microbatches stay as they are. Of two routes of opposite directions each has long microbatches at another
-    place, so ascending times are tried, too.
+    place, so ascending times are tried, too. Where windows go by sizes long ones may fit better as they are.
 
     Args:
         spec: a schedule over whole sequences; its number of microbatches may be another one.
@@ -73,10 +73,11 @@ def balanced(
     """
     if len(set(seconds)) < 2:
         return list(range(len(seconds)))
-    order = mountain(seconds)
-    if spec.num_routes == 1 and not step_s:
-        return order
     by_size = bool(sizes) and spec.needs_sizes
+    orders = [mountain(seconds)]
+    orders += [_ascending(seconds)] * (spec.num_routes > 1) + [list(range(len(seconds)))] * by_size
+    if len(orders) == 1 and not step_s:
+        return orders[0]
 
     def relation(order: Sequence[int]) -> Relation:
         held = tuple(sizes[m] for m in order) if by_size else ()
@@ -85,9 +86,7 @@ def balanced(
     def span(order: Sequence[int]) -> float:
         return span_of(relation(order), seconds, order, relative)
 
-    found = span(order)
-    if spec.num_routes > 1 and (other := span(_ascending(seconds))) < found:
-        found, order = other, _ascending(seconds)
+    found, _, order = min((span(order), at, order) for at, order in enumerate(orders))
     each = len(relation(order).actions) * (_SECONDS_PER_COMPILED if by_size else _SECONDS_PER_ACTION)
     trials = min(_MOST_TRIALS, int(SEARCH_SHARE * step_s / each))
     numbers = random.Random(0)

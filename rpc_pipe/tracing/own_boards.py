@@ -301,8 +301,11 @@ def list_program(spec: Spec, worker: int, order: Order, program: Iterable[Entry]
             [[back, str(need)] for back, need in reaches(spec, entry.action, spec.needs)] for entry in entries
         ],
     } if overlaps else {}  # fmt: skip
+    again = "+".join(str(stage) for stage in range(spec.num_stages) if spec.recomputes(stage))
+    options = {name: getattr(spec.parallelism, name) for name in ("replicas", "spread")} | {"recompute": again}
     return {
         **stream,
+        **({"by_size": {**spec.parameters(), **options}} if spec.needs_sizes else {}),
         "schedule": name_of(spec),
         "worker": worker,
         "microbatches": spec.num_microbatches,

@@ -27,16 +27,24 @@ def simulated(lengths, order="given", **options):
     return simulate(spec, lambda action: {F: 1, B: 2}.get(action.kind, 0) * factor(action))
 
 
-@pytest.mark.parametrize("limit", [1.0, 1.5, 3.0, 9.0])
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_no_timing_holds_more_than_the_window(limit, replicas):
+def least_window(schedule, lengths, **options):
+    """Return the least window that is not refused."""
+    spec = replace(make_spec(schedule, 4, len(lengths), {"window_tokens": 1, **options}), sizes=tuple(lengths))
+    with pytest.raises(ConfigError) as refused:
+        check_all(spec)
+    return int(str(refused.value).split("at least ")[1].split()[0])
+
+
+@pytest.mark.parametrize("limit", [1.0, 1.5, 4.0])
+@pytest.mark.parametrize("options", [{}, {"replicas": 2}, {"recompute": "0+1"}])
+@pytest.mark.parametrize("schedule", ["1f1b", "eager-1f1b", "zb-h1", "zb-h2", "interleaved"])
+def test_no_timing_holds_more_than_the_window(schedule, limit, options):
     """Forwards start as early as their needs allow, and backwards as late: the worst timing."""
     lengths = drawn(3)
-    most = int(limit * max(lengths))
-    spec = make_spec("1f1b", 4, len(lengths), {"window_tokens": most, "replicas": replicas})
-    spec = replace(spec, sizes=tuple(lengths))
+    most = int(limit * least_window(schedule, lengths, **options))
+    spec = replace(make_spec(schedule, 4, 16, {"window_tokens": most, **options}), sizes=tuple(lengths))
     check_all(spec)
-    for seed in range(20):
+    for seed in range(4):
         numbers = random.Random(seed)
         late = simulate(spec, lambda action, numbers=numbers: numbers.choice([0.01, 1, 30]), order="ready")
         assert max(late.peak_sizes) <= most
@@ -81,11 +89,29 @@ def test_a_window_below_one_microbatch_is_refused_with_the_least_that_works():
         make_spec("1f1b", 2, 4, {"window_tokens": 0})
 
 
+def test_a_window_of_several_stages_on_a_worker_holds_a_group_of_microbatches():
+    """On the second stage the first microbatch begins when the whole group of two has passed the first one."""
+    lengths = [1, 2, 4, 8]
+    assert least_window("1f1b", lengths) == 8
+    spec = make_spec("interleaved", 2, 4, {"window_tokens": 20})
+    check_all(replace(spec, sizes=tuple(lengths)))
+    with pytest.raises(ConfigError, match="20"):
+        check_all(replace(spec, window_tokens=19, sizes=tuple(lengths)))
+
+
+@pytest.mark.parametrize("schedule, near", [("zb-v", "zb-h1"), ("gpipe", "1f1b"), ("pipedream", "1f1b")])
+def test_a_schedule_without_such_windows_names_one_that_has_them(schedule, near):
+    """PipeDream took them from 1F1B without a word, and its first later step ended in an IndexError."""
+    with pytest.raises(ConfigError, match=near):
+        make_spec(schedule, 4, 8, {"window_tokens": 5})
+
+
 def test_simulate_shows_the_peak_of_lengths(capsys):
     asked = ["simulate", "--workers", "3", "--microbatches", "5", "--json", "--set", "window_tokens=6"]
     assert main([*asked, "--lengths", "3,1,1,1,2"]) == 0
     assert json.loads(capsys.readouterr().out)["peak_lengths"] == [6, 6, 4]
     assert main(asked) == 2
+    assert main(["compare", "--schedule", "1f1b", *asked[1:]]) == 2
 
 
 def test_a_search_gives_each_order_its_windows():
