@@ -76,8 +76,9 @@ def read_grouped(
         targets,
         found.shares,
         batch.rows,
-        count_tokens(inputs, targets),
-        (pack_description(f"{batch.label}, {found.label}", []), ""),
+        *count_tokens(inputs, targets),
+        (batch.waited_ns, batch.waited_for),
+        described=(pack_description(f"{batch.label}, {found.label}", []), ""),
         lazy=batch,
         sizes=found.sizes,
     )

@@ -12,11 +12,11 @@ from torch import Tensor
 from ...dependency import Action, BatchError, Spec, update_of
 from ...workers.compute.digest import describe
 from ...workers.compute.result import NUM_ITEMS
+from ...workers.step import StepData
 from ...workers.transport.call import pack_description
 from ...workers.transport.payload import Tree, map_tensors, shapes_in, split_rows, tensors_of
-from ...workers.transport.scatter import Scatter
 from .lazy_batch import LazyBatch, OwnRows, label_of
-from .token_count import TokenCount, count_tokens
+from .token_count import count_tokens
 
 #: splits a batch into (inputs, targets)
 Pair = Callable[[Tree], tuple[Tree, Tree]]
@@ -27,27 +27,16 @@ class SplitBatch(list[Tree]):
 
 
 @dataclass(frozen=True)
-class Microbatches:
-    """The microbatches of one batch."""
+class Microbatches(StepData):
+    """The microbatches of one batch. A share is 1 where the model divides by `NUM_ITEMS`."""
 
-    inputs: list[Tree]
     targets: list[Tree]
-    #: what the loss of each microbatch counts: its share of the rows, or 1 where the model divides by `NUM_ITEMS`
-    shares: list[float]
-    rows: int
-    tokens: TokenCount
     #: shapes and digests of inputs and targets, which are compared between workers
-    described: tuple[str, str]
+    described: tuple[str, str] = "", ""
     #: describes the batch as it is when this is called; None: it is a lazy one
     now: Callable[[], tuple[str, str]] | None = None
     #: the lazy batch that they were read from; None: the user passed the batch itself
     lazy: LazyBatch | None = None
-    #: the distribution from the reading worker, if other workers do not read
-    scatter: Scatter | None = None
-    #: if they are slices of sequences: where each begins and ends, and the sequence's length
-    places: list[tuple[int, int, int]] | None = None
-    #: if they have been put into another order: their numbers as given, in the order in which they run
-    order: tuple[int, ...] = ()
     #: (rows, length) of each, if all workers know these without reading
     sizes: list[tuple[int, int]] | None = None
     #: tokens of each, in the order in which they run, if windows go by these
@@ -95,7 +84,6 @@ class Microbatches:
         if 0 in rows:
             which = f"microbatch {rows.index(0)}" if len(rows) > 1 else "the batch"
             raise BatchError(f"{which} has no rows: needs at least 1, in tensors that each worker gets")
-        all_rows = sum(rows)
         sides = batch
 
         def now() -> tuple[str, str]:
@@ -105,16 +93,11 @@ class Microbatches:
             all_inputs,
             all_targets,
             _shares(rows, all_inputs[0], all_targets[0]),
-            all_rows,
-            count_tokens(*(batch if microbatches is not None else ([batch[0]], [batch[1]]))),
-            now(),
-            now,
+            sum(rows),
+            *count_tokens(*(batch if microbatches is not None else ([batch[0]], [batch[1]]))),
+            described=now(),
+            now=now,
         )
-
-    @property
-    def waited(self) -> tuple[int, str]:
-        """The wait for reading, in ns, and its cause."""
-        return (0, "") if self.lazy is None else (self.lazy.waited_ns, self.lazy.waited_for)
 
     def read_now(self) -> Microbatches:
         """Return these microbatches as this worker reads them now."""
@@ -148,8 +131,9 @@ class Microbatches:
             targets,
             _shares(rows, inputs[0], targets[0]),
             batch.rows,
-            count_tokens(inputs, targets),
-            (pack_description(batch.label, []), ""),
+            *count_tokens(inputs, targets),
+            (batch.waited_ns, batch.waited_for),
+            described=(pack_description(batch.label, []), ""),
             lazy=batch,
         )
 

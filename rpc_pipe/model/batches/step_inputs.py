@@ -152,11 +152,8 @@ class StepInputs:
         order = " ".join(map(str, batch.order))
         call = Call(actor.worker, what or f"step {number + 1}", self.described, *batch.described, weights, order=order)
         scales = update_shares(part.spec, batch.shares) if train and not part.spec.synchronous else None
-        data = StepData(
-            batch.inputs, None if what == "predict" else batch.targets, batch.shares,
-            rows=batch.rows, tokens=batch.tokens.tokens, with_padding=batch.tokens.with_padding, waited=batch.waited,
-            scales=scales, places=batch.places, scatter=batch.scatter, order=batch.order,
-        )  # fmt: skip
+        data: StepData = batch if scales is None else replace(batch, scales=scales)
+        data = replace(data, targets=None) if what == "predict" else data
         return StepInput(
             part, self._order, call, data,
             train=train, reductions=reductions, updates=self._step_end.updates(number), last=self._due(number + 1),
