@@ -54,13 +54,14 @@ class Pretrained:
         self.path = Path(path)
         if (self.path / _SINGLE).is_file():
             with opened(self.path / _SINGLE, ConfigError) as tensors:
-                self._files: dict[str, str] = dict.fromkeys(tensors.keys(), _SINGLE)
+                #: name of each tensor -> its file
+                self.files: dict[str, str] = dict.fromkeys(tensors.keys(), _SINGLE)
         elif (self.path / folder.INDEX).is_file():
             index = folder.read_json(self.path / folder.INDEX)
             if not isinstance(index, dict) or not isinstance(index.get("weight_map"), dict):
                 raise ConfigError(f"{self.path / folder.INDEX}: is damaged: it has no weight_map")
-            self._files = {str(key): str(file) for key, file in index["weight_map"].items()}
-            for file in sorted(set(self._files.values())):
+            self.files = {str(key): str(file) for key, file in index["weight_map"].items()}
+            for file in sorted(set(self.files.values())):
                 if Path(file).name != file or not (self.path / file).is_file():
                     raise ConfigError(f"{self.path / file}: is missing, and the index names it")
         else:
@@ -74,12 +75,12 @@ class Pretrained:
 
         A model with a head calls its body by one more name than the body alone does.
         """
-        if not names & self._files.keys():
+        if not names & self.files.keys():
             for name in sorted(names):
                 first, _, rest = name.partition(".")
-                if rest in self._files:
+                if rest in self.files:
                     return f"{first}.", ""
-            for name in sorted(self._files):
+            for name in sorted(self.files):
                 first, _, rest = name.partition(".")
                 if rest in names:
                     return "", f"{first}."
@@ -95,7 +96,7 @@ class Pretrained:
         """
         take, put = change
         found = {name: put + name.removeprefix(take) for name in own}
-        found = {name: other for name, other in found.items() if other in self._files}
+        found = {name: other for name, other in found.items() if other in self.files}
         for file, name, tensors in self._each(found):
             shape = tuple(tensors.get_slice(found[name]).get_shape())
             if shape != own[name].shape:
@@ -114,14 +115,9 @@ class Pretrained:
 
     def _each(self, found: Mapping[str, str]) -> Iterator[tuple[str, str, Any]]:
         """Yield the file, the name of each tensor, and the open file's entry."""
-        for file, names in by_file({name: self._files[other] for name, other in found.items()}).items():
+        for file, names in by_file({name: self.files[other] for name, other in found.items()}).items():
             with opened(self.path / file, ConfigError) as tensors:
                 yield from ((file, name, tensors) for name in names)
-
-    @property
-    def names(self) -> set[str]:
-        """Names of all tensors."""
-        return set(self._files)
 
 
 def load(actor: WorkerActor, where: Path, strict: bool) -> Loaded:
@@ -147,7 +143,7 @@ def load(actor: WorkerActor, where: Path, strict: bool) -> Loaded:
     (pretrained, found), told = together(actor, "pretrained read", find, names_of)
     loaded = Loaded(
         sorted({name for lacking, _ in told for name in lacking}),
-        sorted(pretrained.names - {name for _, used in told for name in used}),
+        sorted(pretrained.files.keys() - {name for _, used in told for name in used}),
     )
     if strict and (loaded.missing or loaded.unexpected):
         raise ConfigError(_unmet(where, loaded))

@@ -63,6 +63,8 @@ class Checkpoint:
             self.extra = decoded(manifest.get("extra"))
             #: name of a tensor -> (file, dtype and shape), by use
             self._tensors: dict[str, dict[str, tuple[str, list[Any]]]] = {"model": {}, "optimizer": {}}
+            #: names of the model's tensors
+            self.names = self._tensors["model"].keys()
             self._sums: dict[str, dict[str, int]] = {
                 name: each.get("sums", {}) for name, each in manifest["files"].items()
             }
@@ -98,11 +100,6 @@ class Checkpoint:
         sums = {key: each for of_file in self._sums.values() for key, each in of_file.items()}
         named = [(key, *buffer_of(key)) for key in self._tensors["optimizer"]]
         return sorted({name for key, route, name in named if route and sums.get(key) != sums.get(name)})
-
-    @property
-    def names(self) -> set[str]:
-        """Names of the model's tensors."""
-        return set(self._tensors["model"])
 
     def model(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the numbers for these parameters and buffers.

@@ -170,9 +170,8 @@ def compare(
 
 def _cost(spec: Spec, stages: Sequence[LayerCost], attention: float, factor: Cost | None) -> Cost:
     share = SliceCosts(attention=attention).time_share(spec)
-    if factor is None:
-        return lambda action: stages[action.stage].times.get(action.kind, 0) * share(action)
-    return lambda action: stages[action.stage].times.get(action.kind, 0) * share(action) * factor(action)
+    by = factor or (lambda action: 1)
+    return lambda action: stages[action.stage].times.get(action.kind, 0) * share(action) * by(action)
 
 
 def _row(

@@ -108,7 +108,8 @@ class View:
         #: whether the run stalls
         self.stalled = False
         self._steps: dict[int, dict[int, StepRecord]] = {}
-        self._pipelines: dict[int, int] = {}
+        #: by process, an id of its pipeline: steps of its next one count from 1 again
+        self.pipelines: dict[int, int] = {}
         #: by number of microbatches, and that of the listings
         self._specs: dict[tuple[int, int], Spec | None] = {}
         self._lost: tuple[float, int, LostTime | None] = (0.0, -1, None)
@@ -126,7 +127,7 @@ class View:
         # An earlier pipeline of the same process may have had more workers.
         count = newest["num_workers"] * newest.get("members", 1)
         self.headers = {rank: found for rank, found in update.headers.items() if rank < count}
-        self._pipelines = {
+        self.pipelines = {
             rank: earlier[rank] if found.get("newcomer") and rank in earlier else found["clock_ns"]
             for rank, found in self.headers.items()
         }
@@ -215,11 +216,6 @@ class View:
     def members(self) -> int:
         """The number of processes that form a worker together."""
         return next((header.get("members", 1) for header in self.headers.values()), 1)
-
-    @property
-    def pipelines(self) -> dict[int, int]:
-        """By process, an id of its pipeline: steps of its next one count from 1 again."""
-        return self._pipelines
 
     @property
     def spec(self) -> Spec | None:
