@@ -41,7 +41,7 @@ def check_answers(spec: Spec) -> None:
     for route in range(spec.num_routes):
         for stage in range(spec.num_stages):
             at = spec.place(stage, route)
-            if not isinstance(at, Integral) or not 0 <= at < spec.num_workers:
+            if not isinstance(at, Integral) or at not in (spec.numbers or range(spec.num_workers)):
                 raise ScheduleError(
                     f"place({stage}, {route}) returned {at!r}: it must be a worker, 0 to {spec.num_workers - 1}"
                 )

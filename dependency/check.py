@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from numbers import Integral
 from traceback import walk_tb
@@ -133,16 +133,16 @@ def _check_runs(spec: Spec, workers: Iterable[int]) -> None:
             for action in local_order(spec, worker):
                 _check_needs(spec, worker, action, slotted=True)
         return
-    for worker in range(spec.num_workers):
+    for worker in spec.workers:
         for action in spec.own_actions(worker):
             _check_needs(spec, worker, action, slotted=False)
     if has_program(spec):
-        programs = [actions_in(spec.program(w), f"program({w})") for w in range(spec.num_workers)]
-        for worker in range(spec.num_workers):
+        programs = {w: actions_in(spec.program(w), f"program({w})") for w in spec.workers}
+        for worker in spec.workers:
             _check_listed_once(spec, programs, worker)
         from .unroll import check_acyclic
 
-        check_acyclic(spec, programs)
+        check_acyclic(spec, list(programs.values()))
     else:
         next(local_order(spec, 0), None)  # unrolls the whole
 
@@ -196,7 +196,7 @@ def _why_not_run(spec: Spec, action: Action) -> str:
     return ""
 
 
-def _check_listed_once(spec: Spec, programs: list[list[Action]], worker: int) -> None:
+def _check_listed_once(spec: Spec, programs: Mapping[int, list[Action]], worker: int) -> None:
     missing = dict.fromkeys(spec.own_actions(worker))
     for action in programs[worker]:
         wrong, at = _why_not_run(spec, action), worker

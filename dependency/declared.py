@@ -62,6 +62,8 @@ class Declared(_Frozen):
     post_validation: ClassVar[bool] = False
     #: for asynchronous schedules: how often weights are updated
     update_every: ClassVar[Literal["step", "microbatch"]] = "step"
+    #: the workers with which the job began; None: these
+    numbers: ClassVar[range | None] = None
     #: replicas and slices, which transformations of a schedule add
     parallelism: ClassVar[Parallelism] = Parallelism()
 

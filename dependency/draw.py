@@ -44,7 +44,7 @@ def draw_cycle(spec: Spec, cycle: Sequence[Action]) -> str:
     return f"{_grid(rows)}\n{cycle[0]} waits for {cycle[-1]}{more}: the circle closes"
 
 
-def draw_listed(programs: Sequence[Sequence[Action]], action: Action, workers: Iterable[int]) -> str:
+def draw_listed(programs: Mapping[int, Sequence[Action]], action: Action, workers: Iterable[int]) -> str:
     """Draw the programs of `workers` around the places where they list `action`, or their beginnings."""
     lines = []
     for worker in sorted(set(workers)):

@@ -153,12 +153,12 @@ class Memory:
 
     def _whole(self, own: int) -> Iterator[tuple[bool, Action, list[Action]]]:
         """Yield the actions of all workers, each after its needs: a run of all of them in their orders."""
-        programs = [deque(self.program(worker)) for worker in range(self.spec.num_workers)]
+        programs = {worker: deque(self.program(worker)) for worker in self.spec.workers}
         done: set[Action] = set()
         moved = True
         while moved:
             moved = False
-            for worker, program in enumerate(programs):
+            for worker, program in programs.items():
                 while program:
                     action, within, pulled, *_ = program[0]
                     all_needs = *within, *(p.action for p in pulled)

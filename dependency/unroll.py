@@ -22,7 +22,7 @@ def unroll(spec: Spec) -> list[list[Action]]:
     Raises:
         ScheduleError: the relation has a cycle, which is drawn.
     """
-    workers = range(spec.num_workers)
+    workers = range(max(spec.workers) + 1)
     sorter = _sorted(spec, {action: spec.needs(action) for worker in workers for action in spec.own_actions(worker)})
     order: list[list[Action]] = [[] for _ in workers]
     ready: list[list[tuple[bool, int, int, str, Action]]] = [[] for _ in workers]

@@ -87,9 +87,12 @@ class Recovery:
         ConfigError: replicas of the model differ.
     """
 
+    #: makes the shards of epochs
+    heirs: Callable[[ElasticRun, ShardMaker], Heir] = Heir
+
     def __init__(self, job: Job, session: ElasticRun, maker: ShardMaker) -> None:
         self._session, self._actor = session, session.actors[0]
-        self._heir = Heir(session, maker)
+        self._heir = self.heirs(session, maker)
         self._root, self._place = root_of(job), place_of(job)
         self.accumulated = Accumulated(session.end.updates)
         #: calls since the last complete training step: made here, and known to be made by all workers
@@ -109,7 +112,7 @@ class Recovery:
             session.results = self.repetition = Repetition(self.journal, self._take_part, self._look)
             session.process = actor.worker or -1  # a newcomer does not log what has been logged
             return
-        link.tell(kind=epochs.READY, stages=[stage for stage, _ in session.spec.hosted(actor.worker)])
+        self._heir.tell_ready()
         self._heed_eviction()
         # When a worker trains, all are ready; and a peer without a message would count as one that has left.
         self.call(lambda actor: actor.exchange("elastic", None))
@@ -243,10 +246,13 @@ class Recovery:
             return  # a newcomer would lack gradients
         if self._session.epoch == self._noted_in:
             self._session.settle()
-        if self._session.epoch != self._noted_in:  # a worker has died since the step
-            return
+        if self._session.epoch == self._noted_in:  # else a worker has died since the step
+            self._rest("SIGTERM" if self._is_evicted else "")
+
+    def _rest(self, goes: str) -> None:
+        """Rest; `goes`: why this worker takes no part after that, if the launcher agrees."""
         self._made = self._ended = 0
-        link.tell(kind=epochs.RESTS, goes=self._is_evicted)
+        link.tell(kind=epochs.RESTS, goes=goes)
         late = Stalled(f"worker {self._actor.worker} rests after step {self._actor.step}, and another one does not")
         epoch = epochs.next_epoch(late, self._actor.stall_s)  # until then others may need payloads of this worker
         if self._actor.worker in epoch.gone:

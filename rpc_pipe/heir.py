@@ -10,6 +10,8 @@ from .checkpoints.newcomer import state_of, take_state
 from .checkpoints.resumption import Resumption
 from .dependency import ConfigError, Spec, StageLost, check
 from .dependency.relocating import relocated
+from .launching import launcher_link as link
+from .launching.epochs import READY
 from .workers.actor import WorkerActor
 from .workers.compute.buffer_mirror import BufferMirror, mirror_of
 from .workers.compute.lodging import Lodging
@@ -63,12 +65,16 @@ class Heir:
         #: the schedule with all its workers
         self._whole = session.spec
         for (_, route), shard in self._actor.shards.items():
-            _make_mirror(shard, route)
+            make_mirror(shard, route)
 
     @property
     def changes(self) -> bool:
         """Whether forwards change buffers here, as far as it is known."""
         return any(mirror_of(shard).changing for shard in self._actor.shards.values())
+
+    def tell_ready(self) -> None:
+        """Report the stages of this worker to the launcher."""
+        link.tell(kind=READY, stages=[stage for stage, _ in self._whole.hosted(self._actor.worker)])
 
     def take_over(self, gone: frozenset[int], comes: Collection[int], changes: bool) -> None:
         """Give newcomers their state, and host the shards that fall to this worker, without the workers `gone`.
@@ -127,7 +133,8 @@ class Heir:
                 raise _lost(shard, "forwards change weights or attributes of modules")
 
 
-def _make_mirror(shard: Shard, route: int) -> None:
+def make_mirror(shard: Shard, route: int) -> None:
+    """Let a replica have the buffers of all replicas."""
     assert shard.updating.pieces is not None
     shard.statistics = shard.updating.pieces.mirror = BufferMirror(shard, route)
 
@@ -140,7 +147,7 @@ def _part(host: Shard, guests: dict[int, Shard]) -> None:
     if mirror_of(host).is_stale:
         raise _lost(host, "buffers have changed since the last update")
     for route, guest in guests.items():
-        _make_mirror(guest, route)
+        make_mirror(guest, route)
     places, buffers = mirror_of(host).parted([*guests])
     host.lodging.part(places, dict(zip(guests.values(), buffers, strict=True)))
 

@@ -62,4 +62,8 @@ def elasticity(spec: Spec, job: Job | None, training: Training) -> Callable[[Ela
     from .elastic import Recovery, refuse_inelastic  # few jobs are
 
     refuse_inelastic(spec, job, training)
-    return partial(Recovery, job)
+    if job.shapes is None:
+        return partial(Recovery, job)
+    from .morphing import Morphing
+
+    return partial(Morphing, job)

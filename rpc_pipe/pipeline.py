@@ -163,16 +163,17 @@ class Pipeline(Inspected):
         self._session.cut_at_once(example)
 
     def _made(self) -> None:
-        """Go on when the shards of this process's workers are made."""
+        """Go on when the shards of this process's workers are made, or made anew in a later epoch."""
         if self._compile is not None:
             for shard in self._session.shards:
                 shard.slice.compile(self._compile)
-        if self._plan is not None:
+        if self._plan is not None and not self._session.epoch:
             from .planning.apply_plan import warn_if_other_model
 
             warn_if_other_model(self._plan, self._session.name, [actor.shards for actor in self.actors])
-        link.attach(self)
-        overrides.made(self)
+        if not self._session.epoch:
+            link.attach(self)
+            overrides.made(self)
 
     @property
     def worker(self) -> int:

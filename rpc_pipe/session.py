@@ -108,7 +108,8 @@ class Session:
         #: the number of this process for the script: 0 on the lowest live one
         self.process = 0 if job is None else job.rank
         #: None when the shards are made
-        self._maker: ShardMaker | None = ShardMaker(partition, seed, training, self._members, divide)
+        keeps = job is not None and job.shapes is not None
+        self._maker: ShardMaker | None = ShardMaker(partition, seed, training, self._members, divide, keeps)
         self.begin(spec)
 
     def begin(self, spec: Spec) -> None:

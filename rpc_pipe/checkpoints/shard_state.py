@@ -198,7 +198,7 @@ class Stages:
         for key in (*set(tensors) - self._beside, *self._plain):
             self._state.setdefault(key.removeprefix("state.").rpartition(".")[0], []).append(key)
 
-    def _wanted(self, shard: Shard, route: int, num_routes: int) -> list[str]:
+    def wanted(self, shard: Shard, route: int, num_routes: int) -> list[str]:
         """Return the names of the tensors that `shard` needs, which is of one of `num_routes`."""
         owned = shard.updating.owned
         is_trained = shard.optimizer is not None or owned is not None
@@ -247,7 +247,7 @@ class Stages:
         """
         if not self._groups:  # there is nothing more
             return lambda: None
-        tensors = self.read(self._wanted(shard, route, num_routes), self._laid_out(shard))
+        tensors = self.read(self.wanted(shard, route, num_routes), self._laid_out(shard))
         own = {key: each for key, each in tensors.items() if key in self._beside}
         beside = partial(self._apply_beside, shard, own, self._of_sums(shard, route, num_routes))
         optimizer, owned = shard.optimizer, shard.updating.owned

@@ -10,6 +10,7 @@ import re
 from argparse import ArgumentError, ArgumentTypeError
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any, NoReturn, TypeVar
 
 from ..dependency import Action, B, ConfigError, F, I, Kind, Spec, W
@@ -41,6 +42,14 @@ class Parser(argparse.ArgumentParser):
         """Add options of the table that commands share."""
         for name in names:
             self.add_argument(f"--{name}", **_SHARED[name])
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse, with the word behind `--elastic` as its value if that is no name of a script."""
+        words = list(args or ())
+        for at, (word, following) in enumerate(pairwise([*words, ""])):
+            if word == "--elastic" and not re.match(r"[\d:-]+$|[^/]*:", following):
+                words[at] = "--elastic=on"
+        return super().parse_known_args(words, namespace)
 
     def error(self, message: str) -> NoReturn:
         if wrong := re.match(r"argument (\S+): invalid choice: '(.*)' \(choose from (.*)\)$", message):

@@ -30,6 +30,19 @@ def whole(least: int = 0, most: int | None = None) -> Callable[[str], int]:
     return read
 
 
+def span(text: str) -> str | bool:
+    """Read the least and the most workers as MIN:MAX; `on` is True."""
+    if text == "on":
+        return True
+    if not re.fullmatch("[0-9]+:[0-9]+", text):
+        raise ArgumentTypeError(f"{text}: must be MIN:MAX, two numbers of workers, such as 2:4")
+    least, most = map(int, text.split(":"))
+    if not 2 <= least <= most:
+        why = "two workers have each stage" if min(least, most) < 2 else "the least number is the first one"
+        raise ArgumentTypeError(f"{text}: {why}; take {':'.join(map(str, sorted((max(2, least), max(2, most)))))}")
+    return text
+
+
 def wholes(text: str) -> list[int]:
     """Read whole numbers of at least 1 with commas."""
     if not re.fullmatch("0*[1-9][0-9]*(,0*[1-9][0-9]*)*", text):

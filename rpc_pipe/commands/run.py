@@ -35,7 +35,7 @@ from .options import (
     typed_checkpoints,
 )
 from .output_files import try_files
-from .readers import fraction, indices, number, some, whole
+from .readers import fraction, indices, number, some, span, whole
 
 if TYPE_CHECKING:
     from ..launching.launcher import How
@@ -72,7 +72,8 @@ def add(commands: Any) -> None:
     parser.add_argument("--log-workers", type=indices, metavar="0,...", help="show what these workers print (all)")
     parser.add_argument("--max-restarts", type=whole(0), metavar="N", help="restart up to N times after failures (0)")
     gone = "go on without workers that die: live replicas of their stages do their work (docs/elastic.md)"
-    parser.add_argument("--elastic", action="store_true", help=gone)
+    gone += "; MIN:MAX: in time with other numbers of stages and replicas, for so many workers"
+    parser.add_argument("--elastic", type=span, metavar="MIN:MAX", help=gone)
     back = "with --elastic: start a process in the place of a worker that has died; it takes part after a step"
     parser.add_argument("--rejoin", action="store_true", help=back)
     hosts = "with --elastic: hosts of the job; type the same line on each (1); without --elastic see torchrun"
@@ -164,6 +165,10 @@ def how(typed: Mapping[str, Any]) -> How:
     shown, workers = typed.get("log_workers"), typed.get("workers", PipeOptions.workers)
     if beyond := [worker for worker in shown or () if worker >= workers]:
         refuse_typed({"log_workers": beyond}, ["log_workers"], f"there are workers 0 to {workers - 1}")
+    least, most = map(int, typed["elastic"].split(":")) if typed.get("elastic", True) is not True else (2, 2)
+    if most > workers:
+        advice = f"take {min(least, workers)}:{workers}"
+        refuse_typed(typed, ["elastic"], f"{most} is more than the {workers} of --workers; {advice}")
     epochs = {"elastic": "elastic" in typed, "rejoins": "rejoin" in typed, "hosts": typed.get("hosts", 1)}
     if epochs["hosts"] > workers:
         refuse_typed(typed, ["hosts"], f"there are {workers} workers, and each host has one at least")
@@ -212,6 +217,8 @@ def refuse_idle(typed: dict[str, Any], job: Job | None) -> None:
         refuse_typed(typed, ["rejoin"], "needs --elastic: without it the job ends when a worker dies")
         refuse_typed(typed, ["hosts", "meet"], "needs --elastic; without it torchrun starts a job on several hosts")
     if "hosts" in typed:
+        if typed.get("elastic") is not True:
+            refuse_typed(typed, ["elastic"], "the shape stays on several hosts; take --elastic alone")
         refuse_typed(typed, ["port"], "several hosts meet where --meet says; leave it out")
     if ("hosts" in typed) != ("meet" in typed):
         refuse_typed(typed, ["hosts", "meet"], "type both: --hosts N --meet HOST:PORT")

@@ -188,6 +188,8 @@ class Attempt:
                     self._take_remote(event)
             self._printed.show(PATIENCE_S)
             tick()
+            if self._epochs is not None:
+                self._epochs.tick()
             if time.monotonic() > self._looked_at + _LOOK_EVERY_S:
                 self._look()
             if self._cause is not None:

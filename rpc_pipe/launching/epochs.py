@@ -7,6 +7,7 @@ launcher <──"caught up"── newcomer              it has made the calls of
 launcher <──"evicted"── worker                  it was sent SIGTERM, and goes when all rest
 launcher <──"cut"── worker                      it has lost the connection to a worker, and no epoch begins
 launcher <──"rests"── worker                    it has come to the end of the step
+launcher <──"shape"── worker                    the same one: what has become of stages and replicas
 launcher <──"resumed"── worker                  the lowest live one: the workers go on
 launcher <──"left"── worker                     it needs no other worker more
 launcher <──"word"── worker                     a record for all workers of several hosts, such as an address
@@ -25,15 +26,18 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ..dependency import EpochEnds, PipeError
+from .shape_changes import ShapeChanges
 
 if TYPE_CHECKING:
     from ..workers.transport.carrier import Carrier
 
+#: why a worker goes that has been asked to
+_SIGTERM = "SIGTERM"
 #: orders of the launcher: another epoch begins, with a line of JSON; all workers rest after a step; a record comes
 EPOCH, REST, WORD = b"e", b"p", b"w"
 #: messages of a worker
 READY, CAUGHT_UP, EVICTED, RESTS, RESUMED, LEFT = "ready", "caught up", "evicted", "rests", "resumed", "left"
-LEAVES_WORD, CUT = "word", "cut"
+LEAVES_WORD, CUT, SHAPE = "word", "cut", "shape"
 #: seconds that the launcher may take to see the end of a process, which breaks connections at once
 _WORD_S = 10.0
 #: seconds between looks whether a wait for a record is cancelled
@@ -47,10 +51,12 @@ class Roster(NamedTuple):
     gone: frozenset[int] = frozenset()
     #: whether the workers rest between two steps when it begins, and none of the epoch before has died
     planned: bool = False
+    #: for how many workers stages and replicas are chosen anew; 0: they stay
+    places: int = 0
 
     def order(self) -> bytes:
         """Return the launcher's line."""
-        return EPOCH + json.dumps([self.number, sorted(self.gone), self.planned]).encode() + b"\n"
+        return EPOCH + json.dumps([self.number, sorted(self.gone), self.planned, self.places]).encode() + b"\n"
 
 
 # --- in the launcher
@@ -99,8 +105,9 @@ class Epochs:
         self._caught_up: set[int] = set()
         #: workers that rest, workers that go, and the time since which there is no step
         self._resting: set[int] = set()
-        self._evicted: set[int] = set()
+        self._evicted: dict[int, str] = {}
         self._since = 0.0
+        self._shapes = ShapeChanges(num_processes)
         #: the stages of each worker
         self._stages: dict[int, list[int]] = {}
         #: a line on each epoch, the cause of the present one first
@@ -126,15 +133,18 @@ class Epochs:
         kind = message["kind"]
         if kind == RESUMED:
             self._resumes(message["step"])
+        elif kind == SHAPE:
+            self._cause += f": {message['text']}"
+            self._tell(f"epoch {self._now.number}: {self._cause}", False)
         elif kind == READY:
-            self._stages[rank] = message["stages"]
+            self._stages[rank], self._shapes.places = message["stages"], message.get("places", [])
             return False
         elif kind == LEFT:
             self._leaves(rank)
         elif kind == RESTS:
             self._rests(rank, message["goes"])
         elif kind == EVICTED:
-            self._evicted.add(rank)
+            self._evicted[rank] = _SIGTERM
             self._order_rest()
         elif kind == LEAVES_WORD:
             for worker in self._workers:
@@ -143,7 +153,8 @@ class Epochs:
             self._part({rank, message["peer"]})
         elif kind == CAUGHT_UP:
             self._caught_up.add(rank)
-            self._order_rest()
+            if self._coming():
+                self._order_rest()
         elif rank in self._newcomers and kind in ("failure", "wrong input"):
             self._tell(f"worker {rank}, a newcomer, fails: {message['text'].strip().splitlines()[-1]}", True)
         else:
@@ -162,7 +173,7 @@ class Epochs:
         if not dead or code >= 0 or list(come.values()) != [READY] * self._num_processes:
             return not dead
         name = next((known.name for known in signal.Signals if known == -code), f"signal {-code}")
-        self._evicted -= dead
+        self._evicted = {rank: why for rank, why in self._evicted.items() if rank not in dead}
         self._cause = what or f"worker {min(dead)} is gone ({name})"
         self._since = time.monotonic()
         for worker in self._workers:
@@ -186,10 +197,13 @@ class Epochs:
             return False
         return True
 
-    def _begin(self, gone: frozenset[int], planned: bool) -> None:
+    def _begin(self, gone: frozenset[int], planned: bool, places: int = 0) -> None:
         """Begin the epoch without `gone`, of which a worker that goes is told, too."""
-        told, self._now = gone & self._now.gone, Roster(self._now.number + 1, gone, planned)
+        told, before = gone & self._now.gone, self._now
+        self._now = Roster(before.number + 1, gone, planned, places)
         self._resting.clear()
+        self._shapes.begins(before, self._now, {each for each, why in self._evicted.items() if why != _SIGTERM})
+        self._stages = {} if places else self._stages
         self._tell(
             f"{self._cause}: epoch {self._now.number}" + (f" without {sorted(gone)}" if gone else ""), not planned
         )
@@ -215,14 +229,27 @@ class Epochs:
             if worker.rank not in self._now.gone:
                 worker.order(REST)
 
-    def _rests(self, rank: int, goes: bool) -> None:
-        """A worker rests; when all do, the next epoch begins."""
+    def tick(self) -> None:
+        """Let all rest for another shape where workers have been missing for long."""
+        if self._shapes.falls_due(self._now.gone):
+            self._order_rest()
+
+    def _coming(self) -> set[int]:
+        """Return the newcomers that could take part now."""
+        return self._shapes.useful(self._caught_up & self._newcomers, self._now.gone)
+
+    def _rests(self, rank: int, goes: str) -> None:
+        """A worker rests; when all do, the next epoch begins.
+
+        Args:
+            goes: why it goes then; "": it stays.
+        """
         self._since = time.monotonic() if not self._resting else self._since
         self._resting.add(rank)
-        self._evicted |= {rank} if goes else set()
+        self._evicted |= {rank: goes} if goes else {}
         if len(self._resting | self._now.gone) < self._num_processes:
             return
-        comes, goes_now = self._caught_up & self._newcomers, self._evicted - self._now.gone
+        comes, goes_now = self._coming(), {each for each in self._evicted if each not in self._now.gone}
         lines = [f"worker {each} is back" for each in sorted(comes)]
         if self._loses_a_stage((self._now.gone - comes) | goes_now):
             lines += [f"worker {each} is to go (SIGTERM)" for each in sorted(goes_now)]
@@ -230,12 +257,15 @@ class Epochs:
             goes_now = set()
             for worker in self._workers:
                 worker.order_stop()
-        self._cause = ", ".join(lines + [f"worker {each} goes (SIGTERM)" for each in sorted(goes_now)])
+        gone = (self._now.gone - comes) | goes_now
+        places, why = self._shapes.chosen(comes, gone)
+        leave = [f"worker {each} goes ({self._evicted[each]})" for each in sorted(goes_now)]
+        self._cause = ", ".join(lines + why + leave)
         self._newcomers -= comes
         self._ended -= comes
-        self._caught_up.clear()
+        self._caught_up -= comes
+        self._begin(gone, planned=True, places=places)
         self._evicted.clear()
-        self._begin((self._now.gone - comes) | goes_now, planned=True)
 
     def _loses_a_stage(self, gone: Collection[int]) -> bool:
         """Return whether no worker but `gone` has a stage."""
@@ -248,7 +278,7 @@ class Epochs:
         self._tell(f"epoch {self._now.number}: goes on with step {step}, {took} after the {why}", False)
         how = "no step repeated" if self._now.planned else f"step {step} repeated"
         self._history.append(f"epoch {self._now.number}: {self._cause} before step {step}: {took}, {how}")
-        if self._caught_up or self._evicted:
+        if self._coming() or self._evicted or self._shapes.is_due:
             self._order_rest()
 
     def _leaves(self, rank: int) -> None:
@@ -296,9 +326,9 @@ def _read_roster(descriptor: int, actors: Iterable[Resting]) -> None:
     global _newest
     if not (line := _line(descriptor)):
         return
-    number, gone, planned = json.loads(line)
+    number, gone, planned, places = json.loads(line)
     _newest = number
-    _begun.put(Roster(number, frozenset(gone), planned))
+    _begun.put(Roster(number, frozenset(gone), planned, places))
     for actor in () if planned else actors:
         actor.carrier.fault(EpochEnds(f"epoch {number} begins without workers {gone}"))
 

@@ -23,6 +23,8 @@ _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 INIT = "RPC_PIPE_INIT"
 #: environment variables: whether the job goes on without workers that die, and the number of hosts with launchers
 ELASTIC, HOSTS = "RPC_PIPE_ELASTIC", "RPC_PIPE_HOSTS"
+#: environment variable: for how many seconds workers are missing before stages and replicas are chosen anew
+RESHAPE_AFTER = "RPC_PIPE_RESHAPE_AFTER"
 #: environment variable set by `--rejoin`: whether processes come in their places
 REJOINS = "RPC_PIPE_REJOIN"
 TRANSPORT, TRUST, PORT, KEY = "RPC_PIPE_TRANSPORT", "RPC_PIPE_TRUST_NETWORK", "RPC_PIPE_PORT", "RPC_PIPE_KEY_FILE"
@@ -66,6 +68,8 @@ class Job:
     ways: tuple[str, ...] = ("memory",)
     #: whether it goes on without workers that die
     elastic: bool = False
+    #: least and most workers for which stages and replicas are chosen anew; None: both stay
+    shapes: tuple[int, int] | None = None
     #: whether processes come in the places of workers that have died
     rejoins: bool = False
     #: whether this process comes in the place of a worker that has died
@@ -106,7 +110,8 @@ def current_job(environ: Mapping[str, str] | None = None) -> Job | None:
         port=_number(environ, PORT, 0),
         key_file=Path(environ[KEY]) if KEY in environ else None,
         lost_after_s=seconds(environ, "RPC_PIPE_LOST_AFTER", Job.lost_after_s),
-        elastic=_on(environ, ELASTIC, "off"),
+        elastic=(has_shapes := ":" in environ.get(ELASTIC, "")) or _on(environ, ELASTIC, "off"),
+        shapes=tuple(map(int, environ[ELASTIC].split(":"))) if has_shapes else None,
         rejoins=_on(environ, REJOINS, "off"),
         newcomer=_on(environ, NEWCOMER, "off"),
     )

@@ -104,9 +104,32 @@ class ObservedPartition:
                 raise
             logger.info("blocks: %s, as %s", ", ".join(needed.blocks), needed)
             observed = self._cut(inputs, needed.blocks)
-        self._observed, self._output_type = observed, type(observed.output)
+        self._output_type = type(observed.output)
         if trained and self.loss_is_inside:
             loss_of_output(observed.output)
+        self._settle(observed)
+
+    def anew(self, num_stages: int) -> ObservedPartition:
+        """Return the same model with another cut, before it is released.
+
+        Raises:
+            ModelError: the model cannot be cut like this.
+        """
+        assert self._observed is not None, "not observed, or released"
+        made = copy.copy(self)
+        made.module_copies, made.ranges = ModuleCopies(), cut(self._observed.num_blocks, num_stages, None)
+        self._observed.check(made.ranges)
+        made._settle(self._observed)
+        return made
+
+    @property
+    def num_layers(self) -> int:
+        """The number of calls of blocks."""
+        return self.ranges[-1].stop
+
+    def _settle(self, observed: ObservedModel) -> None:
+        """Have the cut of an observed model."""
+        self._observed = observed
         self._refuse_loss_of_attributes(observed)
         self.shared, self.uses = observed.shared(self.ranges), observed.uses(self.ranges)
         self.block_names = [block.path for block in observed.blocks]

@@ -203,6 +203,17 @@ class LayerPartition:
             )
         return layers, children
 
+    def anew(self, num_stages: int) -> LayerPartition:
+        """Return the same model with another cut, before it is released.
+
+        Raises:
+            ModelError: its builder makes stages as it likes.
+        """
+        assert self._model is not None, "released"
+        if not self._counted and num_stages != self._num_stages:
+            raise ModelError("model: the builder has no num_layers, so its stages cannot be cut anew; give it one")
+        return LayerPartition(self._model, num_stages, None, self.loss_fn)
+
     @property
     def given(self) -> Any:
         """The user's model, until it is released."""

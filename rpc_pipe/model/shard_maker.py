@@ -101,6 +101,7 @@ class ShardMaker:
     Args:
         members: the processes that share the shards; None: this one alone.
         divide: divides a layer or block among them.
+        keeps: whether the model is kept, to be cut anew.
     """
 
     def __init__(
@@ -110,8 +111,9 @@ class ShardMaker:
         training: Training,
         members: Members | None = None,
         divide: Divide | None = None,
+        keeps: bool = False,
     ) -> None:
-        self._model, self._members, self._divide = model, members, divide
+        self.model, self._members, self._divide, self._keeps = model, members, divide, keeps
         self.seed = seed
         self._training = training
         #: how parameters that several hold are divided, when the shards have been made
@@ -121,13 +123,14 @@ class ShardMaker:
         self.weights = ""
 
     def hosted(
-        self, spec: Spec, worker: int, device: torch.device, here: Sequence[int]
+        self, spec: Spec, worker: int, device: torch.device, here: Sequence[int], *, copied: bool = False
     ) -> dict[tuple[int, int], Shard]:
         """Return the shards of `worker`, on `device`, by (stage, route).
 
         Args:
             here: the workers of this process. If they hold a stage by several routes, the first route uses the user's
                 modules, which the user may change between two steps, and the other routes use copies.
+            copied: whether the first route uses copies, too, as shards of another cut have the modules.
         """
         randomness = Randomness(self.seed, device)
         if self._members is not None:
@@ -137,28 +140,29 @@ class ShardMaker:
         first: dict[int, int] = {}
         for stage, route in chain.from_iterable(map(spec.hosted, here)):
             first[stage] = min(route, first.get(stage, route))
-        made = {(s, r): self._make(spec, s, r, randomness, r - first[s]) for s, r in spec.hosted(worker)}
-        if spec.takes_steps and (spec.num_routes > 1 or self._model.shared):
+        made = {(s, r): self._make(spec, s, r, randomness, r - first[s] + copied) for s, r in spec.hosted(worker)}
+        if spec.takes_steps and (spec.num_routes > 1 or self.model.shared):
             from ..workers.compute.ownership import divided
 
-            self.divided = divided(spec, self._model.shared, self._buckets)
+            self.divided = divided(spec, self.model.shared, self._buckets)
         return made
 
     def end(self, shards: Sequence[Shard]) -> None:
         """Record the state of the user's modules and drop the model, when all shards of this process have been made."""
-        refuse_stale_weights(self._model.given, [parameter for shard in shards for parameter in shard.parameters()])
-        self._model.module_copies.begin()
-        self._model.release()
+        refuse_stale_weights(self.model.given, [parameter for shard in shards for parameter in shard.parameters()])
+        self.model.module_copies.begin()
+        if not self._keeps:
+            self.model.release()
 
     def _make(self, spec: Spec, stage: int, route: int, randomness: Randomness, replica: int) -> Shard:
-        slice = self._model.slice(stage, randomness, replica, self._divide)
+        slice = self.model.slice(stage, randomness, replica, self._divide)
         if self._training.deferred_batch_norm:
             from ..workers.compute.batch_norm import defer
 
             defer(slice.own)
         if spec.num_routes > 1:
             self.weights += f"{stage}={digest(map(local, slice.state_dict().values())):x} "
-        loss_fn = self._model.loss_fn if stage == spec.last_stage else None
+        loss_fn = self.model.loss_fn if stage == spec.last_stage else None
         if spec.num_routes > 1 and loss_fn is not None:
             loss_fn = _unchanging(loss_fn)
         pieces = self._pieces(spec, stage, route, slice)
@@ -166,6 +170,10 @@ class ShardMaker:
             stage, slice, randomness,
             loss_fn=loss_fn, training=self._training, pieces=pieces, updating=self._updating,
         )  # fmt: skip
+
+    def anew(self, num_stages: int) -> ShardMaker:
+        """Return a maker of the shards of the same model, which has been kept, with another cut."""
+        return ShardMaker(self.model.anew(num_stages), self.seed, self._training, keeps=True)
 
     def guest(self, spec: Spec, stage: int, route: int, host: Shard, device: torch.device) -> Shard:
         """Return one more replica of a stage on its worker, with the weights of one that is there."""
@@ -192,7 +200,7 @@ class ShardMaker:
             return None
         from ..workers.compute.ownership import Ownership
 
-        pieces = Ownership(spec, stage, route, slice.named_parameters(), self._model.shared, Statistics(slice.own))
+        pieces = Ownership(spec, stage, route, slice.named_parameters(), self.model.shared, Statistics(slice.own))
         self._buckets[stage] = pieces.num_buckets
         return pieces
 

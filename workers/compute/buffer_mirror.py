@@ -117,6 +117,11 @@ class BufferMirror(Statistics):
         for key, tensor in self.held.get(self._route, {}).items():
             getattr(*places[key]).copy_(tensor)
 
+    def share(self, routes: int) -> None:
+        """Have this replica's buffers for all of `routes` replicas."""
+        own = {key: getattr(*place).clone() for key, place in self._places.items()}
+        self.held = dict.fromkeys(range(routes), own)
+
     @property
     def is_stale(self) -> bool:
         """Whether buffers have changed since the last step that has committed."""

@@ -312,11 +312,11 @@ class Outputs:
     """
 
     def __init__(self, spec: Spec, to: int | Collection[int] | None) -> None:
-        everybody = range(spec.num_workers)
+        everybody = spec.numbers or range(spec.num_workers)
         takers = everybody if to is None else to if isinstance(to, Collection) else [to]
         for worker in takers:
             if not isinstance(worker, int) or isinstance(worker, bool) or worker not in everybody:
-                raise BatchError(f"to {worker!r}: must be a worker, 0 to {spec.num_workers - 1}, or a list of such")
+                raise BatchError(f"to {worker!r}: must be a worker, 0 to {everybody[-1]}, or a list of such")
         taken = sorted(set(takers))
         name = "outputs" if to is None else f"outputs to {', '.join(map(str, taken)) or 'nobody'}"
         # Worker 0 is the lowest live one for a script, and a dead one takes nothing.

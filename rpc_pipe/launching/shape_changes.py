@@ -1,0 +1,73 @@
+"""When the workers of an elastic job take another shape: its launcher counts the workers that are missing."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Collection, Set
+from typing import Protocol
+
+from .job import RESHAPE_AFTER, seconds
+
+#: seconds for which workers may be missing before the shape is chosen anew
+_AFTER_S = 60.0
+
+
+class Began(Protocol):
+    """An epoch: the workers that it is without, and for how many the shape is chosen anew in it."""
+
+    gone: frozenset[int]
+    planned: bool
+    places: int
+
+
+class ShapeChanges:
+    """The numbers of stages and replicas of a job, as far as its launcher knows them.
+
+    Attributes:
+        places: by number of live workers, how many of them the best shape has places for; empty: the shape stays.
+        is_due: whether the shape is chosen anew when all rest next.
+    """
+
+    def __init__(self, num_processes: int) -> None:
+        self._num_processes, self.places = num_processes, list[int]()
+        self._missing: set[int] = set()
+        self._due, self.is_due, self._is_other = 0.0, False, False
+        self._after_s = seconds(os.environ, RESHAPE_AFTER, _AFTER_S)
+
+    def _placed(self, gone: Collection[int]) -> int:
+        """Return how many workers have places in the best shape without `gone`; 0: there is no other shape."""
+        return self.places[self._num_processes - len(gone)] if self.places else 0
+
+    def falls_due(self, gone: Collection[int]) -> bool:
+        """Return whether workers have been missing for long, once."""
+        if not self._missing:
+            self._due = 0.0
+        self._due = self._due or time.monotonic() + self._after_s
+        if self.is_due or not self._missing or time.monotonic() < self._due or not self._placed(gone):
+            return False
+        self.is_due = True
+        return True
+
+    def useful(self, comes: set[int], gone: Set[int]) -> set[int]:
+        """Return the newcomers that may take part: in another shape, only if it has places for more."""
+        return comes if not self._is_other or self._placed(gone - comes) > self._num_processes - len(gone) else set()
+
+    def chosen(self, comes: Set[int], gone: Collection[int]) -> tuple[int, list[str]]:
+        """Return for how many workers the shape is chosen anew, and why; 0: it stays.
+
+        Args:
+            comes: workers that are back.
+            gone: workers that are missing then.
+        """
+        missing = sorted(self._missing - comes) if self.is_due else []
+        why = [f"workers {missing} are missing for {self._after_s:g} s"] if missing else []
+        return (self._placed(gone) if missing or (self._is_other and comes) else 0), why
+
+    def begins(self, before: Began, now: Began, needless: Set[int]) -> None:
+        """Note that an epoch begins; `needless`: workers that go as they have no place."""
+        self._missing = (self._missing | (now.gone - before.gone - needless)) & now.gone
+        if now.places:
+            self._missing, self._is_other = set(), now.places < self._num_processes
+        if now.planned:
+            self._due, self.is_due = 0.0, False

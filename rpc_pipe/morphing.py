@@ -1,0 +1,216 @@
+"""Other numbers of stages and replicas for the workers that are there (`rpc-pipe run --elastic MIN:MAX`).
+
+    rest ── epoch with places ── shards of the other cut ── tensors by the unsplit model's names ── "moved" ── go on
+
+All workers know how many live, and so choose the same shape. The shards of before stay until every worker has told
+"moved", which is the commit. If no live worker has seen all tell it, the shape of before stays. If one has, all hold
+the state of the other shape, and take it. The batch and its microbatches stay, so losses are the same within rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+from .arguments import describe
+from .checkpoints.moving import move
+from .dependency import ConfigError, PipeError, Spec, check
+from .dependency.relocating import relocated
+from .dependency.reshaping import renumbered, reshaped
+from .elastic import Recovery
+from .heir import ElasticRun, Heir, make_mirror
+from .launching import launcher_link as link
+from .launching.epochs import READY, SHAPE, Roster
+from .workers.compute.buffer_mirror import mirror_of
+
+if TYPE_CHECKING:
+    from .launching.job import Job
+    from .model.shard_maker import ShardMaker
+    from .session import Session
+    from .workers.compute.shard import Shard
+
+
+class _Cut(NamedTuple):
+    """The shards of this worker in another shape, which begins with an epoch."""
+
+    number: int
+    spec: Spec
+    maker: ShardMaker
+    shards: dict[tuple[int, int], Shard]
+
+
+def shapes(spec: Spec, least: int, most: int, num_layers: int) -> list[Spec | None]:
+    """Return, for 0 live workers, 1 and so on to all, `spec` in the shape for so many; None: there is none.
+
+    A shape has a second replica of each stage. So the least workers have half as many stages, and the model fits into
+    so many; no shape has fewer. Among those with most workers the number of stages is nearest to that of `spec`.
+    """
+    first = spec.num_workers // spec.parallelism.replicas
+    pairs = [
+        (n, r) for n in range(max(1, least // 2), most // 2 + 1) for r in range(2, most // n + 1) if n * r >= least
+    ]
+    pairs.sort(key=lambda pair: (-pair[0] * pair[1], abs(pair[0] - first), -pair[0]))
+    possible = [made for pair in pairs if (made := _possible(spec, *pair, num_layers)) is not None]
+    every = range(spec.num_workers + 1)
+    return [next((made for made in possible if made.num_workers <= live), None) for live in every]
+
+
+def _possible(spec: Spec, per_replica: int, replicas: int, num_layers: int) -> Spec | None:
+    """Return a schedule in a shape; None: it cannot be."""
+    with suppress(PipeError):
+        made = reshaped(spec, per_replica * replicas, replicas)
+        check(made, 0)
+        rows = spec.num_microbatches // len(spec.parallelism.slices)
+        return made if made.num_stages <= num_layers and replicas <= rows else None
+    return None
+
+
+class ShapedHeir(Heir):
+    """A worker's shards where shapes change.
+
+    Attributes:
+        shapes: by number of live workers.
+        leaving: live workers without state of the shape, or a place in it.
+    """
+
+    def __init__(self, bounds: tuple[int, int], session: ElasticRun, maker: ShardMaker) -> None:
+        super().__init__(session, maker)
+        self._run, self._numbers = cast("Session", session), range(session.spec.num_workers)
+        #: the epoch in which the shape began; 0: the job did
+        self._number = 0
+        #: shards of a shape that some workers may not have
+        self._cut: _Cut | None = None
+        self.leaving: set[int] = set()
+        least, most = bounds
+        if session.spec.parallelism.zero:
+            raise ConfigError(f"--elastic {least}:{most}: zero=1 divides optimizer states by replicas; leave zero out")
+        self.shapes = shapes(session.spec, least, most, len(self._run.partition.block_names))
+        if not any(self.shapes):
+            why = f"no stages times replicas of {type(session.spec).__name__} are so many workers"
+            raise ConfigError(f"--elastic {least}:{most}: {why}; take {max(2, least - 1)}:{most}")
+
+    def tell_ready(self) -> None:
+        stages = [stage for stage, _ in self._whole.hosted(self._actor.worker)]
+        places = [0 if each is None else each.num_workers for each in self.shapes]
+        link.tell(kind=READY, stages=stages, places=places)
+
+    def agree(self) -> None:
+        """Take the newest shape that a live worker has."""
+        actor, cut, self._cut = self._actor, self._cut, None
+        own = self._number if cut is None else cut.number
+        told = dict(zip(sorted(actor.carrier.workers), actor.exchange("shape", [self._number, own]), strict=True))
+        top = max(number for number, _ in told.values())
+        if cut is not None and self._number < top == cut.number:
+            self._take(cut)
+        without = {worker for worker, has in told.items() if top not in has}  # newcomers: a change was broken off
+        self.leaving = without | (told.keys() - {*self._whole.workers} if top else set())
+
+    def morph(self, epoch: Roster, comes: Collection[int]) -> str:
+        """Change to the shape for as many workers as an epoch has places for; return a sentence on it.
+
+        Args:
+            comes: workers of the epoch without state.
+        """
+        actor, live, spec = self._actor, sorted(self._actor.carrier.workers), self.shapes[epoch.places]
+        assert spec is not None
+        was, failure, sent = _named(self._whole), "", 0
+        try:
+            cut = self._made(epoch.number, renumbered(spec, live[: spec.num_workers], self._numbers))
+        except ConfigError as error:
+            failure = str(error)
+        failures = [*filter(None, actor.exchange("can change", failure))]
+        if not failures:
+            try:
+                sent = move(actor, self._given(epoch.gone, comes), cut.shards, spec.num_routes)
+                self._cut = cut
+            except ConfigError as error:
+                failure = str(error)
+            told = actor.exchange("moved", [failure, sent])
+            failures = [each for each, _ in told if each]
+        if failures:
+            self._cut, self.leaving = None, set(comes)
+            return f"{was} stay: {failures[0]}"
+        self._take(cut)
+        self._cut, self.leaving = None, set(live[spec.num_workers :])
+        placed = f"{spec.num_workers} of {len(live)} live workers"
+        return f"{was} become {_named(spec)} on {placed}, {sum(each for _, each in told):,} bytes moved"
+
+    def _given(self, gone: frozenset[int], comes: Collection[int]) -> list[int]:
+        """Return the stages whose state this worker gives; none if it comes without."""
+        if self._actor.worker in comes:
+            return []
+        spec = relocated(self._whole, gone.union(comes))
+        return [stage for stage in range(spec.num_stages) if spec.place(stage, 0) == self._actor.worker]
+
+    def _made(self, number: int, spec: Spec) -> _Cut:
+        """Make this worker's shards of another shape.
+
+        Raises:
+            ConfigError: they could not do as its shards do now.
+        """
+        for shard in self._run.shards:
+            if shard.state.weights or mirror_of(shard).changes_more or shard.updating.on_gradients:
+                raise ConfigError(
+                    f"forwards of stage {shard.stage} change more than buffers, or on_gradients was called"
+                )
+        maker, worker = self._maker.anew(spec.num_stages), self._actor.worker
+        shards = maker.hosted(spec, worker, self._actor.backend.device, [worker], copied=True)
+        for (_, route), shard in shards.items():
+            make_mirror(shard, route)
+        return _Cut(number, spec, maker, shards)
+
+    def _take(self, cut: _Cut) -> None:
+        """Have the shards of another shape."""
+        run, (self._number, self._whole, self._maker, shards) = self._run, cut
+        run.partition, run.end.divided = self._maker.model, self._maker.divided
+        run.described = describe(self._whole, run.partition.ranges, self._maker.seed)
+        self._actor.host(shards, shards)
+        self._maker.end([*shards.values()])
+        run.made()
+
+
+class Morphing(Recovery):
+    """Goes on in another shape where workers have been missing for long, or have come."""
+
+    _heir: ShapedHeir
+
+    def __init__(self, job: Job, session: ElasticRun, maker: ShardMaker) -> None:
+        assert job.shapes is not None
+        self.heirs = partial(ShapedHeir, job.shapes)
+        super().__init__(job, session, maker)
+
+    def _begin_with(self, epoch: Roster, comes: Collection[int], *more: Any) -> None:
+        heir, actor = self._heir, self._actor
+        heir.agree()
+        if epoch.places:
+            actor.resume(actor.carrier, actor.step)
+            self._session.epoch = epoch.number
+            text, comes = heir.morph(epoch, comes), ()
+            heir.tell_ready()
+            if actor.worker == min(actor.carrier.workers):
+                link.tell(kind=SHAPE, text=text)
+        if not heir.leaving:  # else all rest once more
+            super()._begin_with(epoch, comes, *more)
+
+    def rest(self) -> None:
+        super().rest()
+        self._part()
+
+    def _take_part(self) -> bool:
+        takes_part = super()._take_part()
+        if takes_part:
+            self._part()
+        return takes_part
+
+    def _part(self) -> None:
+        """Rest until workers without a place have gone."""
+        while self._heir.leaving:
+            self._rest("it has no place" if self._actor.worker in self._heir.leaving else "")
+
+
+def _named(spec: Spec) -> str:
+    """Return the shape of a schedule in words."""
+    stages, replicas = spec.num_stages, spec.parallelism.replicas
+    return f"{stages} stage{'s' * (stages > 1)} x {replicas} replica{'s' * (replicas > 1)}"
