@@ -109,6 +109,7 @@ def folder(name):
         "pipeline",
         "session",
         "elastic",
+        "morphing",
         "heir",
         "own_workers",
         "own_members",

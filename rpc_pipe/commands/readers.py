@@ -38,8 +38,8 @@ def span(text: str) -> str | bool:
         raise ArgumentTypeError(f"{text}: must be MIN:MAX, two numbers of workers, such as 2:4")
     least, most = map(int, text.split(":"))
     if not 2 <= least <= most:
-        why = "two workers have each stage" if min(least, most) < 2 else "the least number is the first one"
-        raise ArgumentTypeError(f"{text}: {why}; take {':'.join(map(str, sorted((max(2, least), max(2, most)))))}")
+        low, high = sorted((max(2, least), max(2, most)))
+        raise ArgumentTypeError(f"{text}: must be at least 2 workers, the least number first; take {low}:{high}")
     return text
 
 

@@ -202,7 +202,8 @@ class Epochs:
         told, before = gone & self._now.gone, self._now
         self._now = Roster(before.number + 1, gone, planned, places)
         self._resting.clear()
-        self._shapes.begins(before, self._now, {each for each, why in self._evicted.items() if why != _SIGTERM})
+        dies = {each for each in gone - before.gone if self._evicted.get(each, _SIGTERM) == _SIGTERM}
+        self._shapes.begins(dies, gone, planned, places)
         self._stages = {} if places else self._stages
         self._tell(
             f"{self._cause}: epoch {self._now.number}" + (f" without {sorted(gone)}" if gone else ""), not planned

@@ -5,20 +5,11 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Collection, Set
-from typing import Protocol
 
 from .job import RESHAPE_AFTER, seconds
 
 #: seconds for which workers may be missing before the shape is chosen anew
 _AFTER_S = 60.0
-
-
-class Began(Protocol):
-    """An epoch: the workers that it is without, and for how many the shape is chosen anew in it."""
-
-    gone: frozenset[int]
-    planned: bool
-    places: int
 
 
 class ShapeChanges:
@@ -64,10 +55,16 @@ class ShapeChanges:
         why = [f"workers {missing} are missing for {self._after_s:g} s"] if missing else []
         return (self._placed(gone) if missing or (self._is_other and comes) else 0), why
 
-    def begins(self, before: Began, now: Began, needless: Set[int]) -> None:
-        """Note that an epoch begins; `needless`: workers that go as they have no place."""
-        self._missing = (self._missing | (now.gone - before.gone - needless)) & now.gone
-        if now.places:
-            self._missing, self._is_other = set(), now.places < self._num_processes
-        if now.planned:
+    def begins(self, dies: Set[int], gone: Set[int], planned: bool, places: int) -> None:
+        """Note that an epoch begins.
+
+        Args:
+            dies: workers that are missing from now on.
+            gone: all workers that it is without.
+            places: for how many workers the shape is chosen anew in it; 0: it stays.
+        """
+        self._missing = (self._missing | dies) & gone
+        if places:
+            self._missing, self._is_other = set(), places < self._num_processes
+        if planned:
             self._due, self.is_due = 0.0, False

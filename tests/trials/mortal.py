@@ -4,7 +4,7 @@ HOW: `step`, or `train` with an evaluation, a prediction and a checkpoint within
 with commas, `what` a kind of action, `meet` (within a recovery), or a part of the loop: `evaluate`, `predict`,
 `pretrained`, `save`, `write` (within a checkpoint); `evict`: SIGTERM; or `cut`: the connection to another worker
 breaks. With WAITS=on in the environment a step takes 100 ms (`long`: 500 ms) more while a worker is missing, so that
-a newcomer can come. ACCUMULATE: steps of an update.
+a newcomer can come; `shape`: 500 ms more until no worker is missing in the shape. ACCUMULATE: steps of an update.
 MODEL: `conv`: residual blocks with batch normalisation, and a moving average in a buffer; `deferred`: with
 deferred_batch_norm. The losses are written with the buffers of all replicas.
 """
@@ -133,8 +133,10 @@ def after(step: int, loss: float) -> None:
         carrier.lose(min(carrier.workers - {RANK}), "the connection broke")
     if (step, "evict") in kills:
         os.kill(os.getpid(), signal.SIGTERM)
-    if "WAITS" in os.environ and not pipe.replaying and len(pipe.actors[0].carrier.workers) < pipe.num_workers:
-        time.sleep(0.5 if os.environ["WAITS"] == "long" else 0.1)
+    there = pipe.spec.workers if os.environ.get("WAITS") == "shape" else pipe.actors[0].carrier.workers
+    count = pipe.spec.num_workers if os.environ.get("WAITS") == "shape" else pipe.num_workers
+    if "WAITS" in os.environ and not pipe.replaying and len(there) < count:
+        time.sleep(0.1 if os.environ["WAITS"] == "on" else 0.5)
 
 
 def between(step: int) -> None:
