@@ -164,9 +164,8 @@ class Pipeline(Inspected):
 
     def _made(self) -> None:
         """Go on when the shards of this process's workers are made, or made anew in a later epoch."""
-        if self._compile is not None:
-            for shard in self._session.shards:
-                shard.slice.compile(self._compile)
+        for shard in self._session.shards if self._compile is not None else ():
+            shard.slice.compile(self._compile or {})
         if self._plan is not None and not self._session.epoch:
             from .planning.apply_plan import warn_if_other_model
 
