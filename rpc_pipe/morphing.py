@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from .arguments import describe
-from .checkpoints.moving import move
+from .checkpoints.between_cuts import move
 from .dependency import ConfigError, PipeError, Spec, check
 from .dependency.relocating import relocated
 from .dependency.reshaping import renumbered, reshaped
