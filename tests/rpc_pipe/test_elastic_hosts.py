@@ -51,7 +51,7 @@ def epochs(workers):
 
 def test_a_lost_host_ends_one_epoch_and_another_takes_its_places(epochs, workers):
     assert epochs.survives([1, 3], -9, READY, "host h1 is gone")
-    assert workers[0].rosters == workers[2].rosters == [[1, [1, 3], False]]
+    assert workers[0].rosters == workers[2].rosters == [[1, [1, 3], False, 0]]
     assert epochs.vacant == [1, 3]
     for rank in (1, 3):
         epochs.comes(rank)
@@ -59,14 +59,14 @@ def test_a_lost_host_ends_one_epoch_and_another_takes_its_places(epochs, workers
     assert epochs.vacant == []
     for rank in (0, 2):
         epochs.takes(rank, {"kind": RESTS, "goes": False})
-    assert workers[0].rosters[1:] == workers[2].rosters[1:] == [[2, [], True]]
+    assert workers[0].rosters[1:] == workers[2].rosters[1:] == [[2, [], True, 0]]
 
 
 @pytest.mark.parametrize("order", [(1, 2), (2, 1)])
 def test_two_deaths_at_once_are_two_epochs_in_one_order_for_all(epochs, workers, order):
     for rank in order:
         assert epochs.survives([rank], -9, READY)
-    assert workers[0].rosters == workers[3].rosters == [[1, [order[0]], False], [2, [1, 2], False]]
+    assert workers[0].rosters == workers[3].rosters == [[1, [order[0]], False, 0], [2, [1, 2], False, 0]]
 
 
 def test_a_lost_host_of_newcomers_costs_no_epoch(epochs, workers):
