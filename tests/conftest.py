@@ -1,5 +1,6 @@
 """What every test needs."""
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -11,6 +12,17 @@ collect_ignore = ["trials"]
 # A shell without job control lets what it starts in the background ignore Ctrl-C, and so all that this starts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection() -> None:
+    """Search for no garbage while modules and tests are made, which stay to the end."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """Keep modules and tests out of the garbage collections of each test."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)
