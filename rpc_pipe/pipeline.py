@@ -379,7 +379,7 @@ class Pipeline(Inspected):
         return [(stage, route, len(self.partition.ranges[stage])) for stage, route in self.spec.hosted(worker)]
 
     def request_stop(self) -> None:
-        """Ask all workers to stop after the step that runs now. May be called from any thread."""
+        """Ask all workers to stop after the same step, soon after the one that runs now. For any thread."""
         for actor in self.actors:
             actor.stop_requested = True
 

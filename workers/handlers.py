@@ -106,7 +106,7 @@ def _collect_loss(ctx: ActionContext) -> Payload:
     worker, step = ctx.worker, ctx.step
     parts = [part for payload in _taken(ctx, C) for part in unpack(payload)]
     if step.batch.spec.last_stage in (stage for stage, _ in worker.shards) and _is_first_node(ctx):
-        part: dict[str, Tree] = {"stop": worker.stop_requested}
+        part: dict[str, Tree] = {"stop": worker.stop_requested or worker.mailbox.carrier.stop_requested}
         if worker.rest_requested:
             part["rest"] = True
         if step.batch.data.targets is not None:
@@ -122,6 +122,8 @@ def _tell_loss(ctx: ActionContext) -> Payload:
     if not _is_first_node(ctx):  # it has the result, which members may have joined since
         return payload
     step.tally.result = Result(unpack(payload), step.tally.outputs, step.batch.data.rows)
+    if ctx.worker.stop_requested and not step.tally.result.stop:
+        ctx.worker.mailbox.carrier.request_stop(step.batch.spec.place(step.batch.spec.last_stage, 0))
     if (
         step.tally.result.summed
         and step.batch.train

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import sys
 import threading
@@ -125,7 +126,11 @@ class _Thread:
 
     def stack(self) -> traceback.StackSummary:
         """Return where the thread is."""
+        collects = gc.isenabled()
+        gc.disable()  # until 3.11.8, CPython hangs if a thread's storage is collected while it lists frames (gh-106883)
         frame = sys._current_frames().get(self._thread.ident or 0)
+        if collects:
+            gc.enable()
         return traceback.extract_stack(frame)
 
     def end(self) -> None:

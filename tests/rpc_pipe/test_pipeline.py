@@ -15,7 +15,7 @@ from small_pipeline import SGD, X, Y, layers, num_held, pipeline
 from torch import nn
 
 import rpc_pipe
-from rpc_pipe.dependency import F, PipeError, WorkerFailure
+from rpc_pipe.dependency import ConfigError, F, PipeError, WorkerFailure
 from rpc_pipe.pipeline import Pipeline
 from rpc_pipe.workers.compute.shard import Shard
 from rpc_pipe.workers.hooks import Listener
@@ -269,6 +269,11 @@ def test_a_stop_is_seen_by_all_after_the_same_step():
     with pytest.raises(KeyboardInterrupt, match="end the loop"):
         pipe.step((X, Y))
     assert pipe.evaluate((X, Y)) > 0, "what a script does after its loop still works"
+
+
+def test_a_value_is_gathered_by_a_function_of_a_worker():
+    with pytest.raises(ConfigError, match="value=3"):
+        pipeline().gather("three", 3)
 
 
 def test_a_users_schedule_class_runs():

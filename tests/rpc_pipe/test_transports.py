@@ -286,3 +286,30 @@ def test_a_key_file_is_the_owners_alone(tmp_path, monkeypatch):
         read_key(path)
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
         read_key(tmp_path / "none")
+
+
+#: asks for a stop on worker 0, which does not hold the last stage
+STOPS = """
+import torch
+from rpc_pipe import Pipeline
+pipe = Pipeline(
+    [torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)], torch.nn.functional.mse_loss,
+    optimizer=lambda p: torch.optim.SGD(p, lr=0.1), num_microbatches=2,
+)
+for step in range(100):
+    pipe.step((torch.ones(8, 4), torch.ones(8, 2)))
+    if pipe.worker == 0 and step == 2:
+        pipe.request_stop()
+    if pipe.stopped:
+        break
+print("ended after", step, flush=True)
+"""
+
+
+@pytest.mark.parametrize("transport", ["rpc", "zmq"])
+def test_any_worker_can_stop_the_job(tmp_path, transport):
+    """A request of a worker without the last stage, as of a host that is about to go, was not heard."""
+    (tmp_path / "train.py").write_text(STOPS)
+    done = rpc_pipe("run", "train.py", "--workers", 2, "--transport", transport, cwd=tmp_path, RPC_PIPE_LOGS="off")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert int(re.findall(r"ended after (\d+)", done.stdout)[0]) < 99, done.stdout

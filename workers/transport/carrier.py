@@ -129,6 +129,8 @@ class Carrier:
         self.calls = Calls(worker, self._disagree)
         #: values for watchers on other machines; see rpc_pipe/tracing/remote.py
         self.serve_board: Callable[[int], bytes] | None = None
+        #: whether a peer asks this worker, which holds the last stage, to stop all of them
+        self.stop_requested = False
         self._told: dict[int, set[int]] = {}
         self._open: dict[tuple[int, Key], Enter | None] = {}
         self._arrived: deque[Delivered] = deque()
@@ -247,6 +249,11 @@ class Carrier:
                 now = time.monotonic()
         finally:
             self._awaits_taken = False
+
+    def request_stop(self, peer: int) -> None:
+        """Have `peer`, which holds the last stage, stop all workers after its next step."""
+        if peer != self.worker:
+            self.post.request(peer, "stop")
 
     @property
     def broken(self) -> bool:

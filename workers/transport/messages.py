@@ -43,7 +43,8 @@ _LENT_LOOK_S = 0.001
 _LEAVE_S = 5.0
 #: by request: the type of its reply
 _REPLIES: dict[str, Any] = {
-    "clock": int, "look": bytes, "offer": (dict, type(None)), "hurry": type(None), "leave": type(None)
+    "clock": int, "look": bytes, "offer": (dict, type(None)), "hurry": type(None), "leave": type(None),
+    "stop": type(None),
 }  # fmt: skip
 #: seconds that the last messages of a worker may take from one thread to another
 _LAST_WORDS_S = 1.0
@@ -299,7 +300,9 @@ class Messages:
             return b"" if self._carrier.serve_board is None else self._carrier.serve_board(value)
         if what == "offer":
             return None if self.channels is None else self.channels.accept(peer, value)
-        if what == "hurry":
+        if what == "stop":
+            self._carrier.stop_requested = True
+        elif what == "hurry":
             if self.channels is not None:
                 self.channels.settle(wait=True)
             self._talk(peer).hurry()
