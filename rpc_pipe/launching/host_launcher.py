@@ -72,8 +72,7 @@ class HostLauncher(Launcher):
                 return interface_towards(host)
             except OSError as error:
                 if time.monotonic() > deadline:
-                    why = f"no job listens there ({error}); start the job on that host first"
-                    raise ConfigError(f"--meet {self._address}: {why}") from error
+                    raise ConfigError(f"--meet {self._address}: no job listens ({error}); start it there") from error
             time.sleep(hosts.LOOK_EVERY_S)
 
     def _send(self, *message: Any) -> None:
@@ -116,8 +115,7 @@ class HostLauncher(Launcher):
         while self._socket.poll(0):
             yield json.loads(self._socket.recv())
         if not there and self._number < 0:
-            fix = "name a job of several hosts with the same key"
-            yield ["end", FAILED, f"--meet {self._address}: does not answer; {fix}"]
+            yield ["end", FAILED, f"--meet {self._address}: no answer; name a job of several hosts with the same key"]
         elif not there:
             yield ["end", FAILED, _GONE.format(self._address)]
 

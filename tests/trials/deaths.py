@@ -2,7 +2,7 @@
 
     python tests/trials/deaths.py [--count 10] [--seed 0] [--schedules 1f1b,zb-h1] [--how step|train] [--of 2x2|3x3]
     python tests/trials/deaths.py --joins 25 [--steps 3000] ...     in one run, each death is followed by a newcomer
-    MODEL=conv python tests/trials/deaths.py ...     with running statistics, which are compared, too
+    python tests/trials/deaths.py --models conv,deferred ...    with running statistics (see `mortal.py`)
 
 A death comes from outside at a random moment, or by the process's own hand when an action of a kind begins: also two at
 once, and one within the recovery from another.
@@ -11,6 +11,7 @@ once, and one within the recovery from another.
 from __future__ import annotations
 
 import argparse
+import ast
 import functools
 import hashlib
 import os
@@ -34,6 +35,8 @@ from processes import start
 _ROOT = Path(__file__).parents[2]
 _STEPS, _MOST_S = 16, 150.0
 _KINDS = "FBUTNDCSG"
+#: what the last job has written
+_last_losses = [""]
 
 
 def run(
@@ -82,6 +85,7 @@ def _started(folder: Path, schedule: str, of: int, how: str, steps: int, kills: 
 
 def _made(folder: Path) -> str:
     made = (folder / "weights.safetensors").read_bytes() + (folder / "losses").read_bytes()
+    _last_losses[0] = (folder / "losses").read_text()
     return hashlib.sha256(made).hexdigest()[:12]
 
 
@@ -99,7 +103,7 @@ def _kill_at(folder: Path, worker: int, step: int, after: float, process: Any) -
 
 def joins(schedule: str, of: int, how: str, steps: int, count: int, draw: random.Random) -> bool:
     """Kill a worker again and again, each time when a newcomer has taken the last one's place; show what stays."""
-    folder, whole = Path(tempfile.mkdtemp(prefix="deaths-")), undisturbed(schedule, of, how, steps)
+    folder, (whole, _) = Path(tempfile.mkdtemp(prefix="deaths-")), undisturbed(schedule, of, how, steps)
     (folder / "tmp").mkdir()
     process = _started(folder, schedule, of, how, steps, [], ["--rejoin"])
     stays, said, deaths, back = of * of - 1, "", 0, 0
@@ -138,13 +142,20 @@ def _counts(folder: Path, worker: int) -> str:
 
 
 @functools.cache
-def undisturbed(schedule: str, of: int, how: str, steps: int = _STEPS) -> str:
-    """Return the hash without a death."""
+def undisturbed(schedule: str, of: int, how: str, steps: int = _STEPS, model: str = "") -> tuple[str, str]:
+    """Return the hash without a death, and the losses and buffers."""
     found, said = run(schedule, of, how, [], [], [], steps)
-    print(f"undisturbed {schedule} {of}x{of} {how}: {found}", flush=True)
+    print(f"undisturbed {schedule} {of}x{of} {how} {model}: {found}", flush=True)
     if " " in found:
         print(said[-2000:])
-    return found
+    return found, _last_losses[0]
+
+
+def _differences(one: str, other: str) -> str:
+    """Return which losses and buffers differ."""
+    (losses, buffers), (others, theirs) = ast.literal_eval(one), ast.literal_eval(other)
+    steps = [number for number, pair in enumerate(zip(losses, others, strict=True)) if pair[0] != pair[1]]
+    return f"losses {steps}, buffers {[a[0] for a, b in zip(buffers, theirs, strict=True) if a != b]}"
 
 
 def drawn(draw: random.Random, of: int, how: str) -> tuple[list[str], list[tuple[int, int, float]]]:
@@ -177,6 +188,7 @@ def main() -> None:
     parser.add_argument("--schedules", default="1f1b", help="with commas (1f1b)")
     parser.add_argument("--how", choices=("step", "train"), default="step", help="(step)")
     parser.add_argument("--of", choices=("2x2", "3x3"), default="2x2", help="stages x replicas (2x2)")
+    parser.add_argument("--models", default="", help="with commas: conv, deferred; or none of them")
     parser.add_argument("--kill", nargs="*", help="these kills, as mortal.py takes them")
     parser.add_argument("--joins", type=int, default=0, help="deaths in one run, each followed by a newcomer")
     parser.add_argument("--steps", type=int, default=3000, help="of a run with joins (3000)")
@@ -191,14 +203,17 @@ def main() -> None:
         draw = random.Random(options.seed + number)
         schedule = draw.choice(options.schedules.split(","))
         kills, outside = (options.kill, []) if options.kill else drawn(draw, of, options.how)
-        whole = undisturbed(schedule, of, options.how)
+        os.environ["MODEL"] = model = draw.choice(options.models.split(","))
+        whole, losses = undisturbed(schedule, of, options.how, model=model)
         begin = time.monotonic()
         found, said = run(schedule, of, options.how, kills, outside, [])
         seconds.append(time.monotonic() - begin)
         epochs = len(re.findall(r"is gone \(SIGKILL\): epoch", said))
         same += found == whole
         verdict = "same" if found == whole else f"WRONG: {found}"
-        print(f"{options.seed + number} {schedule} {kills} {outside}: {verdict}, {epochs} epochs", flush=True)
+        if found != whole and " " not in found:
+            verdict += f", {_differences(losses, _last_losses[0])}"
+        print(f"{options.seed + number} {schedule} {model} {kills} {outside}: {verdict}, {epochs} epochs", flush=True)
         if found != whole:
             print(said[-3000:])
     print(f"{same} of {options.count} have the bits of the undisturbed run")
