@@ -76,15 +76,13 @@ class BufferMirror(Statistics):
     def give(self) -> dict[str, Tensor]:
         """Return copies of this replica's buffers, behind the last forward of a step."""
         if self._given is None:
-            self._look()
+            if (modes := [module.training for module in self._modules]) != self._modes:
+                self._modes, self._before, self._looks = modes, None, 0
             self._given = {key: getattr(*place).clone() for key, place in self.changing.items()}
         return self._given
 
     def _look(self) -> None:
-        """Observe a step, if it is one of the first in these modes."""
-        modes = [module.training for module in self._modules]
-        if modes != self._modes:
-            self._modes, self._before, self._looks = modes, None, 0
+        """Observe a step that commits, if it is one of the first in these modes; an undone one has the same numbers."""
         if self._looks == _LOOKS:
             return
         if self._before is not None:
@@ -101,6 +99,7 @@ class BufferMirror(Statistics):
         self._taken = {route: dict(each) for route, each in enumerate(given)}
 
     def commit(self) -> None:
+        self._look()
         super().commit()
         for route, taken in self._taken.items():
             self.held[route] = self.held.get(route, {}) | taken
