@@ -1,6 +1,6 @@
 """Unequal microbatches as they come and balanced, on emulated devices whose time follows length; 4 processes.
 
-"Balanced, bounded" holds no more tokens on a worker than microbatches as they come do (1f1b alone).
+"Balanced, bounded" holds no more tokens on a worker than microbatches as they come do, where a schedule can.
 
 python bench/unequal.py                        1f1b and zb-v, lognormal lengths, beside the simulator
 python bench/unequal.py --schedules 1f1b,zb-h1 --rounds 5
@@ -30,7 +30,7 @@ from bench import devices
 from rpc_pipe.dependency import Action
 from rpc_pipe.pipeline import Pipeline, SplitBatch, Training
 from rpc_pipe.planning.simulator import Simulation, simulate
-from rpc_pipe.planning.specs import MICROBATCH_ORDERS, make_spec
+from rpc_pipe.planning.specs import MICROBATCH_ORDERS, find_schedule, make_spec, parameter_types
 from rpc_pipe.planning.unequal import by_microbatch
 
 _WORKERS, _MICROBATCHES, _LAYERS, _TOKENS, _WIDTH = 4, 16, 8, 64, 8
@@ -51,7 +51,7 @@ def main() -> None:
         return
     for schedule in parsed.schedules.split(","):
         ways: list[tuple[str, dict[str, int]]] = [(order, {}) for order in MICROBATCH_ORDERS]
-        if schedule == "1f1b":
+        if "window_tokens" in parameter_types(find_schedule(schedule)):
             ways.append(("balanced", {"window_tokens": round(max(_simulated(schedule, "given", {}).peak_sizes))}))
         times: list[list[float]] = [[] for _ in ways]
         for _ in range(parsed.rounds):

@@ -14,6 +14,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from itertools import accumulate
 
 from ..dependency import Action, ConfigError, Spec
 from ..dependency.indexes import split_slice
@@ -180,11 +181,10 @@ def group_rows(
         )
     rows = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
     most_rows = max(1, math.ceil(len(rows) / least))
-    times = [
-        [seconds(count, lengths[rows[begin]]) for count in range(1, _fitting(lengths, rows, begin, most_tokens) + 1)]
-        for begin in range(len(rows))
-    ]
-    times = [each[:most_rows] for each in times]
+    times = []
+    for begin, row in enumerate(rows):
+        fit = min(len(rows) - begin, max(1, most_tokens // max(1, lengths[row])), most_rows)
+        times.append([seconds(count, lengths[row]) for count in range(1, fit + 1)])
     candidates = sorted({time for each in times for time in each})
     # Below the longest single row no bound is possible.
     first = bisect_left(candidates, max((each[0] for each in times), default=0.0))
@@ -204,16 +204,8 @@ def group_rows(
     return [sorted(group) for group in groups]
 
 
-def _fitting(lengths: Sequence[int], rows: Sequence[int], begin: int, most_tokens: int) -> int:
-    return min(len(rows) - begin, max(1, most_tokens // max(1, lengths[rows[begin]])))
-
-
 def _begins(sizes: Sequence[int]) -> list[tuple[int, int]]:
-    found, begin = [], 0
-    for size in sizes:
-        found.append((begin, size))
-        begin += size
-    return found
+    return list(zip(accumulate(sizes, initial=0), sizes, strict=False))
 
 
 def _shortest(times: Sequence[Sequence[float]], bound: float) -> tuple[float, list[int]]:
