@@ -23,6 +23,8 @@ Every error pickles, because it may be raised in one process and reported by ano
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from types import TracebackType
 from typing import Any
 
 
@@ -101,6 +103,14 @@ def shortened(text: str, most: int) -> str:
     if left_out <= 0:
         return text
     return f"{text[: most // 2]} [... {left_out} characters ...] {text[len(text) - most // 2 :]}"
+
+
+def leading_to_user(error: BaseException, is_ours: Callable[[str], bool]) -> TracebackType | None:
+    """Return the frames of an error from the user's first one on; all if none is the user's."""
+    frames = error.__traceback__
+    while frames and is_ours(frames.tb_frame.f_code.co_filename):
+        frames = frames.tb_next
+    return frames or error.__traceback__
 
 
 def first_sentence(error: BaseException) -> str:

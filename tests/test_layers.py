@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "model/batches": "model/replay model/observe workers workers/compute workers/transport dependency",
     "model": "system model/replay model/assign model/observe workers/compute workers/transport dependency",
     "planning": "system model schedules dependency",
-    "drawing": "planning dependency",
+    "drawing": "system planning dependency",
     "tracing": "system drawing planning model workers workers/transport schedules dependency",
     # the watching node; nobody knows it but the command line
     "dispatch": "system tracing drawing planning workers dependency",
@@ -43,7 +43,7 @@ MAY_IMPORT = {
     "planning/measuring": "system pipeline launching tracing planning model model/batches workers workers/compute "
     "workers/transport dependency",
     "demo": "system data pipeline launching dependency",
-    "verifying": "demo pipeline launching planning model model/batches model/observe workers workers/compute "
+    "verifying": "system demo pipeline launching planning model model/batches model/observe workers workers/compute "
     "workers/transport dependency",
     "commands": "system verifying demo data pipeline checkpoints launching dispatch tracing drawing planning "
     "planning/measuring schedules workers/compute dependency",

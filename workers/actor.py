@@ -17,12 +17,12 @@ from collections.abc import Callable, Collection, Generator, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
-from types import TracebackType
 
 from torch import Tensor
 from torch.nn.modules import module
 
 from ..dependency import Action, Disagreement, NotFinite, Part, PeerLost, PipeError, Stalled, WorkerFailure, ends_epoch
+from ..dependency.errors import leading_to_user
 from ..system.allocator import keep_freed_memory
 from .compute.device import DeviceBackend
 from .compute.module_state import may_count
@@ -267,7 +267,7 @@ class WorkerActor(Context):
     def _describe(self, error: BaseException) -> WorkerFailure:
         step = self.running_step if self.running else self.step + 1
         try:
-            error.__traceback__ = _leading_to(error)
+            error.__traceback__ = leading_to_user(error, _is_ours)
             return WorkerFailure(self.worker, self.running, step, *_told(error), self._place())
         except Exception as another:  # of the user's class of errors: it is reported all the same, or peers would wait
             told = f"{type(error).__name__}, which cannot be described: {type(another).__name__}"
@@ -284,16 +284,8 @@ class WorkerActor(Context):
         return f"stage {action.stage}{index}" + (f", given {given}" if given else "")
 
 
-def _leading_to(error: BaseException) -> TracebackType | None:
-    """Return the frames of an error from the user's first one on: how the workers came there is of no interest."""
-    frames = error.__traceback__
-    while frames and _is_ours(Path(frames.tb_frame.f_code.co_filename)):
-        frames = frames.tb_next
-    return frames or error.__traceback__
-
-
-def _is_ours(file: Path) -> bool:
-    return _HERE.parent in file.parents or file in _CALLERS
+def _is_ours(file: str) -> bool:
+    return _HERE.parent in Path(file).parents or Path(file) in _CALLERS
 
 
 def _told(error: BaseException) -> tuple[str, str]:

@@ -164,7 +164,8 @@ class Checkpoints:
 
     def go_on_with(self, folder: str | Path) -> list[Path]:
         """Go on with the series that this job has begun last in a folder; return its checkpoints, the newest first."""
-        from .series import last_series, written_by
+        from .folder import written_by
+        from .series import last_series
 
         where, job = path_of(folder), self.job
         names = self._each(

@@ -26,7 +26,7 @@ import socket
 import tempfile
 import time
 import zlib
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -76,10 +76,22 @@ def newest(path: Path) -> Path | None:
     return max(reversed(found), key=_begun) if found else None
 
 
+def written_by(path: Path) -> dict[str, Any] | None:
+    """Return the job that wrote a checkpoint; {} if it does not name one, None if it cannot be read."""
+    with suppress(ConfigError, AttributeError, TypeError, ValueError):
+        return dict(read_json(path / MANIFEST).get("job") or {})
+    return None
+
+
+def is_same(job: Mapping[str, Any], other: Mapping[str, Any] | None) -> bool:
+    """Return whether both are of one script with one model; a job without the fact may be."""
+    return not other or all(job.get(name) == other.get(name) for name in ("script", "model"))
+
+
 def _begun(path: Path) -> int:
     """Return when the job began that wrote a checkpoint; 0 if that is not known."""
-    with suppress(ConfigError, AttributeError, LookupError, TypeError, ValueError):
-        return int(read_json(path / MANIFEST)["job"]["begun"])
+    with suppress(TypeError, ValueError):
+        return int((written_by(path) or {}).get("begun", 0))
     return 0
 
 
@@ -134,20 +146,14 @@ def commit(place: Path, step: int, keep: int | None, job: Any = None) -> Path:
         final = folder / f"{name(step)}.{count}"
     place.rename(final)
     files.sync(folder)
-    others = sorted((path for path in complete(folder) if path != final and _may_be_of(path, job)), key=_begun)
+    mine = (path for path in complete(folder) if path != final and (not job or is_same(job, written_by(path))))
+    others = sorted(mine, key=_begun)
     for old in others[: max(0, len(others) + 1 - keep)] if keep else ():
         # No longer a checkpoint before it loses its first file.
         gone = folder / f"{_HIDDEN}{old.name}.old"
         old.rename(gone)
         shutil.rmtree(gone, ignore_errors=True)
     return final
-
-
-def _may_be_of(path: Path, job: Any) -> bool:
-    with suppress(ConfigError, AttributeError, LookupError, TypeError, ValueError):
-        found = read_json(path / MANIFEST)["job"]
-        return not job or all(found[name] == job[name] for name in ("script", "model"))
-    return True
 
 
 def write_json(path: Path, value: Any) -> None:

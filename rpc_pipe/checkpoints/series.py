@@ -7,14 +7,13 @@ import sys
 import time
 import zlib
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..dependency import ConfigError
 from . import folder
 from .collective import everywhere
+from .folder import is_same, written_by
 
 if TYPE_CHECKING:
     from ..workers.actor import WorkerActor
@@ -54,18 +53,6 @@ def differences(job: Mapping[str, Any], written: Mapping[str, Any]) -> str:
         if written.get(name) and job.get(name) and written[name] != job[name]
     ]
     return "; ".join(found)
-
-
-def written_by(path: Path) -> dict[str, Any] | None:
-    """Return the job that wrote a checkpoint; {} if it does not name one, None if it cannot be read."""
-    with suppress(ConfigError, AttributeError, TypeError, ValueError):
-        return dict(folder.read_json(path / folder.MANIFEST).get("job") or {})
-    return None
-
-
-def is_same(job: Mapping[str, Any], other: Mapping[str, Any] | None) -> bool:
-    """Return whether both are of one script with one model; a job without the fact may be."""
-    return not other or all(job.get(name) == other.get(name) for name in ("script", "model"))
 
 
 def last_series(where: Path, job: Mapping[str, Any]) -> list[Path]:

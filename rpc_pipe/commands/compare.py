@@ -13,9 +13,10 @@ from rich.table import Table
 from ..dependency import ConfigError, check_all
 from ..dependency.parallelism import REPLICAS, with_parallelism
 from ..launching.report import Reporter
-from ..planning.comparison import ModelCosts, Row, compare, format_bytes, verdict
+from ..planning.comparison import ModelCosts, Row, compare, verdict
 from ..planning.footprint import Size
 from ..planning.specs import PipeOptions, workers_of
+from ..system.sizes import format_bytes
 from .options import (
     COSTS,
     MAKE,

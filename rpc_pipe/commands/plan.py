@@ -16,7 +16,6 @@ from ..dependency.parallelism import EXCHANGE, with_parallelism
 from ..drawing.plans import front_svg, front_text, left_out_text, plans_table
 from ..launching.report import Reporter
 from ..planning.advice import Advice, binding_limits, changes_that_fit, remarks
-from ..planning.comparison import format_bytes
 from ..planning.grouping import ALONE, Grouping
 from ..planning.json_fields import to_json_value
 from ..planning.length_cost import refuse_without
@@ -26,6 +25,7 @@ from ..planning.program_search import faster_program
 from ..planning.search import PlanRequest, PlanResult, default_microbatches, refuse_unknown, search
 from ..planning.simulator import Link
 from ..planning.specs import make_spec, planes_of, workers_of
+from ..system.sizes import format_bytes
 from .auto import Auto
 from .options import MAKE, Parser, refuse_typed
 from .output_files import try_files, write

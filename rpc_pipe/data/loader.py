@@ -21,7 +21,7 @@ import numpy as np
 from ..dependency import ConfigError, refuse_below
 from ..model.batches.grouped import Grouped, GroupedBatch, LengthNeeds
 from ..model.batches.lazy_batch import LazyBatch, OwnRows
-from ..system.sizes import num_bytes, told
+from ..system.sizes import format_bytes, num_bytes
 from ..workers.transport.payload import Tree
 from .batch_making import Dealt, Reader, Share
 from .bijection import Numbers
@@ -151,7 +151,7 @@ class Loader:
         widest = widest_window(self.source.num_bytes, self.room, self._memory)
         if window is not None and not 1 <= window <= max(widest, 1):
             raise ConfigError(
-                f"window {window}: must be 1 to {widest} chunks, which is what {told(self._memory)} hold; "
+                f"window {window}: must be 1 to {widest} chunks, which is what {format_bytes(self._memory)} hold; "
                 "raise memory for more"
             )
         return Order(self.source.sizes, self.seed, window or widest, self._shuffle)

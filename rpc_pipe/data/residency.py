@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..dependency import ConfigError, Stalled
-from ..system.sizes import told
+from ..system.sizes import format_bytes
 from .bijection import Numbers
 from .sample_order import Order
 from .source import ALL, Source, Wanted
@@ -47,8 +47,9 @@ def widest_window(num_bytes: Numbers, room: int, memory: int) -> int:
         both = 2 * int(largest[0])
         least = (both + max(memory * _USED - room, both / _AHEAD)) / _USED
         raise ConfigError(
-            f"memory {told(memory)}: chunks have up to {told(largest[0])}, and one must fit beside another and batches "
-            f"that are made ahead: needs {told(1.01 * least)}, or smaller chunks (chunk_bytes, smaller shards)"
+            f"memory {format_bytes(memory)}: chunks have up to {format_bytes(largest[0])}, and one must fit beside "
+            f"another and batches that are made ahead: needs {format_bytes(1.01 * least)}, or smaller chunks "
+            "(chunk_bytes, smaller shards)"
         )
     return window
 

@@ -15,7 +15,7 @@ from ..data.maps import dataset
 from ..data.source import Source
 from ..dependency import ConfigError
 from ..system.files import open_regular
-from ..system.sizes import told
+from ..system.sizes import format_bytes
 
 #: bytes of a chunk of the text, about: small, so that both splits come from all of it
 _CHUNK = 16384
@@ -126,7 +126,8 @@ def read_text(data: str | None, context: int) -> bytearray:
             with open_regular(name, f"--data {name}") as file:
                 text += file.read(_MOST_BYTES - len(text) + 1)
             if len(text) > _MOST_BYTES:
-                raise ConfigError(f"--data {data}: has more than {told(_MOST_BYTES)}; rpc-pipe data pack is for more")
+                most = format_bytes(_MOST_BYTES)
+                raise ConfigError(f"--data {data}: has more than {most}; rpc-pipe data pack is for more")
     except OSError as error:
         raise ConfigError(f"--data {error.filename}: cannot be read: {error.strerror}") from error
     if len(text) < (least := HELD_OUT_EVERY * (context + 1)):

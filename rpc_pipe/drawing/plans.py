@@ -10,9 +10,9 @@ from xml.sax.saxutils import escape
 from rich.table import Table
 
 from ..dependency import G, R
-from ..planning.comparison import format_bytes
 from ..planning.plan import Plan
 from ..planning.profile import TIMED, Profile
+from ..system.sizes import format_bytes
 from .svg import nice_step
 
 #: kinds in the picture of a profile

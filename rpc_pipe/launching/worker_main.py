@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..dependency import ConfigError, PipeError, ScheduleError
-from ..dependency.errors import MOST_TRACEBACK, shortened
+from ..dependency.errors import MOST_TRACEBACK, leading_to_user, shortened
 from . import launcher_link as link
 from .job import FAILED, WRONG_INPUT
 from .report import Reporter
@@ -55,17 +55,8 @@ def _failed(error: BaseException) -> int:
         well = isinstance(error, SystemExit) and error.code in (None, 0)
         if well or link.stopping() or not link.present():
             raise error
-    link.tell(kind="failure", error=type(error).__name__, text=_formatted(error))
+    here = Path(__file__).parents[1]
+    frames = leading_to_user(error, lambda file: file == "<frozen runpy>" or here in Path(file).parents)
+    text = shortened("".join(traceback.format_exception(type(error), error, frames)), MOST_TRACEBACK)
+    link.tell(kind="failure", error=type(error).__name__, text=text)
     return FAILED
-
-
-def _formatted(error: BaseException) -> str:
-    frames = error.__traceback__
-    while frames and _leads_to_script(frames.tb_frame.f_code.co_filename):
-        frames = frames.tb_next
-    frames = frames or error.__traceback__  # no script: all of it is ours
-    return shortened("".join(traceback.format_exception(type(error), error, frames)), MOST_TRACEBACK)
-
-
-def _leads_to_script(file: str) -> bool:
-    return file == "<frozen runpy>" or Path(__file__).parents[1] in Path(file).parents

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from .comparison import format_bytes
+from ..system.sizes import format_bytes
 from .plan import Plan
 from .profile import Machines
 from .search import Candidate, PlanRequest, PlanResult, search

@@ -23,6 +23,7 @@ from ..dependency import (
 )
 from ..dependency.parallelism import REPLICAS
 from ..model.cut import cut
+from ..system.sizes import format_bytes
 from .footprint import Size, num_messages, peak_bytes, weight_bytes
 from .plan import schedule_label
 from .profile import SUMMED, TIMED, Chain, LayerCost
@@ -237,15 +238,3 @@ def describe_staleness(spec: Spec) -> list[str]:
     late = ", ".join(str(worker_staleness(spec, worker)) for worker in workers)
     copies = ", ".join(str(worker_weight_copies(spec, worker)) for worker in workers)
     return [f"asynchronous: gradients are up to {late} updates late by worker; copies of the weights {copies}"]
-
-
-def format_bytes(amount: float) -> str:
-    """Return a number of bytes as text.
-
-    >>> format_bytes(3.2e9), format_bytes(512)
-    ('3.2 GB', '512 B')
-    """
-    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if amount >= size:
-            return f"{amount / size:.3g} {unit}"
-    return f"{amount:.3g} B"

@@ -36,9 +36,9 @@ def read_file(path: Path, said: str, encoding: str = "utf-8", most: int = MOST_B
     with refused(ConfigError, f"{said}: cannot be read"), open_regular(path, said) as file:
         content = file.read(most + 1)  # its size is no bound: the file may grow, or be made by the system
     if len(content) > most:
-        from .sizes import told
+        from .sizes import format_bytes
 
-        raise ConfigError(f"{said}: has more than {told(most)}, the most that is read")
+        raise ConfigError(f"{said}: has more than {format_bytes(most)}, the most that is read")
     try:
         return content.decode(encoding)
     except UnicodeDecodeError as error:
@@ -92,9 +92,9 @@ def read_json(path: Path, said: str, most: int = MOST_BYTES) -> Any:
 def refuse_large_code(path: Path, said: str) -> None:
     """Refuse a file that is too large to be a script, as Python takes a hundred times the memory to parse it."""
     if path.stat().st_size > _MOST_CODE:
-        from .sizes import told
+        from .sizes import format_bytes
 
-        raise ConfigError(f"{said}: {path} has more than {told(_MOST_CODE)}, so it is no script")
+        raise ConfigError(f"{said}: {path} has more than {format_bytes(_MOST_CODE)}, so it is no script")
 
 
 def load_module(path: Path, name: str, said: str, *, first: bool = False) -> ModuleType:

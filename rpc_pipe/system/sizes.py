@@ -6,7 +6,6 @@ import re
 
 from ..dependency import ConfigError
 
-_TOLD = (("GB", 10**9), ("MB", 10**6), ("kB", 10**3))
 _UNITS = {"": 1, "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 
@@ -36,7 +35,13 @@ def num_bytes(size: int | str, what: str = "memory") -> int:
     return int(value)
 
 
-def told(size: float) -> str:
-    """Return a number of bytes as errors show it, with three digits at least."""
-    unit, factor = next(((unit, factor) for unit, factor in _TOLD if size >= factor), ("bytes", 1))
-    return f"{size / factor:,.{0 if unit == 'bytes' else 2}f} {unit}"
+def format_bytes(amount: float) -> str:
+    """Return a number of bytes as text.
+
+    >>> format_bytes(3.2e9), format_bytes(512)
+    ('3.2 GB', '512 B')
+    """
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if amount >= size:
+            return f"{amount / size:.3g} {unit}"
+    return f"{amount:.3g} B"

@@ -12,7 +12,7 @@ from ..launching import launcher_link as link
 from ..model.observed_model import BlockCall, Crossing, ObservedModel, observe
 from ..model.partition import LayerPartition
 from ..model.user_model import UserModel
-from ..planning.comparison import format_bytes
+from ..system.sizes import format_bytes
 from ..workers.compute.randomness import Randomness
 from ..workers.compute.sequence import state_dropped
 from ..workers.compute.slices import has_own_state

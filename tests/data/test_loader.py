@@ -149,7 +149,7 @@ def test_what_is_made_late_is_not_taken_for_another_batch(shards, monkeypatch):
         ({"memory": "2 XB"}, "memory '2 XB': must be"),
         (
             {"memory": 300},
-            "memory 300 bytes: chunks have up to 82 bytes, and one must fit beside another .* needs 1.18 kB",
+            "memory 300 B: chunks have up to 82 B, and one must fit beside another .* needs 1.18 kB",
         ),
         ({"memory": 1200, "window": 99, "rows": 1}, "window 99: must be 1 to"),
     ],
