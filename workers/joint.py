@@ -110,7 +110,7 @@ class SummedGradients:
     """The gradients of a shard, which members sum once a step or after each microbatch."""
 
     def __init__(self, shard: Shard, members: Members, gathered: Gathered | None) -> None:
-        self._shard, self._members, self._gathered = shard, members, gathered
+        self._members, self._gathered = members, gathered
         self._whole = members.sums(shard.updating.parameters)
         #: gradients of whole parameters that are summed already
         self._aside: dict[str, Tensor] = {}
@@ -119,9 +119,8 @@ class SummedGradients:
         """Run an action of backward, and sum what is complete."""
         kind, each = ctx.task.entry.action.kind, self._members.per_microbatch
         split = kind in (I, W)
-        if (
-            self._gathered is not None
-        ):  # a backward of weights alone brings FSDP2 no gradients, or on the first stage too few
+        if self._gathered is not None:
+            # A backward of weights alone brings FSDP2 no gradients, or on the first stage too few.
             self._gathered.expect(sums=(each or is_last) and not split, last=is_last)
         if kind is I:
             return handler(ctx)

@@ -48,19 +48,14 @@ _MOST_NOTED = 300
 #: a starter of workers does not have this variable, and all its descendants do
 _OF_WORKERS = b"RANK="
 
-#: files that are open while this process runs; a lock would go with the first descriptor of its file that is closed
-#: the locked folders, with the descriptors of their locks
+#: the locked folders, with the descriptors of their locks, which would go with the first one of a file that is closed
 _held: dict[tuple[int, int], int] = {}
 
 
 def named(folder: Path) -> list[Path]:
     """Return the checkpoints in `folder` by name, also damaged ones, the oldest first."""
-    found = []
-    if folder.is_dir():
-        for path in folder.iterdir():
-            if match := _NAME.fullmatch(path.name):
-                found.append((int(match[1]), int(match[2] or 0), path))
-    return [path for *_, path in sorted(found)]
+    there = [(_NAME.fullmatch(path.name), path) for path in folder.iterdir()] if folder.is_dir() else []
+    return [path for *_, path in sorted((int(match[1]), int(match[2] or 0), path) for match, path in there if match)]
 
 
 def complete(folder: Path) -> list[Path]:

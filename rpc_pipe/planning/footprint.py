@@ -91,7 +91,7 @@ def peak_bytes(simulation: Simulation, sizes: Sequence[Size]) -> tuple[float, ..
         worker, action = span.worker, span.action
         size = of_share(sizes[action.stage], spec.portion(action))
         if action.kind.per_microbatch:
-            working = _working(spec, action, size)
+            working = _working(action, size)
             add(worker, span.start, working)
             add(worker, span.end, -working)
         if action.kind is F:
@@ -150,7 +150,7 @@ def _add_state(add: Callable[[int, float, float], None], span: Span, state: floa
         add(span.worker, span.end, -2 * state)
 
 
-def _working(spec: Spec, action: Action, size: Size) -> float:
+def _working(action: Action, size: Size) -> float:
     """Return the working memory of an action.
 
     W of the first stage is a whole backward, which computes all gradients before it adds them to the kept sums; a

@@ -246,7 +246,7 @@ class Chain:
         slicing: SliceCosts = _PLAIN,
         variants: Mapping[float, Sequence[LayerCost]] = {},
     ) -> None:
-        self._blocks, self.slicing, self._variants = blocks, slicing, variants
+        self.slicing, self._variants = slicing, variants
         self._like = per_stage, ties, per_step, per_mib, model, slicing
         self._among: dict[tuple[float, ...], Chain] = {}
         inside = {i for tie in ties if tie.together for i in range(tie.first + 1, tie.last + 1)}

@@ -266,9 +266,8 @@ class Frames:
 
 def frames_of(head: bytes, body: bytes, tensors: Iterable[Tensor], most_bytes: int) -> list[Any]:
     """Return a message as frames of `most_bytes` at most, behind its head. The tensors, all dense, are not copied."""
-    frames: list[Any] = [head + body[:most_bytes]]
-    for at in range(most_bytes, len(body), most_bytes):
-        frames.append(body[at : at + most_bytes])
+    frames: list[Any] = [body[at : at + most_bytes] for at in range(0, max(1, len(body)), most_bytes)]
+    frames[0] = head + frames[0]
     for tensor in tensors:
         memory = memoryview(numpy.asarray(_ArrayView(tensor)))  # type: ignore[arg-type]
         frames += [memory[at : at + most_bytes] for at in range(0, len(memory), most_bytes)]
