@@ -131,11 +131,13 @@ def test_what_is_made_late_is_not_taken_for_another_batch(shards, monkeypatch):
         return found
 
     monkeypatch.setattr(Reader, "_made", late)
-    slow = Loader(tokens(shards, CONTEXT), rows=6, shuffle=False, timeout_s=0.2)
+    slow = Loader(tokens(shards, CONTEXT), rows=6, shuffle=False, timeout_s=20)
     assert read([next(iter(slow))])[0] == 0 and begun.wait(20)
     slow.seek(0)
-    with pytest.raises(Stalled, match=r"has waited with a batch that nobody takes for 0\.2 s"):
-        next(iter(slow))[0]
+    with monkeypatch.context() as impatient:
+        impatient.setattr(slow._reader, "_timeout_s", 0.2)
+        with pytest.raises(Stalled, match=r"has waited with a batch that nobody takes for 0\.2 s"):
+            next(iter(slow))[0]
     release.set()
     slow.seek(0)
     assert read([next(iter(slow))])[0] == 0
