@@ -155,7 +155,7 @@ class Session:
         self.name, self.config = self.partition.name, self.partition.config
         if self._members is not None:
             self._members.look({n: t for shard in self.shards for n, t in shard.state_dict().items()})
-        maker.end(list(self.shards))
+        maker.end(list(self.shards), alone=self._members is None and len(here) == self.spec.num_workers)
         if self._recover is not None:
             self.recovery = self._recover(self, maker)
         self.made()

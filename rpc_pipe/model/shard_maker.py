@@ -22,7 +22,6 @@ from ..workers.compute.slices import Divide, Slice
 from ..workers.compute.updating import Training, Updating
 from .observe.model_kinds import needs_observation
 from .partition import Layered, LayerPartition
-from .stale_weights import refuse_stale_weights
 
 if TYPE_CHECKING:
     from ..workers.compute.members import Members
@@ -147,9 +146,16 @@ class ShardMaker:
             self.divided = divided(spec, self.model.shared, self._buckets)
         return made
 
-    def end(self, shards: Sequence[Shard]) -> None:
-        """Record the state of the user's modules and drop the model, when all shards of this process have been made."""
-        refuse_stale_weights(self.model.given, [parameter for shard in shards for parameter in shard.parameters()])
+    def end(self, shards: Sequence[Shard], *, alone: bool = False) -> None:
+        """Record the state of the user's modules and drop the model, when all shards of this process have been made.
+
+        Args:
+            alone: whether no other process trains weights of the model.
+        """
+        if not alone:
+            from .stale_weights import refuse_stale_weights
+
+            refuse_stale_weights(self.model.given, [parameter for shard in shards for parameter in shard.parameters()])
         self.model.module_copies.begin()
         if not self._keeps:
             self.model.release()
