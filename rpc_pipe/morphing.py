@@ -188,9 +188,9 @@ class Morphing(Recovery):
             actor.resume(actor.carrier, actor.step)
             self._session.epoch = epoch.number
             text, comes = heir.morph(epoch, comes), ()
-            heir.tell_ready()
             if actor.worker == min(actor.carrier.workers):
                 link.tell(kind=SHAPE, text=text)
+        heir.tell_ready()
         if not heir.leaving:  # else all rest once more
             super()._begin_with(epoch, comes, *more)
 
