@@ -4,7 +4,8 @@ HOW: `step`, or `train` with an evaluation, a prediction and a checkpoint within
 with commas, `what` a kind of action, `meet` (within a recovery), or a part of the loop: `evaluate`, `predict`,
 `pretrained`, `save`, `write` (within a checkpoint); `evict`: SIGTERM; or `cut`: the connection to another worker
 breaks. With WAITS=on in the environment a step takes 100 ms (`long`: 500 ms) more while a worker is missing, so that
-a newcomer can come; `shape`: 500 ms more until no worker is missing in the shape. ACCUMULATE: steps of an update.
+a newcomer can come; with `shape` it waits until all rest for another shape, with `back` also for a newcomer.
+ACCUMULATE: steps of an update.
 MODEL: `conv`: residual blocks with batch normalisation, and a moving average in a buffer; `deferred`: with
 deferred_batch_norm. The losses are written with the buffers of all replicas.
 """
@@ -106,6 +107,8 @@ vars(rpc_pipe.elastic)["join"] = joined
 setattr(Snapshot, "write", written)  # noqa: B010
 MODEL = os.environ.get("MODEL", "")
 block = Residual if MODEL else Noisy
+while os.environ.get("WAITS") == "back" and "RPC_PIPE_NEWCOMER" in os.environ and not (FOLDER / "shaped").exists():
+    time.sleep(0.02)  # else it could take the dead one's place before the shape changes
 layers = [make for _ in range(STAGES) for make in (partial(nn.Linear, 16, 16), block)]
 pipe = Pipeline(
     [*layers, partial(nn.Linear, 16, 4)],
@@ -133,10 +136,23 @@ def after(step: int, loss: float) -> None:
         carrier.lose(min(carrier.workers - {RANK}), "the connection broke")
     if (step, "evict") in kills:
         os.kill(os.getpid(), signal.SIGTERM)
-    there = pipe.spec.workers if os.environ.get("WAITS") == "shape" else pipe.actors[0].carrier.workers
-    count = pipe.spec.num_workers if os.environ.get("WAITS") == "shape" else pipe.num_workers
-    if "WAITS" in os.environ and not pipe.replaying and len(there) < count:
-        time.sleep(0.1 if os.environ["WAITS"] == "on" else 0.5)
+    if "WAITS" in os.environ and not pipe.replaying:
+        wait(os.environ["WAITS"])
+
+
+def wait(how: str) -> None:
+    """Wait while a worker is missing, so that another can come."""
+    missing = len(pipe.actors[0].carrier.workers) < pipe.num_workers
+    if how in ("shape", "back"):
+        end = time.monotonic() + 100
+        is_shaped = len(pipe.spec.workers) == pipe.spec.num_workers
+        if missing and is_shaped:
+            (FOLDER / "shaped").touch()
+        while (not is_shaped or (missing and how == "back")) and not pipe.actors[0].rest_requested:
+            time.sleep(0.02)
+            assert time.monotonic() < end, "the launcher lets no worker rest"
+    elif missing:
+        time.sleep(0.5 if how == "long" else 0.1)
 
 
 def between(step: int) -> None:
