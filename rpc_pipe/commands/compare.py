@@ -33,7 +33,7 @@ from .options import (
 from .profile import load, progress, refuse_unplanned
 from .readers import size
 from .simulate import gathered, refuse_endless, refuse_unsized, tell_exchange, typed_grouping
-from .topology import AMONG_MEMBERS
+from .topology import AMONG_MEMBERS, SUMMING_MEMBERS
 
 
 def add(commands: Any) -> None:
@@ -105,7 +105,8 @@ def _model(typed: Mapping[str, Any], options: PipeOptions) -> tuple[float | None
 
     user_model, of_batch = load(typed)
     rows = max(1, of_batch // options.microbatches)
-    grouping, profile = typed_grouping(typed, link=AMONG_MEMBERS), profile_model(user_model, [rows])
+    link = SUMMING_MEMBERS if typed.get("shard") == "tp" else AMONG_MEMBERS
+    grouping, profile = typed_grouping(typed, link=link), profile_model(user_model, [rows])
     refuse_unplanned(profile, grouping.shard)
     blocks, workers = map(grouping.cost, profile.at(rows)), workers_of(options.workers, options.members)
     times, held = zip(*((block.times, block.size) for block in blocks), strict=True)

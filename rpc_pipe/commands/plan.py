@@ -31,7 +31,7 @@ from .options import MAKE, Parser, refuse_typed
 from .output_files import try_files, write
 from .profile import add_measuring, find_profile, load, progress, refuse_unplanned, show_loading, with_slices
 from .readers import link, some, whole, wholes
-from .topology import AMONG_MEMBERS, HERE, machines_of, read_topology
+from .topology import AMONG_MEMBERS, HERE, SUMMING_MEMBERS, machines_of, read_topology
 
 #: default of --seconds, and its upper bound
 _SECONDS = 20.0
@@ -228,7 +228,8 @@ def _request(typed: dict[str, Any], seconds: float, reporter: Reporter) -> tuple
     if profile.workers not in (0, workers):
         advice = f"profile --workers {workers} --again measures for {workers}"
         reporter.text(f"--profile {path}: measured while {profile.workers} workers were busy: {advice}")
-    way = _a_millisecond(typed["member_link"]) if "member_link" in typed else AMONG_MEMBERS
+    usual = SUMMING_MEMBERS if typed.get("shard") == "tp" else AMONG_MEMBERS
+    way = _a_millisecond(typed["member_link"]) if "member_link" in typed else usual
     shared = typed.get("shard", ""), typed.get("reduce", "step"), way
     request = PlanRequest(
         profile,
