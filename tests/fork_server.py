@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import functools
 import gc
+import importlib
 import json
 import os
 import select
@@ -203,6 +204,7 @@ class _Serving:
         if not request:
             return False
         arguments, environment, cwd = json.loads(request)
+        _prepare_for(arguments, Path(cwd))
         status, output, errors = [*descriptors, descriptors[1]][:3]
         pid = fork(arguments, output, errors, env=environment, cwd=cwd)
         os.write(status, b"%d\n" % pid)
@@ -220,14 +222,28 @@ class _Serving:
         os.close(process)
 
 
-def main() -> None:
-    from trials.forked import prepare
+def _prepare_for(arguments: Sequence[str], folder: Path) -> None:
+    """Import transformers, which takes seconds, before the first script that names it; later forks have it too."""
+    if "transformers.modeling_utils" in sys.modules:
+        return
+    scripts = [folder / argument.partition(":")[0] for argument in arguments if ".py" in argument]
+    if any(script.is_file() and "transformers" in script.read_text() for script in scripts):
+        importlib.import_module("transformers.modeling_utils")
+        _freeze()
 
-    prepare()
+
+def _freeze() -> None:
     gc.collect()
     gc.freeze()  # or a fork would copy every page when it collects
     threads = os.listdir("/proc/self/task")
     assert len(threads) == 1, "a fork has none of the threads of its parent"
+
+
+def main() -> None:
+    from trials.forked import prepare
+
+    prepare()
+    _freeze()
     _Serving(socket.socket(fileno=int(sys.argv[1]))).serve()
 
 
