@@ -45,9 +45,8 @@ def lose(pipe, maker, gone):
 def trained(schedule, gone, monkeypatch):
     """Return losses and weights; between the first step and the others workers go."""
     makers = []
-    monkeypatch.setattr(
-        ShardMaker, "end", lambda maker, shards, end=ShardMaker.end: (makers.append(maker), end(maker, shards))
-    )
+    end = ShardMaker.end
+    monkeypatch.setattr(ShardMaker, "end", lambda maker, *a, **b: (makers.append(maker), end(maker, *a, **b)))
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1), nn.Tanh()) for _ in range(4)]
     training = Training(partial(torch.optim.AdamW, lr=1e-2), max_grad_norm=0.1)

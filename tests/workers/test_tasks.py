@@ -222,10 +222,10 @@ def test_a_second_node_of_a_worker_passes_the_result_on():
     spec = make_spec("zb-v", 2, 4)
     step = SimpleNamespace(tally=Tally(), batch=SimpleNamespace(train=False, data=SimpleNamespace(rows=0), spec=spec))
     step.payloads = {each: pack([{"stop": False}]) for each in (C(3, 0), D(1, 0))}
-    joined = Result([{"stop": True}], {})
+    joined, worker = Result([{"stop": True}], {}), SimpleNamespace(worker=0, stop_requested=False)
     for action, source in ((D(3, 0), C(3, 0)), (D(0, 0), D(1, 0))):
         task = SimpleNamespace(entry=SimpleNamespace(action=action, sources=(source,)))
-        told = handler_of(D)(ActionContext(SimpleNamespace(worker=0), step, task))
+        told = handler_of(D)(ActionContext(worker, step, task))
         assert told is step.payloads[source]
         if action == D(3, 0):
             assert not step.tally.result.stop
