@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -37,7 +38,7 @@ _WORKERS, _MICROBATCHES, _LAYERS, _TOKENS, _WIDTH = 4, 16, 8, 64, 8
 #: seconds of a worker's share for a microbatch of `_TOKENS` tokens, by kind
 _SECONDS = {"F": 0.010, "I": 0.010, "W": 0.010, "B": 0.020}
 _STEPS, _WARM_UP = 6, 1
-_OUT = "UNEQUAL_OUT"
+_OUT, _EMPTY = "UNEQUAL_OUT", "UNEQUAL_EMPTY"
 
 
 def main() -> None:
@@ -53,13 +54,15 @@ def main() -> None:
         ways: list[tuple[str, dict[str, int]]] = [(order, {}) for order in MICROBATCH_ORDERS]
         if "window_tokens" in parameter_types(find_schedule(schedule)):
             ways.append(("balanced", {"window_tokens": round(max(_simulated(schedule, "given", {}).peak_sizes))}))
+        fixed = _fixed_ms(schedule, parsed.rounds)
+        print(f"{schedule}: {fixed:.2f} ms of an action are no device's, measured on devices that take no time")
         times: list[list[float]] = [[] for _ in ways]
         for _ in range(parsed.rounds):
             for way, found in zip(ways, times, strict=True):
                 found.append(_run(schedule, *way))
         first, expected = 0.0, 0.0
         for (order, options), found in zip(ways, times, strict=True):
-            ms, simulated = statistics.median(found), _simulated(schedule, order, options)
+            ms, simulated = statistics.median(found), _simulated(schedule, order, options, fixed)
             peak = max(simulated.peak_sizes) / _WIDTH
             first, expected = first or ms, expected or simulated.makespan
             print(
@@ -74,18 +77,25 @@ def _tokens() -> list[int]:
     return [max(1, round(_TOKENS * numbers.lognormvariate(0, 0.7))) for _ in range(_MICROBATCHES)]
 
 
-def _run(schedule: str, order: str, options: dict[str, int]) -> float:
+def _fixed_ms(schedule: str, rounds: int) -> float:
+    """Return the milliseconds by which an action is longer than its device is busy, its payload's way included."""
+    spec = make_spec(schedule, _WORKERS, _MICROBATCHES, {})
+    actions = simulate(spec, lambda action: 1.0 if action.kind.letter in _SECONDS else 0.0).makespan
+    return statistics.median(_run(schedule, "given", {}, empty=True) for _ in range(rounds)) / actions
+
+
+def _run(schedule: str, order: str, options: dict[str, int], *, empty: bool = False) -> float:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "ms"
         command = [sys.executable, "-m", "rpc_pipe", "run", __file__, "--workers", str(_WORKERS), "--transport", "zmq"]
         command += ["--schedule", schedule, "--microbatch-order", order]
         command += [word for name, value in options.items() for word in ("--set", f"{name}={value}")] + ["--", "one"]
-        env = {**os.environ, _OUT: str(out), "OMP_NUM_THREADS": "1"}
+        env = {**os.environ, _OUT: str(out), "OMP_NUM_THREADS": "1", _EMPTY: "1" * empty}
         subprocess.run(command, check=True, env=env, stdout=subprocess.DEVNULL)
         return float(json.loads(out.read_text()))
 
 
-def _simulated(schedule: str, order: str, options: dict[str, int]) -> Simulation:
+def _simulated(schedule: str, order: str, options: dict[str, int], fixed: float = 0.0) -> Simulation:
     tokens = _tokens()
     spec = make_spec(schedule, _WORKERS, _MICROBATCHES, options)
     elements, times = [_WIDTH * each for each in tokens], [each / _TOKENS for each in tokens]
@@ -93,7 +103,8 @@ def _simulated(schedule: str, order: str, options: dict[str, int]) -> Simulation
     share = _WORKERS / spec.num_stages
 
     def cost(action: Action) -> float:
-        return 1e3 * share * _SECONDS.get(action.kind.letter, 0.0) * factor(action)
+        seconds = _SECONDS.get(action.kind.letter, 0.0)
+        return 1e3 * share * seconds * factor(action) + (fixed if seconds else 0.0)
 
     return simulate(spec, cost)
 
@@ -128,6 +139,11 @@ class _Layer(nn.Module):
 
 
 def _one() -> None:
+    with devices.instantly() if os.environ[_EMPTY] else nullcontext():
+        _train()
+
+
+def _train() -> None:
     devices.calibrate()
     torch.set_num_threads(1)
     training = Training(partial(torch.optim.SGD, lr=1e-6))
