@@ -144,6 +144,8 @@ def _with_model(typed: dict[str, Any]) -> dict[str, Any]:
         if ".py:" not in model:
             refuse_typed(typed, ["model"], f"must be path/to/file.py:make, {MAKE}")
         script, first, names = folder / "own_train.py", [model], ["steps", "lr"]
+        of_gpt = [name for name in (*_GPT, "beat_bigram") if name not in names]
+        refuse_typed(typed, of_gpt, f"is an option of the built-in GPT, and {model} says what is trained; leave it out")
     elif "script" not in typed:
         script, first = folder.parent / "demo" / "train.py", ["--beat-bigram"] * typed.pop("beat_bigram", 0)
         names = [*_GPT]

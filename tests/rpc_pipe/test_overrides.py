@@ -112,6 +112,12 @@ def test_a_script_is_overridden_and_leaves_what_was_asked_for(tmp_path):
     assert losses[0] == losses[1]
 
 
+def test_options_of_the_built_in_gpt_are_refused_with_a_model_as_such(capsys):
+    """The message named a script inside the package, and a fix for scripts."""
+    assert main(["run", "--model", "my_model.py:make", "--batch", "7"]) == 2
+    assert "--batch 7: is an option of the built-in GPT, and my_model.py:make" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
