@@ -1,7 +1,6 @@
 """The script that `rpc-pipe run --model my_model.py:make` runs: train a model of the user's on its batch."""
 
 import argparse
-import math
 from functools import partial
 
 import torch
@@ -25,7 +24,7 @@ def main() -> None:
     pipe = Pipeline(made.model, made.loss_fn, training=training, num_microbatches=8, example=example, seed=seed)
     for step in range(options.steps):
         loss = pipe.step(made.batch)
-        if pipe.worker == 0 and not math.isnan(loss):  # steps before the one with which a resumed run goes on
+        if pipe.worker == 0 and not pipe.replaying:
             link.tell(kind="text", text=f"step {step + 1} of {options.steps}: loss {loss:.4f}")
         if pipe.stopped:
             break
