@@ -222,14 +222,19 @@ def compile_options(said: object) -> Mapping[str, Any] | None:
     raise ConfigError(f"compile={said!r}: must be True, False, or options of torch.compile by name")
 
 
-def make_ordering(said: object, cost: Any, spec: Spec, *, is_called: bool) -> Ordering | None:
+def make_ordering(said: object, asked: object, cost: Any, spec: Spec, *, is_called: bool) -> Ordering | None:
     """Return the ordering of the microbatches of training steps; None: they run as they come, of whatever size.
 
+    Args:
+        said, asked: the order that holds, and that of the script, which a plan or the command line may change.
+
     Raises:
-        ConfigError: there is no such order, or the cost is neither a function nor a profile.
+        ConfigError: there is no such order, or the cost is neither a function nor a profile, or of no use.
     """
     if said not in MICROBATCH_ORDERS:
         raise ConfigError(f"microbatch_order={said!r}: must be {' or '.join(MICROBATCH_ORDERS)}")
+    if cost is not None and said == asked == "given" and not spec.needs_sizes:
+        raise ConfigError("microbatch_cost: is of no use as microbatches come; add microbatch_order='balanced'")
     if cost is not None and not callable(cost):
         from .planning.length_cost import read_cost
 

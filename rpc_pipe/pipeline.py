@@ -139,7 +139,7 @@ class Pipeline(Inspected):
         divided = {"replicas": replicas, "slices": slices, "zero": zero, "bucket": bucket, "spread": spread}
         schedule_options = with_parallelism(schedule_options, **divided)
         said = schedule, schedule_options, num_microbatches, num_workers, split, order, device, seed, transport, plan
-        more = microbatch_order, members, shard, reduce, compile or None
+        more = (asked := microbatch_order), members, shard, reduce, compile or None
         settings = overrides.settle(settle_plan(plan, overrides.Settings(*said, *more)))
         schedule, schedule_options, num_microbatches, num_workers, split, order, device, seed, transport = settings[:9]
         self._plan, microbatch_order, self._compile = *settings[9:11], compile_options(settings.compile)
@@ -151,7 +151,7 @@ class Pipeline(Inspected):
         refuse_untrainable(spec, loss_fn, training, sharing)
         workers = checked_workers(spec, job)
         partition = make_partition(model, loss_fn, spec.num_stages, split, training, blocks=blocks, seed=seed)
-        ordering = make_ordering(microbatch_order, microbatch_cost, spec, is_called=partition.whole is not None)
+        ordering = make_ordering(microbatch_order, asked, microbatch_cost, spec, is_called=partition.whole is not None)
         end = StepEnd(spec, training, commits=(recover := elasticity(spec, job, training)) is not None)
         actors = make_actors(job, workers, device, training.max_grad_norm, stall_s)
         self._session = Session(

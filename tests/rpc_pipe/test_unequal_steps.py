@@ -134,6 +134,23 @@ def test_microbatches_without_a_size_are_refused():
         pipe.step(SplitBatch([(None, Y[:2]), (None, Y[2:8])]))
 
 
+def test_a_cost_that_raises_is_a_refusal_with_its_cause():
+    """The script ended in the bare KeyError of its function."""
+    with (
+        pipeline(microbatch_order="balanced", microbatch_cost=lambda x: {}["images"]) as pipe,
+        pytest.raises(ConfigError) as raised,
+    ):
+        pipe.step(ragged())
+    assert isinstance(raised.value.__cause__, KeyError)
+
+
+def test_a_cost_without_an_order_that_goes_by_it_is_refused():
+    """It was never called, and the script's author saw no gain of it."""
+    with pytest.raises(ConfigError):
+        pipeline(microbatch_cost=len)
+    pipeline(microbatch_cost=len, schedule_options={"window_tokens": 30}).close()
+
+
 @pytest.mark.parametrize("options", [{"microbatch_order": "sorted"}, {"microbatch_cost": 3}])
 def test_an_order_that_is_none_is_refused(options):
     with pytest.raises(ConfigError):

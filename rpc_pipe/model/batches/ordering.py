@@ -94,7 +94,11 @@ class Ordering:
     def _times(self, num_stages: int, number: int, inputs: Tree) -> list[float]:
         """Return the predicted seconds of a microbatch on a worker, or on each stage."""
         args, kwargs = inputs if self._is_called else ((inputs,), {})
-        found: Any = self._cost(*args, **kwargs)  # type: ignore[operator, misc]
+        try:
+            found: Any = self._cost(*args, **kwargs)  # type: ignore[operator, misc]
+        except Exception as error:
+            raised = f"microbatch_cost: raised {type(error).__name__} for microbatch {number}: {error}"
+            raise ConfigError(f"{raised}; must be callable as the model is, and return seconds") from error
         times = list(found) if isinstance(found, (list, tuple)) else [found]
         numbers = [isinstance(t, (int, float)) and not isinstance(t, bool) and 0 <= t < math.inf for t in times]
         if len(times) not in (1, num_stages) or not all(numbers):
