@@ -25,16 +25,17 @@ from operator import itemgetter
 from statistics import fmean, median, median_low
 
 from ..dependency import Action, Kind, Spec
-from ..dependency.indexes import split_slice
 from ..planning.simulator import Cost, Link, simulate
 from ..planning.unequal import balanced
 from ..schedules import name_of
-from .trace import Trace, transfers
+from .trace import Trace, by_length, transfers
 
 #: the cause that another order of microbatches makes smaller
 UNEQUAL = "unequal microbatches"
 #: the runtime's own part of a transfer: serialisation, and waking threads (bench/hops.py)
 _RUNTIME_HOP_MS = 1.0
+#: a payload between CPU workers of one machine that takes less waits for a core, not for a link
+_SLOW_HERE_MS = 10.0
 #: ratio of times from which a worker counts as slow; less is noise
 _SLOW = 1.1
 #: number of steps simulated in sequence, as steps may overlap
@@ -43,8 +44,6 @@ _STEPS = 3
 _NEGLIGIBLE = 0.04
 #: share of the waits between steps that reading batches must explain to be named as their cause
 _KNOWN = 0.5
-#: ratio of a step's longest microbatch to its shortest from which they count as unequal; less is noise
-_UNEQUAL = 1.3
 #: the bubble in a sentence
 _BUBBLE = "the schedule's own bubble"
 #: times its usual time from which an action counts as long, and ms below which it counts as small
@@ -97,27 +96,27 @@ def attribute_lost_time(
         cores: cores of the machine, if all workers compute on the CPU of one machine.
         one_process: whether the workers are threads of one process, which take turns.
     """
-    case = _Case(trace, shards)
+    case = _Case(trace, shards, 0.0 if cores is None else _SLOW_HERE_MS)
     lost = case.lost()
     crowded = cores is not None and cores < trace.spec.num_workers
     return replace(lost, sentence=case.sentence(lost, cores if crowded else None, one_process))
 
 
 class _Case:
-    def __init__(self, trace: Trace, shards: Sequence[Sequence[Sequence[int]]]) -> None:
+    def __init__(self, trace: Trace, shards: Sequence[Sequence[Sequence[int]]], link_ms: float) -> None:
         self._spec, self._usual, self._step_ms = _of_mean(trace.spec), trace.cost(), trace.step_ms
         self._records = [trace.steps[step] for step in sorted(trace.steps)]
         #: of the last steps, the length of each microbatch relative to the median of all; empty: they are equal
-        self._lengths = self._unequal_lengths()
+        self._lengths = trace.lengths(_STEPS)
         #: their sizes, where windows go by them
         self._sizes = [records[0].sizes for records in self._records[-_STEPS:]]
         #: mean length: actions take the median times so long on average
         self._mean = fmean(chain.from_iterable(self._lengths)) if self._lengths else 1.0
         #: by worker, the ratio of its times to those of other workers for stages of the same form
         self._slowness = self._compare(shards)
-        #: (source, target) -> median transfer time in ms
+        #: (source, target) -> median transfer time in ms; and the least of a slow link
         self._delays = {pair: median(way.ms for way in found) for pair, found in transfers(self._records).items()}
-        self._waits = self._data_waits()
+        self._link_ms, self._waits = link_ms, self._data_waits()
         self._actions = [r.action for record in self._records[-1] for r in record.actions]
 
     def lost(self) -> LostTime:
@@ -127,7 +126,7 @@ class _Case:
         mean = {kind: sum(costs) / len(costs) for kind, costs in nominal_work.items()}
         limit = sum(map(sum, nominal_work.values())) / self._spec.num_workers
         own = min(_RUNTIME_HOP_MS, min(self._delays.values(), default=0.0))
-        excess = {pair: Link(delay - own) for pair, delay in self._delays.items() if delay > own}
+        excess = {pair: Link(delay - own) for pair, delay in self._delays.items() if delay > max(own, self._link_ms)}
         equal = self._simulate(lambda action: mean.get(action.kind, 0.0))
         uneven = self._simulate(self._nominal)
         slow = self._simulate(self._actual)
@@ -153,6 +152,8 @@ class _Case:
         Args:
             crowded: number of cores, if workers share them.
         """
+        if len(self._records) < _STEPS:
+            return f"steps alike in a row: {len(self._records)}, too few to tell a cause; {_STEPS} do"
         shares = {cause: ms / lost.step_ms for cause, ms in lost.parts.items()}
         totals: dict[tuple[str, str], float] = defaultdict(float)
         for cause, share in shares.items():
@@ -234,27 +235,9 @@ class _Case:
             return what, f"--microbatch-order balanced would take {_percent(gain)} off"
         return what, "rows of similar length in a microbatch make them more equal (batches_by_length)"
 
-    def _unequal_lengths(self) -> list[list[float]]:
-        count, slices = self._spec.unsliced().num_microbatches, len(self._spec.parallelism.slices)
-        found = []
-        for records in self._records[-_STEPS:]:
-            ratios: dict[int, list[float]] = defaultdict(list)
-            for run in (run for record in records for run in record.actions if run.action.kind.per_microbatch):
-                if usual := self._usual(run.action):
-                    ratios[split_slice(run.action.index, slices)[0] % count].append(
-                        (run.end_ns - run.start_ns) / 1e6 / usual
-                    )
-            found.append([median(ratios.get(m, [1.0])) for m in range(count)])
-        return found if median(max(each) / max(min(each), 1e-9) for each in found) > _UNEQUAL else []
-
     def _ragged(self, lengths: Sequence[float], sizes: Sequence[float]) -> float:
         """Return the simulated time of a step of microbatches of these lengths and sizes."""
-        slices = len(self._spec.parallelism.slices)
-
-        def cost(action: Action) -> float:
-            own = lengths[split_slice(action.index, slices)[0] % len(lengths)] if action.kind.per_microbatch else 1.0
-            return self._usual(action) * own
-
+        cost = by_length(self._spec, self._usual, lengths)
         return simulate(replace(self._spec, sizes=tuple(sizes)), cost, steps=_STEPS).step_time
 
     def _actual(self, action: Action) -> float:

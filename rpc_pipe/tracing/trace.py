@@ -10,8 +10,8 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from ..dependency import Action, ConfigError, Kind, Spec
-from ..dependency.indexes import slice_in
+from ..dependency import Action, ConfigError, F, Kind, Spec
+from ..dependency.indexes import slice_in, split_slice
 from ..drawing.page import Picture, draw_page, write_chrome
 from ..drawing.timeline import bubble, count_microbatches
 from ..planning.simulator import Cost, Simulation, simulate
@@ -22,6 +22,8 @@ from ..workers.hooks import StepRecord
 
 #: most spans with computed causes of waits
 _MOST_EXPLAINED = 6_000
+#: ratios of the longest to the shortest microbatch from which they count as unequal: of times, and of bytes handed on
+_LONGER, _LARGER = 1.3, 1.1
 
 
 @dataclass(frozen=True)
@@ -65,9 +67,33 @@ class Trace:
         medians = {at: median(values) for at, values in times.items()}
         return lambda action: medians.get(key(self.spec.worker(action), action), 0.0)
 
+    def lengths(self, last: int = 1) -> list[list[float]]:
+        """Return, of a number of last steps, the times of microbatches relative to the usual one; []: all are equal.
+
+        Times alone differ by noise: the payloads of unequal microbatches differ, too, or the run has put them in order.
+        """
+        usual, slices, found = self.cost(), len(self.spec.parallelism.slices), list[list[float]]()
+        count, differ = self.spec.unsliced().num_microbatches, True
+        for records in (self.steps[step] for step in sorted(self.steps)[-last:]):
+            ratios: dict[int, list[float]] = defaultdict(list)
+            sent: dict[tuple[int, int], dict[int, int]] = defaultdict(lambda: defaultdict(int))
+            for record in records:
+                for run in (run for run in record.actions if run.action.kind.per_microbatch and usual(run.action)):
+                    at = split_slice(run.action.index, slices)[0] % count
+                    ratios[at].append((run.end_ns - run.start_ns) / 1e6 / usual(run.action))
+                for action, _, num_bytes, _ in (arrived for arrived in record.arrivals if arrived.action.kind is F):
+                    sent[record.worker, action.stage][split_slice(action.index, slices)[0] % count] += num_bytes
+            bytes_differ = not sent or any(max(each.values()) > _LARGER * min(each.values()) for each in sent.values())
+            differ &= bytes_differ or any(record.microbatch_order for record in records)
+            found.append([median(ratios.get(m, [1.0])) for m in range(count)])
+        return found if differ and median(max(each) / max(min(each), 1e-9) for each in found) > _LONGER else []
+
     def simulated(self, steps: int = 1) -> Simulation:
-        """Simulate the schedule with the measured costs and free transfers."""
-        return simulate(self.spec, self.cost(), steps=steps)
+        """Simulate the schedule with the measured costs, the last step's unequal microbatches, and free transfers."""
+        cost = self.cost()
+        for lengths in self.lengths():
+            cost = by_length(self.spec, cost, lengths)
+        return simulate(self.spec, cost, steps=steps)
 
     def write_chrome(self, path: str | Path, device: str = "cpu") -> None:
         """Write Chrome's trace event format, which Perfetto reads.
@@ -106,6 +132,17 @@ class Trace:
         name, notes = f"this schedule with the measured times: {schedule}", [self.layout] if self.layout else []
         made = Picture(name, planned, spec.num_workers, "ms", "idle", why_planned, slices, rows=self.rows)
         return made, replace(made, name=ran, spans=actual, waits=why_actual, notes=notes, memory=memory)
+
+
+def by_length(spec: Spec, usual: Cost, lengths: Sequence[float]) -> Cost:
+    """Return the costs of actions, given the usual ones and each microbatch's time relative to the usual one."""
+    slices = len(spec.parallelism.slices)
+
+    def cost(action: Action) -> float:
+        own = lengths[split_slice(action.index, slices)[0] % len(lengths)] if action.kind.per_microbatch else 1.0
+        return usual(action) * own
+
+    return cost
 
 
 def step_ms(steps: Sequence[Sequence[StepRecord]]) -> float:

@@ -28,8 +28,10 @@ def records_of(
     links: Mapping[tuple[int, int], Link] | None = None,
     pause_ms: float = 0.0,
     hop_ms: float = 0.5,
+    lengths: Sequence[float] = (),
 ) -> dict[int, Sequence[StepRecord]]:
-    """Return {step: records} of a simulated run."""
+    """Return {step: records} of a simulated run; payloads are as large as microbatches are long."""
+    lengths = lengths or spec.sizes or [1] * spec.num_microbatches
     result = simulate(spec, cost, comm=hop_ms, steps=steps, links=links)
     there = {(what, target): at for what, _, target, at in result.transfers if spec.worker(what) != target}
     seen: Counter[tuple[int, Action]] = Counter()
@@ -54,7 +56,7 @@ def records_of(
             link = links or {}
             came = [
                 Arrived(
-                    what, spec.worker(what), 1000,
+                    what, spec.worker(what), round(1000 * (lengths[what.index] if what.kind.per_microbatch else 1)),
                     round((made[what] + (link[spec.worker(what), worker].latency
                                          if (spec.worker(what), worker) in link else hop_ms)) * 1e6) + late,
                 )

@@ -86,12 +86,13 @@ def unequal(lengths):
 def test_unequal_microbatches_are_named_with_the_gain_of_another_order():
     """They were blamed on other programs, since the usual times of actions know no lengths."""
     lengths = [6, 1, 1, 4, 1, 2, 1, 5]
-    trace = trace_of(cost=unequal(lengths))
+    trace = trace_of(cost=unequal(lengths), lengths=lengths)
     lost = attribute_lost_time(trace, SHARDS)
     assert worst(lost) == UNEQUAL and parts(lost)["overhead"] < 0.1
     assert "--microbatch-order balanced would take" in lost.sentence
     order = balanced(trace.spec, lengths)
-    better = attribute_lost_time(trace_of(cost=unequal([lengths[m] for m in order])), SHARDS)
+    ordered = [lengths[m] for m in order]
+    better = attribute_lost_time(trace_of(cost=unequal(ordered), lengths=ordered), SHARDS)
     assert better.step_ms < 0.9 * lost.step_ms and "balanced" not in better.sentence
 
 
@@ -111,6 +112,36 @@ def test_windows_by_size_are_those_of_the_step(schedule, options):
 
 def test_microbatches_that_differ_by_noise_are_equal():
     assert parts(attribute_lost_time(trace_of(cost=unequal([1, 1.1] * 4)), SHARDS))[UNEQUAL] == 0
+
+
+def test_microbatches_of_equal_payloads_are_equal_whatever_their_times():
+    """Images of one size were called unequal microbatches, since other programs had slowed some down."""
+    for lengths, cause in ((), "overhead"), ([1, 3] * 4, UNEQUAL):
+        trace = trace_of(cost=unequal([1, 3] * 4), lengths=lengths)
+        assert worst(attribute_lost_time(trace, SHARDS)) == cause
+
+
+def test_a_planned_picture_is_as_wide_as_its_microbatches_are_long():
+    """The planned step drew all microbatches equally wide above a step in which they were not."""
+    lengths = [6, 1, 1, 4, 1, 2, 1, 5]
+    trace = trace_of(cost=unequal(lengths), lengths=lengths, steps=1)
+    planned, actual = ({s.action: round(s.end - s.start) for s in p.spans} for p in trace.pictures())
+    assert planned == actual
+
+
+def test_few_steps_tell_no_cause():
+    """A run of one step was told of a slow link."""
+    links = {(1, 2): Link(60.0)}
+    for steps, told in (2, False), (3, True):
+        assert ("a slow link" in attribute_lost_time(trace_of(links=links, steps=steps), SHARDS).sentence) == told
+
+
+def test_waits_of_milliseconds_on_one_machine_are_no_slow_link():
+    """A machine with a core for each worker was told of a slow link for 2.8 ms, in which its core did other work."""
+    links = {(a, b): Link(2.8) for a in range(4) for b in range(4) if abs(a - b) == 1}
+    trace = trace_of(links=links, cost=lambda action: {F: 2, B: 4}.get(action.kind, 0.1))
+    assert worst(attribute_lost_time(trace, SHARDS)) == "link"
+    assert parts(attribute_lost_time(trace, SHARDS, cores=8))["link"] == 0
 
 
 def test_a_slow_link_is_named():
