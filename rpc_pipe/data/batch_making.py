@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..dependency import ConfigError, Stalled
-from ..model.batches.lazy_batch import OwnRows
+from ..model.batches.lazy_batch import SomeRows
 from ..workers.transport.payload import Tree, map_tensors, tensors_of
 from .bijection import Numbers
 from .residency import Residency
@@ -58,7 +58,7 @@ class Dealt(NamedTuple):
 
 
 def _located(
-    order: Order, shares: Dealt, start: int, own: OwnRows | None = None
+    order: Order, shares: Dealt, start: int, own: SomeRows | None = None
 ) -> Iterator[list[tuple[Segment, list[Segmented]]]]:
     """Yield, batch by batch and block by block, the places of a batch's samples, or of its `own` rows."""
     share = shares.at(start)
@@ -66,7 +66,7 @@ def _located(
         batches: list[Numbers] = []
         while share is not None and sum(map(len, batches)) < _LOCATED:
             batch = np.arange(share.begin, share.end)
-            batches.append(batch if own is None else batch[own.of(len(batch))])
+            batches.append(batch if own is None else batch[own.of(len(batch), share.begin)])
             share = shares.at(share.after)
         segments = list(order.locate(np.concatenate(batches)))
         blocks = np.repeat(np.arange(len(segments)), [len(each.numbers) for each in segments])
@@ -107,9 +107,9 @@ class Reader:
         self._batches: Iterator[tuple[Tree, Tree]] = iter(())
         #: the wanted parts of batches, the wanted rows, and the start of the next batch to be taken
         self._wanted, self._next = Wanted(False, False), -1
-        self._own: OwnRows | None = None
+        self._own: SomeRows | None = None
 
-    def take(self, start: int, wanted: Wanted, own: OwnRows | None = None) -> tuple[tuple[Tree, Tree], int, Cause]:
+    def take(self, start: int, wanted: Wanted, own: SomeRows | None = None) -> tuple[tuple[Tree, Tree], int, Cause]:
         """Return the batch that begins at `start` or its `own` rows, the ns waited, and the main cause of the wait.
 
         Raises:
@@ -131,7 +131,7 @@ class Reader:
         self._next = share.after
         return made, 0 if is_ready else time.perf_counter_ns() - begun, busy.worst(before)
 
-    def _restart(self, start: int, wanted: Wanted, own: OwnRows | None) -> None:
+    def _restart(self, start: int, wanted: Wanted, own: SomeRows | None) -> None:
         if not self._end():  # the thread would go on to load chunks for batches that will not be taken
             raise Stalled(
                 f"data {self._source.name}: has waited with a batch that nobody takes for {self._timeout_s:g} s; raise "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from itertools import islice
 from typing import Any
 from zlib import crc32
@@ -13,6 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ..dependency import BatchError, refuse_below
 from ..model.batches.grouped import Grouped, LengthNeeds
+from ..model.batches.lazy_batch import OwnRows
 from ..model.batches.microbatches import SplitBatch
 from ..model.batches.token_count import IGNORED
 from ..workers.compute.result import NUM_ITEMS
@@ -56,8 +58,8 @@ def batches_by_length(
     refuse_below(1, batch=batch, most_tokens=most_tokens, num_stages=num_stages)
     how, each = LengthNeeds(num_stages, least, 1), iter(rows)
     while taken := list(islice(each, batch)):
-        lengths = [_length(row, number) for number, row in enumerate(taken)]
-        groups = _groups(lengths, how, most_tokens, seconds)
+        lengths = tuple(_length(row, number) for number, row in enumerate(taken))
+        groups = group(lengths, how, most_tokens, seconds)
         if isinstance(taken[0], Mapping):
             counted = _counted(taken, next_token)
             yield SplitBatch({**side, **counted} for side in _sides(taken, lengths, groups))
@@ -69,37 +71,45 @@ def batches_by_length(
 
 def grouped(
     sides: tuple[Sequence[Any] | None, Sequence[Any] | None],
-    lengths: Sequence[int],
+    lengths: tuple[int, ...],
     how: LengthNeeds,
     most_tokens: int,
     next_token: bool,
+    counted: Sequence[int] | None = None,
+    own: OwnRows | None = None,
 ) -> Grouped:
     """Return the rows of a batch as microbatches of rows of similar length, padded to the longest.
 
     Args:
         sides: inputs and targets of each row; None: this worker uses none.
-        lengths: tokens of each row.
+        lengths: tokens of each row; counted: their labels that count, if known.
+        own: whose rows, one microbatch after the other, `sides` has alone; None: of all rows as they come.
 
     Raises:
-        BatchError: a field of a row is not as long as `lengths` tells.
+        BatchError: a field of a row is not as long as `lengths` tells, or has other labels than `counted` tells.
     """
-    groups = _groups(lengths, how, most_tokens, how.seconds)
-    inputs = _sides(sides[0], lengths, groups)
-    targets = _sides(sides[1], lengths, groups, are_targets=True)
+    groups = group(lengths, how, most_tokens, how.seconds)
+    here = None if own is None else own.microbatches(len(groups))
+    inputs = _sides(sides[0], lengths, groups, here=here)
+    targets = _sides(sides[1], lengths, groups, are_targets=True, here=here)
     shift = int(next_token and how.loss_is_inside)
-    labels = [_labels(*pair) for pair in zip(inputs, targets, strict=True)]
-    weights = [
-        len(group) if of_group is None else int((of_group[:, shift:] != IGNORED).sum())
-        for group, of_group in zip(groups, labels, strict=True)
-    ]
+    weights = [len(rows) if counted is None else sum(counted[row] for row in rows) for rows in groups]
+    for number in here or range(len(groups)):
+        of_group = _labels(inputs[number], targets[number])
+        found = weights[number] if of_group is None else int((of_group[:, shift:] != IGNORED).sum())
+        if counted is not None and found != weights[number]:
+            raise BatchError(f"counted: {weights[number]} labels of a microbatch count, but {found} are not {IGNORED}")
+        weights[number] = found
     shares = [weight / (sum(weights) or 1) for weight in weights]
     sizes = [(len(group), max(lengths[row] for row in group)) for group in groups]
-    return Grouped(inputs, targets, shares, sizes, f"in microbatches {crc32(repr((groups, sizes)).encode()):x}")
+    return Grouped(inputs, targets, shares, sizes, here, f"in microbatches {crc32(repr((groups, sizes)).encode()):x}")
 
 
-def _groups(
-    lengths: Sequence[int], how: LengthNeeds, most_tokens: int, seconds: Callable[[int, int], float] | None = None
+@lru_cache(64)  # a batch that is read ahead is grouped for its rows, and once more when it is taken
+def group(
+    lengths: tuple[int, ...], how: LengthNeeds, most_tokens: int, seconds: Callable[[int, int], float] | None
 ) -> list[list[int]]:
+    """Return the rows of each microbatch, given their lengths."""
     from ..planning.unequal import group_rows  # few jobs plan
 
     fixed = sum(lengths) / (_A_STAGE**2 * how.num_stages)
@@ -109,12 +119,26 @@ def _groups(
 
 
 def _sides(
-    rows: Sequence[Any] | None, lengths: Sequence[int], groups: Sequence[Sequence[int]], are_targets: bool = False
+    rows: Sequence[Any] | None,
+    lengths: Sequence[int],
+    groups: Sequence[Sequence[int]],
+    are_targets: bool = False,
+    here: Sequence[int] | None = None,
 ) -> list[Tree]:
-    """Return the inputs or the targets of microbatches; None for each without `rows`."""
+    """Return the inputs or the targets of microbatches; None for each without `rows`.
+
+    Args:
+        here: the microbatches whose rows there are, one after the other; None: all rows, as they come.
+    """
     if rows is None:
         return [None] * len(groups)
-    return [joined([rows[row] for row in group], [lengths[row] for row in group], are_targets) for group in groups]
+    found = rows if here is None else dict(zip((row for n in here for row in groups[n]), rows, strict=True))
+    return [
+        joined([found[row] for row in group], [lengths[row] for row in group], are_targets)
+        if here is None or number in here
+        else None
+        for number, group in enumerate(groups)
+    ]
 
 
 def joined(rows: Sequence[Any], lengths: Sequence[int], are_targets: bool = False) -> Tree:

@@ -14,18 +14,18 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from ..dependency import ConfigError, refuse_below
 from ..model.batches.grouped import Grouped, GroupedBatch, LengthNeeds
-from ..model.batches.lazy_batch import LazyBatch, OwnRows
+from ..model.batches.lazy_batch import LazyBatch, OwnRows, SomeRows
 from ..system.sizes import format_bytes, num_bytes
 from ..workers.transport.payload import Tree
 from .batch_making import Dealt, Reader, Share
 from .bijection import Numbers
-from .by_length import grouped, joined
+from .by_length import group, grouped, joined
 from .residency import chunk_memory, widest_window
 from .sample_order import Order
 from .source import Source, Wanted
@@ -55,6 +55,7 @@ class Loader:
         lengths: tokens of each sample of a `dataset`, in its order. Rows of similar length share a microbatch and are
             padded to its longest row; each label weighs as in the whole batch (docs/data.md). None: all equally long.
         most_tokens: of such a microbatch, padding included: the limit of memory.
+        counted: labels of each sample that count, in its order: then replicas and members read their rows alone.
         next_token: whether a model that computes its loss itself shifts labels, so that the first does not count.
 
     Raises:
@@ -77,6 +78,7 @@ class Loader:
         timeout_s: float = 300.0,
         lengths: Sequence[int] | None = None,
         most_tokens: int | None = None,
+        counted: Sequence[int] | None = None,
         next_token: bool = True,
     ) -> None:
         refuse_below(1, rows=rows, pipelines=pipelines, epochs=1 if epochs is None else epochs)
@@ -95,7 +97,9 @@ class Loader:
             raise ConfigError("lengths: needs most_tokens=, the most tokens of a microbatch, and that needs lengths=")
         if lengths is not None and readers == "first":
             raise ConfigError("readers='first': other workers cannot know the lengths of a batch; leave it out")
-        self.lengths = None if lengths is None else np.asarray(lengths)
+        if counted is not None and (lengths is None or len(counted) != len(lengths)):
+            raise ConfigError("counted: needs lengths=, and as many numbers: labels that count, one for each sample")
+        self.lengths, self.counted = (None if each is None else np.asarray(each) for each in (lengths, counted))
         self.most_tokens, self.next_token = most_tokens or 0, next_token
         self.rows, self.seed, self.readers = rows, seed, readers
         self._given, self._pipeline, self._pipelines, self._epochs = source, pipeline, pipelines, epochs
@@ -247,7 +251,7 @@ class Loader:
         """Count a batch."""
         self._position = share.after
 
-    def read(self, share: Share, wanted: Wanted, own: OwnRows | None = None) -> tuple[tuple[Tree, Tree], int, str]:
+    def read(self, share: Share, wanted: Wanted, own: SomeRows | None = None) -> tuple[tuple[Tree, Tree], int, str]:
         """Return the wanted part of a batch or of its `own` rows, the ns waited, and the main cause of the wait."""
         if self._reader is None:
             sizes = self.room, self.ahead_bytes
@@ -292,7 +296,7 @@ class Batch(LazyBatch):
         """The samples, numbered as they are stored."""
         return self._loader.samples(self._share.begin, self._share.end)
 
-    def read(self, inputs: bool, targets: bool, own: OwnRows | None = None) -> tuple[Tree, Tree]:
+    def read(self, inputs: bool, targets: bool, own: SomeRows | None = None) -> tuple[Tree, Tree]:
         if not inputs and not targets:
             self._loader.close()  # nothing is read ahead from the old position
             return None, None
@@ -317,20 +321,37 @@ class Batch(LazyBatch):
         return self._both[index]
 
 
+class RowsByLength(NamedTuple):
+    """The rows of a process where all are grouped by length."""
+
+    own: OwnRows
+    needs: LengthNeeds
+    loader: Loader
+
+    def of(self, rows: int, begin: int) -> list[int]:
+        """Return the rows of its microbatches, one after the other."""
+        assert self.loader.lengths is not None
+        lengths = self.loader.lengths[self.loader.samples(begin, begin + rows)].tolist()
+        groups = group(tuple(lengths), self.needs, self.loader.most_tokens, self.needs.seconds)
+        return [row for number in self.own.microbatches(len(groups)) for row in groups[number]]
+
+
 class BatchByLength(Batch, GroupedBatch):
     """(inputs, targets), whose rows are grouped by length in a pipeline, and else padded to the longest."""
 
-    def grouped(self, inputs: bool, targets: bool, needs: LengthNeeds) -> Grouped:
-        most_tokens, next_token = self._loader.most_tokens, self._loader.next_token
-        return grouped(super().read(inputs, targets), self._lengths, needs, most_tokens, next_token)
+    def grouped(self, inputs: bool, targets: bool, needs: LengthNeeds, own: OwnRows | None) -> Grouped:
+        loader = self._loader
+        counted = None if loader.counted is None else loader.counted[self.samples].tolist()
+        rows = None if own is None or counted is None else RowsByLength(own, needs, loader)
+        sides = super().read(inputs, targets, rows)
+        return grouped(sides, self._lengths, needs, loader.most_tokens, loader.next_token, counted, rows and own)
 
     @property
-    def _lengths(self) -> list[int]:
+    def _lengths(self) -> tuple[int, ...]:
         assert self._loader.lengths is not None
-        lengths: list[int] = self._loader.lengths[self.samples].tolist()
-        return lengths
+        return tuple(self._loader.lengths[self.samples].tolist())
 
-    def read(self, inputs: bool, targets: bool, own: OwnRows | None = None) -> tuple[Tree, Tree]:
+    def read(self, inputs: bool, targets: bool, own: SomeRows | None = None) -> tuple[Tree, Tree]:
         first, last = super().read(inputs, targets, own)
         return (
             None if first is None else joined(first, self._lengths),

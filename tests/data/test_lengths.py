@@ -11,6 +11,10 @@ from torch import nn
 
 from rpc_pipe import BatchError, ConfigError, Pipeline
 from rpc_pipe.data import Loader, dataset, tokens
+from rpc_pipe.model.batches.grouped import read_grouped
+from rpc_pipe.model.batches.lazy_batch import OwnRows
+from rpc_pipe.planning.specs import make_spec
+from rpc_pipe.workers.transport.payload import tensors_of
 
 WORDS, WIDTH = 11, 8
 LENGTHS = [3, 9, 4, 4, 2, 7, 5, 3, 6, 2, 8, 4]
@@ -108,6 +112,60 @@ def test_a_worker_in_the_middle_of_layers_reads_nothing_and_knows_the_order(monk
     found = each_worker(monkeypatch, train)
     same(found[0][0], expected)
     assert [count for _, count in found] == [12, 1, 12]
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_member_reads_its_rows_alone_and_has_the_microbatches_of_the_whole_batch(named):
+    """Each member read the labels of all rows, by which its microbatches weigh, and with them the rows."""
+    spec, shift = make_spec("1f1b", 2, 4, {}), int(named)
+    counted = [sum(label != -100 for label in list(Rows(named=True)[i]["labels"])[shift:]) for i in range(12)]
+    counted = counted if named else [length - length // 3 for length in LENGTHS]
+    more = {"spec": spec, "members": 2, "loss_is_inside": named, "ordering": None}
+
+    def read(own, **options):
+        rows = Rows(named)
+        batches = loader(rows, epochs=1, **options)
+        rows.read.clear()
+        return [read_grouped(b, (True, True), lambda pair: pair, own=own, **more) for b in batches], rows.read
+
+    whole, _ = read(None)
+    parts = [read(OwnRows(spec, 0, member, 2), counted=counted) for member in range(2)]
+    assert parts[0][1] & parts[1][1] <= {0} and len(parts[0][1] | parts[1][1]) == 12, (
+        "the first shows whether rows draw"
+    )
+    for member, (found, _) in enumerate(parts):
+        for one, other in zip(found, whole, strict=True):
+            assert one.shares == other.shares and one.described == other.described
+            sides = [(each.inputs[member::2], each.targets[member::2]) for each in (one, other)]
+            mine, theirs = map(list, map(tensors_of, sides))
+            assert len(mine) == len(theirs) and all(map(torch.equal, mine, theirs))
+
+
+def test_replicas_read_their_rows_alone_where_labels_are_counted(monkeypatch):
+    """A step has the bits of one for which each replica reads the whole batch."""
+    building, counted = threading.Lock(), [length - length // 3 for length in LENGTHS]
+
+    def train(worker, built, **options):
+        rows = Rows()
+        with building:
+            batches, model = loader(rows, epochs=1, rows=12, **options), copy.deepcopy(layers())
+            pipe = Pipeline(model, nn.functional.cross_entropy, optimizer=SGD, num_microbatches=2, replicas=2)
+        built.wait()
+        with pipe:
+            return list(pipe.train(batches)), pipe.weights.state_dict(), len(rows.read)
+
+    every = each_worker(monkeypatch, partial(train, built=threading.Barrier(4)), 4)
+    own = each_worker(monkeypatch, partial(train, built=threading.Barrier(4), counted=counted), 4)
+    assert [found[0] for found in own] == [found[0] for found in every]
+    assert all(torch.equal(tensor, own[0][1][name]) for name, tensor in every[0][1].items())
+    assert [found[2] for found in every] == [12] * 4 and max(found[2] for found in own) < 12
+
+
+@pytest.mark.parametrize("counted, error", [([2] * 12, BatchError), ([1], ConfigError)])
+def test_labels_that_are_counted_otherwise_are_refused(counted, error):
+    with Pipeline(layers(), nn.functional.cross_entropy, num_microbatches=2, num_workers=2) as pipe:
+        with pytest.raises(error):
+            pipe.step(next(iter(loader(counted=counted))))
 
 
 def test_a_run_goes_on_where_it_was(tmp_path):

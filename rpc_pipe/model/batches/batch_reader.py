@@ -105,13 +105,14 @@ class BatchReader:
     def _read(self, batch: LazyBatch, pair: Pair, cuts_model: bool, whole: bool) -> Microbatches:
         batch.follow()
         sides = (True, True) if self._is_whole else self._used
+        own = None if cuts_model else self._evaluated if whole else self._own
         if hasattr(batch, "grouped"):  # a `GroupedBatch`, which few jobs load
             from .grouped import read_grouped
 
-            return read_grouped(batch, sides, pair, **self._needs, spec=self._spec)
+            is_as_read = self._ordering is None and self._sequences is None
+            return read_grouped(batch, sides, pair, **self._needs, spec=self._spec, own=own if is_as_read else None)
         parts = min(self._spec.num_microbatches, batch.rows)
         if not batch.scattered:
-            own = None if cuts_model else self._evaluated if whole else self._own
             return Microbatches.read(batch, pair(batch.read(*sides, own)), parts, own)
         takers = self._peer.carrier.workers
         alone = self._reader not in takers  # a newcomer that does not take part yet

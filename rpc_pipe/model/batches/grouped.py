@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from ...dependency import Spec
 from ...workers.transport.call import pack_description
 from ...workers.transport.payload import Tree
-from .lazy_batch import LazyBatch
+from .lazy_batch import LazyBatch, OwnRows
 from .microbatches import Microbatches, Pair
 from .token_count import count_tokens
 
@@ -38,6 +39,8 @@ class Grouped(NamedTuple):
     shares: list[float]
     #: (rows, length) of each microbatch
     sizes: list[tuple[int, int]]
+    #: the microbatches that have been read; None: all
+    here: Sequence[int] | None
     #: equal on workers that group alike
     label: str
 
@@ -45,8 +48,8 @@ class Grouped(NamedTuple):
 class GroupedBatch(LazyBatch):
     """A batch whose rows may be grouped by length."""
 
-    def grouped(self, inputs: bool, targets: bool, needs: LengthNeeds) -> Grouped:
-        """Return the wanted sides of the batch in microbatches by length."""
+    def grouped(self, inputs: bool, targets: bool, needs: LengthNeeds, own: OwnRows | None) -> Grouped:
+        """Return the wanted sides of the batch in microbatches by length, perhaps its `own` alone."""
         raise NotImplementedError
 
 
@@ -59,24 +62,30 @@ def read_grouped(
     members: int,
     loss_is_inside: bool,
     ordering: Ordering | None,
+    own: OwnRows | None,
 ) -> Microbatches:
     """Return the microbatches of a batch whose rows are grouped by length.
 
     Args:
         sides: whether this worker uses inputs and targets.
         spec: over whole sequences; members: of each of its workers.
+        own: of this process, where others read the rest.
     """
     seconds = None if ordering is None else ordering.seconds
     needs = LengthNeeds(spec.num_stages, spec.num_routes * members, members, loss_is_inside, seconds)
     assert isinstance(batch, GroupedBatch)
-    found = batch.grouped(*sides, needs)
-    inputs, targets = map(list, zip(*map(pair, zip(found.inputs, found.targets, strict=True)), strict=True))
+    found = batch.grouped(*sides, needs, own)
+    inputs, targets, here = found.inputs, found.targets, found.here or range(len(found.sizes))
+    for number in here:
+        inputs[number], targets[number] = pair((inputs[number], targets[number]))
+    share = sum(map(math.prod, found.sizes)) / sum(math.prod(found.sizes[number]) for number in here)
+    count = count_tokens(*([side[number] for number in here] for side in (inputs, targets)))
     return Microbatches(
         inputs,
         targets,
         found.shares,
         batch.rows,
-        *count_tokens(inputs, targets),
+        *count._replace(tokens=round(count.tokens * share)),
         (batch.waited_ns, batch.waited_for),
         described=(pack_description(f"{batch.label}, {found.label}", []), ""),
         lazy=batch,

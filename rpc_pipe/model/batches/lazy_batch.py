@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from ...dependency import Spec
 from ...workers.transport.payload import Tree, rows_of_parts
 from ...workers.transport.scatter import run_by
+
+
+class SomeRows(Protocol):
+    """A choice of rows of each batch."""
+
+    def of(self, rows: int, begin: int, /) -> list[int]:
+        """Return the rows, of a batch of `rows` rows from position `begin` on."""
 
 
 class OwnRows(NamedTuple):
@@ -18,15 +25,15 @@ class OwnRows(NamedTuple):
     member: int = 0
     members: int = 1
 
-    def microbatches(self, rows: int) -> list[int]:
-        """Return its microbatches of a batch of `rows` rows; without any the first, for its form."""
-        every = list(range(min(self.spec.num_microbatches, rows)))[self.member :: self.members]
+    def microbatches(self, count: int) -> list[int]:
+        """Return its microbatches of `count`; without any the first, for its form."""
+        every = list(range(count))[self.member :: self.members]
         return [number for number in run_by(self.spec, self.worker, every) if number is not None] or [0]
 
-    def of(self, rows: int) -> list[int]:
-        """Return the rows of these microbatches."""
+    def of(self, rows: int, begin: int = 0) -> list[int]:
+        """Return the rows of these microbatches, of a batch of `rows` rows anywhere."""
         parts = rows_of_parts(rows, min(self.spec.num_microbatches, rows))
-        return [row for number in self.microbatches(rows) for row in parts[number]]
+        return [row for number in self.microbatches(len(parts)) for row in parts[number]]
 
 
 class LazyBatch:
@@ -42,7 +49,7 @@ class LazyBatch:
     waited_ns: int = 0
     waited_for: str = ""
 
-    def read(self, inputs: bool, targets: bool, own: OwnRows | None = None) -> tuple[Tree, Tree]:
+    def read(self, inputs: bool, targets: bool, own: SomeRows | None = None) -> tuple[Tree, Tree]:
         """Return the wanted ones of (inputs, targets), only their `own` rows; None for the unwanted."""
         raise NotImplementedError
 

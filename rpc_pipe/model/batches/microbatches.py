@@ -123,8 +123,7 @@ class Microbatches(StepData):
         """
         rows = [batch.rows // parts + (number < batch.rows % parts) for number in range(parts)]  # as split_rows does
         inputs, targets = (
-            split_rows(side, parts) if own is None else _split(side, rows, own.microbatches(batch.rows))
-            for side in pair
+            split_rows(side, parts) if own is None else _split(side, rows, own.microbatches(parts)) for side in pair
         )
         return cls(
             inputs,
