@@ -39,6 +39,11 @@ def _option(
     return field(default=usual, metadata={"option": _Option(kind, allows, rule, of_replicas, typed)})
 
 
+def _flag(said: bool | str) -> bool:
+    """Read what a script or the command line gives."""
+    return {"True": True, "False": False, "1": True, "0": False}[str(said)]
+
+
 def _sizes(said: int | str | None) -> tuple[int, ...]:
     """Read the cut of each sequence: sizes of its slices, in parts of the sequence.
 
@@ -67,6 +72,11 @@ class Parallelism:
         0, int, lambda stage: stage in (0, 1), "must be 0, or 1 to divide optimizer states among replicas; take 1",
         True, least=0, help="1: divide optimizer states among the replicas (0)",
     )  # fmt: skip
+    #: whether one more worker keeps the optimizer states of each owner, so that one of them may die
+    mirror: bool = _option(
+        False, _flag, lambda said: True, "must be True or False", True,
+        action="store_true", help="with --zero 1: one more replica has each optimizer state (for --elastic)",
+    )  # fmt: skip
     #: largest bucket of gradients in MiB
     bucket: float = _option(
         25.0, float, lambda size: 0 < size < float("inf"), "must be a size in MiB above 0; take 25",
@@ -86,6 +96,10 @@ class Parallelism:
         False, metavar="K", help="cut sequences into K slices, or sizes such as 8,6,5,4 (1)",
     )  # fmt: skip
 
+    def state_share(self, num_routes: int) -> float:
+        """Return which part of a stage's optimizer states each of its replicas keeps."""
+        return min(1.0, (1 + self.mirror) / num_routes) if self.zero else 1.0
+
     @classmethod
     def taken_from(cls, parameters: dict[str, Any], own: Collection[str]) -> Parallelism:
         """Take the options out of a schedule's parameters, except for its `own` ones of these names.
@@ -95,6 +109,8 @@ class Parallelism:
         """
         read = {name: _read(name, parameters.pop(name)) for name in OPTIONS if name in parameters.keys() - own}
         made = cls(**{name: value for name, (_, value) in read.items()})
+        if made.mirror and not made.zero:
+            raise ConfigError("mirror True: without zero=1 all replicas have all optimizer states; leave it out")
         for name in EXCHANGE if made.replicas == 1 else ():
             if getattr(made, name) != getattr(cls, name):
                 rule = "is of replicas, and there is one; take replicas 2, or leave it out"
@@ -110,7 +126,7 @@ def _read(name: str, said: Any) -> tuple[Any, Any]:
         is_right = option.allows(found) and (option.kind is not int or str(found) == str(said))
     except ConfigError:
         raise
-    except (TypeError, ValueError, OverflowError):
+    except (KeyError, TypeError, ValueError, OverflowError):
         is_right = False
     if not is_right:
         raise ConfigError(f"{name} {said}: {option.rule}")

@@ -56,8 +56,8 @@ def refuse_inelastic(spec: Spec, job: Job | None, training: Training) -> None:
         raise ConfigError("--elastic needs replicas >= 2 (got 1): the weights of a dead worker must be on another one")
     if not spec.synchronous:
         raise ConfigError(f"--elastic: steps of {type(spec).__name__} overlap; take a synchronous schedule, as 1f1b")
-    if spec.parallelism.zero:
-        raise ConfigError("--elastic: zero=1 keeps each optimizer state on one worker alone; leave zero out")
+    if spec.parallelism.zero and not spec.parallelism.mirror:
+        raise ConfigError("--elastic: zero=1 keeps each optimizer state on one worker alone; add --mirror")
     if training.post_validation:
         raise ConfigError("--elastic: no update comes before the norm of all gradients; leave post_validation out")
 

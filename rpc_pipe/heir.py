@@ -12,6 +12,7 @@ from .dependency import ConfigError, Spec, StageLost, check
 from .dependency.relocating import relocated
 from .launching import launcher_link as link
 from .launching.epochs import READY
+from .mirrors import complete, spread
 from .workers.actor import WorkerActor
 from .workers.compute.buffer_mirror import BufferMirror, mirror_of
 from .workers.compute.lodging import Lodging
@@ -90,6 +91,7 @@ class Heir:
         without = partial(relocated, self._whole, cuts=session.end.updates(0) and not changes)
         spec = without(gone)
         check(spec, actor.worker)
+        holders = complete(actor, spec, session.end.divided, comes) if spec.parallelism.mirror else {}
         self._give_state(without(gone | frozenset(comes)), sorted(comes))
         held = {place: actor.shards[place] for place in self._whole.hosted(actor.worker)}
         for shard in held.values():
@@ -105,6 +107,7 @@ class Heir:
             _part(host, guests)
             held |= {(stage, route): guest for route, guest in guests.items()}
         actor.host(dict(sorted(held.items())), spec.hosted(actor.worker))
+        spread(actor, spec, holders)
         session.begin(spec)
 
     def _give_state(self, spec: Spec, comes: Collection[int]) -> None:

@@ -111,6 +111,7 @@ def folder(name):
         "elastic",
         "morphing",
         "heir",
+        "mirrors",
         "own_workers",
         "own_members",
         "step_report",

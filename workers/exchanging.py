@@ -49,6 +49,8 @@ def _give_parameters(ctx: ActionContext) -> Payload:
 @carries_out(A)
 def _take_parameters(ctx: ActionContext) -> None:
     pieces, _ = _pieces(ctx)
+    if ctx.task.shard.is_guest:  # its host takes them
+        return
     for source in ctx.task.entry.sources:
         if source.kind is P:  # not taken out: another stage here may hold them too
             pieces.adopt(ctx.worker.backend.ready(ctx.step.payloads[source]))

@@ -225,7 +225,7 @@ def complete_gradients(ctx: ActionContext, shard: Shard, route: int) -> None:
         return
     step.end.completed.add(shard)
     shard.turn()
-    if shard.updating.pieces is not None and not spec.parallelism.zero:
+    if shard.updating.pieces is not None and (not spec.parallelism.zero or spec.parallelism.mirror):
         for each in reduction_tree(spec).sums(shard.stage, route, step.batch.reductions):
             # Not taken out: several holders may be on this worker.
             shard.updating.pieces.take(ctx.worker.backend.ready(step.payloads[each]))

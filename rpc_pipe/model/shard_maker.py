@@ -174,7 +174,7 @@ class ShardMaker:
         pieces = self._pieces(spec, stage, route, slice)
         return _kind(spec)(
             stage, slice, randomness,
-            loss_fn=loss_fn, training=self._training, pieces=pieces, updating=self._updating,
+            loss_fn=loss_fn, training=self._training, pieces=pieces, updating=self._updating(spec),
         )  # fmt: skip
 
     def anew(self, num_stages: int) -> ShardMaker:
@@ -191,9 +191,12 @@ class ShardMaker:
         lodge(made, host)
         return made
 
-    @property
-    def _updating(self) -> Callable[..., Updating]:
-        """Makes what a shard does with complete gradients."""
+    def _updating(self, spec: Spec) -> Callable[..., Updating]:
+        """Return the class of a shard's updates."""
+        if spec.parallelism.mirror and self._members is None:
+            from ..workers.compute.mirrored import MirroredUpdating
+
+            return MirroredUpdating
         if self._members is None:
             return Updating
         from ..workers.compute.members import DividedUpdating

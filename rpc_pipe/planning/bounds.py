@@ -44,7 +44,7 @@ class Bounds:
         self._time_share = min(min(chain.slicing.shares(sizes, attends=attends)) for attends in (True, False))
         self._byte_share = min(sizes) / sum(sizes)
         #: share of a stage's optimizer state that each of its workers holds
-        self._state_share = 1 / spec.num_routes if spec.parallelism.zero else 1.0
+        self._state_share = spec.parallelism.state_share(spec.num_routes)
 
     def bound(self, ends: Sequence[int]) -> float:
         """Return the bound of all cuts that begin with these boundaries.

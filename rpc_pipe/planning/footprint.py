@@ -120,7 +120,7 @@ def peak_bytes(simulation: Simulation, sizes: Sequence[Size]) -> tuple[float, ..
     peaks, weights = [], weight_bytes(spec, sizes)
     for worker, change in enumerate(changes):
         hosted = [sizes[stage] for stage, _ in spec.hosted(worker)]
-        share = 1 / spec.num_routes if spec.parallelism.zero else 1
+        share = spec.parallelism.state_share(spec.num_routes)
         resident = sum(size.gradients + size.unsummed + size.optimizer * share for size in hosted) + weights[worker]
         peaks.append(resident + max([0, *accumulate(change[key] for key in sorted(change))]))
     return tuple(peaks)

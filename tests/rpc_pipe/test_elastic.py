@@ -21,7 +21,8 @@ MORTAL = ROOT / "tests" / "trials" / "mortal.py"
 def trained(folder, how, *kills, of=2, more=(), steps=8, **env):
     """Return what a job of `of` stages x `of` replicas ends with: its process, weights and losses."""
     folder.mkdir(exist_ok=True)
-    typed = ["--workers", of * of, "--replicas", of, "--transport", "zmq", "--elastic", *more]
+    typed = ["--transport", "zmq", "--elastic", *more]
+    typed += [] if "--replicas" in more else ["--workers", of * of, "--replicas", of]
     env |= {"TMPDIR": str(folder), "RPC_PIPE_LOGS": "off"}
     done = rpc_pipe("run", MORTAL, *typed, "--", folder, how, steps, of, *kills, **env)
     files = [folder / "weights.safetensors", folder / "losses"]
@@ -68,6 +69,19 @@ def test_gradients_of_steps_before_the_update_are_computed_once_more(tmp_path):
     done, made = trained(tmp_path / "again", "step", "2:5:B", steps=7, ACCUMULATE="3")
     assert done.returncode == 0, done.stderr
     assert made == whole and "epoch 1 without [2]" in done.stdout
+
+
+def test_a_mirror_has_the_optimizer_states_of_a_dead_owner(tmp_path):
+    """Worker 1 dies when it has updated its part, and 0 has not got it; its mirror, 2, goes on with its part.
+
+    A newcomer takes it over. Then 2 dies, with what it has updated since.
+    """
+    options = {"of": 1, "more": ["--workers", 3, "--replicas", 3, "--zero", 1, "--mirror", "--rejoin"], "steps": 60}
+    whole = trained(tmp_path / "whole", "step", **options)[1]
+    done, made = trained(tmp_path / "again", "step", "1:4:A", "2:50:B", WAITS="on", **options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "worker 1 is back: epoch 2" in done.stdout and "worker 2 is gone" in done.stdout
+    assert made == whole
 
 
 def test_running_statistics_of_a_dead_replica_go_on(tmp_path):
@@ -167,7 +181,7 @@ def test_a_stage_that_has_lost_all_its_workers_is_named(tmp_path):
     [
         (["--transport", "rpc"], "--transport zmq"),
         (["--replicas", "1"], "replicas >= 2"),
-        (["--zero", "1"], "zero=1"),
+        (["--zero", "1"], "add --mirror"),
         (["--schedule", "pipedream-2bw"], "synchronous"),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else "",

@@ -3,6 +3,7 @@
     python tests/trials/deaths.py [--count 10] [--seed 0] [--schedules 1f1b,zb-h1] [--how step|train] [--of 2x2|3x3]
     python tests/trials/deaths.py --joins 25 [--steps 3000] ...     in one run, each death is followed by a newcomer
     python tests/trials/deaths.py --models conv,deferred ...    with running statistics (see `mortal.py`)
+    python tests/trials/deaths.py --mirror ...                  with optimizer states on two workers each
 
 A death comes from outside at a random moment, or by the process's own hand when an action of a kind begins: also two at
 once, and one within the recovery from another.
@@ -35,7 +36,10 @@ from processes import start
 _ROOT = Path(__file__).parents[2]
 _STEPS, _MOST_S = 16, 150.0
 _KINDS = "FBUTNDCSG"
-#: what the last job has written
+#: optimizer states on two workers each
+_MIRROR = ["--zero", "1", "--mirror"]
+#: options of each job, and what the last one has written
+_options: list[str] = []
 _last_losses = [""]
 
 
@@ -78,7 +82,7 @@ def run(
 
 def _started(folder: Path, schedule: str, of: int, how: str, steps: int, kills: list[str], more: list[str]) -> Any:
     script = [str(Path(__file__).with_name("mortal.py")), "--workers", str(of * of), "--replicas", str(of)]
-    script += ["--transport", "zmq", "--elastic", "--schedule", schedule, *more]
+    script += ["--transport", "zmq", "--elastic", "--schedule", schedule, *_options, *more]
     typed = ["-m", "rpc_pipe", "run", *script, "--", str(folder), how, str(steps), str(of), *kills]
     return start(*typed, merged=True, TMPDIR=str(folder / "tmp"), RPC_PIPE_LOGS="off", PYTHONPATH=str(_ROOT))
 
@@ -164,7 +168,7 @@ def drawn(draw: random.Random, of: int, how: str) -> tuple[list[str], list[tuple
     draw.shuffle(workers)
     first = workers[0]
     other = next(each for each in workers if each // of != first // of)  # of another stage
-    step, kinds = draw.randrange(1, _STEPS - 4), list(_KINDS)
+    step, kinds = draw.randrange(1, _STEPS - 4), list(_KINDS) + ["P", "A"] * bool(_options)
     if how == "train":
         kinds += ["evaluate", "predict", "pretrained", "save", "write"] * 2
     kind = draw.choice(kinds)
@@ -189,10 +193,12 @@ def main() -> None:
     parser.add_argument("--how", choices=("step", "train"), default="step", help="(step)")
     parser.add_argument("--of", choices=("2x2", "3x3"), default="2x2", help="stages x replicas (2x2)")
     parser.add_argument("--models", default="", help="with commas: conv, deferred; or none of them")
+    parser.add_argument("--mirror", action="store_true", help="zero=1 with a mirror")
     parser.add_argument("--kill", nargs="*", help="these kills, as mortal.py takes them")
     parser.add_argument("--joins", type=int, default=0, help="deaths in one run, each followed by a newcomer")
     parser.add_argument("--steps", type=int, default=3000, help="of a run with joins (3000)")
     options = parser.parse_args()
+    _options.extend(_MIRROR if options.mirror else ())
     if options.joins:
         draw = random.Random(options.seed)
         of, how = int(options.of[0]), options.how
