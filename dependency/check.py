@@ -40,8 +40,10 @@ def schedule_errors() -> Iterator[None]:
             module, code = str(frame.f_globals.get("__name__")), frame.f_code
             # Methods that dataclasses generate are in no file.
             if module.partition(".")[0] != ours and not code.co_filename.startswith("<"):
-                where = f"line {line} of {code.co_filename}"
-                raise ScheduleError(f"{code.co_name} raised {type(error).__name__}: {error} ({where})") from error
+                where, name = f"line {line} of {code.co_filename}", code.co_name
+                if isinstance(spec := frame.f_locals.get("self"), Spec):
+                    name = f"{type(spec).__name__}.{name}"
+                raise ScheduleError(f"{name} raised {type(error).__name__}: {error} ({where})") from error
         raise ScheduleError(
             f"a method of the schedule returned what cannot be worked with: {error} (docs/schedules.md)"
         ) from error

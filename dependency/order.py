@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
+from itertools import pairwise
 from operator import itemgetter
 
 from .action import Action
 from .errors import ScheduleError
 from .indexes import split_route
-from .kinds import A, G, P, S, U
+from .kinds import A, G, P, S, U, W
 from .reductions import NO_REDUCTIONS, Reductions, reduction_tree
 from .spec import Spec, overrides
 
@@ -76,15 +77,14 @@ def _unrolled(spec: Spec) -> list[list[Action]]:
 def _by_slot(spec: Spec, worker: int) -> Iterator[Action]:
     slot = spec.slot
     slotted = sorted([(slot(action), action) for action in spec.own_actions(worker)], key=itemgetter(0))
-    last_slot, last_action = None, None
-    for at, action in slotted:
-        if at == last_slot:
+    for (before, first), (at, second) in pairwise(slotted):
+        if at == before:
+            own = ", and W is an action of its own where backward is split" * (W in (first.kind, second.kind))
             raise ScheduleError(
-                f"slot: {last_action} and {action} of worker {worker} share slot {at}; "
-                "the slots of one worker must differ"
+                f"slot: {first} and {second} of worker {worker} share slot {at}; "
+                f"the slots of one worker must differ{own}"
             )
-        yield action
-        last_slot, last_action = at, action
+    yield from (action for _, action in slotted)
 
 
 def _with_end(spec: Spec, worker: int, order: Iterable[Action], reductions: Reductions) -> Iterator[Action]:

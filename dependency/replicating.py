@@ -61,9 +61,10 @@ class Replicated(Transformation):
         if workers % replicas:
             possible = [n for n in range(1, workers + 1) if workers % n == 0]
             nearest = min(possible, key=lambda n: (abs(n - replicas), n))
+            less, more = workers // replicas * replicas, -(-workers // replicas) * replicas
             raise ConfigError(
                 f"replicas {replicas}: {workers} {'worker' if workers == 1 else 'workers'} cannot be divided among "
-                f"them; the nearest possible number is {nearest}"
+                f"them; take {f'{less} or ' if less else ''}{more} workers, or replicas={nearest}"
             )
         self._replicas[0]  # its own rules
 

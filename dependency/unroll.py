@@ -58,5 +58,6 @@ def _sorted(spec: Spec, needs: dict[Action, list[Action]]) -> TopologicalSorter[
         cycle: list[Action] = error.args[1]
         text = " -> ".join(map(str, cycle))
         drawing = draw_cycle(spec, cycle[:-1])
-        raise ScheduleError(f"cycle: {text} (each waits for the one before it)", drawing) from None
+        given = "".join(f"; {name}={value}" for name, value in spec.parameters().items())
+        raise ScheduleError(f"cycle: {text} (each waits for the one before it{given})", drawing) from None
     return sorter

@@ -35,7 +35,7 @@ from .step import Bound, StepInput
 from .tasks import bound, refuse_collectives, refuse_disorder
 from .transport.call import Call
 from .transport.carrier import Carrier
-from .transport.payload import Tree, map_tensors, pack, unpack
+from .transport.payload import Tree, map_tensors, pack, shapes_in, unpack
 
 _HERE = Path(__file__).parent
 #: files through which the calls of a module and of a context manager go
@@ -279,9 +279,11 @@ class WorkerActor(Context):
             return ""
         action = Action.parse(self.running)
         index = f", microbatch {action.index}" if action.kind.per_microbatch else ""
-        tensors = [] if self.given is None else self.given.tensors
-        given = ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors)
-        return f"stage {action.stage}{index}" + (f", given {given}" if given else "")
+        if self.given is None or not (tensors := self.given.tensors):
+            return f"stage {action.stage}{index}"
+        single = all(tensor.shape[:1] == (1,) for tensor in tensors)  # too few for a batch norm, for instance
+        more = ": 1 row; fewer microbatches (num_microbatches) have more" * single
+        return f"stage {action.stage}{index}, given {shapes_in(tensors)}{more}"
 
 
 def _is_ours(file: str) -> bool:

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from importlib import import_module
+from shlex import quote
 
 from ..dependency import ConfigError, ScheduleError
 from ..launching.report import Reporter
@@ -123,14 +124,18 @@ def as_typed(text: str, argv: Sequence[str]) -> str:
     '--window -1: must be at least 2'
     >>> as_typed("chunks=x: takes int", ["simulate", "--set", "chunks=x"])
     '--set chunks=x: takes int'
+    >>> as_typed("split [5, 5]: must add up to 4 layers", ["run", "--split", "5,5"])
+    '--split 5,5: must add up to 4 layers'
     """
     typed = list(_pairs(argv))
     if any(re.search(rf"{option}(?![\w-])", text) for option, _ in typed):
         return text
     lead = re.match(r"\w+", text)
     name = _OPTIONS.get(lead[0], lead[0]).replace("_", "-") if lead else ""
-    if lead and any(option == f"--{name}" for option, _ in typed):
-        return f"--{name}{text[lead.end() :]}"
+    if lead and (found := [value for option, value in typed if option == f"--{name}"]):
+        shown, colon, rule = text[lead.end() :].partition(": ")
+        same = colon and _bare(shown) in ("", _bare(found[-1]))  # a list or a text is typed in another form
+        return f"--{name} {quote(found[-1])}: {rule}" if same else f"--{name}{text[lead.end() :]}"
     for option, value in typed:
         names = [part.partition("=")[0].strip() for part in value.split(",")]
         if option == "--set" and (name in names or value in text):
@@ -138,6 +143,11 @@ def as_typed(text: str, argv: Sequence[str]) -> str:
             return f"--set {text}" if text.startswith(f"{name}=") else f"--set {value}: {rest}"
     about = [pair for pair in typed if _tells(text, *pair)]
     return "".join(f"{option} {value}: {text}" for option, value in about[:1]) or text
+
+
+def _bare(value: str) -> str:
+    """Return a value without the signs by which Python shows its type."""
+    return re.sub(r"[]\s='\"()[]", "", value)
 
 
 def _pairs(argv: Sequence[str]) -> Iterator[tuple[str, str]]:

@@ -312,7 +312,8 @@ def _show(
     for each in advice:
         reporter.text(f"would be faster: {each.sentence}")
     if "output" in typed:
-        reporter.text(f"written to {typed['output']}: rpc-pipe run SCRIPT --plan {typed['output']}")
+        runs = f"--model {typed['model']}" if "model" in typed else "SCRIPT"
+        reporter.text(f"written to {typed['output']}: rpc-pipe run {runs} --plan {typed['output']}")
 
 
 def _nothing_fits(result: PlanResult) -> str:

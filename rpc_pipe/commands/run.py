@@ -73,7 +73,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--max-restarts", type=whole(0), metavar="N", help="restart up to N times after failures (0)")
     gone = "go on without workers that die: live replicas of their stages do their work (docs/elastic.md)"
     gone += "; MIN:MAX: in time with other numbers of stages and replicas, for so many workers"
-    parser.add_argument("--elastic", type=span, metavar="MIN:MAX", help=gone)
+    parser.add_argument("--elastic", type=span, metavar="[MIN:MAX]", help=gone)
     back = "with --elastic: start a process in the place of a worker that has died; it takes part after a step"
     parser.add_argument("--rejoin", action="store_true", help=back)
     hosts = "with --elastic: hosts of the job; type the same line on each (1); without --elastic see torchrun"
@@ -214,7 +214,8 @@ def refuse_idle(typed: dict[str, Any], job: Job | None) -> None:
     if os.environ.get(TRANSPORT) == "local":
         refuse_typed(typed, ["port"], "has no effect with --transport local; leave it out")
     if "elastic" in typed and os.environ.get(TRANSPORT, TRANSPORTS[0]) != "zmq":
-        refuse_typed(typed, ["elastic"], "needs --transport zmq: torch RPC begins once in the life of a process")
+        needs = "needs --transport zmq, as torch RPC begins once in the life of a process, and replicas of at least 2"
+        refuse_typed(typed, ["elastic"], needs)
     if "elastic" not in typed:
         refuse_typed(typed, ["rejoin"], "needs --elastic: without it the job ends when a worker dies")
         refuse_typed(typed, ["hosts", "meet"], "needs --elastic; without it torchrun starts a job on several hosts")

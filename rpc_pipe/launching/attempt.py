@@ -89,7 +89,9 @@ class Attempt:
         #: workers' reports that may be due to another worker
         self._consequences: dict[int, Cause] = {}
         self._failed_at = self._looked_at = self._joining_at = 0.0
-        self._told_stall = self._told_joining = self._told_layout = False
+        self._told_stall = self._told_joining = False
+        #: whether the layout has been printed
+        self.told_layout = False
         #: the started processes
         self.workers: list[WorkerProcess | RemoteWorker] = []
         self._hosts, self._poll_s = hosts, _POLL_S if hosts is None else _HOSTS_POLL_S
@@ -326,8 +328,8 @@ class Attempt:
         if self._boards is None:
             return
         self._view.take(self._boards.look())
-        if not (self._told_layout or self._ended or self._done) and (told := layout(self._view.headers)):
-            self._told_layout = True
+        if not (self.told_layout or self._ended or self._done) and (told := layout(self._view.headers)):
+            self.told_layout = True
             self._reporter.text(told)
         if self._view.stalled and not self._told_stall:
             self._reporter.roll_call(self._view.roll_call(), self._view.hanging(self._boards)[1])

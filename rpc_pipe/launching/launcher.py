@@ -189,9 +189,8 @@ class Launcher:
             self._reporter.text(f"this run has no summary: {type(error).__name__}: {error}")
             return
         if found is not None:
-            self._reporter.handle(
-                {"kind": "result", "text": summary(found, *filter(None, [attempt.deaths])), "json": found}
-            )
+            layout = "" if attempt.told_layout else found["layout"]
+            self._reporter.handle({"kind": "result", "text": summary(found, layout, attempt.deaths), "json": found})
         elif attempt.deaths:  # the boards of other hosts are there
             self._reporter.text(attempt.deaths)
 

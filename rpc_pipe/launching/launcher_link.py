@@ -268,7 +268,7 @@ def _say_how_it_went() -> None:
     try:
         found = None if _concluded or _has_failed() else figures(collect())
         if found is not None:
-            tell(kind="result", text=summary(found), json=found)
+            tell(kind="result", text=summary(found, found["layout"]), json=found)
     except Exception as error:
         logger.warning("this run has no summary: %s: %s", type(error).__name__, error)
 

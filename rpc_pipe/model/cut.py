@@ -19,9 +19,8 @@ def cut(num_layers: int, num_stages: int, split: Sequence[int] | None = None) ->
     if split is None:
         if num_stages > num_layers:
             raise ModelError(
-                f"stages {num_stages}: the model has only {num_layers} layer{'s' * (num_layers > 1)} to cut between; "
-                f"use at most {num_layers} stage{'s' * (num_layers > 1)}, so fewer workers (num_workers=, or --workers "
-                "if typed)"
+                f"num_workers: {num_stages} stages need as many layers or blocks, and the model has {num_layers}; "
+                f"take fewer workers, or a schedule with fewer stages a worker"
             )
         small, larger = divmod(num_layers, num_stages)
         split = [small + (stage < larger) for stage in range(num_stages)]
@@ -30,7 +29,7 @@ def cut(num_layers: int, num_stages: int, split: Sequence[int] | None = None) ->
     if len(split) != num_stages or sum(split) != num_layers or min(split) < 1:
         raise ModelError(
             f"split {list(split)}: must have a positive number for each stage (here {num_stages}), and they must "
-            f"add up to the model's {num_layers} layers; a plan's split fits only the model that was planned"
+            f"add up to the model's {num_layers} layers or blocks; a plan's split fits only the model that was planned"
         )
     starts = [sum(split[:stage]) for stage in range(num_stages)]
     return [range(start, start + size) for start, size in zip(starts, split, strict=True)]

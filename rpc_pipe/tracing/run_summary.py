@@ -61,7 +61,7 @@ def _count(number: int, what: str) -> str:
 
 def summary(found: dict[str, Any], *more: str) -> str:
     """Return what is told of a run at its end, from its figures; with lines of `more`."""
-    return "\n".join([sentence(found), *filter(None, [found["layout"]]), *more, *_observed(found), *lost_lines(found)])
+    return "\n".join([sentence(found), *filter(None, more), *_observed(found), *lost_lines(found)])
 
 
 def _observed(found: dict[str, Any]) -> list[str]:

@@ -128,8 +128,8 @@ def tell(
     apart = f"; worst {worst}: relative {relative[worst]:.1e}, absolute {compared.max_abs_error:.1e}"
     largest = "" if compared.identical else apart
     text = (
-        f"{options.schedule} on {options.workers} workers, {options.microbatches} microbatches of "
-        f"{rows} rows, {options.steps} steps: {said[verdict]} "
+        f"{options.schedule} on {options.workers} workers, {options.steps} steps of {rows} rows in "
+        f"{min(rows, options.microbatches)} microbatches: {said[verdict]} "
         f"({compared.num_same} of {compared.num_tensors} tensors bit for bit{largest})"
     )
     link.tell(kind="result", text=text, json=report, exit_code=int(verdict == "different"))

@@ -144,7 +144,7 @@ def test_how_well_samples_are_mixed_is_told(tmp_path):
         (["pack", "none"], "rpc-pipe data pack: name the text, and then the folder for the shards"),
         (["pack", "none", "out", "--seed", "3"], "--seed 3: is not for rpc-pipe data pack"),
         (["none", "--shard", "1MB"], "--shard 1MB: is for rpc-pipe data pack"),
-        (["README.md", "--memory", "much"], "--memory 'much': must be a number of bytes above 0"),
+        (["README.md", "--memory", "much"], "--memory much: must be a number of bytes above 0"),
     ],
 )
 def test_what_the_command_refuses(arguments, message, capsys, monkeypatch, tmp_path):

@@ -1,11 +1,13 @@
 """Words that a new user met where nothing was wrong."""
 
 import pytest
+import torch
 from saved_training import BATCHES, pipeline
 
-from rpc_pipe.commands.main import main
+from rpc_pipe import Pipeline
+from rpc_pipe.commands.main import as_typed, main
 from rpc_pipe.commands.watch import _open_source
-from rpc_pipe.dependency import ConfigError
+from rpc_pipe.dependency import ConfigError, WorkerFailure
 from rpc_pipe.dispatch.recording import Replay
 
 
@@ -42,3 +44,34 @@ def test_a_script_in_the_own_folder_is_no_recording(tmp_path, monkeypatch):
         assert not isinstance(_open_source("mine.py"), Replay)
     except ConfigError as error:
         assert "mine.py" in str(error) and "JSON" not in str(error)
+
+
+@pytest.mark.parametrize(
+    "text, typed, shown",
+    [
+        ("split [5, 5]: add up to 4", "--split 5,5", "--split 5,5: add up to 4"),
+        ("shard='tp': no plan", "--shard tp", "--shard tp: no plan"),
+        ("num_workers: 20 stages", "--workers 20", "--workers 20: 20 stages"),
+        ("memory: too little", "--memory=", "--memory '': too little"),
+        ("replicas 2 with 3 workers: no", "--replicas 2", "--replicas 2 with 3 workers: no"),
+    ],
+)
+def test_an_error_shows_the_value_as_it_was_typed(text, typed, shown):
+    """`--split 5,5` was refused as `--split [5, 5]`, and `--workers 20` as 20 stages of no option."""
+    assert as_typed(text, ["run", *typed.split()]) == shown
+
+
+@pytest.mark.parametrize(
+    "layers, target, place",
+    [
+        ([torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)], torch.ones(4, 4), "float32[1, 4]: 1 row; fewer"),
+        ([torch.nn.Linear(4, 4)], torch.zeros(4, dtype=torch.int32), "output float32[1, 4] and target int32[1]"),
+    ],
+    ids=["too few rows", "a wrong target"],
+)
+def test_a_failure_shows_the_shapes_that_it_comes_from(layers, target, place):
+    """A batch norm of one row, and a target of a wrong type, showed the input of the stage alone."""
+    loss_fn = torch.nn.functional.mse_loss if target.is_floating_point() else torch.nn.functional.cross_entropy
+    with pytest.raises(WorkerFailure) as caught:
+        Pipeline(layers, loss_fn, num_microbatches=4).step((torch.ones(4, 4), target))
+    assert place in str(caught.value)

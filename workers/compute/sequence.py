@@ -299,7 +299,8 @@ class SlicedShard(Shard):
                 output = super().forward(given)
         except Exception as error:
             if torch.is_grad_enabled():
-                note(error, f"on a slice, one of {self._count}: what is cut is dimension 1 of the batch's tensors")
+                where = f"on a slice, one of {self._count}: slices cut dimension 1 of the batch's tensors as a sequence"
+                note(error, f"{where}; leave slices out where it is none")
             raise
         if self._looked is not None and len(self._looked) == self._count:
             self._compare(self._looked, given.step)

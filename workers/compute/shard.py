@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ...dependency import ConfigError
-from ..transport.payload import Payload, Tree, distinct_tensors, pack
+from ..transport.payload import Payload, Tree, distinct_tensors, pack, shapes_in
 from . import autocast, borders
 from .borders import Forwarded, InputGradients
 from .module_state import KeptTensor
@@ -253,7 +253,7 @@ class Shard:
         try:
             return self.loss_fn(output, target)
         except Exception as error:
-            note(error, "in the loss function")
+            note(error, f"in the loss function, given output {shapes_in(output)} and target {shapes_in(target)}")
             raise
 
     def _staying(self) -> Iterable[Tensor]:

@@ -50,8 +50,8 @@ def divide_by_plan(mesh: Any, module: nn.Module, name: str, model: nn.Module) ->
     plan = _plan_of(model)
     if not plan:
         raise ConfigError(
-            f"shard='tp': {type(model).__name__} has no tp_plan; pass a function of (module, mesh), which may call "
-            "torch's parallelize_module"
+            f"shard='tp': {type(model).__name__} has no tp_plan; take fsdp, or in a script a function of "
+            "(module, mesh), which may call torch's parallelize_module"
         )
 
     def summed(grad: Tensor) -> Tensor:

@@ -292,6 +292,6 @@ def rows_of_parts(rows: int, parts: int) -> list[range]:
 
 
 def shapes_in(tree: Tree) -> str:
-    """Write the shapes of all tensors, or that there is none."""
-    found = ", ".join(str(tuple(tensor.shape)) for tensor in tensors_of(tree))
+    """Write the types and shapes of all tensors, or that there is none."""
+    found = ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors_of(tree))
     return found or "no tensor (numpy's arrays and lists of numbers are none; torch.as_tensor makes one)"
