@@ -194,6 +194,15 @@ class FakeCuda(Cuda):
     def opened_event(self, handle: int) -> Any:
         return self.handles[handle]
 
+    #: addresses that devices reach, as often as they have been registered
+    registered: ClassVar[list[int]] = []
+
+    def register(self, memory: Tensor) -> None:
+        self.registered.append(memory.data_ptr())
+
+    def unregister(self, address: int) -> None:
+        self.registered.remove(address)
+
     def shared_event(self) -> Any:
         event = SharedEvent()
         event.record(self.current())

@@ -21,12 +21,13 @@ from rpc_pipe.dependency import ConfigError, ScheduleError
 from rpc_pipe.schedules import SCHEDULES
 from rpc_pipe.workers import run, thread_pool
 from rpc_pipe.workers.compute.accelerator import AcceleratorBackend
+from rpc_pipe.workers.compute.host_memory import HostMemory
 from rpc_pipe.workers.transport import shared_memory
 from rpc_pipe.workers.transport.local import LocalPost, local_carriers
 
 SYNCHRONOUS = [name for name, cls in SCHEDULES.items() if cls.synchronous]
 #: how payloads go: by the host, on one device, or from device to device
-WAYS = ["host", "one device", *(["blocks"] if shared_memory.POSSIBLE else [])]
+WAYS = ["host", "one device", *(["blocks", "blocks of the host"] if shared_memory.POSSIBLE else [])]
 #: models that read numbers themselves
 READS = {"stochastic depth", "counter handed on", "views"}
 RECOMPUTING = {name for name in SYNCHRONOUS if SCHEDULES[name](num_workers=2, num_microbatches=2).recomputes(0)}
@@ -48,6 +49,8 @@ def watched(model, way, pace):
     """Let workers compute on the test device; yield what is found there."""
     races, one, count = Races(), Stream(eager=True), random.Random(pace)
     settings_of, execute = thread_pool.callers_settings, run.Stream._execute
+    #: blocks of the host, which the consumer must not map again: races are found by the memory that is accessed
+    mapped, of_the_host = {}, HostMemory.block
 
     def settings_here():
         own = settings_of()
@@ -68,7 +71,15 @@ def watched(model, way, pace):
         return AcceleratorBackend(WatchedCuda(races, one if way == "one device" else None))
 
     def carriers(count):
-        return loopback_carriers(count) if way == "blocks" else local_carriers(count)
+        return loopback_carriers(count) if "blocks" in way else local_carriers(count)
+
+    def refused(cuda, identity, handle):
+        raise RuntimeError("CUDA error: invalid resource handle")
+
+    def one_mapping(memory, size, number):
+        block, event, shared = of_the_host(memory, size, number)
+        mapped[shared] = block
+        return block, event, shared
 
     with pytest.MonkeyPatch.context() as patch:
         Stream.awaited.clear()
@@ -79,6 +90,10 @@ def watched(model, way, pace):
         patch.setattr(Event, "waits", staticmethod(races.wait))
         if way == "host":
             patch.setattr(LocalPost, "takes_from_device", lambda post, peer, device: False)
+        if way == "blocks of the host":
+            patch.setattr(WatchedCuda, "opened", refused)
+            patch.setattr(HostMemory, "block", one_mapping)
+            patch.setattr(HostMemory, "opened", lambda memory, shared: (mapped[shared], None))
         if pace:
             patch.setattr(Stream, "pace", staticmethod(lambda waiting: count.randrange(waiting + 1)))
         yield races
@@ -166,7 +181,7 @@ def losses_of(options, ids, way):
 
 def use_devices(pipe, way):
     """Let payloads go from device to device, as between processes."""
-    for actor in pipe.actors if way == "blocks" else ():
+    for actor in pipe.actors if "blocks" in way else ():
         actor.carrier.post.use_device(actor.backend.way())
 
 

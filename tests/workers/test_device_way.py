@@ -2,18 +2,29 @@
 
 import logging
 import random
+import threading
+import time
+from pathlib import Path
 
 import pytest
 import torch
 from carriers import loopback_carriers
 from fake_cuda import FakeCuda
+from processes import python
 from unkind import MODELS, batches_for, differences
 
 from rpc_pipe import Pipeline, own_workers
+from rpc_pipe.dependency import Malformed
 from rpc_pipe.schedules import SCHEDULES
+from rpc_pipe.workers.compute import device_way
 from rpc_pipe.workers.compute.accelerator import AcceleratorBackend
+from rpc_pipe.workers.compute.host_memory import HostMemory
+from rpc_pipe.workers.compute.moving import Moving
 from rpc_pipe.workers.transport import shared_memory
 from rpc_pipe.workers.transport.payload import pack, unpack
+from rpc_pipe.workers.transport.ring_buffer import DEVICE
+from rpc_pipe.workers.transport.values import decode_value, encode_value
+from rpc_pipe.workers.transport.ways import HANDLES, ON_HOST
 
 pytestmark = pytest.mark.skipif(not shared_memory.POSSIBLE, reason="channels are for Linux on x86-64")
 SYNCHRONOUS = [name for name, cls in SCHEDULES.items() if cls.synchronous]
@@ -61,18 +72,134 @@ def test_payloads_from_device_to_device_have_the_bits_of_one_process(pipeline, n
         assert sum(backend._accelerator.num_shared for backend in pipeline.backends) > proofs
 
 
-def test_a_device_that_shares_no_memory_is_told_once_and_changes_no_bit(pipeline, monkeypatch, caplog):
-    caplog.set_level(logging.INFO)
+@pytest.fixture
+def refused(monkeypatch):
+    """Let no process open another one's memory of a device, as in another container."""
 
     def opened(self, identity, handle):
         raise RuntimeError("CUDA error: invalid resource handle")
 
     monkeypatch.setattr(FakeCuda, "opened", opened)
+
+
+def told(caplog):
+    """Return how payloads on a device come; each worker must have said it once of each other one."""
+    said = [record.getMessage() for record in caplog.records if "on the device of worker" in record.getMessage()]
+    assert said and len(said) == len(set(said))
+    return said
+
+
+def meet(pipe):
+    """Wait until each worker knows how it takes payloads of each other one."""
+    for actor in pipe.actors:
+        for *_, counters in actor.carrier.post.channels._readers:
+            while not counters[DEVICE]:
+                time.sleep(0.001)
+
+
+@pytest.mark.parametrize(
+    "name, schedule", [("weights handed on", "1f1b"), ("views", "zb-v"), ("in place", "chimera"), ("sparse", "gpipe")]
+)
+def test_payloads_go_through_registered_memory_where_handles_are_refused(
+    pipeline, refused, monkeypatch, caplog, name, schedule
+):
+    """They went by pinned memory, which two processors copied: from process to process, and to pinned memory again."""
+    caplog.set_level(logging.INFO)
+    entered, enter, before = [], AcceleratorBackend.enter, len(FakeCuda.registered)
+    monkeypatch.setattr(
+        AcceleratorBackend, "enter", lambda backend, payload: entered.append(payload) or enter(backend, payload)
+    )
+    pipe = pipeline(name, schedule, num_microbatches=4)
+    step = pipe.step
+
+    def next_step(batch):
+        if entered:
+            meet(pipe)
+        entered.clear()
+        return step(batch)
+
+    pipe.step = next_step
+    assert differences(pipe, MODELS[name], batches_for(name, 4) * 2, 1) == []
+    assert all("through memory of the host" in each and "invalid resource handle" in each for each in told(caplog))
+    if name != "sparse":
+        assert all(isinstance(payload, Moving) for payload in entered), "no processor copies"
+    assert len(FakeCuda.registered) >= before + 8, "a proof and a block each way, in both processes"
+
+
+def test_registered_memory_is_unregistered_when_a_worker_lets_go_of_it():
+    Counted = type("Counted", (FakeCuda,), {"registered": []})  # of this test alone
+    producer, _, lending, fetching = ends(ON_HOST, Counted)
+    laid = lay(producer, lending, torch.ones(300), 0)
+    fetching(laid.block.shared, shared_memory.form_of(laid.form))[1].synchronize()
+    assert len(Counted.registered) == 3, "a proof and a block of the consumer, a block of the producer"
+    fetching.release()
+    del lending
+    assert len(Counted.registered) == 1, "a payload lies there"
+    del laid
+    assert Counted.registered == []
+
+
+def test_another_process_maps_the_same_memory_and_no_other():
+    block, _, shared = HostMemory(FakeCuda()).block(300, 1)
+    block.fill_(1)
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[2]); from fake_cuda import FakeCuda\n"
+        "from rpc_pipe.workers.compute.host_memory import HostMemory\n"
+        "memory, _ = HostMemory(FakeCuda()).opened(bytes.fromhex(sys.argv[1])); print(memory.nbytes); memory += 1"
+    )
+    found = python("-c", code, shared.hex(), Path(__file__).parents[1])
+    assert (found.returncode, found.stdout.strip()) == (0, "4096"), found.stderr
+    assert block.unique().tolist() == [2]
+    process, descriptor, name = decode_value(shared)
+    for other in (process, descriptor, name[:-1] + "x"), (process, 0, name), (process, 10**6, name):
+        with pytest.raises(OSError):
+            HostMemory(FakeCuda()).opened(encode_value(other))
+    for other in (process, str(descriptor), name), [process, descriptor, name], None:
+        with pytest.raises(Malformed):
+            HostMemory(FakeCuda()).opened(encode_value(other))
+
+
+def test_a_device_that_reaches_no_memory_of_another_process_is_told_once_and_changes_no_bit(
+    pipeline, refused, monkeypatch, caplog
+):
+    caplog.set_level(logging.INFO)
+
+    def register(self, memory):
+        raise OSError("cudaHostRegister returns 801")
+
+    monkeypatch.setattr(FakeCuda, "register", register)
     pipe = pipeline("frozen", "1f1b", num_microbatches=4)
     assert differences(pipe, MODELS["frozen"], batches_for("frozen", 4) * 2, 1) == []
-    said = [record.getMessage() for record in caplog.records if "on the device of worker" in record.getMessage()]
-    assert said and all("brought by the host" in each and "invalid resource handle" in each for each in said)
-    assert len(said) == len(set(said))
+    for each in told(caplog):
+        assert all(why in each for why in ("brought by the host", "invalid resource handle", "returns 801"))
+
+
+@pytest.mark.parametrize("opens", [False, True])
+def test_memory_that_cannot_be_registered_later_changes_no_bit(pipeline, refused, monkeypatch, caplog, opens):
+    """A process may register so much: a producer goes back to its first way, a consumer copies what is there."""
+    caplog.set_level(logging.INFO)
+    register, opened, here = FakeCuda.register, HostMemory.opened, threading.local()
+
+    def full(self, memory):
+        if memory.nbytes > 4096 and getattr(here, "opens", False) == opens:
+            raise OSError("cudaHostRegister returns 2")
+        register(self, memory)
+
+    def opening(self, shared):
+        here.opens = True
+        try:
+            return opened(self, shared)
+        finally:
+            here.opens = False
+
+    monkeypatch.setattr(FakeCuda, "register", full)
+    monkeypatch.setattr(FakeCuda, "unregister", lambda self, address: None)
+    monkeypatch.setattr(HostMemory, "opened", opening)
+    monkeypatch.setattr(device_way, "_ALIGNED", 8192)
+    pipe = pipeline("frozen", "1f1b", num_microbatches=4)
+    assert differences(pipe, MODELS["frozen"], batches_for("frozen", 4) * 2, 1) == []
+    said = [record.getMessage() for record in caplog.records if "returns 2" in record.getMessage()]
+    assert len(said) == 2 and all("by the driver alone" in each for each in said) == opens
 
 
 def test_a_device_without_memory_for_blocks_goes_on_by_the_host(pipeline, monkeypatch):
@@ -88,23 +215,56 @@ def test_a_device_without_memory_for_blocks_goes_on_by_the_host(pipeline, monkey
     assert differences(pipe, MODELS["frozen"], batches_for("frozen", 6) * 3, 1) == []
 
 
-def test_a_block_is_used_again_when_it_has_been_copied_and_not_before():
-    producer, consumer = AcceleratorBackend(FakeCuda()), AcceleratorBackend(FakeCuda())
-    lending, fetching = producer.way().lending(), consumer.way().reach(producer.way().page())
+@pytest.mark.parametrize("kind", [HANDLES, ON_HOST])
+def test_a_block_is_used_again_when_it_has_been_copied_and_not_before(kind):
+    way, consumer, lending, fetching = ends(kind)
     lent, taken = [], 0
     for number in range(6):
-        stays = producer.staying(pack(torch.full((300,), float(number))), print)
-        lent.append(lending.lay("0F0", stays, taken))
+        laid = lay(way, lending, torch.full((300,), float(number)), taken)
+        lent.append((laid.block.shared, shared_memory.form_of(laid.form)))
+        assert lending.told(laid.block) == number + 1
         if number == 2:  # the first two have been copied
-            found = [fetching(where, shared_memory.form_of(form)) for form, where in lent[:2]]
+            found = [fetching(*each) for each in lent[:2]]
             values = [float(unpack(consumer.ready(payload)).mean()) for payload, _ in found]
             assert values == [0.0, 1.0] and all(event.query() for _, event in found)
             taken = 2
-    blocks = [where for _, where in lent]
+    blocks = [where for where, _ in lent]
     assert blocks[3:5] == blocks[:2], "they are free"
     assert len({*blocks}) == 4
-    found = [fetching(where, shared_memory.form_of(form))[0] for form, where in lent[2:]]
+    found = [fetching(*each)[0] for each in lent[2:]]
     assert [float(unpack(consumer.ready(payload)).mean()) for payload in found] == [2.0, 3.0, 4.0, 5.0]
+
+
+def ends(kind, cuda=FakeCuda):
+    """Return a producer, a consumer, the pool between them, and what fetches from it."""
+    producer, consumer = AcceleratorBackend(cuda()), AcceleratorBackend(cuda())
+    way = producer.way()
+    page = way.page() if kind == HANDLES else ("refused", way.page()[1])
+    fetching = consumer.way().reach(page)
+    assert fetching.kind == kind
+    return producer, consumer, way.lending(kind), fetching
+
+
+def lay(producer, lending, tensor, taken):
+    """Have a tensor copied to a block, and wait as the producer's thread does."""
+    laid = lending.lay("0F0", producer.staying(pack(tensor), print), taken)
+    if laid.block.event is None:
+        laid.event.synchronize()
+        assert unpack(laid).equal(tensor)
+    return laid
+
+
+@pytest.mark.parametrize("kind", [HANDLES, ON_HOST])
+def test_payloads_of_alternating_sizes_open_no_further_blocks(kind):
+    """Each of two sizes took the place of the other's blocks, and a consumer keeps all blocks open that it has seen."""
+    producer, consumer, lending, fetching = ends(kind)
+    for number in range(40):
+        tensor = torch.full((300 if number % 2 else 10_000,), float(number))
+        laid = lay(producer, lending, tensor, number)
+        lending.told(laid.block)
+        payload, event = fetching(laid.block.shared, shared_memory.form_of(laid.form))
+        assert unpack(consumer.ready(payload)).equal(tensor) and event.query()
+    assert len(fetching._opened) <= 3, "the proof and two blocks"
 
 
 def test_a_payload_of_which_a_part_is_on_the_host_leaves_by_it():

@@ -6,14 +6,14 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...dependency import PipeError
-from ..transport.payload import Payload, Staying, Tree, map_tensors
+from ..transport.payload import Laid, Payload, Staying, Tree, map_tensors
 from ..transport.strides import fold, is_dense
 from .device import DeviceBackend
 from .device_way import BlockWay
@@ -125,6 +125,17 @@ class Cuda(Accelerator):
         memory = torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", indices[0]))
         return memory.set_(storage, 0, (storage.nbytes(),), (1,))
 
+    def register(self, memory: Tensor) -> None:
+        """Let the device copy from and to memory of the host by itself; raise OSError if it cannot."""
+        if failed := int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)):
+            with suppress(RuntimeError):  # the next launch raises the error, too
+                torch.zeros(1, device=self.device)
+            raise OSError(f"cudaHostRegister returns {failed}")
+
+    def unregister(self, address: int) -> None:
+        """Undo `register`."""
+        torch.cuda.cudart().cudaHostUnregister(address)
+
     def shared_event(self) -> Any:
         """Return an event that other processes can wait for."""
         event = torch.cuda.Event(interprocess=True)
@@ -178,8 +189,11 @@ class AcceleratorBackend(DeviceBackend):
             return None  # a part is on the host
         event = self._accelerator.recorded(self._accelerator.current())
 
-        def leave(publish: Callable[[Payload], object]) -> None:
-            self._leave(payload, event, publish, failed)
+        def leave(publish: Callable[[Payload], object], lay: Callable[[], Laid | None] | None) -> None:
+            if lay is None or (laid := lay()) is None:
+                self._leave(payload, event, publish, failed)
+            else:
+                self._leaving.put((laid, payload, publish, failed))
 
         return Staying(payload.tensors, payload.skeleton, event, leave)
 

@@ -1,10 +1,14 @@
-"""Payloads from the device of one process to that of another of the same host, without a copy on the host.
+"""Payloads from the device of one process to that of another of the same host, without a copy by a processor.
 
     producer: payload ── copy stream ──> block of a pool ─ event ─> in a record of the channel: form, block, handles
     consumer: in its channel's order    block, opened once ── copy stream, behind the event ──> tensors of its own
 
 Neither host waits: the consumer's event is waited for by its compute stream, and when the copy is done the consumer
 says so by a counter, from where the block is free. A pool belongs to one consumer.
+
+Blocks are memory of the device. Where another process cannot open such memory, as in another container, blocks are
+memory of the host (`host_memory.py`). Processes share no events there, so a record is written when the producer's copy
+has ended; a helper thread of the producer waits for it.
 """
 
 from __future__ import annotations
@@ -18,8 +22,10 @@ import torch
 from torch import Tensor
 
 from ..transport.form import Form, Look, assemble, describe, form_of
-from ..transport.payload import Payload, Staying
+from ..transport.payload import Laid, Payload, Staying
 from ..transport.values import decode_value, encode_value
+from ..transport.ways import HANDLES, ON_HOST
+from .host_memory import HostMemory
 from .moving import Moving
 
 #: the part of a device's library that a backend needs, such as `accelerator.Cuda`
@@ -29,15 +35,16 @@ _ALIGNED = 512
 _PROOF_BYTES = 16
 #: of blocks, in this process
 _numbers = itertools.count(1)
-#: a block serves payloads down to such a part of its size
-_MOST_ROOM = 4
+#: number of a payload that has not been told to its consumer
+_UNTOLD = 2**64
 
 
 @dataclass(eq=False)
 class _SharedBlock:
     memory: Tensor
+    #: of the last copy to it, which other processes can wait for; None: of the host
     event: Any
-    #: what a consumer opens it with: its number, its handles
+    #: what a consumer opens it with
     shared: bytes
     #: of the payload that is in it; it is free when the consumer has taken so many
     number: int = 0
@@ -53,6 +60,29 @@ class _Fetched(Moving):
         return assemble(self.form, self.tensors)
 
 
+class DeviceMemory:
+    """Makes blocks of the device's memory, and opens them by handles."""
+
+    name = "copied from its device to this one, by handles of its memory"
+
+    def __init__(self, cuda: _Device) -> None:
+        self._cuda = cuda
+
+    def block(self, size: int, number: int) -> tuple[Tensor, Any, bytes]:
+        """Return a new block: its memory, its event, and what a consumer opens it with: its number, its handles."""
+        cuda = self._cuda
+        with torch.inference_mode(False):  # tensors of that mode cannot be written in another
+            memory, event = torch.empty(size, dtype=torch.uint8, device=cuda.device), cuda.shared_event()
+        handles = number, cuda.identity(), cuda.share(memory), cuda.share_event(event)
+        return memory, event, encode_value(handles)
+
+    def opened(self, shared: bytes) -> tuple[Tensor, Any]:
+        """Return memory and event of another process's block."""
+        _, identity, memory, event = decode_value(shared)
+        with torch.inference_mode(False):
+            return self._cuda.opened(identity, memory), self._cuda.opened_event(event)
+
+
 class BlockWay:
     """One end of the way, which every worker with a device makes for itself.
 
@@ -60,57 +90,56 @@ class BlockWay:
         out, entry: the streams on which payloads leave and enter.
     """
 
-    name = "copied from its device to this one, by handles of its memory"
+    name = "copied from device to device"
 
     def __init__(self, cuda: _Device, out: Any, entry: Any) -> None:
         self._cuda, self._out, self._in, self.device = cuda, out, entry, cuda.device
+        self._memories: dict[int, Any] = {HANDLES: DeviceMemory(cuda), ON_HOST: HostMemory(cuda)}
+        self._proofs: list[_SharedBlock] = []
 
     def page(self) -> Any:
-        """Return what a consumer tries this with, a plain value.
+        """Return what a consumer tries each memory with, plain values; in place of a memory that fails, why."""
+        return tuple([self._proof(memory) for memory in self._memories.values()])
 
-        Raises:
-            OSError: the device does not share its memory.
-        """
+    def _proof(self, memory: Any) -> tuple[bytes, bytes] | str:
         try:
             proof = secrets.token_bytes(_PROOF_BYTES)
             with self._cuda.on(self._out):
-                self._proof = _block(self._cuda, _PROOF_BYTES, 0)
-                self._proof.memory.copy_(torch.frombuffer(bytearray(proof), dtype=torch.uint8))
-                self._proof.event.record(self._out)
-            return self._cuda.identity(), self._proof.shared, proof
-        except RuntimeError as error:
-            raise OSError(str(error)) from error
+                block = _SharedBlock(*memory.block(_PROOF_BYTES, 0))
+                block.memory[:_PROOF_BYTES].copy_(torch.frombuffer(bytearray(proof), dtype=torch.uint8))
+                if block.event is not None:
+                    block.event.record(self._out)
+            self._proofs.append(block)
+            return block.shared, proof
+        except (OSError, RuntimeError) as error:
+            return _first_line(error)
 
-    def lending(self) -> BlockLending:
-        """Return the pool for one consumer."""
-        return BlockLending(self._cuda, self._out)
+    def lending(self, kind: int) -> BlockLending:
+        """Return the pool for one consumer, of blocks of the kind that it opens."""
+        return BlockLending(self._cuda, self._out, self._memories[kind])
 
     def reach(self, page: Any) -> BlockFetching:
         """Return what fetches a payload from the producer of this page, by where it lies.
 
         Raises:
-            OSError: this way does not work, and why.
+            OSError: no memory can be opened, and why.
         """
-        identity, shared, proof = page
-        fetching = BlockFetching(self._cuda, self._in, identity)
-        try:
-            with self._cuda.on(self._in):
-                memory, event = fetching.opened(shared)
-                self._in.wait_event(event)
-                found = torch.empty_like(memory, device=self._cuda.device).copy_(memory)
-                self._cuda.recorded(self._in).synchronize()
-            if bytes(found.tolist()) != proof:
-                raise OSError("its memory holds something else")
-        except RuntimeError as error:
-            raise OSError(str(error).partition("\n")[0]) from error
-        return fetching
+        why = ""
+        for (kind, memory), tried in zip(self._memories.items(), page, strict=True):
+            try:
+                if isinstance(tried, str):
+                    raise OSError(tried)
+                how = memory.name + (f", since they cannot be {why}" if why else "")
+                fetching = BlockFetching(self._cuda, self._in, memory, kind, how)
+                fetching.prove(*tried)
+                return fetching
+            except (OSError, RuntimeError) as error:
+                why += f"{', nor ' if why else ''}{memory.name}: {_first_line(error)}"
+        raise OSError(why)
 
 
-def _block(cuda: _Device, size: int, number: int) -> _SharedBlock:
-    with torch.inference_mode(False):  # tensors of that mode cannot be written in another
-        memory, event = torch.empty(size, dtype=torch.uint8, device=cuda.device), cuda.shared_event()
-    handles = encode_value((number, cuda.share(memory), cuda.share_event(event)))
-    return _SharedBlock(memory, event, handles)
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
 
 
 def _place(memory: Tensor, at: int, look: Look) -> Tensor:
@@ -129,21 +158,25 @@ def _places(looks: tuple[Look, ...]) -> tuple[list[int], int]:
 
 
 class BlockLending:
-    """Blocks of device memory that one consumer copies from. For one thread at a time."""
+    """Blocks of memory that one consumer copies from. For one thread at a time.
 
-    def __init__(self, cuda: _Device, out: Any) -> None:
-        self._cuda, self._out = cuda, out
+    Args:
+        memory: makes the blocks.
+    """
+
+    def __init__(self, cuda: _Device, out: Any, memory: Any) -> None:
+        self._cuda, self._out, self._memory = cuda, out, memory
         self._blocks: list[_SharedBlock] = []
-        self.count = 0
+        self._count = 0
 
-    def lay(self, name: str, payload: Staying, taken: int) -> tuple[bytes, bytes]:
-        """Have a payload copied to a block; return its form, and where it lies.
+    def lay(self, name: str, payload: Staying, taken: int) -> Laid:
+        """Have a payload copied to a block; return it with its form, and where it lies.
 
         Args:
             taken: how many of this pool's payloads the consumer has copied.
 
         Raises:
-            RuntimeError: there is no memory, or the device is broken.
+            RuntimeError, OSError: there is no memory, or the device is broken.
         """
         with self._cuda.on(self._out):
             self._out.wait_event(payload.event)
@@ -151,54 +184,84 @@ class BlockLending:
             looks = form_of(form).looks
             places, size = _places(looks)
             block = self._free(max(size, _ALIGNED), taken)
-            for tensor, at, look in zip(tensors, places, looks, strict=True):
-                if look.num_bytes:
-                    self._cuda.copy(_place(block.memory, at, look), tensor)
+            parts = [_place(block.memory, at, look) for at, look in zip(places, looks, strict=True)]
+            for tensor, part in zip(tensors, parts, strict=True):
+                if part.nbytes:
+                    self._cuda.copy(part, tensor)
                     self._cuda.hold(tensor, self._out)
-            block.event.record(self._out)
-        self.count += 1
-        block.number = self.count
-        return form, block.shared
+            block.number = _UNTOLD
+            if block.event is not None:
+                block.event.record(self._out)
+                return Laid(payload.tensors, payload.skeleton, form, block, block.event)
+            laid = assemble(form_of(form), parts)
+            return Laid(laid.tensors, laid.skeleton, form, block, self._cuda.recorded(self._out))
+
+    def told(self, block: _SharedBlock) -> int:
+        """Number the payload in a block, which has been told to the consumer."""
+        self._count += 1
+        block.number = self._count
+        return self._count
+
+    def untold(self, block: _SharedBlock) -> None:
+        """Note that the payload in a block goes another way, from the block if that is memory of the host."""
+        block.number = 0
+        if block.event is None:
+            self._blocks.remove(block)
 
     def _free(self, size: int, taken: int) -> _SharedBlock:
         free = [block for block in self._blocks if block.number <= taken]
-        fits = [block for block in free if size <= block.memory.nbytes <= _MOST_ROOM * size]
+        fits = [block for block in free if size <= block.memory.nbytes]
         if not fits:
-            for block in free:  # payloads have another size now
+            for block in free:  # consumers keep them open, so blocks may only be replaced by larger ones
                 self._blocks.remove(block)
-            fits = [_block(self._cuda, 1 << (size - 1).bit_length(), next(_numbers))]
+            fits = [_SharedBlock(*self._memory.block(1 << (size - 1).bit_length(), next(_numbers)))]
             self._blocks += fits
         return min(fits, key=lambda block: block.memory.nbytes)
 
 
 class BlockFetching:
-    """Copies payloads out of the blocks of one producer."""
+    """Copies payloads out of the blocks of one producer.
 
-    def __init__(self, cuda: _Device, entry: Any, identity: str) -> None:
-        self._cuda, self._in, self._identity = cuda, entry, identity
+    Args:
+        memory: opens the blocks.
+        kind: number of the memory.
+        how: how payloads come, in a sentence about them.
+    """
+
+    def __init__(self, cuda: _Device, entry: Any, memory: Any, kind: int, how: str) -> None:
+        self._cuda, self._in, self._memory, self.kind, self.how = cuda, entry, memory, kind, how
         self._opened: dict[bytes, tuple[Tensor, Any]] = {}
 
-    def opened(self, shared: bytes) -> tuple[Tensor, Any]:
-        """Return a block's memory and event."""
+    def prove(self, shared: bytes, proof: bytes) -> None:
+        """Raise OSError or RuntimeError if a block cannot be copied from."""
+        with self._cuda.on(self._in):
+            memory = self._block(shared)
+            found = torch.empty(len(proof), dtype=torch.uint8, device=self._cuda.device).copy_(memory[: len(proof)])
+            self._cuda.recorded(self._in).synchronize()
+        if bytes(found.tolist()) != proof:
+            raise OSError("its memory holds something else")
+
+    def _block(self, shared: bytes) -> Tensor:
+        """Return a block's memory, behind its event."""
         if shared not in self._opened:
-            _, memory, event = decode_value(shared)
-            with torch.inference_mode(False):
-                self._opened[shared] = self._cuda.opened(self._identity, memory), self._cuda.opened_event(event)
-        return self._opened[shared]
+            self._opened[shared] = self._memory.opened(shared)
+        memory, event = self._opened[shared]
+        if event is not None:
+            self._in.wait_event(event)
+        return memory
 
     def __call__(self, where: bytes, form: Form) -> tuple[Payload, Any]:
         """Have a payload copied; return it, and the event of its copy."""
         try:
             with self._cuda.on(self._in):
-                memory, event = self.opened(where)
-                self._in.wait_event(event)
+                memory = self._block(where)
                 contents, device = [], self._cuda.device
                 for look, at in zip(form.looks, _places(form.looks)[0], strict=True):
                     tensor = torch.empty_strided(look.dense_shape, look.dense_strides, dtype=look.dtype, device=device)
                     contents.append(self._cuda.copy(tensor, _place(memory, at, look)) if look.num_bytes else tensor)
                 there = self._cuda.recorded(self._in)
         except RuntimeError as error:
-            raise OSError(str(error).partition("\n")[0]) from error
+            raise OSError(_first_line(error)) from error
         return _Fetched(contents, form.skeleton, [], there, form), there
 
     def release(self) -> None:

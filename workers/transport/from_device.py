@@ -1,16 +1,72 @@
-"""The reading end of payloads that stay on the writer's device until they have been copied to this one."""
+"""Both ends of payloads that go from a device of the writer to one of the reader."""
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
+from collections.abc import Callable
 from typing import Any
+
+from torch import Tensor
 
 from ...dependency import Malformed
 from .form import Form
-from .payload import Payload
+from .outbox import Key
+from .payload import Laid, Payload, Staying
 from .ring_buffer import COPIED, DEVICE
-from .ways import DeviceWay, Fetching
+from .ways import HANDLES, ON_HOST, DeviceWay, Fetching, Lending
+
+logger = logging.getLogger(__name__)
+
+
+class ToDevice:
+    """Tells one reader where payloads of this worker's device lie. Thread-safe.
+
+    Args:
+        way: this worker's end; None: it has no device.
+        counters: the reader's, by which it says in which memory it takes payloads, and how many it has copied.
+        record: writes to the reader the key of a payload, its form and where it lies; returns whether there is room.
+    """
+
+    def __init__(
+        self, way: DeviceWay | None, counters: memoryview, record: Callable[[Key, bytes, bytes], bool]
+    ) -> None:
+        self._way, self._counters, self._record = way, counters, record
+        self._lock = threading.Lock()
+        self._lending: Lending | None = None
+
+    @property
+    def takes(self) -> bool:
+        """Whether the reader takes payloads of this worker's device, in memory that works."""
+        return self._way is not None and bool(self._counters[DEVICE])
+
+    def write(self, key: Key, payload: Payload) -> tuple[int, int, list[Tensor]] | None:
+        """Write where a payload lies; None: it lies nowhere yet, or there is no room. Returns as `_Writer.write`."""
+        with self._lock:  # a block, and its number, are in the order of records
+            laid = payload if isinstance(payload, Laid) else self._laid(key, payload, HANDLES)
+            if laid is None or self._lending is None:
+                return None
+            if not self._record(key, laid.form, laid.block.shared):
+                self._lending.untold(laid.block)
+                return None
+            return COPIED, self._lending.told(laid.block), laid.tensors
+
+    def lay_on_host(self, key: Key, payload: Staying) -> Laid | None:
+        """Have a payload copied to memory of the host that the reader's device reaches; None: it reaches none."""
+        with self._lock:
+            return self._laid(key, payload, ON_HOST)
+
+    def _laid(self, key: Key, payload: Any, kind: int) -> Laid | None:
+        if self._way is None or self._counters[DEVICE] != kind:
+            return None
+        try:
+            self._lending = self._lending or self._way.lending(kind)
+            return self._lending.lay(key[1], payload, self._counters[COPIED])
+        except (OSError, RuntimeError) as error:
+            logger.info("payloads leave the device by the host: %s", str(error).partition("\n")[0])
+            self._way = None
+            return None
 
 
 class FromDevice:
@@ -31,12 +87,12 @@ class FromDevice:
         """Have payloads taken from the writer's device, if that works. Return how they come."""
         try:
             if page is None:
-                raise OSError("it shares no memory of a device")
+                raise OSError(f"{way.name}: it has none")
             self._fetching = way.reach(page)
         except OSError as error:
-            return f"brought by the host, since they cannot be {way.name}: {error}"
-        self._counters[DEVICE] = 1
-        return way.name
+            return f"brought by the host, since they cannot be {error}"
+        self._counters[DEVICE] = self._fetching.kind
+        return self._fetching.how
 
     def fetch(self, where: bytes, form: Form) -> Payload:
         """Return a payload whose copy has begun; raise OSError if it cannot be copied."""

@@ -220,8 +220,9 @@ class Messages:
             self._talk(peer).fail(answer)
         elif self.channels is not None and (is_there := self.channels.write(peer, key, answer)) is not None:
             return is_there
-        elif isinstance(answer, Staying):  # there is no room in the channel, or the device has no memory left
-            answer.leave(partial(self._answer_by_host, peer, key))
+        elif isinstance(answer, Staying):  # the peer reaches memory of the host alone, or there is no room
+            lay = None if self.channels is None else partial(self.channels.lay_on_host, peer, key, answer)
+            answer.leave(partial(self._answer_by_host, peer, key), lay)
             return False
         else:
             self._talk(peer).answer(key, answer)

@@ -78,8 +78,26 @@ class Staying(Payload):
 
     #: when it is there
     event: Any
-    #: has it brought to the host; calls what it is given with the payload there, in another thread
-    leave: Callable[[Callable[[Payload], object]], None]
+    #: has it brought to the host, by its second argument if that works; then calls the first one with the payload
+    #: there, in another thread
+    leave: Callable[[Callable[[Payload], object], Callable[[], Laid | None] | None], None]
+
+
+@dataclass(slots=True)
+class Laid(Payload):
+    """A payload of a device in a block of memory from which one consumer's device copies.
+
+    Its tensors lie in the block if that is memory of the host.
+    """
+
+    form: bytes
+    block: Any
+    #: when it is there
+    event: Any
+
+    def unfold(self) -> Payload:
+        """Return the payload when it is there."""
+        return self
 
 
 def pack(tree: Tree) -> Payload:

@@ -37,13 +37,13 @@ from torch import Tensor
 
 from ...dependency import Malformed
 from .form import Form, assemble, copy_memory, describe, form_of
-from .from_device import FromDevice
+from .from_device import FromDevice, ToDevice
 from .outbox import Answer, Key
-from .payload import Staying
-from .ring_buffer import ASLEEP, COPIED, DEVICE, LINE, SIZE, WAY, WRITTEN, RingBuffer
+from .payload import Laid, Staying
+from .ring_buffer import ASLEEP, LINE, SIZE, WAY, WRITTEN, RingBuffer
 from .values import malformed
 from .wakeup import Notifier, Wakeup
-from .ways import DeviceWay, Fetch, Lending, Way, ways_here
+from .ways import DeviceWay, Fetch, Way, ways_here
 
 logger = logging.getLogger(__name__)
 
@@ -145,14 +145,11 @@ class Channels:
                 memory = os.open(path, os.O_RDWR | os.O_CLOEXEC)
                 try:
                     notifier = Notifier.of(offer.process, offer.wakeup)
-                    lending = None if self.device is None else self.device.lending()
-                    self._writers[peer] = _Writer(memory, notifier, [*self._ways.values()], lending)
+                    self._writers[peer] = _Writer(memory, notifier, [*self._ways.values()], self.device)
                 finally:
                     os.close(memory)
                 pages = {name: way.page() for name, way in self._ways.items()}
-                with suppress(OSError):  # the peer says that it has found none
-                    pages |= {} if self.device is None else {_DEVICE: self.device.page()}
-                return pages
+                return pages | ({} if self.device is None else {_DEVICE: self.device.page()})
         return None
 
     def write(self, peer: int, key: Key, answer: Answer) -> bool | None:
@@ -174,7 +171,12 @@ class Channels:
         """Return whether `peer` copies payloads from this device of this worker."""
         writer = self._writers.get(peer)
         known = writer is not None and self.device is not None and self.device.device == device
-        return known and writer is not None and writer.lends and bool(writer.counters[DEVICE])
+        return known and writer is not None and writer.to_device.takes
+
+    def lay_on_host(self, peer: int, key: Key, payload: Staying) -> Laid | None:
+        """Have a payload copied to memory of the host that the device of `peer` reaches; None: it reaches none."""
+        writer = self._writers.get(peer)
+        return None if writer is None else writer.to_device.lay_on_host(key, payload)
 
     def settle(self, *, wait: bool = False) -> None:
         """Tell writers what has been copied from their devices; `wait` for the rest. For any thread."""
@@ -239,15 +241,10 @@ class Channels:
 class _Writer(RingBuffer):
     """The writing end of a channel. Thread-safe."""
 
-    def __init__(self, memory: int, notifier: Notifier, ways: Sequence[Way], lending: Lending | None = None) -> None:
+    def __init__(self, memory: int, notifier: Notifier, ways: Sequence[Way], device: DeviceWay | None = None) -> None:
         super().__init__(memory)
-        self._notifier, self._ways, self._lending = notifier, ways, lending
-        self._lock, self._device_lock = threading.Lock(), threading.Lock()
-
-    @property
-    def lends(self) -> bool:
-        """Whether this worker has memory of a device that works."""
-        return self._lending is not None
+        self._notifier, self._ways, self._lock = notifier, ways, threading.Lock()
+        self.to_device = ToDevice(device, self.counters, self._tell)
 
     def write(self, key: Key, answer: Answer) -> tuple[int, int, list[Tensor]] | None:
         """Say `answer` to the question for `key`; None: no room.
@@ -258,8 +255,8 @@ class _Writer(RingBuffer):
         Raises:
             ConfigError: the payload cannot travel.
         """
-        if type(answer) is Staying:
-            return self._write_from_device(key, answer)
+        if isinstance(answer, (Staying, Laid)):
+            return self.to_device.write(key, answer)
         form, tensors = (b"", []) if answer is None else describe(key[1], answer)
         contents, where = 0, b""
         for tensor in tensors:
@@ -271,21 +268,8 @@ class _Writer(RingBuffer):
         end = self._record(key, form, where, len(where), tensors, contents)
         return None if end is None else (0, end, tensors if where else [])
 
-    def _write_from_device(self, key: Key, payload: Staying) -> tuple[int, int, list[Tensor]] | None:
-        with self._device_lock:  # a block, and its number, are in the order of records
-            if self._lending is None or not self.counters[DEVICE]:
-                return None
-            try:
-                form, where = self._lending.lay(key[1], payload, self.counters[COPIED])
-            except RuntimeError as error:
-                logger.info("payloads leave the device by the host: %s", str(error).partition("\n")[0])
-                self._lending = None
-                return None
-            number = self._lending.count
-            if self._record(key, form, where, len(where) | _ON_DEVICE, [], 0) is None:
-                self._lending.count -= 1  # the block is free: the next payload has its number
-                return None
-        return COPIED, number, payload.tensors
+    def _tell(self, key: Key, form: bytes, where: bytes) -> bool:
+        return self._record(key, form, where, len(where) | _ON_DEVICE, [], 0) is not None
 
     def _record(
         self, key: Key, form: bytes, where: bytes, said: int, tensors: Sequence[Tensor], contents: int

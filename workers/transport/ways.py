@@ -16,9 +16,11 @@ from torch import Tensor
 
 from ...dependency import ConfigError
 from .form import Form, Look
-from .payload import Payload, Staying
+from .payload import Laid, Payload, Staying
 from .peer_memory import PeerMemory
 
+#: kinds of memory in which payloads of a device lie: the device's, opened by handles; the host's
+HANDLES, ON_HOST = 1, 2
 #: returns the tensors of a payload one after the other, each of which looks so; raises OSError if it cannot
 Fetch = Callable[[Look], Tensor]
 
@@ -44,17 +46,25 @@ class Way(Protocol):
 
 
 class Lending(Protocol):
-    """Memory of a device from which one consumer copies."""
+    """Memory from which one consumer's device copies."""
 
-    #: how many payloads have lain there
-    count: int
+    def lay(self, name: str, payload: Staying, taken: int) -> Laid:
+        """Return a payload in a block; raise RuntimeError or OSError if there is none. `taken`: so many are copied."""
 
-    def lay(self, name: str, payload: Staying, taken: int) -> tuple[bytes, bytes]:
-        """Return a payload's form and where it lies; raise RuntimeError if it cannot. `taken`: so many are copied."""
+    def told(self, block: Any) -> int:
+        """Return the number of the payload in a block, which has been told to the consumer."""
+
+    def untold(self, block: Any) -> None:
+        """Note that the payload in a block goes another way."""
 
 
 class Fetching(Protocol):
     """Brings payloads from a producer's device to this worker's."""
+
+    #: of memory
+    kind: int
+    #: how payloads come, in a sentence about them
+    how: str
 
     def __call__(self, where: bytes, form: Form) -> tuple[Payload, Any]:
         """Return a payload and the event of its copy; raise OSError if it cannot be copied."""
@@ -64,16 +74,16 @@ class Fetching(Protocol):
 
 
 class DeviceWay(Protocol):
-    """One end of the way between devices of one host: nothing is copied to the host."""
+    """One end of the way between devices of one host: no processor copies."""
 
     name: str
     device: torch.device
 
     def page(self) -> Any:
-        """Return what a consumer needs to try this, a plain value; raise OSError if there is none."""
+        """Return what a consumer needs to try this, a plain value."""
 
-    def lending(self) -> Lending:
-        """Return memory for one consumer."""
+    def lending(self, kind: int) -> Lending:
+        """Return memory for one consumer, of the kind that it has chosen."""
 
     def reach(self, page: Any) -> Fetching:
         """Return what fetches from the producer of this page; raise OSError if this way does not work."""
