@@ -209,17 +209,27 @@ def settle_plan(plan: PlanLike | None, settings: Settings) -> Settings:
     return found
 
 
-def compile_options(said: object) -> Mapping[str, Any] | None:
+def compile_options(said: object, *, on_host: bool) -> Mapping[str, Any] | None:
     """Return the options of `torch.compile` for each layer or block; None: nothing is compiled.
 
     Raises:
-        ConfigError: the options have no names.
+        ConfigError: the options have no names, or ask for graphs of a device.
     """
-    if said is None or isinstance(said, Mapping):
-        return said
-    if said is True:
-        return {}
-    raise ConfigError(f"compile={said!r}: must be True, False, or options of torch.compile by name")
+    options = {} if said is True else said
+    if options is not None and not isinstance(options, Mapping):
+        raise ConfigError(f"compile={said!r}: must be True, False, or options of torch.compile by name")
+    if options and not on_host and _asks_for_graphs(options):
+        raise ConfigError(
+            f"compile={said!r}: CUDA graphs overwrite what other microbatches in flight need (docs/gpu.md); "
+            f"pass mode='max-autotune-no-cudagraphs', or no mode"
+        )
+    return options
+
+
+def _asks_for_graphs(options: Mapping[str, Any]) -> bool:
+    by_option = (options.get("options") or {}).get("triton.cudagraphs")
+    by_mode = options.get("mode") in ("reduce-overhead", "max-autotune")
+    return bool(by_option or by_mode) or options.get("backend") == "cudagraphs"
 
 
 def make_ordering(said: object, asked: object, cost: Any, spec: Spec, *, is_called: bool) -> Ordering | None:

@@ -144,7 +144,7 @@ class Pipeline(Inspected):
         more = (asked := microbatch_order), members, shard, reduce, compile or None
         settings = overrides.settle(settle_plan(plan, overrides.Settings(*said, *more)))
         schedule, schedule_options, num_microbatches, num_workers, split, order, device, seed, transport = settings[:9]
-        self._plan, microbatch_order, self._compile = *settings[9:11], compile_options(settings.compile)
+        self._plan, microbatch_order = settings[9:11]
         sharing = settle_sharing(*settings[11:14], microbatch_order)
         job, self.num_workers = own_part(transport, num_workers, sharing.count)
         training = settle_training(type(self), training, old, alone=job is None)
@@ -156,6 +156,7 @@ class Pipeline(Inspected):
         ordering = make_ordering(microbatch_order, asked, microbatch_cost, spec, is_called=partition.whole is not None)
         end = StepEnd(spec, training, commits=(recover := elasticity(spec, job, training)) is not None)
         actors = make_actors(job, workers, device, training.max_grad_norm, stall_s)
+        self._compile = compile_options(settings.compile, on_host=actors[0].backend.in_step)
         self._session = Session(
             spec, sharing.order(order, spec.order), partition, end, actors,
             training=training, seed=seed, job=job, sharing=sharing, ordering=ordering, recover=recover,

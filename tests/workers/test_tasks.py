@@ -7,17 +7,20 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from fake_cuda import FakeCuda
 from torch import nn
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.nn.functional import mse_loss
 
-from rpc_pipe import Pipeline, Training
+from rpc_pipe import Pipeline, Training, own_workers
+from rpc_pipe.arguments import compile_options
 from rpc_pipe.dependency import ConfigError, ModelError
 from rpc_pipe.dependency.errors import WorkerFailure
 from rpc_pipe.dependency.kinds import C, D
 from rpc_pipe.planning.specs import make_spec
+from rpc_pipe.workers.compute.accelerator import AcceleratorBackend
 from rpc_pipe.workers.compute.result import Result
 from rpc_pipe.workers.handlers import handler_of
 from rpc_pipe.workers.step import ActionContext, Tally
@@ -121,6 +124,34 @@ def test_another_pipeline_of_a_model_decides_anew_whether_its_blocks_are_compile
 def test_compile_takes_options_by_name():
     with pytest.raises(ConfigError, match="compile="):
         losses([nn.Linear(6, 6)] * 2, "1f1b", compile="inductor")
+
+
+@pytest.mark.parametrize(
+    "options, graphs",
+    [
+        ({"mode": "reduce-overhead"}, True),
+        ({"mode": "max-autotune"}, True),
+        ({"backend": "cudagraphs"}, True),
+        ({"options": {"triton.cudagraphs": True}}, True),
+        ({"mode": "max-autotune-no-cudagraphs"}, False),
+        ({"options": {"triton.cudagraphs": False}, "dynamic": False}, False),
+        (True, False),
+    ],
+)
+def test_graphs_of_a_device_are_refused_with_the_options_that_run(options, graphs):
+    """torch gives the memory of a graph up at the first forward behind any backward: that of 1F1B's next microbatch."""
+    assert compile_options(options, on_host=True) == ({} if options is True else options)
+    if graphs:
+        with pytest.raises(ConfigError, match="compile="):
+            compile_options(options, on_host=False)
+    else:
+        assert compile_options(options, on_host=False) == ({} if options is True else options)
+
+
+def test_a_pipeline_on_a_device_refuses_graphs(monkeypatch):
+    monkeypatch.setattr(own_workers, "backend_for", lambda name, place=0: AcceleratorBackend(FakeCuda()))
+    with pytest.raises(ConfigError, match="compile="):
+        losses([nn.Linear(6, 6)] * 2, "1f1b", compile={"mode": "reduce-overhead"})
 
 
 @pytest.fixture
