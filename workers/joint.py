@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..dependency import Action, Disagreement, F, I, Kind, Part, R, U, W
 from .compute.digest import digest
-from .compute.divided import is_divided, local
+from .compute.divided import added, is_divided, local
 from .compute.members import Members
 from .compute.result import Result
 from .compute.shard import Shard
@@ -111,7 +111,7 @@ class SummedGradients:
 
     def __init__(self, shard: Shard, members: Members, gathered: Gathered | None) -> None:
         self._members, self._gathered = members, gathered
-        self._whole = members.sums(shard.updating.parameters)
+        self._whole, self._all = members.sums(shard.updating.parameters), shard.updating.parameters
         #: gradients of whole parameters that are summed already
         self._aside: dict[str, Tensor] = {}
 
@@ -131,6 +131,8 @@ class SummedGradients:
             self._gathered.take_gradients(sums=each or is_last)
         if each or is_last:
             self._sum()
+        for parameter in self._all.values() if is_last else ():
+            parameter.grad = added(parameter.grad, parameter)
         return payload
 
     def _set_aside(self) -> None:

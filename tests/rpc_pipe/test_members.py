@@ -46,7 +46,10 @@ SCRIPT = """
 import torch
 from functools import partial
 from torch import nn
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel, parallelize_module
+)
 from rpc_pipe.dependency import BatchError, ConfigError
 from rpc_pipe.model.batches.lazy_batch import LazyBatch
 from rpc_pipe.pipeline import Pipeline, Training
@@ -54,7 +57,7 @@ from rpc_pipe.pipeline import Pipeline, Training
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+        self.norm, self.up, self.down = nn.Sequential(nn.LayerNorm(8)), nn.Linear(8, 16), nn.Linear(16, 8)
 
     def forward(self, x):
         return x + self.down(torch.tanh(self.up(self.norm(x))))
@@ -62,6 +65,12 @@ class Block(nn.Module):
 def shard(module, mesh):
     assert mesh.mesh_dim_names == ("member",) and torch.distributed.get_world_size() == mesh.size() == 2
     parallelize_module(module, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+def along(module, mesh):
+    taken = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(0), use_local_output=True)
+    parallelize_module(module.norm, mesh, taken)
+    up, norm = ColwiseParallel(input_layouts=Shard(0)), SequenceParallel(sequence_dim=0)
+    parallelize_module(module, mesh, {"norm.0": norm, "up": up, "down": RowwiseParallel()})
 
 x = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
 how = {"training": Training(partial(torch.optim.SGD, lr=0.1), max_grad_norm=0.05), "num_microbatches": 3}
@@ -108,6 +117,8 @@ for members in (2, 1):
         del os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["RPC_PIPE_INIT"]
     pipe = Pipeline([Block, Block], nn.functional.mse_loss, members=members, shard=shard, **how)
     losses[members] = [pipe.step((x, x.flip(0))) for _ in range(3)], pipe.grad_norm, pipe.evaluate((x, x))
+    with Pipeline([Block, Block], nn.functional.mse_loss, members=members, shard=along, **how) as one:
+        losses[members][0].extend(value for _ in range(3) for value in (one.step((x, x.flip(0))), one.grad_norm))
     held = {"training": Training(partial(torch.optim.AdamW, lr=0.1), accumulate=2), "num_microbatches": 6}
     held |= {"members": members, "shard": "fsdp", "reduce": "microbatch"}
     with Pipeline([Block, Block], nn.functional.mse_loss, **held) as one:
@@ -129,6 +140,7 @@ def test_a_function_divides_layers_and_all_members_end_alike(tmp_path):
     """A clipped norm counted what all members hold whole as often as there are members.
 
     Layers that share a parameter were divided apart, and trained as two; a plan that names no layer divided none.
+    A norm between parts of a sequence has a summand of its gradient on each member, and the first one's counted.
     Each member read all rows of a loader.
     """
     (tmp_path / "train.py").write_text(SCRIPT)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 
@@ -23,6 +25,12 @@ def like(tensor: Tensor, part: Tensor) -> Tensor:
 
     mesh, placements = tensor.device_mesh, tensor.placements  # type: ignore[attr-defined]
     return DTensor.from_local(part, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
+
+
+def added(grad: Any, tensor: Any) -> Any:
+    """Return a gradient in its tensor's layout, by a collective if each member has a summand, as of norms of parts."""
+    summands = any(placement.is_partial() for placement in getattr(grad, "placements", ()))
+    return grad.redistribute(placements=tensor.placements) if summands else grad
 
 
 def part_of(whole: Tensor, tensor: Tensor) -> Tensor:
