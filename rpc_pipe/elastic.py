@@ -235,6 +235,7 @@ class Recovery:
         self.accumulated.compute(actor, lambda batch: session.inputs_now(batch, actor, train=True))
         session.process = 0 if actor.worker == min(session.spec.workers) else actor.worker
         self._heir.refuse_changing()
+        link.begin_epoch(epoch.number)
         if session.process == 0:
             link.tell(kind=epochs.RESUMED, step=actor.step + 1)
 

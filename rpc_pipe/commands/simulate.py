@@ -246,7 +246,8 @@ def _write_pictures(typed: Mapping[str, Any], name: str, result: Simulation) -> 
         unit = "of --cost and --comm" if "cost" in typed else "in which a stage's forward takes 1"
         notes = [f"time in units {unit}"]
         causes = waits(spec, result.spans)
-        rows = row_names(map(spec.hosted, range(spec.num_workers)), spec.num_routes, spec.parallelism.replicas)
+        hosted = {worker: spec.hosted(worker) for worker in range(spec.num_workers)}
+        rows = row_names(hosted, spec.num_routes, spec.parallelism.replicas)
         picture = Picture(title, result.spans, spec.num_workers, waits=causes, slices=slices, notes=notes, rows=rows)
         write(typed["html"], draw_page([picture]))
     if "chrome" in typed:

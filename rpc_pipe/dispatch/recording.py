@@ -70,15 +70,15 @@ class Recording(_Sink):
         super().__init__()
         with refused(ConfigError, f"--record {path}"):
             self._file: TextIO = Path(path).open("x", encoding="utf-8")
-        #: the run that was written last, and the microbatches of its listings
-        self._told: tuple[dict[int, int], list[int]] | None = None
+        #: the run that was written last, its epoch, and the microbatches of its listings
+        self._told: tuple[dict[int, int], int, list[int]] | None = None
         self._last_event = 0.0
         self._ending: Ending | None = None
 
     def write(self, view: View) -> None:
         """Write everything that is new since the last call."""
         now = view.latest
-        run = view.pipelines, [listing["microbatches"] for listing in now.listings.values()]
+        run = view.pipelines, view.epoch, [listing["microbatches"] for listing in now.listings.values()]
         if view.spec is not None and run != self._told:
             self._told = run
             self._line(

@@ -58,7 +58,7 @@ def worker_rows(view: View) -> list[WorkerRow]:
     # The time between steps counts, too.
     shares = idle([span for records in steps for span in spans_of(records)], view.num_workers)
     shares = shares or [math.nan] * view.num_workers
-    at = {rank: rank // view.members for rank in sorted(view.headers)}
+    at = {rank: header["worker"] for rank, header in sorted(view.headers.items())}
     return [_row(view, rank, [records[w] for records in steps], shares[w]) for rank, w in at.items()]
 
 
@@ -90,13 +90,14 @@ def link_rows(view: View) -> list[LinkRow]:
     found = sorted(transfers(map(view.records, steps)).items()) if seconds else []
     return [
         LinkRow(
-            *pair,
+            source=view.numbers[source],
+            target=view.numbers[target],
             ms=median(way.ms for way in there),
             mb_per_s=sum(way.num_bytes for way in there) / 1e6 / seconds,
             payloads=len(there),
             per_step=len(there) / len(steps),
         )
-        for pair, there in found
+        for (source, target), there in found
     ]
 
 

@@ -7,7 +7,7 @@ The bubble, which every picture shows, stands here. `draw` is the terminal's pic
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from rich.text import Text
@@ -62,7 +62,7 @@ def summarize(
     return ", ".join(parts)
 
 
-def row_names(hosted: Iterable[Sequence[tuple[int, int]]], num_routes: int = 1, replicas: int = 1) -> list[str]:
+def row_names(hosted: Mapping[int, Sequence[tuple[int, int]]], num_routes: int = 1, replicas: int = 1) -> list[str]:
     """Return the name of each worker's row, such as `worker 1: stage 0, replica 1`.
 
     Args:
@@ -70,7 +70,7 @@ def row_names(hosted: Iterable[Sequence[tuple[int, int]]], num_routes: int = 1, 
         num_routes: of all replicas.
     """
     names = []
-    for worker, own in enumerate(hosted):
+    for worker, own in hosted.items():
         stages = sorted({stage for stage, _ in own})
         name = (
             f"worker {worker}: stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
@@ -99,13 +99,22 @@ def name_index(action: Action, slices: int) -> str:
     return f"{action.index // slices}.{action.index % slices}"
 
 
-def draw(spans: Sequence[Span], num_workers: int, *, width: int = 100, most_lines: int = 0, slices: int = 1) -> Text:
+def draw(
+    spans: Sequence[Span],
+    num_workers: int,
+    *,
+    width: int = 100,
+    most_lines: int = 0,
+    slices: int = 1,
+    numbers: Sequence[int] = (),
+) -> Text:
     """Draw spans as a coloured grid at most `width` columns wide.
 
     A cell shows kind and microbatch, before them the stage where a worker has several, if they fit; else colour alone
     shows the kind, and an underline a later stage of the worker. Gaps are bubbles. Names that do not fit side by side
     are drawn in several rows of time, one below the other, if these are at most `most_lines` lines. A legend below
-    explains cells that are too small for names. `slices` is the number of slices of a microbatch's sequence.
+    explains cells that are too small for names. `slices` is the number of slices of a microbatch's sequence,
+    and `numbers` those of the workers if they are not from 0.
     """
     if not spans:
         return Text("nothing ran")
@@ -121,7 +130,7 @@ def draw(spans: Sequence[Span], num_workers: int, *, width: int = 100, most_line
             picture.append(f"{tell(first)} to {tell(last)}\n", style="dim")
         for worker in range(num_workers):
             own = [span for span in spans if span.worker == worker and span.end > first and span.start < last]
-            picture.append(f"worker {worker} ".ljust(label), style="bold")
+            picture.append(f"worker {numbers[worker] if numbers else worker} ".ljust(label), style="bold")
             picture.append_text(_line(own, names, held[worker], first, last, scale))
             picture.append("\n")
     if most_lines and len(rows) == 1 and scale * _shortest(spans) < longest + several:

@@ -297,7 +297,12 @@ class Attempt:
         live = self._live(rank)
         # A script may call os._exit after its work, but not in the middle of a step.
         if code != 0 or (live is not None and live.state in (State.RUNNING, State.WAITING)):
-            self._cause = self._cause or of_death(rank, code, live, self._lines[rank])
+            self._cause = self._cause or of_death(rank, code, live, self._lines[rank], early=self._is_early)
+
+    @property
+    def _is_early(self) -> bool:
+        """Whether workers of an elastic job have not made their shards yet."""
+        return self._epochs is not None and list(self._come.values()) != ["ready"] * self._num_processes
 
     def _live(self, rank: int) -> Live | None:
         """Return the last state of a worker; None: it shows none."""
@@ -340,12 +345,13 @@ def _names(workers: Sequence[int] | Mapping[int, str]) -> str:
     return ", ".join(f"worker {worker}" for worker in sorted(workers))
 
 
-def of_death(worker: int, code: int, live: Live | None, lines: Sequence[str]) -> Cause:
+def of_death(worker: int, code: int, live: Live | None, lines: Sequence[str], early: bool = False) -> Cause:
     """Return the cause when a worker's process has ended with `code`, as in `Popen.returncode`.
 
     Args:
         live: its last state; None: unknown.
         lines: its last printed lines.
+        early: whether an elastic job could not go on yet.
     """
     text = f"worker {worker} ended with exit code {code}"
     if code < 0:
@@ -356,6 +362,8 @@ def of_death(worker: int, code: int, live: Live | None, lines: Sequence[str]) ->
         text += "; it may call os._exit or sys.exit"
     if code == -signal.SIGKILL:
         text += "; the system does so when it is out of memory"
+    if early and code < 0:
+        text += "\n--elastic goes on without a worker when all have made their pipeline; --max-restarts starts again"
     if lines and code:
         text += "\nit printed last:\n" + "\n".join(f"  {line}" for line in lines)
     return Cause(f"worker {worker} died", text)

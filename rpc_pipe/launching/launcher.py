@@ -189,10 +189,13 @@ class Launcher:
             self._reporter.text(f"this run has no summary: {type(error).__name__}: {error}")
             return
         if found is not None:
-            layout = "" if attempt.told_layout else found["layout"]
+            layout = "" if attempt.told_layout and "epoch" not in found else found["layout"]
             self._reporter.handle({"kind": "result", "text": summary(found, layout, attempt.deaths), "json": found})
-        elif attempt.deaths:  # the boards of other hosts are there
-            self._reporter.text(attempt.deaths)
+        elif attempt.deaths or self._hosts is not None:
+            why = (
+                "rpc-pipe watch shows those of a host" if self._hosts is not None else "no step was complete since then"
+            )
+            self._reporter.text("\n".join(filter(None, [attempt.deaths, f"there are no figures of steps: {why}"])))
 
     def _make_boards(self) -> RunBoards | None:
         """Make the folder for the workers' boards. If that fails, the run goes on, but cannot be watched."""

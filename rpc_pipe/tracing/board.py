@@ -126,6 +126,8 @@ class BoardWriter(Listener):
         self.path = path
         self.header = header
         self._list_program, self._rank = list_program, rank
+        #: returns the place of a worker in records
+        self._row: Callable[[int], int] = int
         #: number of events, with the events that did not fit
         self.written = written
         #: first events of a new file, by number: the listing of the program, and the latest steps
@@ -140,6 +142,19 @@ class BoardWriter(Listener):
         self._head: mmap.mmap | bytearray = bytearray(HEAD.size)
         self._file: File | None = None
         self._write(State.STARTING, 0)
+        self._begin()
+        self._list(header["microbatches"])
+
+    def begin_epoch(self, header: dict[str, Any], row: Callable[[int], int]) -> None:
+        """Show an elastic job's later epoch, without the steps of before.
+
+        Args:
+            row: returns the place of a worker among the live ones.
+        """
+        self.write_out()
+        kept = {name: self.header[name] for name in ("started", "clock_ns")}
+        self.header, self._row = header | kept, row
+        self._steps, self._program, self._most_listed = {}, {}, 0
         self._begin()
         self._list(header["microbatches"])
 
@@ -187,7 +202,7 @@ class BoardWriter(Listener):
         if record is None:
             return
         self._list(record.num_microbatches)
-        self._keep(self._steps, kind="step", record=encode_record(record))
+        self._keep(self._steps, kind="step", record=encode_record(record, self._row))
 
     def evaluated(self, step: int, loss: float) -> None:
         self._keep(self._evaluations, kind="evaluation", step=step, loss=number_or_word(loss))
@@ -242,12 +257,13 @@ class BoardWriter(Listener):
         HEAD.pack_into(self._head, 0, MAGIC, version, state, step, action, missing, peer, now, thread, version)
 
 
-def encode_record(record: StepRecord) -> dict[str, Any]:
-    """Return a step of a worker for JSON; `boards.decode_record` reads it."""
+def encode_record(record: StepRecord, row: Callable[[int], int] = int) -> dict[str, Any]:
+    """Return a step of a worker for JSON; `boards.decode_record` reads it. `row`: the number of a worker there."""
     return {
         **{each.name: getattr(record, each.name) for each in fields(record)},
+        "worker": row(record.worker),
         "actions": [[str(r.action), r.start_ns, r.end_ns] for r in record.actions],
-        "arrivals": [[str(a.action), a.peer, a.num_bytes, a.at_ns] for a in record.arrivals],
+        "arrivals": [[str(a.action), row(a.peer), a.num_bytes, a.at_ns] for a in record.arrivals],
         **{name: number_or_word(getattr(record, name)) for name in ("loss", "grad_norm", "learning_rate")},
     }
 

@@ -66,7 +66,8 @@ class Board:
 
     def _begin(self, header: dict[str, Any], found: list[StepRecord]) -> None:
         Kind.learn(header.get("kinds", ()))  # before actions of these kinds are decoded
-        if self.header.get("clock_ns") != header.get("clock_ns"):  # the process has made another pipeline
+        # The process has made another pipeline, or goes on in another epoch.
+        if any(self.header.get(name) != header.get(name) for name in ("clock_ns", "epoch")):
             found.clear()
             self.evaluations.clear()
             self.listing, self._seen, self._read_steps = None, 0, False

@@ -7,7 +7,7 @@ of the relation (`own_boards.list_program`); the parts of all workers are the wh
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -55,6 +55,9 @@ def _relation(listings: Sequence[Mapping[str, Any]], num_microbatches: int) -> d
                 slots[action] = slot
                 parsed = [(back, Action.parse(need)) for back, need in [*((0, need) for need in own), *before]]
                 needs[action] = [(back, need) for back, need in parsed if need.index < num_microbatches]
+    at = {Action.parse(name): worker for worker, each in enumerate(listings) for name, *_ in each["program"]}
+    handovers = [tuple(map(Action.parse, each)) for each in listings[0].get("handovers", ())]
+    at |= {hand: at[last] for last, hand, _ in handovers}
     done: dict[tuple[int, int], list[Action]] = defaultdict(list)
     for action in sorted(slots, key=slots.__getitem__):
         done[action.stage, action.index].append(action)
@@ -65,6 +68,8 @@ def _relation(listings: Sequence[Mapping[str, Any]], num_microbatches: int) -> d
         "slots": slots,
         "done": {at: tuple(a for a in actions if a.kind.per_microbatch) for at, actions in done.items()},
         "hosts": hosts,
+        "at": at,
+        "handovers": tuple(handovers),
         "num_stages": 1 + max(stage for stage, _ in hosts),
         "num_routes": 1 + max(route for _, route in hosts),
         "routes": first["routes"],
@@ -86,6 +91,8 @@ class ListedRelation(Spec):
     done: ClassVar[Mapping[tuple[int, int], tuple[Action, ...]]]
     #: worker by (stage, route)
     hosts: ClassVar[Mapping[tuple[int, int], int]]
+    #: worker by action: several may share the microbatches of one that has died
+    at: ClassVar[Mapping[Action, int]]
     #: by microbatch, if there are several
     routes: ClassVar[Sequence[int]]
     #: of a stream of overlapping steps: growth of slots from step to step
@@ -93,6 +100,15 @@ class ListedRelation(Spec):
 
     def place(self, stage: int, route: int) -> int:
         return self.hosts[stage, route]
+
+    def worker(self, action: Action) -> int:
+        found = self.at.get(self._within(action)[1])
+        return super().worker(action) if found is None else found
+
+    def own_actions(self, worker: int) -> Iterator[Action]:
+        if not self.synchronous:
+            return super().own_actions(worker)
+        return (action for action in self.slots if self.at[action] == worker)
 
     def route(self, microbatch: int) -> int:
         return self.routes[split_step(microbatch, self.num_microbatches)[1]] if self.routes else 0

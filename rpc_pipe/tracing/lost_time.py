@@ -105,6 +105,7 @@ def attribute_lost_time(
 class _Case:
     def __init__(self, trace: Trace, shards: Sequence[Sequence[Sequence[int]]], link_ms: float) -> None:
         self._spec, self._usual, self._step_ms = _of_mean(trace.spec), trace.cost(), trace.step_ms
+        self._numbers = trace.numbers or range(trace.spec.num_workers)
         self._records = [trace.steps[step] for step in sorted(trace.steps)]
         #: of the last steps, the length of each microbatch relative to the median of all; empty: they are equal
         self._lengths = trace.lengths(_STEPS)
@@ -175,7 +176,7 @@ class _Case:
         if cause == "data":
             worker, waits = _largest(self._waits)
             what, advice = _DATA[lost.data_cause]
-            return f"worker {worker} waits {waits:.1f} ms for data between steps ({what})", advice
+            return f"worker {self._numbers[worker]} waits {waits:.1f} ms for data between steps ({what})", advice
         if one_process:
             what = "the workers are threads of one process and take turns"
             return what, "that is for looking and debugging; rpc-pipe run gives each a process"
@@ -187,7 +188,7 @@ class _Case:
             return "the workers wait for a core", f"{workers} workers share {crowded} cores of one machine"
         if cause == "slow worker":
             worker, times = _largest(self._slowness)
-            what = f"worker {worker} takes {times:.1f} x as long as others for stages of the same form"
+            what = f"worker {self._numbers[worker]} takes {times:.1f} x as long as others for stages of the same form"
             return what, "it is slow, unless they are heavier"
         if cause == "imbalance":
             busy = [0.0] * self._spec.num_workers
@@ -195,10 +196,14 @@ class _Case:
                 busy[self._spec.worker(action)] += self._actual(action)
             worker, longest = _largest(busy)
             times = longest / max(median_low(busy), 1e-9)
-            what = f"stages or their actions take unequally long, those of worker {worker} {times:.1f} x the median"
-            return what, "rpc-pipe plan finds cuts, and sizes of slices"
+            which = f"those of worker {self._numbers[worker]} {times:.1f} x the median"
+            return (
+                f"stages or their actions take unequally long, {which}",
+                "rpc-pipe plan finds cuts, and sizes of slices",
+            )
         if cause == "link":
-            (source, target), ms = max(self._delays.items(), key=lambda link: link[1])
+            link, ms = max(self._delays.items(), key=lambda link: link[1])
+            source, target = (self._numbers[worker] for worker in link)
             what = f"payloads take {ms:.1f} ms from worker {source} to worker {target}"
             return what, "a slow link; eager-1f1b or a wider window hides it for more activations"
         return self._overhead(lost.parts["overhead"])

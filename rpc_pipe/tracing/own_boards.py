@@ -17,6 +17,7 @@ import time
 import traceback
 import zlib
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -79,13 +80,13 @@ class Watchable(Protocol):
 
 def _lister(training: Watchable, worker: int) -> ProgramLister:
     """Return a function that lists programs of `worker` as long as `training` lives."""
-    made, spec, order = ref(training), training.spec, training.order
+    made, order = ref(training), training.order
 
     def listing(num_microbatches: int) -> dict[str, Any] | None:
         if (alive := made()) is None or not alive.actors or not alive.actors[0].shards:
             return None
         program = alive.program(worker, num_microbatches)
-        return list_program(replace(spec, num_microbatches=num_microbatches), worker, order, program)
+        return list_program(replace(alive.spec, num_microbatches=num_microbatches), worker, order, program)
 
     return listing
 
@@ -98,13 +99,14 @@ def _script() -> str:
     return "built-in GPT" if Path(sys.argv[0]).parts[-2:] == ("demo", "train.py") else name or "python"
 
 
-def _header(training: Watchable, actor: WorkerActor) -> dict[str, Any]:
-    worker, plane, shards = actor.worker, actor.carrier.plane, actor.shards
+def _header(training: Watchable, actor: WorkerActor, epoch: int = 0) -> dict[str, Any]:
+    worker, plane, shards, live = actor.worker, actor.carrier.plane, actor.shards, list(training.spec.workers)
     return {
-        "worker": worker,
+        "worker": live.index(worker),
         "rank": plane.rank(worker),
         "members": plane.members,
-        "num_workers": training.spec.num_workers,
+        "num_workers": len(live),
+        **({"epoch": epoch, "places": training.spec.num_workers} if epoch else {}),
         "script": _script(),
         "process": run_folders.identity(),
         "host": socket.gethostname(),
@@ -198,6 +200,16 @@ def _keep(training: Watchable, folder: Path | None) -> None:
             _carrier.serve_board = _boards[ranks[actor.worker]].since
             if folder is not None:
                 _keep_mirror(folder)
+
+
+def begin_epoch(epoch: int) -> None:
+    """Show what an elastic job runs from now on, on the boards of this process."""
+    training = None if _recorded is None else _recorded()
+    for actor in () if training is None else training.actors:
+        with suppress(OSError):  # training does not depend on being watched
+            assert training is not None
+            board = _boards[actor.carrier.plane.rank(actor.worker)]
+            board.begin_epoch(_header(training, actor, epoch), list(training.spec.workers).index)
 
 
 def collect() -> View:
@@ -306,6 +318,7 @@ def list_program(spec: Spec, worker: int, order: Order, program: Iterable[Entry]
     return {
         **stream,
         **({"by_size": {**spec.parameters(), **options}} if spec.needs_sizes else {}),
+        **({"handovers": [list(map(str, each)) for each in spec.handovers]} if spec.handovers else {}),
         "schedule": name_of(spec),
         "worker": worker,
         "microbatches": spec.num_microbatches,

@@ -30,6 +30,7 @@ def figures(view: View) -> dict[str, Any] | None:
     observed_s = sum(record.observed_ns for record in records) / 1e9
     return {
         "steps": view.complete_steps(1)[0],
+        **({"epoch": view.epoch, "first_step": view.first_step} if view.epoch else {}),
         "workers": view.num_workers,
         "layout": trace.layout,
         "loss": view.losses[-1][1],
@@ -61,7 +62,9 @@ def _count(number: int, what: str) -> str:
 
 def summary(found: dict[str, Any], *more: str) -> str:
     """Return what is told of a run at its end, from its figures; with lines of `more`."""
-    return "\n".join([sentence(found), *filter(None, more), *_observed(found), *lost_lines(found)])
+    epoch = f"figures are of epoch {found['epoch']}, from step {found['first_step']}" if "epoch" in found else ""
+    lines = [*more, epoch and f"{epoch}: workers were others before"]
+    return "\n".join([sentence(found), *filter(None, lines), *_observed(found), *lost_lines(found)])
 
 
 def _observed(found: dict[str, Any]) -> list[str]:

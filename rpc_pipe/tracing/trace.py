@@ -39,6 +39,8 @@ class Trace:
     #: the names of the workers' rows, and where the model's parts are
     rows: Sequence[str] = ()
     layout: str = ""
+    #: the numbers of the workers; empty: from 0
+    numbers: Sequence[int] = ()
 
     def spans(self, last: int = 0) -> list[Span]:
         """Return the spans of a number of last steps, in ms; 0: of all steps."""

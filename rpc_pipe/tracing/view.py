@@ -29,6 +29,7 @@ def layout(headers: Mapping[int, Mapping[str, Any]]) -> str:
     """Return the layout in a line, from the headers of all processes; "" before all of them hold their stages."""
     first = next(iter(headers.values()), {})
     workers, members = first.get("num_workers", 0), first.get("members", 1)
+    places = first.get("places", workers)
     if (
         not headers
         or len(headers) < workers * members
@@ -41,10 +42,11 @@ def layout(headers: Mapping[int, Mapping[str, Any]]) -> str:
             stages[stage] = blocks, parameters
     replicas = first["replicas"]
     parts = [f"{len(stages)} stage{'s' * (len(stages) != 1)}"]
-    if workers // replicas != len(stages):
-        parts[0] += f" on {workers // replicas} workers"
+    if places // replicas != len(stages):
+        parts[0] += f" on {places // replicas} workers"
     parts += [f"{count} {what}" for count, what in ((replicas, "replicas"), (members, "members")) if count > 1]
-    whole = f"{len(headers)} process{'es' * (len(headers) > 1)}: {' x '.join(parts)}"
+    count = f"{len(headers)} of {places}" if places > len(headers) else str(len(headers))
+    whole = f"{count} process{'es' * (places > 1)}: {' x '.join(parts)}"
     zero = f", zero {first['zero']}" if first["zero"] else ""
     told, begin = [], 0
     for stage, (blocks, parameters) in sorted(stages.items()):
@@ -62,7 +64,12 @@ def rows(headers: Mapping[int, Mapping[str, Any]]) -> list[str]:
     first = next(iter(by_worker.values()), {})
     if "replicas" not in first or len(by_worker) < first["num_workers"]:
         return []
-    hosted = [[(stage, route) for stage, route, *_ in header["shards"]] for _, header in sorted(by_worker.items())]
+    hosted = {
+        header.get("rank", worker) // header.get("members", 1): [
+            (stage, route) for stage, route, *_ in header["shards"]
+        ]
+        for worker, header in sorted(by_worker.items())
+    }
     return row_names(hosted, first["num_routes"], first["replicas"])
 
 
@@ -113,6 +120,8 @@ class View:
         #: by number of microbatches, and that of the listings
         self._specs: dict[tuple[int, int], Spec | None] = {}
         self._lost: tuple[float, int, LostTime | None] = (0.0, -1, None)
+        #: of an elastic job, whose workers change from one to the next, and the first step that it has completed
+        self.epoch, self.first_step = 0, 0
         self._progress_ns = self._longest_ns = 0
 
     # --- news
@@ -123,21 +132,26 @@ class View:
         for worker in sorted(update.gone - before.gone):
             self.note(f"worker {worker} has gone", warning=update.lives[worker].state is not State.LEFT)
         earlier = self.pipelines
-        newest = max(update.headers.values(), key=lambda header: header["clock_ns"], default={"num_workers": 0})
+        epochs = {rank: header.get("epoch", 0) for rank, header in update.headers.items()}
+        before_epoch, self.epoch = self.epoch, max(epochs.values(), default=0)
+        now = {rank: header for rank, header in update.headers.items() if epochs[rank] == self.epoch}
+        newest = max(now.values(), key=lambda header: header["clock_ns"], default={"num_workers": 0})
         # An earlier pipeline of the same process may have had more workers.
-        count = newest["num_workers"] * newest.get("members", 1)
-        self.headers = {rank: found for rank, found in update.headers.items() if rank < count}
+        self.headers = {rank: found for rank, found in now.items() if found["worker"] < newest["num_workers"]}
         self.pipelines = {
             rank: earlier[rank] if found.get("newcomer") and rank in earlier else found["clock_ns"]
             for rank, found in self.headers.items()
         }
         if any(earlier.get(rank, made) != made for rank, made in self.pipelines.items()):
-            self._steps.clear()
             self.losses.clear()
             self._held_out.clear()
+            before_epoch = -1
+        if self.epoch != before_epoch:
+            self._steps.clear()
             self._specs.clear()
-            self._lost = 0.0, -1, None
-        for record in (record for record in update.records if record.worker * self.members in self.headers):
+            self._lost, self.first_step = (0.0, -1, None), 0
+        here = {header["worker"] for header in self.headers.values()}
+        for record in (record for record in update.records if record.worker in here):
             self._longest_ns = max(self._longest_ns, record.end_ns - record.start_ns)
             self._steps.setdefault(record.step, {})[record.worker] = record
             if len(self._steps[record.step]) == self.num_workers:
@@ -163,6 +177,7 @@ class View:
     def _completed(self, step: int) -> None:
         """Handle a step that all workers have finished."""
         before = self.losses[-1][1] if self.losses else 0.0
+        self.first_step = self.first_step or step
         loss = next(iter(self._steps[step].values())).loss
         self.losses.append((step, loss))
         if not math.isfinite(loss) and math.isfinite(before):
@@ -213,6 +228,11 @@ class View:
         return next((header["num_workers"] for header in self.headers.values()), 0)
 
     @property
+    def numbers(self) -> list[int]:
+        """The numbers of the workers that can be seen; some of an elastic job may be missing."""
+        return sorted({rank // self.members for rank in self.headers})
+
+    @property
     def members(self) -> int:
         """The number of processes that form a worker together."""
         return next((header.get("members", 1) for header in self.headers.values()), 1)
@@ -226,8 +246,8 @@ class View:
     def _spec_of(self, num_microbatches: int) -> Spec | None:
         """Return the schedule for a number of microbatches; None if some worker has listed fewer."""
         there = self.latest.listings
-        firsts = range(0, self.num_workers * self.members, self.members)
-        listings = [there[rank] for rank in firsts if rank in there]
+        ranks = [worker * self.members for worker in self.numbers]
+        listings = [there[rank] for rank in ranks if rank in there]
         most = min((listing["microbatches"] for listing in listings), default=0)
         if len(listings) < self.num_workers or most < num_microbatches:
             return None
@@ -277,6 +297,7 @@ class View:
             run,
             rows(self.headers),
             layout(self.headers),
+            self.numbers,
         )
 
     def lost(self, *, fresh: bool = False) -> LostTime | None:

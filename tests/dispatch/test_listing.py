@@ -5,6 +5,7 @@ import json
 import pytest
 
 from rpc_pipe.dependency import B, ConfigError, F, G, I, R, U, W, entries
+from rpc_pipe.dependency.relocating import relocated
 from rpc_pipe.planning.simulator import simulate, uniform
 from rpc_pipe.planning.specs import make_spec
 from rpc_pipe.schedules import SCHEDULES
@@ -15,7 +16,7 @@ COST = uniform({F: 1.5, B: 3.1, I: 1.6, W: 1.3, R: 1.4, G: 0.3, U: 0.2})
 
 
 def written(spec):
-    programs = [list_program(spec, w, spec.order, list(entries(spec, w))) for w in range(spec.num_workers)]
+    programs = [list_program(spec, w, spec.order, list(entries(spec, w))) for w in spec.workers]
     return json.loads(json.dumps(programs))
 
 
@@ -28,6 +29,16 @@ def test_every_schedule_runs_alike_from_what_its_workers_wrote(name):
             ours, theirs = (simulate(s, COST, comm=comm, steps=steps) for s in (spec, read))
             assert theirs.spans == ours.spans
     assert type(read).__name__ == name
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "gpipe", "interleaved", "zb-v"])
+def test_the_live_workers_of_an_elastic_job_too(name):
+    """A run had no figures after a death. Several workers share the microbatches of the dead one."""
+    spec = relocated(make_spec(name, 9, 9, {"replicas": 3}), frozenset({1, 5}))
+    read = spec_of_listings(written(spec))
+    assert read.num_workers == 7 and read.num_stages == spec.num_stages
+    ours, theirs = (simulate(each, COST, order="fixed", steps=2) for each in (spec, read))
+    assert theirs.step_ends == ours.step_ends
 
 
 @pytest.mark.parametrize("zero", [0, 1])

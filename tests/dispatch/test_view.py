@@ -19,6 +19,7 @@ from rpc_pipe.schedules import SCHEDULES
 from rpc_pipe.tracing.board import Live, State
 from rpc_pipe.tracing.boards import RunBoards, RunUpdate
 from rpc_pipe.tracing.run_folders import tell_event
+from rpc_pipe.tracing.run_summary import figures
 from rpc_pipe.tracing.view import View
 
 SPEC = make_spec("1f1b", 4, 8, {})
@@ -115,6 +116,33 @@ def test_steps_of_before_a_newcomer_stay():
     before, run = list(view.losses), view.pipelines
     view.take(RunUpdate(view.headers | comes, view.latest.listings, view.latest.lives))
     assert list(view.losses) == before and view.complete_steps(2) == [2, 3] and view.pipelines == run
+
+
+def test_figures_are_of_the_workers_of_the_last_epoch():
+    """After a death no step counted as complete, and the summary told of the steps of before alone."""
+    view, whole = view_of(6), view_of(5)
+    live = [0, 1, 3, 4, 5]
+    headers = {
+        rank: {
+            **whole.headers[place],
+            "rank": rank,
+            "clock_ns": 7 + rank,
+            "epoch": 1,
+            "places": 6,
+            "replicas": 1,
+            "num_routes": 1,
+        }
+        for place, rank in enumerate(live)
+    }
+    records = [replace(each, step=each.step + 10) for step in range(4) for each in whole.records(step)]
+    listings = {rank: whole.latest.listings[place] for place, rank in enumerate(live)}
+    view.take(RunUpdate({2: view.headers[2], **headers}, listings, {}, records))
+    assert view.complete_steps(0) == [10, 11, 12, 13] and view.first_step == 10 and view.numbers == live
+    assert view.losses[0][0] == 0, "the curve of before stays"
+    found = figures(view)
+    assert (found["epoch"], found["workers"], found["steps"]) == (1, 5, 13)
+    assert [row.worker for row in worker_rows(view)] == live and link_rows(view)[-1].source == 5
+    assert view.trace().rows[2].startswith("worker 3")
 
 
 def test_watchers_read_each_event_of_a_launcher_once(tmp_path):

@@ -48,6 +48,7 @@ def test_a_death_costs_a_step_and_no_bit(kills, undisturbed, tmp_path):
     done, made = trained(tmp_path, "step", *kills)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("is gone (SIGKILL): epoch") == len(kills)
+    assert f"8 steps on {4 - len(kills)} workers" in done.stdout, "figures are of the steps since the last death"
     assert made == undisturbed["step"]
     assert not [path.name for path in tmp_path.iterdir() if path.name.startswith("rpc-pipe-")]
 

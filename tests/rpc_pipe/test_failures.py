@@ -140,6 +140,7 @@ def test_deaths_are_told_with_what_is_known_of_them():
     assert plain(code=0, lines=["done"]).text.endswith(
         "with exit code 0 while running 1F2, step 3; it may call os._exit or sys.exit"
     )
+    assert "--max-restarts" in plain(code=-9, early=True).text, "--elastic was taken to count from the start"
 
 
 def test_a_stall_names_who_hangs_and_not_who_waits():
