@@ -96,10 +96,6 @@ class Parallelism:
         False, metavar="K", help="cut sequences into K slices, or sizes such as 8,6,5,4 (1)",
     )  # fmt: skip
 
-    def state_share(self, num_routes: int) -> float:
-        """Return which part of a stage's optimizer states each of its replicas keeps."""
-        return min(1.0, (1 + self.mirror) / num_routes) if self.zero else 1.0
-
     @classmethod
     def taken_from(cls, parameters: dict[str, Any], own: Collection[str]) -> Parallelism:
         """Take the options out of a schedule's parameters, except for its `own` ones of these names.

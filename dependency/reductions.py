@@ -136,7 +136,11 @@ class ReductionTree:
             sums = self.sums(*node, reductions, number)
             return ([], sums + awaited) if sums else ([node], awaited)
         if kind is P:
-            return [], self.updates_of(action, reductions)
+            if not self.spec.parallelism.mirror:
+                return [], [self.update_of(action, reductions)]
+            # Of all replicas on the worker: one of them makes the update.
+            every = (U(stage, each) for each in range(routes))
+            return [], [each for each in every if self.spec.worker(each) == self.spec.place(*node)]
         if kind is A:
             others = (each for each in self.pieces(stage, reductions, number) if not self.keeps(each.owner, node))
             return [], [U(stage, index)] + [P(p.owner[0], join_route(p.number, p.owner[1], routes)) for p in others]
@@ -179,14 +183,6 @@ class ReductionTree:
         number, route = split_route(action.index, self.spec.num_routes)
         step = next((p.step for p in self.pieces(action.stage, reductions) if p.number == number), 0)
         return action if action.kind is U else U(action.stage, join_route(step, route, self.spec.num_routes))
-
-    def updates_of(self, action: Action, reductions: Reductions) -> list[Action]:
-        """Return the updates that make the parameters of a piece: with a mirror, of all replicas on the worker."""
-        update, spec = self.update_of(action, reductions), self.spec
-        if not spec.parallelism.mirror:
-            return [update]
-        every = (U(action.stage, route) for route in range(spec.num_routes))
-        return [each for each in every if spec.worker(each) == spec.worker(update)]
 
     def keepers(self, stage: int, route: int) -> list[int]:
         """Return the workers with the optimizer states of the parameters that a replica owns: with a mirror, two."""

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from .checkpoints.newcomer import Journal, Repetition
 from .dependency import ConfigError, EpochEnds, PeerLost, PipeError, Spec, Stalled, ends_epoch
 from .heir import ElasticRun, Heir
-from .launching import epochs
+from .launching import epoch_boards, epochs
 from .launching import launcher_link as link
 from .launching.job import Job
 from .launching.joining import drop, join
@@ -235,7 +235,7 @@ class Recovery:
         self.accumulated.compute(actor, lambda batch: session.inputs_now(batch, actor, train=True))
         session.process = 0 if actor.worker == min(session.spec.workers) else actor.worker
         self._heir.refuse_changing()
-        link.begin_epoch(epoch.number)
+        epoch_boards.show(epoch.number)
         if session.process == 0:
             link.tell(kind=epochs.RESUMED, step=actor.step + 1)
 

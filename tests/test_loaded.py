@@ -18,7 +18,7 @@ BESIDES = ("drawing", "dispatch", "planning/measuring", "verifying", "data", "mo
 #: what a job does without that is not elastic
 OF_ELASTIC_JOBS = {
     *("rpc_pipe.elastic", "rpc_pipe.heir", "rpc_pipe.model.batches.accumulated", "rpc_pipe.launching.epochs"),
-    *("rpc_pipe.workers.compute.lodging", "rpc_pipe.workers.surviving"),
+    *("rpc_pipe.workers.compute.lodging", "rpc_pipe.workers.surviving", "rpc_pipe.launching.epoch_boards"),
 }
 SCRIPT = """
 import sys

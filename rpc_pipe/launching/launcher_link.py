@@ -35,7 +35,6 @@ from ..tracing.own_boards import (
     stay,
     tell_failure,
 )
-from ..tracing.own_boards import begin_epoch as begin_epoch
 from ..tracing.run_folders import RUN_FAILED, Ending, tell_end
 
 logger = logging.getLogger(__name__)

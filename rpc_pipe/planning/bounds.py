@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from ..dependency import B, F, I, Kind, R, S, Spec, U, W
+from .footprint import state_share
 from .profile import Chain, Machines
 
 #: boundaries of the stages: 0, the first block of stage 1, ..., the number of blocks
@@ -44,7 +45,7 @@ class Bounds:
         self._time_share = min(min(chain.slicing.shares(sizes, attends=attends)) for attends in (True, False))
         self._byte_share = min(sizes) / sum(sizes)
         #: share of a stage's optimizer state that each of its workers holds
-        self._state_share = spec.parallelism.state_share(spec.num_routes)
+        self._state_share = state_share(spec)
 
     def bound(self, ends: Sequence[int]) -> float:
         """Return the bound of all cuts that begin with these boundaries.

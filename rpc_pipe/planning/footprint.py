@@ -120,10 +120,16 @@ def peak_bytes(simulation: Simulation, sizes: Sequence[Size]) -> tuple[float, ..
     peaks, weights = [], weight_bytes(spec, sizes)
     for worker, change in enumerate(changes):
         hosted = [sizes[stage] for stage, _ in spec.hosted(worker)]
-        share = spec.parallelism.state_share(spec.num_routes)
+        share = state_share(spec)
         resident = sum(size.gradients + size.unsummed + size.optimizer * share for size in hosted) + weights[worker]
         peaks.append(resident + max([0, *accumulate(change[key] for key in sorted(change))]))
     return tuple(peaks)
+
+
+def state_share(spec: Spec) -> float:
+    """Return which part of a stage's optimizer states each of its replicas keeps."""
+    how = spec.parallelism
+    return min(1.0, (1 + how.mirror) / spec.num_routes) if how.zero else 1.0
 
 
 def of_share(size: Size, share: float) -> Size:

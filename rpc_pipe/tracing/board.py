@@ -145,19 +145,6 @@ class BoardWriter(Listener):
         self._begin()
         self._list(header["microbatches"])
 
-    def begin_epoch(self, header: dict[str, Any], row: Callable[[int], int]) -> None:
-        """Show an elastic job's later epoch, without the steps of before.
-
-        Args:
-            row: returns the place of a worker among the live ones.
-        """
-        self.write_out()
-        kept = {name: self.header[name] for name in ("started", "clock_ns")}
-        self.header, self._row = header | kept, row
-        self._steps, self._program, self._most_listed = {}, {}, 0
-        self._begin()
-        self._list(header["microbatches"])
-
     def _begin(self) -> None:
         """Make a file with the kept events, in place of the one before.
 

@@ -17,7 +17,6 @@ import time
 import traceback
 import zlib
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -99,7 +98,8 @@ def _script() -> str:
     return "built-in GPT" if Path(sys.argv[0]).parts[-2:] == ("demo", "train.py") else name or "python"
 
 
-def _header(training: Watchable, actor: WorkerActor, epoch: int = 0) -> dict[str, Any]:
+def header_of(training: Watchable, actor: WorkerActor, epoch: int = 0) -> dict[str, Any]:
+    """Return the constant properties of a worker, in an epoch of an elastic job."""
     worker, plane, shards, live = actor.worker, actor.carrier.plane, actor.shards, list(training.spec.workers)
     return {
         "worker": live.index(worker),
@@ -189,7 +189,7 @@ def _keep(training: Watchable, folder: Path | None) -> None:
         rank = ranks[actor.worker]
         path = None if folder is None else folder / f"{OWN}{rank}"
         lister = _lister(training, actor.worker)
-        _boards[rank] = BoardWriter(path, _header(training, actor), lister, actor.carrier.plane.rank, written)
+        _boards[rank] = BoardWriter(path, header_of(training, actor), lister, actor.carrier.plane.rank, written)
     _owner, _recorded = os.getpid(), ref(training)
     if not training.actors[0].shards:
         return
@@ -202,14 +202,9 @@ def _keep(training: Watchable, folder: Path | None) -> None:
                 _keep_mirror(folder)
 
 
-def begin_epoch(epoch: int) -> None:
-    """Show what an elastic job runs from now on, on the boards of this process."""
-    training = None if _recorded is None else _recorded()
-    for actor in () if training is None else training.actors:
-        with suppress(OSError):  # training does not depend on being watched
-            assert training is not None
-            board = _boards[actor.carrier.plane.rank(actor.worker)]
-            board.begin_epoch(_header(training, actor, epoch), list(training.spec.workers).index)
+def boards() -> tuple[Watchable | None, dict[int, BoardWriter]]:
+    """Return the latest pipeline, and the boards of its workers by process."""
+    return None if _recorded is None else _recorded(), _boards
 
 
 def collect() -> View:

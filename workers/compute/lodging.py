@@ -72,7 +72,11 @@ class Guest(_Shard):
 
     def update(self, *, finite: bool = True) -> None:
         self.statistics.commit()
-        self.updating.pass_on()
+        updating = self.updating  # its host has the sums, and updates
+        updating.held, updating.weight = {}, 0.0
+        for parameter in updating.parameters.values():
+            parameter.grad = None
+        updating.count += updating.optimizer is not None
         self.num_updates += 1
 
 
@@ -80,5 +84,7 @@ def lodge(shard: Shard, host: Shard) -> None:
     """Let a replica share weights and optimizer of `host`, another replica of the stage, which alone changes them."""
     host.lodging = shard.lodging = host.lodging or Lodging(host)
     shard.__class__ = type("Guest", (Guest, type(shard)), {})
-    shard.updating.lodge(host.updating)
+    own, its = shard.updating, host.updating  # to be read
+    own.training, own.optimizer, own.lr_scheduler, own.owned = its.training, its.optimizer, its.lr_scheduler, its.owned
+    own.scale, own.average, own.on_gradients = its.scale, its.average, its.on_gradients
     shard.go_on_at(host.num_updates, host.updating.count)

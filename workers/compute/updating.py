@@ -222,19 +222,6 @@ class Updating:
         for name in () if self.pieces is None else self.pieces.updated_elsewhere:
             self.parameters[name].grad = None
 
-    def lodge(self, host: Updating) -> None:
-        """Have the optimizer of a host, to be read: the host alone updates."""
-        self.training, self.optimizer, self.lr_scheduler = host.training, host.optimizer, host.lr_scheduler
-        self.scale, self.average, self.on_gradients = host.scale, host.average, host.on_gradients
-        self.owned = host.owned
-
-    def pass_on(self) -> None:
-        """Forget the gradients: the host has their sum."""
-        self.held, self.weight = {}, 0.0
-        for parameter in self.parameters.values():
-            parameter.grad = None
-        self.count += self.optimizer is not None
-
     def adopted(self) -> None:
         """Average the weights, some of which other holders have updated."""
         if self.average is not None and self.average.tensors and self._finite:
