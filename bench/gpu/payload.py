@@ -19,6 +19,16 @@ from rpc_pipe import Pipeline, Training
 logging.basicConfig(level=logging.INFO)
 
 
+def refuse_handles() -> None:
+    """Let no worker share memory of its device, as a driver or a container may."""
+    from rpc_pipe.workers.compute.accelerator import Cuda
+
+    def share(self: Cuda, memory: torch.Tensor) -> None:
+        raise RuntimeError("refused, as a driver may")
+
+    Cuda.share = share  # type: ignore[method-assign]
+
+
 class Scale(nn.Module):
     """Costs next to nothing."""
 
@@ -32,6 +42,8 @@ class Scale(nn.Module):
 
 def main(sizes: str, microbatches: str, steps: str) -> None:
     """Measure: a step has a crossing forwards and one backwards for each microbatch."""
+    if os.environ.get("GPU_REFUSED"):
+        refuse_handles()
     device, count = os.environ.get("GPU_DEVICE", "cpu"), int(microbatches)
     training = Training(optimizer=partial(torch.optim.SGD, lr=0.0))
     pipe = Pipeline([Scale, Scale], lambda y, t: y.mean() + t.mean(), training=training, num_microbatches=count)

@@ -18,6 +18,8 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 _TAIL = 4000
+#: said of what CUDA alone has, on another device
+NOT_HERE = "not on this device"
 
 
 def verdict(code: int | str, told: str, typed: str) -> str:

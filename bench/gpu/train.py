@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from bench.gpu.models import gpt_layers, token_loss
+from bench.gpu.runner import NOT_HERE
 
 _WARM = 3
 
@@ -36,7 +37,7 @@ def main(mode: str, sizes: str, microbatches: str, steps: str, *more: str) -> No
     times, losses = [], []
     for number in range(_WARM + int(steps)):
         if number == _WARM and on_gpu:
-            torch.cuda.reset_peak_memory_stats(device)
+            torch.accelerator.reset_peak_memory_stats(device)
         begin = time.perf_counter()
         losses.append(run(data[number % 4]))
         wait()
@@ -44,11 +45,11 @@ def main(mode: str, sizes: str, microbatches: str, steps: str, *more: str) -> No
     timed = times[_WARM:]
     found: dict[str, Any] = {"ms": round(statistics.median(timed), 2), "min": round(min(timed), 2)}
     if on_gpu:
-        found["GiB"] = round(torch.cuda.max_memory_allocated(device) / 2**30, 2)
-        found["waits"] = _host_waits(lambda: run(data[0]))
+        found["GiB"] = round(torch.accelerator.max_memory_allocated(device) / 2**30, 2)
+        found["waits"] = _host_waits(lambda: run(data[0])) if device.type == "cuda" else NOT_HERE
     found["losses"] = [round(loss, 5) for loss in losses[:_WARM]]
     if "profile" in more:
-        found["profile"] = _profile(lambda: run(data[0]), on_gpu)
+        found["profile"] = _profile(lambda: run(data[0]), device.type)
     if os.environ.get("RANK", "0") == "0":
         print("RESULT", json.dumps(found), flush=True)
 
@@ -87,7 +88,7 @@ def _piped(layers: Any, device: torch.device, count: int, compiled: bool) -> Cal
 
 
 def _host_waits(step: Callable[[], Any]) -> int:
-    """Return how often the host waits for the device in a step, as far as torch sees it."""
+    """Return how often the host waits for a CUDA device in a step, as far as torch sees it."""
     torch.cuda.set_sync_debug_mode("warn")
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
@@ -96,19 +97,18 @@ def _host_waits(step: Callable[[], Any]) -> int:
     return sum("synchroniz" in str(each.message) for each in seen)
 
 
-def _profile(step: Callable[[], Any], on_gpu: bool) -> Any:
-    from torch.profiler import ProfilerActivity, profile
+def _profile(step: Callable[[], Any], kind: str) -> Any:
+    from torch.profiler import profile, supported_activities
 
-    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
-    with warnings.catch_warnings(), profile(activities=kinds) as seen:
+    with warnings.catch_warnings(), profile(activities=supported_activities()) as seen:
         warnings.simplefilter("ignore")
         for _ in range(2):
             step()
-        if on_gpu:
-            torch.cuda.synchronize()
+        if kind != "cpu":
+            torch.accelerator.synchronize()
     events = sorted(seen.key_averages(), key=lambda each: -each.self_cpu_time_total)
     told = [[each.key[:44], each.count // 2, round(each.self_cpu_time_total / 2e3, 2)] for each in events]
-    return {"top": told[:16], "cuda": [each for each in told if each[0].startswith("cuda")][:14]}
+    return {"top": told[:16], kind: [each for each in told if each[0].startswith(kind)][:14]}
 
 
 if __name__ == "__main__":

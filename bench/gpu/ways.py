@@ -1,7 +1,7 @@
 """Ways of a payload between two processes, each by itself, beside the bare copies:  ways.py DEVICE MIB,MIB..
 
 The consumer asks, the producer answers where a new payload lies, and the consumer copies it to memory of its own. A way
-that fails tells its traceback and the next one is tried.
+that fails tells its traceback and the next one is tried; a way that CUDA alone has is said to be "not on this device".
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed import rpc
+
+from bench.gpu.runner import NOT_HERE
 
 PLANTED = os.environ.get("GPU_PLANTED", "")
 _TIMES = 12
@@ -68,6 +70,11 @@ class Producer:
         _sync(self.device)
 
 
+def _use(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device)
+
+
 def _mapped(memory: Any, size: int, device: torch.device) -> Tensor:
     tensor = torch.frombuffer(memory.buf, dtype=torch.float32, count=size)
     if device.type == "cuda":
@@ -101,8 +108,7 @@ def _join(rank: int, path: str, device: torch.device) -> None:
 
 def _producer(pipe: Connection, device: torch.device, largest: int, path: str) -> None:
     global _given
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    _use(device)
     _given = producer = Producer(device, largest)
     while (asked := pipe.recv()) is not None:
         name, args = asked
@@ -137,7 +143,7 @@ class Consumer:
     def bare(self) -> None:
         """Measure copies inside this process."""
         a = torch.ones(max(self.sizes), device=self.device)
-        host = torch.ones(max(self.sizes), pin_memory=self.device.type == "cuda")
+        host = torch.ones(max(self.sizes), pin_memory=self.device.type != "cpu")
         self.measure("copy on the device", lambda n, _: self.out[:n].copy_(a[:n]), check=False)
         if self.device.type != "cpu":
             self.measure("pinned copy down", lambda n, _: host[:n].copy_(a[:n], non_blocking=True), check=False)
@@ -145,7 +151,7 @@ class Consumer:
 
     def handles(self) -> None:
         """Copy from a block of the producer that was opened once by its handle; an event says when it is there."""
-        if self.device.type != "cuda":
+        if self._lacks("CUDA IPC, pool", on_host=False):
             return
         handle, event = self.ask("share_block")
         storage = torch.UntypedStorage._new_shared_cuda(*handle)
@@ -161,6 +167,8 @@ class Consumer:
 
     def registered(self) -> None:
         """Copy through shared memory that both have registered."""
+        if self._lacks("registered shared memory"):
+            return
         largest = max(self.sizes)
         memory = shared_memory.SharedMemory(create=True, size=4 * largest)
         try:
@@ -193,9 +201,17 @@ class Consumer:
         def take_host(n: int, number: int) -> None:
             self.out[:n] = rpc.rpc_sync("w1", _give_host, (n, number)).to(self.device)
 
-        self.measure("RPC, device map", take)
-        self.measure("RPC, device map, 16 at once", take_many, share=16)
+        if not self._lacks("RPC, device map"):
+            self.measure("RPC, device map", take)
+            self.measure("RPC, device map, 16 at once", take_many, share=16)
         self.measure("RPC through the host", take_host)
+
+    def _lacks(self, name: str, *, on_host: bool = True) -> bool:
+        """Note that a way is not on this device, if CUDA alone has it; `on_host`: the host rehearses it."""
+        lacks = self.device.type != "cuda" and not (on_host and self.device.type == "cpu")
+        if lacks:
+            self.found[name] = NOT_HERE
+        return lacks
 
     def measure(self, name: str, take: Callable[[int, int], Any], *, check: bool = True, share: int = 1) -> None:
         """Note the ms of each size."""
@@ -229,8 +245,7 @@ class Consumer:
 def main(device: str, sizes: str) -> None:
     """Print `RESULT {...}`."""
     where = torch.device(device)
-    if where.type == "cuda":
-        torch.cuda.set_device(where)
+    _use(where)
     consumer = Consumer(where, [int(mib) << 18 for mib in sizes.split(",")])
     print("RESULT", json.dumps(consumer.run()), flush=True)
     consumer.process.kill()
