@@ -35,7 +35,7 @@ from bench import devices
 from bench.replaying import replay_of
 from rpc_pipe.dependency import B, F, most_open
 from rpc_pipe.model.partition import LayerPartition
-from rpc_pipe.pipeline import Pipeline
+from rpc_pipe.pipeline import Pipeline, Training
 from rpc_pipe.planning.simulator import simulate, uniform
 from rpc_pipe.planning.specs import make_spec
 from rpc_pipe.schedules import SCHEDULES
@@ -135,7 +135,7 @@ def _rate(parsed: argparse.Namespace) -> None:
     pipe = Pipeline(
         [_layer(parsed)] * int(os.environ.get("RPC_PIPE_LAYERS", parsed.workers)),
         nn.functional.mse_loss,
-        optimizer=partial(torch.optim.SGD, lr=1e-3),
+        training=Training(partial(torch.optim.SGD, lr=1e-3)),
         num_microbatches=M,
     )
     x = torch.randn(M, devices.WIDTH, generator=torch.Generator().manual_seed(0))
@@ -164,7 +164,12 @@ def _memory(parsed: argparse.Namespace) -> None:
     x = torch.randn(4, 16)
     for schedule in (parsed.schedules or ",".join(_ASYNCHRONOUS)).split(","):
         pipe = Pipeline(
-            _mlp(), nn.functional.mse_loss, optimizer=_adamw, schedule=schedule, num_workers=2, num_microbatches=2
+            _mlp(),
+            nn.functional.mse_loss,
+            training=Training(_adamw),
+            schedule=schedule,
+            num_workers=2,
+            num_microbatches=2,
         )
         print(schedule, end="", flush=True)
         for step, _ in enumerate(pipe.train((x, x) for _ in range(steps)), 1):
@@ -198,9 +203,14 @@ def _delays(parsed: argparse.Namespace) -> None:
         draw = random.Random(run)
         schedule, P, M = draw.choice(_ASYNCHRONOUS), draw.choice([2, 3, 4]), draw.choice([1, 2, 3, 4])
         pipe = Pipeline(
-            _mlp(), nn.functional.mse_loss, optimizer=_adamw, schedule=schedule, num_workers=P, num_microbatches=M,
-            order=draw.choice(["ready", "fixed"]), max_grad_norm=draw.choice([None, 0.1]),
-        )  # fmt: skip
+            _mlp(),
+            nn.functional.mse_loss,
+            training=Training(_adamw, max_grad_norm=draw.choice([None, 0.1])),
+            schedule=schedule,
+            num_workers=P,
+            num_microbatches=M,
+            order=draw.choice(["ready", "fixed"]),
+        )
         pipe.listen(lambda worker, run=run: _Late(f"{run} {worker}"))  # type: ignore[misc]
         losses, state = list(pipe.train(batches)), pipe.weights.state_dict()
         key = schedule, P, M, pipe.actors[0].max_grad_norm

@@ -23,11 +23,11 @@ import sys
 from functools import partial
 import torch
 from torch import nn
-from rpc_pipe import Pipeline
+from rpc_pipe import Pipeline, Training
 
 width = int((float(sys.argv[2]) * 2**20 / 4 / 3 / 4) ** 0.5)
 layers = [partial(nn.Linear, width, width) for _ in range(4)]
-pipe = Pipeline(layers, nn.functional.mse_loss, optimizer=partial(torch.optim.AdamW, lr=1e-3), num_workers=2,
+pipe = Pipeline(layers, nn.functional.mse_loss, training=Training(partial(torch.optim.AdamW, lr=1e-3)), num_workers=2,
                 num_microbatches=2)
 x = torch.ones(2, width)
 pipe.step((x, x))

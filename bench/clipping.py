@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from bench import devices
 from rpc_pipe.dependency import NO_REDUCTIONS, Action, Reductions
-from rpc_pipe.pipeline import Pipeline
+from rpc_pipe.pipeline import Pipeline, Training
 from rpc_pipe.planning.relation import Relation
 from rpc_pipe.planning.simulator import simulate
 from rpc_pipe.planning.specs import make_spec
@@ -94,10 +94,12 @@ def _one(workers: int) -> None:
     pipe = Pipeline(
         [partial(devices.Device, times, times, times)] * stages,
         nn.functional.mse_loss,
-        optimizer=partial(torch.optim.AdamW, lr=1e-6),
+        training=Training(
+            partial(torch.optim.AdamW, lr=1e-6),
+            max_grad_norm=None if way == "none" else 1e3,
+            post_validation=None if way == "none" else way != "waits",
+        ),
         num_microbatches=num_microbatches,
-        max_grad_norm=None if way == "none" else 1e3,
-        post_validation=None if way == "none" else way != "waits",
     )
     x = torch.randn(num_microbatches, devices.WIDTH, generator=torch.Generator().manual_seed(0))
 

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from bench import killed
-from rpc_pipe import Pipeline
+from rpc_pipe import Pipeline, Training
 from rpc_pipe.data import Loader, Order, dataset, tokens
 from rpc_pipe.data.survey import survey
 
@@ -227,7 +227,7 @@ def _trained(loader: Loader, workers: int, end: int) -> list[int]:
             yield batch
 
     with Pipeline(
-        layers, _loss, optimizer=partial(torch.optim.SGD, lr=0.1), num_microbatches=2, num_workers=workers
+        layers, _loss, training=Training(partial(torch.optim.SGD, lr=0.1)), num_microbatches=2, num_workers=workers
     ) as pipe:
         for number, _ in enumerate(pipe.train(noted())):
             seen += [n // 4 for n in read[number][0][:, 0].tolist()]

@@ -17,7 +17,7 @@ if __name__ == "__main__":  # a worker process finds this package where the comm
 import torch
 from torch import Tensor, nn
 
-from rpc_pipe import Pipeline
+from rpc_pipe import Pipeline, Training
 from rpc_pipe.data import Loader, tokens
 
 CONTEXT, ROWS, WINDOW, VOCABULARY = 4, 12, 2, 4096
@@ -51,7 +51,7 @@ def main() -> None:
         nn.Tanh,
         partial(nn.Linear, 4, VOCABULARY),
     ]
-    pipe = Pipeline(layers, _loss, optimizer=partial(torch.optim.SGD, lr=0.1), num_microbatches=4)
+    pipe = Pipeline(layers, _loss, training=Training(partial(torch.optim.SGD, lr=0.1)), num_microbatches=4)
     with open(notes, "a") as file:
         for step, loss in enumerate(pipe.train(loader(folder))):
             if pipe.worker == 0 and _seen:  # else it is behind, and only told again

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rpc_pipe import Pipeline
+from rpc_pipe import Pipeline, Training
 
 
 class Embed(nn.Module):
@@ -76,7 +76,7 @@ def main() -> None:
         bos_token_id=0, eos_token_id=0, tie_word_embeddings=False,
     )  # fmt: skip
     common: dict[str, Any] = {
-        "optimizer": partial(torch.optim.SGD, lr=1e-3), "num_workers": options.workers, "num_microbatches": 4
+        "training": Training(partial(torch.optim.SGD, lr=1e-3)), "num_workers": options.workers, "num_microbatches": 4
     }  # fmt: skip
     torch.manual_seed(0)
     make: Any = GPT2LMHeadModel

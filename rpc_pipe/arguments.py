@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import inspect
 import logging
 import re
 import traceback
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields, replace
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -37,38 +35,17 @@ T = TypeVar("T")
 _HERE = Path(__file__).parent
 #: errors whose sentence says all, unless code of others led to them
 _REFUSALS = (ConfigError, Disagreement, ScheduleError, WorkerFailure)
-#: old names that this process has been told of
-_told: set[str] = set()
 
 
-def _tell_once(now: str, *, alone: bool) -> None:
-    """Say what is new, once and only where a script runs by itself: what a job shows is its workers' own."""
-    if alone and now not in _told:
-        _told.add(now)
-        logger.warning("%s; the old name goes with the next version", now)
-
-
-def settle_training(pipeline: type, training: Training | None, old: Mapping[str, Any], *, alone: bool) -> Training:
-    """Return what trains the model, also where a script gives its parts to `Pipeline` itself, as it did.
+def settle_training(training: object) -> Training:
+    """Return the training of a pipeline; without an optimizer if None is given.
 
     Raises:
-        TypeError: another argument, which there is not.
-        ConfigError: both were given, or `training` is something else.
+        ConfigError: it is something else.
     """
-    parts = [field.name for field in fields(Training)]
-    for name in old:
-        if name not in parts:
-            near = difflib.get_close_matches(name, [*inspect.signature(pipeline).parameters, *parts], 1, 0.7)
-            raise TypeError(f"Pipeline has no argument {name!r}{f': did you mean {near[0]}?' if near else ''}")
-    if training is not None and not isinstance(training, Training):
-        raise ConfigError(f"training {training!r}: must be a Training, such as Training(optimizer=torch.optim.AdamW)")
-    if old.keys() == {"check"}:  # which is no old name
-        return replace(training or Training(), **old)
-    if training is not None and old:
-        raise ConfigError(f"{next(iter(old))}: goes into training=Training({next(iter(old))}=...), which is there, too")
-    if old:
-        _tell_once("Pipeline(optimizer=...) and the like are training=Training(optimizer=...) now", alone=alone)
-    return Training(**old) if training is None else training
+    if isinstance(training, Training | None):
+        return training or Training()
+    raise ConfigError(f"training {training!r}: must be a Training, such as Training(optimizer=torch.optim.AdamW)")
 
 
 def shown_plainly(method: Callable[..., T]) -> Callable[..., T]:

@@ -94,7 +94,6 @@ class Pipeline(Inspected):
             function, which are other numbers than those that the function would draw by itself.
         transport: between the processes of a job: `rpc` (default) or `zmq`; `local`: all workers in one process.
         stall_s: fail if a worker waits and nothing arrives for this many seconds.
-        old: what is in `training` now, by the same names, as scripts for the version before give it.
 
     Raises:
         ConfigError: an option cannot work.
@@ -135,9 +134,8 @@ class Pipeline(Inspected):
         seed: int = 0,
         transport: str | None = None,
         stall_s: float = 300.0,
-        **old: Any,
     ) -> None:
-        self._forgot_optimizer = training is None and "optimizer" not in old
+        self._forgot_optimizer, training = training is None, settle_training(training)
         divided = {"replicas": replicas, "slices": slices, "zero": zero, "mirror": mirror, "bucket": bucket}
         schedule_options = with_parallelism(schedule_options, spread=spread, **divided)
         said = schedule, schedule_options, num_microbatches, num_workers, split, order, device, seed, transport, plan
@@ -147,7 +145,6 @@ class Pipeline(Inspected):
         self._plan, microbatch_order = settings[9:11]
         sharing = settle_sharing(*settings[11:14], microbatch_order)
         job, self.num_workers = own_part(transport, num_workers, sharing.count)
-        training = settle_training(type(self), training, old, alone=job is None)
         refuse_options(order, stall_s, self.num_workers, num_microbatches, seed)
         spec = make_spec(schedule, self.num_workers, sharing.microbatches(num_microbatches), schedule_options)
         refuse_untrainable(spec, loss_fn, training, sharing)

@@ -6,10 +6,10 @@ import time
 import torch
 from small_models import LAYERS
 from torch import nn
+from training_options import pipeline_with
 
 from bench.replaying import replay_of as replay_of_layers
 from rpc_pipe.model.partition import LayerPartition
-from rpc_pipe.pipeline import Pipeline
 from rpc_pipe.schedules import SCHEDULES
 from rpc_pipe.workers.compute.randomness import Randomness
 from rpc_pipe.workers.hooks import Listener
@@ -27,8 +27,15 @@ def decaying(optimizer):
 
 
 def pipeline(schedule, layers=LAYERS, loss_fn=nn.functional.mse_loss, P=2, M=4, **options):
-    return Pipeline(
-        layers, loss_fn, optimizer=adamw, schedule=schedule, num_workers=P, num_microbatches=M, stall_s=30, **options
+    return pipeline_with(
+        layers,
+        loss_fn,
+        optimizer=adamw,
+        schedule=schedule,
+        num_workers=P,
+        num_microbatches=M,
+        stall_s=30,
+        **options,
     )
 
 

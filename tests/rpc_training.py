@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from rpc_pipe.pipeline import Pipeline
+from rpc_pipe.pipeline import Pipeline, Training
 
 
 class Complex(nn.Module):
@@ -80,9 +80,9 @@ def train(schedule: str, *, early: bool = True) -> tuple[list[float], dict[str, 
         num_microbatches=microbatches,
         num_workers=4,
         schedule=schedule,
-        optimizer=partial(torch.optim.SGD, lr=0.1),
-        max_grad_norm=clipped,
-        post_validation=None if clipped is None else early,
+        training=Training(
+            partial(torch.optim.SGD, lr=0.1), max_grad_norm=clipped, post_validation=None if clipped is None else early
+        ),
         stall_s=60,
     )
     draw = torch.Generator().manual_seed(0)

@@ -9,6 +9,7 @@ import torch
 from carriers import loopback_carriers
 from processes import rpc_pipe, unmerged
 from torch import nn
+from training_options import pipeline_with
 
 from rpc_pipe.dependency import B, ConfigError, F, ScheduleError, Spec, check_all
 from rpc_pipe.model.observe.frames import in_function
@@ -252,7 +253,7 @@ def test_what_is_frozen_within_a_forward_alone_is_as_in_one_process():
         layers = [Judged(6, 6) for _ in range(3)]
         optimizer = partial(torch.optim.SGD, lr=0.1)
         options = {"num_workers": workers, "num_microbatches": 4, "optimizer": optimizer}
-        with Pipeline(layers, nn.functional.mse_loss, **options) as pipe:
+        with pipeline_with(layers, nn.functional.mse_loss, **options) as pipe:
             for _ in range(3):
                 pipe.step((torch.ones(8, 6).cumsum(0), torch.ones(8, 6)))
             found.append(pipe.weights.state_dict())

@@ -93,7 +93,7 @@ def test_copies_follow_the_users_modules(schedule, whole):
     alone = copy.deepcopy(model)
     optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
     pipe = Pipeline(
-        model if whole else list(model), nn.functional.mse_loss, optimizer=partial(torch.optim.SGD, lr=0.1),
+        model if whole else list(model), nn.functional.mse_loss, training=Training(partial(torch.optim.SGD, lr=0.1)),
         schedule=schedule, num_workers=2, num_microbatches=2, example=(X[0], X[0]) if whole else None,
     )  # fmt: skip
     for step, x in enumerate(X[:6]):
@@ -151,7 +151,11 @@ def test_what_copies_cannot_follow_is_refused(change, says):
     torch.manual_seed(0)
     model = Whole()
     pipe = Pipeline(
-        model, nn.functional.mse_loss, optimizer=partial(torch.optim.SGD, lr=0.1), num_workers=2, num_microbatches=2
+        model,
+        nn.functional.mse_loss,
+        training=Training(partial(torch.optim.SGD, lr=0.1)),
+        num_workers=2,
+        num_microbatches=2,
     )
     pipe.step((X[0], X[0]))
     change(model)
@@ -173,7 +177,11 @@ def test_blocks_are_the_users_own_so_that_all_that_is_done_to_them_holds(change)
     alone = copy.deepcopy(model)
     optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
     pipe = Pipeline(
-        model, nn.functional.mse_loss, optimizer=partial(torch.optim.SGD, lr=0.1), num_workers=2, num_microbatches=1
+        model,
+        nn.functional.mse_loss,
+        training=Training(partial(torch.optim.SGD, lr=0.1)),
+        num_workers=2,
+        num_microbatches=1,
     )
     for step, x in enumerate(X[:4]):
         for some in (model, alone) if step == 2 else ():
@@ -217,7 +225,7 @@ def test_copies_follow_lists_of_names_and_weights_that_are_clipped(whole):
     alone = copy.deepcopy(model)
     optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
     pipe = Pipeline(
-        model, nn.functional.mse_loss, optimizer=partial(torch.optim.SGD, lr=0.1), schedule="chimera",
+        model, nn.functional.mse_loss, training=Training(partial(torch.optim.SGD, lr=0.1)), schedule="chimera",
         num_workers=2, num_microbatches=2,
     )  # fmt: skip
     for step, x in enumerate(X[:4]):
@@ -264,7 +272,7 @@ def test_no_step_reads_all_numbers_of_a_weight(monkeypatch):
     model = Tied()
     with Pipeline(
         model, lambda output, target: nn.functional.cross_entropy(output.flatten(0, 1), target.flatten()),
-        optimizer=partial(torch.optim.SGD, lr=0.1), num_workers=2, num_microbatches=2,
+        training=Training(partial(torch.optim.SGD, lr=0.1)), num_workers=2, num_microbatches=2,
     ) as pipe:  # fmt: skip
         pipe.step((ids, ids))
         monkeypatch.setattr(zlib, "crc32", crc32)
@@ -299,9 +307,13 @@ def test_running_means_of_the_users_model_are_those_of_its_weights(deferred):
     other = Pipeline(given, nn.functional.mse_loss, num_microbatches=2, example=(x, x))
     for schedule in ("1f1b", "gpipe"):
         with Pipeline(
-            model, nn.functional.mse_loss, optimizer=partial(torch.optim.SGD, lr=0.1), schedule=schedule,
-            num_workers=2, num_microbatches=2, deferred_batch_norm=deferred,
-        ) as pipe:  # fmt: skip
+            model,
+            nn.functional.mse_loss,
+            training=Training(partial(torch.optim.SGD, lr=0.1), deferred_batch_norm=deferred),
+            schedule=schedule,
+            num_workers=2,
+            num_microbatches=2,
+        ) as pipe:
             for _ in pipe.train([(x, x) for x in X[:3]]):
                 state = pipe.weights.state_dict()
                 assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())

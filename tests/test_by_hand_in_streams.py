@@ -9,7 +9,7 @@ from torch import nn
 
 from bench.replaying import held_out
 from rpc_pipe.dependency import ConfigError, WorkerFailure
-from rpc_pipe.pipeline import Pipeline
+from rpc_pipe.pipeline import Pipeline, Training
 
 
 class Counting(nn.Module):
@@ -83,6 +83,10 @@ def test_statistics_of_whole_batches_need_steps_that_end():
     """Those of the next step were taken over with them."""
     with pytest.raises(ConfigError, match="deferred_batch_norm: schedule pipedream-2bw updates within a step"):
         Pipeline(
-            [nn.Linear(8, 8), nn.BatchNorm1d(8)], nn.functional.mse_loss, optimizer=partial(torch.optim.SGD, lr=0.1),
-            schedule="pipedream-2bw", num_workers=2, num_microbatches=4, deferred_batch_norm=True,
-        )  # fmt: skip
+            [nn.Linear(8, 8), nn.BatchNorm1d(8)],
+            nn.functional.mse_loss,
+            training=Training(partial(torch.optim.SGD, lr=0.1), deferred_batch_norm=True),
+            schedule="pipedream-2bw",
+            num_workers=2,
+            num_microbatches=4,
+        )

@@ -24,9 +24,9 @@ SCRIPT = """
 import sys
 import torch
 from torch import nn
-from rpc_pipe import Pipeline
+from rpc_pipe import Pipeline, Training
 layers = [nn.Linear(8, 8), nn.Linear(8, 3)]
-pipe = Pipeline(layers, nn.functional.cross_entropy, optimizer=torch.optim.AdamW, num_microbatches=4)
+pipe = Pipeline(layers, nn.functional.cross_entropy, training=Training(torch.optim.AdamW), num_microbatches=4)
 pipe.step((torch.randn(16, 8), torch.randint(3, (16,))))
 open(sys.argv[1] + str(pipe.worker), "w").write(" ".join(name for name in sys.modules if name.startswith("rpc_pipe")))
 """

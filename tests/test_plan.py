@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from rpc_pipe.dependency import B, F, I, R, W
-from rpc_pipe.pipeline import Pipeline
+from rpc_pipe.pipeline import Pipeline, Training
 from rpc_pipe.planning.simulator import simulate, uniform
 from rpc_pipe.schedules import SCHEDULES
 from rpc_pipe.workers.compute import autocast, randomness
@@ -76,7 +76,7 @@ def emulate(name, P, M, order):
     pipe = Pipeline(
         [Stage] * spec.num_stages,
         nn.functional.mse_loss,
-        optimizer=partial(torch.optim.SGD, lr=0.1),
+        training=Training(partial(torch.optim.SGD, lr=0.1)),
         num_workers=P,
         num_microbatches=M,
         schedule=name,

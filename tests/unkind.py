@@ -12,6 +12,7 @@ import torch
 import unkind_layers
 from torch import Tensor, nn
 from torch.nn import functional
+from training_options import pipeline_with
 from unkind_layers import WIDTH, Layer, trained
 
 from rpc_pipe.dependency import Spec
@@ -151,7 +152,7 @@ def batches_for(name: str, num_microbatches: int, count: int = 2) -> list[tuple[
 
 def pipeline(model: Model, schedule: str, **options: Any) -> Pipeline:
     """Return a pipeline of the model."""
-    return Pipeline(list(model.layers), model.loss_fn, optimizer=model.optimizer, schedule=schedule, **options)
+    return pipeline_with(list(model.layers), model.loss_fn, optimizer=model.optimizer, schedule=schedule, **options)
 
 
 def differences(pipe: Pipeline, model: Model, batches: Sequence[tuple[Tree, Tensor]], seed: int) -> list[str]:

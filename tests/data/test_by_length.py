@@ -8,7 +8,7 @@ from torch import nn
 
 from rpc_pipe.data import batches_by_length
 from rpc_pipe.dependency import BatchError, ConfigError
-from rpc_pipe.pipeline import Pipeline
+from rpc_pipe.pipeline import Pipeline, Training
 
 WORDS, WIDTH = 11, 8
 LENGTHS = [3, 9, 4, 4, 2, 7, 5, 3]
@@ -60,7 +60,11 @@ def test_each_token_weighs_as_in_the_whole_batch(order):
     sum(losses).backward()
     batches = list(by_length([{"input_ids": row, "labels": row} for row in rows]))
     with Pipeline(
-        model, optimizer=partial(torch.optim.SGD, lr=0.1), num_microbatches=8, num_workers=2, microbatch_order=order
+        model,
+        training=Training(partial(torch.optim.SGD, lr=0.1)),
+        num_microbatches=8,
+        num_workers=2,
+        microbatch_order=order,
     ) as pipe:
         assert list(pipe.train(batches)) == [pytest.approx(sum(losses).item())]
         for name, tensor in pipe.weights.state_dict().items():

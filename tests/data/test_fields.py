@@ -8,7 +8,7 @@ import torch
 from threads_as_processes import each_worker
 from torch import nn
 
-from rpc_pipe import Pipeline
+from rpc_pipe import Pipeline, Training
 from rpc_pipe.data import Loader, dataset
 
 
@@ -72,7 +72,7 @@ def trained(name, model, samples, worker=None, readers="users"):
 
     batches = Loader(source if readers == "first" else source(), rows=6, readers=readers, memory=40_000)
     workers = 3 if worker is None else None
-    with Pipeline(copy.deepcopy(model), optimizer=optimizer, num_microbatches=3, num_workers=workers) as pipe:
+    with Pipeline(copy.deepcopy(model), training=Training(optimizer), num_microbatches=3, num_workers=workers) as pipe:
         losses = [loss for loss, _ in zip(pipe.train(batches), range(3), strict=False)]
         losses.append(pipe.evaluate(next(iter(batches))))
         losses.append(
@@ -127,7 +127,7 @@ def test_a_block_may_use_a_field_by_what_it_computes(monkeypatch):
         source = partial(dataset, data, inputs=["x", "extra"], targets=["labels"], identity="x")
         optimizer = partial(torch.optim.SGD, lr=0.01)
         own = Loader(source() if readers == "users" else source, rows=8, readers=readers, memory=40_000)
-        with Pipeline(copy.deepcopy(model), optimizer=optimizer, num_microbatches=2, **options) as pipe:
+        with Pipeline(copy.deepcopy(model), training=Training(optimizer), num_microbatches=2, **options) as pipe:
             return [pipe.step(batch) for batch, _ in zip(own, range(4), strict=False)]
 
     expected = losses(model, 3, num_workers=3)

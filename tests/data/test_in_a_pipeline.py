@@ -11,7 +11,7 @@ import torch
 from threads_as_processes import each_worker
 from torch import nn
 
-from rpc_pipe import Pipeline
+from rpc_pipe import Pipeline, Training
 from rpc_pipe.data import Loader, dataset, tokens
 from rpc_pipe.dependency import ConfigError
 from rpc_pipe.model.batches.microbatches import Microbatches
@@ -35,7 +35,7 @@ def loss_fn(logits, targets):
 def pipeline(workers=2):
     layers = [partial(nn.Embedding, 50, 8), nn.Tanh, Last]
     optimizer = partial(torch.optim.SGD, lr=0.1)
-    return Pipeline(layers, loss_fn, optimizer=optimizer, num_microbatches=3, num_workers=workers)
+    return Pipeline(layers, loss_fn, training=Training(optimizer), num_microbatches=3, num_workers=workers)
 
 
 @pytest.fixture
@@ -108,7 +108,9 @@ class Slow:
 def test_waiting_for_samples_is_told_with_its_cause(how):
     layers = [partial(nn.Linear, 8, 4), nn.Tanh, partial(nn.Linear, 4, 3)]
     optimizer = partial(torch.optim.SGD, lr=0.1)
-    with Pipeline(layers, nn.functional.cross_entropy, optimizer=optimizer, num_microbatches=2, num_workers=2) as pipe:
+    with Pipeline(
+        layers, nn.functional.cross_entropy, training=Training(optimizer), num_microbatches=2, num_workers=2
+    ) as pipe:
         record(pipe)
         batches = Loader(dataset(Slow()), rows=16)
         losses = pipe.train(batches) if how == "train" else map(pipe.step, batches)
@@ -214,7 +216,7 @@ def test_each_replica_reads_its_rows(monkeypatch, whole):
         with building:  # one after the other, as threads share the generators that processes have for themselves
             batches = Loader(dataset(samples), rows=12, epochs=1, shuffle=False)
             given = copy.deepcopy(model) if whole else layers
-            pipe = Pipeline(given, loss_fn, optimizer=optimizer, num_microbatches=5, replicas=2, **options)
+            pipe = Pipeline(given, loss_fn, training=Training(optimizer), num_microbatches=5, replicas=2, **options)
         if not options:
             built.wait()
         with pipe:

@@ -9,7 +9,7 @@ import torch
 from threads_as_processes import each_worker
 from torch import nn
 
-from rpc_pipe import BatchError, ConfigError, Pipeline
+from rpc_pipe import BatchError, ConfigError, Pipeline, Training
 from rpc_pipe.data import Loader, dataset, tokens
 from rpc_pipe.model.batches.grouped import read_grouped
 from rpc_pipe.model.batches.lazy_batch import OwnRows
@@ -90,7 +90,9 @@ def same(found, expected):
 @pytest.mark.parametrize("options", [{"num_workers": 2}, {"num_workers": 4, "replicas": 2}])
 def test_a_whole_model_that_returns_a_mean_gets_the_gradient_of_the_batch(options):
     expected = trained_alone(Predicts(), lambda model, x, y: model(**x, **y)["loss"], loader(Rows(named=True)))
-    with Pipeline(Predicts(), optimizer=SGD, num_microbatches=2, microbatch_order="balanced", **options) as pipe:
+    with Pipeline(
+        Predicts(), training=Training(SGD), num_microbatches=2, microbatch_order="balanced", **options
+    ) as pipe:
         same((list(pipe.train(loader(Rows(named=True)))), pipe.weights.state_dict()), expected)
 
 
@@ -103,7 +105,11 @@ def test_a_worker_in_the_middle_of_layers_reads_nothing_and_knows_the_order(monk
         with building:  # one after the other, as threads share the generators that processes have for themselves
             batches, model = loader(rows), copy.deepcopy(layers())
             pipe = Pipeline(
-                model, nn.functional.cross_entropy, optimizer=SGD, num_microbatches=2, microbatch_order="balanced"
+                model,
+                nn.functional.cross_entropy,
+                training=Training(SGD),
+                num_microbatches=2,
+                microbatch_order="balanced",
             )
         built.wait()
         with pipe:
@@ -170,12 +176,16 @@ def test_labels_that_are_counted_otherwise_are_refused(counted, error):
 
 def test_a_run_goes_on_where_it_was(tmp_path):
     def losses(batches, **options):
-        with Pipeline(layers(), nn.functional.cross_entropy, optimizer=SGD, num_microbatches=2, **options) as pipe:
+        with Pipeline(
+            layers(), nn.functional.cross_entropy, training=Training(SGD), num_microbatches=2, **options
+        ) as pipe:
             pipe.checkpoints.every(2, tmp_path)
             return list(pipe.train(batches))
 
     expected = losses(loader(epochs=1), num_workers=2)
-    with Pipeline(layers(), nn.functional.cross_entropy, optimizer=SGD, num_microbatches=2, num_workers=2) as pipe:
+    with Pipeline(
+        layers(), nn.functional.cross_entropy, training=Training(SGD), num_microbatches=2, num_workers=2
+    ) as pipe:
         pipe.checkpoints.resume(tmp_path)
         found = list(pipe.train(loader(most_tokens=20)))
     assert found[1] == expected[1] and len(found) == 4

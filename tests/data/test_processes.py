@@ -18,7 +18,7 @@ import sys
 from functools import partial
 import torch
 from torch import nn
-from rpc_pipe import Pipeline
+from rpc_pipe import Pipeline, Training
 from rpc_pipe.data import Loader, tokens
 
 class Last(nn.Module):
@@ -32,7 +32,7 @@ def loss_fn(logits, targets):
     return nn.functional.cross_entropy(logits, targets.flatten())
 
 layers = [partial(nn.Embedding, 50, 8), nn.Tanh, Last]
-pipe = Pipeline(layers, loss_fn, optimizer=partial(torch.optim.SGD, lr=0.1), num_microbatches=3, num_workers=3)
+pipe = Pipeline(layers, loss_fn, training=Training(partial(torch.optim.SGD, lr=0.1)), num_microbatches=3, num_workers=3)
 how, folder = sys.argv[1:]
 
 def make():

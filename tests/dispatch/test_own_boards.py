@@ -7,12 +7,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from training_options import pipeline_with
 
 from rpc_pipe.dispatch.recording import Recording, Replay, scalars_of
 from rpc_pipe.dispatch.rows import describe, worker_rows
 from rpc_pipe.drawing.page import encode
 from rpc_pipe.drawing.timeline import idle
-from rpc_pipe.pipeline import Pipeline
 from rpc_pipe.tracing import own_boards, run_folders
 from rpc_pipe.tracing.boards import Board, RunBoards, headers_in
 from rpc_pipe.tracing.remote import Copy, Peer
@@ -32,7 +32,7 @@ def folder(tmp_path, monkeypatch):
 def pipeline(num_workers=2, **options):
     layers = [partial(nn.Linear, 4, 4) for _ in range(8)]
     optimizer = partial(torch.optim.SGD, lr=0.1)
-    return Pipeline(layers, nn.functional.mse_loss, optimizer=optimizer, num_workers=num_workers, **options)
+    return pipeline_with(layers, nn.functional.mse_loss, optimizer=optimizer, num_workers=num_workers, **options)
 
 
 def steps(pipe, *counts):

@@ -24,7 +24,7 @@ import os, sys, time
 from functools import partial
 import torch
 from torch import nn
-from rpc_pipe.pipeline import Pipeline
+from rpc_pipe.pipeline import Pipeline, Training
 
 class Layer(nn.Linear):
     calls = 0
@@ -36,7 +36,7 @@ class Layer(nn.Linear):
 
 layers = [partial(Layer, 4, 4) for _ in range(2)]
 alone = None if "RANK" in os.environ else 2
-pipe = Pipeline(layers, nn.functional.mse_loss, num_microbatches=4, optimizer=partial(torch.optim.SGD, lr=0.1),
+pipe = Pipeline(layers, nn.functional.mse_loss, num_microbatches=4, training=Training(partial(torch.optim.SGD, lr=0.1)),
                 num_workers=alone)
 x = torch.ones(8, 4)
 for _ in range(int(sys.argv[1])):

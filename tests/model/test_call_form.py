@@ -14,6 +14,7 @@ import unsplit_models as models
 from alone import SGD, assert_same_state, lm_batch, made, plain, rows_of
 from in_turn import floats, ids
 from torch import Tensor, nn
+from training_options import pipeline_with
 
 from rpc_pipe.data import Loader, tokens
 from rpc_pipe.dependency import BatchError, ConfigError
@@ -24,7 +25,7 @@ from rpc_pipe.pipeline import Pipeline, Training
 def test_a_dict_goes_in_by_name_and_the_loss_comes_from_inside():
     model = made(models.Tied)
     expected = copy.deepcopy(model)
-    pipe = Pipeline(model, optimizer=SGD, num_workers=2, num_microbatches=2)
+    pipe = Pipeline(model, training=Training(SGD), num_workers=2, num_microbatches=2)
     batch = lm_batch()
     pieces = [((), rows_of(batch, rows)) for rows in (slice(0, 2), slice(2, 4))]
     assert pipe.step(batch) == plain(expected, [pieces])[0]
@@ -50,7 +51,7 @@ class LossLast(nn.Module):
 def test_the_only_number_in_a_tuple_is_the_loss_wherever_it_stands():
     model = made(LossLast)
     expected = model(x := floats(4, 4), y := floats(4, 4))[1].item()
-    pipe = Pipeline(model, optimizer=SGD, num_workers=2, num_microbatches=2)
+    pipe = Pipeline(model, training=Training(SGD), num_workers=2, num_microbatches=2)
     assert pipe.step((x, y)) == pytest.approx(expected)
 
 
@@ -115,11 +116,13 @@ def test_what_is_left_over_is_the_loss_functions():
     def loss(output: Tensor, batch: Any) -> Tensor:
         return nn.functional.mse_loss(output, batch["wanted"])
 
-    pipe = Pipeline(model, loss, optimizer=SGD, num_workers=2, num_microbatches=2)
+    pipe = Pipeline(model, loss, training=Training(SGD), num_workers=2, num_microbatches=2)
     x, y = floats(4, 6), floats(4, 8)
     expected = nn.functional.mse_loss(model(x), y).item()
     assert pipe.step({"x": x, "wanted": y}) == pytest.approx(expected)
-    pair = Pipeline(made(models.Nested), nn.functional.mse_loss, optimizer=SGD, num_workers=2, num_microbatches=2)
+    pair = Pipeline(
+        made(models.Nested), nn.functional.mse_loss, training=Training(SGD), num_workers=2, num_microbatches=2
+    )
     assert pair.step((x, y)) == pytest.approx(expected)
 
 
@@ -136,14 +139,14 @@ def test_what_is_left_over_is_the_loss_functions():
     ],
 )
 def test_batches_that_cannot_be_trained_on_are_refused_in_a_sentence(batch, says):
-    pipe = Pipeline(made(models.Tied), optimizer=SGD, num_workers=2, num_microbatches=2)
+    pipe = Pipeline(made(models.Tied), training=Training(SGD), num_workers=2, num_microbatches=2)
     with pytest.raises(ConfigError, match=says):
         pipe.step(batch)
 
 
 def test_a_metric_takes_the_place_of_the_loss_where_the_output_is():
     model, batch = made(models.Tied), lm_batch()
-    pipe = Pipeline(model, optimizer=SGD, num_workers=3, num_microbatches=2)
+    pipe = Pipeline(model, training=Training(SGD), num_workers=3, num_microbatches=2)
 
     def right(output: Any, batch: Any) -> tuple[Tensor, int]:
         return (output["logits"].argmax(-1) == batch["labels"]).sum(), batch["labels"].numel()
@@ -184,9 +187,9 @@ def test_a_nested_dict_goes_in_whole_and_a_dataclass_comes_out():
     model = made(TakesBatch)
     batch = {"inputs": {"x": floats(4, 4)}, "y": floats(4, 4)}
     expected = model(copy.deepcopy(batch))
-    pipe = Pipeline(copy.deepcopy(model), optimizer=SGD, num_workers=3, num_microbatches=1)
+    pipe = Pipeline(copy.deepcopy(model), training=Training(SGD), num_workers=3, num_microbatches=1)
     assert pipe.step(batch) == expected.loss.item()
-    pipe = Pipeline(copy.deepcopy(model), optimizer=SGD, num_workers=3, num_microbatches=2, example=batch)
+    pipe = Pipeline(copy.deepcopy(model), training=Training(SGD), num_workers=3, num_microbatches=2, example=batch)
     found = pipe.predict({"inputs": batch["inputs"]})
     assert isinstance(found, Answer) and found.loss is None
     torch.testing.assert_close(found.logits, expected.logits)
@@ -202,7 +205,7 @@ def test_a_loader_of_tokens_meets_a_causal_model_of_hugging_face(tmp_path):
     model = transformers.GPT2LMHeadModel(config)
     options = {"num_microbatches": 2, "num_workers": 2, "optimizer": partial(torch.optim.SGD, lr=0.1)}
     with (
-        Pipeline(model, **options) as pipe,
+        pipeline_with(model, **options) as pipe,
         pytest.raises(ConfigError, match="its second argument is past"),
     ):
         next(pipe.train(Loader(tokens(tmp_path, 8), rows=4)))
@@ -210,7 +213,7 @@ def test_a_loader_of_tokens_meets_a_causal_model_of_hugging_face(tmp_path):
     def next_tokens(output, targets):
         return nn.functional.cross_entropy(output.logits.flatten(0, 1), targets.flatten())
 
-    with Pipeline(model, next_tokens, **options) as pipe:
+    with pipeline_with(model, next_tokens, **options) as pipe:
         inputs, targets = next(iter(Loader(tokens(tmp_path, 8), rows=4)))
         expected = next_tokens(model(inputs), targets).item()
         assert next(pipe.train(Loader(tokens(tmp_path, 8), rows=4))) == pytest.approx(expected, rel=0.1)

@@ -11,7 +11,7 @@ from test_whole import SGD, assert_same_state, made, plain
 from torch import Tensor, nn
 
 from rpc_pipe.dependency import ConfigError
-from rpc_pipe.pipeline import Pipeline
+from rpc_pipe.pipeline import Pipeline, Training
 
 
 class Model(nn.Module):
@@ -148,7 +148,7 @@ def test_what_the_end_of_a_forward_counts_is_counted_on_every_stage(make, num_wo
     alone = copy.deepcopy(model)
     x, y = torch.randn(2, 3, 8, 4)
     loss_fn = nn.functional.mse_loss
-    pipe = Pipeline(model, loss_fn, optimizer=SGD, num_microbatches=4, num_workers=num_workers)
+    pipe = Pipeline(model, loss_fn, training=Training(SGD), num_microbatches=4, num_workers=num_workers)
     losses = [pipe.step(batch) for batch in zip(x, y, strict=True)]
     pieces = [[(pair, {}) for pair in zip(a.chunk(4), b.chunk(4), strict=True)] for a, b in zip(x, y, strict=True)]
 
@@ -216,8 +216,8 @@ def test_what_a_later_stage_leaves_for_an_earlier_one_is_refused(make, says):
     model, x = made(make), torch.randn(4, 4)
     loss_fn = nn.functional.mse_loss
     with pytest.raises(ConfigError, match=says):
-        Pipeline(model, loss_fn, optimizer=SGD, num_microbatches=2, num_workers=2, example=(x, x))
-    pipe = Pipeline(copy.deepcopy(model), loss_fn, optimizer=SGD, num_microbatches=2, num_workers=1)
+        Pipeline(model, loss_fn, training=Training(SGD), num_microbatches=2, num_workers=2, example=(x, x))
+    pipe = Pipeline(copy.deepcopy(model), loss_fn, training=Training(SGD), num_microbatches=2, num_workers=1)
     pieces = [(pair, {}) for pair in zip(x.chunk(2), x.chunk(2), strict=True)]
 
     def loss(inputs: Tensor, target: Tensor) -> Tensor:
@@ -246,7 +246,7 @@ def test_running_means_of_a_block_that_one_stage_calls_twice(split):
     x, y = torch.randn(2, 3, 8, 4)
     loss_fn, workers = nn.functional.mse_loss, len(split or [5])
     pipe = Pipeline(
-        model, loss_fn, optimizer=SGD, num_microbatches=2, num_workers=workers, split=split, blocks="blocks"
+        model, loss_fn, training=Training(SGD), num_microbatches=2, num_workers=workers, split=split, blocks="blocks"
     )
     losses = [pipe.step(batch) for batch in zip(x, y, strict=True)]
     pieces = [[(pair, {}) for pair in zip(a.chunk(2), b.chunk(2), strict=True)] for a, b in zip(x, y, strict=True)]
@@ -275,7 +275,7 @@ def test_running_means_of_a_block_that_several_stages_call_are_refused(make):
         Pipeline(
             model,
             loss_fn,
-            optimizer=SGD,
+            training=Training(SGD),
             num_microbatches=2,
             num_workers=2,
             split=[1, 4],

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rpc_pipe import Pipeline, WorkerFailure
+from rpc_pipe import Pipeline, Training, WorkerFailure
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 STORE: dict[str, Tensor] = {}
@@ -55,7 +55,7 @@ class Rotary(Left):
 
 
 def _pipe(layers, loss_fn=nn.functional.cross_entropy):
-    return Pipeline(layers, loss_fn, optimizer=SGD, num_microbatches=2, num_workers=2)
+    return Pipeline(layers, loss_fn, training=Training(SGD), num_microbatches=2, num_workers=2)
 
 
 def test_a_tensor_in_a_dict_of_two_stages_is_refused():

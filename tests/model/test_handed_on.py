@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rpc_pipe.dependency import ConfigError
 from rpc_pipe.model.observed_model import observe
-from rpc_pipe.pipeline import Pipeline
+from rpc_pipe.pipeline import Pipeline, Training
 
 
 class Skips(nn.Module):
@@ -94,7 +94,7 @@ def test_what_a_block_hands_on_reaches_the_next_stage(make, num_workers):
     """What it was given when the model was observed was sent instead, or counted as a constant and was not sent."""
     model = made(make)
     batches = [[((torch.randn(6, 4) - 0.2 * i,), {}) for i in range(4)] for _ in range(2)]
-    pipe = Pipeline(copy.deepcopy(model), optimizer=SGD, num_workers=num_workers, num_microbatches=4)
+    pipe = Pipeline(copy.deepcopy(model), training=Training(SGD), num_workers=num_workers, num_microbatches=4)
     losses = [pipe.step(microbatches=[{"x": args[0]} for args, _ in pieces]) for pieces in batches]
     assert losses == plain(model, batches)
     for name, value in pipe.weights.state_dict().items():
@@ -175,7 +175,7 @@ def test_views_without_gradients_and_what_is_kept_on_another_stage(schedule, use
     pipe = Pipeline(
         model,
         nn.functional.mse_loss,
-        optimizer=SGD,
+        training=Training(SGD),
         schedule=schedule,
         num_microbatches=2,
         num_workers=2,

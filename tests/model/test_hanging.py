@@ -9,7 +9,7 @@ from torch import nn
 from unkind_layers import OwnHooks
 
 from rpc_pipe.dependency import ConfigError
-from rpc_pipe.pipeline import Pipeline
+from rpc_pipe.pipeline import Pipeline, Training
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 X, Y = torch.randn(4, 8, generator=torch.Generator().manual_seed(0)), torch.zeros(4, 8)
@@ -54,7 +54,7 @@ def test_hooks_see_and_write_what_is_trained(made, schedule):
     torch.manual_seed(0)
     model = Blocks()
     pipe = Pipeline(
-        model if made == "module" else Blocks, nn.functional.mse_loss, optimizer=groups, schedule=schedule,
+        model if made == "module" else Blocks, nn.functional.mse_loss, training=Training(groups), schedule=schedule,
         num_workers=2, num_microbatches=2, example=(X, Y),
     )  # fmt: skip
     expected = copy.deepcopy(model) if made == "module" else Blocks()
@@ -90,7 +90,7 @@ def test_a_parameter_with_hooks_may_be_frozen():
     model = Blocks()
     model.blocks[1].requires_grad_(False)
     pipe = Pipeline(
-        model, nn.functional.mse_loss, optimizer=SGD, num_workers=2, num_microbatches=2, example=(X, Y)
+        model, nn.functional.mse_loss, training=Training(SGD), num_workers=2, num_microbatches=2, example=(X, Y)
     )  # fmt: skip
     before = model.blocks[1].scale.detach().clone()
     pipe.step((X, Y))

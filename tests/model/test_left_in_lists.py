@@ -12,7 +12,7 @@ from test_whole import SGD, made, plain
 from torch import Tensor, nn
 
 from rpc_pipe.dependency.errors import WorkerFailure
-from rpc_pipe.pipeline import Pipeline
+from rpc_pipe.pipeline import Pipeline, Training
 
 
 class Expert(nn.Linear):
@@ -93,7 +93,9 @@ def test_losses_in_a_list_of_the_model_and_its_blocks_train_as_in_one_process(ki
     """The list of the blocks that did not run was another one, and the forward seemed to go another way each time."""
     model = made(kind)
     alone, x = copy.deepcopy(model), floats(8, 8)
-    pipe = Pipeline(model, loss_fn, optimizer=SGD, schedule=schedule, num_workers=num_workers, num_microbatches=4)
+    pipe = Pipeline(
+        model, loss_fn, training=Training(SGD), schedule=schedule, num_workers=num_workers, num_microbatches=4
+    )
     pieces = [((piece, piece), {}) for piece in x.chunk(4)]
     expected = plain(lambda a, b: loss_fn(alone(a), b), [pieces] * 2, lambda loss: loss, list(alone.parameters()))
     assert [pipe.step((x, x)) for _ in range(2)] == expected
@@ -124,6 +126,6 @@ class Growing(Experts):
 @pytest.mark.parametrize("kind", [Weighed, Growing])
 def test_what_is_beside_the_tensors_in_a_list_must_be_as_it_was_observed(kind):
     """Other stages went by the numbers that were observed, silently."""
-    pipe = Pipeline(made(kind), loss_fn, optimizer=SGD, num_workers=2, num_microbatches=4)
+    pipe = Pipeline(made(kind), loss_fn, training=Training(SGD), num_workers=2, num_microbatches=4)
     with pytest.raises(WorkerFailure, match=r"model: block blocks\.\d left something else in its attribute"):
         pipe.step((floats(8, 8), floats(8, 8)))

@@ -46,7 +46,7 @@ def test_what_a_block_keeps_in_a_deque_is_put_back_when_it_was_observed():
     """Tensors without numbers stayed in it, and a weight was blamed that the block was said to hide."""
     model = made(lambda: Model(*[Banked() for _ in range(3)]))
     alone, x = copy.deepcopy(model), torch.randn(4, 4)
-    pipe = Pipeline(model, nn.functional.mse_loss, optimizer=SGD, num_microbatches=2, num_workers=2)
+    pipe = Pipeline(model, nn.functional.mse_loss, training=Training(SGD), num_microbatches=2, num_workers=2)
     assert_trains_alike(pipe, alone, x)
 
 
@@ -65,7 +65,7 @@ def test_a_word_that_the_first_forward_sets_in_a_configuration_is_no_state():
     """Hugging Face's classifiers set `config.problem_type`, and were refused."""
     settings = Settings()
     model, x = made(lambda: Model(nn.Linear(4, 4), Told(settings))), torch.randn(4, 4)
-    pipe = Pipeline(model, nn.functional.mse_loss, optimizer=SGD, num_microbatches=2, num_workers=2)
+    pipe = Pipeline(model, nn.functional.mse_loss, training=Training(SGD), num_microbatches=2, num_workers=2)
     assert pipe.step((x, x)) > 0
 
 

@@ -10,7 +10,7 @@ import torch
 from test_whole import SGD, assert_same_state, made
 from torch import Tensor, nn
 
-from rpc_pipe.pipeline import Pipeline
+from rpc_pipe.pipeline import Pipeline, Training
 
 
 def assert_trains_alike(make: Any, batches: list[list[tuple[Tensor, Tensor]]], loss_fn: Any, workers: int) -> None:
@@ -18,7 +18,7 @@ def assert_trains_alike(make: Any, batches: list[list[tuple[Tensor, Tensor]]], l
     model = made(make)
     alone = copy.deepcopy(model)
     pipe = Pipeline(
-        model, loss_fn, optimizer=SGD, num_microbatches=len(batches[0]), num_workers=workers, blocks="blocks",
+        model, loss_fn, training=Training(SGD), num_microbatches=len(batches[0]), num_workers=workers, blocks="blocks",
         example=batches[0][0],
     )  # fmt: skip
     optimizer = SGD(alone.parameters())

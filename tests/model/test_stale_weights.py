@@ -12,7 +12,7 @@ from torch.nn.functional import mse_loss
 
 from rpc_pipe.dependency import ConfigError
 from rpc_pipe.model.stale_weights import refuse_stale_weights
-from rpc_pipe.pipeline import Pipeline
+from rpc_pipe.pipeline import Pipeline, Training
 
 
 class TestCallsByHand:
@@ -43,7 +43,7 @@ class TestCallsByHand:
         def work(worker):
             model = make()
             called = nn.Sequential(*model) if isinstance(model, list) else model
-            pipe = Pipeline(model, mse_loss, optimizer=partial(torch.optim.SGD, lr=0.1), num_microbatches=2)
+            pipe = Pipeline(model, mse_loss, training=Training(partial(torch.optim.SGD, lr=0.1)), num_microbatches=2)
             pipe.evaluate((self.x, self.y))
             untrained = mse_loss(called(self.x), self.y).item()
             pipe.step((self.x, self.y))
@@ -66,7 +66,7 @@ class TestCallsByHand:
     def test_another_pipeline_with_the_same_stages_goes_on_from_what_was_trained(self, monkeypatch, make):
         def work(worker):
             model = make()
-            first = Pipeline(model, mse_loss, optimizer=partial(torch.optim.SGD, lr=0.1), num_microbatches=2)
+            first = Pipeline(model, mse_loss, training=Training(partial(torch.optim.SGD, lr=0.1)), num_microbatches=2)
             first.step((self.x, self.y))
             again = Pipeline(model, mse_loss, num_microbatches=2)
             assert again.evaluate((self.x, self.y)) == first.evaluate((self.x, self.y))

@@ -254,7 +254,7 @@ def test_modules_that_are_not_called_are_no_blocks(in_block, num_workers):
     """A stage looked for a module of the model's class, and a cut was wanted inside of attention."""
     model, x, loss_fn = made(partial(Uncalled, in_block=in_block)), floats(6, 8), nn.functional.mse_loss
     alone = copy.deepcopy(model)
-    pipe = Pipeline(model, loss_fn, optimizer=SGD, num_workers=num_workers, num_microbatches=2)
+    pipe = Pipeline(model, loss_fn, training=Training(SGD), num_workers=num_workers, num_microbatches=2)
     pieces = [((piece, piece), {}) for piece in x.chunk(2)]
     expected = plain(lambda a, b: loss_fn(alone(a), b), [pieces] * 2, lambda loss: loss, list(alone.parameters()))
     assert [pipe.step((x, x)) for _ in range(2)] == expected
@@ -321,7 +321,7 @@ def test_a_checkpoint_of_each_block_is_not_refused(schedule):
     model = made(CheckpointedBlocks)
     alone, x, y = copy.deepcopy(model), floats(6, 8), floats(6, 8)
     loss_fn = nn.functional.mse_loss
-    pipe = Pipeline(model, loss_fn, optimizer=SGD, schedule=schedule, num_workers=2, num_microbatches=3)
+    pipe = Pipeline(model, loss_fn, training=Training(SGD), schedule=schedule, num_workers=2, num_microbatches=3)
     pieces = [(pair, {}) for pair in zip(x.chunk(3), y.chunk(3), strict=True)]
     expected = plain(lambda a, b: loss_fn(alone(a), b), [pieces] * 2, lambda loss: loss, list(alone.parameters()))
     assert [pipe.step((x, y)) for _ in range(2)] == expected
@@ -370,7 +370,7 @@ def test_a_forward_that_is_run_again_has_written_its_weights_once(how):
     model, x = made(partial(Turns, how)), floats(2, 8)
     alone = copy.deepcopy(model)
     pieces = [((x, torch.tensor([turned, turned])), {}) for turned in (False, True, False, True)]
-    pipe = Pipeline(model, optimizer=SGD, schedule="naive", num_workers=2, num_microbatches=4)
+    pipe = Pipeline(model, training=Training(SGD), schedule="naive", num_workers=2, num_microbatches=4)
     given = [[{"x": x, "turned": turned} for (x, turned), _ in pieces]] * 2
     assert [pipe.step(microbatches=each) for each in given] == plain(
         alone, [pieces] * 2, parameters=[p for p in alone.parameters() if p.requires_grad]

@@ -6,8 +6,8 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from training_options import pipeline_with
 
-from rpc_pipe import Pipeline
 from rpc_pipe.dependency import ConfigError
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -37,8 +37,13 @@ def loss(logits, ids):
 
 
 def trained(num_workers, steps=3, num_microbatches=1, layers=None, **options):
-    pipe = Pipeline(
-        layers or tied(), loss, optimizer=SGD, num_workers=num_workers, num_microbatches=num_microbatches, **options
+    pipe = pipeline_with(
+        layers or tied(),
+        loss,
+        optimizer=SGD,
+        num_workers=num_workers,
+        num_microbatches=num_microbatches,
+        **options,
     )
     return pipe, [pipe.step((IDS, IDS)) for _ in range(steps)]
 
@@ -128,7 +133,7 @@ def test_a_weight_that_is_given_other_memory_twice_in_a_forward_is_known():
     layers = [nn.Linear(8, 8), nn.Tanh(), book, nn.Tanh(), book]
     plain = nn.Sequential(*copy.deepcopy(layers))
     options = {"split": [2, 3], "num_workers": 2, "num_microbatches": 1, "optimizer": SGD}
-    with Pipeline(layers, nn.functional.mse_loss, schedule="zb-h1", **options) as pipe:
+    with pipeline_with(layers, nn.functional.mse_loss, schedule="zb-h1", **options) as pipe:
         pipe.step((x, y))
         state = pipe.weights.state_dict()
     optimizer = SGD([parameter for parameter in plain.parameters() if parameter.requires_grad])

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import pipe_split
 
 from rpc_pipe.dependency import ConfigError
-from rpc_pipe.pipeline import Pipeline
+from rpc_pipe.pipeline import Pipeline, Training
 
 
 class BareParameters(nn.Module):
@@ -251,7 +251,7 @@ SCENARIOS = {
 
 def pipeline(scenario: Scenario, model: nn.Module, loss_fn: Any = whole_loss) -> Pipeline:
     return Pipeline(
-        model, loss_fn, optimizer=SGD, num_workers=scenario.num_workers, schedule=scenario.schedule,
+        model, loss_fn, training=Training(SGD), num_workers=scenario.num_workers, schedule=scenario.schedule,
         split=scenario.split, num_microbatches=2,
     )  # fmt: skip
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from rpc_pipe import ConfigError, Pipeline, WorkerFailure
+from rpc_pipe import ConfigError, Pipeline, Training, WorkerFailure
 
 X, Y = torch.randn(8, 8, generator=torch.Generator().manual_seed(1)), torch.arange(8) % 3
 
@@ -34,7 +34,7 @@ def _steps(model, workers, between=lambda model: None):
     alone = copy.deepcopy(model)
     optimizer, found = torch.optim.SGD(alone.parameters(), lr=0.1), []
     pipe = Pipeline(
-        model, nn.functional.cross_entropy, optimizer=partial(torch.optim.SGD, lr=0.1), num_workers=workers,
+        model, nn.functional.cross_entropy, training=Training(partial(torch.optim.SGD, lr=0.1)), num_workers=workers,
         num_microbatches=1,
     )  # fmt: skip
     for _ in range(2):
@@ -178,7 +178,7 @@ def test_a_loss_reads_what_the_last_block_has_set(workers):
         return lambda output, target: nn.functional.cross_entropy(output, target) + last.aux
 
     sgd, ours = partial(torch.optim.SGD, lr=0.1), loss_of(whole.blocks[-1])
-    pipe = Pipeline(whole, ours, optimizer=sgd, num_workers=workers, num_microbatches=1)
+    pipe = Pipeline(whole, ours, training=Training(sgd), num_workers=workers, num_microbatches=1)
     optimizer = sgd(alone.parameters())
     for _ in range(3):
         loss = loss_of(alone.blocks[-1])(alone(X), Y)

@@ -14,7 +14,7 @@ from in_turn import CASES, floats
 from torch import Tensor, nn
 
 from rpc_pipe.dependency import ConfigError
-from rpc_pipe.pipeline import Pipeline
+from rpc_pipe.pipeline import Pipeline, Training
 
 #: their gradients are summed in another order: by stage first
 SUMMED_BY_STAGE = {
@@ -59,7 +59,9 @@ def test_any_model_trains_as_in_one_process(schedule, case):
     model = made(make)
     expected = copy.deepcopy(model)
     workers = 2 if schedule == "chimera" else 3
-    pipe = Pipeline(model, whole_loss, optimizer=SGD, schedule=schedule, num_workers=workers, num_microbatches=2)
+    pipe = Pipeline(
+        model, whole_loss, training=Training(SGD), schedule=schedule, num_workers=workers, num_microbatches=2
+    )
     pieces = [(tuple(args), kwargs)] * 2
     losses = [pipe.step(microbatches=[as_pipeline_takes_it(args, kwargs, model)] * 2) for _ in range(2)]
     expected_losses = plain(expected, [pieces] * 2)
@@ -72,7 +74,7 @@ def test_any_model_trains_as_in_one_process(schedule, case):
 def test_shared_parameters_are_counted_once_in_the_norm(num_workers):
     model = made(models.Tied)
     expected, batch = copy.deepcopy(model), lm_batch()
-    pipe = Pipeline(model, optimizer=SGD, num_workers=num_workers, num_microbatches=1, max_grad_norm=0.01)
+    pipe = Pipeline(model, training=Training(SGD, max_grad_norm=0.01), num_workers=num_workers, num_microbatches=1)
     expected(**batch)["loss"].backward()
     norm = torch.nn.utils.clip_grad_norm_(expected.parameters(), 0.01).item()
     SGD(expected.parameters()).step()
@@ -84,7 +86,7 @@ def test_shared_parameters_are_counted_once_in_the_norm(num_workers):
 def test_a_function_that_makes_the_model_gives_the_same_weights_in_any_cut():
     states = []
     for num_workers in (1, 3):
-        pipe = Pipeline(models.Tied, optimizer=SGD, num_workers=num_workers, num_microbatches=1, seed=3)
+        pipe = Pipeline(models.Tied, training=Training(SGD), num_workers=num_workers, num_microbatches=1, seed=3)
         pipe.step(lm_batch())
         states.append(pipe.weights.state_dict())
     assert all(torch.equal(states[0][name], tensor) for name, tensor in states[1].items())
@@ -94,7 +96,11 @@ def test_dropout_does_not_depend_on_the_cut():
     losses = []
     for num_workers in (1, 3):
         pipe = Pipeline(
-            partial(models.Tied, dropout=0.3), optimizer=SGD, num_workers=num_workers, num_microbatches=2, seed=3
+            partial(models.Tied, dropout=0.3),
+            training=Training(SGD),
+            num_workers=num_workers,
+            num_microbatches=2,
+            seed=3,
         )
         losses.append([pipe.step(lm_batch()) for _ in range(2)])
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
@@ -130,7 +136,9 @@ def test_what_blocks_count_is_counted_once(schedule):
     model = made(Counting)
     alone = copy.deepcopy(model)
     x, y = torch.randn(2, 4, 3, 4)
-    pipe = Pipeline(model, nn.functional.mse_loss, optimizer=SGD, num_microbatches=2, num_workers=2, schedule=schedule)
+    pipe = Pipeline(
+        model, nn.functional.mse_loss, training=Training(SGD), num_microbatches=2, num_workers=2, schedule=schedule
+    )
     losses = [pipe.step((x, y)) for _ in range(3)]
     pieces = [((inputs, target), {}) for inputs, target in zip(x.chunk(2), y.chunk(2), strict=True)]
 
@@ -181,7 +189,12 @@ def test_what_asks_for_gradients_is_recomputed_too(make):
     losses = []
     for schedule in ("1f1b", "varuna"):
         pipe = Pipeline(
-            made(make), nn.functional.mse_loss, optimizer=SGD, num_microbatches=2, num_workers=2, schedule=schedule
+            made(make),
+            nn.functional.mse_loss,
+            training=Training(SGD),
+            num_microbatches=2,
+            num_workers=2,
+            schedule=schedule,
         )
         losses.append([pipe.step((x, y)) for _ in range(2)])
     assert losses[0] == losses[1]
@@ -211,7 +224,13 @@ def test_what_hangs_on_parameters_hangs_on_copies_too(schedule):
         return SGD(named)
 
     pipe = Pipeline(
-        make, whole_loss, optimizer=optimizer, schedule=schedule, num_workers=2, num_microbatches=2, example=(x,)
+        make,
+        whole_loss,
+        training=Training(optimizer),
+        schedule=schedule,
+        num_workers=2,
+        num_microbatches=2,
+        example=(x,),
     )
     assert set(marked) == {"stem.weight"}
     expected = make()
@@ -225,8 +244,8 @@ def test_a_hook_that_would_see_a_part_of_a_gradient_is_refused():
     model = models.Tied()
     model.embed.weight.register_hook(lambda grad: grad.clamp(-1, 1))
     with pytest.raises(ConfigError, match=r"a hook of the gradient of embed\.weight would run on stages 0, 2,"):
-        Pipeline(model, optimizer=SGD, num_workers=3, num_microbatches=2, example=lm_batch())
-    Pipeline(model, optimizer=SGD, num_workers=1, num_microbatches=2, example=lm_batch())
+        Pipeline(model, training=Training(SGD), num_workers=3, num_microbatches=2, example=lm_batch())
+    Pipeline(model, training=Training(SGD), num_workers=1, num_microbatches=2, example=lm_batch())
 
 
 @pytest.mark.parametrize("case", ["no mask", "images"])
@@ -235,7 +254,7 @@ def test_a_model_may_be_cut_by_an_evaluation_in_inference_mode(case):
     make, args, kwargs = CASES[case]
     model = made(make)
     expected = copy.deepcopy(model)
-    pipe = Pipeline(model, whole_loss, optimizer=SGD, num_workers=3, num_microbatches=2)
+    pipe = Pipeline(model, whole_loss, training=Training(SGD), num_workers=3, num_microbatches=2)
     batches = [as_pipeline_takes_it(args, kwargs, model)] * 2
     with torch.inference_mode():
         pipe.evaluate(microbatches=batches, metric=lambda output, batch: 0.0)
@@ -262,7 +281,7 @@ def test_several_versions_of_the_weights_are_those_of_a_list_of_layers(schedule:
     batches = [(floats(6, 4), floats(6, 4)) for _ in range(6)]
     losses = []
     for cut in (copy.deepcopy(model), nn.Sequential(*copy.deepcopy(model).blocks)):
-        options: dict[str, Any] = dict(optimizer=SGD, schedule=schedule, num_microbatches=3, num_workers=3)
+        options: dict[str, Any] = dict(training=Training(SGD), schedule=schedule, num_microbatches=3, num_workers=3)
         with Pipeline(cut, nn.functional.mse_loss, **options) as pipe:
             losses.append(list(pipe.train(iter(batches))))
     assert losses[0] == losses[1]

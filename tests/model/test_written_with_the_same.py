@@ -9,7 +9,7 @@ import torch
 from test_whole import SGD, assert_same_state, made, plain
 from torch import Tensor, nn
 
-from rpc_pipe.pipeline import Pipeline
+from rpc_pipe.pipeline import Pipeline, Training
 
 
 class Momentum(nn.Module):
@@ -78,7 +78,9 @@ def test_what_the_first_forward_has_written_with_what_was_there(make, num_worker
     model, loss_fn = made(make), nn.functional.mse_loss
     alone = copy.deepcopy(model)
     x, y = torch.randn(2, 3, 4, 4)
-    pipe = Pipeline(model, loss_fn, optimizer=SGD, schedule="gpipe", num_microbatches=2, num_workers=num_workers)
+    pipe = Pipeline(
+        model, loss_fn, training=Training(SGD), schedule="gpipe", num_microbatches=2, num_workers=num_workers
+    )
     losses = [pipe.step(batch) for batch in zip(x, y, strict=True)]
     pieces = [[(pair, {}) for pair in zip(a.chunk(2), b.chunk(2), strict=True)] for a, b in zip(x, y, strict=True)]
 

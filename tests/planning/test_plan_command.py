@@ -164,7 +164,7 @@ def test_recomputed_stages_train_the_same_numbers():
         torch.manual_seed(0)
         layers = [nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Tanh()) for _ in range(4)]
         plan = Plan("zb-h1", {}, (2, 2), 4, recompute)
-        with Pipeline(layers, nn.functional.mse_loss, plan=plan, num_workers=2, optimizer=sgd) as pipe:
+        with Pipeline(layers, nn.functional.mse_loss, plan=plan, num_workers=2, training=Training(sgd)) as pipe:
             x, y = torch.randn(8, 8), torch.randn(8, 8)
             return [pipe.step((x, y)) for _ in range(3)], pipe.weights.state_dict()
 

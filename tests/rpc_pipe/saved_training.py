@@ -5,8 +5,7 @@ from functools import partial
 import torch
 from torch import nn
 from torch.optim import lr_scheduler
-
-from rpc_pipe import Pipeline
+from training_options import pipeline_with
 
 LAYERS = [
     partial(nn.Linear, 8, 16),
@@ -33,7 +32,7 @@ def warmed_up(optimizer):
 
 
 def pipeline(num_workers, schedule="1f1b", layers=LAYERS, optimizer=adamw, **options):
-    return Pipeline(
+    return pipeline_with(
         layers, nn.functional.mse_loss, optimizer=optimizer, num_workers=num_workers, schedule=schedule,
         num_microbatches=4, **{"lr_scheduler": warmed_up, "max_grad_norm": 0.5, **options},
     )  # fmt: skip

@@ -4,8 +4,7 @@ from functools import partial
 
 import torch
 from torch import nn
-
-from rpc_pipe.pipeline import Pipeline
+from training_options import pipeline_with
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 X, Y = torch.randn(10, 4, generator=torch.Generator().manual_seed(1)), torch.arange(10) % 3
@@ -17,7 +16,7 @@ def layers():
 
 def pipeline(model=None, loss=nn.functional.cross_entropy, **options):
     defaults = {"num_microbatches": 4, "num_workers": 2, "optimizer": SGD}
-    return Pipeline(model or layers(), loss, **(defaults | options))
+    return pipeline_with(model or layers(), loss, **(defaults | options))
 
 
 def num_held(shard):

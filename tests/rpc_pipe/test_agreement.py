@@ -9,14 +9,14 @@ from functools import partial
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
-from rpc_pipe.pipeline import Pipeline
+from rpc_pipe.pipeline import Pipeline, Training
 
 torch.manual_seed(0)
 x = torch.randn(48, 4)
 data = TensorDataset(x, (x.sum(1) > 0).long())
 layers = [partial(nn.Linear, 4, 8), nn.Tanh(), partial(nn.Dropout, 0.2), nn.Linear(8, 2)]
 optimizer = partial(torch.optim.SGD, lr=0.1)
-pipe = Pipeline(layers, nn.functional.cross_entropy, optimizer=optimizer, num_microbatches=3, num_workers=2)
+pipe = Pipeline(layers, nn.functional.cross_entropy, training=Training(optimizer), num_microbatches=3, num_workers=2)
 sampler = DistributedSampler(data, 2, pipe.worker) if "share" in sys.argv else None
 loader = DataLoader(data, 8, shuffle=sampler is None, sampler=sampler)
 for epoch in range(2):

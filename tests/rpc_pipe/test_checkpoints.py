@@ -418,11 +418,12 @@ import os, sys, torch
 from functools import partial
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from rpc_pipe import Pipeline
+from rpc_pipe import Pipeline, Training
 
 data = TensorDataset(torch.randn(64, 8), torch.randn(64, 4))
 layers = [partial(nn.Linear, 8, 16), nn.Tanh, nn.Dropout, partial(nn.Linear, 16, 4)]
-pipe = Pipeline(layers, nn.functional.mse_loss, optimizer=partial(torch.optim.AdamW, lr=1e-2), num_microbatches=4)
+pipe = Pipeline(layers, nn.functional.mse_loss, training=Training(partial(torch.optim.AdamW, lr=1e-2)),
+                num_microbatches=4)
 for epoch in range(2):
     for batch in DataLoader(data, batch_size=16, shuffle=True):
         loss = pipe.step(batch)

@@ -1,4 +1,4 @@
-"""What a script types: training as a value, checkpoints and weights behind nouns, and the old names for one version."""
+"""What a script types: training as a value, checkpoints and weights behind nouns."""
 
 from functools import partial
 
@@ -8,7 +8,7 @@ from small_pipeline import X, Y, pipeline
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from rpc_pipe import Pipeline, Training, arguments
+from rpc_pipe import Pipeline, Training
 from rpc_pipe.dependency import ConfigError
 
 BATCH = X, Y
@@ -22,20 +22,6 @@ def layers():
 def trained(num_workers=2, schedule="1f1b", **more):
     more = {"training": Training(partial(torch.optim.SGD, lr=0.1))} | more
     return Pipeline(layers(), cross_entropy, num_microbatches=2, num_workers=num_workers, schedule=schedule, **more)
-
-
-def test_training_as_a_value_trains_as_the_old_arguments_do(caplog):
-    arguments._told.clear()
-    parts = {"optimizer": partial(torch.optim.SGD, lr=0.1), "max_grad_norm": 0.1, "accumulate": 2, "ema_decay": 0.5}
-    with trained(training=Training(**parts)) as new:
-        losses = list(new.train([BATCH] * 4))
-    assert not caplog.messages
-    for _ in range(2):
-        with Pipeline(layers(), cross_entropy, num_microbatches=2, num_workers=2, **parts) as old:
-            assert list(old.train([BATCH] * 4)) == losses and old.grad_norm == new.grad_norm
-    assert [text.partition(" now;")[0] for text in caplog.messages] == [
-        "Pipeline(optimizer=...) and the like are training=Training(optimizer=...)"
-    ]
 
 
 @pytest.mark.parametrize("num_workers, schedule", [(1, "1f1b"), (2, "1f1b"), (2, "zb-h2")])

@@ -15,13 +15,14 @@ import pytest
 import torch
 from processes import ROOT, python, rpc_pipe, start
 from torch import nn
+from training_options import pipeline_with
 
 from rpc_pipe.checkpoints import writing
 from rpc_pipe.dependency import F, NotFinite, Stalled, WorkerFailure
 from rpc_pipe.launching import worker_process
 from rpc_pipe.launching.attempt import of_death, of_stall
 from rpc_pipe.launching.report import Reporter
-from rpc_pipe.pipeline import Pipeline
+from rpc_pipe.pipeline import Pipeline, Training
 from rpc_pipe.tracing import run_folders
 from rpc_pipe.tracing.board import Live, State
 from rpc_pipe.workers.thread_pool import ThreadPool
@@ -44,7 +45,7 @@ class Faulty(nn.Module):
 def training(does, **more):
     layers = [partial(nn.Linear, 4, 4), partial(Faulty, does), partial(nn.Linear, 4, 2)]
     sgd = partial(torch.optim.SGD, lr=0.1)
-    pipe = Pipeline(layers, nn.functional.cross_entropy, num_microbatches=4, optimizer=sgd, num_workers=3, **more)
+    pipe = pipeline_with(layers, nn.functional.cross_entropy, num_microbatches=4, optimizer=sgd, num_workers=3, **more)
     return pipe, (torch.randn(8, 4), torch.arange(8) % 2)
 
 
@@ -225,7 +226,7 @@ import os, sys, time
 from functools import partial
 import torch
 from torch import nn
-from rpc_pipe.pipeline import Pipeline
+from rpc_pipe.pipeline import Pipeline, Training
 
 class Faulty(nn.Module):
     calls = 0
@@ -236,7 +237,8 @@ class Faulty(nn.Module):
         return x
 
 layers = [partial(nn.Linear, 4, 4), Faulty, partial(nn.Linear, 4, 2)]
-pipe = Pipeline(layers, nn.functional.cross_entropy, num_microbatches=4, optimizer=partial(torch.optim.SGD, lr=0.1))
+sgd = partial(torch.optim.SGD, lr=0.1)
+pipe = Pipeline(layers, nn.functional.cross_entropy, num_microbatches=4, training=Training(sgd))
 draw = torch.Generator().manual_seed(0)
 for step in range(int(sys.argv[1])):
     loss = pipe.step((torch.randn(8, 4, generator=draw), torch.randint(2, (8,), generator=draw)))
@@ -265,7 +267,7 @@ def undisturbed(steps):
     torch.manual_seed(0)
     layers = [partial(nn.Linear, 4, 4), nn.Identity, partial(nn.Linear, 4, 2)]
     sgd = partial(torch.optim.SGD, lr=0.1)
-    pipe = Pipeline(layers, nn.functional.cross_entropy, num_microbatches=4, optimizer=sgd, num_workers=2)
+    pipe = Pipeline(layers, nn.functional.cross_entropy, num_microbatches=4, training=Training(sgd), num_workers=2)
     draw = torch.Generator().manual_seed(0)
     for _ in range(steps):
         loss = pipe.step((torch.randn(8, 4, generator=draw), torch.randint(2, (8,), generator=draw)))
@@ -288,7 +290,7 @@ def test_a_failed_run_starts_again_from_its_own_checkpoint_and_ends_alike(tmp_pa
 
 ALWAYS = """
 import torch
-from rpc_pipe import Pipeline
+from rpc_pipe import Pipeline, Training
 pipe = Pipeline([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)], torch.nn.functional.mse_loss, num_microbatches=2)
 for step in range(4):
     if step == 1 and pipe.worker == 1:
@@ -310,11 +312,11 @@ DAMAGE = """
 import os, signal, sys
 from pathlib import Path
 import torch
-from rpc_pipe import Pipeline
+from rpc_pipe import Pipeline, Training
 torch.manual_seed(0)
 pipe = Pipeline(
     [torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)], torch.nn.functional.mse_loss,
-    optimizer=lambda p: torch.optim.SGD(p, lr=0.1), num_microbatches=2, num_workers=int(sys.argv[1]),
+    training=Training(lambda p: torch.optim.SGD(p, lr=0.1)), num_microbatches=2, num_workers=int(sys.argv[1]),
 )
 for step in range(4):
     if step == 3 and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":

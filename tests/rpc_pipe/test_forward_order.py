@@ -11,7 +11,7 @@ from unkind import differences, repeated
 from unkind_layers import EMA, WIDTH, Linear
 
 from rpc_pipe.dependency import F, WorkerFailure
-from rpc_pipe.pipeline import Pipeline
+from rpc_pipe.pipeline import Pipeline, Training
 from rpc_pipe.schedules.gpipe import GPipe
 from rpc_pipe.workers.hooks import Listener
 
@@ -72,7 +72,7 @@ def training(layer, schedule, *, workers=2, **options):
     layers = [partial(nn.Linear, WIDTH, WIDTH), layer, partial(nn.Linear, WIDTH, WIDTH), layer][: 2 * workers]
     model = replace(repeated(Linear), layers=layers)
     options = {"num_workers": workers, "num_microbatches": 4, "seed": 1, "split": [1, 3], **options}
-    pipe = Pipeline(list(layers), model.loss_fn, optimizer=model.optimizer, schedule=schedule, **options)
+    pipe = Pipeline(list(layers), model.loss_fn, training=Training(model.optimizer), schedule=schedule, **options)
     return pipe, model
 
 

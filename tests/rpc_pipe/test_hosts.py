@@ -16,10 +16,10 @@ import sys, time
 from functools import partial
 import torch
 from torch import nn
-from rpc_pipe.pipeline import Pipeline
+from rpc_pipe.pipeline import Pipeline, Training
 
 layers = [partial(nn.Linear, 64, 64), nn.Tanh, partial(nn.Linear, 64, 64)]
-pipe = Pipeline(layers, nn.functional.mse_loss, num_microbatches=4, optimizer=partial(torch.optim.SGD, lr=0.1),
+pipe = Pipeline(layers, nn.functional.mse_loss, num_microbatches=4, training=Training(partial(torch.optim.SGD, lr=0.1)),
                 stall_s=float(sys.argv[3]) if sys.argv[3:] else 300.0)
 x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
 for step in range(int(sys.argv[1])):

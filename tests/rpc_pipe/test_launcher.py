@@ -18,7 +18,7 @@ import sys
 from functools import partial
 import torch
 from torch import nn
-from rpc_pipe.pipeline import Pipeline
+from rpc_pipe.pipeline import Pipeline, Training
 
 class Faulty(nn.Module):
     calls = 0
@@ -29,7 +29,8 @@ class Faulty(nn.Module):
         return x
 
 layers = [partial(nn.Linear, 4, 4), nn.Tanh, Faulty, partial(nn.Linear, 4, 2)]
-pipe = Pipeline(layers, nn.functional.cross_entropy, num_microbatches=4, optimizer=partial(torch.optim.SGD, lr=0.1))
+sgd = partial(torch.optim.SGD, lr=0.1)
+pipe = Pipeline(layers, nn.functional.cross_entropy, num_microbatches=4, training=Training(sgd))
 x, y = torch.randn(8, 4, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 2
 for _ in range(int(sys.argv[1])):
     loss = pipe.step((x, y))

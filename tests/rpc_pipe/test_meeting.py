@@ -6,12 +6,12 @@ from processes import ROOT, python, rpc_pipe, unmerged
 TRAIN = """
 import os, signal, sys, time
 import torch
-from rpc_pipe import Pipeline
+from rpc_pipe import Pipeline, Training
 rank, first = os.environ["RANK"], os.environ["RPC_PIPE_RESTARTS"] == "0"
 {fault}
 pipe = Pipeline(
     [torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)], torch.nn.functional.mse_loss,
-    optimizer=lambda p: torch.optim.SGD(p, lr=0.1), num_microbatches=2,
+    training=Training(lambda p: torch.optim.SGD(p, lr=0.1)), num_microbatches=2,
 )
 loss = pipe.step((torch.ones(8, 4), torch.ones(8, 2)))
 print("loss", loss)

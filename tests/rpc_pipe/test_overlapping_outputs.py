@@ -9,7 +9,7 @@ from torch import nn
 from unkind import differences, mse, pipeline, repeated
 from unkind_layers import WIDTH, Linear
 
-from rpc_pipe.pipeline import Pipeline
+from rpc_pipe.pipeline import Pipeline, Training
 from rpc_pipe.workers.compute.randomness import Randomness
 from rpc_pipe.workers.compute.shard import ForwardArgs, Shard
 from rpc_pipe.workers.compute.slices import Layers
@@ -68,7 +68,7 @@ class HandsOnAtTimes(Linear):
 def test_a_large_batch_is_not_written_by_a_layer_that_writes_by_chance():
     """Large batches were copied only for layers that had written one before."""
     layers = [HandsOnAtTimes(), nn.Linear(WIDTH, WIDTH)]
-    pipe = Pipeline(layers, mse, optimizer=partial(torch.optim.SGD, lr=0.1), num_workers=2, num_microbatches=2)
+    pipe = Pipeline(layers, mse, training=Training(partial(torch.optim.SGD, lr=0.1)), num_workers=2, num_microbatches=2)
     x, y = torch.randn(2, 2**13, WIDTH)
     before = x.clone()
     for leaves_out in (False, True):

@@ -17,11 +17,11 @@ import sys
 from functools import partial
 import torch
 from torch import nn
-from rpc_pipe.pipeline import Pipeline
+from rpc_pipe.pipeline import Pipeline, Training
 
 layers = [partial(nn.Linear, 4, 4), nn.Tanh, partial(nn.Linear, 4, 4), partial(nn.Linear, 4, 2)]
 optimizer = partial(torch.optim.SGD, lr=0.1)
-pipe = Pipeline(layers, nn.functional.mse_loss, num_microbatches=4, num_workers=4, optimizer=optimizer)
+pipe = Pipeline(layers, nn.functional.mse_loss, num_microbatches=4, num_workers=4, training=Training(optimizer))
 x = torch.randn(8, 4)
 for _ in range(3):
     pipe.step((x, x[:, :2]))

@@ -16,7 +16,7 @@ from torch import nn
 
 import rpc_pipe
 from rpc_pipe.dependency import ConfigError, F, PipeError, WorkerFailure
-from rpc_pipe.pipeline import Pipeline
+from rpc_pipe.pipeline import Pipeline, Training
 from rpc_pipe.workers.compute.shard import Shard
 from rpc_pipe.workers.hooks import Listener
 
@@ -305,7 +305,7 @@ def test_running_statistics_count_a_recomputed_microbatch_once():
         for parameter in model.parameters():
             nn.init.normal_(parameter)
         pipe = Pipeline(
-            model, nn.functional.mse_loss, optimizer=SGD, num_workers=2, num_microbatches=4,
+            model, nn.functional.mse_loss, training=Training(SGD), num_workers=2, num_microbatches=4,
             schedule=schedule, schedule_options={"b_order": "ascending"},
         )  # fmt: skip
         generator = torch.Generator().manual_seed(1)
@@ -331,7 +331,7 @@ def test_groups_of_parameters_are_made_by_name():
     torch.manual_seed(0)
     layers = [nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 4)]
     whole = copy.deepcopy(nn.Sequential(*layers))
-    pipe = Pipeline(layers, nn.functional.mse_loss, num_microbatches=1, num_workers=2, optimizer=groups)
+    pipe = Pipeline(layers, nn.functional.mse_loss, num_microbatches=1, num_workers=2, training=Training(groups))
     optimizer = groups(list(whole.named_parameters()))
     x = torch.randn(6, 4)
     for _ in range(3):

@@ -7,8 +7,9 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from training_options import pipeline_with
 
-from rpc_pipe import Pipeline
+from rpc_pipe import Pipeline, Training
 from rpc_pipe.dependency import ConfigError, Reductions, T, U, V, WorkerFailure, entries
 from rpc_pipe.planning.relation import Relation
 from rpc_pipe.planning.simulator import simulate
@@ -46,16 +47,16 @@ def _trained(
     **options,
 ):
     """Return losses, norms and state of a few steps of `train`; some of them are clipped, and some are not."""
-    pipe = Pipeline(
+    pipe = pipeline_with(
         [partial(_Counting)] * 8,
         loss,
         optimizer=options.pop("optimizer", partial(torch.optim.AdamW, lr=lr)),
         lr_scheduler=partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.7),
+        max_grad_norm=max_norm,
+        post_validation=post_validation,
         schedule=schedule,
         num_workers=num_workers,
         num_microbatches=4,
-        max_grad_norm=max_norm,
-        post_validation=post_validation,
         **options,
     )
     draw = partial(torch.randn, 12, 6, generator=torch.Generator().manual_seed(1))
@@ -176,12 +177,10 @@ def _cautious(post_validation, max_norm, number=3):
     with Pipeline(
         [partial(_Cautious)] * 4,
         nn.functional.mse_loss,
-        optimizer=partial(torch.optim.SGD, lr=1.0),
+        training=Training(partial(torch.optim.SGD, lr=1.0), max_grad_norm=max_norm, post_validation=post_validation),
         schedule="zb-v",
         num_workers=2,
         num_microbatches=2,
-        max_grad_norm=max_norm,
-        post_validation=post_validation,
     ) as pipe:
         x = 0.01 * torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
         batches = [(x, torch.zeros_like(x) + (1e6 if step == number else 0)) for step in range(6)]
@@ -223,4 +222,4 @@ def test_early_updates_cost_no_time_from_step_to_step(schedule):
 
 def test_post_validation_is_refused_where_nothing_could_be_validated():
     with pytest.raises(ConfigError, match="post_validation: needs max_grad_norm"):
-        Pipeline([nn.Linear(2, 2)], nn.functional.mse_loss, num_microbatches=1, post_validation=True)
+        Pipeline([nn.Linear(2, 2)], nn.functional.mse_loss, num_microbatches=1, training=Training(post_validation=True))

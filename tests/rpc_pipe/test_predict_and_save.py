@@ -17,7 +17,7 @@ from torch import nn
 
 from rpc_pipe.checkpoints import writing
 from rpc_pipe.dependency import ConfigError
-from rpc_pipe.pipeline import Pipeline
+from rpc_pipe.pipeline import Pipeline, Training
 
 
 def test_evaluate_and_predict_train_nothing_and_may_come_first():
@@ -195,7 +195,7 @@ def test_a_model_that_asks_for_its_version_takes_up_what_was_trained(tmp_path, m
     made, batch = model(), (torch.randn(4, 8), torch.randn(4, 8))
     with Pipeline(
         copy.deepcopy(made), nn.functional.mse_loss, num_workers=2, num_microbatches=2,
-        optimizer=partial(torch.optim.SGD, lr=0.1),
+        training=Training(partial(torch.optim.SGD, lr=0.1)),
     ) as pipe:  # fmt: skip
         pipe.step(batch)
         state = pipe.weights.state_dict()

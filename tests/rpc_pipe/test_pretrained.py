@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from training_options import pipeline_with
 
-from rpc_pipe import Pipeline
 from rpc_pipe.checkpoints import folder as folders
 from rpc_pipe.dependency import ConfigError, StorageError
 
@@ -29,7 +29,7 @@ def gpt2():
 
 def pipeline(model, num_workers=3, example=BATCH, **options):
     options = {"optimizer": partial(torch.optim.AdamW, lr=1e-3), **options}
-    return Pipeline(model, num_workers=num_workers, num_microbatches=2, example=example, **options)
+    return pipeline_with(model, num_workers=num_workers, num_microbatches=2, example=example, **options)
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ import torch
 from processes import rpc_pipe
 from torch import nn
 from torch.nn.utils import rnn
+from training_options import pipeline_with
 
 from rpc_pipe.dependency import WorkerFailure
-from rpc_pipe.pipeline import Pipeline
 
 WIDTH = 4
 
@@ -75,7 +75,7 @@ def _loss(kind, schedule="1f1b", **options):
         loss.backward()
         optimizer.step()
     how = {"optimizer": partial(torch.optim.SGD, lr=0.5), "num_workers": 2, "num_microbatches": 2}
-    with Pipeline(layers, nn.functional.mse_loss, schedule=schedule, schedule_options=options, **how) as pipe:
+    with pipeline_with(layers, nn.functional.mse_loss, schedule=schedule, schedule_options=options, **how) as pipe:
         pipe.step(batch)
         return pipe.step(batch), loss.item()
 

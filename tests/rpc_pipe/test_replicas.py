@@ -12,6 +12,7 @@ from processes import rpc_pipe
 from replayed import Late
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from training_options import pipeline_with
 
 from rpc_pipe.commands.main import main
 from rpc_pipe.dependency import Action, B, ConfigError, G, P, S, WorkerFailure
@@ -108,7 +109,7 @@ def trained(folder, steps, layers=LAYERS, **options):
     """Train, and return the weights, one loss and the clipped norm."""
     options = {"schedule": "1f1b", "num_workers": 4, "num_microbatches": 7, "seed": 3, **options}
     batch, adam = a_batch(), partial(torch.optim.AdamW, lr=1e-2)
-    with Pipeline(layers, nn.functional.mse_loss, optimizer=adam, max_grad_norm=0.1, **options) as pipe:
+    with Pipeline(layers, nn.functional.mse_loss, training=Training(adam, max_grad_norm=0.1), **options) as pipe:
         if folder.exists():
             pipe.checkpoints.load(folder)
         loss = [pipe.step(batch) for _ in range(steps)][-1]
@@ -256,7 +257,7 @@ def test_owners_give_no_frozen_parameters():
     for options in ({"num_workers": 2}, {"num_workers": 4, "replicas": 2, "zero": 1}):
         training = Training(partial(torch.optim.Adam, lr=0.1))
         options |= {"schedule": "pipedream-2bw", "num_microbatches": 2, "training": training}
-        with Pipeline(copy.deepcopy(layers), nn.functional.mse_loss, **options) as pipe:
+        with pipeline_with(copy.deepcopy(layers), nn.functional.mse_loss, **options) as pipe:
             assert len(list(pipe.train([a_batch()] * 4))) == 4
             weights.append([weight.tolist() for weight in pipe.weights.state_dict().values()])
     assert weights[0] == weights[1]
@@ -276,7 +277,7 @@ def pieces_given(monkeypatch, layers, kind=G, **options):
         publish(mailbox, run, what, payload, others, **how)
 
     monkeypatch.setattr(Mailbox, "publish", noted)
-    with Pipeline(
+    with pipeline_with(
         layers, nn.functional.mse_loss, num_microbatches=4, num_workers=2, replicas=2, bucket=5e-5, **options
     ) as pipe:  # fmt: skip
         steps = []
@@ -409,7 +410,7 @@ def test_what_is_typed_wins_and_replicas_stay_when_the_schedule_is_another():
     overrides.install(TypedOptions({"schedule": "zb-h1"}, {"replicas": "4"}, told.append, lambda pipe: None))
     try:
         options = {"num_workers": 4, "num_microbatches": 8, "replicas": 2}
-        with Pipeline(LAYERS, nn.functional.mse_loss, schedule="gpipe", **options) as pipe:
+        with pipeline_with(LAYERS, nn.functional.mse_loss, schedule="gpipe", **options) as pipe:
             assert (pipe.spec.parallelism.replicas, pipe.spec.num_stages) == (4, 1)
     finally:
         overrides.install(None)

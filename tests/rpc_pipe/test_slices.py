@@ -8,12 +8,12 @@ import torch
 from processes import SMALL, TEXT, rpc_pipe
 from torch import nn
 from torch.nn.functional import cross_entropy, dropout, scaled_dot_product_attention
+from training_options import pipeline_with
 
 from rpc_pipe.commands.main import main
 from rpc_pipe.dependency import ConfigError, WorkerFailure
 from rpc_pipe.model.partition import LayerPartition
 from rpc_pipe.model.replay import observed_stage
-from rpc_pipe.pipeline import Pipeline, Training
 from rpc_pipe.planning.specs import make_spec
 from rpc_pipe.verifying.reference import Reference, Replica
 from rpc_pipe.workers.compute.randomness import Randomness
@@ -296,7 +296,7 @@ def by_whole_sequences(built, sizes):
 
 def pipeline(model=None, loss=loss, **options):
     defaults = {"num_microbatches": 3, "num_workers": 2, "slices": 4}
-    return Pipeline(model or layers(), loss, training=Training(SGD), **(defaults | options))
+    return pipeline_with(model or layers(), loss, optimizer=SGD, **(defaults | options))
 
 
 @pytest.mark.parametrize(

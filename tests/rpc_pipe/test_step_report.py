@@ -5,14 +5,19 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from training_options import pipeline_with
 
-from rpc_pipe import ConfigError, Pipeline
+from rpc_pipe import ConfigError
 
 
 def pipeline(**options):
     layers = [nn.Linear(4, 4), nn.Linear(4, 2)]
-    return Pipeline(
-        layers, nn.functional.cross_entropy, optimizer=partial(torch.optim.SGD, lr=0.5), num_microbatches=2, **options
+    return pipeline_with(
+        layers,
+        nn.functional.cross_entropy,
+        optimizer=partial(torch.optim.SGD, lr=0.5),
+        num_microbatches=2,
+        **options,
     )
 
 

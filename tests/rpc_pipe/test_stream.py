@@ -9,9 +9,10 @@ import torch
 from processes import python
 from small_models import LAYERS, NORMED
 from torch import nn
+from training_options import pipeline_with
 
 from rpc_pipe.dependency import G, PipeError
-from rpc_pipe.pipeline import Pipeline
+from rpc_pipe.pipeline import Pipeline, Training
 from rpc_pipe.schedules import SCHEDULES
 from rpc_pipe.workers import run
 from rpc_pipe.workers.hooks import Listener
@@ -27,7 +28,7 @@ def summed(output, target):
 
 
 def pipeline(schedule="1f1b", layers=LAYERS, loss_fn=nn.functional.mse_loss, P=2, M=4, **options):
-    return Pipeline(
+    return pipeline_with(
         layers,
         loss_fn,
         optimizer=partial(torch.optim.AdamW, lr=1e-2),
@@ -129,7 +130,7 @@ def test_of_a_complete_step_nothing_is_held_while_the_caller_has_the_loss(monkey
 
     monkeypatch.setattr(run, "Step", noted)
     sgd = partial(torch.optim.SGD, lr=0.1)
-    pipe = Pipeline([partial(nn.Linear, 4, 4)], nn.functional.mse_loss, optimizer=sgd, num_microbatches=2)
+    pipe = Pipeline([partial(nn.Linear, 4, 4)], nn.functional.mse_loss, training=Training(sgd), num_microbatches=2)
     losses = pipe.train([(torch.ones(4, 4), torch.ones(4, 4))])
     next(losses)
     assert not list(steps) and pipe.actors[0].step == 1
@@ -182,11 +183,12 @@ import sys
 from functools import partial
 import torch
 from torch import nn
-from rpc_pipe.pipeline import Pipeline
+from rpc_pipe.pipeline import Pipeline, Training
 
 torch.manual_seed(0)
+training = Training(partial(torch.optim.AdamW, lr=1e-2), max_grad_norm=0.1)
 pipe = Pipeline([partial(nn.Linear, 8, 8) for _ in range(4)], nn.functional.mse_loss, num_workers=2,
-                optimizer=partial(torch.optim.AdamW, lr=1e-2), schedule="zb-h1", num_microbatches=4, max_grad_norm=0.1)
+                training=training, schedule="zb-h1", num_microbatches=4)
 x = torch.randn(8, 8)
 losses = []
 for loss in pipe.train([(x, x)] * 6):

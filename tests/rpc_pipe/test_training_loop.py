@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from training_options import pipeline_with
 
 from rpc_pipe import Pipeline, Training
 from rpc_pipe.dependency import BatchError, ConfigError, NotFinite, WorkerFailure
@@ -53,7 +54,7 @@ SCHEDULES = pytest.mark.parametrize("schedule, num_workers", [("1f1b", 3), ("zb-
 
 def pipeline(schedule, num_workers, *, loss_fn=nn.functional.mse_loss, **options):
     options = {"optimizer": ADAM, "lr_scheduler": partial(StepLR, step_size=2, gamma=0.5)} | options
-    return Pipeline(
+    return pipeline_with(
         layers("grad_scaler" in options),
         loss_fn,
         num_workers=num_workers,
@@ -180,7 +181,7 @@ def test_the_scale_of_a_loss_behind_frozen_layers(tmp_path):
     def pipe(num_workers, layers):
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=2)
         return Pipeline(
-            layers, nn.functional.mse_loss, optimizer=ADAM, grad_scaler=scaler, num_workers=num_workers,
+            layers, nn.functional.mse_loss, training=Training(ADAM, grad_scaler=scaler), num_workers=num_workers,
             num_microbatches=MICROBATCHES,
         )  # fmt: skip
 
@@ -250,7 +251,7 @@ def test_running_statistics_of_whole_batches(whole):
     model = Model() if whole else [part for block in Model().blocks for part in block]
     pipe = Pipeline(
         model, lambda output, batch: output.square().mean(), num_workers=3, num_microbatches=4,
-        deferred_batch_norm=True, schedule="1f1b",
+        training=Training(deferred_batch_norm=True), schedule="1f1b",
     )  # fmt: skip
     for x, _ in BATCHES[:3]:
         pipe.step((x, x))
@@ -274,9 +275,12 @@ def test_running_statistics_where_a_stream_is_seen_left_and_taken_up(tmp_path, a
         torch.manual_seed(2)
         blocks = [part for _ in range(3) for part in (nn.Linear(8, 8), nn.BatchNorm1d(8))]
         return Pipeline(
-            [*blocks, nn.Linear(8, 4)], nn.functional.mse_loss, optimizer=ADAM, num_workers=num_workers,
-            num_microbatches=4, deferred_batch_norm=True, accumulate=accumulate,
-        )  # fmt: skip
+            [*blocks, nn.Linear(8, 4)],
+            nn.functional.mse_loss,
+            training=Training(ADAM, deferred_batch_norm=True, accumulate=accumulate),
+            num_workers=num_workers,
+            num_microbatches=4,
+        )
 
     def seen(pipe):
         return pipe.evaluate(BATCHES[0]), {name: tensor.tolist() for name, tensor in pipe.weights.state_dict().items()}
@@ -372,11 +376,10 @@ def test_a_checkpoint_between_two_updates_has_every_part_of_a_gradient(tmp_path,
         return Pipeline(
             made,
             nn.functional.mse_loss,
-            optimizer=ADAM,
+            training=Training(ADAM, accumulate=3),
             schedule=schedule,
             num_workers=2,
             num_microbatches=4,
-            accumulate=3,
         )
 
     pipe, again = made(), made()

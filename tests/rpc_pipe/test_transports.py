@@ -27,10 +27,11 @@ if "--without-rpc" in sys.argv:
     sys.modules["rpc_pipe.workers.transport.rpc"] = None
     torch.distributed.rpc.init_rpc = None
 from torch import nn
-from rpc_pipe.pipeline import Pipeline
+from rpc_pipe.pipeline import Pipeline, Training
 
 layers = [partial(nn.Linear, 4, 4), nn.Tanh, partial(nn.Linear, 4, 2)]
-pipe = Pipeline(layers, nn.functional.cross_entropy, num_microbatches=4, optimizer=partial(torch.optim.SGD, lr=0.1))
+sgd = partial(torch.optim.SGD, lr=0.1)
+pipe = Pipeline(layers, nn.functional.cross_entropy, num_microbatches=4, training=Training(sgd))
 x, y = torch.randn(8, 4, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 2
 for step in range(int(sys.argv[1])):
     loss = pipe.step((x, y))
@@ -291,10 +292,10 @@ def test_a_key_file_is_the_owners_alone(tmp_path, monkeypatch):
 #: asks for a stop on worker 0, which does not hold the last stage
 STOPS = """
 import torch
-from rpc_pipe import Pipeline
+from rpc_pipe import Pipeline, Training
 pipe = Pipeline(
     [torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)], torch.nn.functional.mse_loss,
-    optimizer=lambda p: torch.optim.SGD(p, lr=0.1), num_microbatches=2,
+    training=Training(lambda p: torch.optim.SGD(p, lr=0.1)), num_microbatches=2,
 )
 for step in range(100):
     pipe.step((torch.ones(8, 4), torch.ones(8, 2)))

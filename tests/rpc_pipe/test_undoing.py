@@ -9,6 +9,7 @@ import pytest
 import torch
 from small_pipeline import X, Y, num_held, pipeline
 from torch import nn
+from training_options import pipeline_with
 
 from rpc_pipe.dependency import WorkerFailure
 from rpc_pipe.pipeline import Pipeline
@@ -116,7 +117,7 @@ def test_what_modules_hold_is_undone_with_the_step(schedule, call, num_workers):
     modules = [nn.Linear(4, 4), Counting(), nn.Linear(4, 4), Counting()]
     batch = torch.randn(8, 4), torch.randn(8, 4)
     options = {"num_microbatches": 4, "num_workers": num_workers, "schedule": schedule}
-    pipe = Pipeline(modules, nn.functional.mse_loss, optimizer=partial(torch.optim.SGD, lr=0.1), **options)
+    pipe = pipeline_with(modules, nn.functional.mse_loss, optimizer=partial(torch.optim.SGD, lr=0.1), **options)
     calls = {"train": lambda: list(pipe.train([batch, batch])), "predict": lambda: pipe.predict(batch[0])}
     calls |= {"step": lambda: pipe.step(batch), "evaluate": lambda: pipe.evaluate(batch)}
     pipe.step(batch)

@@ -16,6 +16,7 @@ from unkind import MODELS, batches_for, differences, mse, pipeline, repeated
 from unkind_layers import EMA, WIDTH, Bounded, Hooks, JustMoved, Linear, OwnHooks, Product
 from unkind_layers import Checkpointed as OfACheckpoint
 
+from rpc_pipe import Training
 from rpc_pipe import own_workers as module
 from rpc_pipe.dependency import ConfigError, WorkerFailure
 from rpc_pipe.model.partition import LayerPartition
@@ -190,7 +191,7 @@ def test_autocast_is_around_forwards_and_losses_alone(schedule, workers):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     batches = [(torch.randn(6, WIDTH), torch.randn(6, WIDTH)) for _ in range(3)]
     pipe = Pipeline(
-        layers, mse, optimizer=partial(torch.optim.SGD, lr=0.1), schedule=schedule,
+        layers, mse, training=Training(partial(torch.optim.SGD, lr=0.1)), schedule=schedule,
         num_workers=workers, num_microbatches=3,
     )  # fmt: skip
     with torch.autocast("cpu", torch.bfloat16):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from training_options import pipeline_with
 
 from rpc_pipe import Pipeline
 
@@ -66,10 +67,18 @@ class Plain:
 
 
 def pipeline(model: Any, num_workers: int, schedule: str, loss_fn: Any = None, **options: Any) -> Pipeline:
-    return Pipeline(
-        model, loss_fn, optimizer=groups, lr_scheduler=warmed_up, schedule=schedule, num_workers=num_workers,
-        num_microbatches=MICROBATCHES, max_grad_norm=NORM, ema_decay=DECAY, **options
-    )  # fmt: skip
+    return pipeline_with(
+        model,
+        loss_fn,
+        optimizer=groups,
+        lr_scheduler=warmed_up,
+        max_grad_norm=NORM,
+        ema_decay=DECAY,
+        schedule=schedule,
+        num_workers=num_workers,
+        num_microbatches=MICROBATCHES,
+        **options,
+    )
 
 
 def different(state: dict[str, Tensor], model: nn.Module) -> list[str]:

@@ -9,6 +9,7 @@ import torch
 from small_pipeline import SGD, X, Y, pipeline
 from torch import nn
 from torch.nn.functional import mse_loss
+from training_options import pipeline_with
 
 import rpc_pipe
 from rpc_pipe import Pipeline, Training
@@ -268,16 +269,7 @@ def test_a_list_with_something_for_each_row_is_refused():
     few.step((X, (Y, names[:3], [None] * 10, {name: 1 for name in names})))
 
 
-def test_a_mistyped_argument_is_answered_by_the_nearest_one():
-    with pytest.raises(TypeError, match=r"Pipeline has no argument 'num_microbatch': did you mean num_microbatches\?"):
-        pipeline(num_microbatch=4)
-    with pytest.raises(TypeError, match=r"Pipeline has no argument 'optimiser': did you mean optimizer\?"):
-        pipeline(optimiser=SGD)
-
-
-def test_training_is_given_once_and_as_what_it_is():
-    with pytest.raises(ConfigError, match=r"accumulate: goes into training=Training\(accumulate=...\)"):
-        Pipeline([nn.Linear(4, 4)], mse_loss, num_microbatches=2, training=Training(SGD), accumulate=2)
+def test_training_is_given_as_what_it_is():
     with pytest.raises(ConfigError, match=r"must be a Training, such as Training\(optimizer="):
         Pipeline([nn.Linear(4, 4)], mse_loss, num_microbatches=2, training=SGD)
 
@@ -293,7 +285,7 @@ def test_training_is_given_once_and_as_what_it_is():
 def test_what_is_refused_in_a_step_is_a_sentence_without_our_traceback(loss, sentence):
     """The sentence was followed by a traceback in which every line was of this package."""
     layers = [nn.Linear(4, 4), nn.Linear(4, 2)]
-    pipe = Pipeline(layers, loss, num_microbatches=2, num_workers=2, optimizer=torch.optim.SGD)
+    pipe = Pipeline(layers, loss, num_microbatches=2, num_workers=2, training=Training(torch.optim.SGD))
     with pytest.raises(WorkerFailure) as raised:
         pipe.step((torch.randn(8, 4), torch.zeros(8)))
     first, *others = str(raised.value).splitlines()
@@ -316,12 +308,12 @@ def test_what_is_refused_in_a_step_is_a_sentence_without_our_traceback(loss, sen
 def test_a_factory_that_makes_nothing_of_use_is_named(more, message):
     """These were torch's errors, which say neither optimizer nor lr_scheduler, or an AttributeError of ours."""
     with pytest.raises(ConfigError, match=message):
-        Pipeline([nn.Linear(4, 2)], nn.functional.mse_loss, num_microbatches=2, **{"optimizer": SGD, **more})
+        pipeline_with([nn.Linear(4, 2)], nn.functional.mse_loss, num_microbatches=2, **{"optimizer": SGD, **more})
 
 
 def test_a_class_in_place_of_a_layer_is_told_without_a_line_of_ours():
     with pytest.raises(ConfigError, match=r"layer 0 could not be made: TypeError: .*'out_features'$"):
-        Pipeline([nn.Linear], nn.functional.mse_loss, num_microbatches=2, optimizer=SGD)
+        Pipeline([nn.Linear], nn.functional.mse_loss, num_microbatches=2, training=Training(SGD))
 
 
 def test_fewer_rows_than_microbatches_are_told_once(caplog):
@@ -393,7 +385,7 @@ def test_training_without_an_optimizer_is_said_once(caplog):
         forgotten.step((X, torch.zeros(len(X), 2)))
     assert [text.partition(":")[0] for text in caplog.messages] == ["step trains nothing, as there is no optimizer"]
     caplog.clear()
-    meant = Pipeline([nn.Linear(4, 2)], mse_loss, num_microbatches=2, optimizer=None)
+    meant = Pipeline([nn.Linear(4, 2)], mse_loss, num_microbatches=2, training=Training(None))
     meant.step((X, torch.zeros(len(X), 2)))
     assert caplog.messages == []
 
@@ -401,7 +393,7 @@ def test_training_without_an_optimizer_is_said_once(caplog):
 def test_the_learning_rate_can_be_read_and_set():
     pipe = Pipeline(
         [nn.Linear(4, 4), nn.Linear(4, 2)], mse_loss, num_microbatches=2, num_workers=2,
-        optimizer=partial(torch.optim.SGD, lr=0.5),
+        training=Training(partial(torch.optim.SGD, lr=0.5)),
     )  # fmt: skip
     before = [p.detach().clone() for p in pipe.weights.state_dict().values()]
     assert pipe.learning_rate == 0.5

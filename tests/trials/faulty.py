@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from rpc_pipe.pipeline import Pipeline
+from rpc_pipe.pipeline import Pipeline, Training
 
 _WHAT, _PLACE, _RANK, _CALL, _STALL_S = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]), float(sys.argv[5])
 _STEPS = 100
@@ -222,7 +222,7 @@ def main() -> None:
     layers = [layer for _ in range(3) for layer in (partial(nn.Linear, 8, 8), Faulty)]
     optimizer, scheduler = partial(SGD, lr=0.1), partial(Scheduler, step_size=10)
     pipe = Pipeline(
-        layers, _loss, num_microbatches=4, optimizer=optimizer, lr_scheduler=scheduler, stall_s=_STALL_S
+        layers, _loss, num_microbatches=4, training=Training(optimizer, lr_scheduler=scheduler), stall_s=_STALL_S
     )  # fmt: skip
     x = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
     losses = pipe.train(_batches(x)) if _PLACE == "data" else _losses(pipe, x)

@@ -13,7 +13,7 @@ from random_specs import RandomLags, RandomProgram, RandomSlots, RandomSpec, Ran
 from torch import Tensor
 
 from rpc_pipe.dependency import Order, Spec
-from rpc_pipe.pipeline import Pipeline
+from rpc_pipe.pipeline import Pipeline, Training
 from rpc_pipe.planning.specs import make_spec, parameter_types
 from rpc_pipe.schedules import SCHEDULES
 from trials.fuzz_changes import drawn
@@ -245,9 +245,23 @@ class Case:
     def pipeline(self, stall_s: float) -> Pipeline:
         """Make the pipeline."""
         return Pipeline(
-            self.model(), self.loss_fn, optimizer=self.optimizer, lr_scheduler=self.lr_scheduler,
-            schedule=self.schedule, schedule_options=self.options, num_workers=self.workers,
-            num_microbatches=self.microbatches, split=self.split, order=self.order, seed=self.number,
-            max_grad_norm=self.max_grad_norm, accumulate=self.accumulate, ema_decay=self.ema_decay, stall_s=stall_s,
-            example=self.batches()[0] if self.unsplit else None, blocks=self.blocks,
-        )  # fmt: skip
+            self.model(),
+            self.loss_fn,
+            training=Training(
+                self.optimizer,
+                lr_scheduler=self.lr_scheduler,
+                max_grad_norm=self.max_grad_norm,
+                accumulate=self.accumulate,
+                ema_decay=self.ema_decay,
+            ),
+            schedule=self.schedule,
+            schedule_options=self.options,
+            num_workers=self.workers,
+            num_microbatches=self.microbatches,
+            split=self.split,
+            order=self.order,
+            seed=self.number,
+            stall_s=stall_s,
+            example=self.batches()[0] if self.unsplit else None,
+            blocks=self.blocks,
+        )

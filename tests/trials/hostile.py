@@ -34,10 +34,11 @@ import time
 from functools import partial
 import torch
 from torch import nn
-from rpc_pipe.pipeline import Pipeline
+from rpc_pipe.pipeline import Pipeline, Training
 
 layers = [partial(nn.Linear, 64, 64), nn.Tanh, partial(nn.Linear, 64, 64), nn.Tanh, partial(nn.Linear, 64, 4)]
-pipe = Pipeline(layers, nn.functional.cross_entropy, num_microbatches=8, optimizer=partial(torch.optim.SGD, lr=0.1))
+sgd = partial(torch.optim.SGD, lr=0.1)
+pipe = Pipeline(layers, nn.functional.cross_entropy, num_microbatches=8, training=Training(sgd))
 draw = torch.Generator().manual_seed(0)
 for step in range(int(sys.argv[1])):
     loss = pipe.step((torch.randn(32, 64, generator=draw), torch.randint(4, (32,), generator=draw)))

@@ -37,10 +37,10 @@ import os, sys, time
 from functools import partial
 import torch
 from torch import nn
-from rpc_pipe.pipeline import Pipeline
+from rpc_pipe.pipeline import Pipeline, Training
 
 layers = [partial(nn.Linear, 64, 64), nn.Tanh, partial(nn.Linear, 64, 64), nn.Tanh, partial(nn.Linear, 64, 64)]
-pipe = Pipeline(layers, nn.functional.mse_loss, num_microbatches=8, optimizer=partial(torch.optim.SGD, lr=0.1))
+pipe = Pipeline(layers, nn.functional.mse_loss, num_microbatches=8, training=Training(partial(torch.optim.SGD, lr=0.1)))
 draw, step = torch.Generator().manual_seed(0), 0
 while not pipe.stopped:
     rows = 32 + step % 7  # shapes change

@@ -10,9 +10,10 @@ import pytest
 import torch
 from fake_cuda import DEVICE, Apart, FakeCuda, Stream, StrictCuda, is_there, put_there
 from small_models import Cached
+from training_options import pipeline_with
 from unkind import MODELS, batches_for, differences
 
-from rpc_pipe import Pipeline, own_workers, session
+from rpc_pipe import Pipeline, Training, own_workers, session
 from rpc_pipe.dependency import ConfigError, PipeError, WorkerFailure
 from rpc_pipe.launching.job import current_job
 from rpc_pipe.schedules import SCHEDULES
@@ -66,10 +67,16 @@ def test_nothing_is_read_before_it_is_there_nor_written_before_it_has_left(backe
     schedule, owners, _ = schedule.partition(" with owners")
     replicas = {"replicas": 2, "zero": draw.choice([0, 1])} if owners else {}
     pipe = Pipeline(
-        list(model.layers), model.loss_fn, optimizer=model.optimizer, schedule=schedule, num_workers=4,
-        num_microbatches=microbatches, seed=1, stall_s=30, max_grad_norm=None if name == "sparse" else max_grad_norm,
+        list(model.layers),
+        model.loss_fn,
+        training=Training(model.optimizer, max_grad_norm=None if name == "sparse" else max_grad_norm),
+        schedule=schedule,
+        num_workers=4,
+        num_microbatches=microbatches,
+        seed=1,
+        stall_s=30,
         **replicas,
-    )  # fmt: skip
+    )
     assert differences(pipe, model, batches_for(name, microbatches), 1) == []
     assert all(backend._accelerator.num_copies for backend in backends)
 
@@ -82,7 +89,7 @@ def test_workers_that_share_a_device_hand_payloads_on_without_a_copy(monkeypatch
     monkeypatch.setattr(FakeCuda, "_copied", lambda cuda, tensor: copied.append(tensor) or made(cuda, tensor))
     torch.manual_seed(0)
     pipe = Pipeline(
-        list(model.layers), model.loss_fn, optimizer=model.optimizer, schedule=schedule, num_workers=4,
+        list(model.layers), model.loss_fn, training=Training(model.optimizer), schedule=schedule, num_workers=4,
         num_microbatches=4, seed=1, stall_s=30,
     )  # fmt: skip
     assert differences(pipe, model, batches_for(name, 4), 1) == []
@@ -250,10 +257,15 @@ def _pipe(schedule, **options):
     layers = [torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Dropout(0.1))] * 1
     layers += [torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()) for _ in range(7)]
     options = {"loss_fn": torch.nn.functional.mse_loss, **options}
-    return Pipeline(
-        layers, optimizer=partial(torch.optim.AdamW, lr=1e-2), schedule=schedule, num_workers=4, num_microbatches=4,
-        stall_s=30, **options,
-    )  # fmt: skip
+    return pipeline_with(
+        layers,
+        optimizer=partial(torch.optim.AdamW, lr=1e-2),
+        schedule=schedule,
+        num_workers=4,
+        num_microbatches=4,
+        stall_s=30,
+        **options,
+    )
 
 
 class _Tied(torch.nn.Module):
@@ -287,7 +299,9 @@ def test_a_model_cut_as_it_is_computes_on_the_device_alone(apart, monkeypatch):
         optimizer = partial(torch.optim.AdamW, lr=1e-2)
         with (
             Apart() if devices else contextlib.nullcontext(),
-            Pipeline(_Tied(), _next_word, optimizer=optimizer, num_workers=3, num_microbatches=3, **options) as pipe,
+            pipeline_with(
+                _Tied(), _next_word, optimizer=optimizer, num_workers=3, num_microbatches=3, **options
+            ) as pipe,
         ):
             told.append(([pipe.step((ids, ids)) for _ in range(2)], pipe.predict(ids)))
     assert told[0][0] == told[1][0] and told[0][1].equal(told[1][1])
@@ -304,7 +318,7 @@ def test_slices_come_to_the_device_with_what_they_know_of_the_whole(apart, monke
         options = {"num_workers": 2, "num_microbatches": 3, "slices": 3, "stall_s": 30}
         with (
             Apart() if devices else contextlib.nullcontext(),
-            Pipeline(Cached(), _next_word, optimizer=partial(torch.optim.SGD, lr=0.1), **options) as pipe,
+            pipeline_with(Cached(), _next_word, optimizer=partial(torch.optim.SGD, lr=0.1), **options) as pipe,
         ):
             told.append([pipe.step((ids, ids)) for _ in range(3)])
     assert told[0] == told[1] and told[0][2] < told[0][0]

@@ -14,9 +14,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from random_specs import RandomSlots
 from small_models import Cached
+from training_options import pipeline_with
 from unkind import MODELS, batches_for, differences
 
-from rpc_pipe import Pipeline, own_workers
+from rpc_pipe import Pipeline, Training, own_workers
 from rpc_pipe.dependency import ConfigError, ScheduleError
 from rpc_pipe.schedules import SCHEDULES
 from rpc_pipe.workers import run, thread_pool
@@ -163,7 +164,7 @@ def trained(model, options, way, pace):
             batches = batches_for(model, options["num_microbatches"])
             parts = MODELS[model]
             layers = list(parts.layers)
-            with Pipeline(layers, parts.loss_fn, optimizer=parts.optimizer, stall_s=30, **options) as pipe:
+            with pipeline_with(layers, parts.loss_fn, optimizer=parts.optimizer, stall_s=30, **options) as pipe:
                 use_devices(pipe, way)
                 return differences(pipe, parts, batches, options["seed"]), races.found
         ids = torch.randint(11, (2 * options["num_microbatches"], 9))
@@ -174,7 +175,7 @@ def trained(model, options, way, pace):
 def losses_of(options, ids, way):
     torch.manual_seed(0)
     sgd = partial(torch.optim.SGD, lr=0.1)
-    with Pipeline(Cached(), next_word, optimizer=sgd, stall_s=30, **options) as pipe:
+    with Pipeline(Cached(), next_word, training=Training(sgd), stall_s=30, **options) as pipe:
         use_devices(pipe, way)
         return [pipe.step((ids, ids)) for _ in range(2)]
 

@@ -13,7 +13,7 @@ from fake_cuda import FakeCuda
 from processes import python
 from unkind import MODELS, batches_for, differences
 
-from rpc_pipe import Pipeline, own_workers
+from rpc_pipe import Pipeline, Training, own_workers
 from rpc_pipe.dependency import Malformed
 from rpc_pipe.schedules import SCHEDULES
 from rpc_pipe.workers.compute import device_way
@@ -43,9 +43,15 @@ def pipeline(monkeypatch):
         model = MODELS[name]
         torch.manual_seed(0)
         pipe = Pipeline(
-            list(model.layers), model.loss_fn, optimizer=model.optimizer, schedule=schedule, num_workers=2, seed=1,
-            stall_s=30, **options,
-        )  # fmt: skip
+            list(model.layers),
+            model.loss_fn,
+            training=Training(model.optimizer),
+            schedule=schedule,
+            num_workers=2,
+            seed=1,
+            stall_s=30,
+            **options,
+        )
         for actor in pipe.actors:
             actor.carrier.post.use_device(actor.backend.way())
         make.backends = made[-4:]

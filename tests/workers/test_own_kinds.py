@@ -23,7 +23,7 @@ from rpc_pipe.dependency import (
     order_limit,
 )
 from rpc_pipe.drawing.timeline import draw
-from rpc_pipe.pipeline import Pipeline
+from rpc_pipe.pipeline import Pipeline, Training
 from rpc_pipe.planning.simulator import simulate, uniform
 from rpc_pipe.planning.specs import make_spec
 from rpc_pipe.schedules import OneFOneB
@@ -163,7 +163,7 @@ def test_it_trains_bit_for_bit_and_is_traced(order):
         pipe = Pipeline(
             [nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)) for _ in range(3)],
             nn.functional.mse_loss,
-            optimizer=partial(torch.optim.AdamW, lr=1e-2),
+            training=Training(partial(torch.optim.AdamW, lr=1e-2)),
             schedule=schedule,
             num_workers=3,
             num_microbatches=6,

@@ -13,6 +13,7 @@ from torch._functorch.aot_autograd import aot_module_simplified
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.nn.functional import mse_loss
+from training_options import pipeline_with
 
 from rpc_pipe import Pipeline, Training, own_workers
 from rpc_pipe.arguments import compile_options
@@ -32,7 +33,7 @@ SGD = partial(torch.optim.SGD, lr=0.1)
 
 def losses(layers, schedule, loss_fn=mse_loss, steps=3, **options):
     torch.manual_seed(0)
-    with Pipeline(
+    with pipeline_with(
         layers, loss_fn, optimizer=SGD, schedule=schedule, num_workers=2, num_microbatches=4, **options
     ) as pipe:
         return [pipe.step((X, X)) for _ in range(steps)]
@@ -231,7 +232,9 @@ def test_a_row_of_a_large_weight_changed_by_hand_reaches_all_replicas():
     torch.manual_seed(0)
     layers = [nn.Linear(6, 600), nn.Linear(600, 600), nn.Linear(600, 600), nn.Linear(600, 6)]
     whole = nn.Sequential(*layers)
-    with Pipeline(whole, mse_loss, optimizer=SGD, schedule="chimera", num_workers=2, num_microbatches=4) as pipe:
+    with Pipeline(
+        whole, mse_loss, training=Training(SGD), schedule="chimera", num_workers=2, num_microbatches=4
+    ) as pipe:
         pipe.step((X, X))
         with torch.no_grad():
             whole[1].weight[3] *= 2
