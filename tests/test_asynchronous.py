@@ -15,7 +15,7 @@ from rpc_pipe.model.batches.microbatches import update_shares
 from rpc_pipe.schedules import OneFOneB, PipeDream, PipeDream2BW
 
 
-@pytest.mark.parametrize(("P", "M"), [(1, 2), (2, 1), (2, 5), (4, 2), (4, 5)])
+@pytest.mark.parametrize(("P", "M"), [(2, 1), (2, 5), (4, 2)])
 @pytest.mark.parametrize("schedule", ASYNCHRONOUS)
 def test_identical_to_a_replay_in_one_process(monkeypatch, schedule, P, M):
     for order in ("ready", "fixed"):
@@ -23,11 +23,13 @@ def test_identical_to_a_replay_in_one_process(monkeypatch, schedule, P, M):
         assert report["identical"] and report["max_abs_error"] == 0, report
 
 
-@pytest.mark.parametrize("model", ["gpt", "conv"])
 @pytest.mark.parametrize(
-    "schedule, options",
-    [("pipedream", {"vertical_sync": "true"}), ("pipedream", {"window": "6"}), ("avgpipe", {"pipelines": "3"})]
-    + [(name, {}) for name in ASYNCHRONOUS],
+    ("schedule", "options", "model"),
+    [
+        *[("pipedream", {"vertical_sync": "true"}, "gpt"), ("pipedream", {"window": "6"}, "conv")],
+        ("avgpipe", {"pipelines": "3"}, "gpt"),
+        *zip(ASYNCHRONOUS, [{}] * 3, ["conv", "gpt", "conv"], strict=True),
+    ],
 )
 def test_other_models_and_parameters(monkeypatch, schedule, options, model):
     report = verdict(
@@ -39,7 +41,7 @@ def test_other_models_and_parameters(monkeypatch, schedule, options, model):
 @pytest.mark.parametrize("schedule", ASYNCHRONOUS)
 def test_random_delays_change_nothing(schedule):
     """In both orders. `bench/delays.py` tries a thousand."""
-    for seed in range(10):
+    for seed in range(4):
         pipe = pipeline(schedule, P=3, M=seed % 2 + 2, order=("ready", "fixed")[seed // 2 % 2])
         pipe.listen(lambda worker, seed=seed: Late(seed, worker, 0.004))
         found = list(pipe.train((x, x) for x in X[:5]))

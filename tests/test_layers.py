@@ -74,10 +74,15 @@ def tree(name):
 
 
 @cache
+def nodes(name):
+    return tuple(ast.walk(tree(name)))
+
+
+@cache
 def absolute(name):
     """Return what a file imports by absolute names."""
     found = []
-    for node in ast.walk(tree(name)):
+    for node in nodes(name):
         if isinstance(node, ast.ImportFrom) and not node.level:
             found += [f"{node.module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Import):
@@ -90,7 +95,7 @@ def imported(name):
     """Return the files of ours that a file imports anywhere."""
     is_package = FILES[name].name == "__init__.py"
     found = set()
-    for node in ast.walk(tree(name)):
+    for node in nodes(name):
         if isinstance(node, ast.ImportFrom) and node.level:
             parts = name.split(".")
             base = parts[: len(parts) - node.level + is_package]
@@ -213,7 +218,7 @@ def test_no_function_is_too_long():
     lengths = {
         f"{name}.{node.name}": node.end_lineno - node.lineno + 1
         for name in FILES
-        for node in ast.walk(tree(name))
+        for node in nodes(name)
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
     }
     assert [function for function, length in lengths.items() if length > MOST_FUNCTION_LINES] == []
@@ -247,7 +252,7 @@ def dotted(node):
 
 
 def private_functions_of_torch(name):
-    used = absolute(name) + [dotted(node) for node in ast.walk(tree(name)) if isinstance(node, ast.Attribute)]
+    used = absolute(name) + [dotted(node) for node in nodes(name) if isinstance(node, ast.Attribute)]
     parts = [each.split(".") for each in used if each.startswith("torch.")]
     return [each for each in parts if any(part[0] == "_" and part[:2] != "__" for part in each)]
 

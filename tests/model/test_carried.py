@@ -140,8 +140,10 @@ class AnnealsItsBlocks(Model):
 COUNTING = CountsInBuffer, CountsInAttribute, CountsInList, RemembersForOthers, AveragesBetween, AnnealsItsBlocks
 
 
-@pytest.mark.parametrize("num_workers", [2, 3, 4])
-@pytest.mark.parametrize("make", [*COUNTING, Flags, CallsInEvaluation])
+@pytest.mark.parametrize(
+    ("make", "num_workers"),
+    [*((make, 4) for make in (*COUNTING, Flags, CallsInEvaluation)), (CountsInBuffer, 2), (RemembersForOthers, 3)],
+)
 def test_what_the_end_of_a_forward_counts_is_counted_on_every_stage(make, num_workers):
     """Stages ended their forward when they had all that they hand on, and the first went on with the first numbers."""
     model = made(make)

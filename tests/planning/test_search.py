@@ -39,7 +39,7 @@ def block(time, name="", **bytes):
     return LayerCost(times, Size(**bytes), name)
 
 
-@pytest.mark.parametrize("seed", range(1000, 1008))
+@pytest.mark.parametrize("seed", range(1000, 1004))
 def test_the_plan_is_the_best_of_all_cuts_of_all_schedules(seed):
     request = instance(seed) if seed % 4 else edited(instance(seed))
     result = search(request)
@@ -56,7 +56,7 @@ def test_the_plan_is_the_best_of_all_numbers_of_replicas(seed):
     assert (result.plans[0].predicted_ms if result.plans else None) == best and result.gap == 0
 
 
-@pytest.mark.parametrize("seed", range(3000, 3006))
+@pytest.mark.parametrize("seed", range(3000, 3003))
 def test_the_plan_is_the_best_of_all_numbers_of_slices(seed):
     request = replace(instance(seed), slices=(1, 2, 3), schedules=("1f1b", "zb-h1", "interleaved"))
     costs = SliceCosts(*[(0.0, 0.0, 0.0), (0.0, 0.4, 0.1), (0.1, 0.2, 0.0)][seed % 3])
@@ -82,7 +82,7 @@ def with_lengths(request, seed, count):
     return replace(request, profile=profile, lengths=tuple(lengths), order=order, microbatches=(count,))
 
 
-@pytest.mark.parametrize("seed", range(4000, 4006))
+@pytest.mark.parametrize("seed", range(4000, 4004))
 def test_the_plan_is_the_best_for_rows_of_several_lengths(seed):
     request = with_lengths(instance(seed), seed, 5)
     request = replace(request, schedules=("1f1b", "zb-h1", "interleaved", "chimera", "dualpipev"))
@@ -107,7 +107,7 @@ def test_long_rows_move_the_cut_away_from_blocks_with_attention():
     assert long.memory_by_worker == (2 * 8 * (3 + 1.5) + 2, 4 * 8 * 3 + 4)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(20))
 def test_bounds_are_below_what_the_simulator_says(seed):
     draw = random.Random(seed)
     request = instance(seed) if seed % 4 else edited(instance(seed))

@@ -62,12 +62,11 @@ def assert_all_gone(processes, timeout=10):
     assert not alive
 
 
-@pytest.mark.parametrize("schedule, workers, microbatches", [("1f1b", 3, 5), ("gpipe", 2, 1), ("naive", 4, 2)])
-def test_verify_over_rpc_is_identical(schedule, workers, microbatches):
-    done = rpc_pipe("verify", "--schedule", schedule, "--workers", workers, "--microbatches", microbatches, "--json")
+def test_verify_over_rpc_is_identical():
+    done = rpc_pipe("verify", "--schedule", "1f1b", "--workers", 3, "--microbatches", 5, "--json")
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(done.stdout)
-    assert report["identical"] and report["max_abs_error"] == 0 and report["workers"] == workers
+    assert report["identical"] and report["max_abs_error"] == 0 and report["workers"] == 3
 
 
 @pytest.mark.parametrize("wanted", ["on", "off"])

@@ -43,8 +43,8 @@ def model(tmp_path):
 @pytest.mark.parametrize(
     ("schedule", "workers", "replicas"),
     [
-        *[("1f1b", 4, 2), ("zb-h1", 6, 3), ("interleaved", 4, 2), ("zb-v", 4, 2), ("chimera", 4, 2), ("gpipe", 4, 4)],
-        *[("pipedream-2bw", 4, 2), ("pipedream-2bw", 6, 3)],
+        *[("1f1b", 4, 2), ("zb-h1", 6, 3), ("zb-v", 4, 2), ("chimera", 4, 2), ("gpipe", 4, 4)],
+        ("pipedream-2bw", 6, 3),
     ],
 )
 def test_replicas_train_the_bits_of_one_process(model, schedule, workers, replicas, capsys):
@@ -55,7 +55,7 @@ def test_replicas_train_the_bits_of_one_process(model, schedule, workers, replic
         assert json.loads(capsys.readouterr().out)["identical"]
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "chimera"])
+@pytest.mark.parametrize("schedule", ["zb-h1", "chimera"])
 def test_deferred_batch_norm_has_the_statistics_of_all_replicas(tmp_path, schedule, capsys):
     """Each replica took those of its own microbatches, so that they evaluated by different ones."""
     text = MODEL.replace("nn.Tanh()", "nn.BatchNorm1d(8), nn.Tanh()")
@@ -92,7 +92,7 @@ def test_sums_that_wait_for_an_update_go_on_from_a_checkpoint(tmp_path, then):
     torch.testing.assert_close(again, whole, **tolerance)
 
 
-@pytest.mark.parametrize(("transport", "zero"), [("rpc", "0"), ("zmq", "0"), ("zmq", "1 --spread stages")])
+@pytest.mark.parametrize(("transport", "zero"), [("rpc", "0"), ("zmq", "1 --spread stages")])
 def test_processes_too(model, transport, zero):
     typed = f"--schedule zb-h1 --workers 4 --replicas 2 --zero {zero} --microbatches 7 --json --transport".split()
     ran = rpc_pipe("verify", model, *typed, transport)

@@ -33,11 +33,15 @@ def spec_of(case):
 BETTER_READY = ("chimera", "dualpipe", "varuna", "v-half", "v-min")
 
 
-@pytest.mark.parametrize("case", EXPECTED["cases"], ids=name)
+@pytest.mark.parametrize("schedule", dict.fromkeys(case["schedule"] for case in EXPECTED["cases"]))
 @pytest.mark.parametrize("order", ["fixed", "ready"])
-def test_reference_timetables(case, order):
-    if order not in case:
-        pytest.skip("the reference has no such order")
+def test_reference_timetables(schedule, order):
+    for case in EXPECTED["cases"]:
+        if case["schedule"] == schedule and order in case:
+            check_timetable(case, order)
+
+
+def check_timetable(case, order):
     cost = uniform({Kind.of(kind): time for kind, time in case["cost"].items()})
     spec = spec_of(case)
     result = simulate(spec, cost, comm=case["comm"], order=order)
@@ -49,10 +53,10 @@ def test_reference_timetables(case, order):
     }
     expected = case[order]
     if order == "ready" and case["schedule"] in BETTER_READY and found != found | expected:
-        assert found["makespan"] < expected["makespan"]
+        assert found["makespan"] < expected["makespan"], name(case)
         assert all(found["peak"][w] <= spec.peak_activations(w) for w in range(spec.num_workers))
     else:
-        assert found == found | expected
+        assert found == found | expected, name(case)
 
 
 @pytest.mark.parametrize("case", EXPECTED["orders"], ids=name)
@@ -89,7 +93,7 @@ def test_a_deadlock_is_said_not_waited_for():
         simulate(Never(num_workers=2, num_microbatches=2), uniform({F: 1, B: 1}))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     name=st.sampled_from(sorted(SCHEDULES)),
     P=st.integers(1, 5),
@@ -112,7 +116,7 @@ def test_what_is_simulated_is_what_the_workers_decide(name, P, M, order, comm, c
     assert list(result.peak_activations) == peak
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     name=st.sampled_from(["1f1b", "gpipe", "interleaved", "hanayo", "chimera", "zb-v"]),
     replicas=st.integers(1, 3),

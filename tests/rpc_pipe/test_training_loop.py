@@ -109,8 +109,7 @@ def equal(found, model):
 
 
 @SCHEDULES
-@pytest.mark.parametrize("loss_fn", [nn.functional.mse_loss, mse_sum])
-@pytest.mark.parametrize("max_grad_norm", [None, 0.05])
+@pytest.mark.parametrize(("loss_fn", "max_grad_norm"), [(nn.functional.mse_loss, 0.05), (mse_sum, None)])
 def test_several_steps_make_one_update(schedule, num_workers, loss_fn, max_grad_norm):
     expected, model, _, _ = plainly(accumulate=2, loss_fn=loss_fn, max_grad_norm=max_grad_norm)
     options = {"accumulate": 2, "loss_fn": loss_fn, "max_grad_norm": max_grad_norm}

@@ -26,8 +26,8 @@ from rpc_pipe.tracing import run_folders
 from rpc_pipe.workers.compute.randomness import Randomness
 
 SYNCHRONOUS = [name for name, cls in SCHEDULES.items() if cls.synchronous]
-#: each model with every third schedule, each schedule with every third model
-PAIRS = [(name, schedule) for i, name in enumerate(MODELS) for schedule in SYNCHRONOUS[i % 3 :: 3]]
+#: each model with every sixth schedule, each schedule with every sixth model
+PAIRS = [(name, schedule) for i, name in enumerate(MODELS) for schedule in SYNCHRONOUS[i % 6 :: 6]]
 
 
 @pytest.mark.parametrize("name, schedule", PAIRS)
@@ -43,7 +43,14 @@ def test_identical_to_one_process(name, schedule):
     assert differences(pipe, MODELS[name], batches_for(name, microbatches), 1) == [], options
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        for name in MODELS
+        if name.startswith(("weights", "one", "complex", "sparse", "views", "strided", "grad", "named"))
+    ],
+)
 def test_identical_when_stages_are_joined_by_messages(name, monkeypatch):
     """Over RPC and ZeroMQ an expanded tensor arrived as a contiguous copy: its sum, and all behind it, differed."""
     carriers = loopback_carriers(3)
