@@ -55,7 +55,7 @@ def _grows(memory: Memory, worker: int) -> tuple[str, str] | None:
     everywhere = (action for w in range(spec.num_workers) for action in spec.own_actions(w))
     idle = overrides(type(spec), "after") and not any(list(spec.after(action)) for action in everywhere)
     return (
-        f"with {number} microbatches worker {worker} may keep {lives.most[-1]} microbatches "
+        f"worker {worker} may keep {lives.most[-1]} of {number} microbatches "
         f"of activations when gradients are late{UNSURE * (not is_exact)}, but its order keeps {in_order[-1]}: "
         f"nothing in the relation bounds memory, it grows with the microbatches. {WINDOW}{_NAMES_NOTHING * idle}",
         draw_held(lives.run_to_most(), in_order[-1]),

@@ -31,6 +31,11 @@ from typing import Any
 class PipeError(Exception):
     """Base of every error that rpc-pipe raises on purpose."""
 
+    @property
+    def subject(self) -> str:
+        """The first word of the text: the option, file or part that the error is about."""
+        return re.split(r"[\s:=,(]", str(self), maxsplit=1)[0]
+
     def __reduce__(self) -> tuple[Any, ...]:
         # The default calls cls(*args), which breaks as soon as a subclass takes other arguments.
         return _rebuild, (type(self), self.args, self.__dict__)

@@ -300,9 +300,9 @@ class Session:
     def _calling(self, uncut: bool = False) -> Iterator[None]:
         """Return a context in which workers are called, of a model that has been cut unless `uncut`."""
         if self.closed:
-            raise PipeError("this pipeline is closed; `close` comes last, also at the end of a `with` block")
+            raise PipeError("pipeline: is closed; `close` comes last, also at the end of a `with` block")
         if self.awaits_batch and not uncut:
-            raise ConfigError("the model is cut by the first batch: to call this before, pass example= to Pipeline")
+            raise ConfigError("example: the first batch cuts the model; to call this before, pass example= to Pipeline")
         # Around all workers of this process at once: they share its generators, and the modules given.
         with ExitStack() as stack:
             stack.enter_context(self.partition.module_copies.around())

@@ -4,13 +4,14 @@ from functools import partial
 
 import pytest
 import torch
+from refusals import failed, refused
 from replayed import ASYNCHRONOUS, Late, X, decaying, most_copies, pipeline, replay_of, same
 from small_models import LAYERS, NORMED
 from test_transparency import verdict
 from torch import nn
 
 from bench.replaying import held_out
-from rpc_pipe.dependency import B, ConfigError, U, most_open, staleness
+from rpc_pipe.dependency import B, U, WorkerFailure, most_open, staleness
 from rpc_pipe.model.batches.microbatches import update_shares
 from rpc_pipe.schedules import OneFOneB, PipeDream, PipeDream2BW
 
@@ -180,14 +181,14 @@ def test_a_version_that_is_gone_is_noticed():
     shard = pipe.actors[0].shards[0, 0]
     list(pipe.train([(X[0], X[0])]))
     shard.newest = 5
-    with pytest.raises(ConfigError, match="version 1 of the weights is declared, but held are"):
+    with refused("stage"):
         shard._using(2)
 
 
 def test_hooks_of_gradients_are_refused():
     pipe = pipeline("pipedream")
     pipe.actors[0].shards[0, 0].parameters()[0].register_hook(lambda grad: grad)
-    with pytest.raises(Exception, match="hooks of parameters' gradients do not run"):
+    with refused("stage", WorkerFailure):
         list(pipe.train([(X[0], X[0])]))
 
 
@@ -203,7 +204,7 @@ def test_after_an_error_the_pipeline_goes_on():
     stream = pipe.train((x, x) for x in X)
     assert next(stream) > 0
     fails = True
-    with pytest.raises(Exception, match="ArithmeticError: no"):
+    with failed(ArithmeticError):
         list(stream)
     fails = False
     assert len(list(pipe.train((x, x) for x in X[:3]))) == 3

@@ -6,12 +6,13 @@ from functools import partial
 
 import pytest
 import torch
+from refusals import refused
 from replayed import X, pipeline
 from torch import nn
 from torch.nn.utils import prune
 from torch.nn.utils.parametrizations import weight_norm
 
-from rpc_pipe.dependency import ConfigError, F, WorkerFailure
+from rpc_pipe.dependency import F, WorkerFailure
 from rpc_pipe.model.shard_maker import ShardMaker, make_partition
 from rpc_pipe.pipeline import Pipeline
 from rpc_pipe.planning.specs import make_spec
@@ -34,7 +35,7 @@ def test_a_weight_that_no_optimizer_has_is_not_thawed_silently():
         optimizer.zero_grad()
         assert pipe.step((x, x)) == pytest.approx(loss.item())
     layers[0].weight.requires_grad_(True)
-    with pytest.raises(WorkerFailure, match=r"parameter 0.weight requires a gradient, but was frozen when"):
+    with refused("parameter", WorkerFailure):
         pipe.step((X[0], X[0]))
     pipe.actors[0].shards[0, 0].optimizer.add_param_group({"params": [layers[0].weight]})
     pipe.step((X[0], X[0]))
@@ -111,7 +112,7 @@ def test_hooks_of_copies_are_refused():
     pipe = pipeline("chimera", layers)
     pipe.step((X[0], X[0]))
     layers[0].weight.register_hook(print)
-    with pytest.raises(ConfigError, match="a hook of parameter weight was registered or removed, of which other"):
+    with refused("model"):
         pipe.step((X[0], X[0]))
 
 
@@ -159,7 +160,7 @@ def test_what_copies_cannot_follow_is_refused(change, says):
     )
     pipe.step((X[0], X[0]))
     change(model)
-    with pytest.raises(ConfigError, match=says) as error:
+    with refused("model") as error:
         pipe.step((X[0], X[0]))
     assert "\n" not in str(error.value)
 
@@ -200,7 +201,7 @@ def test_another_module_in_the_users_list_is_refused():
     pipe = pipeline("1f1b", model)
     pipe.step((X[0], X[0]))
     model[2] = nn.Linear(8, 8)
-    with pytest.raises(ConfigError, match="a parameter or module of a Sequential was exchanged"):
+    with refused("model"):
         pipe.step((X[0], X[0]))
 
 
@@ -349,7 +350,7 @@ def test_a_weight_that_is_tied_behind_the_pipeline_is_refused(schedule):
     prune.identity(layers[1], "weight")  # the same parameter by another name
     pipe.step((X[0], X[0]))
     layers[3].weight = layers[0].weight
-    with pytest.raises(ConfigError, match="a parameter or module of a Linear was exchanged"):
+    with refused("model"):
         pipe.step((X[0], X[0]))
 
 

@@ -4,12 +4,12 @@ import json
 from dataclasses import replace
 
 import pytest
+from refusals import refused
 from replayed import ASYNCHRONOUS, X, most_copies, pipeline
 
 from rpc_pipe.commands.main import main
 from rpc_pipe.dependency import (
     B,
-    ConfigError,
     F,
     Part,
     ScheduleError,
@@ -165,7 +165,7 @@ def test_what_a_stream_must_not_declare(cls, methods, says):
 
 
 def test_avgpipe_says_what_pull_it_takes():
-    with pytest.raises(ConfigError, match="pull must be above 0 and below pipelines"):
+    with refused("pipelines"):
         AvgPipe(num_workers=2, num_microbatches=4, pull=2.5)
 
 

@@ -53,7 +53,7 @@ class WorkerThreads:
     def undoing(self) -> Iterator[None]:
         """Return a context that undoes begun steps after an error."""
         if self.stuck:
-            raise PipeError("a worker of this pipeline has hung, as an error said: make another pipeline")
+            raise PipeError("worker: one of this pipeline has hung; make another pipeline")
         try:
             yield
         except BaseException:

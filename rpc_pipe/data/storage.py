@@ -72,7 +72,7 @@ class Storage:
     @contextmanager
     def alone(self, name: str) -> Iterator[None]:
         """Let only one process, and one thread, run the body under `name`."""
-        with refused(DataError, f"the cache {self.folder}: cannot be made"):
+        with refused(DataError, f"cache {self.folder}: cannot be made"):
             self.folder.mkdir(parents=True, exist_ok=True)
             file = (self.folder / f".{name}.lock").open("w")
         with file:

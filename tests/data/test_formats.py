@@ -5,11 +5,12 @@ import json
 import numpy as np
 import pytest
 import torch
+from refusals import refused
 
 from rpc_pipe.data import Loader, dataset, images, open_source, table, tables, text, tokens
 from rpc_pipe.data.source import ALL
 from rpc_pipe.data.storage import Storage
-from rpc_pipe.dependency import ConfigError, DataError
+from rpc_pipe.dependency import DataError
 
 pa = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
@@ -96,13 +97,13 @@ def test_of_a_compressed_file_one_batch_is_in_memory_at_a_time(tmp_path):
 
 
 def test_tables_that_cannot_be_read(rows):
-    with pytest.raises(ConfigError, match=r"shard 0\.parquet: has no column 'z'; it has 'x', 'y', 'name'"):
+    with refused("shard"):
         table(str(rows / "*.parquet"), "z", "y")
-    with pytest.raises(ConfigError, match="column 'name' is string; must be numbers"):
+    with refused("shard"):
         epoch(table(rows / "0.parquet", "name", "y"))
     content = (rows / "1.parquet").read_bytes()
     (rows / "1.parquet").write_bytes(content[: len(content) // 2])
-    with pytest.raises(DataError, match=r"shard 1\.parquet: cannot be read, it may be truncated"):
+    with refused("shard", DataError):
         table(str(rows / "*.parquet"), "x", "y")
 
 
@@ -127,7 +128,7 @@ def test_images_by_class(tmp_path):
     assert torch.equal(drawn, epoch(images(tmp_path, transform=brighter, threads=1))[0])
     assert drawn.int().tolist() == [10 * n for n in range(12)] and len(set((drawn % 1).tolist())) == 12
     (tmp_path / "cat" / "01.png").write_bytes(b"no image")
-    with pytest.raises(DataError, match=r"image cat/01\.png: cannot be decoded"):
+    with refused("image", DataError):
         epoch(images(tmp_path, size=4))
 
 
@@ -140,9 +141,9 @@ def test_any_map_style_dataset():
     both = next(iter(Loader(dataset(named, inputs=["a", "b"], targets=["b"]), rows=20)))
     assert set(both[0]) == {"a", "b"} and torch.equal(both[0]["b"], both[1]["b"])
     assert both.read(False, True)[0] is None
-    with pytest.raises(ConfigError, match="its samples have 'a', 'b'; name two"):
+    with refused("dataset"):
         dataset(named)
-    with pytest.raises(ConfigError, match="must have a length"):
+    with refused("dataset"):
         dataset(iter(pairs))
 
 

@@ -8,12 +8,12 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from refusals import failed, refused
 from threads_as_processes import each_worker
 from torch import nn
 
 from rpc_pipe import Pipeline, Training
 from rpc_pipe.data import Loader, dataset, tokens
-from rpc_pipe.dependency import ConfigError
 from rpc_pipe.model.batches.microbatches import Microbatches
 from rpc_pipe.tracing.own_boards import collect, record
 from rpc_pipe.tracing.run_summary import figures
@@ -75,7 +75,7 @@ def test_a_step_that_fails_does_not_count(loader):
         first = iter(batches)
         pipe.step(next(first))
         failing = Pipeline([nn.Identity], lambda output, target: 1 / 0, num_microbatches=1)
-        with pytest.raises(Exception, match="division by zero"):
+        with failed(ZeroDivisionError):
             failing.step(next(first))
         assert batches.position == 8
 
@@ -146,9 +146,7 @@ def test_a_script_is_not_resumed_on_other_data(loader, tmp_path, how):
     for other in ({"seed": 1}, {"rows": 4}):
         with pipeline() as pipe:
             pipe.checkpoints.resume(tmp_path / "checkpoints")
-            with pytest.raises(
-                ConfigError, match=r"the last step before the checkpoint was of samples 40-47 in the order"
-            ):
+            with refused("--resume"):
                 script(pipe, loader(**other))
     with pipeline(3) as pipe:
         pipe.checkpoints.resume(tmp_path / "checkpoints")

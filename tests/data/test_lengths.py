@@ -155,7 +155,7 @@ def test_replicas_read_their_rows_alone_where_labels_are_counted(monkeypatch):
         rows = Rows()
         with building:
             batches, model = loader(rows, epochs=1, rows=12, **options), copy.deepcopy(layers())
-            pipe = Pipeline(model, nn.functional.cross_entropy, optimizer=SGD, num_microbatches=2, replicas=2)
+            pipe = Pipeline(model, nn.functional.cross_entropy, training=Training(SGD), num_microbatches=2, replicas=2)
         built.wait()
         with pipe:
             return list(pipe.train(batches)), pipe.weights.state_dict(), len(rows.read)

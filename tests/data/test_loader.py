@@ -8,10 +8,11 @@ import weakref
 import numpy as np
 import pytest
 import torch
+from refusals import refused
 
 from rpc_pipe.data import Loader, dataset, tokens
 from rpc_pipe.data.batch_making import Reader
-from rpc_pipe.dependency import ConfigError, DataError, Stalled
+from rpc_pipe.dependency import DataError, Stalled
 
 CONTEXT = 4
 
@@ -136,7 +137,7 @@ def test_what_is_made_late_is_not_taken_for_another_batch(shards, monkeypatch):
     slow.seek(0)
     with monkeypatch.context() as impatient:
         impatient.setattr(slow._reader, "_timeout_s", 0.2)
-        with pytest.raises(Stalled, match=r"has waited with a batch that nobody takes for 0\.2 s"):
+        with refused("data", Stalled):
             next(iter(slow))[0]
     release.set()
     slow.seek(0)
@@ -146,25 +147,25 @@ def test_what_is_made_late_is_not_taken_for_another_batch(shards, monkeypatch):
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"rows": 0}, "rows 0: must be a whole number, at least 1"),
-        ({"pipeline": 2, "pipelines": 2}, "pipeline 2 of 2"),
-        ({"memory": "2 XB"}, "memory '2 XB': must be"),
+        ({"rows": 0}, "rows"),
+        ({"pipeline": 2, "pipelines": 2}, "pipeline"),
+        ({"memory": "2 XB"}, "memory"),
         (
             {"memory": 300},
-            "memory 300 B: chunks have up to 82 B, and one must fit beside another .* needs 1.18 kB",
+            "memory",
         ),
-        ({"memory": 1200, "window": 99, "rows": 1}, "window 99: must be 1 to"),
+        ({"memory": 1200, "window": 99, "rows": 1}, "window"),
     ],
 )
 def test_options_that_cannot_work(shards, options, message):
-    with pytest.raises(ConfigError, match=message):
+    with refused(message):
         loader(shards, **options)
 
 
 def test_other_data_under_a_resumed_run(shards):
     state = loader(shards).state_dict()
     np.save(shards / "8.npy", np.zeros(41, np.uint16))
-    with pytest.raises(ConfigError, match=r"were 8 shards, 80 samples .* and are 9 shards, 90 samples"):
+    with refused("data"):
         loader(shards).load_state_dict(state)
 
 
@@ -175,7 +176,7 @@ def test_one_byte_that_has_changed(tmp_path, at):
     with (tmp_path / "a.u16").open("r+b") as file:
         file.seek(at, 0 if at >= 0 else 2)
         file.write(b"x")
-    with pytest.raises(ConfigError, match="a resumed run needs the same data"):
+    with refused("data"):
         Loader(tokens(tmp_path, 1024), rows=4).load_state_dict(state)
 
 
@@ -183,7 +184,7 @@ def test_a_shard_that_is_written_anew_in_a_run(shards):
     source = tokens(shards, CONTEXT)
     np.save(shards / "3.npy", np.zeros(41, np.uint16))
     os.utime(shards / "3.npy", ns=(0, 0))
-    with pytest.raises(DataError, match=r"shard 3\.npy: .* was written to"):
+    with refused("shard", DataError):
         read(Loader(source, rows=6, epochs=1))
 
 
@@ -200,20 +201,20 @@ def test_more_shards_than_files_may_be_open(tmp_path):
 
 
 def test_another_seed_under_a_resumed_run(shards):
-    with pytest.raises(ConfigError, match=r"seed 1, window 3 .* seed 0"):
+    with refused("data"):
         loader(shards).load_state_dict(loader(shards, seed=1).state_dict())
 
 
 def test_a_shard_that_is_missing_truncated_or_no_shard(shards):
     source = tokens(shards, CONTEXT)
     (shards / "3.npy").unlink()
-    with pytest.raises(DataError, match=r"shard 3\.npy: .* cannot be read: No such file"):
+    with refused("shard", DataError):
         list(read(Loader(source, rows=6, epochs=1)))
     (shards / "3.npy").write_bytes((shards / "2.npy").read_bytes()[:-20])
-    with pytest.raises(DataError, match=r"shard 3\.npy: is truncated: 190 bytes, but its header says 210"):
+    with refused("shard", DataError):
         tokens(shards, CONTEXT)
     (shards / "3.npy").write_bytes(b"nonsense")
-    with pytest.raises(DataError, match=r"shard 3\.npy: is no \.npy file"):
+    with refused("shard", DataError):
         tokens(shards, CONTEXT)
 
 
@@ -224,7 +225,7 @@ def test_a_shard_that_changes_while_it_is_in_use(shards):
     for path in shards.iterdir():
         with path.open("r+b") as file:
             file.truncate(100)
-    with pytest.raises(DataError, match=r"shard \d\.npy: .* (was written to after it was listed|has become truncated)"):
+    with refused("shard", DataError):
         for batch in batches:
             batch[0]
 
@@ -245,7 +246,7 @@ def test_a_shard_that_does_not_come_is_named(shards, monkeypatch):
     slow, release = tokens(shards, CONTEXT), threading.Event()
     load = slow.load
     monkeypatch.setattr(slow, "load", lambda *asked: (release.wait(20), load(*asked))[1])
-    with pytest.raises(Stalled, match=r"shard \d\.npy: has not been loaded for 1 s"):
+    with pytest.raises(Stalled):
         next(iter(Loader(slow, rows=6, timeout_s=1)))[0]
     release.set()
 
@@ -253,12 +254,12 @@ def test_a_shard_that_does_not_come_is_named(shards, monkeypatch):
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"readers": "last"}, "readers 'last': must be users or first"),
-        ({"readers": "first", "epochs": 1}, "epochs 1: with readers='first' other workers cannot know"),
+        ({"readers": "last"}, "readers"),
+        ({"readers": "first", "epochs": 1}, "epochs"),
     ],
 )
 def test_readers(shards, options, message):
-    with pytest.raises(ConfigError, match=message):
+    with refused(message):
         loader(shards, **options)
 
 
@@ -278,14 +279,14 @@ def test_where_only_the_reader_opens_the_data(shards):
     np.save(shards / "8.npy", np.zeros(41, np.uint16))
     changed = Loader(make, rows=6, readers="first")
     changed.load_state_dict(state)
-    with pytest.raises(ConfigError, match="were 8 shards"):
+    with refused("data"):
         next(iter(changed))[0]
 
 
 def test_two_shards_of_one_name(shards, tmp_path):
     (tmp_path / "more").mkdir()
     np.save(tmp_path / "more" / "0.npy", np.zeros(41, np.uint16))
-    with pytest.raises(ConfigError, match=r"two shards are called 0\.npy"):
+    with refused("data"):
         tokens([shards, tmp_path / "more"], CONTEXT)
     assert len(tokens(tmp_path, CONTEXT).shards) == 9, "below one folder they have different names"
 
@@ -295,5 +296,5 @@ def test_raw_numbers(tmp_path):
     inputs, _ = next(iter(Loader(tokens(tmp_path / "a.u32", 4), rows=10, shuffle=False)))
     assert inputs.flatten().tolist() == list(range(40))
     (tmp_path / "a.u32").write_bytes(b"12345")
-    with pytest.raises(DataError, match="5 bytes are no whole number of uint32"):
+    with refused("shard", DataError):
         tokens(tmp_path / "a.u32", 4)

@@ -3,12 +3,13 @@ import json
 import numpy as np
 import pytest
 from processes import ROOT, rpc_pipe
+from refusals import refused
 
 from rpc_pipe.commands.main import main
 from rpc_pipe.data import Loader, pack, tokens
 from rpc_pipe.data.packing import _ShardWriter
 from rpc_pipe.data.survey import survey
-from rpc_pipe.dependency import ConfigError, DataError
+from rpc_pipe.dependency import DataError
 
 
 @pytest.fixture
@@ -45,11 +46,11 @@ def test_killed_after_any_shard_it_goes_on_to_the_same_shards(folder, tmp_path, 
                 raise KeyboardInterrupt
             write(self, file, at, skip)
 
-        out = tmp_path / f"killed {last}"
+        out = tmp_path / f"killed-{last}"
         monkeypatch.setattr(_ShardWriter, "_write", killed)
         with pytest.raises(KeyboardInterrupt):
             pack(folder, out, shard_bytes=1000)
-        with pytest.raises(ConfigError, match="holds shards of another text" if last else "no files that end in"):
+        with refused(out.name if last else "data"):
             pack(folder, out, shard_bytes=999) if last else tokens(out, 8)
         monkeypatch.setattr(_ShardWriter, "_write", write)
         pack(folder, out, shard_bytes=1000)
@@ -66,17 +67,17 @@ def test_a_tokenizer_of_the_library(folder, tmp_path):
     words.save(str(tmp_path / "tokenizer.json"))
     packed = pack(folder / "0.jsonl", tmp_path / "out", tokenizer=tmp_path / "tokenizer.json")
     assert content(tmp_path / "out")[:4].tolist() == [1, 0, 0, 300] or packed.dtype == "uint8"
-    with pytest.raises(ConfigError, match=r"tokenizer .*none\.json: must be bytes, a tokenizer.json"):
+    with refused("tokenizer"):
         pack(folder, tmp_path / "other", tokenizer="none.json")
 
 
 def test_what_is_wrong_with_text_is_named(folder, tmp_path):
     (folder / "1.jsonl").write_text('{"text": "fine"}\n{"body": 1}\n')
-    with pytest.raises(DataError, match=r"shard 1\.jsonl: the line at byte 17 is no JSON object with a text 'text'"):
+    with refused("shard", DataError):
         pack(folder, tmp_path / "out")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine.txt").write_text("mine")
-    with pytest.raises(ConfigError, match=r"is not empty \(mine\.txt\)"):
+    with refused("full"):
         pack(folder, tmp_path / "full")
 
 
@@ -86,14 +87,14 @@ def test_shards_that_are_not_as_they_were_packed(folder, tmp_path):
     path = out / "shard-00002.npy"
     whole = path.read_bytes()
     path.write_bytes(whole[:500])
-    with pytest.raises(DataError, match=r"shard-00002\.npy: has 500 bytes, but index.json says 1128"):
+    with refused("shard", DataError):
         tokens(out, 8)
     path.write_bytes(whole[:-1] + b"?")
-    with pytest.raises(DataError, match=r"shard-00002\.npy: its checksum is .* the file is damaged"):
+    with refused("shard", DataError):
         for batch in Loader(tokens(out, 8), rows=8, epochs=1):
             batch[0]
     path.unlink()
-    with pytest.raises(DataError, match=r"shard-00002\.npy: is missing"):
+    with refused("shard", DataError):
         tokens(out, 8)
 
 
@@ -103,11 +104,11 @@ def test_an_index_whose_counts_are_no_numbers_is_refused(folder, tmp_path):
     pack(folder, out, shard_bytes=1000)
     index = json.loads((out / "index.json").read_text())
     (out / "index.json").write_text(json.dumps({**index, "tokens": "text."}))
-    with pytest.raises(ConfigError, match="is not one of rpc-pipe"):
+    with refused("out"):
         pack(folder, out, shard_bytes=1000)
     index["shards"][0]["tokens"] = "text."
     (out / "index.json").write_text(json.dumps(index))
-    with pytest.raises(DataError, match="cannot be read"):
+    with refused("data", DataError):
         tokens(out, 8)
 
 

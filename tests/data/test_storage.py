@@ -8,11 +8,12 @@ from functools import partial
 
 import numpy as np
 import pytest
+from refusals import refused
 
 from rpc_pipe.data import Loader, pack, shards, tokens
 from rpc_pipe.data.shards import find_shards
 from rpc_pipe.data.storage import Storage
-from rpc_pipe.dependency import ConfigError, DataError
+from rpc_pipe.dependency import DataError
 
 fsspec = pytest.importorskip("fsspec")
 pytest.importorskip("aiohttp")
@@ -79,7 +80,7 @@ def test_the_cache_keeps_its_limit(served, tmp_path):
         batch[0]
         assert num_cached(tmp_path) <= 5, "a listing takes time, in which one shard may go and another come"
     assert here.fetched == 8
-    with pytest.raises(DataError, match=r"shard-0000\d\.npy: has 1128 bytes, and the cache .* is limited to 1000"):
+    with refused("shard", DataError):
         read(tokens(url, 8, storage=Storage(tmp_path / "small", cache_bytes=1000)))
 
 
@@ -117,16 +118,14 @@ def test_a_server_that_fails_is_asked_again(served, tmp_path):
 def test_a_server_that_goes_on_failing_is_an_error_that_names_the_shard(served, tmp_path):
     url, handler = served
     handler.failures = 10**6
-    with pytest.raises(
-        DataError, match=r"shard shard-0000\d\.npy: cannot be fetched from http.* after 4 attempts: 503"
-    ):
+    with refused("shard", DataError):
         read(tokens(url, 8, storage=Storage(tmp_path / "cache")))
 
 
 def test_what_comes_cut_short_is_never_read(served, tmp_path):
     url, handler = served
     handler.cut = True
-    with pytest.raises(DataError, match=r"shard-0000\d\.npy: .* after 4 attempts: 10 bytes came of 1128"):
+    with refused("shard", DataError):
         read(tokens(url, 8, storage=Storage(tmp_path / "cache")))
     assert [path for path in (tmp_path / "cache").iterdir() if not path.name.startswith(".")] == []
 
@@ -138,7 +137,7 @@ def test_what_differs_from_its_checksum_is_never_read(served, tmp_path):
     whole[700] ^= 1
     source = tokens(url, 8, storage=Storage(tmp_path / "cache"))
     path.write_bytes(whole)
-    with pytest.raises(DataError, match=r"shard-00003\.npy: .* its checksum differs from the index"):
+    with refused("shard", DataError):
         read(source)
 
 
@@ -150,14 +149,14 @@ def test_no_room_in_the_cache(served, tmp_path, monkeypatch):
 
     source = tokens(url, 8, storage=Storage(tmp_path / "cache"))
     monkeypatch.setattr(Storage, "_fetch", full)
-    with pytest.raises(DataError, match=r"1128 bytes do not fit into the cache .*: No space left on device; free some"):
+    with refused("shard", DataError):
         read(source)
 
 
 def test_places_that_are_not_there(tmp_path):
-    with pytest.raises(ConfigError, match="data nope://x: Protocol not known: nope"):
+    with refused("data"):
         tokens("nope://x", 8)
-    with pytest.raises(ConfigError, match="there are no files that end in"):
+    with refused("data"):
         tokens("memory://none", 8)
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
+from refusals import refused
 from torch import Tensor, nn
 
 from rpc_pipe import Pipeline, Training, WorkerFailure
@@ -61,14 +61,14 @@ def _pipe(layers, loss_fn=nn.functional.cross_entropy):
 def test_a_tensor_in_a_dict_of_two_stages_is_refused():
     """torch said "backward through the graph a second time", or the numbers were other ones by timing."""
     store: dict[str, Any] = {}
-    for layers, name in (([Left(store), Reading(store)], "store"), ([Global(4, 4), Global(4, 4)], "STORE")):
-        with pytest.raises(WorkerFailure, match=f"layer 0 leaves a tensor in {name}, which layers of other stages or"):
+    for layers in ([Left(store), Reading(store)], [Global(4, 4), Global(4, 4)]):
+        with refused("model", WorkerFailure):
             _pipe(layers).step((X, Y))
 
 
 def test_what_a_loss_reads_of_a_layer_on_another_stage_is_refused():
     first = Left()
-    with pytest.raises(WorkerFailure, match="layer 0 leaves a tensor in an attribute of Left, which layers of other"):
+    with refused("model", WorkerFailure):
         _pipe([first, nn.Linear(4, 4)], lambda x, y: nn.functional.cross_entropy(x, y) + first.kept).step((X, Y))
     last = Left()
     pipe = _pipe([nn.Linear(4, 4), last], lambda x, y: nn.functional.cross_entropy(x, y) + last.kept)

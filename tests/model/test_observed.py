@@ -10,10 +10,10 @@ import pytest
 import torch
 import unsplit_models as models
 from in_turn import ALL_ONES, CASES, PADDED, Outcome, assert_same, floats, ids, in_turn, stages_of, uncut
+from refusals import refused
 from torch import Tensor, nn
 from unkind_layers import WIDTH, Penalty
 
-from rpc_pipe.dependency import ConfigError
 from rpc_pipe.model.cut import cut
 from rpc_pipe.model.observed_model import observe
 from rpc_pipe.workers.compute.randomness import preserved, python_too
@@ -68,7 +68,7 @@ def test_checkpointed_blocks_compute_again_with_the_same_random_numbers():
 def test_reentrant_checkpoints_around_blocks_of_other_stages_are_refused():
     model, x = models.Checkpointed(reentrant=True), floats(3, 8)
     observed = observe(model, [x])
-    with pytest.raises(ConfigError, match="use_reentrant=False"):
+    with refused("model"):
         in_turn(stages_of(observed, 2), x)
 
 

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from in_turn import floats
+from refusals import refused
 from test_whole import SGD, assert_same_state, made, plain, whole_loss
 from torch import Tensor, nn
 from torch.distributed.pipelining import pipe_split
 
-from rpc_pipe.dependency import ConfigError
 from rpc_pipe.pipeline import Pipeline, Training
 
 
@@ -296,5 +296,5 @@ def test_evaluation_between_steps_and_outputs_put_together():
 
 def test_rows_that_do_not_agree_are_told():
     pipe = pipeline(SCENARIOS["two inputs and no list"], made(Children))
-    with pytest.raises(ConfigError, match=r"agree in dimension 0, .*; found float32\[4, 6\], float32\[3, 6\]"):
+    with refused("batch"):
         pipe.step((X, Y[:3]))

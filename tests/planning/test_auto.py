@@ -5,10 +5,11 @@ from dataclasses import replace
 
 import pytest
 from processes import rpc_pipe
+from refusals import refused
 
 from rpc_pipe.commands.auto import Auto, let_note
 from rpc_pipe.commands.main import main
-from rpc_pipe.dependency import B, ConfigError, F, G, I, R, U, W
+from rpc_pipe.dependency import B, F, G, I, R, U, W
 from rpc_pipe.planning.correcting import MeasuredRun, corrected, measured_run, predicted_ms, spec_of
 from rpc_pipe.planning.footprint import Size
 from rpc_pipe.planning.json_fields import from_json_value, to_json_value
@@ -209,7 +210,7 @@ def test_what_cannot_be_is_one_sentence(arguments, said, capfd):
 
 def test_nothing_fits_before_a_run(tmp_path):
     asked = replace(request(1, 1, 1, 1), machines=Machines(2, memory=(1, 1)))
-    with pytest.raises(ConfigError, match="nothing fits"):
+    with refused("plan"):
         Auto(tmp_path / "profile-abc.json").settle(asked, {})
 
 

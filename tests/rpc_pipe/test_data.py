@@ -1,9 +1,9 @@
 import pytest
 import torch
+from refusals import refused
 
 from rpc_pipe.data import Loader
 from rpc_pipe.demo.corpus import Corpus
-from rpc_pipe.dependency import ConfigError
 
 
 @pytest.fixture
@@ -46,5 +46,5 @@ def test_the_bigram_model_knows_what_follows_what(text):
 def test_too_little_text(tmp_path, content, message):
     path = tmp_path / "short"
     path.write_bytes(content)
-    with pytest.raises(ConfigError, match=message):
+    with refused("--data"):
         Corpus(str(path), 16)

@@ -4,12 +4,12 @@ from functools import partial
 
 import pytest
 import torch
+from refusals import refused
 from small_pipeline import X, Y, pipeline
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 from rpc_pipe import Pipeline, Training
-from rpc_pipe.dependency import ConfigError
 
 BATCH = X, Y
 
@@ -50,7 +50,7 @@ def test_gradients_can_be_changed_before_the_update(schedule):
         after = pipe.weights.state_dict()
     same = {name for name in before if torch.equal(before[name], after[name])}
     assert same == {name for name in before if name.startswith(("2.", "3."))}
-    with pipeline() as other, pytest.raises(ConfigError, match="takes a stage from 0 to"):
+    with pipeline() as other, refused("on_gradients"):
         other.on_gradients(99, print)
 
 
@@ -66,5 +66,5 @@ def test_modules_are_modified_on_all_stages_or_the_error_is_everybodys():
         pipe.step(BATCH)
         after = pipe.weights.state_dict()
         assert {name for name in before if torch.equal(before[name], after[name])} == {"0.weight", "0.bias"}
-        with pytest.raises((ConfigError, ZeroDivisionError), match="division by zero"):
+        with refused("ZeroDivisionError"):
             pipe.modify(lambda stage, modules: 1 / (1 - stage))

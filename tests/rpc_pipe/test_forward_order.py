@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from refusals import refused
 from torch import nn
 from unkind import differences, repeated
 from unkind_layers import EMA, WIDTH, Linear
@@ -93,7 +94,7 @@ def test_forwards_of_a_layer_that_counts_do_not_overtake_each_other(layer, order
 def test_a_schedule_whose_forwards_go_another_way_cannot_train_a_layer_with_buffers(layer):
     """It was trained in the schedule's order, which is no one process's."""
     pipe, _ = training(layer, Crossed)
-    with pytest.raises(WorkerFailure, match=r"has buffers, .* the schedule runs 3 before 2;"):
+    with refused("stage", WorkerFailure):
         pipe.step(BATCHES[0])
 
 

@@ -7,10 +7,10 @@ import subprocess
 import sys
 
 import pytest
+from refusals import refused
 
 from rpc_pipe.checkpoints import folder as folders
 from rpc_pipe.checkpoints.folder import MANIFEST
-from rpc_pipe.dependency import ConfigError
 
 
 def written(folder, step):
@@ -42,7 +42,7 @@ def test_a_job_that_is_started_again_needs_no_room(tmp_path, monkeypatch):
     own = written(tmp_path, 2)
     monkeypatch.setattr(folders, "write_json", full)
     assert folders.claim(tmp_path, ["a"]) == [own]
-    with pytest.raises(ConfigError, match="No space left"):
+    with refused("checkpoint"):
         folders.claim(tmp_path, ["b"])
 
 
@@ -75,7 +75,7 @@ def test_two_jobs_do_not_write_in_one_folder(tmp_path, monkeypatch):
     other = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         assert other.stdout.readline() == "held\n"
-        with pytest.raises(ConfigError, match=f"another job writes there, process {other.pid} of .*; end it, or name"):
+        with refused("checkpoint"):
             folders.claim(tmp_path, ["a"])
     finally:
         other.kill()

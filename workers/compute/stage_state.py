@@ -105,7 +105,7 @@ class StageState:
         if again and self.weights:
             shape = tuple(self.weights[0].shape)
             raise ConfigError(
-                f"a layer writes its parameter of shape {shape} in its forward, which so cannot be recomputed; make it "
+                f"layer: writes its parameter of shape {shape} in its forward, which so cannot be recomputed; make it "
                 "a buffer, or use a schedule that does not recompute"
             )
 

@@ -240,7 +240,7 @@ class Carrier:
                 self.look_for_fault()
                 if now >= deadline:
                     names = ", ".join(f"{what} by {sorted(who)}" for (_, what), who in left.items())
-                    raise PipeError(f"not taken from the outbox after {timeout_s:g} s: {names}")
+                    raise PipeError(f"outbox: not taken after {timeout_s:g} s: {names}")
                 if now >= look:  # a peer may have no other reason to confirm soon
                     for peer in set().union(*left.values()):
                         self.post.request(peer, "hurry")

@@ -125,7 +125,7 @@ def describe(name: str, payload: Payload, device: torch.device = _HOST) -> tuple
             return _written_once(type(skeleton), skeleton, tuple(looks)), dense
         return _written(skeleton, tuple(looks)), dense
     except ConfigError as error:
-        raise ConfigError(f"the payload of {name}: {error}") from None
+        raise ConfigError(f"payload of {name}: {error}") from None
 
 
 def form_of(data: bytes) -> Form:

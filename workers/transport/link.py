@@ -86,5 +86,5 @@ class AnsweringForErrors:
         ):  # Ctrl-C comes to the compute thread while it receives
             return False
         # SystemExit, or a panic of a library: raised again in the compute thread, it would end the script instead.
-        self._fault(error if isinstance(error, Exception) else PipeError(f"a thread of the worker ended: {error!r}"))
+        self._fault(error if isinstance(error, Exception) else PipeError(f"thread of the worker ended: {error!r}"))
         return True

@@ -92,7 +92,7 @@ def _read(data: bytes, large: Callable[[Look], Tensor]) -> Message:
     refuse_heavy(data, _LITTLE)
     said = _decoder.decode(data)
     if said.version != VERSION:
-        raise Malformed(f"a message of version {said.version}, not {VERSION}: do all workers run the same rpc-pipe?")
+        raise Malformed(f"message of version {said.version}, not {VERSION}: do all workers run the same rpc-pipe?")
     answers: list[tuple[Key, Answer]] = []
     for run, name, written, content in said.answers:
         answers.append(((run, name), _answer(written, content, large) if written else None))

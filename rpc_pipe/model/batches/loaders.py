@@ -28,6 +28,6 @@ def mean_over(found: Iterable[tuple[float, float]]) -> float:
     """
     pairs = list(found)
     if not pairs:
-        raise BatchError("the loader gave no batch: a generator can be used once, so make it anew for each call")
+        raise BatchError("loader: gave no batch: a generator can be used once, so make it anew for each call")
     total = sum(weight for _, weight in pairs)
     return sum(value * weight for value, weight in pairs if weight) / total if total else float("nan")

@@ -63,7 +63,7 @@ class Microbatches(StepData):
             BatchError: neither was given, or it has no rows.
         """
         if (batch is None) == (microbatches is None):
-            raise BatchError("pass a batch, or else microbatches=, a list of such")
+            raise BatchError("batch: pass one, or else microbatches=, a list of such")
         if isinstance(batch, SplitBatch):
             microbatches = batch
         if microbatches is not None:
