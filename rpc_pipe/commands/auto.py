@@ -127,8 +127,11 @@ def let_note(path: str) -> None:
 
 
 def note(trace: Trace, lost: LostTime) -> None:
-    """Record the times of a run."""
+    """Record the times of a run, unless these are of unequal microbatches: prices are of equal ones."""
     path = os.environ[NOTED_PLAN]
+    if trace.lengths(len(trace.steps)):
+        link.tell(kind="text", text="--plan auto: microbatches were unequal, and correct no price; plan by --lengths")
+        return
     ran = measured_run(read_plan(path), trace.spec, trace.cost(), trace.step_ms, lost.sentence)
     try:
         write(_note_of(path), json.dumps(to_json_value(ran)))
