@@ -6,9 +6,9 @@ from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-from .checkpoints.newcomer import state_of, take_state
+from .checkpoints.between_cuts import move
 from .checkpoints.resumption import Resumption
-from .dependency import ConfigError, Spec, StageLost, check
+from .dependency import Spec, StageLost, check
 from .dependency.relocating import relocated
 from .launching import launcher_link as link
 from .launching.epochs import READY
@@ -16,7 +16,6 @@ from .mirrors import complete, spread
 from .workers.actor import WorkerActor
 from .workers.compute.buffer_mirror import BufferMirror, mirror_of
 from .workers.compute.lodging import Lodging
-from .workers.compute.torch_internals import BatchNorm
 
 if TYPE_CHECKING:
     from .model.batches.microbatches import Microbatches
@@ -54,14 +53,9 @@ class Heir:
 
     Args:
         session: with shards that `maker` has made.
-
-    Raises:
-        ConfigError: a dead replica would take running statistics with it.
     """
 
     def __init__(self, session: ElasticRun, maker: ShardMaker) -> None:
-        if not session.end.updates(0):
-            _refuse_own_statistics(session)
         self._session, self._maker, self._actor = session, maker, session.actors[0]
         #: the schedule with all its workers
         self._whole = session.spec
@@ -92,7 +86,10 @@ class Heir:
         spec = without(gone)
         check(spec, actor.worker)
         holders = complete(actor, spec, session.end.divided, comes) if spec.parallelism.mirror else {}
-        self._give_state(without(gone | frozenset(comes)), sorted(comes))
+        if comes:
+            before, taken = without(gone.union(comes)), actor.shards if actor.worker in comes else {}
+            gives = [stage for stage in range(spec.num_stages) if before.place(stage, 0) == actor.worker]
+            move(actor, gives, taken, spec.num_routes, same_cut=True)
         held = {place: actor.shards[place] for place in self._whole.hosted(actor.worker)}
         for shard in held.values():
             shard.turn()
@@ -109,21 +106,6 @@ class Heir:
         actor.host(dict(sorted(held.items())), spec.hosted(actor.worker))
         spread(actor, spec, holders)
         session.begin(spec)
-
-    def _give_state(self, spec: Spec, comes: Collection[int]) -> None:
-        """Give each newcomer the state of a live replica of its stages.
-
-        Args:
-            spec: without newcomers.
-        """
-        actor = self._actor
-        for taker, (stage, route) in ((each, place) for each in comes for place in self._whole.hosted(each)):
-            giver, own = spec.place(stage, route), None
-            if actor.worker == giver:
-                has = (shard for (other, _), shard in actor.shards.items() if other == stage and not shard.is_guest)
-                own = state_of(next(has))
-            if (given := actor.hand(f"state of {stage}/{route}", own, [giver], [taker])) is not None:
-                take_state(actor.shards[stage, route], route, self._whole.num_routes, given[0])
 
     def refuse_changing(self) -> None:
         """Refuse to host replicas with forwards that change weights or attributes: these have died with their worker.
@@ -160,18 +142,3 @@ def _lost(shard: Shard, why: str) -> StageLost:
         f"stage {shard.stage}: {why}, and those of a replica have died with its worker: go on from a checkpoint "
         "(--max-restarts does)"
     )
-
-
-def _refuse_own_statistics(session: ElasticRun) -> None:
-    """Refuse batch normalisations with accumulate > 1: between updates a replica alone has its running statistics.
-
-    Raises:
-        ConfigError: there is one.
-    """
-    for shard in session.shards:
-        for module in shard.slice.modules:
-            if isinstance(module, BatchNorm) and module.running_mean is not None:
-                raise ConfigError(
-                    f"accumulate: {type(module).__name__} has running statistics, which would die with a worker "
-                    "between two updates; with --elastic leave accumulate out, or pass track_running_stats=False"
-                )

@@ -1,4 +1,4 @@
-"""Moving of a model's state from shards of one cut to shards of another: a checkpoint without a file.
+"""Moving of a model's state from shards to shards of another cut, or to newcomers: a checkpoint without a file.
 
 Tensors have the names of the unsplit model and their whole shapes, so each shard of the other cut asks for its own.
 """
@@ -16,11 +16,15 @@ from ..workers.compute.buffer_mirror import mirror_of
 from ..workers.compute.shard import Shard
 from .shard_state import Stages, described, model_tensors, optimizer_tensors, put
 
-_MODEL, _REST = "model/", "rest/"
+_MODEL, _REST, _MIRROR = "model/", "rest/", "mirror/"
 
 
 def move(
-    actor: WorkerActor, stages_here: Collection[int], taken: Mapping[tuple[int, int], Shard], num_routes: int
+    actor: WorkerActor,
+    stages_here: Collection[int],
+    taken: Mapping[tuple[int, int], Shard],
+    num_routes: int,
+    same_cut: bool = False,
 ) -> int:
     """Let shards have the state of shards of another cut, and return the bytes that this worker has sent.
 
@@ -29,6 +33,7 @@ def move(
     Args:
         stages_here: the stages of the other cut whose state this worker gives; no other one gives it.
         taken: the shards that take, by (stage, route) of their cut, of `num_routes`.
+        same_cut: whether it is the cut of before: replicas have the buffers of all then.
 
     Raises:
         ConfigError: the parameters of an optimizer's group had other options.
@@ -46,8 +51,9 @@ def move(
         lambda wanted, _: {name: arrived[_REST + name] for name in wanted},
     )
     wanted = [_MODEL + name for shard in taken.values() for name in model_tensors(shard)]
-    for (_, route), shard in taken.items():
+    for (stage, route), shard in taken.items():
         wanted += [_REST + name for name in stages.wanted(shard, route, num_routes)]
+        wanted += [name for name in names if same_cut and name.startswith(f"{_MIRROR}{stage}/")]
     sent, all_wanted = 0, [set(json.loads(each)) for each in actor.exchange("wanted", json.dumps(wanted))]
     for stage, (giver, has, *_) in every:
         for worker, left in zip(sorted(actor.carrier.workers), all_wanted, strict=True):
@@ -57,10 +63,13 @@ def move(
             sent += sum(tensor.nbytes for tensor in gives.values()) * (worker != giver)
             if part and (found := actor.hand(f"stage {stage} to {worker}", gives, [giver], [worker])):
                 arrived |= {name: tensor.clone() for name, tensor in found[0].items()}
-    for (_, route), shard in taken.items():
+    for (stage, route), shard in taken.items():
         shard.updating.refuse_untrained()  # an average has all that has been trained so far
         put(shard, {name: arrived[_MODEL + name] for name in model_tensors(shard)})
-        mirror_of(shard).share(num_routes)
+        if same_cut:
+            mirror_of(shard).put(arrived, f"{_MIRROR}{stage}/")
+        else:
+            mirror_of(shard).share(num_routes)
         stages.prepare(shard, route, num_routes)()
         *_, steps, shard.updating.scale.scale, shard.updating.scale.streak = every[0][1]
         shard.go_on_at(steps, stages.updates)
@@ -68,8 +77,10 @@ def move(
 
 
 def _tensors(shard: Shard) -> dict[str, Tensor]:
-    model, rest = model_tensors(shard), optimizer_tensors(shard)
-    return {_MODEL + name: each for name, each in model.items()} | {_REST + name: each for name, each in rest.items()}
+    model = {_MODEL + name: each for name, each in model_tensors(shard).items()}
+    rest = {_REST + name: each for name, each in optimizer_tensors(shard).items()}
+    held = mirror_of(shard).held.items()
+    return model | rest | {f"{_MIRROR}{shard.stage}/{r}/{key}": each for r, has in held for key, each in has.items()}
 
 
 def _told(shard: Shard) -> list[Any]:

@@ -6,19 +6,15 @@ and gets their results from there. Where there are no more, it takes part: it ha
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import struct
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from ..workers.compute.buffer_mirror import mirror_of
-from ..workers.compute.shard import Shard
 from .resumption import Resumption
-from .shard_state import Stages, described, model_tensors, optimizer_tensors, put
 
 _RECORD = struct.Struct("<qdd")
 _PAUSE_S = 0.005
@@ -109,24 +105,3 @@ class Repetition(Resumption):
     def _wait(self) -> None:
         self._look()
         time.sleep(_PAUSE_S)
-
-
-def state_of(shard: Shard) -> dict[str, Any]:
-    """Return all that a replica has, as a tree of the tensors themselves."""
-    scale = shard.updating.scale
-    told = [described(shard, None), shard.num_updates, shard.updating.count, scale.scale, scale.streak]
-    held = {str(route): each for route, each in mirror_of(shard).held.items()}
-    return {"model": model_tensors(shard), "rest": optimizer_tensors(shard), "held": held, "told": json.dumps(told)}
-
-
-def take_state(shard: Shard, route: int, num_routes: int, state: Mapping[str, Any]) -> None:
-    """Let a replica have all that another one of its stage has."""
-    rest = {name: tensor.clone() for name, tensor in state["rest"].items()}
-    stage, num_updates, count, scale, streak = json.loads(state["told"])
-    stages = Stages({str(shard.stage): stage}, [*rest], lambda names, own: {name: rest[name] for name in names})
-    shard.updating.refuse_untrained()  # an average has all that has been trained so far
-    put(shard, state["model"])
-    mirror_of(shard).put({int(route): each for route, each in state["held"].items()})
-    stages.prepare(shard, route, num_routes)()
-    shard.updating.scale.scale, shard.updating.scale.streak = scale, streak
-    shard.go_on_at(num_updates, count)

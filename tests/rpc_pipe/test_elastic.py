@@ -6,12 +6,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from processes import ROOT, rpc_pipe
-from refusals import refused
 from small_pipeline import X, Y, pipeline
 from torch import nn
 
 from rpc_pipe.dependency import StageLost
-from rpc_pipe.heir import Heir
 from rpc_pipe.launching.epochs import CUT, READY, Epochs
 from rpc_pipe.model.batches.accumulated import Accumulated
 from rpc_pipe.workers.compute.buffer_mirror import BufferMirror
@@ -125,12 +123,17 @@ def test_a_step_that_is_undone_and_repeated_shows_no_buffer_that_stays():
     assert len(mirror.changing) == 3 and not mirror.changes_more
 
 
-def test_running_statistics_between_two_updates_are_refused():
-    with pipeline([partial(nn.Linear, 4, 4), partial(nn.BatchNorm1d, 4), partial(nn.Linear, 4, 3)]) as pipe:
-        shards = [shard for actor in pipe.actors for shard in actor.shards.values()]
-        session = SimpleNamespace(end=SimpleNamespace(updates=lambda step: False), shards=shards)
-        with refused("accumulate"):
-            Heir(session, None)
+def test_running_statistics_between_two_updates_die_with_a_replica():
+    layers = [partial(nn.Linear, 4, 4), partial(nn.BatchNorm1d, 4), partial(nn.Linear, 4, 3)]
+    with pipeline(layers, num_workers=2, replicas=2, accumulate=2) as pipe:
+        shards = {place: shard for actor in pipe.actors for place, shard in actor.shards.items()}
+        for (_, route), shard in shards.items():
+            shard.statistics = shard.updating.pieces.mirror = BufferMirror(shard, route)
+        stale = []
+        for _ in range(4):
+            pipe.step((X, Y))
+            stale.append(shards[0, 0].statistics.is_stale)
+        assert stale == [True, False, True, False]
 
 
 def test_a_batch_of_accumulated_gradients_must_be_as_it_was():

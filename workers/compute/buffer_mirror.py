@@ -109,9 +109,12 @@ class BufferMirror(Statistics):
         super().restore()
         self._taken, self._given = {}, None
 
-    def put(self, held: Mapping[int, Mapping[str, Tensor]]) -> None:
-        """Take over what another replica holds, this one's buffers included."""
-        self.held = {route: {key: tensor.clone() for key, tensor in each.items()} for route, each in held.items()}
+    def put(self, held: Mapping[str, Tensor], prefix: str) -> None:
+        """Take over what another replica holds, this one's buffers included; names are `prefix`, replica/name."""
+        self.held = {}
+        for name in (name for name in held if name.startswith(prefix)):
+            route, _, key = name.removeprefix(prefix).partition("/")
+            self.held.setdefault(int(route), {})[key] = held[name]
         places = self._places
         for key, tensor in self.held.get(self._route, {}).items():
             getattr(*places[key]).copy_(tensor)
