@@ -24,6 +24,7 @@ from .frames import caller, checkpoint_frame, in_function, in_transform, name_of
 from .observation import Depends, Event, Observation, SideEffect, Value
 from .output_contract import alias_given
 from .placeholder import (
+    ALIKE,
     LOOKS_AT_MASK,
     NEEDS_NUMBERS,
     Placeholder,
@@ -390,7 +391,7 @@ class _OperatorObserver(OperatorMode):
             result = made if is_large else on_shapes(func, args, kwargs)
         except Exception as error:
             has_placeholder = any(isinstance(tensor, Placeholder) for tensor in given)
-            if not has_placeholder or (isinstance(error, NEEDS_NUMBERS) and not in_block):
+            if not has_placeholder or (isinstance(error, NEEDS_NUMBERS) and not in_block and func not in ALIKE):
                 raise
             # Inside a block data may decide, and not every operator can run on shapes: ones show the output's shape.
             result = on_ones(func, args, kwargs, self._placeholders)
