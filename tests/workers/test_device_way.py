@@ -82,7 +82,7 @@ def test_payloads_from_device_to_device_have_the_bits_of_one_process(pipeline, n
 
 @pytest.fixture
 def refused(monkeypatch):
-    """Let no process open another one's memory of a device, as in another container."""
+    """Let no process open another one's memory of a device, as some drivers do."""
 
     def opened(self, identity, handle):
         raise RuntimeError("CUDA error: invalid resource handle")

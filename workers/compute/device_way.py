@@ -6,7 +6,7 @@
 Neither host waits: the consumer's event is waited for by its compute stream, and when the copy is done the consumer
 says so by a counter, from where the block is free. A pool belongs to one consumer.
 
-Blocks are memory of the device. Where another process cannot open such memory, as in another container, blocks are
+Blocks are memory of the device. Where another process cannot open such memory, since a driver forbids it, blocks are
 memory of the host (`host_memory.py`). Processes share no events there, so a record is written when the producer's copy
 has ended; a helper thread of the producer waits for it.
 """
