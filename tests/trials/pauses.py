@@ -1,11 +1,11 @@
 """Random pauses of processes: whether training comes to the same end, whatever the order of events.
 
-    python tests/trials/pauses.py [--count 20] [--seed 0] [--only 7]
+    python tests/trials/pauses.py [--count 20] [--seed 0] [--only 7] [--deaths]
 
 A case is a job of several workers with a schedule, a transport and options, and a script of random calls; all are drawn
 from the number of the case. It runs twice: once alone, once while processes of the job are stopped for up to 0.3 s, one
-after the other. Both have to print the same losses. A job that takes longer than a minute shows the stacks of its
-processes.
+after the other. Both have to print the same losses. In half of the elastic jobs a worker is killed, too. A job that
+takes longer than a minute shows the stacks of its processes.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import tempfile
 import threading
 import time
 from contextlib import suppress
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ _SCHEDULES = [
 _CALLS = "train", "train to its end", "step", "evaluate", "predict", "gather", "barrier", "weights", "save"
 
 SCRIPT = """
-import random, sys
+import os, random, sys
 from functools import partial
 import torch
 from torch import nn
@@ -57,6 +58,8 @@ layers = [partial(nn.Embedding, 50, 8), *(nn.Tanh for _ in range(int(stages) - 2
 optimizer = partial(torch.optim.SGD, lr=0.1)
 training = Training(optimizer=optimizer, max_grad_norm=0.5 if norm == "norm" else None)
 pipe = Pipeline(layers, loss_fn, training=training)
+with open(saved + "/pid-" + os.environ["RANK"], "w") as file:
+    file.write(str(os.getpid()))
 source = (lambda: tokens(folder, 4)) if readers == "first" else tokens(folder, 4)
 loader = Loader(source, rows=8, readers=readers, seed=int(seed))
 found = []
@@ -96,8 +99,8 @@ def drawn(number: int) -> tuple[list[Any], list[Any]]:
     options += ["--transport", transport]
     if replicas > 1:
         options += ["--replicas", replicas, "--zero", draw.choice([0, 1])]
-    if transport == "zmq" and replicas > 1 and options[-1] == 0 and draw.random() < 0.3:
-        options += ["--elastic"]
+    if transport == "zmq" and replicas > 1 and draw.random() < 0.6:
+        options += ["--elastic", *(["--mirror"] if options[-1] else [])]
     elif schedule in ("1f1b", "zb-h1", "zb-v") and draw.random() < 0.3:
         options += ["--slices", 2]
     elif schedule in ("1f1b", "gpipe", "zb-h1", "zb-v") and draw.random() < 0.3:
@@ -106,18 +109,29 @@ def drawn(number: int) -> tuple[list[Any], list[Any]]:
     readers = draw.choice(["users", "first"]) if "--slices" not in options and "--members" not in options else "users"
     norm = draw.choice(["norm", "none"]) if not schedule.startswith("pipedream") else "none"
     calls = draw.choices(_CALLS, weights=[4, 1, 3, 2, 1, 1, 1, 1, 1], k=6)
+    if _dies(number, options):  # the results of these are on one process, which may die
+        calls = ["step", *(call for call in calls if call not in ("gather", "weights"))]
     return options, [workers * chunks, number, readers, norm, *calls]
 
 
-def run(options: list[object], arguments: list[object], folder: Path, pauses: random.Random | None) -> tuple[int, str]:
-    """Run a case, with pauses if numbers are given that draw them; return exit code and output."""
+def _dies(number: int, options: list[Any]) -> bool:
+    """Return whether a worker of a case is killed."""
+    return "--elastic" in options and random.Random(f"dies {number}").random() < 0.5
+
+
+def run(
+    options: list[Any], arguments: list[Any], folder: Path, pauses: random.Random | None, dies: bool = False
+) -> tuple[int, str]:
+    """Run a case, with pauses if numbers are given that draw them, and perhaps a death; return exit code and output."""
     with tempfile.TemporaryDirectory() as saved:
         typed = *options, "--", *arguments[:4], folder, saved, *arguments[4:]
         process = start("-m", "rpc_pipe", "run", folder / "train.py", *typed, merged=True, OMP_NUM_THREADS="1")
         ended = threading.Event()
-        pausing = threading.Thread(target=_pause, args=(process.pid, pauses, ended))
         if pauses is not None:
-            pausing.start()
+            threading.Thread(target=_pause, args=(process.pid, pauses, ended)).start()
+        if pauses is not None and dies:
+            chosen = random.Random(pauses.random())
+            threading.Thread(target=_kill, args=(Path(saved), options[3], chosen, ended)).start()
         try:
             output, _ = process.communicate(timeout=_MOST_S)
         finally:
@@ -138,6 +152,15 @@ def _pause(pid: int, draw: random.Random, ended: threading.Event) -> None:
             os.kill(chosen, signal.SIGCONT)
 
 
+def _kill(folder: Path, num_workers: int, draw: random.Random, ended: threading.Event) -> None:
+    """Kill a worker when all have made their pipelines."""
+    while len(made := sorted(folder.glob("pid-*"))) < num_workers and not ended.wait(0.02):
+        pass
+    if not ended.wait(draw.random()):
+        with suppress(ProcessLookupError):
+            os.kill(int(draw.choice(made).read_text()), signal.SIGKILL)
+
+
 def _figures(output: str) -> list[str]:
     return re.findall(r"\| ([-0-9.e+ ]+)$", unmerged(output), re.MULTILINE)
 
@@ -148,7 +171,7 @@ def tried(number: int, folder: Path) -> str:
     found = []
     try:
         for pauses in (None, random.Random(number)):
-            code, output = run(options, arguments, folder, pauses)
+            code, output = run(options, arguments, folder, pauses, _dies(number, options))
             figures = _figures(output)
             if code or not figures:
                 return f"ended with {code}{'' if pauses is None else ', paused'}:\n{output}"
@@ -164,8 +187,10 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int, help="number of a case")
+    parser.add_argument("--deaths", action="store_true", help="only cases in which a worker is killed")
     options = parser.parse_args()
-    cases = range(options.seed, options.seed + options.count) if options.only is None else [options.only]
+    numbers = (n for n in count(options.seed) if not options.deaths or _dies(n, drawn(n)[0]))
+    cases = list(islice(numbers, options.count)) if options.only is None else [options.only]
     bad = 0
     with tempfile.TemporaryDirectory() as made:
         folder, rng = Path(made), np.random.default_rng(0)
@@ -176,7 +201,8 @@ def main() -> int:
             wrong = tried(number, folder)
             bad += bool(wrong)
             options_of, arguments = drawn(number)
-            print(number, *options_of, *arguments, wrong or "right", flush=True)
+            dies = "a worker dies:" if _dies(number, options_of) else ""
+            print(number, *options_of, *arguments, dies, wrong or "right", flush=True)
     print(f"{len(cases) - bad} of {len(cases)} cases are right")
     return bad > 0
 
