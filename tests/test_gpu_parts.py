@@ -7,7 +7,7 @@ from contextlib import closing
 import pytest
 
 from bench.gpu.parts import PARTS, USUAL
-from bench.gpu.runner import Runner, verdict
+from bench.gpu.runner import Outcome, Runner, verdict
 
 
 def test_a_part_that_hangs_is_ended_by_its_limit_and_named(tmp_path):
@@ -17,6 +17,23 @@ def test_a_part_that_hangs_is_ended_by_its_limit_and_named(tmp_path):
 
     with ThreadPoolExecutor(len(PARTS)) as pool:
         assert dict(zip(PARTS, pool.map(wrong, PARTS), strict=True)) == {name: (1, [name]) for name in PARTS}
+
+
+@pytest.mark.parametrize(
+    "device, how, wrong",
+    [
+        ("cuda:0", "copied from its device", ["way by zmq without handles"]),
+        ("cuda:0", "copied through memory of the host", ["way by rpc", "way by zmq"]),
+        ("cuda:0", "brought by the host", ["way by rpc", "way by zmq", "way by zmq without handles"]),
+        ("xpu:0", "", []),
+    ],
+)
+def test_payloads_must_come_by_the_way_that_the_device_has(tmp_path, monkeypatch, device, how, wrong):
+    told = f"worker 1: payloads on the device of worker 0 are {how}" if how else ""
+    monkeypatch.setattr(Runner, "call", lambda run, *typed: Outcome(0, f'RESULT {{"64 MiB": 1}}\n{told}', 1.0))
+    with closing(Runner(device, time.monotonic() + 60, tmp_path, False, ("", ""))) as run:
+        run.run(PARTS, ["payloads"])
+        assert run.wrong.get("payloads", []) == wrong
 
 
 def test_a_part_for_which_no_time_is_left_counts(tmp_path):

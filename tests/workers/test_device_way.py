@@ -118,6 +118,7 @@ def test_payloads_go_through_registered_memory_where_handles_are_refused(
         AcceleratorBackend, "enter", lambda backend, payload: entered.append(payload) or enter(backend, payload)
     )
     pipe = pipeline(name, schedule, num_microbatches=4)
+    pipe.evaluate(batches_for(name, 4)[0])  # blocks are made and written in inference mode, too
     step = pipe.step
 
     def next_step(batch):
