@@ -90,7 +90,7 @@ def test_the_main_job_trains_saves_and_tells(tmp_path):
 
     done = rpc_pipe(
         "run", *SMALL, *TEXT, "--steps", 5, "--json",
-        "--save", tmp_path / "w.safetensors", "--trace", tmp_path / "t.json", anew=True,
+        "--save", tmp_path / "w.safetensors", "--trace", tmp_path / "t.json",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     summary = json.loads(done.stdout.strip().splitlines()[-1])

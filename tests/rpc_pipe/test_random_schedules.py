@@ -12,7 +12,7 @@ from rpc_pipe.dependency.memory import Memory
 
 def test_what_is_accepted_never_deadlocks_nor_holds_more_than_was_proved():
     accepted = 0
-    for seed in range(1000, 1400):
+    for seed in range(1000, 1250):
         spec = random_spec(seed)
         spec = replace(spec, claims=(3 * spec.num_microbatches,) * spec.num_workers)  # of each stage everything
         try:

@@ -96,7 +96,7 @@ def runs_of(name):
         if (name == "dualpipe" and P % 2) or (parameters == {"pairs": 2} and P % 4):
             continue
         spec = SCHEDULES[name](num_workers=P, num_microbatches=M, **parameters)
-        for t_F, t_I, t_W in [(2, 1, 1), (1, 1, 1), (2, 3, 2), (1, 1, 2), (4, 1, 1)][: 5 if P * M <= 27 else 2]:
+        for t_F, t_I, t_W in [(2, 1, 1), (1, 1, 1), (2, 3, 2), (1, 1, 2), (4, 1, 1)][: 5 if P * M <= 18 else 2]:
             times = {"t_F": t_F, "t_I": t_I, "t_W": t_W, "t_B": t_I + t_W, "t_R": t_F}
             for halves in (0, 0.5, 1) if name == "eager-1f1b" else (0,):
                 yield spec, times, halves * (t_F + t_I + t_W) / 2

@@ -41,11 +41,11 @@ import time
 from functools import partial
 import torch
 from torch import nn
-from rpc_pipe.pipeline import Pipeline
+from rpc_pipe.pipeline import Pipeline, Training
 
 layers = [partial(nn.Linear, 32, 32), partial(nn.Dropout, 0.2), nn.Tanh, partial(nn.Linear, 32, 32), nn.Tanh]
 pipe = Pipeline(layers, nn.functional.mse_loss, num_microbatches=4,
-                optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9))
+                training=Training(partial(torch.optim.SGD, lr=0.1, momentum=0.9)))
 draw = torch.Generator().manual_seed(0)
 for step in range({_STEPS}):
     pipe.step((torch.randn(8, 32, generator=draw), torch.randn(8, 32, generator=draw)))
