@@ -17,7 +17,8 @@
     ├── NotFinite          the loss is nan or infinite, and the weights soon are
     └── Stalled            nothing finished before the deadline: the waiting worker, the awaited action
 
-Every error pickles, because it may be raised in one process and reported by another.
+Every error pickles, because it may be raised in one process and reported by another. Its `subject` is the option, the
+file or the part that is wrong.
 """
 
 from __future__ import annotations

@@ -89,8 +89,7 @@ class WorkerActor(Context):
             Stalled: nothing arrived in time.
         """
         if self.running:
-            raise PipeError(f"called from within {self.running}, which this worker computes: layers, losses and hooks "
-                            "cannot call the pipeline that runs them")  # fmt: skip
+            raise PipeError(f"pipeline: called from within {self.running}: layers, losses and hooks cannot call it")
         stream = self._begin(batch, iter([batch]))
         try:
             with self._telling_failures(stream):

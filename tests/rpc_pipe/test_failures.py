@@ -76,7 +76,7 @@ def test_whatever_a_model_raises_is_named_with_place_and_shapes(error):
 def test_a_layer_that_calls_its_own_pipeline_is_told_so():
     """Between processes all waited in vain, and a lost message was blamed."""
     pipe, batch = training(lambda x: pipe.actors[1].run(None))
-    with refused("called", WorkerFailure):
+    with refused("pipeline", WorkerFailure):
         pipe.step(batch)
     pipe.close()
 
