@@ -25,26 +25,25 @@ GENERATOR = torch.Generator().manual_seed(0)
 IDS, TARGETS = (torch.randint(20, (7, 13), generator=GENERATOR) for _ in range(2))
 TARGETS[:2, -5:] = -100  # whole slices of a microbatch have no targets
 
-MODEL = """
+BATCHES = """
 import torch
 from torch import nn
 
-SMALL = dict(vocab_size=31, hidden_size=16, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=1,
-             intermediate_size=32, max_position_embeddings=32)
 IDS = torch.randint(31, (9, 13), generator=torch.Generator().manual_seed(5))
 LABELS = IDS.clone()
 LABELS[:2, -9:] = -100
 BATCH = {"input_ids": IDS, "labels": LABELS}
+"""
 
+STOCK = """
+import transformers as hf
 
-def hf():  # not for the models without: it takes seconds to load
-    import transformers
-
-    return transformers
+SMALL = dict(vocab_size=31, hidden_size=16, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=1,
+             intermediate_size=32, max_position_embeddings=32)
 
 
 def gpt2():
-    return hf().GPT2LMHeadModel(hf().GPT2Config(vocab_size=31, n_embd=16, n_layer=4, n_head=2, n_positions=32)), BATCH
+    return hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=31, n_embd=16, n_layer=4, n_head=2, n_positions=32)), BATCH
 
 
 def gpt2_on_longer_sequences_in_float64():
@@ -57,30 +56,28 @@ def gpt2_on_longer_sequences_in_float64():
 def opt():
     # It counts positions by a mask of tokens, so a mask of pairs alone is not enough.
     shape = dict(vocab_size=31, hidden_size=16, num_hidden_layers=4, num_attention_heads=2, ffn_dim=32)
-    return hf().OPTForCausalLM(hf().OPTConfig(**shape, max_position_embeddings=32, word_embed_proj_dim=16)), BATCH
-
-
-def llama():
-    return hf().LlamaForCausalLM(hf().LlamaConfig(**SMALL)), {**BATCH, "attention_mask": (LABELS >= 0).long()}
+    return hf.OPTForCausalLM(hf.OPTConfig(**shape, max_position_embeddings=32, word_embed_proj_dim=16)), BATCH
 
 
 def llama_that_divides():
-    model = hf().LlamaForCausalLM(hf().LlamaConfig(**SMALL)).double()
+    model = hf.LlamaForCausalLM(hf.LlamaConfig(**SMALL)).double()
     return model, {**BATCH, "num_items_in_batch": int((LABELS[:, 1:] >= 0).sum())}
 
 
 def mistral():
-    return hf().MistralForCausalLM(hf().MistralConfig(**SMALL, sliding_window=5)), BATCH
+    return hf.MistralForCausalLM(hf.MistralConfig(**SMALL, sliding_window=5)), BATCH
 
 
 def mixtral():
-    return hf().MixtralForCausalLM(hf().MixtralConfig(**SMALL, num_local_experts=4)), BATCH
+    return hf.MixtralForCausalLM(hf.MixtralConfig(**SMALL, num_local_experts=4)), BATCH
 
 
 def balanced():
-    return hf().MixtralForCausalLM(hf().MixtralConfig(**SMALL, num_local_experts=4, output_router_logits=True)), BATCH
+    return hf.MixtralForCausalLM(hf.MixtralConfig(**SMALL, num_local_experts=4, output_router_logits=True)), BATCH
+"""
 
-
+#: without transformers, which takes seconds to load
+OWN = """
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
@@ -129,8 +126,9 @@ def lstm():
 
 @pytest.fixture
 def model(tmp_path):
-    (tmp_path / "model.py").write_text(MODEL)
-    return lambda name: f"{tmp_path / 'model.py'}:{name}"
+    (tmp_path / "stock.py").write_text(BATCHES + STOCK)
+    (tmp_path / "own.py").write_text(BATCHES + OWN)
+    return lambda name: f"{tmp_path / ('own.py' if name in ('whole', 'lstm') else 'stock.py')}:{name}"
 
 
 @pytest.mark.parametrize(
