@@ -240,10 +240,8 @@ def test_names_of_classes_and_files_are_unique():
 
 def test_few_tests_match_the_sentence_of_an_error():
     """An improved word broke tests far away: 302 of them matched sentences. `refusals.py` matches subjects."""
-    trees = [ast.parse(path.read_text()) for path in (ROOT / "tests").rglob("test_*.py")]
-    calls = [node for each in trees for node in ast.walk(each) if isinstance(node, ast.Call)]
-    raises = [call for call in calls if getattr(call.func, "attr", "") == "raises"]
-    assert sum(any(option.arg == "match" for option in call.keywords) for call in raises) <= MOST_SENTENCES
+    sources = [path.read_text() for path in (ROOT / "tests").rglob("test_*.py") if path != Path(__file__)]
+    assert sum(source.count(", match=") for source in sources) <= MOST_SENTENCES
 
 
 #: what may use functions of torch that are not public, each for one concern

@@ -71,17 +71,11 @@ def test_a_worker_without_the_inputs_of_a_whole_model_is_told_that_it_needs_them
 @pytest.mark.parametrize(
     "options, message",
     [
-        (
-            {"num_workers": 9},
-            "stages",
-        ),
+        ({"num_workers": 9}, "num_workers"),
         ({"split": 2}, "split"),
         ({"schedule_options": "window=2"}, "schedule_options"),
         ({"num_workers": 0}, "num_workers"),
-        (
-            {"num_microbatches": 0},
-            "num_microbatches",
-        ),
+        ({"num_microbatches": 0}, "num_microbatches"),
         ({"stall_s": float("nan")}, "stall_s"),
         ({"num_microbatches": 4.0}, "num_microbatches"),
         ({"seed": None}, "seed"),
@@ -91,10 +85,7 @@ def test_a_worker_without_the_inputs_of_a_whole_model_is_told_that_it_needs_them
         ({"optimizer": lambda: SGD([nn.Parameter(X)])}, "optimizer"),
         ({"optimizer": None, "lr_scheduler": SLOWER}, "lr_scheduler"),
         ({"lr_scheduler": SLOWER(SGD([nn.Parameter(X)]))}, "lr_scheduler"),
-        (
-            {"loss": nn.CrossEntropyLoss},
-            "loss_fn",
-        ),
+        ({"loss": nn.CrossEntropyLoss}, "loss_fn"),
         ({"loss": 0.5}, "loss_fn"),
         ({"device": "gpu"}, "device"),
         ({"schedule": "1f2b"}, "schedule"),
