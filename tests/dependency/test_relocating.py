@@ -30,7 +30,7 @@ BY_SLOT = "1f1b", "zb-h1", "interleaved", "chimera", "gpipe", "eager-1f1b"
 BY_PROGRAM = "zb-v", "hanayo", "dualpipev"
 
 
-@pytest.mark.parametrize("gone", [{0}, {3}, {0, 3}, {1, 6}])
+@pytest.mark.parametrize("gone", [{0}, {0, 3}, {1, 6}])
 @pytest.mark.parametrize("name", [*BY_SLOT, *BY_PROGRAM])
 def test_live_replicas_of_a_stage_do_the_work_of_the_dead(name, gone):
     whole = make_spec(name, 8, 8, {"replicas": 2})
@@ -76,7 +76,7 @@ def test_nothing_but_the_place_changes():
             assert spec.needs(action) == whole.needs(action)
 
 
-@pytest.mark.parametrize(("workers", "replicas", "gone"), [(6, 3, {0}), (9, 3, {4}), (16, 4, {5, 6}), (10, 5, {0, 1})])
+@pytest.mark.parametrize(("workers", "replicas", "gone"), [(6, 3, {0}), (9, 3, {4}), (8, 4, {5, 6})])
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v", "interleaved"])
 def test_all_live_replicas_share_the_microbatches_of_the_dead(name, workers, replicas, gone):
     """One replica did all the work of a dead one, so that three replicas went at half their rate."""

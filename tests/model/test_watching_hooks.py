@@ -98,8 +98,7 @@ class Encoder(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor")
 @pytest.mark.parametrize("nested", [{}, {"enable_nested_tensor": False}])
-@pytest.mark.parametrize("batch_first", [True, False])
-@pytest.mark.parametrize("norm_first", [True, False])
+@pytest.mark.parametrize(("norm_first", "batch_first"), [(False, True), (True, False)])
 def test_an_encoder_is_evaluated_with_a_padding_mask(norm_first, batch_first, nested):
     """With default arguments it was refused, as if a block had written something in place."""
     torch.manual_seed(0)

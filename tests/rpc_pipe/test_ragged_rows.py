@@ -79,8 +79,15 @@ def _loss(kind, schedule="1f1b", **options):
         return pipe.step(batch), loss.item()
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-@pytest.mark.parametrize("kind", [(Packed, Unpacked), (Nested, Padded), (Viewed, Padded)])
+@pytest.mark.parametrize(
+    ("kind", "schedule"),
+    [
+        ((Packed, Unpacked), "1f1b"),
+        ((Nested, Padded), "zb-h1"),
+        ((Viewed, Padded), "zb-h1"),
+        ((Viewed, Padded), "1f1b"),
+    ],
+)
 def test_ragged_rows_are_handed_on(kind, schedule):
     """A PackedSequence was made of what stood for its tensors: no attribute 'device'. Split backward emptied nested
     rows, which torch cannot, and a view of such was met by: NotImplementedError: aten.alias.default."""
