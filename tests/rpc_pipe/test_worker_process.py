@@ -38,7 +38,7 @@ def test_who_cannot_be_started_leaves_no_descriptor():
     before = os.listdir("/proc/self/fd")
     with pytest.raises(FileNotFoundError):
         WorkerProcess(0, ["/none"], dict(os.environ))
-    assert len(os.listdir("/proc/self/fd")) == len(before)
+    assert len(os.listdir("/proc/self/fd")) <= len(before), "what earlier tests left may be closed meanwhile"
 
 
 def test_who_prints_faster_than_is_read_waits():
