@@ -72,16 +72,12 @@ def test_gradients_of_steps_before_the_update_are_computed_once_more(tmp_path):
 
 
 def test_a_mirror_has_the_optimizer_states_of_a_dead_owner(tmp_path):
-    """Worker 1 dies when it has updated its part, and 0 has not got it; its mirror, 2, goes on with its part.
-
-    A newcomer takes it over. Then 2 dies, with what it has updated since.
-    """
-    options = {"of": 1, "more": ["--workers", 3, "--replicas", 3, "--zero", 1, "--mirror", "--rejoin"], "steps": 60}
+    """Worker 1 dies when it has updated its part, and 0 has not got it; its mirror, 2, goes on with its part."""
+    options = {"of": 1, "more": ["--workers", 3, "--replicas", 3, "--zero", 1, "--mirror"]}
     whole = trained(tmp_path / "whole", "step", **options)[1]
-    done, made = trained(tmp_path / "again", "step", "1:4:A", "2:50:B", WAITS="on", **options)
+    done, made = trained(tmp_path / "again", "step", "1:4:A", **options)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "worker 1 is back: epoch 2" in done.stdout and "worker 2 is gone" in done.stdout
-    assert made == whole
+    assert "worker 1 is gone" in done.stdout and made == whole
 
 
 def test_running_statistics_of_a_dead_replica_go_on(tmp_path):
