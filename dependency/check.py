@@ -45,7 +45,7 @@ def schedule_errors() -> Iterator[None]:
                     name = f"{type(spec).__name__}.{name}"
                 raise ScheduleError(f"{name} raised {type(error).__name__}: {error} ({where})") from error
         raise ScheduleError(
-            f"a method of the schedule returned what cannot be worked with: {error} (docs/schedules.md)"
+            f"a method of the schedule takes other arguments, or returned another type: {error} (docs/schedules.md)"
         ) from error
 
 

@@ -9,7 +9,7 @@ from .memory import UNSURE, WINDOW, Lives, Memory
 from .program import peaks_in_order
 from .spec import Spec, overrides
 
-_NAMES_NOTHING = ". Its `after` names nothing for any action: test a kind by `a.kind is F`, not by a text"
+_NAMES_NOTHING = ". Its `after` names nothing for any action; if it tests a kind by a text, write `a.kind is F`"
 
 
 def check_growth(memory: Memory, worker: int, check_runs: Callable[[Spec, Sequence[int]], None]) -> None:
@@ -55,8 +55,8 @@ def _grows(memory: Memory, worker: int) -> tuple[str, str] | None:
     everywhere = (action for w in range(spec.num_workers) for action in spec.own_actions(w))
     idle = overrides(type(spec), "after") and not any(list(spec.after(action)) for action in everywhere)
     return (
-        f"worker {worker} may keep {lives.most[-1]} of {number} microbatches "
-        f"of activations when gradients are late{UNSURE * (not is_exact)}, but its order keeps {in_order[-1]}: "
+        f"worker {worker} may keep the activations of {lives.most[-1]} forwards, of {number} microbatches, "
+        f"when gradients are late{UNSURE * (not is_exact)}, but its order keeps {in_order[-1]}: "
         f"nothing in the relation bounds memory, it grows with the microbatches. {WINDOW}{_NAMES_NOTHING * idle}",
         draw_held(lives.run_to_most(), in_order[-1]),
     )

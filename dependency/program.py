@@ -272,6 +272,6 @@ class _OrderEdges:
         if k - limit >= len(self._releases):
             raise ScheduleError(
                 f"activation_limit({self._worker}) is {limit}, but in its order worker {self._worker} holds "
-                f"{k + 1 - len(self._releases)} microbatches when it starts {action}"
+                f"the activations of {k + 1 - len(self._releases)} forwards when it starts {action}"
             )
         return [self._releases[k - limit]]

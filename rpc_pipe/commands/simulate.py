@@ -194,7 +194,7 @@ def _links(typed: Mapping[str, Any], num_workers: int) -> tuple[dict[tuple[int, 
         said = f"--link {ends}={way.latency:g}"
         source, dash, target = ends.partition("-")
         if not dash:
-            raise ConfigError(f"{said}: must be FROM-TO=TIME with workers 0 to {num_workers - 1}")
+            raise ConfigError(f"{said}: must be FROM-TO=TIME with workers 0 to {num_workers - 1}; --comm is of all")
         links[read_worker(said, source, num_workers), read_worker(said, target, num_workers)] = way
     uplinks = dict.fromkeys(range(num_workers), typed["uplink"]) if "uplink" in typed else {}
     if not uplinks and all(way.bandwidth == float("inf") for way in links.values()):

@@ -165,8 +165,8 @@ def _begun(folder: Path, new: Packed) -> Packed:
         raise ConfigError(f"{folder}: its {note} is not one of rpc-pipe; name another folder") from error
     if found.identity != new.identity:
         raise ConfigError(
-            f"{folder}: holds shards of another text, or made with other options ("
-            f"{len(found.shards)} shards, tokenizer {found.tokenizer}); name another folder"
+            f"{folder}: holds {len(found.shards)} shards of another text, or with another tokenizer, size or field; "
+            "name another folder"
         )
     return found
 

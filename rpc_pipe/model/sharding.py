@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -13,6 +14,8 @@ from ..dependency import ConfigError, Order, Spec
 from ..dependency.parallelism import FSDP
 from ..workers.compute.slices import Divide
 from ..workers.compute.updating import Training
+
+logger = logging.getLogger(__name__)
 
 #: (a layer or block, the mesh of the members) -> nothing, or the module to use in its place
 ShardFn = Callable[[nn.Module, Any], Any]
@@ -104,6 +107,8 @@ def settle_sharing(members: int, shard: str | ShardFn | None, reduce: str, micro
     if shard is not None and not callable(shard) and shard not in NAMES:
         raise ConfigError(f"shard={shard!r}: must be {', '.join(NAMES)} or a function of (module, mesh)")
     if members == 1:
+        if shard is not None:
+            logger.warning("shard=%s: divides nothing, as each worker is one process; add members=2", shard)
         return Sharing()  # the same script runs on one process a worker
     if shard is None:
         raise ConfigError(f"members={members}: needs shard=, such as 'fsdp', 'tp' or a function of (module, mesh)")

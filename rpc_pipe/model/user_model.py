@@ -101,7 +101,7 @@ def load_user_model(said: str) -> UserModel:
     make = getattr(module, name, None)
     if not callable(make):
         own = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise ModelError(f"{said}: {path} has no function {name!r}; it has {', '.join(own) or 'none'}")
+        raise ModelError(f"{said}: the file has no function {name!r}; it has {', '.join(own) or 'none'}")
     try:
         made = make()
     except ConfigError:

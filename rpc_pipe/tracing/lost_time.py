@@ -154,7 +154,7 @@ class _Case:
             crowded: number of cores, if workers share them.
         """
         if len(self._records) < _STEPS:
-            return f"steps alike in a row: {len(self._records)}, too few to tell a cause; {_STEPS} do"
+            return f"not known, as {len(self._records)} equal steps came in a row, and {_STEPS} name a cause"
         shares = {cause: ms / lost.step_ms for cause, ms in lost.parts.items()}
         totals: dict[tuple[str, str], float] = defaultdict(float)
         for cause, share in shares.items():
@@ -219,7 +219,9 @@ class _Case:
         a_step = sum(long) / len(self._records) / self._spec.num_workers
         if a_step > lost_ms * _KNOWN:
             what = f"{len(long)} of {len(lengths)} actions took more than {_LONG} x their usual time"
-            return what, "new shapes, say, are looked at once: pad sequences to a few lengths; or other programs ran"
+            if any(record.observations for records in self._records for record in records):
+                return what, "new shapes are looked at once: pad sequences to a few lengths"
+            return what, "other programs ran on the cores, or memory was short"
         typical, count = median(usual for _, usual in lengths), len(lengths) // len(self._records)
         if typical < _SMALL_MS:
             what = f"the runtime itself handles {count} actions of {typical:.1f} ms a step"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..dependency.parallelism import FSDP
-from ..model.batches.microbatches import SplitBatch
+from ..model.batches.microbatches import SplitBatch, rows_in
 from ..model.observe.trees import mapped
 from ..model.observed_model import without_caches
 from ..model.partition import LayerPartition
@@ -86,13 +86,15 @@ def prove(options: VerifyOptions) -> None:
             beyond = [max(0, n - (bound or n)) for n, bound in zip(slices_held, bounds, strict=True)]
             compared.numbers("slices held beyond the bound", beyond, [0.0] * len(beyond))
         because = summed_by_stages(list(pipe.partition.shared)) if slices is None else summed_by_slices(slices)
-        rows = sum(map(rows_of, mine[0])) if isinstance(mine[0], SplitBatch) else rows_of(mine[0])
+        rows, count = rows_of(mine[0]), options.microbatches
+        if isinstance(mine[0], SplitBatch):
+            rows, count = sum(map(rows_in, mine[0])), len(mine[0])
         if options.members > 1 and unlike is not None:
             compared.numbers("members that differ", list(map(float, unlike)), [0.0] * len(unlike))
             about |= {"members_alike": not any(unlike), "bound": compared.bound if divides else 0.0}
         because = summed_by_members(options.members, compared.bound) if divides else because
         exactly = ours and not slices and not divides
-        tell(compared, options, rows, losses, exactly=exactly, because=because, more=about)
+        tell(compared, options, (rows, min(rows, count)), losses, exactly=exactly, because=because, more=about)
     pipe.barrier()
 
 

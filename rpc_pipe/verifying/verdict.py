@@ -17,7 +17,7 @@ _ROUNDINGS = 256
 #: tensors with all numbers below this part of the model's largest are compared with the largest
 _SMALL = 1e-2
 #: options that the report in JSON repeats
-_TOLD = "steps", "workers", "microbatches", "schedule", "order", "transport", "model"
+_TOLD = "steps", "workers", "schedule", "order", "transport", "model"
 
 
 class Compared:
@@ -89,7 +89,7 @@ class Compared:
 def tell(
     compared: Compared,
     options: VerifyOptions,
-    rows: int,
+    sizes: tuple[int, int],
     losses: Sequence[float],
     *,
     exactly: bool = False,
@@ -99,6 +99,7 @@ def tell(
     """Report the verdict, and return the exit code: 0 also for differences by the order of sums alone.
 
     Args:
+        sizes: the rows of a batch, and its microbatches.
         exactly: whether such a difference is none that can be, as the order of sums is the same.
         because: why it may not be the same.
     """
@@ -114,10 +115,11 @@ def tell(
         "max_abs_error": compared.max_abs_error,
         "worst": worst,
         "parameters": compared.num_tensors,
-        "rows": rows,
+        "rows": sizes[0],
         "slices": options.slices or "1",
         "loss": losses[-1],
         **{name: getattr(options, name) for name in _TOLD},
+        "microbatches": sizes[1],
         **more,
     }
     said = {
@@ -128,8 +130,8 @@ def tell(
     apart = f"; worst {worst}: relative {relative[worst]:.1e}, absolute {compared.max_abs_error:.1e}"
     largest = "" if compared.identical else apart
     text = (
-        f"{options.schedule} on {options.workers} workers, {options.steps} steps of {rows} rows in "
-        f"{min(rows, options.microbatches)} microbatches: {said[verdict]} "
+        f"{options.schedule} on {options.workers} workers, {options.steps} steps of {sizes[0]} rows in "
+        f"{sizes[1]} microbatches: {said[verdict]} "
         f"({compared.num_same} of {compared.num_tensors} tensors bit for bit{largest})"
     )
     link.tell(kind="result", text=text, json=report, exit_code=int(verdict == "different"))

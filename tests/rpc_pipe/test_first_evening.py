@@ -9,6 +9,8 @@ from rpc_pipe.commands.main import as_typed, main
 from rpc_pipe.commands.watch import _open_source
 from rpc_pipe.dependency import ConfigError, WorkerFailure
 from rpc_pipe.dispatch.recording import Replay
+from rpc_pipe.model.batches.microbatches import rows_in
+from rpc_pipe.model.sharding import settle_sharing
 
 
 def test_an_evaluation_of_one_row_is_no_larger_bubble(caplog):
@@ -75,3 +77,18 @@ def test_a_failure_shows_the_shapes_that_it_comes_from(layers, target, place):
     with pytest.raises(WorkerFailure) as caught:
         Pipeline(layers, loss_fn, num_microbatches=4).step((torch.ones(4, 4), target))
     assert place in str(caught.value)
+
+
+def test_the_order_of_a_batchs_names_changes_no_weight():
+    """Patches of images counted as rows where they came first: the same microbatches had two losses."""
+    batch = {"pixels": torch.ones(32, 4), "ids": torch.ones(2, 5), "labels": torch.ones(2, 5), "grid": torch.ones(3, 3)}
+    assert {rows_in(batch), rows_in(dict(reversed(batch.items())))} == {2}
+    assert rows_in((torch.ones(24, 4), torch.ones(2, 4))) == rows_in((torch.ones(2, 4), torch.ones(24, 4))) == 2
+
+
+def test_the_form_of_members_that_are_not_there_is_warned_of(caplog):
+    """`--shard fsdp` without `--members` trained undivided stages, and no line said so."""
+    assert settle_sharing(1, "fsdp", "step").count == 1
+    assert [record.args for record in caplog.records] == [("fsdp",)]
+    caplog.clear()
+    assert settle_sharing(1, None, "step").count == 1 and not caplog.records

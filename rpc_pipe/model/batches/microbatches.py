@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -80,7 +81,7 @@ class Microbatches(StepData):
             if parts > 1:
                 refuse_lists(whole, num)
             all_inputs, all_targets = (split_rows(side, parts, num) for side in (inputs, targets))
-        rows = [_first_rows(t if x is None else x) for x, t in zip(all_inputs, all_targets, strict=True)]
+        rows = [rows_in(t if x is None else x) for x, t in zip(all_inputs, all_targets, strict=True)]
         if 0 in rows:
             which = f"microbatch {rows.index(0)}" if len(rows) > 1 else "the batch"
             raise BatchError(f"{which} has no rows: needs at least 1, in tensors that each worker gets")
@@ -181,9 +182,10 @@ def _num_rows(tree: Tree) -> int:
     return sizes.pop()
 
 
-def _first_rows(tree: Tree) -> int:
-    """Return the rows of the first tensor that has any, which weight the mean of a microbatch."""
-    return next((tensor.shape[0] for tensor in tensors_of(tree) if tensor.dim()), 0)
+def rows_in(microbatch: Tree) -> int:
+    """Return the rows of a microbatch, which weight its mean: most of its tensors have so many, fewer if two tie."""
+    sizes = Counter(tensor.shape[0] for tensor in tensors_of(microbatch) if tensor.dim())
+    return max(sizes, key=lambda size: (sizes[size], -size), default=0)
 
 
 def divides_sums(inputs: Tree, target: Tree) -> bool:
