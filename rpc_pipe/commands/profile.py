@@ -150,11 +150,12 @@ def load(typed: Mapping[str, Any]) -> tuple[UserModel, int]:
     """Load the user's model, to be measured in this process; return it and the rows of its batch."""
     import torch
 
-    from ..planning.measuring.profiling import load_user_model, rows_of
+    from ..planning.measuring.profiling import load_user_model, refuse_split, rows_of
 
     refuse_device(typed.get("device", "cpu"))
     torch.set_num_threads(typed.get("threads", 1))
     user_model = load_user_model(typed["model"])
+    refuse_split(user_model, typed["model"])
     return user_model, rows_of(user_model.batch)
 
 

@@ -130,7 +130,8 @@ class View:
         """Add an update."""
         before, self.latest = self.latest, update
         for worker in sorted(update.gone - before.gone):
-            self.note(f"worker {worker} has gone", warning=update.lives[worker].state is not State.LEFT)
+            left = update.lives[worker].state is State.LEFT
+            self.note(f"worker {worker} has {'ended' if left else 'gone'}", warning=not left)
         earlier = self.pipelines
         epochs = {rank: header.get("epoch", 0) for rank, header in update.headers.items()}
         before_epoch, self.epoch = self.epoch, max(epochs.values(), default=0)
@@ -184,7 +185,9 @@ class View:
             self.note(f"step {step}: the loss is {loss}", warning=True)
         times = [self.length_ms(s) for s in self.complete_steps(RECENT)]
         if len(times) >= RECENT and times[-1] > max(_SLOW_STEP * median(times), median(times) + _SLOWER_MS):
-            self.note(f"step {step} took {times[-1]:.0f} ms, usually {median(times):.0f} ms", warning=True)
+            self.note(
+                f"step {step}: {times[-1]:.0f} ms from first to last action, usually {median(times):.0f}", warning=True
+            )
 
     def _watch_for_stall(self) -> None:
         lives = self.latest.lives.values()

@@ -166,7 +166,7 @@ def test_a_slow_step_is_told():
             [replace(r, step=10, start_ns=r.start_ns + offset, end_ns=r.end_ns + offset) for r in late],
         )
     )  # fmt: skip
-    assert "step 10 took" in view.events[-1][1] and view.events[-1][2]
+    assert "step 10: " in view.events[-1][1] and view.events[-1][2]
 
 
 def test_a_recording_is_read_as_it_was_written(tmp_path):

@@ -7,9 +7,9 @@ from saved_training import BATCHES, pipeline
 from rpc_pipe import Pipeline
 from rpc_pipe.commands.main import as_typed, main
 from rpc_pipe.commands.watch import _open_source
-from rpc_pipe.dependency import ConfigError, WorkerFailure
+from rpc_pipe.dependency import BatchError, ConfigError, WorkerFailure
 from rpc_pipe.dispatch.recording import Replay
-from rpc_pipe.model.batches.microbatches import rows_in
+from rpc_pipe.model.batches.microbatches import Microbatches, rows_in
 from rpc_pipe.model.sharding import settle_sharing
 
 
@@ -84,6 +84,15 @@ def test_the_order_of_a_batchs_names_changes_no_weight():
     batch = {"pixels": torch.ones(32, 4), "ids": torch.ones(2, 5), "labels": torch.ones(2, 5), "grid": torch.ones(3, 3)}
     assert {rows_in(batch), rows_in(dict(reversed(batch.items())))} == {2}
     assert rows_in((torch.ones(24, 4), torch.ones(2, 4))) == rows_in((torch.ones(2, 4), torch.ones(24, 4))) == 2
+
+
+def test_one_microbatch_is_a_batch_that_needs_no_cut():
+    """Patches of images beside rows were refused for a cut that nobody had asked for."""
+    given = {"pixels": torch.ones(32, 4), "ids": torch.ones(2, 5), "labels": torch.ones(2, 5)}
+    found = Microbatches.of((given, None), None, 1, 0, lambda pair: pair)
+    assert found.rows == 2 and found.shares == [1.0] and found.inputs[0]["pixels"].shape == (32, 4)
+    with pytest.raises(BatchError):
+        Microbatches.of((given, None), None, 2, 0, lambda pair: pair)
 
 
 def test_the_form_of_members_that_are_not_there_is_warned_of(caplog):

@@ -76,7 +76,7 @@ class Microbatches(StepData):
             inputs, targets = batch = pair(batch)
             # A worker may have been given inputs or targets only.
             whole = inputs if targets is None else targets if inputs is None else (inputs, targets)
-            num = _num_rows(whole)
+            num = _num_rows(whole) if num_microbatches > 1 else rows_in(whole)
             parts = min(num_microbatches, max(1, num))
             if parts > 1:
                 refuse_lists(whole, num)
@@ -177,7 +177,7 @@ def _num_rows(tree: Tree) -> int:
     if len(sizes) != 1:
         raise BatchError(
             f"batch: needs tensors that agree in dimension 0, or have 1 there; found {shapes_in(tree)}; pass "
-            f"microbatches=, a list of batches that are split already, if the rows lie elsewhere"
+            f"microbatches=, or a SplitBatch, a list of batches that are split already, if the rows lie elsewhere"
         )
     return sizes.pop()
 

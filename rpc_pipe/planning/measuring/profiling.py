@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ...dependency import B, ConfigError, F, G, I, Kind, PipeError, R, U, W
+from ...model.batches.microbatches import SplitBatch
 from ...model.partition import LayerLike
 from ...model.user_model import UserModel, load_user_model, resize_batch, rows_of
 from ...system.allocator import keep_freed_memory
@@ -33,7 +34,7 @@ from ..profile import LayerCost, Profile, Tie
 from .block_timing import Barrier, costs_of, estimated, layer_blocks, operations_a_ms, optimizer_ratio, time_blocks
 from .timed_block import Forward, TimedBlock
 
-__all__ = ["OPTIMIZERS", "UserModel", "load_user_model", "profile_model", "rows_of", "signature"]
+__all__ = ["OPTIMIZERS", "UserModel", "load_user_model", "profile_model", "refuse_split", "rows_of", "signature"]
 
 #: called with the share of the blocks that are measured, 0 to 1, and a note on the present measurement
 Progress = Callable[[float, str], None]
@@ -157,6 +158,16 @@ def profile_model(
         device,
         rows_of(user_model.batch),
     )
+
+
+def refuse_split(user_model: UserModel, said: str) -> None:
+    """Refuse a batch that is split already.
+
+    Raises:
+        ConfigError: it is.
+    """
+    if isinstance(user_model.batch, SplitBatch):
+        raise ConfigError(f"{said}: its batch is a SplitBatch; return one of its microbatches to be measured")
 
 
 def _with_one_update(measured: Mapping[int, Sequence[LayerCost]]) -> dict[int, list[LayerCost]]:
