@@ -241,7 +241,9 @@ class BoardWriter(Listener):
     def _write(self, state: State, step: int, action: int = NONE, missing: int = NONE, peer: int = NONE) -> None:
         self._version = version = self._version + 1
         now, thread = time.perf_counter_ns(), threading.get_ident()
-        HEAD.pack_into(self._head, 0, MAGIC, version, state, step, action, missing, peer, now, thread, version)
+        # Not `pack_into`, which fills the head with zeros first: a process may be killed there.
+        head = HEAD.pack(MAGIC, version, state, step, action, missing, peer, now, thread, version)
+        self._head[: HEAD.size] = head
 
 
 def encode_record(record: StepRecord, row: Callable[[int], int] = int) -> dict[str, Any]:

@@ -134,7 +134,7 @@ class BoardFile:
 def unpack_live(head: bytes, offset_ns: int) -> Live:
     """Decode a head and add `offset_ns` to its time."""
     _, before, state, step, action, missing, peer, since_ns, thread, behind = HEAD.unpack(head)
-    if before != behind:  # the worker stood still while it wrote this
+    if before != behind or not before:  # the worker stood still, or was killed, while it wrote this
         return Live()
     whom = None if peer == NONE else peer
     return Live(State(state), step, _action(action), _action(missing), whom, since_ns + offset_ns, thread)

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import struct
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from rpc_pipe.dependency import Action, B, F, Kind, Pulled
 from rpc_pipe.tracing import board as boards
 from rpc_pipe.tracing.board import HEAD, BoardWriter, Live, State, encode_record, json_line
-from rpc_pipe.tracing.boards import Board, BoardFile, decode_record
+from rpc_pipe.tracing.boards import Board, BoardFile, decode_record, unpack_live
 from rpc_pipe.workers.hooks import Arrived, Blocked, Record, StepRecord
 
 times = st.integers(0, 2**62)
@@ -142,6 +143,21 @@ def test_a_state_that_is_being_written_is_not_read(writer, tmp_path):
 
 def large(step, num_actions=1000):
     return StepRecord(0, step, 0, 1, [Record(F(0, m), 0, 1) for m in range(num_actions)], loss=1.5)
+
+
+def test_a_state_of_zeros_is_no_state(writer, monkeypatch):
+    """`pack_into` clears a head before it fills it: a worker killed in between ended the launcher by a KeyError."""
+    writer.action_started(1, F(0, 1))
+    before = bytes(writer._head[:])
+    assert unpack_live(bytes(HEAD.size), 0) == Live()
+
+    def killed(*values):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(boards, "HEAD", SimpleNamespace(size=HEAD.size, pack=killed))
+    with pytest.raises(KeyboardInterrupt):
+        writer.action_started(1, B(0, 1))
+    assert writer._head[:] == before
 
 
 def test_a_long_board_is_replaced_by_one_with_the_latest_steps_and_readers_go_on(writer, tmp_path, monkeypatch):
