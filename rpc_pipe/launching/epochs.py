@@ -116,8 +116,9 @@ class Epochs:
 
     @property
     def summary(self) -> str:
-        """Lines on the epochs after the first; "" if there are none."""
-        return "\n".join(self._history)
+        """Lines on the epochs after the first, and on newcomers that came too late; "" if there are none."""
+        late = [f"the newcomer for worker {rank} had not taken part when the job ended" for rank in self._newcomers]
+        return "\n".join([*self._history, *sorted(late)])
 
     @property
     def vacant(self) -> list[int]:
@@ -127,6 +128,7 @@ class Epochs:
     def comes(self, rank: int) -> None:
         """Note that a process has been started in the place of a worker."""
         self._newcomers.add(rank)
+        self._tell(f"a newcomer for worker {rank} has started, and takes part when it has what it needs", False)
 
     def takes(self, rank: int, message: Mapping[str, Any]) -> bool:
         """Take a message of a worker; return whether it is none for the rest of the launcher."""
