@@ -51,7 +51,7 @@ def watched(model, way, pace):
     races, one, count = Races(), Stream(eager=True), random.Random(pace)
     settings_of, execute = thread_pool.callers_settings, run.Stream._execute
     #: blocks of the host, which the consumer must not map again: races are found by the memory that is accessed
-    mapped, of_the_host = {}, HostMemory.block
+    mapped, of_the_host, made = {}, HostMemory.block, []
 
     def settings_here():
         own = settings_of()
@@ -72,7 +72,10 @@ def watched(model, way, pace):
         return AcceleratorBackend(WatchedCuda(races, one if way == "one device" else None))
 
     def carriers(count):
-        return loopback_carriers(count) if "blocks" in way else local_carriers(count)
+        if "blocks" not in way:
+            return local_carriers(count)
+        made.extend(found := loopback_carriers(count))
+        return found
 
     def refused(cuda, identity, handle):
         raise RuntimeError("CUDA error: invalid resource handle")
@@ -97,7 +100,12 @@ def watched(model, way, pace):
             patch.setattr(HostMemory, "opened", lambda memory, shared: (mapped[shared], None))
         if pace:
             patch.setattr(Stream, "pace", staticmethod(lambda waiting: count.randrange(waiting + 1)))
-        yield races
+        try:
+            yield races
+        finally:
+            for carrier in made:
+                carrier.close()
+                carrier.post.link.end_threads()
 
 
 def test_what_no_event_orders_is_a_race():
