@@ -40,7 +40,7 @@ def _option(
 
 
 def _flag(said: bool | str) -> bool:
-    """Read what a script or the command line gives."""
+    """Read the value of a script or of the command line."""
     return {"True": True, "False": False, "1": True, "0": False}[str(said)]
 
 

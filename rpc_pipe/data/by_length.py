@@ -83,10 +83,10 @@ def grouped(
     Args:
         sides: inputs and targets of each row; None: this worker uses none.
         lengths: tokens of each row; counted: their labels that count, if known.
-        own: whose rows, one microbatch after the other, `sides` has alone; None: of all rows as they come.
+        own: rows of these microbatches alone are in `sides`, in their order; None: of all rows in the given order.
 
     Raises:
-        BatchError: a field of a row is not as long as `lengths` tells, or has other labels than `counted` tells.
+        BatchError: a field of a row has another length than in `lengths`, or another count of labels than in `counted`.
     """
     groups = group(lengths, how, most_tokens, how.seconds)
     here = None if own is None else own.microbatches(len(groups))
@@ -128,7 +128,7 @@ def _sides(
     """Return the inputs or the targets of microbatches; None for each without `rows`.
 
     Args:
-        here: the microbatches whose rows there are, one after the other; None: all rows, as they come.
+        here: the microbatches with rows here, in their order; None: all rows, in the given order.
     """
     if rows is None:
         return [None] * len(groups)

@@ -22,7 +22,7 @@ from ..workers.hooks import StepRecord
 
 #: most spans with computed causes of waits
 _MOST_EXPLAINED = 6_000
-#: ratios of the longest to the shortest microbatch from which they count as unequal: of times, and of bytes handed on
+#: least ratios of the longest to the shortest unequal microbatch: of times, and of bytes handed on
 _LONGER, _LARGER = 1.3, 1.1
 
 

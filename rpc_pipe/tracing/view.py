@@ -120,7 +120,7 @@ class View:
         #: by number of microbatches, and that of the listings
         self._specs: dict[tuple[int, int], Spec | None] = {}
         self._lost: tuple[float, int, LostTime | None] = (0.0, -1, None)
-        #: of an elastic job, whose workers change from one to the next, and the first step that it has completed
+        #: the epoch of an elastic job, and the first step that it has completed
         self.epoch, self.first_step = 0, 0
         self._progress_ns = self._longest_ns = 0
 

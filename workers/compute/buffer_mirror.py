@@ -110,7 +110,7 @@ class BufferMirror(Statistics):
         self._taken, self._given = {}, None
 
     def put(self, held: Mapping[str, Tensor], prefix: str) -> None:
-        """Take over what another replica holds, this one's buffers included; names are `prefix`, replica/name."""
+        """Take over the buffers of another replica, and this one's with them; names are `prefix`, replica/name."""
         self.held = {}
         for name in (name for name in held if name.startswith(prefix)):
             route, _, key = name.removeprefix(prefix).partition("/")

@@ -35,7 +35,7 @@ _ALIGNED = 512
 _PROOF_BYTES = 16
 #: of blocks, in this process
 _numbers = itertools.count(1)
-#: number of a payload that has not been told to its consumer
+#: number of a payload without a record for its consumer
 _UNTOLD = 2**64
 
 
@@ -69,7 +69,7 @@ class DeviceMemory:
         self._cuda = cuda
 
     def block(self, size: int, number: int) -> tuple[Tensor, Any, bytes]:
-        """Return a new block: its memory, its event, and what a consumer opens it with: its number, its handles."""
+        """Return a new block: its memory, its event, and the number and handles by which a consumer opens it."""
         cuda = self._cuda
         with torch.inference_mode(False):  # tensors of that mode cannot be written in another
             memory, event = torch.empty(size, dtype=torch.uint8, device=cuda.device), cuda.shared_event()
@@ -98,7 +98,7 @@ class BlockWay:
         self._proofs: list[_SharedBlock] = []
 
     def page(self) -> Any:
-        """Return what a consumer tries each memory with, plain values; in place of a memory that fails, why."""
+        """Return plain values by which a consumer tries each memory; the error of a memory that fails."""
         return tuple([self._proof(memory) for memory in self._memories.values()])
 
     def _proof(self, memory: Any) -> tuple[bytes, bytes] | str:
@@ -197,7 +197,7 @@ class BlockLending:
             return Laid(laid.tensors, laid.skeleton, form, block, self._cuda.recorded(self._out))
 
     def told(self, block: _SharedBlock) -> int:
-        """Number the payload in a block, which has been told to the consumer."""
+        """Number the payload in a block, of which the consumer has a record."""
         self._count += 1
         block.number = self._count
         return self._count

@@ -1,4 +1,4 @@
-"""Optimizer states with a mirror (`zero=1`, `mirror=True`): one more worker has those of each owner.
+"""Optimizer states with a mirror (`zero=1`, `mirror=True`): one more worker has the states of each owner.
 
 The owner's sum of gradients travels to its mirror, too, so both make the same update. The sum is smaller than updated
 states, and both have it when the step commits. So the rule that decides whether a step stands is that of all replicas.
@@ -15,19 +15,19 @@ from .updating import Updating
 
 
 class MirroredUpdating(Updating):
-    """Updates the parameters of which this replica is the owner or the mirror.
+    """Updates the parameters that this replica owns or mirrors.
 
-    The optimizer has all parameters, as a replica may take others over. Those without gradients get no state.
+    The optimizer has all parameters, as a replica may take over more. Parameters without gradients get no state.
     """
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         assert self.pieces is not None
-        #: numbers of the replicas whose states are here as they are after the last update
+        #: numbers of the replicas with states here after the last update
         self.states = set(self.pieces.keeps)
 
     def keep(self, spec: Spec) -> None:
-        """Keep states as a placement says, from the next update on."""
+        """Keep the states of a placement, from the next update on."""
         assert self.pieces is not None
         self.pieces.keep(spec)
         self.owned = self.pieces.kept

@@ -47,7 +47,7 @@ class Ownership:
 
     Attributes:
         owned: names of the parameters that this replica owns.
-        keeps: numbers of the replicas whose parameters have optimizer states here: with a mirror, of two.
+        keeps: numbers of the replicas with optimizer states here: two with a mirror.
         kept: names of these parameters.
         updated_elsewhere: names of the parameters with optimizer state on another replica or stage.
         num_buckets: number of buckets in the part of each replica.
@@ -109,7 +109,7 @@ class Ownership:
         self.updated_elsewhere = parameters.keys() - self.kept if self.zero else elsewhere
 
     def keep(self, spec: Spec) -> None:
-        """Keep optimizer states as a placement says."""
+        """Keep the optimizer states of a placement."""
         tree, stage = reduction_tree(spec), self._stage
         keeps = (tree.keeps((stage, route), (stage, self._route)) for route in range(spec.num_routes))
         self.keeps = {route for route, is_kept in enumerate(keeps) if is_kept}

@@ -21,11 +21,11 @@ logger = logging.getLogger(__name__)
 
 
 class ToDevice:
-    """Tells one reader where payloads of this worker's device lie. Thread-safe.
+    """Writes places of payloads of this worker's device for one reader. Thread-safe.
 
     Args:
         way: this worker's end; None: it has no device.
-        counters: the reader's, by which it says in which memory it takes payloads, and how many it has copied.
+        counters: the reader's: the kind of memory that it reads, and the number of payloads that it has copied.
         record: writes to the reader the key of a payload, its form and where it lies; returns whether there is room.
     """
 

@@ -85,7 +85,7 @@ class Staying(Payload):
 
 @dataclass(slots=True)
 class Laid(Payload):
-    """A payload of a device in a block of memory from which one consumer's device copies.
+    """A payload of a device in a block of memory that one consumer's device reads.
 
     Its tensors lie in the block if that is memory of the host.
     """

@@ -19,7 +19,7 @@ from .form import Form, Look
 from .payload import Laid, Payload, Staying
 from .peer_memory import PeerMemory
 
-#: kinds of memory in which payloads of a device lie: the device's, opened by handles; the host's
+#: kinds of memory for payloads of a device: the device's, opened by handles; the host's
 HANDLES, ON_HOST = 1, 2
 #: returns the tensors of a payload one after the other, each of which looks so; raises OSError if it cannot
 Fetch = Callable[[Look], Tensor]
@@ -46,13 +46,13 @@ class Way(Protocol):
 
 
 class Lending(Protocol):
-    """Memory from which one consumer's device copies."""
+    """Memory that one consumer's device reads."""
 
     def lay(self, name: str, payload: Staying, taken: int) -> Laid:
         """Return a payload in a block; raise RuntimeError or OSError if there is none. `taken`: so many are copied."""
 
     def told(self, block: Any) -> int:
-        """Return the number of the payload in a block, which has been told to the consumer."""
+        """Return the number of the payload in a block that has a record for the consumer."""
 
     def untold(self, block: Any) -> None:
         """Note that the payload in a block goes another way."""

@@ -69,7 +69,7 @@ def read_grouped(
     Args:
         sides: whether this worker uses inputs and targets.
         spec: over whole sequences; members: of each of its workers.
-        own: of this process, where others read the rest.
+        own: rows of this process; other processes read the rest.
     """
     seconds = None if ordering is None else ordering.seconds
     needs = LengthNeeds(spec.num_stages, spec.num_routes * members, members, loss_is_inside, seconds)

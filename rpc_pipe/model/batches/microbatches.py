@@ -183,7 +183,7 @@ def _num_rows(tree: Tree) -> int:
 
 
 def rows_in(microbatch: Tree) -> int:
-    """Return the rows of a microbatch, which weight its mean: most of its tensors have so many, fewer if two tie."""
+    """Return the rows of a microbatch, the weight of its mean: the commonest size of dimension 0; fewer if two tie."""
     sizes = Counter(tensor.shape[0] for tensor in tensors_of(microbatch) if tensor.dim())
     return max(sizes, key=lambda size: (sizes[size], -size), default=0)
 

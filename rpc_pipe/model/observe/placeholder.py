@@ -31,7 +31,7 @@ from .trees import leaves, replaced, tensors
 
 #: errors of operators with a result, or a shape, that depends on data
 NEEDS_NUMBERS = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
-#: operators that torch does not run on shapes, and whose outputs have the same shape for all numbers
+#: operators that torch does not run on shapes; their outputs have the same shape for all numbers
 ALIKE = {torch.ops.aten._ctc_loss.default, torch.ops.aten._ctc_loss.Tensor}
 #: nn.TransformerEncoder's question whether to take a way in evaluation that it never takes under a function mode
 LOOKS_AT_MASK = torch._nested_tensor_from_mask_left_aligned
