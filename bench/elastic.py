@@ -1,10 +1,11 @@
 """The rate of an elastic job after deaths, and after newcomers have come, on emulated devices; and as simulated.
 
-    python bench/elastic.py [--shapes 2x2,2x3,3x3] [--schedules 1f1b,zb-h1,zb-v] [--dead 0] [--ms 10] [--steps 12]
+    python bench/elastic.py [--shapes 2x2,2x3,3x3] [--schedules 1f1b,zb-h1,zb-v] [--dead 0] [--ms 40] [--steps 5]
+                            [--rounds 1]
 
 A shape is stages x replicas, each worker a process. A worker dies, and later a newcomer takes its place. A rate is the
-median time of a step before the death, over that of a step in the epoch. The live share is the live replicas of the
-stage over all of them. The simulation has the same times, and a travel time of 0.4 ms.
+median time of a step before the death, over that of a step in the epoch; of several rounds it is the median. The live
+share is the live replicas of the stage over all of them. The simulation has the same times, and 0.4 ms of travel time.
 """
 
 from __future__ import annotations
@@ -96,7 +97,8 @@ def _be(folder: str, shape: str, dead: str, ms: str, steps: str, rejoins: str) -
         training=Training(partial(torch.optim.AdamW, lr=1e-6)),
         num_microbatches=_EACH * replicas,
     )
-    x = torch.randn(_EACH * replicas, devices.WIDTH, generator=torch.Generator().manual_seed(0))
+    # Inputs owe a gradient, so that all stages work alike, as in the simulation.
+    x = torch.randn(_EACH * replicas, devices.WIDTH, generator=torch.Generator().manual_seed(0)).requires_grad_()
     epochs: list[list[float]] = []
     live, last, came_late, tells = 0, 0.0, pipe.replaying, rank == stages * replicas - 1
     for _ in pipe.train(itertools.repeat((x, x))):
@@ -123,17 +125,21 @@ def main() -> None:
     parser.add_argument("--shapes", default="2x2,2x3,3x3")
     parser.add_argument("--schedules", default="1f1b,zb-h1,zb-v")
     parser.add_argument("--dead", type=int, default=0)
-    parser.add_argument("--ms", type=float, default=10.0)
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--ms", type=float, default=40.0)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=1)
     typed = parser.parse_args()
     for shape, schedule in itertools.product(typed.shapes.split(","), typed.schedules.split(",")):
         stages, replicas = map(int, shape.split("x"))
         share, priced = (replicas - 1) / replicas, simulated(schedule, stages, replicas, typed.dead, typed.ms)
-        after, back = (
-            measured(schedule, shape, typed.dead, typed.ms, typed.steps, rejoins) for rejoins in (False, True)
-        )
+        rates = [
+            [measured(schedule, shape, typed.dead, typed.ms, typed.steps, rejoins) for _ in range(typed.rounds)]
+            for rejoins in (False, True)
+        ]
+        after, back = map(statistics.median, rates)
+        found = " ".join(f"{each:.3f}" for each in sorted(rates[0]))
         print(
-            f"{shape} {schedule:<6} live share {share:.3f}, after a death {after:.3f} ({after / share:.2f} of it), "
+            f"{shape} {schedule:<6} live share {share:.3f}, after a death {found} ({after / share:.2f} of it), "
             f"simulated {priced:.3f} ({after / priced - 1:+.1%}), after a join {back:.3f}",
             flush=True,
         )
