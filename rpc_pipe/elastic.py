@@ -28,6 +28,7 @@ from .launching.job import Job
 from .launching.joining import drop, join
 from .launching.meeting_place import place_of, root_of
 from .model.batches.accumulated import Accumulated
+from .schedules import name_of
 from .system.at_exit import at_exit
 from .workers.actor import WorkerActor
 from .workers.compute.result import Result
@@ -40,26 +41,26 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 
 
-def refuse_inelastic(spec: Spec, job: Job | None, training: Training) -> None:
+def refuse_inelastic(spec: Spec, job: Job, training: Training) -> None:
     """Refuse a job that cannot go on without a worker.
 
     Raises:
         ConfigError: and why.
     """
-    if job is None or job.transport != "zmq":
-        raise ConfigError("--elastic needs --transport zmq: torch RPC begins once in the life of a process")
+    if job.transport != "zmq":
+        raise ConfigError(f"transport={job.transport}: begins once in the life of a process; with --elastic take zmq")
     if not link.present():
         raise ConfigError("--elastic: torchrun ends all workers when one dies; start the job by rpc-pipe run")
     if job.members > 1:
-        raise ConfigError("--elastic: a worker of several members cannot be replaced; leave members out")
+        raise ConfigError(f"members={job.members}: --elastic replaces no worker of several; leave members out")
     if spec.num_routes == 1:
-        raise ConfigError("--elastic needs replicas >= 2 (got 1): the weights of a dead worker must be on another one")
+        raise ConfigError("replicas=1: --elastic needs the weights of a dead worker on another one; take 2 or more")
     if not spec.synchronous:
-        raise ConfigError(f"--elastic: steps of {type(spec).__name__} overlap; take a synchronous schedule, as 1f1b")
+        raise ConfigError(f"schedule={name_of(spec)}: its steps overlap; with --elastic take another one, as 1f1b")
     if spec.parallelism.zero and not spec.parallelism.mirror:
-        raise ConfigError("--elastic: zero=1 keeps each optimizer state on one worker alone; add --mirror")
+        raise ConfigError("zero=1: keeps each optimizer state on one worker alone; with --elastic add --mirror")
     if training.post_validation:
-        raise ConfigError("--elastic: no update comes before the norm of all gradients; leave post_validation out")
+        raise ConfigError("post_validation=True: updates come before all have committed; with --elastic leave it out")
 
 
 def _next_epoch(error: PipeError) -> epochs.Roster:

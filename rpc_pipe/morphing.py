@@ -85,7 +85,9 @@ class ShapedHeir(Heir):
         self.leaving: set[int] = set()
         least, most = bounds
         if session.spec.parallelism.zero:
-            raise ConfigError(f"--elastic {least}:{most}: zero=1 divides optimizer states by replicas; leave zero out")
+            raise ConfigError(
+                f"zero=1: divides optimizer states by replicas; with --elastic {least}:{most} leave it out"
+            )
         self.shapes = shapes(session.spec, least, most, len(self._run.partition.block_names))
         if not any(self.shapes):
             why = f"no stages times replicas of {type(session.spec).__name__} are so many workers"

@@ -250,7 +250,7 @@ def launcher_keys() -> Keys:
         ConfigError: the environment names no key file, or it holds no secret.
     """
     if KEY not in os.environ:
-        raise ConfigError(f"several hosts need a key: rpc-pipe key FILE makes one; copy it to all, and set {KEY}=FILE")
+        raise ConfigError(f"{KEY}: not set; rpc-pipe key FILE makes a key, copy it to all hosts, and set {KEY}=FILE")
     return Keys(read_key(Path(os.environ[KEY])), "launchers", (0, 1))
 
 
