@@ -56,6 +56,9 @@ class Parser(argparse.ArgumentParser):
             option = "" if wrong[1] == "COMMAND" else f"{wrong[1]} "
             choices = re.findall(r"[\w-]+", wrong[3])
             raise ConfigError(f"{option}{wrong[2]}: {_hint(wrong[2], choices)}known are {', '.join(choices)}")
+        if bare := re.match(r"argument (--\S+): expected one argument$", message):
+            wanted = self._option_string_actions[bare[1]].metavar
+            raise ConfigError(f"{bare[1]}: needs a value{f' ({wanted})' if wanted else ''} that does not begin with -")
         # The project's readers name the value and the rule; argparse names the rule alone.
         raise ConfigError(re.sub(r"^argument (\S+): (?=.*: )", r"\1 ", message, flags=re.DOTALL))
 

@@ -30,7 +30,7 @@ from .auto import Auto
 from .options import MAKE, Parser, refuse_typed
 from .output_files import try_files, write
 from .profile import add_measuring, find_profile, load, progress, refuse_unplanned, show_loading, with_slices
-from .readers import link, some, whole, wholes
+from .readers import link, memory, whole, wholes
 from .topology import AMONG_MEMBERS, HERE, SUMMING_MEMBERS, machines_of, read_topology
 
 #: default of --seconds, and its upper bound
@@ -51,7 +51,7 @@ def add(commands: Any) -> None:
     parser: Parser = commands.add_parser("plan", help="find the fastest schedule and cut for a model within memory")
     add_measuring(parser)
     parser.take("workers")
-    parser.add_argument("--memory", type=some, metavar="BYTES", help="memory of each worker, such as 8GB (no limit)")
+    parser.add_argument("--memory", type=memory, metavar="BYTES", help="memory of each worker, such as 8GB (no limit)")
     parser.add_argument("--batch", type=whole(1), help="rows of a step's batch (those of the batch that make returns)")
     parser.add_argument("--microbatches", type=_counts, help="numbers of microbatches to try (workers x 1, 2, 4, 8)")
     lengths = "length of rows in each microbatch, such as 64,512,128 (all as measured)"

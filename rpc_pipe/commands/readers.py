@@ -101,6 +101,13 @@ def size(text: str) -> float:
     return found
 
 
+def memory(text: str) -> float:
+    """Read the memory of a worker, with a unit if it is small: 40 bytes hold no model."""
+    if (found := some(text)) < 1e6 and text.isdecimal():
+        raise ArgumentTypeError(f"{text}: is {text} bytes; write a unit, such as {text}GB")
+    return found
+
+
 def some(text: str) -> float:
     """Read an amount of memory that is not 0."""
     if (found := size(text)) == 0:

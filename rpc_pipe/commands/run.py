@@ -35,7 +35,7 @@ from .options import (
     typed_checkpoints,
 )
 from .output_files import try_files
-from .readers import fraction, indices, number, some, span, whole
+from .readers import fraction, indices, memory, number, span, whole
 
 if TYPE_CHECKING:
     from ..launching.launcher import How
@@ -64,7 +64,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--model", metavar="FILE.py:make", help=f"train a model of yours on its batch: {MAKE}")
     parser.add_argument("--plan", metavar="FILE|auto", help="what rpc-pipe plan wrote; auto: plan for --model")
     parser.add_argument(
-        "--memory", type=some, metavar="BYTES", help="of each worker, for --plan auto, as 8GB (no limit)"
+        "--memory", type=memory, metavar="BYTES", help="of each worker, for --plan auto, as 8GB (no limit)"
     )
     parser.add_argument("--save", metavar="FILE", help="write the weights to this safetensors file")
     parser.add_argument("--trace", metavar="FILE", help="write the last steps for Chrome's tracing or Perfetto")

@@ -39,7 +39,7 @@ _MOST_STAGES = 7
 def plans_table(plans: Sequence[Plan]) -> Table:
     """Return a table of the best plan of each schedule with its parameters."""
     drawn = Table(box=None, pad_edge=False)
-    drawn.add_column("schedule", max_width=20)
+    drawn.add_column("schedule", max_width=32)
     drawn.add_column("cut", no_wrap=True, max_width=12)
     for heading in ("M", "ms", "memory", "bubble", "msgs"):
         drawn.add_column(heading, justify="right", no_wrap=True)

@@ -16,6 +16,8 @@ from .simulator import Link
 
 #: number of the best schedules that are tried with a relaxed limit
 _NUM_SCHEDULES = 4
+#: scatter of measured times above which plans that differ by less cannot be told apart
+_SCATTERED = 0.15
 #: relative gain above which a limit counts as binding
 _LEAST_GAIN = 0.01
 
@@ -132,6 +134,11 @@ def remarks(request: PlanRequest, result: PlanResult, cores: int | None) -> Iter
         yield (
             f"{workers} workers share {cores} {'core' if cores == 1 else 'cores'} here: a step may take several "
             "times as long as predicted, as actions wait for a core"
+        )
+    if request.profile.scatter > _SCATTERED:
+        yield (
+            f"measured times scatter by {request.profile.scatter:.0%}, so plans that differ by less may be as fast: "
+            "profile --again on a quiet machine measures anew"
         )
     copies = num_copies(best, workers)
     if copies > 1:

@@ -91,6 +91,8 @@ class Profile:
     workers: int = 0
     #: their speeds and links, as in a file for --topology; empty: not measured
     topology: Mapping[str, Any] = field(default_factory=dict)
+    #: width of the middle half of a block's times, relative to their median; 0: unknown
+    scatter: float = 0
     #: time of a step besides its actions
     per_step: float = field(default=0, metadata=json_field("per_step_ms"))
     #: compute time that a worker loses to each MiB that it sends or receives; 0 for a GPU

@@ -64,6 +64,10 @@ class Watchable(Protocol):
         """The workers of this process."""
 
     @property
+    def predicted_ms(self) -> float:
+        """The time of a step by the plan; 0.0 without a plan."""
+
+    @property
     def order(self) -> Order:
         """The order of ready actions on workers."""
 
@@ -106,6 +110,7 @@ def header_of(training: Watchable, actor: WorkerActor, epoch: int = 0) -> dict[s
         "rank": plane.rank(worker),
         "members": plane.members,
         "num_workers": len(live),
+        **({"predicted_ms": training.predicted_ms} if training.predicted_ms and not epoch else {}),
         **({"epoch": epoch, "places": training.spec.num_workers} if epoch else {}),
         "script": _script(),
         "process": run_folders.identity(),

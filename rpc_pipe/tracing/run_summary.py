@@ -35,6 +35,7 @@ def figures(view: View) -> dict[str, Any] | None:
         "layout": trace.layout,
         "loss": view.losses[-1][1],
         "step_ms": trace.step_ms,
+        **({"predicted_ms": view.predicted_ms} if view.predicted_ms else {}),
         **({f"{throughput[1]}_per_s": throughput[0]} if throughput else {}),
         **({"with_padding": True} if view.with_padding else {}),
         **({"observations": observations, "observed_s": observed_s} if observations else {}),
@@ -48,11 +49,12 @@ def figures(view: View) -> dict[str, Any] | None:
 
 def sentence(found: dict[str, Any]) -> str:
     """Return a sentence on a run, from its figures."""
+    planned = f" ({found['predicted_ms']:.0f} by the plan)" if "predicted_ms" in found else ""
     rates = [f", {found[f'{unit}_per_s']:,.0f} {unit}/s" for unit in ("tokens", "rows") if f"{unit}_per_s" in found]
     rates += [" with padding"] if "with_padding" in found else []
     return (
         f"{_count(found['steps'], 'step')} on {_count(found['workers'], 'worker')}: "
-        f"{found['step_ms']:.0f} ms a step{''.join(rates)}, loss {found['loss']:.4f}"
+        f"{found['step_ms']:.0f} ms a step{planned}{''.join(rates)}, loss {found['loss']:.4f}"
     )
 
 

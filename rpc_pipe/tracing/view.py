@@ -226,6 +226,11 @@ class View:
     # --- the run
 
     @property
+    def predicted_ms(self) -> float:
+        """Milliseconds of a step by the plan; 0.0 without a plan."""
+        return next((header.get("predicted_ms", 0.0) for header in self.headers.values()), 0.0)
+
+    @property
     def num_workers(self) -> int:
         """The number of workers of the run, visible or not."""
         return next((header["num_workers"] for header in self.headers.values()), 0)

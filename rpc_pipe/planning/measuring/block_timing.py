@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 
 import torch
@@ -88,6 +88,14 @@ def time_blocks(blocks: Sequence[TimedBlock], repeats: int, tell: Callable[[int]
                     next(part, None)
             tell(round_ * len(blocks) + last)
     _pool_equal(blocks)
+
+
+def scatter(blocks: Sequence[TimedBlock]) -> float:
+    """Return the width of the middle half of the runs' times, relative to the median; 0.0 if blocks ran once."""
+    runs = [block.runs[kind] for block in blocks for kind in (F, B) if len(block.runs[kind]) > 1]
+    quarters = [quantiles(took, n=4) for took in runs]
+    total = sum(middle for _, middle, _ in quarters)
+    return sum(high - low for low, _, high in quarters) / total if total else 0.0
 
 
 def _pool_equal(blocks: Sequence[TimedBlock]) -> None:

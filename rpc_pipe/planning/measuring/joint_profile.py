@@ -94,7 +94,14 @@ def merged(profiles: Sequence[Profile], links: Mapping[tuple[int, int], Link]) -
         kind: median(p.per_stage[kind] / s for p, s in zip(profiles, slow, strict=True)) for kind in first.per_stage
     }
     topology = {"workers": [{"speed": round(1 / s, 3)} for s in slow], **_links_as_json(links)}
-    return replace(first, measured=measured, per_stage=per_stage, workers=len(profiles), topology=topology)
+    return replace(
+        first,
+        measured=measured,
+        per_stage=per_stage,
+        workers=len(profiles),
+        topology=topology,
+        scatter=median(profile.scatter for profile in profiles),
+    )
 
 
 def _slowness(profiles: Sequence[Profile]) -> list[float]:

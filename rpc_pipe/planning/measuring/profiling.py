@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from statistics import median
+from statistics import fmean, median
 from typing import Any, NamedTuple
 
 import torch
@@ -31,15 +31,24 @@ from ...workers.compute.tensor_parallel import divisible
 from ...workers.compute.updating import OptimizerFactory
 from ...workers.transport.payload import Tree, map_tensors, tensors_of
 from ..profile import LayerCost, Profile, Tie
-from .block_timing import Barrier, costs_of, estimated, layer_blocks, operations_a_ms, optimizer_ratio, time_blocks
+from .block_timing import (
+    Barrier,
+    costs_of,
+    estimated,
+    layer_blocks,
+    operations_a_ms,
+    optimizer_ratio,
+    scatter,
+    time_blocks,
+)
 from .timed_block import Forward, TimedBlock
 
 __all__ = ["OPTIMIZERS", "UserModel", "load_user_model", "profile_model", "refuse_split", "rows_of", "signature"]
 
 #: called with the share of the blocks that are measured, 0 to 1, and a note on the present measurement
 Progress = Callable[[float, str], None]
-#: costs by block, time of a stage besides its block by kind, parameters that blocks share
-_Measured = tuple[list[LayerCost], dict[Kind, float], tuple[Tie, ...]]
+#: costs by block, time of a stage besides its block by kind, parameters that blocks share, scatter of times
+_Measured = tuple[list[LayerCost], dict[Kind, float], tuple[Tie, ...], float]
 #: the runtime's time for an action, in milliseconds
 RUNTIME_MS = 0.15
 
@@ -125,6 +134,7 @@ def profile_model(
     measured: dict[int, list[LayerCost]] = {}
     around: dict[int, Mapping[Kind, float]] = {}
     ties: tuple[Tie, ...] = ()
+    apart: list[float] = []
     factory = OPTIMIZERS[optimizer]
     where = torch.device(device)
     if where.type != "cpu" and where.index is not None:
@@ -142,7 +152,8 @@ def profile_model(
             if estimate:
                 measured[count] = _estimate(task)
             else:
-                measured[count], around[count], ties = _measure(task, barrier)
+                measured[count], around[count], ties, scattered = _measure(task, barrier)
+                apart.append(scattered)
     measured = _with_one_update(measured)
     per_stage = {kind: median(found[kind] for found in around.values()) if around else 0.0 for kind in (F, B, I, W, R)}
     for count in around:
@@ -157,6 +168,7 @@ def profile_model(
         signature(user_model, device, optimizer),
         device,
         rows_of(user_model.batch),
+        scatter=fmean(apart) if apart else 0.0,
     )
 
 
@@ -224,7 +236,8 @@ def _measure(task: _MeasuredModel, barrier: Barrier) -> _Measured:
         [*blocks, *whole], task.repeats, lambda done: task.tell((count + len(whole) + done) / total, f"{count} blocks")
     )
     costs = costs_of(blocks, task.optimizer, task.repeats, barrier)
-    return costs, _around(costs, whole[0].times if whole else None), _ties([dict(b.named) for b in blocks], costs)
+    around = _around(costs, whole[0].times if whole else None)
+    return costs, around, _ties([dict(b.named) for b in blocks], costs), scatter(blocks)
 
 
 def _estimate(task: _MeasuredModel) -> list[LayerCost]:
