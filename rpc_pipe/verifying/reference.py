@@ -190,9 +190,13 @@ class Reference:
         """Run a forward that counts for nothing: some models change themselves for good in their first one."""
         for replica in self.replicas:
             before = ModuleState(list(replica.module.modules()))
+            weights = [(weight, weight.detach().clone()) for weight in replica.module.parameters()]
             with preserved(self._randomness.device), torch.no_grad():
                 self._loss(replica, 0, *mapped((pieces.inputs[0], pieces.targets[0]), torch.clone))
                 before.put_back()
+                for weight, value in weights:
+                    if not torch.equal(weight, value):  # as where a forward moves a teacher's weights
+                        weight.copy_(value)
 
     def _loss(self, replica: Replica, m: int, inputs: Any, target: Any) -> Any:
         args, kwargs = ((inputs,), {}) if isinstance(self._cut, LayerPartition) else inputs

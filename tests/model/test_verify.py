@@ -108,6 +108,23 @@ def draws():
     return Draws(), (torch.randn(4, 6), torch.randn(4, 8)), nn.functional.mse_loss
 
 
+def taught():
+    class Taught(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.teacher, self.student = models.Nested().requires_grad_(False), models.Nested()
+            self.guess = nn.Linear(8, 8)
+
+        def forward(self, x):
+            with torch.no_grad():
+                for weight, moved in zip(self.teacher.parameters(), self.student.parameters()):
+                    weight.lerp_(moved, 0.1)
+                wanted = self.teacher(x)
+            return nn.functional.mse_loss(self.guess(self.student(x)), wanted)
+
+    return Taught(), {{"x": torch.randn(8, 6)}}
+
+
 def asks():
     class Asks(models.Nested):
         def forward(self, x):
@@ -270,6 +287,8 @@ def verified(capsys, *arguments: str) -> tuple[int, dict, str]:
         ("pair", "identical", ["--workers", "2"]),
         ("draws", "identical", ["--workers", "2"]),
         ("layers", "identical", ["--workers", "2"]),
+        # the reference moved the teacher once more: in the forward that counts for nothing
+        ("taught", "identical", ["--workers", "2"]),
         ("again", "rounding", ["--workers", "2"]),
     ],
 )
