@@ -11,7 +11,7 @@ from bench.measured_layers import measure_layers
 from rpc_pipe.dependency import B, F, G, I, U, W
 from rpc_pipe.model.user_model import UserModel
 from rpc_pipe.planning.measuring import block_timing, profiling
-from rpc_pipe.planning.measuring.block_timing import _forward, time_blocks
+from rpc_pipe.planning.measuring.block_timing import _forward, scatter, time_blocks
 from rpc_pipe.planning.measuring.profiling import profile_model, signature
 from rpc_pipe.planning.measuring.timed_block import TimedBlock
 from rpc_pipe.planning.profile import Chain
@@ -125,6 +125,7 @@ def test_layers_that_compute_the_same_take_the_same_time(slower, equal):
     time_blocks(blocks, 3)
     times = [block.times[F] for block in blocks]
     assert (times[0] == times[1] == times[2]) is equal, "only where the fastest runs agree that they are"
+    assert scatter(blocks) > 0, "which a plan tells, as more noise than its plans differ by makes their order chance"
 
 
 def test_a_model_that_does_not_fit_into_memory_is_estimated_when_asked():

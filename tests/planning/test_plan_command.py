@@ -16,6 +16,8 @@ from rpc_pipe.pipeline import Pipeline, Training
 from rpc_pipe.planning.measuring.profiling import profile_model
 from rpc_pipe.planning.plan import Plan, read_plan
 from rpc_pipe.planning.profile_file import from_json
+from rpc_pipe.tracing import own_boards
+from rpc_pipe.tracing.run_summary import figures, sentence
 
 MODEL = """
 import torch
@@ -115,7 +117,10 @@ def test_a_plan_is_run_as_it_says(model, capsys, tmp_path):
     with Pipeline(made.model, made.loss_fn, plan=out) as pipe:
         assert pipe.num_workers == 2 and pipe.spec.num_microbatches == plan.num_microbatches
         assert [len(layers) for layers in pipe.partition.ranges] == list(plan.cut)
+        own_boards.record(pipe)
         pipe.step(resize_batch(made.batch, 8))
+        found = figures(own_boards.collect())
+        assert found["predicted_ms"] == plan.predicted_ms and "by the plan)" in sentence(found)
     with refused("plan"):
         Pipeline(made.model, made.loss_fn, plan=plan, num_microbatches=2)
     with refused("num_workers"):
@@ -217,6 +222,8 @@ def test_nothing_fits_and_what_would(model, capsys):
         (["{model}:make", "--replicas", "2", "--bucket", "0"], "bucket 0: must be a size in MiB above 0; take 25"),
         (["{model}:make", "--replicas", "2", "--microbatches", "1"], "replicas 2: a step has 1 microbatch, fewer"),
         (["{model}:make", "--memory", "0"], "--memory 0: must be above 0"),
+        (["{model}:make", "--memory", "40"], "--memory 40: is 40 bytes; write a unit, such as 40GB"),
+        (["{model}:make", "--memory", "-1GB"], "--memory: needs a value (BYTES)"),
         (["{model}:make", "--schedule", "pipedream"], "trains other numbers"),
         (["--profile", "{model}", "--batch", "4"], "cannot be read"),
         (["{model}:make", "--topology", "{topology}"], "speed 0: must be above 0"),

@@ -402,3 +402,5 @@ def test_remarks_name_shared_cores_copies_of_the_weights_and_slices_that_do_not_
     assert "2 copies" in copies and "1f1b" in copies and slices.startswith("--slices 1,2")
     result.plans.sort(key=lambda plan: plan.name != "1f1b")
     assert [note.partition(":")[0] for note in remarks(request, result, None)] == ["--slices 1,2"]
+    noisy = replace(request, profile=replace(profile, scatter=0.4))
+    assert any("times scatter by 40%" in note for note in remarks(noisy, result, None))
