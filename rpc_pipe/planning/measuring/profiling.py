@@ -134,8 +134,7 @@ def profile_model(
     measured: dict[int, list[LayerCost]] = {}
     around: dict[int, Mapping[Kind, float]] = {}
     ties: tuple[Tie, ...] = ()
-    apart: list[float] = []
-    factory = OPTIMIZERS[optimizer]
+    apart: dict[int, float] = {}
     where = torch.device(device)
     if where.type != "cpu" and where.index is not None:
         torch.accelerator.set_device_index(where)  # memory statistics and synchronize are of the current device
@@ -147,13 +146,12 @@ def profile_model(
         def advance(share: float, note: str, number: int = number, count: int = count) -> None:
             tell((number + share) / len(set(rows)), f"{note}, {count} rows a microbatch")
 
-        task = _MeasuredModel(user_model, batch, device, factory, repeats, advance, at_least)
+        task = _MeasuredModel(user_model, batch, device, OPTIMIZERS[optimizer], repeats, advance, at_least)
         with _named_errors(user_model):
             if estimate:
                 measured[count] = _estimate(task)
             else:
-                measured[count], around[count], ties, scattered = _measure(task, barrier)
-                apart.append(scattered)
+                measured[count], around[count], ties, apart[count] = _measure(task, barrier)
     measured = _with_one_update(measured)
     per_stage = {kind: median(found[kind] for found in around.values()) if around else 0.0 for kind in (F, B, I, W, R)}
     for count in around:
@@ -168,7 +166,7 @@ def profile_model(
         signature(user_model, device, optimizer),
         device,
         rows_of(user_model.batch),
-        scatter=fmean(apart) if apart else 0.0,
+        scatter=fmean(apart.values()) if apart else 0.0,
     )
 
 
