@@ -75,7 +75,7 @@ class ObservedPartition:
         self.config = Configuration(whole) if hasattr(getattr(whole, "config", None), "save_pretrained") else None
         #: of tensors with several names, the names that are not written
         self.other_names = other_names(whole) if self.config else frozenset()
-        self.adapters = _adapter_tensors(whole)
+        self._adapters = _adapter_tensors(whole)
         self._output_type: type = dict
         #: calls of blocks of each stage; empty until the model has been cut
         self.ranges: list[range] = []
@@ -212,6 +212,17 @@ class ObservedPartition:
         """Drop the reference to the model, so that parameters of other processes can be freed."""
         self._source = self._observed = None
 
+    @property
+    def adapters(self) -> frozenset[str]:
+        """The names of the tensors that peft writes of the model's adapters.
+
+        Raises:
+            ModelError: it writes other tensors, which it makes of them.
+        """
+        if isinstance(self._adapters, ModelError):
+            raise self._adapters
+        return self._adapters
+
     def place_of(self, name: str) -> Any:
         """Return a sort key that orders tensors as the model does."""
         return self._names.get(name, len(self._names)), name
@@ -227,11 +238,10 @@ class ObservedPartition:
         return tree
 
 
-def _adapter_tensors(whole: nn.Module) -> frozenset[str]:
+def _adapter_tensors(whole: nn.Module) -> frozenset[str] | ModelError:
     """Return the names of the tensors that peft writes of a model's adapters; none of one that it has not adapted.
 
-    Raises:
-        ModelError: it writes other tensors, which it makes of them.
+    An error in their place is raised where they are written: peft makes other tensors of prompts that were trained.
     """
     configs = getattr(whole, "peft_config", None)
     peft: Any = sys.modules.get("peft")  # an adapted model implies that it is loaded
@@ -243,7 +253,7 @@ def _adapter_tensors(whole: nn.Module) -> frozenset[str]:
     for adapter, config in configs.items():
         for tensor in peft.get_peft_model_state_dict(whole, state_dict=state, adapter_name=adapter, **how).values():
             if id(tensor) not in name_of:
-                raise ModelError(
+                return ModelError(
                     f"adapter {adapter}: peft writes {type(config).__name__} as other tensors than the model holds; on "
                     "worker 0 call model.save_pretrained(folder, state_dict=pipe.weights.state_dict())"
                 )

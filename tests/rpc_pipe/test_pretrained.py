@@ -276,3 +276,15 @@ def test_an_adapter_is_taken_back_by_peft(tmp_path, made_by):
         prefix, found = "" if made_by == "peft" else "base_model.model.", taken.state_dict()
         trained = {name: tensor for name, tensor in pipe.weights.state_dict().items() if "lora_" in name}
         assert len(trained) > 7 and all(tensor.equal(found[prefix + name]) for name, tensor in trained.items())
+
+
+def test_prompts_are_trained_and_refused_where_they_are_written(tmp_path):
+    """peft writes other tensors than a model with prompts holds: such models were refused before they were trained."""
+    peft = pytest.importorskip("peft")
+    made = peft.get_peft_model(gpt2(), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+    pipe = pipeline(made)
+    before = pipe.weights.state_dict()["prompt_encoder.default.embedding.weight"].clone()
+    pipe.step(BATCH)
+    assert not before.equal(pipe.weights.state_dict()["prompt_encoder.default.embedding.weight"])
+    with refused("adapter"):
+        pipe.weights.save_pretrained(tmp_path)
