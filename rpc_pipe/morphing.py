@@ -9,6 +9,8 @@ the state of the other shape, and take it. The batch and its microbatches stay, 
 
 from __future__ import annotations
 
+import json
+from collections import deque
 from collections.abc import Collection
 from contextlib import suppress
 from functools import partial
@@ -24,12 +26,16 @@ from .heir import ElasticRun, Heir, make_mirror
 from .launching import launcher_link as link
 from .launching.epochs import READY, SHAPE, Roster
 from .workers.compute.buffer_mirror import mirror_of
+from .workers.hooks import Listener, StepRecord
 
 if TYPE_CHECKING:
     from .launching.job import Job
     from .model.shard_maker import ShardMaker
     from .session import Session
     from .workers.compute.shard import Shard
+
+#: most shapes among which prices choose, and the number of measured steps of which they are
+_MOST_PRICED, _LAST_STEPS = 8, 4
 
 
 class _Cut(NamedTuple):
@@ -41,8 +47,8 @@ class _Cut(NamedTuple):
     shards: dict[tuple[int, int], Shard]
 
 
-def shapes(spec: Spec, least: int, most: int, num_layers: int) -> list[Spec | None]:
-    """Return, for 0 live workers, 1 and so on to all, `spec` in the shape for so many; None: there is none.
+def shapes(spec: Spec, least: int, most: int, num_layers: int) -> list[Spec]:
+    """Return `spec` in all shapes for `least` to `most` workers, the first choice first.
 
     A shape has a second replica of each stage. So the least workers have half as many stages, and the model fits into
     so many; no shape has fewer. Among those with most workers the number of stages is nearest to that of `spec`.
@@ -52,9 +58,7 @@ def shapes(spec: Spec, least: int, most: int, num_layers: int) -> list[Spec | No
         (n, r) for n in range(max(1, least // 2), most // 2 + 1) for r in range(2, most // n + 1) if n * r >= least
     ]
     pairs.sort(key=lambda pair: (-pair[0] * pair[1], abs(pair[0] - first), -pair[0]))
-    possible = [made for pair in pairs if (made := _possible(spec, *pair, num_layers)) is not None]
-    every = range(spec.num_workers + 1)
-    return [next((made for made in possible if made.num_workers <= live), None) for live in every]
+    return [made for pair in pairs if (made := _possible(spec, *pair, num_layers)) is not None]
 
 
 def _possible(spec: Spec, per_replica: int, replicas: int, num_layers: int) -> Spec | None:
@@ -67,11 +71,27 @@ def _possible(spec: Spec, per_replica: int, replicas: int, num_layers: int) -> S
     return None
 
 
+class _StepTimes(Listener):
+    """Keeps the times of the last steps of a worker."""
+
+    def __init__(self) -> None:
+        self.records: deque[StepRecord] = deque(maxlen=_LAST_STEPS)
+
+    def step_finished(self, record: StepRecord) -> None:
+        self.records.append(record)
+
+    def steps(self) -> list[tuple[int, list[Any], list[Any]]]:
+        """Return them for `predicted_ms`."""
+        return [
+            (each.step, [(str(a), *times) for a, *times in each.actions], [(str(a), *how) for a, *how in each.arrivals])
+            for each in self.records
+        ]
+
+
 class ShapedHeir(Heir):
     """A worker's shards where shapes change.
 
     Attributes:
-        shapes: by number of live workers.
         leaving: live workers without state of the shape, or a place in it.
     """
 
@@ -88,14 +108,18 @@ class ShapedHeir(Heir):
             raise ConfigError(
                 f"zero=1: divides optimizer states by replicas; with --elastic {least}:{most} leave it out"
             )
-        self.shapes = shapes(session.spec, least, most, len(self._run.partition.block_names))
-        if not any(self.shapes):
+        self._shapes = shapes(session.spec, least, most, len(self._run.partition.block_names))
+        self._last = _StepTimes()
+        self._actor.listeners.add(self._last)
+        if not self._shapes:
             why = f"no stages times replicas of {type(session.spec).__name__} are so many workers"
             raise ConfigError(f"--elastic {least}:{most}: {why}; take {max(2, least - 1)}:{most}")
 
     def tell_ready(self) -> None:
         stages = [stage for stage, _ in self._whole.hosted(self._actor.worker)]
-        places = [0 if each is None else each.num_workers for each in self.shapes]
+        places = [
+            max((each.num_workers for each in self._fitting(live)), default=0) for live in range(len(self._numbers) + 1)
+        ]
         link.tell(kind=READY, stages=stages, places=places)
 
     def agree(self) -> None:
@@ -109,14 +133,42 @@ class ShapedHeir(Heir):
         without = {worker for worker, has in told.items() if top not in has}  # newcomers: a change was broken off
         self.leaving = without | (told.keys() - {*self._whole.workers} if top else set())
 
-    def morph(self, epoch: Roster, comes: Collection[int]) -> str:
-        """Change to the shape for as many workers as an epoch has places for; return a sentence on it.
+    def _fitting(self, live: int) -> list[Spec]:
+        """Return the shapes for so many live workers, the first choice first."""
+        return [each for each in self._shapes if each.num_workers <= live]
+
+    def _chosen(self, live: list[int], comes: Collection[int]) -> tuple[Spec, str]:
+        """Return the shape with the least predicted step, else the first choice; and what is predicted.
+
+        Where all workers are back, so is the typed shape: its sums have the order of the undisturbed run.
+        """
+        actor, fitting = self._actor, self._fitting(len(live))[:_MOST_PRICED]
+        decides, choice = min({*live}.difference(comes)), json.dumps([0, ""])
+        gradients = [
+            (stage, sum(each.nbytes for each in shard.parameters())) for (stage, _), shard in actor.shards.items()
+        ]
+        told = actor.hand("measured", json.dumps([self._last.steps(), gradients]), live, [decides])
+        if told is not None:
+            from .planning.shape_prices import predicted_ms  # at a change alone
+
+            of_all = dict(zip(live, map(json.loads, told), strict=True))
+            steps = {worker: found for worker, (found, _) in of_all.items()}
+            sizes = {stage: size for _, found in of_all.values() for stage, size in found}
+            ms = predicted_ms(steps, sizes, [*map(len, self._maker.model.ranges)], fitting)
+            said = ", ".join(f"{_named(each)} {took:.1f} ms" for each, took in zip(fitting, ms, strict=False))
+            best = ms.index(min(ms)) if ms and len(live) < len(self._numbers) else 0
+            choice = json.dumps([best, f"; predicted of a step: {said}" * bool(ms)])
+        [number, text] = json.loads((actor.hand("choice", choice, [decides], live) or [choice])[0])
+        return fitting[number], text
+
+    def morph(self, epoch: Roster, comes: Collection[int]) -> tuple[int, str]:
+        """Change to another shape; return for how many workers it has places, 0 if it stays, and a sentence.
 
         Args:
             comes: workers of the epoch without state.
         """
-        actor, live, spec = self._actor, sorted(self._actor.carrier.workers), self.shapes[epoch.places]
-        assert spec is not None
+        actor, live = self._actor, sorted(self._actor.carrier.workers)
+        spec, predicted = self._chosen(live, comes)
         was, failure, sent = _named(self._whole), "", 0
         try:
             cut = self._made(epoch.number, renumbered(spec, live[: spec.num_workers], self._numbers))
@@ -133,11 +185,11 @@ class ShapedHeir(Heir):
             failures = [each for each, _ in told if each]
         if failures:
             self._cut, self.leaving = None, set(comes)
-            return f"{was} stay: {failures[0]}"
+            return 0, f"{was} stay: {failures[0]}"
         self._take(cut)
         self._cut, self.leaving = None, set(live[spec.num_workers :])
-        placed = f"{spec.num_workers} of {len(live)} live workers"
-        return f"{was} become {_named(spec)} on {placed}, {sum(each for _, each in told):,} bytes moved"
+        placed, moved = f"{spec.num_workers} of {len(live)} live workers", sum(each for _, each in told)
+        return spec.num_workers, f"{was} become {_named(spec)} on {placed}, {moved:,} bytes moved{predicted}"
 
     def _given(self, gone: frozenset[int], comes: Collection[int]) -> list[int]:
         """Return the stages whose state this worker gives; none if it comes without."""
@@ -169,6 +221,7 @@ class ShapedHeir(Heir):
         run.partition, run.end.divided = self._maker.model, self._maker.divided
         run.described = describe(self._whole, run.partition.ranges, self._maker.seed)
         self._actor.host(shards, shards)
+        self._last.records.clear()  # stages were others
         self._maker.end([*shards.values()])
         run.made()
 
@@ -189,9 +242,9 @@ class Morphing(Recovery):
         if epoch.places:
             actor.resume(actor.carrier, actor.step)
             self._session.epoch = epoch.number
-            text, comes = heir.morph(epoch, comes), ()
+            (placed, text), comes = heir.morph(epoch, comes), ()
             if actor.worker == min(actor.carrier.workers):
-                link.tell(kind=SHAPE, text=text)
+                link.tell(kind=SHAPE, text=text, live=len(actor.carrier.workers), placed=placed)
         heir.tell_ready()
         if not heir.leaving:  # else all rest once more
             super()._begin_with(epoch, comes, *more)

@@ -137,6 +137,7 @@ class Epochs:
             self._resumes(message["step"])
         elif kind == SHAPE:
             self._cause += f": {message['text']}"
+            self._shapes.changed(message["live"], message["placed"])
             self._tell(f"epoch {self._now.number}: {self._cause}", False)
         elif kind == READY:
             self._stages[rank], self._shapes.places = message["stages"], message.get("places", [])

@@ -23,12 +23,17 @@ class ShapeChanges:
     def __init__(self, num_processes: int) -> None:
         self._num_processes, self.places = num_processes, list[int]()
         self._missing: set[int] = set()
-        self._due, self.is_due, self._is_other = 0.0, False, False
+        self._due, self.is_due = 0.0, False
+        #: whether newcomers get their state by a change, as the shape is not the first; and before the last change
+        self._is_other = self._was_other = False
+        #: by number of live workers, how many of them have got places
+        self._took: dict[int, int] = {}
         self._after_s = seconds(os.environ, RESHAPE_AFTER, _AFTER_S)
 
     def _placed(self, gone: Collection[int]) -> int:
         """Return how many workers have places in the best shape without `gone`; 0: there is no other shape."""
-        return self.places[self._num_processes - len(gone)] if self.places else 0
+        live = self._num_processes - len(gone)
+        return self._took.get(live, self.places[live]) if self.places else 0
 
     def falls_due(self, gone: Collection[int]) -> bool:
         """Return whether workers have been missing for long, once."""
@@ -65,6 +70,11 @@ class ShapeChanges:
         """
         self._missing = (self._missing | dies) & gone
         if places:
-            self._missing, self._is_other = set(), places < self._num_processes
+            self._missing, self._was_other, self._is_other = set(), self._is_other, True
         if planned:
             self._due, self.is_due = 0.0, False
+
+    def changed(self, live: int, placed: int) -> None:
+        """Note for how many of the live workers the shape has places; 0: it has not changed, and never will."""
+        self._took |= {live: placed} if placed else dict.fromkeys(range(self._num_processes + 1), 0)
+        self._is_other = self._is_other if placed else self._was_other

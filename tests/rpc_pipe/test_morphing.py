@@ -12,6 +12,7 @@ from rpc_pipe.dependency import Reductions, check, entries
 from rpc_pipe.dependency.reshaping import renumbered, reshaped
 from rpc_pipe.launching import epochs
 from rpc_pipe.morphing import shapes
+from rpc_pipe.planning.shape_prices import predicted_ms
 from rpc_pipe.planning.specs import make_spec
 
 
@@ -48,7 +49,7 @@ def test_a_newcomer_brings_the_first_shape_back(tmp_path):
     rpc_pipe("run", MORTAL, "--workers", 1, "--", tmp_path, "step", 60, 2, RPC_PIPE_LOGS="off")
     alone = ast.literal_eval((tmp_path / "losses").read_text())[0]
     env = {"WAITS": "back", "RPC_PIPE_RESHAPE_AFTER": "0.1"}
-    done, made = trained(tmp_path / "again", "step", "1:3:B", more=["2:4", "--rejoin"], steps=60, **env)
+    done, made = trained(tmp_path / "again", "step", "1:3:B", more=["3:4", "--rejoin"], steps=60, **env)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 stages x 2 replicas become 1 stage x 3 replicas" in done.stdout
     assert "1 stage x 3 replicas become 2 stages x 2 replicas" in done.stdout
@@ -67,8 +68,9 @@ def test_a_newcomer_brings_the_first_shape_back(tmp_path):
     ],
 )
 def test_a_shape_has_most_workers_and_two_replicas(live, bounds, shape):
-    found = shapes(make_spec("1f1b", 8, 16, {"replicas": 2}), *bounds, num_layers=9)[live]
-    assert shape == (found and (found.num_stages, found.parallelism.replicas))
+    found = shapes(make_spec("1f1b", 8, 16, {"replicas": 2}), *bounds, num_layers=9)
+    best = next((each for each in found if each.num_workers <= live), None)
+    assert shape == (best and (best.num_stages, best.parallelism.replicas))
 
 
 def test_workers_without_a_place_wait_until_there_is_one(monkeypatch):
@@ -101,6 +103,55 @@ def test_workers_without_a_place_wait_until_there_is_one(monkeypatch):
     launcher.takes(0, {"kind": epochs.RESUMED, "step": 5})
     rest(0)
     assert workers[0].rosters[-1] == [5, [2], True, 2]
+
+
+@pytest.mark.parametrize("places", [4, 0], ids=["back", "stayed"])
+def test_a_newcomer_comes_where_the_first_shape_is_back_or_has_stayed(places, monkeypatch):
+    """It lacks what a change has moved: it began an epoch without a place, went, and the next one came, for ever.
+
+    So did those of a job whose forwards allow no change.
+    """
+    monkeypatch.setenv("RPC_PIPE_RESHAPE_AFTER", "1e-9")
+    workers = [Worker(rank) for rank in range(4)]
+    launcher = epochs.Epochs(4, workers, lambda text, warning: None, lambda rank: True)
+    for rank in range(4):
+        launcher.takes(rank, {"kind": epochs.READY, "stages": [rank // 2], "places": [0, 0, 2, 2, 4]})
+
+    def rest():
+        for rank in 0, 2, 3:
+            launcher.takes(rank, {"kind": epochs.RESTS, "goes": ""})
+        _, gone, _, asked = workers[0].rosters[-1]
+        if asked:
+            launcher.takes(0, {"kind": epochs.SHAPE, "text": "", "live": 4 - len(gone), "placed": min(places, asked)})
+
+    assert launcher.survives([1], -9, dict.fromkeys(range(4), "ready"))
+    launcher.tick()
+    launcher.tick()
+    rest()
+    assert workers[0].rosters[-1] == [2, [1], True, 2]
+    for _ in range(2):
+        launcher.takes(1, {"kind": epochs.CAUGHT_UP})
+        rest()
+        assert workers[0].rosters[-1][1:] == [[], True, places], "its state comes by a change, if there was one"
+        assert launcher.survives([1], -9, dict.fromkeys(range(4), "ready"))
+
+
+@pytest.mark.parametrize(("gradients", "best"), [(100, "1 x 6"), (100_000, "3 x 2")])
+def test_the_times_of_last_steps_choose_among_shapes(gradients, best):
+    """A forward takes 1 ms, and 1000 bytes 1 ms: one stage has no bubble, but all its gradients travel."""
+    own = [
+        (f"{stage}{kind}0", 10 * stage * 10**6, (10 * stage + took) * 10**6)
+        for stage in range(4)
+        for kind, took in (("F", 1), ("B", 2), ("U", 1))
+    ]
+    arrivals = [("0F0", 0, 1000, 2 * 10**6), ("0B0", 0, 10, 201 * 10**4)]
+    spec = make_spec("1f1b", 8, 12, {"replicas": 2})
+    possible = [each for each in shapes(spec, 2, 6, num_layers=12) if each.num_workers == 6]
+    steps, sizes = {0: [(1, own, [])], 2: [(1, [], arrivals)]}, dict.fromkeys(range(4), gradients / 4)
+    found = predicted_ms(steps, sizes, [3] * 4, possible)
+    chosen = possible[found.index(min(found))]
+    assert f"{chosen.num_stages} x {chosen.parallelism.replicas}" == best
+    assert predicted_ms({0: [(1, own[:-3], [])]}, sizes, [3] * 4, possible) == [], "the last stage is unknown"
 
 
 @pytest.mark.parametrize(
