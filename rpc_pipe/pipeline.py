@@ -294,8 +294,10 @@ class Pipeline(Inspected):
 
     def close(self) -> None:
         """End the threads and release the model. A process of a job stays connected until it ends."""
-        if not self._session.closed and self._checkpoints is not None:
-            self._checkpoints.settle()
+        if not self._session.closed:
+            overrides.closing(self)
+            if self._checkpoints is not None:
+                self._checkpoints.settle()
         self._session.close()
 
     def __enter__(self) -> Pipeline:

@@ -53,7 +53,7 @@ def run_script(
         if job.worker == 0 and not is_own:  # its line does not show these
             link.tell(kind="text", text=text)
 
-    overrides.install(TypedOptions(typed, schedule_options, tell, ending.made))
+    overrides.install(TypedOptions(typed, schedule_options, tell, ending.made, ending.closing))
     sys.argv = [script, *arguments]
     if not is_own:  # beside it lie files named as modules of Python are
         sys.path.insert(0, str(Path(script).resolve().parent))
@@ -84,20 +84,22 @@ def _absolute(path: str) -> str:
 
 
 class _ScriptEnd:
-    """Saves and reports, at the script's end, with the pipeline that was made last."""
+    """Saves with the pipeline that was made last, when it is closed or the script ends, and reports at the end."""
 
     def __init__(self, typed: Mapping[str, Any], job: Job) -> None:
         self._job = job
         # Absolute paths, in case the script changes the working directory.
         self._typed = {name: _absolute(each) if name in _PATHS else each for name, each in typed.items()}
         self._pipe: Pipeline | None = None
+        #: whether that pipeline has saved, and the message with its figures
+        self._saved, self._result = False, dict[str, Any]()
         self._wants_steps = NOTED_PLAN in os.environ or any(name in typed for name in _OF_STEPS)
 
     def made(self, pipe: Pipeline) -> None:
         if self._pipe is not None and ("resume" in self._typed or "checkpoint_every" in self._typed):
             said = f"{self._typed['script']} makes several pipelines; use checkpoints.save and checkpoints.load in it"
             raise ConfigError(f"--checkpoint-every, --resume: {said}")
-        self._pipe = pipe
+        self._pipe, self._saved = pipe, False
         if self._typed.keys() & CHECKPOINTS:
             from ..checkpoints.resume_options import follow
 
@@ -107,6 +109,12 @@ class _ScriptEnd:
         if self._wants_steps:
             record(pipe)
 
+    def closing(self, pipe: Pipeline) -> None:
+        """Save before a pipeline is closed, unless an error ends its `with` block on some workers."""
+        error = sys.exc_info()[1]
+        if pipe is self._pipe and (error is None or (isinstance(error, KeyboardInterrupt) and link.stopping())):
+            self._save()
+
     def leave(self) -> None:
         """Save and report; every worker must call it."""
         pipe, typed = self._pipe, self._typed
@@ -115,7 +123,14 @@ class _ScriptEnd:
             if self._job.worker == 0 and self._job.num_workers > 1:
                 said = f"made no Pipeline: {self._job.num_workers} workers ran all of it, each by itself"
                 link.tell(kind="text", text=f"{typed['script']} {said}")
-            return
+        elif not self._saved:
+            self._save()
+        if self._result:
+            link.tell(**self._result)
+
+    def _save(self) -> None:
+        pipe, typed, self._saved = self._pipe, self._typed, True
+        assert pipe is not None
         write_out()  # worker 0 reads the files that the other workers, which may wait for it from here on, have written
         if "save" in typed:
             pipe.weights.save(typed["save"])
@@ -145,7 +160,7 @@ class _ScriptEnd:
         if "html" in typed:
             trace.write_page(typed["html"], lost.line())
         files = {name: typed[name] for name in FILES if name in typed}
-        link.tell(
+        self._result = dict(
             kind="result",
             text=summary(found, *versions, *(f"{FILES[name]} written to {path}" for name, path in files.items())),
             json={**found, **files},

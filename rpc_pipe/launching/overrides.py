@@ -33,6 +33,7 @@ class Override(Protocol):
     """The typed options, for every pipeline that is made from now on."""
 
     made: Callable[[Any], None]
+    closing: Callable[[Any], None]
 
     def over(self, said: Settings) -> Settings:
         """Return the settings of a pipeline with the typed options in place of the script's."""
@@ -56,3 +57,9 @@ def made(pipeline: object) -> None:
     """Pass a new pipeline to the function that waits for it."""
     if _overrides is not None:
         _overrides.made(pipeline)
+
+
+def closing(pipeline: object) -> None:
+    """Pass a pipeline that is about to be closed to the function that waits for it."""
+    if _overrides is not None:
+        _overrides.closing(pipeline)

@@ -18,7 +18,7 @@ class TypedOptions:
     Args:
         schedule_options: from `--set`, `--window`, `--replicas` and `--slices`.
         tell: shows a line to the user; called once for each difference.
-        made: called with every pipeline.
+        made, closing: called with every pipeline when it is made, and before it is closed.
     """
 
     def __init__(
@@ -27,6 +27,7 @@ class TypedOptions:
         schedule_options: Mapping[str, str],
         tell: Callable[[str], None],
         made: Callable[[Any], None],
+        closing: Callable[[Any], None],
     ) -> None:
         self._typed = {
             name: typed[_OPTIONS.get(name, name)] for name in Settings._fields if _OPTIONS.get(name, name) in typed
@@ -34,7 +35,7 @@ class TypedOptions:
         self._schedule_options = dict(schedule_options)
         self._tell = tell
         self._told: set[str] = set()
-        self.made = made
+        self.made, self.closing = made, closing
 
     def over(self, said: Settings) -> Settings:
         """Return the settings of a pipeline with the typed options in place of the script's."""

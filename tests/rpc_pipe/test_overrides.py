@@ -38,7 +38,7 @@ def typed():
 
     def install(**options):
         parameters = options.pop("set", {})
-        overrides.install(TypedOptions(options, parameters, told.append, lambda pipe: None))
+        overrides.install(TypedOptions(options, parameters, told.append, lambda pipe: None, lambda pipe: None))
         return told
 
     yield install
@@ -100,6 +100,7 @@ def check(done, folder):
 
 
 def test_a_script_is_overridden_and_leaves_what_was_asked_for(tmp_path):
+    """A script that closes its pipeline, as a `with` block does, failed at its end, and left nothing."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     files = ["--save", tmp_path / "w.safetensors", "--trace", tmp_path / "t.json", "--html", tmp_path / "p.html"]
@@ -109,6 +110,7 @@ def test_a_script_is_overridden_and_leaves_what_was_asked_for(tmp_path):
         losses.append(check(python(*started, *arguments), tmp_path))
         for file in files[1::2]:
             file.unlink()
+        script.write_text(f"{SCRIPT}pipe.close()")
     assert losses[0] == losses[1]
 
 
