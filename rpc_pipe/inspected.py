@@ -14,7 +14,6 @@ from .workers.actor import WorkerActor
 from .workers.hooks import Listener
 
 if TYPE_CHECKING:
-    from .planning.apply_plan import PlanLike
     from .step_report import StepReport, StepReports
 
 
@@ -22,7 +21,8 @@ class Inspected:
     """The training of a `Pipeline`, to be watched and changed by a script."""
 
     _session: Session
-    _plan: PlanLike | None
+    #: milliseconds of a training step by the plan; 0.0 without a plan
+    predicted_ms: float = 0.0
     #: None: no function of the user is called after a step
     _reports: StepReports | None = None
 
@@ -84,15 +84,6 @@ class Inspected:
         from .modifying import modify  # few scripts change modules
 
         modify(self._session, function, {summed} if isinstance(summed, str) else set(summed))
-
-    @property
-    def predicted_ms(self) -> float:
-        """Milliseconds of a training step by the plan; 0.0 without a plan."""
-        if self._plan is None:
-            return 0.0
-        from .planning.plan import read_plan
-
-        return read_plan(self._plan).predicted_ms
 
     @property
     def replaying(self) -> bool:

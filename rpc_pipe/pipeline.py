@@ -167,8 +167,9 @@ class Pipeline(Inspected):
         for shard in self._session.shards if self._compile is not None else ():
             shard.slice.compile(self._compile or {})
         if self._plan is not None and not self._session.epoch:
-            from .planning.apply_plan import warn_if_other_model
+            from .planning.apply_plan import predicted_ms, warn_if_other_model
 
+            self.predicted_ms = predicted_ms(self._plan)
             warn_if_other_model(self._plan, self._session.name, [actor.shards for actor in self.actors])
         if not self._session.epoch:
             link.attach(self)
@@ -338,11 +339,6 @@ class Pipeline(Inspected):
     def grad_norm(self) -> float | None:
         """Norm of the last gradients before clipping, by `max_grad_norm` or `log_grad_norm`; None without an update."""
         return None if self.replaying else self._session.results.norm
-
-    @property
-    def last_batch(self) -> str:
-        """What the batch of the last training step is called, also of a run before; nothing, if it has no name."""
-        return self._session.results.batch
 
     @property
     def actors(self) -> list[WorkerActor]:

@@ -56,6 +56,11 @@ def apply_plan(plan: PlanLike, settings: Any) -> Any:
     )
 
 
+def predicted_ms(plan: PlanLike) -> float:
+    """Return the milliseconds of a step by a plan."""
+    return read_plan(plan).predicted_ms
+
+
 def warn_if_other_model(plan: PlanLike, name: str, workers: Iterable[Mapping[tuple[int, int], Any]]) -> None:
     """Warn if a plan was made for another model. Only the worker of the stage with most weights warns.
 

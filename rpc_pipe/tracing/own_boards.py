@@ -55,6 +55,9 @@ _carrier: Carrier | None = None
 class Watchable(Protocol):
     """A training with workers to which listeners can be added."""
 
+    #: the time of a step by the plan; 0.0 without a plan
+    predicted_ms: float
+
     @property
     def spec(self) -> Spec:
         """The schedule."""
@@ -62,10 +65,6 @@ class Watchable(Protocol):
     @property
     def actors(self) -> list[WorkerActor]:
         """The workers of this process."""
-
-    @property
-    def predicted_ms(self) -> float:
-        """The time of a step by the plan; 0.0 without a plan."""
 
     @property
     def order(self) -> Order:
