@@ -34,15 +34,14 @@ def relocated(spec: Spec, gone: frozenset[int], cuts: bool = True) -> Spec:
     """Return `spec`, which has all its workers, without the workers `gone`.
 
     Args:
-        cuts: whether several workers share a dead replica's microbatches, if slots order their actions; slices of a
-            sequence stay on one worker.
+        cuts: whether several workers share a dead replica's microbatches, if slots order their actions.
 
     Raises:
         StageLost: a stage has no live replica.
     """
     if not gone:
         return spec
-    cuts = cuts and len(spec.parallelism.slices) == 1 and has_slot(spec)
+    cuts = cuts and has_slot(spec)
     said = f"without {sorted(gone)}" + ", uncut" * (not cuts)
     cls = transformed(Relocated, type(spec), said, gone=gone, cuts=cuts, of_all=type(spec))
     made = cls(num_workers=spec.num_workers, num_microbatches=spec.num_microbatches, **spec.parameters())
@@ -70,7 +69,7 @@ class Relocated(Transformation):
 
     def unsliced(self) -> Spec:
         whole = self._whole.unsliced()
-        return self if whole is self._whole else relocated(whole, self.gone, cuts=False)
+        return self if whole is self._whole else relocated(whole, self.gone, self.cuts)
 
     # --- the dead replicas
 
@@ -116,10 +115,11 @@ class Relocated(Transformation):
 
     def _ends(self, stage: int, heirs: Sequence[int], count: int) -> list[int]:
         """Return where the parts of `heirs` in `count` microbatches end, so that each runs as many with its own."""
-        own = Counter(self._whole.worker(F(stage, m)) for m in range(self.num_microbatches))
-        fair = (count + sum(own[heir] for heir in heirs)) / len(heirs)
+        slices = len(self.parallelism.slices)  # those of a microbatch stay together
+        own = Counter(self._whole.worker(F(stage, m)) for m in range(0, self.num_microbatches, slices))
+        fair = (count // slices + sum(own[heir] for heir in heirs)) / len(heirs)
         ends = accumulate(max(0.0, fair - own[heir]) for heir in heirs)
-        *within, _ = (min(count, round(end)) for end in ends)
+        *within, _ = (min(count, slices * round(end)) for end in ends)
         return [*within, count]
 
     @cached_property

@@ -109,6 +109,20 @@ def test_all_live_replicas_share_the_microbatches_of_the_dead(name, workers, rep
     assert rate > 0.9 * min(hosts.values()) / replicas
 
 
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v"])
+def test_slices_of_a_microbatch_stay_together(name):
+    """One live replica did all the work of a dead one of slices, so that three replicas went at half their rate."""
+    spec = relocated(make_spec(name, 6, 24, {"replicas": 3, "slices": 2}), frozenset({0}))
+    for worker in spec.workers:
+        check(spec, worker)
+    whole = spec.unsliced()
+    for stage in range(spec.num_stages):
+        done = Counter(spec.worker(F(stage, m)) for m in range(spec.num_microbatches))
+        assert sum(done.values()) == spec.num_microbatches and max(done.values()) - min(done.values()) <= 2
+        for m in range(whole.num_microbatches):  # an evaluation is not sliced, and reads the same rows
+            assert {spec.worker(F(stage, 2 * m + j)) for j in range(2)} == {whole.worker(F(stage, m))}
+
+
 def test_no_part_begins_behind_another_ones_end_on_one_worker():
     """Two dead replicas are cut as one list: no more parts are handed on than there are live workers, less one."""
     spec = relocated(make_spec("1f1b", 10, 30, {"replicas": 5}), frozenset({0, 1}))
