@@ -5,6 +5,7 @@ import os
 import signal
 from collections.abc import Iterator
 
+import fork_server
 import pytest
 
 collect_ignore = ["trials"]
@@ -12,6 +13,15 @@ collect_ignore = ["trials"]
 # A shell without job control lets what it starts in the background ignore Ctrl-C, and so all that this starts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# A command that runs within a test would keep its priority for all later tests of the process: priority cannot rise.
+os.nice = lambda increment: 0
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Start one fork server for all test processes of a run."""
+    if getattr(config.option, "numprocesses", None) and hasattr(os, "pidfd_open"):
+        fork_server.listen()
 
 
 def pytest_collection() -> None:

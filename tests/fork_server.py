@@ -1,6 +1,6 @@
 """Processes for tests in milliseconds: forks of one process that has imported torch and started no thread.
 
-`processes.py` says which tests take them. A test process has one server, from its first request to its end.
+`processes.py` says which tests take them. All test processes of a run have one server, which imports torch once.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
-#: the server has to import torch first
+#: the server has to import torch first, and perhaps transformers
 _START_S = 60.0
 _MOST_BYTES = 2**17
+#: variable with the name of the server's socket
+_ADDRESS = "RPC_PIPE_TEST_FORKS"
 #: what is read once, when an interpreter starts and loads torch, is as the launcher gives it to workers; nothing may
 #: start threads or CUDA then, which forks would not have
 _ENVIRONMENT = {
@@ -141,18 +143,36 @@ def _stacks(pid: int) -> str:
     return f"process {pid}:\n{text or 'no stacks'}"
 
 
+def listen() -> None:
+    """Start a server for this process and the test processes that it starts, until this process ends."""
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listening.bind("")  # to a name that the kernel chooses, and no file
+    listening.listen()
+    read, write = os.pipe()
+    command = [sys.executable, __file__, str(listening.fileno()), str(read)]
+    with listening:
+        process = subprocess.Popen(
+            command, env={**os.environ, **_ENVIRONMENT}, pass_fds=[listening.fileno(), read],
+            stdin=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
+        os.environ[_ADDRESS] = listening.getsockname()[1:].decode()
+    os.close(read)
+
+    def close() -> None:
+        os.close(write)
+        process.wait()
+
+    atexit.register(close)
+
+
 class ForkServer:
     """The server, as a test process has it."""
 
     def __init__(self) -> None:
-        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        environment = {**os.environ, **_ENVIRONMENT}
-        command = [sys.executable, __file__, str(theirs.fileno())]
-        with theirs:
-            self._process = subprocess.Popen(
-                command, env=environment, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
-            )
-        atexit.register(self._close)
+        if _ADDRESS not in os.environ:
+            listen()
+        self._channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._channel.connect(b"\0" + os.environ[_ADDRESS].encode())
 
     def start(self, arguments: Sequence[str], env: Mapping[str, str], cwd: str, *, merged: bool) -> Started:
         """Start `python *arguments`; `merged`: what it writes to stderr goes to stdout."""
@@ -165,61 +185,88 @@ class ForkServer:
         streams = [open(read, encoding="utf-8") for read in said]
         return Started(status, streams[0], None if merged else streams[1])
 
-    def _close(self) -> None:
-        self._channel.close()
-        self._process.wait()
-
 
 @functools.cache
 def server() -> ForkServer:
-    """Return this process's server; the first time it is started."""
+    """Return this process's connection to the server."""
     return ForkServer()
 
 
-class _Serving:
-    """The server itself."""
+class _Process(NamedTuple):
+    """A fork that runs: its number, the descriptor for its exit code, and the test process that wants it."""
 
-    def __init__(self, channel: socket.socket) -> None:
-        self._channel = channel
-        #: descriptor of a process -> its number, and where to tell its exit code
-        self._running: dict[int, tuple[int, int]] = {}
+    pid: int
+    status: int
+    client: int
+
+
+class _Serving:
+    """The server itself.
+
+    Args:
+        lifeline: a descriptor that ends when the process that started the server ends.
+    """
+
+    def __init__(self, listening: socket.socket, lifeline: int) -> None:
+        self._listening, self._lifeline = listening, lifeline
+        self._clients: dict[int, socket.socket] = {}
+        #: by the descriptor of the process
+        self._running: dict[int, _Process] = {}
+        self._is_prepared = False
 
     def serve(self) -> None:
-        """Fork until nobody is there who could ask; leave no process."""
-        channel = self._channel.fileno()
+        """Fork until the lifeline ends; leave no process."""
+        listening = self._listening.fileno()
         while True:
-            for ready in select.select([channel, *self._running], [], [])[0]:
-                if ready != channel:
-                    self._tell_end(ready)
-                elif not self._fork():
-                    for pid, _ in self._running.values():
-                        os.killpg(pid, signal.SIGKILL)
+            for ready in select.select([self._lifeline, listening, *self._clients, *self._running], [], [])[0]:
+                if ready == self._lifeline:
+                    self._kill([*self._running.values()])
                     return
+                if ready == listening:
+                    client, _ = self._listening.accept()
+                    self._clients[client.fileno()] = client
+                elif ready in self._running:
+                    self._tell_end(ready)
+                elif not self._fork(ready):
+                    self._clients.pop(ready).close()
+                    self._kill([each for each in self._running.values() if each.client == ready])
 
-    def _fork(self) -> bool:
-        """Do the next request, if there is one."""
-        from trials.forked import fork
+    def _kill(self, processes: Sequence[_Process]) -> None:
+        for process in processes:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
-        request, descriptors, *_ = socket.recv_fds(self._channel, _MOST_BYTES, 3)
+    def _fork(self, client: int) -> bool:
+        """Do the next request of a test process; return whether there is one."""
+        request = b""
+        with suppress(ConnectionResetError):  # the test process was killed
+            request, descriptors, *_ = socket.recv_fds(self._clients[client], _MOST_BYTES, 3)
         if not request:
             return False
+        from trials.forked import fork, prepare  # which import torch, for the first request
+
+        if not self._is_prepared:
+            prepare()
+            _freeze()
+            self._is_prepared = True
         arguments, environment, cwd = json.loads(request)
         _prepare_for(arguments, Path(cwd))
         status, output, errors = [*descriptors, descriptors[1]][:3]
         pid = fork(arguments, output, errors, env=environment, cwd=cwd)
-        os.write(status, b"%d\n" % pid)
-        self._running[os.pidfd_open(pid)] = pid, status
+        self._running[os.pidfd_open(pid)] = _Process(pid, status, client)
+        with suppress(BrokenPipeError):
+            os.write(status, b"%d\n" % pid)
         for descriptor in {output, errors}:
             os.close(descriptor)
         return True
 
-    def _tell_end(self, process: int) -> None:
-        pid, status = self._running.pop(process)
-        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    def _tell_end(self, ended: int) -> None:
+        process = self._running.pop(ended)
+        code = os.waitstatus_to_exitcode(os.waitpid(process.pid, 0)[1])
         with suppress(BrokenPipeError):  # nobody wants to know any more
-            os.write(status, b"%d\n" % code)
-        os.close(status)
-        os.close(process)
+            os.write(process.status, b"%d\n" % code)
+        os.close(process.status)
+        os.close(ended)
 
 
 def _prepare_for(arguments: Sequence[str], folder: Path) -> None:
@@ -240,11 +287,7 @@ def _freeze() -> None:
 
 
 def main() -> None:
-    from trials.forked import prepare
-
-    prepare()
-    _freeze()
-    _Serving(socket.socket(fileno=int(sys.argv[1]))).serve()
+    _Serving(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])).serve()
 
 
 if __name__ == "__main__":
