@@ -11,7 +11,7 @@ from .indexes import split_step
 from .order import has_slot
 from .reductions import on_route
 from .spec import Spec
-from .versions import STEADY, period, steady, update_of, updates_a_step
+from .versions import STEADY, period, steady, update_of, updates_a_step, updates_before
 
 #: the number of steps at the beginning of a stream with checked versions
 _BEGINNING = 8
@@ -79,9 +79,9 @@ def _check_routes(spec: Spec) -> None:
 
 def _check_version(spec: Spec, stage: int, m: int, begins: int) -> None:
     """Check that the version is a number that repeats from step to step and does not exceed its update."""
-    M, per_step = spec.num_microbatches, 1 if spec.update_every == "step" else spec.num_microbatches
+    M, per_step = spec.num_microbatches, updates_before(spec, spec.num_microbatches)
     settled = spec.version(stage, m + STEADY * M)
-    before = m + STEADY * M if spec.update_every == "microbatch" else STEADY  # updates with all gradients before
+    before = updates_before(spec, m + STEADY * M)
     if settled > before:
         raise ScheduleError(
             f"version({stage}, {m}) is made by the update that takes the microbatch's own gradient, "

@@ -208,7 +208,7 @@ class Declared(_Frozen):
     def updates(self, stage: int, route: int) -> Iterable[Action]:
         """Return the updates of a replica of a stage: one for synchronous schedules, else as `update_every` says."""
         if self.update_every == "microbatch" and not self.synchronous:
-            return (U(stage, m) for m in range(self.total_microbatches))
+            return (U(stage, m) for m in range(self.total_microbatches // len(self.parallelism.slices)))
         return [U(stage, join_route(step, route, self.num_routes)) for step in range(self.num_steps)]
 
     def worker(self, action: Action) -> int:

@@ -12,6 +12,9 @@ k - 1 units later than forwards. The schedule's slots in these units grow along 
 its windows become k - 1 slices wider. A unit that no slice has (the last k - 1 forwards, the first k - 1 backwards)
 hands on what it waits for.
 
+In a stream without a flush, units are counted through the stream. All slices of a microbatch use one version of the
+weights: the newest that the schedule declares for its first unit and that backwards, which are late, have made by then.
+
 Workers keep to the order of these slots, unless the schedule says another order: in a window that is k - 1 slices wider
 a forward that arrives a moment late would be overtaken by a backward, for which the stages behind it would wait too.
 """
@@ -26,9 +29,10 @@ from .action import Action
 from .declared import Order
 from .errors import ConfigError
 from .indexes import join_slice, slice_in, split_slice
-from .kinds import F
+from .kinds import F, U
 from .parallelism import Parallelism
 from .spec import Spec, Transformation, overrides, transformed
+from .versions import microbatches_of
 
 
 def sliced(base: type[Spec], sizes: tuple[int, ...]) -> type[Spec]:
@@ -43,7 +47,6 @@ def sliced(base: type[Spec], sizes: tuple[int, ...]) -> type[Spec]:
         ConfigError: the schedule cannot be sliced, and why, in words that follow its name.
     """
     for why_not, is_so in {
-        "lets steps overlap": not base.synchronous,
         "has several replicas of every stage": overrides(base, "num_routes"),
         "recomputes by itself": base.recompute,
         "says by `actions` what is done with a microbatch": overrides(base, "actions"),
@@ -76,9 +79,8 @@ class Sliced(Transformation):
 
     @cached_property
     def _units(self) -> Spec:
-        """What the schedule itself is asked about: as many units as there are."""
-        exact = self._of_whole(self.num_microbatches)
-        return exact if _goes_back(exact) else self._of_whole(self.num_microbatches + len(self.parallelism.slices) - 1)
+        """The spec that is asked about units: as many a step as there are."""
+        return self._of_whole(self.num_microbatches + self._shift * self.synchronous)
 
     @cached_property
     def _shift(self) -> int:
@@ -86,7 +88,7 @@ class Sliced(Transformation):
 
         0: they go from the last index to the first, as GPipe's do, so that each is its own unit.
         """
-        return self._units.num_microbatches - self.num_microbatches
+        return 0 if _goes_back(self._of_whole(self.num_microbatches)) else len(self.parallelism.slices) - 1
 
     @property
     def order(self) -> Order:
@@ -95,7 +97,8 @@ class Sliced(Transformation):
 
     def after(self, action: Action) -> Iterable[Action]:
         k, step = len(self.parallelism.slices), -1 if action.kind is F else 1
-        before = [action._replace(index=action.index + step)] if 0 <= slice_in(action.index, k) + step < k else []
+        goes_on = action.kind.per_microbatch and 0 <= slice_in(action.index, k) + step < k
+        before = [action._replace(index=action.index + step)] if goes_on else []
         return [*dict.fromkeys([*before, *self._said_after(action)])]
 
     def _said_after(self, action: Action) -> Iterator[Action]:
@@ -115,7 +118,21 @@ class Sliced(Transformation):
                 todo.append(F(need.stage, self.num_microbatches - 1))
 
     def slot(self, action: Action) -> int:
-        return self._units.slot(self._unit(action))
+        if action.kind.per_microbatch:
+            return 2 * self._units.slot(self._unit(action))
+        stage, taken = action.stage, microbatches_of(self, action)[-len(self.parallelism.slices) :]
+        return 1 + max(self.slot(a) for m in taken for a in self.actions(stage, m) if a.kind.accumulates)
+
+    def version(self, stage: int, microbatch: int) -> int:
+        k = len(self.parallelism.slices)
+        of_sequences, _ = split_slice(microbatch, k)  # with one version for all of its slices
+        first = F(stage, join_slice(of_sequences, 0, k))
+        version = self._units.version(stage, first.index)
+        if self.update_every == "microbatch":  # a microbatch's last unit comes k - 1 units late
+            return max(0, split_slice(version - self._shift, k)[0])
+        while version and self.slot(U(stage, version - 1)) > self.slot(first):
+            version -= 1
+        return version
 
     def program(self, worker: int) -> Iterator[Action]:
         return (action for unit in self._units.program(worker) if (action := self._slice(unit)) is not None)
@@ -129,18 +146,26 @@ class Sliced(Transformation):
     def _wider(self, most: int | None, worker: int) -> int | None:
         """Return a bound on microbatches of a worker's stages as a bound on their slices."""
         stages = len(self.hosted(worker))
-        return None if most is None else min(most + self._shift * stages, self.num_microbatches * stages)
+        most = None if most is None else most + self._shift * stages
+        return most if most is None or not self.synchronous else min(most, self.num_microbatches * stages)
 
     def _unit(self, action: Action) -> Action:
-        """Return the unit of a slice's action."""
+        """Return the unit of a slice's action; of an update after each microbatch, that of its last backward."""
+        k, index = len(self.parallelism.slices), action.index
+        if not action.kind.per_microbatch:
+            late = self.update_every == "microbatch"
+            return action._replace(index=join_slice(index, k - 1, k) + self._shift) if late else action
         if action.kind is F or not self._shift:
             return action
-        return action._replace(index=self._reversed(action.index) + self._shift)
+        return action._replace(index=self._reversed(index) + self._shift)
 
     def _slice(self, unit: Action) -> Action | None:
-        """Return the slice's action that has this unit; None: there is none."""
-        turn = unit.index if unit.kind is F else unit.index - self._shift
-        if not 0 <= turn < self.num_microbatches:
+        """Return the slice's action that has this unit, of updates the last one up to it; None: there is none."""
+        k, turn = len(self.parallelism.slices), unit.index - (0 if unit.kind is F else self._shift)
+        if not unit.kind.per_microbatch:
+            index = split_slice(turn - k + 1, k)[0] if self.update_every == "microbatch" else unit.index
+            return unit._replace(index=index) if index >= 0 else None
+        if turn < 0 or (turn >= self.num_microbatches and self.synchronous):
             return None
         return unit if unit.kind is F or not self._shift else unit._replace(index=self._reversed(turn))
 

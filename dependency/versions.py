@@ -19,7 +19,7 @@ from itertools import accumulate, count, pairwise
 
 from .action import Action
 from .declared import Declared
-from .indexes import join_route, split_route, split_step
+from .indexes import join_route, join_slice, split_route, split_slice, split_step
 from .kinds import U
 from .reductions import Reductions, on_route
 
@@ -29,7 +29,14 @@ STEADY = 1 << 20
 
 def updates_a_step(spec: Declared) -> int:
     """Return the number of updates of a stage in a step, on all routes together."""
-    return spec.num_microbatches if spec.update_every == "microbatch" else spec.num_routes
+    return updates_before(spec, spec.num_microbatches) * spec.num_routes
+
+
+def updates_before(spec: Declared, microbatch: int) -> int:
+    """Return the number of updates of a stage, on one route, before the update that takes a microbatch's gradients."""
+    if spec.update_every == "microbatch":
+        return split_slice(microbatch, len(spec.parallelism.slices))[0]
+    return split_step(microbatch, spec.num_microbatches)[0]
 
 
 def known_reductions(spec: Declared, reductions: Reductions) -> Reductions:
@@ -42,16 +49,14 @@ def known_reductions(spec: Declared, reductions: Reductions) -> Reductions:
 
 def update_of(spec: Declared, stage: int, microbatch: int) -> Action:
     """Return the update that takes the gradients of a microbatch."""
-    if spec.update_every == "microbatch":
-        return U(stage, microbatch)
-    step, _ = split_step(microbatch, spec.num_microbatches)
-    return U(stage, join_route(step, spec.route(microbatch), spec.num_routes))
+    return U(stage, join_route(updates_before(spec, microbatch), spec.route(microbatch), spec.num_routes))
 
 
 def microbatches_of(spec: Declared, update: Action) -> list[int]:
     """Return the microbatches with gradients that an update takes."""
     if spec.update_every == "microbatch":
-        return [update.index]
+        slices = len(spec.parallelism.slices)
+        return [join_slice(update.index, number, slices) for number in range(slices)]
     step, route = split_route(update.index, spec.num_routes)
     first = step * spec.num_microbatches
     return [*on_route(spec, range(first, first + spec.num_microbatches), route)]
@@ -69,9 +74,7 @@ def before_forward(spec: Declared, forward: Action) -> Iterator[Action]:
     version = spec.version(stage, m)
     if version > 0:
         route = spec.route(m) if spec.num_routes > 1 else 0
-        yield U(
-            stage, version - 1 if spec.update_every == "microbatch" else join_route(version - 1, route, spec.num_routes)
-        )
+        yield U(stage, join_route(version - 1, route, spec.num_routes))
 
 
 def before_update(spec: Declared, update: Action) -> Iterator[Action]:
@@ -87,11 +90,9 @@ def staleness(spec: Declared, stage: int) -> int:
     """Return the most updates of a stage between the weights of a gradient and the gradient's update."""
     if spec.synchronous:
         return 0
-    per_step = 1 if spec.update_every == "step" else spec.num_microbatches
     first = STEADY * spec.num_microbatches
     own = range(first, first + spec.num_microbatches)
-    before = (STEADY * per_step + (0 if spec.update_every == "step" else m - first) for m in own)
-    return max(update - spec.version(stage, m) for update, m in zip(before, own, strict=True))
+    return max(updates_before(spec, m) - spec.version(stage, m) for m in own)
 
 
 def weight_copies(spec: Declared, stage: int) -> int:
@@ -103,7 +104,7 @@ def weight_copies(spec: Declared, stage: int) -> int:
     if spec.synchronous:
         return 1
     most, begin = 1, STEADY * spec.num_microbatches
-    behind = max(staleness(spec, stage), 0) + 2
+    behind = (max(staleness(spec, stage), 0) + 2) * len(spec.parallelism.slices)
     end = begin + spec.num_microbatches * (2 if spec.update_every == "microbatch" else 1 + behind)
     for route in range(spec.num_routes):
         uses = [*on_route(spec, range(begin, end + behind), route)]
@@ -112,7 +113,7 @@ def weight_copies(spec: Declared, stage: int) -> int:
         for at, m in enumerate(uses):
             if m >= begin + spec.num_microbatches:
                 break
-            newest = m if spec.update_every == "microbatch" else split_step(m, spec.num_microbatches)[0]
+            newest = updates_before(spec, m)
             last = bisect_right(versions, newest) - 1
             used = different[last] - different[at] + 1 if last >= at else 0
             most = max(most, used + (last < at or versions[last] != newest))

@@ -47,7 +47,7 @@ from .workers.transport.payload import Tree
 if TYPE_CHECKING:
     from .checkpoints.facade import Checkpoints
     from .checkpoints.weights import Weights
-    from .model.batches.ordering import MicrobatchCost, Ordering
+    from .model.batches.ordering import MicrobatchCost
     from .model.observed_partition import ObservedPartition
     from .model.partition import LayerPartition
     from .planning.apply_plan import PlanLike
@@ -354,11 +354,6 @@ class Pipeline(Inspected):
     def order(self) -> Order:
         """The order in which workers run ready actions."""
         return self._session.order
-
-    @property
-    def ordering(self) -> Ordering | None:
-        """The ordering of the microbatches of training steps; None: they run as they come."""
-        return self._session.ordering
 
     @property
     def partition(self) -> LayerPartition | ObservedPartition:

@@ -172,17 +172,17 @@ def test_shares_of_many_updates_are_told_in_as_few_passes_as_those_of_few():
         assert update_shares(PipeDream(num_workers=2, num_microbatches=count), shares) == [1.0] * count
         times.append(shares.times)
     assert times[0] == times[1]
-    assert update_shares(PipeDream2BW(num_workers=2, num_microbatches=2), [0.75, 0.25]) == [0.75, 0.25]
+    assert update_shares(PipeDream2BW(num_workers=2, num_microbatches=2), [0.75, 0.25]) is None
 
 
 def test_a_version_that_is_gone_is_noticed():
     """At run time too: edges that do not keep a version would train something else."""
     pipe = pipeline("pipedream", P=2)
-    shard = pipe.actors[0].shards[0, 0]
+    versions = pipe.actors[0].shards[0, 0].versions
     list(pipe.train([(X[0], X[0])]))
-    shard.newest = 5
+    versions.newest = 5
     with refused("stage"):
-        shard._using(2)
+        versions.used(2)
 
 
 def test_hooks_of_gradients_are_refused():

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 
-from torch import Tensor
+from torch import Tensor, distributed
 from torch.nn.modules import module
 
 from ..dependency import Action, Disagreement, NotFinite, Part, PeerLost, PipeError, Stalled, WorkerFailure, ends_epoch
@@ -32,7 +32,7 @@ from .context import Context
 from .mailbox import Mailbox
 from .run import Stream
 from .step import Bound, StepInput
-from .tasks import bound, refuse_collectives, refuse_disorder
+from .tasks import bound, refuse_disorder
 from .transport.call import Call
 from .transport.carrier import Carrier
 from .transport.payload import Tree, map_tensors, pack, shapes_in, unpack
@@ -174,7 +174,9 @@ class WorkerActor(Context):
         if batch.part not in self._bound:
             if len(self._bound) >= MOST_PARTS:
                 self._bound.clear()
-            if self.members is None:  # members make them in one order
+            if self.members is None and distributed.is_available() and distributed.is_initialized():
+                from .collectives import refuse_collectives
+
                 refuse_collectives(batch.part, batch.order, self.shards.values())
             refuse_disorder(batch.part, self.shards)
             self._bound[batch.part] = bound(batch.part, self.shards, self.members)
@@ -265,12 +267,8 @@ class WorkerActor(Context):
 
     def _describe(self, error: BaseException) -> WorkerFailure:
         step = self.running_step if self.running else self.step + 1
-        try:
-            error.__traceback__ = leading_to_user(error, _is_ours)
-            return WorkerFailure(self.worker, self.running, step, *_told(error), self._place())
-        except Exception as another:  # of the user's class of errors: it is reported all the same, or peers would wait
-            told = f"{type(error).__name__}, which cannot be described: {type(another).__name__}"
-            return WorkerFailure(self.worker, self.running, step, told, "")
+        error.__traceback__ = leading_to_user(error, _is_ours)
+        return WorkerFailure(self.worker, self.running, step, *_told(error), self._place())
 
     def _place(self) -> str:
         """Return a line on the running action: stage, microbatch, types and shapes of its arguments."""

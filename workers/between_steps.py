@@ -34,11 +34,6 @@ class BetweenSteps:
         # All shards, also without a forward so far: the refusal of a change must not depend on timing.
         self._notes = [] if step is None else [(s, ByHand(s)) for s in self._worker.shards.values()]
 
-    @property
-    def has_evaluated(self) -> bool:
-        """Whether the caller has evaluated since the step."""
-        return self._evaluated != self._worker.evaluated
-
     def end(self, step: Step | None) -> None:
         """Give modules back the state that forwards of `step` have left.
 
@@ -46,14 +41,15 @@ class BetweenSteps:
             ConfigError: the caller, or an evaluation, has changed state that these forwards had read.
         """
         notes, self._notes = self._notes, []
+        has_evaluated = self._evaluated != self._worker.evaluated
         for shard, note in notes:
-            if changed := note.changed(self.has_evaluated):
+            if changed := note.changed(has_evaluated):
                 raise ConfigError(
                     f"stage {shard.stage}: {changed} between two steps of `train`, and forwards of the next step have "
                     "met what was before: call `step` for each batch instead, or, with a schedule "
                     "that is not synchronous, `flush` before"
                 )
-        if step is not None and self.has_evaluated:
+        if step is not None and has_evaluated:
             for shard in self._under_way:
                 if step.before[shard].overwritten():
                     raise ConfigError(

@@ -15,7 +15,7 @@ def _pieces(ctx: ActionContext) -> tuple[Ownership, int]:
     (_, _, index), shard, routes = ctx.task.entry.action, ctx.task.shard, ctx.step.batch.spec.num_routes
     assert shard.updating.pieces is not None
     number, route = split_route(index, routes)
-    shard.turn_to(ctx.step.offsets.update + route)
+    shard.turn(ctx.step.offsets.update + route)
     return shard.updating.pieces, number
 
 

@@ -23,8 +23,9 @@ from ..dependency import (
     W,
     reduction_tree,
 )
+from .compute.borders import ForwardArgs
 from .compute.result import Result, clips, total_norm
-from .compute.shard import ForwardArgs, Shard
+from .compute.shard import Shard
 from .step import ActionContext, Handler
 from .transport.payload import Payload, Tree, pack, unpack
 
@@ -149,8 +150,7 @@ def _collect_norms(ctx: ActionContext) -> Payload:
         for stage, route in ctx.step.batch.spec.hosted(ctx.worker.worker):
             if route == 0 or ctx.step.batch.spec.parallelism.zero:
                 shard = ctx.worker.shards[stage, route]
-                shard.turn_to(ctx.step.offsets.update + route)
-                shard.turn()
+                shard.turn(ctx.step.offsets.update + route)
                 complete_gradients(ctx, shard, route)
                 if shard.updating.training.measures_norm:
                     norms |= shard.updating.gradient_norms()
@@ -181,7 +181,7 @@ def _update(ctx: ActionContext) -> None:
     if not step.batch.updates:
         shard.hold(result.divisor if result is not None and result.summed else 0.0)
         return
-    shard.turn_to(step.offsets.update + index)
+    shard.turn(step.offsets.update + index)
     complete_gradients(ctx, shard, index)
     if step.batch.reductions.validated:
         if index == 0:
@@ -191,8 +191,9 @@ def _update(ctx: ActionContext) -> None:
         else:
             step.end.early[shard] = shard.update_early()
         return
-    if shard.has_versions:
+    if shard.versions is not None:
         shard.updating.tell_gradients()
+        shard.versions.leave()
     if worker.max_grad_norm is not None:
         if result is not None and result.norm_tensor is not None:
             shard.updating.clip(worker.max_grad_norm, worker.backend.load(result.norm_tensor))
@@ -200,8 +201,8 @@ def _update(ctx: ActionContext) -> None:
             shard.updating.clip_by_own_norm(worker.max_grad_norm)
     # The only synchronisation of host and device, and only with a scaled loss.
     shard.update(finite=result is None or result.finite_tensor is None or bool(result.finite_tensor))
-    if spec.averaging_pull:
-        shard.exchange(spec.averaging_pull)
+    if spec.averaging_pull and shard.versions is not None:
+        shard.versions.exchange(spec.averaging_pull)
 
 
 @carries_out(V)

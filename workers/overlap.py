@@ -16,7 +16,6 @@ from collections import deque
 
 from ..dependency import Entry, Spec, most_open, period, updates_a_step
 from .compute.result import Result
-from .compute.stash import StashingShard
 from .run import Stream
 from .step import Offsets, Step, StepInput
 
@@ -86,8 +85,8 @@ class OverlappingStream(Stream):
         self._most_open, self._period = most_open(spec), period(spec)
         for (stage, route), shard in self._worker.shards.items():
             first = self._worker.shards[stage, 0] if spec.averaging_pull else shard
-            assert isinstance(shard, StashingShard) and isinstance(first, StashingShard)
-            shard.begin(spec, route, first)
+            assert shard.versions is not None and first.versions is not None
+            shard.versions.begin(spec, route, first.versions)
 
     def _choose(self) -> tuple[Step, Entry] | None:
         """Return the first in the order of slots of all open steps that may run now, or is the next, if it may."""

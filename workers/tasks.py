@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-import torch
-from torch import nn
-
-from ..dependency import Action, B, ConfigError, F, G, H, Order, Part, R, S, W
+from ..dependency import Action, B, ConfigError, F, G, H, Part, R, S
 from .compute.shard import Shard
 from .compute.torch_internals import keep_donated_buffers
 from .handlers import handler_of
@@ -57,30 +53,11 @@ def tasks(part: Part, shards: dict[tuple[int, int], Shard]) -> dict[Action, Task
             from .surviving import turning  # few workers have several replicas of a stage
 
             handler = turning(handler, shard.lodging, shard, handed.get(entry.action))
+        if shard.versions is not None and kind.per_microbatch:
+            handler = shard.versions.around(handler, accumulates=kind.accumulates)
         name, is_last = str(entry.action), stage == spec.last_stage
         found[entry.action] = Task(entry, name, name + DONE, shard, handler, saves, recomputes, is_last, announced)
     return found
-
-
-def refuse_collectives(part: Part, order: Order, shards: Iterable[Shard]) -> None:
-    """Refuse stages of several devices where their collectives would go wrong.
-
-    Raises:
-        ConfigError: backward is split, which goes round the hooks of sharded parameters, or actions run in the order in
-            which inputs arrive, so that collectives of different microbatches would meet.
-    """
-    splits = any(entry.action.kind is W for entry in part.entries)
-    joined = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if not joined or not (splits or order == "ready"):
-        return
-    for shard in shards:
-        sharded = any(type(parameter).__name__ == "DTensor" for parameter in shard.parameters())
-        if sharded or (order == "ready" and any(isinstance(module, nn.SyncBatchNorm) for module in shard.slice.own)):
-            raise ConfigError(
-                f"stage {shard.stage}: layers make collectives (DTensor, as by fully_shard, or SyncBatchNorm), which "
-                "have to come in one order on all devices, those of gradients behind a whole backward: pass "
-                'order="fixed", and for DTensor a schedule that does not split backward, such as 1f1b'
-            )
 
 
 def refuse_disorder(part: Part, shards: dict[tuple[int, int], Shard]) -> None:

@@ -65,7 +65,7 @@ class WorkerThreads:
         """Let all workers go on from the last step that every stage has completed."""
         shards = [shard for actor in self._actors for shard in actor.shards.values()]
         # A schedule that is not synchronous may update several times a step, and goes on from its last update.
-        several = any(shard.has_versions for shard in shards)
+        several = any(shard.versions is not None for shard in shards)
         done = min((s.num_updates for s in shards), default=0) if not several else min(a.step for a in self._actors)
         ahead = [] if several else [shard.stage for shard in shards if shard.num_updates > done]
         if ahead:

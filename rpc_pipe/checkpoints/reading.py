@@ -18,7 +18,6 @@ from ..dependency import ConfigError, Damaged, PipeError
 from ..system.files import DAMAGED
 from ..workers.actor import WorkerActor
 from ..workers.compute.divided import is_divided, part_of
-from ..workers.compute.stash import StashingShard
 from . import folder
 from .collective import together
 from .json_values import NAMES, by_file, checksum, decoded, opened
@@ -204,8 +203,8 @@ def put_all(actor: WorkerActor, where: str | Path, separate: bool, num_routes: i
         for (_, route), shard in actor.shards.items():
             weights, stages = checkpoint.model(own[shard]), checkpoint.stages
             if apart:
-                assert isinstance(shard, StashingShard)
-                references.append(partial(shard.refer_to, weights))
+                assert shard.versions is not None
+                references.append(partial(shard.versions.refer_to, weights))
                 stages = checkpoint.routes[route]
                 weights = stages.read(own[shard], {})
             elif num_routes * shares(actor) == checkpoint.num_routes:
@@ -227,6 +226,9 @@ def put_all(actor: WorkerActor, where: str | Path, separate: bool, num_routes: i
         for step in steps:
             step()
         actor.go_on_at(checkpoint.step, checkpoint.stages.updates)
+        for shard in actor.shards.values():
+            if shard.versions is not None:
+                shard.versions.reference = None  # from a checkpoint all routes go on alike
         for refer in references:
             refer()
     return prepared

@@ -172,10 +172,11 @@ class ShardMaker:
         if spec.num_routes > 1 and loss_fn is not None:
             loss_fn = _unchanging(loss_fn)
         pieces = self._pieces(spec, stage, route, slice)
-        return _kind(spec)(
+        shard = Shard(
             stage, slice, randomness,
             loss_fn=loss_fn, training=self._training, pieces=pieces, updating=self._updating(spec),
         )  # fmt: skip
+        return _with_stores(spec, shard)
 
     def anew(self, num_stages: int) -> ShardMaker:
         """Return a maker of the shards of the same model, which has been kept, with another cut."""
@@ -185,7 +186,8 @@ class ShardMaker:
         """Return one more replica of a stage on its worker, with the weights of one that is there."""
         training = Training(check=self._training.check)
         pieces, randomness = self._pieces(spec, stage, route, host.slice), Randomness(self.seed, device)
-        made = _kind(spec)(stage, host.slice, randomness, loss_fn=host.loss_fn, training=training, pieces=pieces)
+        shard = Shard(stage, host.slice, randomness, loss_fn=host.loss_fn, training=training, pieces=pieces)
+        made = _with_stores(spec, shard)
         from ..workers.compute.lodging import lodge  # few workers have several replicas of a stage
 
         lodge(made, host)
@@ -214,17 +216,17 @@ class ShardMaker:
         return pieces
 
 
-def _kind(spec: Spec) -> Callable[..., Shard]:
-    """Return the class of a schedule's shards, with the arguments that it takes beyond a shard's."""
+def _with_stores(spec: Spec, shard: Shard) -> Shard:
+    """Give a shard what few schedules need: several versions of weights, and the state of slices."""
     if not spec.synchronous:
-        from ..workers.compute.stash import StashingShard
+        from ..workers.compute.stash import VersionStore
 
-        return StashingShard
+        shard.versions = VersionStore(shard.stage, shard.slice, shard.updating, shard.state)
     if len(spec.parallelism.slices) > 1:
-        from ..workers.compute.sequence import SlicedShard
+        from ..workers.compute.sequence import SliceStore
 
-        return partial(SlicedShard, count=len(spec.parallelism.slices))
-    return Shard
+        shard.slices = SliceStore(shard.slice, len(spec.parallelism.slices))
+    return shard
 
 
 def _unchanging(loss_fn: LossFn) -> LossFn:

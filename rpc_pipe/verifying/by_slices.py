@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from ..dependency import Action
-from ..workers.compute.sequence import SlicedShard
 from ..workers.compute.shard import Shard
 from ..workers.compute.torch_internals import OperatorMode
 from ..workers.hooks import Listener
@@ -46,10 +45,13 @@ class Held(Listener):
     """
 
     def __init__(self, shards: Iterable[Shard]) -> None:
-        self._shards = [shard for shard in shards if isinstance(shard, SlicedShard)]
+        self._shards = [*shards]
         self.most = (0, 0)
 
     def action_started(self, step: int, action: Action) -> None:
         slices, kept = self.most
-        now = sum(shard.num_held for shard in self._shards), sum(shard.num_bytes_left for shard in self._shards)
+        now = (
+            sum(shard.num_held for shard in self._shards),
+            sum(shard.slices.num_bytes for shard in self._shards if shard.slices),
+        )
         self.most = max(slices, now[0]), max(kept, now[1])

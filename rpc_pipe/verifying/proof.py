@@ -144,13 +144,10 @@ def _reference(
         module = _whole(made, options)
         give(module, initial)
         replicas.append(Replica(module, made.loss_fn or pipe.partition.loss_fn))  # type: ignore[arg-type]
-    spec, ordering, members = pipe.spec, pipe.ordering, pipe.actors[0].members
+    members, asked = pipe.actors[0].members, {**asked, "ordering": pipe._session.ordering}
     if members is not None and members.rows:
         asked = {**asked, "members": members.count, "per_microbatch": members.per_microbatch}
-    return Reference(
-        spec.unsliced(), replicas, pipe.partition, optimizer, randomness,
-        slices=spec.parallelism.slices, ordering=ordering, **asked,
-    )  # fmt: skip
+    return Reference(pipe.spec, replicas, pipe.partition, optimizer, randomness, **asked)
 
 
 def _whole(made: UserModel, options: VerifyOptions) -> nn.Module:

@@ -97,9 +97,9 @@ class Reference:
     """Trains whole models in a schedule's order.
 
     Args:
+        spec: with the versions of weights that microbatches use, and the slices that draw random numbers.
         replicas: one for each route, with equal weights.
         cut: which parameters each stage has, and which modules are blocks.
-        slices: sizes of the slices of a sequence, whose random numbers are drawn; empty: whole sequences draw.
         optimizer, lr_scheduler, max_grad_norm, deferred_batch_norm: as for `Pipeline`.
         ordering: of the microbatches of a step; None: they run as they come.
         members: how many members of a worker take its microbatches in turn.
@@ -114,7 +114,6 @@ class Reference:
         optimizer: Callable[..., Optimizer],
         randomness: Randomness,
         *,
-        slices: Sequence[int] = (),
         lr_scheduler: Any = None,
         max_grad_norm: float | None = None,
         deferred_batch_norm: bool = False,
@@ -122,7 +121,8 @@ class Reference:
         members: int = 1,
         per_microbatch: bool = False,
     ) -> None:
-        self._slices, self._ordering = slices, ordering
+        self._declared, self._slices, self._ordering = spec, spec.parallelism.slices, ordering
+        spec = spec.unsliced()
         self._members, self._per_microbatch = members, per_microbatch
         self._spec, self._cut, self._randomness, self._max_norm = spec, cut, randomness, max_grad_norm
         self.replicas = list(replicas)
@@ -159,11 +159,15 @@ class Reference:
                 self._settle(pieces)
             if spec is None or count != spec.num_microbatches:
                 spec, begin = replace(self._spec, num_microbatches=count), 0
+                self._declared = replace(self._declared, num_microbatches=count * len(self._slices))
                 for stage in (stage for replica in self.replicas for stage in replica.stages):
                     stage.newest, stage.versions = 0, {}
                     stage.note()
             step = _StepSums(
-                0 if spec.synchronous else begin, pieces, update_shares(spec, pieces.shares), spec.takes_steps
+                0 if spec.synchronous else begin,
+                pieces,
+                update_shares(spec, pieces.shares) or pieces.shares,
+                spec.takes_steps,
             )
             with preserved(self._randomness.device):
                 self._step(spec, step)
@@ -223,7 +227,7 @@ class Reference:
         with ExitStack() as stack:  # backward too, as a checkpoint computes again
             if not spec.synchronous:
                 for number, stage in enumerate(replica.stages):
-                    stack.enter_context(stage.at(spec.version(number, m)))
+                    stack.enter_context(stage.at(self._declared.version(number, m * len(self._slices))))
             loss = self._loss(replica, m, step.pieces.inputs[at], step.pieces.targets[at])
             step.summed = isinstance(loss, tuple)
             total, weight = loss if isinstance(loss, tuple) else (loss, 0.0)

@@ -214,25 +214,6 @@ def test_a_loss_that_logs_is_not_refused():
     assert losses([partial(nn.Linear, 6, 6) for _ in range(4)], "chimera", logged)
 
 
-class Mute(Exception):
-    """An error of the user's whose notes cannot be read."""
-
-    @property
-    def __notes__(self):
-        raise ZeroDivisionError
-
-
-class Fails(nn.Linear):
-    def forward(self, x):
-        raise Mute
-
-
-def test_an_error_that_cannot_be_described_is_told_all_the_same():
-    """The others waited for `stall_s`, and nobody learned why."""
-    with pytest.raises(WorkerFailure, match="Mute, which cannot be described: ZeroDivisionError"):
-        losses([nn.Linear(6, 6), Fails(6, 6)], "1f1b")
-
-
 def test_a_row_of_a_large_weight_changed_by_hand_reaches_all_replicas():
     """256 numbers of each weight were compared, so the replicas stayed apart for good."""
     torch.manual_seed(0)

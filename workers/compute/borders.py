@@ -37,6 +37,33 @@ from .torch_internals import no_view
 _SMALL_BYTES = 2**12
 
 
+class ForwardArgs(NamedTuple):
+    """The arguments of a forward.
+
+    Attributes:
+        inputs: the payload of the previous stage; on the first stage, the microbatch.
+        fields: the microbatch's fields, if the slice takes them.
+        target: second argument of the loss function.
+        share: on the last stage, this microbatch's fraction of the step's rows, which weighs a mean loss; None on other
+            stages, and to get the output instead of the loss.
+        split: whether `backward_inputs` and `backward_weights` will follow instead of `backward`.
+        recompute: keep the inputs instead of the activations; `recompute` will be called before backward.
+        scale: with a share, if an update does not take whole steps: the share of the rows of the update.
+        place: of a slice of sequences: where it begins and ends, and the sequence's length.
+    """
+
+    step: int
+    microbatch: int
+    inputs: Payload
+    fields: Tree = None
+    target: Tree = None
+    share: float | None = None
+    split: bool = False
+    recompute: bool = False
+    scale: float | None = None
+    place: tuple[int, int, int] | None = None
+
+
 class Forwarded(NamedTuple):
     """The parts of a microbatch's forward that its backward needs."""
 

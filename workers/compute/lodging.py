@@ -8,18 +8,12 @@ optimizer state.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from .gradients import GradientSets
 from .module_state import Place
 from .shard import Shard
-
-if TYPE_CHECKING:
-    _Shard = Shard
-else:
-    _Shard = object
 
 
 class Lodging:
@@ -50,7 +44,7 @@ class Lodging:
         return before
 
 
-class Guest(_Shard):
+class Guest(Shard):
     """A shard of which another one on this worker, its host, has the modules, the weights and the optimizer."""
 
     lodging: Lodging
@@ -83,7 +77,7 @@ class Guest(_Shard):
 def lodge(shard: Shard, host: Shard) -> None:
     """Let a replica share weights and optimizer of `host`, another replica of the stage, which alone changes them."""
     host.lodging = shard.lodging = host.lodging or Lodging(host)
-    shard.__class__ = type("Guest", (Guest, type(shard)), {})
+    shard.__class__ = Guest
     own, its = shard.updating, host.updating  # to be read
     own.training, own.optimizer, own.lr_scheduler, own.owned = its.training, its.optimizer, its.lr_scheduler, its.owned
     own.scale, own.average, own.on_gradients = its.scale, its.average, its.on_gradients

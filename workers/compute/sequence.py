@@ -18,18 +18,19 @@ import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ...dependency.indexes import split_slice
-from ..transport.payload import Payload, Tree, distinct_tensors, map_tensors, tensors_of, unpack
-from .borders import without_views
-from .shard import ForwardArgs, Shard
+from ..transport.payload import Tree, distinct_tensors, map_tensors, tensors_of, unpack
+from .borders import ForwardArgs, without_views
+from .randomness import PythonDraws, Randomness
+from .recomputation import Recomputation
 from .slice_check import Noted, compare, refused
-from .slices import has_own_state, note, output_alone, place_of_state
+from .slices import Slice, has_own_state, note, output_alone, place_of_state
 from .torch_internals import BatchNorm, no_view, without_torch_function
 from .whole_draws import NotedDraws, WholeDraws
 
@@ -258,18 +259,30 @@ def state_dropped(layer: nn.Module) -> nn.Module:
     return layer
 
 
-class SlicedShard(Shard):
-    """A shard with forwards and backwards of slices; evaluations are of whole sequences.
+class _SlicedStage(Protocol):
+    """The parts of a shard that the check of its slices needs."""
+
+    slice: Slice
+    loss_fn: Any
+    randomness: Randomness
+    draws: PythonDraws
+    recomputation: Recomputation
+
+    def train(self, mode: bool) -> None:
+        """Set all modules to evaluation mode, or back."""
+
+
+class SliceStore:
+    """The state that slices leave on a shard; evaluations are of whole sequences.
 
     Args:
         count: of slices of a sequence.
     """
 
-    def __init__(self, *args: Any, count: int, **settings: Any) -> None:
-        super().__init__(*args, **settings)
+    def __init__(self, slice: Slice, count: int) -> None:
         self._count = count
-        layers = [layer for _, layer in getattr(self.slice, "layers", [])]
-        self._carrier = StateCarrier(self.slice.own, layers, None if layers else self.slice.modules[0])
+        layers = [layer for _, layer in getattr(slice, "layers", [])]
+        self._carrier = StateCarrier(slice.own, layers, None if layers else slice.modules[0])
         #: microbatch -> the state of its slices
         self._left: dict[int, SliceState] = {}
         #: arguments of the first microbatch's slices; None: it has been checked
@@ -278,40 +291,36 @@ class SlicedShard(Shard):
         self._noting = NotedDraws()
 
     @property
-    def num_held(self) -> int:
-        """How many slices have activations here."""
-        return len(self._forwarded) + len(self._deferred)
-
-    @property
-    def num_bytes_left(self) -> int:
+    def num_bytes(self) -> int:
         """Bytes of the state of all microbatches' slices here."""
         return sum(left.num_bytes for left in self._left.values())
 
-    def forward(self, given: ForwardArgs) -> Payload | None:
+    @contextmanager
+    def checked(self, shard: _SlicedStage, given: ForwardArgs) -> Iterator[None]:
+        """Return a context for a forward; of the first microbatch's, the last one ends with the check."""
         microbatch, number = split_slice(given.microbatch, self._count)
         if given.place is not None:
             self._left.setdefault(microbatch, SliceState()).places[number] = given.place
         if self._looked is not None and torch.is_grad_enabled() and given.microbatch == len(self._looked):
             inputs = map_tensors(without_views(unpack(given.inputs)), lambda tensor: tensor.detach().clone())
-            self._looked.append(Noted(inputs, given.fields, given.target, given.share))
+            self._looked.append(Noted(inputs, given.fields, given.target, given.share, given.scale is not None))
         try:
             with self._noting if self._looked and torch.is_grad_enabled() else nullcontext():
-                output = super().forward(given)
+                yield
         except Exception as error:
             if torch.is_grad_enabled():
                 where = f"on a slice, one of {self._count}: slices cut dimension 1 of the batch's tensors as a sequence"
                 note(error, f"{where}; leave slices out where it is none")
             raise
         if self._looked is not None and len(self._looked) == self._count:
-            self._compare(self._looked, given.step)
+            self._compare(shard, self._looked, given.step)
             self._looked = None
-        return output
 
-    def _compare(self, noted: Sequence[Noted], step: int) -> None:
+    def _compare(self, shard: _SlicedStage, noted: Sequence[Noted], step: int) -> None:
         """Refuse layers that do not go with slices, by a look at the first microbatch."""
         left, places = SliceState(), list(self._left[0].places.values())
         left.places.update(self._left[0].places)
-        draws = WholeDraws(places, partial(self._randomness.seed_forward, step), self._randomness.generators)
+        draws = WholeDraws(places, partial(shard.randomness.seed_forward, step), shard.randomness.generators)
 
         def run(number: int | None, inputs: Tree, fields: Tree) -> Tree:
             if isinstance(inputs, tuple) and inputs and isinstance(inputs[-1], str):  # where it was made, once
@@ -319,53 +328,39 @@ class SlicedShard(Shard):
             given = map_tensors(inputs, torch.clone)
             if number is None:
                 with self._carrier.carrying(None), draws:
-                    return self.slice.forward(given, fields, draws.seed)
+                    return shard.slice.forward(given, fields, draws.seed)
             with self._carrier.carrying(SliceInput(left, number, self._count)):
-                return self.slice.forward(given, fields, partial(self._randomness.seed_forward, step, number))
+                return shard.slice.forward(given, fields, partial(shard.randomness.seed_forward, step, number))
 
-        if any(isinstance(module, BatchNorm) and module.training for module in self.slice.own):
+        if any(isinstance(module, BatchNorm) and module.training for module in shard.slice.own):
             raise refused("takes means over whole sequences")
-        drew = self._noting.found or self._draws.found
+        drew = self._noting.found or shard.draws.found
         # Without draws in the modes of training, for which a whole model has been observed; its graph keeps no tensor.
         how = (
             torch.no_grad() if drew else saved_tensors_hooks(lambda tensor: tensor.new_empty(0), lambda tensor: tensor)
         )
         if drew:
-            self.train(False)  # without dropout
-        with self._randomness.lock, self.recomputation.before_step().restored(), how:
-            compare(noted, run, self.loss_fn)
+            shard.train(False)  # without dropout
+        with shard.randomness.lock, shard.recomputation.before_step().restored(), how:
+            compare(noted, run, shard.loss_fn)
         if drew:
-            self.train(True)
+            shard.train(True)
 
-    def _computing(self, microbatch: int) -> AbstractContextManager[object]:
+    def carrying(self, microbatch: int) -> AbstractContextManager[object]:
+        """Return a context that lets modules compute a slice, or whole sequences to evaluate."""
         piece = None
         if torch.is_grad_enabled():
             of_sequences, number = split_slice(microbatch, self._count)
             piece = SliceInput(self._left.setdefault(of_sequences, SliceState()), number, self._count)
         return self._carrier.carrying(piece)
 
-    def _weigh(self, given: ForwardArgs, loss: Any, share: float) -> Tensor:
-        root = super()._weigh(given, loss, share)
-        if share == 0 and not isinstance(loss, tuple):  # a mean over no tokens is no number
-            self.losses.parts[given.microbatch] = torch.zeros_like(root), share
-        return root
-
-    def backward(self, microbatch: int, grads: Payload | None) -> Payload:
-        found = super().backward(microbatch, grads)
-        self._end(microbatch)
-        return found
-
-    def backward_weights(self, microbatch: int) -> None:
-        super().backward_weights(microbatch)
-        self._end(microbatch)
-
-    def _end(self, microbatch: int) -> None:
-        """Drop the state of slices when the first one's backward is over."""
+    def end(self, microbatch: int) -> None:
+        """Drop the state of a microbatch's slices when the first one's backward is over."""
         of_sequences, number = split_slice(microbatch, self._count)
         if number == 0:
             del self._left[of_sequences]
 
-    def abandon(self) -> None:
-        super().abandon()
+    def forget(self) -> None:
+        """Drop the state of all slices."""
         self._left.clear()
         self._looked = self._looked and []

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import fields as fields_of
 from dataclasses import is_dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from ...dependency import ConfigError
 from ..transport.payload import Payload, Tree, distinct_tensors, pack, shapes_in
 from . import autocast, borders
-from .borders import Forwarded, InputGradients
+from .borders import ForwardArgs, Forwarded, InputGradients
 from .module_state import KeptTensor
 from .randomness import PythonDraws, Randomness, Seed
 from .recomputation import FirstRun, Recomputation
@@ -29,40 +29,15 @@ from .updating import Training, Updating
 
 if TYPE_CHECKING:
     from .ownership import Ownership
+    from .sequence import SliceStore
     from .snapshot import BeforeUpdate
     from .split_backward import Saved, WeightBackward
+    from .stash import VersionStore
 
 #: (output of the model, target) -> mean over the microbatch, or (sum, weight)
 LossFn = Callable[[Any, Any], Any]
 
 _UNTRAINED = Training()
-
-
-class ForwardArgs(NamedTuple):
-    """The arguments of a forward.
-
-    Attributes:
-        inputs: the payload of the previous stage; on the first stage, the microbatch.
-        fields: the microbatch's fields, if the slice takes them.
-        target: second argument of the loss function.
-        share: on the last stage, this microbatch's fraction of the step's rows, which weighs a mean loss; None on other
-            stages, and to get the output instead of the loss.
-        split: whether `backward_inputs` and `backward_weights` will follow instead of `backward`.
-        recompute: keep the inputs instead of the activations; `recompute` will be called before backward.
-        scale: with a share, if steps overlap: the share of the rows of the update that takes the gradients.
-        place: of a slice of sequences: where it begins and ends, and the sequence's length.
-    """
-
-    step: int
-    microbatch: int
-    inputs: Payload
-    fields: Tree = None
-    target: Tree = None
-    share: float | None = None
-    split: bool = False
-    recompute: bool = False
-    scale: float | None = None
-    place: tuple[int, int, int] | None = None
 
 
 class Lodges(Protocol):
@@ -84,8 +59,6 @@ class Shard:
         updating: makes the object that takes complete gradients.
     """
 
-    #: whether it keeps several versions of its weights, as schedules that let steps overlap need them
-    has_versions = False
     #: whether another replica on this worker updates the weights
     is_guest = False
 
@@ -105,10 +78,10 @@ class Shard:
         self.loss_fn = loss_fn
         self.num_updates = 0
         self.losses = Losses()
-        self._randomness = randomness
+        self.randomness = randomness
         #: while all modules are in evaluation mode: their training modes before that
         self._modes: dict[nn.Module, bool] = {}
-        self._draws = PythonDraws()
+        self.draws = PythonDraws()
         self.statistics = Statistics(slice.own)
         self._forwarded: dict[int, Forwarded] = {}
         self._owed = InputGradients()
@@ -124,11 +97,26 @@ class Shard:
         self.updating = updating(slice, stage, training, randomness, pieces)
         #: if several replicas of the stage on this worker share their weights
         self.lodging: Lodges | None = None
+        #: if several versions of the weights are in use
+        self.versions: VersionStore | None = None
+        #: if sequences are cut into slices
+        self.slices: SliceStore | None = None
 
-    def turn(self) -> None:
-        """Let the weights have this replica's gradients, where several replicas share them."""
+    @property
+    def num_held(self) -> int:
+        """How many microbatches, or their slices, have activations here."""
+        return len(self._forwarded) + len(self._deferred)
+
+    def turn(self, update: int | None = None) -> None:
+        """Let the weights have this replica's gradients, where several replicas share them.
+
+        Args:
+            update: the number of the update that takes the gradients, where those of later updates may be made.
+        """
         if self.lodging is not None:
             self.lodging.turn(self)
+        if self.versions is not None and update is not None:
+            self.versions.turn(update)
 
     @property
     def optimizer(self) -> Optimizer | None:
@@ -152,8 +140,9 @@ class Shard:
         return self.slice.state_dict()
 
     def evaluated_state_dict(self) -> dict[str, Tensor]:
-        """Return the tensors that evaluation uses, as `state_dict` does; a stashing shard has other ones."""
-        return self.state_dict()
+        """Return the tensors that the shard evaluates with, as `state_dict` does: with versions, maybe other ones."""
+        with nullcontext() if self.versions is None else self.versions.evaluated():
+            return self.state_dict()
 
     @property
     def stateful(self) -> bool:
@@ -180,6 +169,10 @@ class Shard:
 
     def forward(self, given: ForwardArgs) -> Payload | None:
         """Run the slice; return the payload for the next stage, or None if the loss was computed."""
+        with nullcontext() if self.slices is None else self.slices.checked(self, given):
+            return self._output(given)
+
+    def _output(self, given: ForwardArgs) -> Payload | None:
         step = given.step
         checked = self._checked not in (None, step) and torch.is_grad_enabled()
         if (given.recompute and torch.is_grad_enabled()) or checked:
@@ -194,7 +187,7 @@ class Shard:
         return borders.stage_output(tree, self._staying) if given.share is None else None
 
     def _noted(self, microbatch: int, forward: Callable[..., Tree]) -> Tree:
-        with self._randomness.lock:  # another thread may use the same modules
+        with self.randomness.lock:  # another thread may use the same modules
             # With the graph, not without: the outputs show which of them owe a gradient.
             tree, noted = self.recomputation.first(partial(forward, again=True))
         del self._forwarded[microbatch]
@@ -204,7 +197,7 @@ class Shard:
     def recompute(self, step: int, microbatch: int) -> None:
         """Recompute the activations of a microbatch, with the same random numbers and no other side effect."""
         forward, noted = self._inputs.pop(microbatch)
-        with self._randomness.lock:
+        with self.randomness.lock:
             self.recomputation.again(noted, forward)
 
     def _forward(self, given: ForwardArgs, *, again: bool = False) -> Tree:
@@ -221,14 +214,15 @@ class Shard:
         if looks:
             self.state.begin()
         saved = _saving() if backward and given.split else None
-        lock, draws = self._randomness.lock, self._draws
-        with lock, lock if saved is None else saved.hooks(), self._computing(given.microbatch):
-            seed: Seed = partial(self._randomness.seed_forward, given.step, given.microbatch)
+        lock, draws = self.randomness.lock, self.draws
+        carrying = nullcontext() if self.slices is None else self.slices.carrying(given.microbatch)
+        with lock, lock if saved is None else saved.hooks(), carrying:
+            seed: Seed = partial(self.randomness.seed_forward, given.step, given.microbatch)
             draws_too = draws.found or draws.looks[backward] > 0
             tree = self.slice.forward(inputs, given.fields, draws.seeding(seed) if draws_too else seed)
             if given.share is not None:
                 if draws_too:  # torch's generator goes on behind the last layer for the loss function
-                    draws.noting(partial(self._randomness.seed_loss, given.step, given.microbatch))(0, 0)
+                    draws.noting(partial(self.randomness.seed_loss, given.step, given.microbatch))(0, 0)
                 tree = self._weigh(given, self._loss(tree, target), given.share)
             if draws_too:
                 draws.end()
@@ -243,10 +237,6 @@ class Shard:
                 roots = [tensor for tensor in distinct_tensors(tree) if tensor.requires_grad]
             self._forwarded[given.microbatch] = Forwarded(given.step, owing, roots, saved, left)
         return tree
-
-    def _computing(self, microbatch: int) -> AbstractContextManager[object]:
-        """Return the context of a microbatch's forward."""
-        return nullcontext()
 
     def _loss(self, output: Tree, target: Tree) -> Any:
         assert self.loss_fn is not None
@@ -274,8 +264,15 @@ class Shard:
                 "loss: depends on no parameter that requires a gradient: it was detached, or all that it depends on "
                 "is frozen; to compute a loss without training, use `evaluate`"
             )
-        self.losses.parts[given.microbatch] = root.detach(), weight
-        return self.updating.root(root, self.losses.summed)
+        # A mean over no tokens of a slice is no number.
+        noted = root.detach() if share or self.losses.summed else torch.zeros_like(root)
+        self.losses.parts[given.microbatch] = noted, weight
+        if given.scale is None:
+            return self.updating.root(root, self.losses.summed)
+        if not self.losses.summed:
+            return total * given.scale
+        known = torch.where(weight == 0, 1, weight) if isinstance(weight, Tensor) else weight or 1
+        return total * given.scale / known  # such an update knows its rows, and no weight but this one
 
     def backward(self, microbatch: int, grads: Payload | None) -> Payload:
         """Run backward, accumulate the gradients of the weights, return the gradients of the stage's inputs.
@@ -288,8 +285,10 @@ class Shard:
         self._owed.expect(owing)
         if roots:
             with autocast.without(), shown(left):
-                self._randomness.seed_backward(step, microbatch, self.slice.first)
+                self.randomness.seed_backward(step, microbatch, self.slice.first)
                 run_backward(roots, begun)
+        if self.slices is not None:
+            self.slices.end(microbatch)
         return pack(self._owed.taken(owing))
 
     def backward_inputs(self, microbatch: int, grads: Payload | None) -> Payload:
@@ -300,7 +299,7 @@ class Shard:
         roots, begun = borders.backward_starts(roots, grads)
         assert saved is not None
         with autocast.without(), shown(left):
-            self._randomness.seed_backward(step, microbatch, self.slice.first)
+            self.randomness.seed_backward(step, microbatch, self.slice.first)
             found, deferred = backward_inputs(roots, begun, owing, saved)
         self._deferred[microbatch] = step, left, deferred
         return pack(tuple(found))
@@ -309,8 +308,10 @@ class Shard:
         """Accumulate the gradients of the weights that `backward_inputs` has left out."""
         step, left, deferred = self._deferred.pop(microbatch)
         with autocast.without(), shown(left):
-            self._randomness.seed_backward(step, microbatch, self.slice.first, weights=True)
+            self.randomness.seed_backward(step, microbatch, self.slice.first, weights=True)
             deferred.run()
+        if self.slices is not None:
+            self.slices.end(microbatch)
 
     def saved(self, microbatch: int) -> Saved:
         """Return the tensors that the forward of a microbatch saved for backward; only after a forward with `split`."""
@@ -325,6 +326,9 @@ class Shard:
         self.turn()
         self.statistics.restore()
         self.updating.restore()
+        for store in (self.versions, self.slices):
+            if store is not None:
+                store.forget()
 
     def update(self, *, finite: bool = True) -> None:
         """Apply one optimizer step and drop the gradients.
@@ -350,12 +354,6 @@ class Shard:
         before.put_back()
         self.updating.clip(max_norm, norm)
         self.updating.update(finite=True)
-
-    def turn_to(self, update: int) -> None:
-        """Let the parameters have the gradients that an update takes: where steps overlap, later ones may be made."""
-
-    def exchange(self, averaging_pull: float) -> None:
-        """Pull the weights to a reference that all routes have in common: only a shard of several versions has one."""
 
     def hold(self, weight: float) -> None:
         """Keep the gradients for a later update; `weight`: of a loss that is a sum, known only now."""

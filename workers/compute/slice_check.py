@@ -18,12 +18,13 @@ _TOLERANCE_OF_LOSS = 1e-5
 
 
 class Noted(NamedTuple):
-    """The arguments of a slice's forward."""
+    """The arguments of a slice's forward, and whether sums of losses are divided slice by slice."""
 
     inputs: Tree
     fields: Tree
     target: Tree
     share: float | None
+    divided: bool
 
 
 #: runs a forward of slice `number`, or of the whole (None), on (inputs, fields)
@@ -46,6 +47,8 @@ def compare(noted: Sequence[Noted], run: Run, loss_fn: Callable[[Any, Any], Any]
     if loss_fn is None:
         return
     losses = [(loss_fn(part, each.target), each.share or 0.0) for part, each in zip(parts, noted, strict=True)]
+    if noted[0].divided and isinstance(losses[0][0], tuple):
+        losses = [(loss[0] / loss[1] if loss[1] else 0.0, share) for loss, share in losses]
     added_up = noted[0].fields is not None and "shift_labels" in noted[0].fields[1]
     share = losses[0][1] if added_up else sum(share for _, share in losses)
     mean = _mean([(loss_fn(whole, joined([each.target for each in noted])), share)], share)

@@ -1,4 +1,4 @@
-"""A shard with several versions of the weights in use: each microbatch keeps to its declared one.
+"""Several versions of a shard's weights in use: each microbatch keeps to its declared one.
 
 The parameters hold the newest version, which the optimizer updates in place; an update gives them other memory first
 if a microbatch still needs the version that they held. A forward or backward by an older version is shown the memory of
@@ -7,28 +7,28 @@ that. So a copy is made only where it must be, and is free when the last backwar
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from ...dependency import ConfigError, Spec, microbatches_on, update_of
-from ..transport.payload import Payload
 from .gradients import GradientSets
 from .module_state import KeptTensor
-from .shard import ForwardArgs, Shard
-from .stage_state import shown
+from .slices import Slice
+from .stage_state import StageState, shown
+from .updating import Updating
+
+T = TypeVar("T")
 
 
-class StashingShard(Shard):
-    """A shard in a stream with forwards that overtake updates. Microbatches and updates count through the stream."""
+class VersionStore:
+    """The versions of a shard in a stream with forwards that overtake updates, counted through the stream."""
 
-    has_versions = True
-
-    def __init__(self, *args: Any, **settings: Any) -> None:
-        super().__init__(*args, **settings)
+    def __init__(self, stage: int, slice: Slice, updating: Updating, state: StageState) -> None:
+        self._stage, self._slice, self._updating, self._state = stage, slice, updating, state
         #: how many updates the parameters have seen since the stream began
         self.newest = 0
         self._spec: Spec
@@ -45,11 +45,11 @@ class StashingShard(Shard):
         self.reference: list[Tensor] | None = None
         self._trained: list[nn.Parameter] = []
 
-    def begin(self, spec: Spec, route: int, first: StashingShard) -> None:
+    def begin(self, spec: Spec, route: int, first: VersionStore) -> None:
         """Begin a stream of `spec`: version 0 is the present parameters.
 
         Args:
-            first: the shard of the stage on the first route; all routes share its reference if there is one.
+            first: the versions of the stage on the first route; all routes share its reference if there is one.
         """
         self._trained = self._found()
         if spec.averaging_pull and first.reference is None:
@@ -58,21 +58,21 @@ class StashingShard(Shard):
         self.newest, self._spec = 0, spec
         self._microbatches = microbatches_on(spec, route)
         self._uncounted = next(self._microbatches, None)
-        self._forget()
+        self.forget()
         if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in self._trained):
             raise ConfigError(
-                f"stage {self.stage}: hooks of parameters' gradients do not run where several versions of the weights "
+                f"stage {self._stage}: hooks of parameters' gradients do not run where several versions of the weights "
                 "are in use; remove them, or use a synchronous schedule"
             )
 
     def _found(self) -> list[nn.Parameter]:
         # In the order of the beginning, alike on all routes: a forward may exchange modules.
-        return [parameter for parameter in self.updating.parameters.values() if parameter.requires_grad]
+        return [parameter for parameter in self._updating.parameters.values() if parameter.requires_grad]
 
     def refer_to(self, weights: Mapping[str, Tensor]) -> None:
         """Go on with these, by name, as the weights that all routes are pulled to."""
         self._trained = self._found()
-        names = {parameter: name for name, parameter in self.named_parameters()}
+        names = {parameter: name for name, parameter in self._slice.named_parameters()}
         self.reference = [weights[names[parameter]].to(parameter.device, copy=True) for parameter in self._trained]
 
     @property
@@ -80,48 +80,35 @@ class StashingShard(Shard):
         """How many versions of the weights are held now."""
         return len(self._versions) + 1
 
-    def forward(self, given: ForwardArgs) -> Payload | None:
-        """Run the layers by the declared version, or to evaluate by the newest; else as `Shard.forward`."""
-        with self._using(given.microbatch) if torch.is_grad_enabled() else self._evaluating():
-            output = super().forward(given)
-        if self.state.weights and torch.is_grad_enabled():
-            raise ConfigError(
-                f"stage {self.stage}: a layer writes a parameter in its forward, of shape "
-                f"{tuple(self.state.weights[0].shape)}, where several versions of it are in use; make it a buffer, "
-                "or use a synchronous schedule"
-            )
-        return output
+    def around(self, handler: Callable[[Any], T], *, accumulates: bool) -> Callable[[Any], T]:
+        """Return a handler that runs with the weights that its microbatch, or an evaluation, uses.
 
-    def _weigh(self, given: ForwardArgs, loss: Any, share: float) -> Tensor:
-        """Record the loss as a part of its step; let backward start from its part of its update."""
-        root, scale = super()._weigh(given, loss, share), share if given.scale is None else given.scale
-        if not self.losses.summed:
-            return root if scale == share else loss.reshape(()) * scale
-        if self._spec.takes_steps:
-            return root  # divided by the weight of the step
-        weight = loss[1]
-        return root * scale / (torch.where(weight == 0, 1, weight) if isinstance(weight, Tensor) else weight or 1)
+        Args:
+            accumulates: whether it ends a backward, which adds to the gradients of an update.
+        """
 
-    def recompute(self, step: int, microbatch: int) -> None:
-        with self._using(microbatch):
-            super().recompute(step, microbatch)
+        def handles(ctx: Any) -> T:
+            if not torch.is_grad_enabled():
+                with self.evaluated():
+                    return handler(ctx)
+            with self.accumulating(ctx.microbatch) if accumulates else self.used(ctx.microbatch):
+                found = handler(ctx)
+            if written := self._state.weights:
+                raise ConfigError(
+                    f"stage {self._stage}: a layer writes a parameter in its forward, of shape "
+                    f"{tuple(written[0].shape)}, where several versions of it are in use; make it a buffer, "
+                    "or use a synchronous schedule"
+                )
+            return found
 
-    def backward(self, microbatch: int, grads: Payload | None) -> Payload:
-        with self._accumulating(microbatch):
-            return super().backward(microbatch, grads)
+        return handles
 
-    def backward_inputs(self, microbatch: int, grads: Payload | None) -> Payload:
-        with self._using(microbatch):
-            return super().backward_inputs(microbatch, grads)
-
-    def backward_weights(self, microbatch: int) -> None:
-        with self._accumulating(microbatch):
-            super().backward_weights(microbatch)
-
-    def turn_to(self, update: int) -> None:
+    def turn(self, update: int) -> None:
+        """Let the parameters have the gradients that an update takes."""
         self._gradients.turn(update, self._trained)
 
-    def update(self, *, finite: bool = True) -> None:
+    def leave(self) -> None:
+        """Go on to the next version, which an update makes in place; keep the present one if it is still used."""
         self._count_uses(self.newest)
         if self._left.get(self.newest):
             self._versions[self.newest] = list(map(KeptTensor.now, self._trained))
@@ -130,7 +117,6 @@ class StashingShard(Shard):
         else:
             self._left.pop(self.newest, None)
         self.newest += 1
-        super().update(finite=finite)
 
     @torch.no_grad()
     def exchange(self, averaging_pull: float) -> None:
@@ -141,50 +127,38 @@ class StashingShard(Shard):
             parameter.sub_(pull)
             reference.add_(pull)
 
-    def evaluated_state_dict(self) -> dict[str, Tensor]:
-        """Return the tensors that the shard evaluates with: for weights the reference, if there is one."""
-        with self._evaluating():
-            return self.state_dict()
-
-    def _evaluating(self) -> AbstractContextManager[object]:
-        """Return a context with the evaluated weights in the parameters."""
+    def evaluated(self) -> AbstractContextManager[object]:
+        """Return a context with the evaluated weights in the parameters: the reference, if there is one."""
         pairs = zip(self._trained, self.reference or (), strict=False)
         return shown([KeptTensor(parameter, weight, parameter._version, None) for parameter, weight in pairs])
 
-    def go_on_at(self, step: int, updates: int) -> None:
-        super().go_on_at(step, updates)
-        self.reference = None  # from a checkpoint all routes go on alike
-
-    def abandon(self) -> None:
-        super().abandon()
-        self._forget()
-
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """Drop older versions, and gradients of later updates."""
         self._versions.clear()
         self._left.clear()
         self._gradients.clear(0)
 
-    def _using(self, microbatch: int) -> AbstractContextManager[object]:
+    def used(self, microbatch: int) -> AbstractContextManager[object]:
         """Return a context with the version that a microbatch uses in the parameters.
 
         Raises:
             ConfigError: it is not there, so the declared weights would not be trained.
         """
-        version = self._spec.version(self.stage, microbatch)
+        version = self._spec.version(self._stage, microbatch)
         if version != self.newest and version not in self._versions:
             raise ConfigError(
-                f"stage {self.stage}: version {version} of the weights is declared, but held are "
+                f"stage {self._stage}: version {version} of the weights is declared, but held are "
                 f"{sorted(self._versions.keys() | {self.newest})}: the schedule's edges do not keep its versions"
             )
         return shown(self._versions.get(version, ()))
 
     @contextmanager
-    def _accumulating(self, microbatch: int) -> Iterator[None]:
+    def accumulating(self, microbatch: int) -> Iterator[None]:
         """Return a context for a backward that adds to the gradients of its update."""
-        self.turn_to(update_of(self._spec, self.stage, microbatch).index)
-        with self._using(microbatch):
+        self.turn(update_of(self._spec, self._stage, microbatch).index)
+        with self.used(microbatch):
             yield
-        version = self._spec.version(self.stage, microbatch)
+        version = self._spec.version(self._stage, microbatch)
         self._count_uses(version)
         self._left[version] -= 1
         if not self._left[version] and version != self.newest:
@@ -193,7 +167,7 @@ class StashingShard(Shard):
     def _count_uses(self, version: int) -> None:
         """Count the microbatches that use versions up to this one."""
         while self._uncounted is not None:
-            used = self._spec.version(self.stage, self._uncounted)
+            used = self._spec.version(self._stage, self._uncounted)
             if used > version:
                 break
             self._left[used] = self._left.get(used, 0) + 1

@@ -198,14 +198,14 @@ def _shares(rows: Sequence[int], inputs: Tree, target: Tree) -> list[float]:
     return [1.0] * len(rows) if divides_sums(inputs, target) else [count / sum(rows) for count in rows]
 
 
-def update_shares(spec: Spec, shares: Sequence[float]) -> list[float]:
-    """Return each microbatch's share of the rows of its update.
+def update_shares(spec: Spec, shares: Sequence[float]) -> list[float] | None:
+    """Return each microbatch's share of the rows of its update; None if updates take whole steps.
 
     Raises:
         BatchError: losses are divided by a number of the whole batch, of which an update takes a part.
     """
     if spec.takes_steps:
-        return list(shares)
+        return None
     if sum(shares) > 1.5:
         raise BatchError(
             f"{NUM_ITEMS}: is a number of the whole batch, and {type(spec).__name__} updates after a part of it: leave "

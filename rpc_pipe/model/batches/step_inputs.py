@@ -151,8 +151,8 @@ class StepInputs:
         weights = self.weights if number == 0 else ""
         order = " ".join(map(str, batch.order))
         call = Call(actor.worker, what or f"step {number + 1}", self.described, *batch.described, weights, order=order)
-        scales = update_shares(part.spec, batch.shares) if train and not part.spec.synchronous else None
-        data: StepData = batch if scales is None else replace(batch, scales=scales)
+        scales = update_shares(part.spec, batch.shares) if train else None
+        data: StepData = replace(batch, scales=scales)
         data = replace(data, targets=None) if what == "predict" else data
         return StepInput(
             part, self._order, call, data,

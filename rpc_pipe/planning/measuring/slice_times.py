@@ -14,7 +14,6 @@ from ...dependency import Action, B, F
 from ...model.batches.sequences import length_of
 from ...model.user_model import UserModel, resize_batch
 from ...pipeline import Pipeline, Training
-from ...workers.compute.sequence import SlicedShard
 from ...workers.hooks import Listener, StepRecord
 from ..slice_costs import SliceCosts
 
@@ -73,8 +72,7 @@ class _Watch(Listener):
 
     def action_started(self, step: int, action: Action) -> None:
         if action.kind is B:
-            left = (shard.num_bytes_left for shard in self._shards.values() if isinstance(shard, SlicedShard))
-            self.num_bytes = max(self.num_bytes, sum(left))
+            self.num_bytes = max(self.num_bytes, sum(shard.slices.num_bytes for shard in self._shards.values()))
 
     def step_finished(self, record: StepRecord) -> None:
         self._steps.append(record)
