@@ -408,7 +408,9 @@ def test_random_delays_change_nothing(schedule, order):
 
 def test_what_is_typed_wins_and_replicas_stay_when_the_schedule_is_another():
     told = []
-    overrides.install(TypedOptions({"schedule": "zb-h1"}, {"replicas": "4"}, told.append, lambda pipe: None))
+    overrides.install(
+        TypedOptions({"schedule": "zb-h1"}, {"replicas": "4"}, told.append, lambda pipe: None, lambda pipe: None)
+    )
     try:
         options = {"num_workers": 4, "num_microbatches": 8, "replicas": 2}
         with pipeline_with(LAYERS, nn.functional.mse_loss, schedule="gpipe", **options) as pipe:
