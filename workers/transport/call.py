@@ -82,8 +82,8 @@ def difference(call: Call, peer: int, told: str) -> Disagreement | None:
             return Disagreement(
                 f"{call.what}: worker {worker} and worker {peer} were given different {name} ({mine[0]} and "
                 f"{theirs[0]}{values}): give every worker the same batch; seed alike on every worker before data are "
-                "drawn or shuffled (`torch.manual_seed(0)`), and use no sampler that gives each worker a share "
-                "(DistributedSampler)"
+                "drawn or shuffled (`torch.manual_seed(0)`), draw nothing on one worker alone (a DataLoader's iterator "
+                "draws, too), and use no sampler that gives each worker a share (DistributedSampler)"
             )
     if call.order != other.order:
         return Disagreement(
