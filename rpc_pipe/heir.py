@@ -12,7 +12,7 @@ from .dependency import Spec, StageLost, check
 from .dependency.relocating import relocated
 from .launching import launcher_link as link
 from .launching.epochs import READY
-from .mirrors import complete, spread
+from .mirrors import complete, hand_out
 from .workers.actor import WorkerActor
 from .workers.compute.buffer_mirror import BufferMirror, mirror_of
 from .workers.compute.lodging import Lodging
@@ -104,7 +104,7 @@ class Heir:
             _part(host, guests)
             held |= {(stage, route): guest for route, guest in guests.items()}
         actor.host(dict(sorted(held.items())), spec.hosted(actor.worker))
-        spread(actor, spec, holders)
+        hand_out(actor, spec, holders)
         session.begin(spec)
 
     def refuse_changing(self) -> None:

@@ -72,7 +72,7 @@ def _hand_parameters(actor: WorkerActor, spec: Spec, divided: Reductions, owner:
                 pieces.adopt(pack(tree))
 
 
-def spread(actor: WorkerActor, spec: Spec, holders: Holders) -> None:
+def hand_out(actor: WorkerActor, spec: Spec, holders: Holders) -> None:
     """Hand states to the workers that keep them from now on."""
     for (stage, route), has in holders.items():
         takers = [each for each in reduction_tree(spec).keepers(stage, route) if each not in has]

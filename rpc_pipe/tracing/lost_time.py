@@ -1,6 +1,6 @@
 """Attribution of a step's lost time to causes, with the largest in a sentence.
 
-The limit is the workers' work at normal speed, spread evenly and without waits. The schedule is simulated with the
+The limit is the workers' work at normal speed, shared evenly and without waits. The schedule is simulated with the
 measured times, adding one cause at a time, and each cause is charged with the time that it adds:
 
     limit                  all work / workers
