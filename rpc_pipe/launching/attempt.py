@@ -75,7 +75,7 @@ class Attempt:
         rejoins: bool = False,
         hosts: Hosts | None = None,
     ) -> None:
-        self._printed = Printed(range(num_processes) if log_workers is None else log_workers, reporter.line)
+        self._printed = Printed(range(num_processes) if log_workers is None else log_workers, self._show_line)
         self._reporter, self._boards = reporter, boards
         self._num_processes = num_processes
         self._view = View()
@@ -245,6 +245,13 @@ class Attempt:
                 text = f"worker {rank} has ended without a Pipeline, but {waits} made one: all workers make the same"
                 self._follow_up(rank, Cause(_UNMET, text))
 
+    def _show_line(self, ranks: list[int], text: str) -> None:
+        self._reporter.line(ranks, text, self._view.members)
+
+    def _name(self, rank: int) -> str:
+        """Return the name of a process, which is a worker or a member of one."""
+        return named(rank, self._view.members)
+
     def _told(self, rank: int, message: dict[str, Any]) -> None:
         kind = message["kind"]
         if self._epochs is not None and self._epochs.takes(rank, message):
@@ -273,7 +280,7 @@ class Attempt:
         return f"; {_names(missing)} {'has' if len(missing) == 1 else 'have'} made no Pipeline so far"
 
     def _failed(self, rank: int, error: str, text: str) -> None:
-        cause = Cause(f"worker {rank} failed", text)
+        cause = Cause(f"{self._name(rank)} failed", text)
         if error in _CONSEQUENCES:
             if error == "NotMet":
                 cause = Cause(_UNMET, text + self._who_is_missing(rank))
@@ -286,7 +293,7 @@ class Attempt:
         view = self._view
         calls = [f"  {line}" for line in view.roll_call()]
         culprit, stacks = view.hanging(self._boards) if self._boards is not None else (view.culprit(), [])
-        return of_stall(told, culprit, view.latest.lives, [*calls, *stacks], view.latest.now_ns)
+        return of_stall(told, culprit, view.latest.lives, [*calls, *stacks], view.latest.now_ns, view.members)
 
     def _blame_death(self, rank: int, code: int) -> None:
         if self._epochs is not None and self._epochs.survives([rank], code, self._come):
@@ -297,7 +304,7 @@ class Attempt:
         live = self._live(rank)
         # A script may call os._exit after its work, but not in the middle of a step.
         if code != 0 or (live is not None and live.state in (State.RUNNING, State.WAITING)):
-            self._cause = self._cause or of_death(rank, code, live, self._lines[rank], early=self._is_early)
+            self._cause = self._cause or of_death(self._name(rank), code, live, self._lines[rank], early=self._is_early)
 
     @property
     def _is_early(self) -> bool:
@@ -315,7 +322,7 @@ class Attempt:
         for rank, code in self._ended.items():
             silent = rank not in self._consequences and rank not in self._done
             if silent and code in (0, INTERRUPTED) and first.title != _UNMET:
-                return of_death(rank, code, self._live(rank), [])
+                return of_death(self._name(rank), code, self._live(rank), [])
         named = [each for each in self._consequences.values() if each.title not in (_NO_CAUSE, _UNMET)]
         return named[0] if named else Cause(first.title, "\n".join(self.consequences))
 
@@ -345,18 +352,28 @@ def _names(workers: Sequence[int] | Mapping[int, str]) -> str:
     return ", ".join(f"worker {worker}" for worker in sorted(workers))
 
 
-def of_death(worker: int, code: int, live: Live | None, lines: Sequence[str], early: bool = False) -> Cause:
+def named(rank: int, members: int) -> str:
+    """Return the name of a process.
+
+    >>> named(3, 1), named(3, 2)
+    ('worker 3', 'process 3 (member 1 of worker 1)')
+    """
+    return f"worker {rank}" if members == 1 else f"process {rank} (member {rank % members} of worker {rank // members})"
+
+
+def of_death(who: str, code: int, live: Live | None, lines: Sequence[str], early: bool = False) -> Cause:
     """Return the cause when a worker's process has ended with `code`, as in `Popen.returncode`.
 
     Args:
+        who: its name.
         live: its last state; None: unknown.
         lines: its last printed lines.
         early: whether an elastic job could not go on yet.
     """
-    text = f"worker {worker} ended with exit code {code}"
+    text = f"{who} ended with exit code {code}"
     if code < 0:
         name = next((f" ({known.name})" for known in signal.Signals if known == -code), "")
-        text = f"worker {worker} was killed by signal {-code}{name}"
+        text = f"{who} was killed by signal {-code}{name}"
     text += "" if live is None else f" while {live}"
     if code == 0:
         text += "; it may call os._exit or sys.exit"
@@ -366,10 +383,12 @@ def of_death(worker: int, code: int, live: Live | None, lines: Sequence[str], ea
         text += "\n--elastic goes on without a worker when all have made their pipeline; --max-restarts starts again"
     if lines and code:
         text += "\nit printed last:\n" + "\n".join(f"  {line}" for line in lines)
-    return Cause(f"worker {worker} died", text)
+    return Cause(f"{who} died", text)
 
 
-def of_stall(told: str, culprit: int | None, lives: Mapping[int, Live], details: Sequence[str], now_ns: int) -> Cause:
+def of_stall(
+    told: str, culprit: int | None, lives: Mapping[int, Live], details: Sequence[str], now_ns: int, members: int = 1
+) -> Cause:
     """Return the cause when a worker has reported a wait that took too long.
 
     Args:
@@ -379,10 +398,11 @@ def of_stall(told: str, culprit: int | None, lives: Mapping[int, Live], details:
     live = lives.get(culprit) if culprit is not None else None
     if live is None:
         return Cause("a worker waits in vain", told)
-    for_s = max(0.0, (now_ns - live.since_ns) / 1e9)
-    if culprit is not None and (unseen := waits_for_unseen(lives, culprit)) is not None:
-        title = f"worker {unseen} has not begun"
-        text = f"worker {unseen} has made no pipeline yet, and the others wait for it"
+    assert culprit is not None
+    for_s, who = max(0.0, (now_ns - live.since_ns) / 1e9), named(culprit, members)
+    if (unseen := waits_for_unseen(lives, culprit)) is not None:
+        title = f"{named(unseen, members)} has not begun"
+        text = f"{named(unseen, members)} has made no pipeline yet, and the others wait for it"
     elif live.state in (State.WAITING, State.LEFT):  # a worker that leaves now has waited as well
         title = "no worker goes on"
         text = (
@@ -390,8 +410,8 @@ def of_stall(told: str, culprit: int | None, lives: Mapping[int, Live], details:
             "higher stall_s waits"
         )
     elif live.state is State.STOPPED:
-        title = f"worker {culprit} is stopped"
-        text = f"worker {culprit} was stopped by a signal, as Ctrl-Z sends it, in step {live.step}"
+        title = f"{who} is stopped"
+        text = f"{who} was stopped by a signal, as Ctrl-Z sends it, in step {live.step}"
     else:
-        title, text = f"worker {culprit} hangs", f"worker {culprit} hangs: {live} for {for_s:.0f} s"
+        title, text = f"{who} hangs", f"{who} hangs: {live} for {for_s:.0f} s"
     return Cause(title, "\n".join([text, told, "what the workers do:", *details]))

@@ -89,9 +89,10 @@ class Reporter:
         """Show progress on stderr."""
         self.aside.print(text, markup=False)
 
-    def line(self, workers: Sequence[int], text: str) -> None:
-        """Show a line that these workers printed."""
-        who = f"worker {workers[0]}" if len(workers) == 1 else f"({len(workers)} workers)"
+    def line(self, ranks: Sequence[int], text: str, members: int = 1) -> None:
+        """Show a line that these processes printed, which are workers if these have one member each."""
+        one, several = ("worker", "workers") if members == 1 else ("process", "processes")
+        who = f"{one} {ranks[0]}" if len(ranks) == 1 else f"({len(ranks)} {several})"
         self.console.print(f"{who} | {text}", markup=False)
 
     def failure(self, title: str, text: str, consequences: list[str]) -> None:

@@ -135,7 +135,7 @@ def test_a_loss_that_is_not_finite_stops_unless_told_otherwise(policy, monkeypat
 
 
 def test_deaths_are_told_with_what_is_known_of_them():
-    plain = partial(of_death, 1, live=RUNNING, lines=[])
+    plain = partial(of_death, "worker 1", live=RUNNING, lines=[])
     assert plain(code=-9).text.startswith("worker 1 was killed by signal 9 (SIGKILL) while running 1F2, step 3; the ")
     assert plain(code=-6, live=None).text == "worker 1 was killed by signal 6 (SIGABRT)"
     assert plain(code=3, lines=["ValueError: bad"]).text.endswith("step 3\nit printed last:\n  ValueError: bad")
