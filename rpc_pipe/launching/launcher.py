@@ -23,7 +23,8 @@ from ..tracing.boards import RunBoards
 from ..tracing.run_folders import RUN_FAILED, RUN_STOPPED, Ending, tell_end
 from ..tracing.run_summary import summary
 from . import launcher_link as link
-from .attempt import Attempt, Cause
+from .attempt import Attempt
+from .causes import Cause
 from .interfaces import make_key
 from .job import FAILED, INIT, INTERRUPTED, KEY, PORT, TRANSPORT, TRANSPORTS, WRONG_INPUT, seconds
 from .report import Reporter

@@ -21,7 +21,7 @@ from training_options import pipeline_with
 from rpc_pipe.checkpoints import writing
 from rpc_pipe.dependency import F, NotFinite, PipeError, Stalled, WorkerFailure
 from rpc_pipe.launching import worker_process
-from rpc_pipe.launching.attempt import of_death, of_stall
+from rpc_pipe.launching.causes import of_death, of_stall
 from rpc_pipe.launching.report import Reporter
 from rpc_pipe.pipeline import Pipeline, Training
 from rpc_pipe.tracing import run_folders
