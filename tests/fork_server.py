@@ -146,7 +146,8 @@ def _stacks(pid: int) -> str:
 def listen() -> None:
     """Start a server for this process and the test processes that it starts, until this process ends."""
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    listening.bind("")  # to a name that the kernel chooses, and no file
+    name = f"rpc-pipe-tests-{os.getpid()}-{time.monotonic_ns()}"
+    listening.bind(f"\0{name}")  # a name of the kernel, and no file
     listening.listen()
     read, write = os.pipe()
     command = [sys.executable, __file__, str(listening.fileno()), str(read)]
@@ -155,7 +156,7 @@ def listen() -> None:
             command, env={**os.environ, **_ENVIRONMENT}, pass_fds=[listening.fileno(), read],
             stdin=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
-        os.environ[_ADDRESS] = listening.getsockname()[1:].decode()
+        os.environ[_ADDRESS] = name
     os.close(read)
 
     def close() -> None:
@@ -172,7 +173,7 @@ class ForkServer:
         if _ADDRESS not in os.environ:
             listen()
         self._channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._channel.connect(b"\0" + os.environ[_ADDRESS].encode())
+        self._channel.connect(f"\0{os.environ[_ADDRESS]}")
 
     def start(self, arguments: Sequence[str], env: Mapping[str, str], cwd: str, *, merged: bool) -> Started:
         """Start `python *arguments`; `merged`: what it writes to stderr goes to stdout."""
