@@ -56,8 +56,8 @@ class Stage(nn.Module):
         return inputs + weight
 
 
-def simulated(schedule: str, stages: int, replicas: int, dead: int, ms: float) -> float:
-    """Return the rate without a worker, as a share of the rate with it."""
+def simulated(schedule: str, stages: int, replicas: int, dead: int, ms: float) -> tuple[float, float]:
+    """Return the time of a step with all workers, and without one."""
     whole = make_spec(schedule, stages * replicas, _EACH * replicas, {"replicas": replicas})
     share = stages / whole.num_stages
 
@@ -69,11 +69,11 @@ def simulated(schedule: str, stages: int, replicas: int, dead: int, ms: float) -
         simulate(Relation(spec, 4, commits), cost, comm=0.4, order=order).step_time
         for spec, order in ((whole, whole.order), (relocated(whole, frozenset({dead})), "ready"))
     )
-    return first / then
+    return first, then
 
 
-def measured(schedule: str, shape: str, dead: int, ms: float, steps: int, rejoins: bool) -> float:
-    """Return the rate of a job without a worker, or when a newcomer has come, as a share of the rate before."""
+def measured(schedule: str, shape: str, dead: int, ms: float, steps: int, rejoins: bool) -> tuple[float, float]:
+    """Return the time of a step with all workers, and without one, or when a newcomer has come."""
     stages, replicas = map(int, shape.split("x"))
     with tempfile.TemporaryDirectory() as folder:
         typed = ["--workers", stages * replicas, "--replicas", replicas, "--transport", "zmq", "--schedule", schedule]
@@ -81,7 +81,7 @@ def measured(schedule: str, shape: str, dead: int, ms: float, steps: int, rejoin
         command += [*["--rejoin"] * rejoins, "--", "--be", folder, shape, str(dead), str(ms), str(steps)]
         subprocess.run([*command, str(int(rejoins))], check=True, stdout=subprocess.DEVNULL)
         before, *_, then = json.loads((Path(folder) / "ms").read_text())
-        return float(before / then)
+        return float(before), float(then)
 
 
 def _be(folder: str, shape: str, dead: str, ms: str, steps: str, rejoins: str) -> None:
@@ -131,16 +131,15 @@ def main() -> None:
     typed = parser.parse_args()
     for shape, schedule in itertools.product(typed.shapes.split(","), typed.schedules.split(",")):
         stages, replicas = map(int, shape.split("x"))
-        share, priced = (replicas - 1) / replicas, simulated(schedule, stages, replicas, typed.dead, typed.ms)
-        rates = [
-            [measured(schedule, shape, typed.dead, typed.ms, typed.steps, rejoins) for _ in range(typed.rounds)]
-            for rejoins in (False, True)
-        ]
-        after, back = map(statistics.median, rates)
-        found = " ".join(f"{each:.3f}" for each in sorted(rates[0]))
+        job = schedule, shape, typed.dead, typed.ms, typed.steps
+        ideal, expected = simulated(schedule, stages, replicas, typed.dead, typed.ms)
+        deaths, joins = ([measured(*job, rejoins) for _ in range(typed.rounds)] for rejoins in (False, True))
+        after, back = (statistics.median(first / then for first, then in each) for each in (deaths, joins))
+        step, longer = (statistics.median(times) for times in zip(*deaths, strict=True))
         print(
-            f"{shape} {schedule:<6} live share {share:.3f}, after a death {found} ({after / share:.2f} of it), "
-            f"simulated {priced:.3f} ({after / priced - 1:+.1%}), after a join {back:.3f}",
+            f"{shape} {schedule:<6} a step {step:.0f} ms (simulated {ideal:.0f}), after a death {longer:.0f} "
+            f"({expected:.0f}): rate {after:.3f} ({ideal / expected:.3f}, {after * expected / ideal - 1:+.1%}), "
+            f"{after * replicas / (replicas - 1):.2f} of the live share; after a join {back:.3f}",
             flush=True,
         )
 
