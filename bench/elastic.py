@@ -5,7 +5,8 @@
 
 A shape is stages x replicas, each worker a process. A worker dies, and later a newcomer takes its place. A rate is the
 median time of a step before the death, over that of a step in the epoch; of several rounds it is the median. The live
-share is the live replicas of the stage over all of them. The simulation has the same times, and 0.4 ms of travel time.
+share is the live replicas of the stage over all of them. The simulation has the same times. A payload travels as long
+as makes a step of devices that take no time, which is measured: a busy machine wakes processes late.
 """
 
 from __future__ import annotations
@@ -56,8 +57,9 @@ class Stage(nn.Module):
         return inputs + weight
 
 
-def simulated(schedule: str, stages: int, replicas: int, dead: int, ms: float) -> tuple[float, float]:
-    """Return the time of a step with all workers, and without one."""
+def simulated(schedule: str, shape: str, dead: int, ms: float, travel: float) -> tuple[float, float]:
+    """Return the time of a step with all workers, and without one, where a payload travels for `travel` ms."""
+    stages, replicas = map(int, shape.split("x"))
     whole = make_spec(schedule, stages * replicas, _EACH * replicas, {"replicas": replicas})
     share = stages / whole.num_stages
 
@@ -66,7 +68,7 @@ def simulated(schedule: str, stages: int, replicas: int, dead: int, ms: float) -
 
     commits = Reductions(weight=True, norms=True, commits=True)
     first, then = (
-        simulate(Relation(spec, 4, commits), cost, comm=0.4, order=order).step_time
+        simulate(Relation(spec, 4, commits), cost, comm=travel, order=order).step_time
         for spec, order in ((whole, whole.order), (relocated(whole, frozenset({dead})), "ready"))
     )
     return first, then
@@ -130,15 +132,19 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1)
     typed = parser.parse_args()
     for shape, schedule in itertools.product(typed.shapes.split(","), typed.schedules.split(",")):
-        stages, replicas = map(int, shape.split("x"))
-        job = schedule, shape, typed.dead, typed.ms, typed.steps
-        ideal, expected = simulated(schedule, stages, replicas, typed.dead, typed.ms)
-        deaths, joins = ([measured(*job, rejoins) for _ in range(typed.rounds)] for rejoins in (False, True))
+        replicas, job = int(shape.split("x")[1]), (schedule, shape, typed.dead)
+        empty = statistics.median(measured(*job, 0.0, typed.steps, False)[0] for _ in range(typed.rounds))
+        travel = empty / simulated(*job, 0.0, 1.0)[0]
+        ideal, expected = simulated(*job, typed.ms, travel)
+        deaths, joins = (
+            [measured(*job, typed.ms, typed.steps, rejoins) for _ in range(typed.rounds)] for rejoins in (False, True)
+        )
         after, back = (statistics.median(first / then for first, then in each) for each in (deaths, joins))
         step, longer = (statistics.median(times) for times in zip(*deaths, strict=True))
+        apart = after * expected / ideal - 1
         print(
-            f"{shape} {schedule:<6} a step {step:.0f} ms (simulated {ideal:.0f}), after a death {longer:.0f} "
-            f"({expected:.0f}): rate {after:.3f} ({ideal / expected:.3f}, {after * expected / ideal - 1:+.1%}), "
+            f"{shape} {schedule:<6} travel {travel:.1f} ms, a step {step:.0f} ms (simulated {ideal:.0f}), "
+            f"after a death {longer:.0f} ({expected:.0f}): rate {after:.3f} ({ideal / expected:.3f}, {apart:+.1%}), "
             f"{after * replicas / (replicas - 1):.2f} of the live share; after a join {back:.3f}",
             flush=True,
         )
