@@ -11,7 +11,6 @@ has not made is made once more by all, where each worker stands in its script.
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 from collections.abc import Callable, Collection
@@ -72,6 +71,15 @@ def _next_epoch(error: PipeError) -> epochs.Roster:
         return epochs.next_epoch(error)
 
 
+def _heed_eviction() -> None:
+    """Let this worker go after the step when it is sent SIGTERM."""
+
+    def tell(number: int) -> None:
+        threading.Thread(target=link.tell, kwargs={"kind": epochs.EVICTED}, daemon=True).start()  # it has a lock
+
+    link.heed({signal.SIGTERM: signal.SIG_DFL}, tell)
+
+
 class Recovery:
     """Makes the calls of a process's worker, and lets it go on in another epoch where a worker has died.
 
@@ -103,7 +111,7 @@ class Recovery:
         #: the facts of that step's result, and the epoch in which it came
         self._known: Any = None
         self._noted_in = -1
-        self._told_caught_up = self._is_evicted = self._is_gone = False
+        self._told_caught_up = self._is_gone = False
         self.journal = Journal(self._root.folder()) if job.newcomer or job.rejoins or not job.one_host else None
         self.repetition: Repetition | None = None
         actor = self._actor
@@ -114,7 +122,7 @@ class Recovery:
             session.process = actor.worker or -1  # a newcomer does not log what has been logged
             return
         self._heir.tell_ready()
-        self._heed_eviction()
+        _heed_eviction()
         # When a worker trains, all are ready; and a peer without a message would count as one that has left.
         self.call(lambda actor: actor.exchange("elastic", None))
 
@@ -249,7 +257,7 @@ class Recovery:
         if self._session.epoch == self._noted_in:
             self._session.settle()
         if self._session.epoch == self._noted_in:  # else a worker has died since the step
-            self._rest("SIGTERM" if self._is_evicted else "")
+            self._rest("")
 
     def _rest(self, goes: str) -> None:
         """Rest; `goes`: why this worker takes no part after that, if the launcher agrees."""
@@ -263,22 +271,6 @@ class Recovery:
             raise SystemExit(0)
         self._go_on(late, epoch)
 
-    def _heed_eviction(self) -> None:
-        """Let this worker go after the step when it is sent SIGTERM."""
-
-        process = os.getpid()
-
-        def evict(number: int, frame: object) -> None:
-            signal.signal(number, signal.SIG_DFL)  # a second one kills
-            if os.getpid() != process:  # a fork, such as one that loads data
-                os.kill(os.getpid(), number)
-                return
-            self._is_evicted = True
-            threading.Thread(target=link.tell, kwargs={"kind": epochs.EVICTED}, daemon=True).start()  # it has a lock
-
-        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, evict)
-
     def _take_part(self) -> bool:
         """Take part if the launcher has begun an epoch with this newcomer; return whether it does."""
         if not self._told_caught_up:
@@ -288,7 +280,7 @@ class Recovery:
             return False
         self._made = self._ended = 0
         self._go_on(EpochEnds("a newcomer comes"))
-        self._heed_eviction()
+        _heed_eviction()
         return True
 
     def _begin_at(self, step: int, known: tuple[Any, ...], facts: dict[str, Any]) -> None:

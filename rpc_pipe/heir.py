@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from .checkpoints.between_cuts import move
@@ -67,9 +66,17 @@ class Heir:
         """Whether forwards change buffers here, as far as it is known."""
         return any(mirror_of(shard).changing for shard in self._actor.shards.values())
 
-    def tell_ready(self) -> None:
+    def tell_ready(self, **more: Any) -> None:
         """Report the stages of this worker to the launcher."""
-        link.tell(kind=READY, stages=[stage for stage, _ in self._whole.hosted(self._actor.worker)])
+        link.tell(kind=READY, stages=[stage for stage, _ in self._whole.hosted(self._actor.worker)], **more)
+
+    def _given(self, gone: frozenset[int], comes: Collection[int]) -> list[int]:
+        """Return the stages whose state this worker gives to others; none if it comes without."""
+        worker = self._actor.worker
+        if worker in comes:
+            return []
+        spec = relocated(self._whole, gone.union(comes))
+        return [stage for stage in range(spec.num_stages) if spec.place(stage, 0) == worker]
 
     def take_over(self, gone: frozenset[int], comes: Collection[int], changes: bool) -> None:
         """Give newcomers their state, and host the shards that fall to this worker, without the workers `gone`.
@@ -82,14 +89,12 @@ class Heir:
         """
         session, actor = self._session, self._actor
         # Gradients that stay over several steps, and buffers that each forward changes, stay on one worker.
-        without = partial(relocated, self._whole, cuts=session.end.updates(0) and not changes)
-        spec = without(gone)
+        spec = relocated(self._whole, gone, cuts=session.end.updates(0) and not changes)
         check(spec, actor.worker)
         holders = complete(actor, spec, session.end.divided, comes) if spec.parallelism.mirror else {}
         if comes:
-            before, taken = without(gone.union(comes)), actor.shards if actor.worker in comes else {}
-            gives = [stage for stage in range(spec.num_stages) if before.place(stage, 0) == actor.worker]
-            move(actor, gives, taken, spec.num_routes, same_cut=True)
+            taken = actor.shards if actor.worker in comes else {}
+            move(actor, self._given(gone, comes), taken, spec.num_routes, same_cut=True)
         held = {place: actor.shards[place] for place in self._whole.hosted(actor.worker)}
         for shard in held.values():
             shard.turn()

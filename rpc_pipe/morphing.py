@@ -19,12 +19,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from .arguments import describe
 from .checkpoints.between_cuts import move
 from .dependency import ConfigError, PipeError, Spec, check
-from .dependency.relocating import relocated
 from .dependency.reshaping import renumbered, reshaped
 from .elastic import Recovery
 from .heir import ElasticRun, Heir, make_mirror
 from .launching import launcher_link as link
-from .launching.epochs import READY, SHAPE, Roster
+from .launching.epochs import SHAPE, Roster
 from .workers.compute.buffer_mirror import mirror_of
 from .workers.hooks import Listener, StepRecord
 
@@ -115,12 +114,9 @@ class ShapedHeir(Heir):
             why = f"no stages times replicas of {type(session.spec).__name__} are so many workers"
             raise ConfigError(f"--elastic {least}:{most}: {why}; take {max(2, least - 1)}:{most}")
 
-    def tell_ready(self) -> None:
-        stages = [stage for stage, _ in self._whole.hosted(self._actor.worker)]
-        places = [
-            max((each.num_workers for each in self._fitting(live)), default=0) for live in range(len(self._numbers) + 1)
-        ]
-        link.tell(kind=READY, stages=stages, places=places)
+    def tell_ready(self, **more: Any) -> None:
+        fitting = map(self._fitting, range(len(self._numbers) + 1))
+        super().tell_ready(places=[max((each.num_workers for each in found), default=0) for found in fitting], **more)
 
     def agree(self) -> None:
         """Take the newest shape that a live worker has."""
@@ -190,13 +186,6 @@ class ShapedHeir(Heir):
         self._cut, self.leaving = None, set(live[spec.num_workers :])
         placed, moved = f"{spec.num_workers} of {len(live)} live workers", sum(each for _, each in told)
         return spec.num_workers, f"{was} become {_named(spec)} on {placed}, {moved:,} bytes moved{predicted}"
-
-    def _given(self, gone: frozenset[int], comes: Collection[int]) -> list[int]:
-        """Return the stages whose state this worker gives; none if it comes without."""
-        if self._actor.worker in comes:
-            return []
-        spec = relocated(self._whole, gone.union(comes))
-        return [stage for stage in range(spec.num_stages) if spec.place(stage, 0) == self._actor.worker]
 
     def _made(self, number: int, spec: Spec) -> _Cut:
         """Make this worker's shards of another shape.

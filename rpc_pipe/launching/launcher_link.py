@@ -14,9 +14,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import cache, partial
+from functools import cache
 from multiprocessing.process import current_process
 from pathlib import Path
 from typing import Any, Protocol
@@ -169,19 +169,28 @@ def _pipelines() -> list[Attachable]:
     return [pipeline for attached in _attached.copy() if (pipeline := attached()) is not None]
 
 
-def _stop_on_signals() -> None:
-    """Without a launcher, make the signals of torchrun and clusters finish the step and stop."""
-    for number, usual in _STOPS.items():
-        here = threading.current_thread() is threading.main_thread()
-        if here and signal.getsignal(number) is usual:  # a script's handler is kept
-            signal.signal(number, partial(_on_stop, os.getpid()))
+def heed(signals: Mapping[signal.Signals, object], do: Callable[[int], None]) -> None:
+    """Let the first of these signals call `do`, except those for which a script has a handler; a second one kills.
+
+    Args:
+        signals: with their usual handlers.
+    """
+    process = os.getpid()
+
+    def on_signal(number: int, frame: object) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        if os.getpid() != process:  # a fork, such as one that loads data
+            os.kill(os.getpid(), number)
+        else:
+            do(number)
+
+    for number, usual in signals.items() if threading.current_thread() is threading.main_thread() else ():
+        if signal.getsignal(number) is usual:
+            signal.signal(number, on_signal)
 
 
-def _on_stop(process: int, number: int, frame: object) -> None:
-    signal.signal(number, signal.SIG_DFL)  # a second one kills
-    if os.getpid() != process:  # a fork, such as one that loads data
-        os.kill(os.getpid(), number)
-        return
+def _stop_on_signal(number: int) -> None:
+    """Without a launcher, finish the step and stop."""
     _request_stop()
     threading.Thread(target=_end_when_broken, args=(number,), name="ending", daemon=True).start()
 
@@ -240,7 +249,7 @@ def attach(pipeline: Attachable) -> None:
         if kept and of_a_job:
             _end_with_a_sentence(pipeline.actors[0].worker)
         if of_a_job and not present():
-            _stop_on_signals()
+            heed(_STOPS, _stop_on_signal)
     except Exception as error:  # training does not depend on being watched
         logger.warning("this run cannot be watched: %s: %s", type(error).__name__, error)
 
