@@ -63,9 +63,9 @@ def compare(noted: Sequence[Noted], run: Run, loss_fn: Callable[[Any, Any], Any]
 def refused(why: str) -> ConfigError:
     """Return the refusal of a stage; the workers' error names it."""
     return ConfigError(
-        f"slices: a layer of this stage {why}, as attention in both directions, a convolution over time and batch norm "
-        "do, so that slices give other numbers than the whole: let it take and return a state (docs/models.md), or "
-        "leave out slices"
+        f"slices: a layer of this stage {why}, as attention without the keys and values of earlier slices, attention "
+        "in both directions, a convolution over time and batch norm do, so that slices give other numbers than the "
+        "whole: let it take and return a state (docs/models.md), or leave out slices"
     )
 
 
