@@ -81,12 +81,6 @@ def join(place: MeetingPlace, cancelled: Callable[[], None] | None = None) -> Ca
     return carrier
 
 
-def leave(place: MeetingPlace) -> None:
-    """Close this process's carrier to the workers of a place; no thread, descriptor or file of it stays behind."""
-    _close(place)
-    gc.collect()  # a carrier lies in cycles of objects that hold descriptors
-
-
 def drop(place: MeetingPlace) -> None:
     """Close this process's carrier to the workers of a place at once, without goodbye: they meet in another place."""
     if (known := _carriers.pop(place, None)) is not None:

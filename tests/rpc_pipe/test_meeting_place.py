@@ -25,7 +25,7 @@ def meet_and_leave(places):
     def take_part(place):
         carrier = joining.join(place)
         told = WorkerActor(carrier, DeviceBackend(), {}).exchange("here", place.job.worker)
-        joining.leave(place)
+        joining._close(place)
         return told
 
     with ThreadPoolExecutor(len(places)) as pool:
@@ -90,7 +90,7 @@ def test_a_place_gives_the_carrier_that_has_met_there_until_it_is_left(tmp_path,
         place = replace(place, job=replace(place.job, port=0, key_file=tmp_path / "key"))
     first = joining.join(place)
     assert joining.join(place) is first and joining.join(place_of(place.job).sub("epoch 1")) is not first
-    joining.leave(place)
+    joining._close(place)
     assert joining.join(place) is not first
     for each in list(joining._carriers):
-        joining.leave(each)
+        joining._close(each)

@@ -40,6 +40,7 @@ def test_other_stages_on_fewer_workers_train_the_same_bits(tmp_path):
     done, made = trained(tmp_path / "again", "step", "1:3:B", more=["2:2"], steps=16, **env)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 stages x 2 replicas become 1 stage x 2 replicas on 2 of 3 live workers" in done.stdout
+    assert "predicted of a step: 1 stage x 2 replicas" in done.stdout
     assert "worker 3 goes (it has no place)" in done.stdout and made == whole
     assert not [path.name for path in (tmp_path / "again").iterdir() if path.name.startswith("rpc-pipe-")]
 
