@@ -2,9 +2,9 @@
 
     rest ── epoch with places ── shards of the other cut ── tensors by the unsplit model's names ── "moved" ── go on
 
-All workers know how many live, and so choose the same shape. The shards of before stay until every worker has told
-"moved", which is the commit. If no live worker has seen all tell it, the shape of before stays. If one has, all hold
-the state of the other shape, and take it. The batch and its microbatches stay, so losses are the same within rounding.
+One worker chooses, by the times of the last steps. The shards of before stay until every worker has told "moved", which
+is the commit. If no live worker has seen all tell it, the shape of before stays. If one has, all hold the state of the
+other shape, and take it. The batch and its microbatches stay, so losses are the same within rounding.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class ShapedHeir(Heir):
         if told is not None:
             from .planning.shape_prices import predicted_ms  # at a change alone
 
-            of_all = dict(zip(live, map(json.loads, told), strict=True))
+            of_all = {at: json.loads(each) for at, each in zip(live, told, strict=True) if at not in comes}
             steps = {worker: found for worker, (found, _) in of_all.items()}
             sizes = {stage: size for _, found in of_all.values() for stage, size in found}
             ms = predicted_ms(steps, sizes, [*map(len, self._maker.model.ranges)], fitting)
