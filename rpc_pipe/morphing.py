@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 #: most shapes among which prices choose, and the number of measured steps of which they are
 _MOST_PRICED, _LAST_STEPS = 8, 4
+#: part of the first choice's step below which another shape is chosen: measured times have noise
+_CLEARLY = 0.95
 
 
 class _Cut(NamedTuple):
@@ -134,7 +136,7 @@ class ShapedHeir(Heir):
         return [each for each in self._shapes if each.num_workers <= live]
 
     def _chosen(self, live: list[int], comes: Collection[int]) -> tuple[Spec, str]:
-        """Return the shape with the least predicted step, else the first choice; and what is predicted.
+        """Return the shape with a clearly shorter predicted step, or the first choice; and what is predicted.
 
         Where all workers are back, so is the typed shape: its sums have the order of the undisturbed run.
         """
@@ -152,7 +154,8 @@ class ShapedHeir(Heir):
             sizes = {stage: size for _, found in of_all.values() for stage, size in found}
             ms = predicted_ms(steps, sizes, [*map(len, self._maker.model.ranges)], fitting)
             said = ", ".join(f"{_named(each)} {took:.1f} ms" for each, took in zip(fitting, ms, strict=False))
-            best = ms.index(min(ms)) if ms and len(live) < len(self._numbers) else 0
+            is_free = ms and len(live) < len(self._numbers) and min(ms) < _CLEARLY * ms[0]
+            best = ms.index(min(ms)) if is_free else 0
             choice = json.dumps([best, f"; predicted of a step: {said}" * bool(ms)])
         [number, text] = json.loads((actor.hand("choice", choice, [decides], live) or [choice])[0])
         return fitting[number], text
