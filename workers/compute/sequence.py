@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,8 +27,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from ...dependency.indexes import split_slice
 from ..transport.payload import Tree, distinct_tensors, map_tensors, tensors_of, unpack
 from .borders import ForwardArgs, without_views
-from .randomness import PythonDraws, Randomness
-from .recomputation import Recomputation
 from .slice_check import Noted, compare, refused
 from .slices import Slice, has_own_state, note, output_alone, place_of_state
 from .torch_internals import BatchNorm, no_view, without_torch_function
@@ -259,19 +257,6 @@ def state_dropped(layer: nn.Module) -> nn.Module:
     return layer
 
 
-class _SlicedStage(Protocol):
-    """The parts of a shard that the check of its slices needs."""
-
-    slice: Slice
-    loss_fn: Any
-    randomness: Randomness
-    draws: PythonDraws
-    recomputation: Recomputation
-
-    def train(self, mode: bool) -> None:
-        """Set all modules to evaluation mode, or back."""
-
-
 class SliceStore:
     """The state that slices leave on a shard; evaluations are of whole sequences.
 
@@ -296,8 +281,12 @@ class SliceStore:
         return sum(left.num_bytes for left in self._left.values())
 
     @contextmanager
-    def checked(self, shard: _SlicedStage, given: ForwardArgs) -> Iterator[None]:
-        """Return a context for a forward; of the first microbatch's, the last one ends with the check."""
+    def checked(self, shard: Any, given: ForwardArgs) -> Iterator[None]:
+        """Return a context for a forward; of the first microbatch's, the last one ends with the check.
+
+        Args:
+            shard: the `Shard` that holds this.
+        """
         microbatch, number = split_slice(given.microbatch, self._count)
         if given.place is not None:
             self._left.setdefault(microbatch, SliceState()).places[number] = given.place
@@ -316,7 +305,7 @@ class SliceStore:
             self._compare(shard, self._looked, given.step)
             self._looked = None
 
-    def _compare(self, shard: _SlicedStage, noted: Sequence[Noted], step: int) -> None:
+    def _compare(self, shard: Any, noted: Sequence[Noted], step: int) -> None:
         """Refuse layers that do not go with slices, by a look at the first microbatch."""
         left, places = SliceState(), list(self._left[0].places.values())
         left.places.update(self._left[0].places)
