@@ -170,21 +170,18 @@ class Shard:
     def forward(self, given: ForwardArgs) -> Payload | None:
         """Run the slice; return the payload for the next stage, or None if the loss was computed."""
         with nullcontext() if self.slices is None else self.slices.checked(self, given):
-            return self._output(given)
-
-    def _output(self, given: ForwardArgs) -> Payload | None:
-        step = given.step
-        checked = self._checked not in (None, step) and torch.is_grad_enabled()
-        if (given.recompute and torch.is_grad_enabled()) or checked:
-            tree = self._noted(given.microbatch, partial(self._forward, given))
-            self._checked = step if checked else self._checked
-            if not given.recompute:
-                self.recompute(step, given.microbatch)
-        else:
-            tree = self._forward(given)
-        if self.loss_fn is not None and is_dataclass(tree) and not isinstance(tree, dict):
-            tree = {each.name: getattr(tree, each.name) for each in fields_of(tree)}  # a plain tree can travel
-        return borders.stage_output(tree, self._staying) if given.share is None else None
+            step = given.step
+            checked = self._checked not in (None, step) and torch.is_grad_enabled()
+            if (given.recompute and torch.is_grad_enabled()) or checked:
+                tree = self._noted(given.microbatch, partial(self._forward, given))
+                self._checked = step if checked else self._checked
+                if not given.recompute:
+                    self.recompute(step, given.microbatch)
+            else:
+                tree = self._forward(given)
+            if self.loss_fn is not None and is_dataclass(tree) and not isinstance(tree, dict):
+                tree = {each.name: getattr(tree, each.name) for each in fields_of(tree)}  # a plain tree can travel
+            return borders.stage_output(tree, self._staying) if given.share is None else None
 
     def _noted(self, microbatch: int, forward: Callable[..., Tree]) -> Tree:
         with self.randomness.lock:  # another thread may use the same modules
