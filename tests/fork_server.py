@@ -174,6 +174,7 @@ class ForkServer:
             listen()
         self._channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._channel.connect(f"\0{os.environ[_ADDRESS]}")
+        atexit.register(self._channel.close)
 
     def start(self, arguments: Sequence[str], env: Mapping[str, str], cwd: str, *, merged: bool) -> Started:
         """Start `python *arguments`; `merged`: what it writes to stderr goes to stdout."""

@@ -363,9 +363,9 @@ def test_storage_that_does_not_answer_is_told_in_time(tmp_path, monkeypatch):
     pipe._session.stall_s = 0.3
     with refused("checkpoint"):
         pipe.checkpoints.save(tmp_path)
+    pipe._session.stall_s = 60
     assert not pipe.checkpoints.save(tmp_path, wait=False)
     answer.set()  # it is slow only
-    pipe._session.stall_s = 60
     pipe.close()
     assert [path.name for path in folders.complete(tmp_path)] == ["step-00000001"]
 
