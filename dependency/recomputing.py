@@ -29,16 +29,16 @@ def recomputing(base: type[Spec], stages: frozenset[int] | None) -> type[Spec]:
     if overrides(base, "actions"):
         raise ConfigError("says by `actions` what is done with a microbatch; leave it out")
     said = "all" if stages is None else "+".join(map(str, sorted(stages)))
-    return transformed(Recomputing, base, f"recompute {said}", recomputed=stages)
+    return transformed(Recomputing, base, f"recompute {said}", _recomputed=stages)
 
 
 class Recomputing(Transformation):
     """A schedule with recomputation."""
 
-    recomputed: ClassVar[frozenset[int] | None]
+    _recomputed: ClassVar[frozenset[int] | None]
 
     def recomputes(self, stage: int) -> bool:
-        return self.recomputed is None or stage in self.recomputed
+        return self._recomputed is None or stage in self._recomputed
 
     def after(self, action: Action) -> Iterable[Action]:
         if action.kind is not R:

@@ -95,6 +95,24 @@ def test_a_schedule_of_a_users_own_is_sliced():
     assert max(priced(spec).peak_activations) == (3 + 3) / 4  # in fixed order it makes no use of its window
 
 
+class ByProgram(Spec):
+    """GPipe, as a user may list it."""
+
+    def program(self, worker):
+        every = range(self.num_microbatches)
+        return [kind(worker, m) for kind in (F, B) for m in every]
+
+
+@pytest.mark.parametrize("cls", [ByProgram, Patient])
+@pytest.mark.parametrize("slices", [None, "3"])
+def test_a_schedule_of_a_users_own_recomputes(cls, slices):
+    """Every one was refused: the name of what recomputes was taken for a misspelt one of the user."""
+    spec = make_spec(cls, 2, 2, {"recompute": "1"}, slices)
+    check_all(spec)
+    kinds = [[a.kind.letter for a in local_order(spec, worker) if a.kind.per_microbatch] for worker in range(2)]
+    assert "R" not in kinds[0] and kinds[1].count("R") == kinds[1].count("B") == spec.num_microbatches
+
+
 @pytest.mark.parametrize("slices,bubble,peak", [(1, 0.273, 4), (2, 0.158, 2.5), (4, 0.086, 1.75), (8, 0.045, 1.375)])
 def test_1f1b_idles_less_and_holds_less_with_every_slice(slices, bubble, peak):
     result = priced(make_spec("1f1b", 4, 8, {}, str(slices)))
