@@ -63,6 +63,6 @@ def unmerged(output: str) -> str:
     """Return the output of a launcher with a line for each worker where it shows a line of several once."""
     lines = []
     for line in output.splitlines():
-        alike = re.fullmatch(r"\((\d+) workers\) (\| .*)", line)
+        alike = re.fullmatch(r"\((\d+) (?:workers|processes)\) (\| .*)", line)
         lines += [line] if alike is None else [f"worker {worker} {alike[2]}" for worker in range(int(alike[1]))]
     return "\n".join(lines)
