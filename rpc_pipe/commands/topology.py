@@ -28,8 +28,8 @@ from .readers import some
 HERE = Link(0.3, 1e6)
 #: measured collectives of FSDP2 between two processes of one machine, over gloo: its copies count as travel
 AMONG_MEMBERS = Link(1.5, 0.6e6)
-#: the same of the sums of tensor parallelism, there and back together with 1.4 ms of DTensor's work on a linear layer
-SUMMING_MEMBERS = Link(0.9, 0.52e6)
+#: the same of the sums of tensor parallelism, with DTensor's work on a linear layer, and what members compute alike
+SUMMING_MEMBERS = Link(1.2, 0.22e6)
 _EXAMPLE = '{"workers": [{"memory": "8GB", "speed": 1.0}], "links": {"0-1": {"latency_ms": 5, "bandwidth": "1GB"}}}'
 
 
