@@ -167,10 +167,12 @@ class Pipeline(Inspected):
         for shard in self._session.shards if self._compile is not None else ():
             shard.slice.compile(self._compile or {})
         if self._plan is not None and not self._session.epoch:
-            from .planning.apply_plan import predicted_ms, warn_if_other_model
+            from .planning.apply_plan import warn_if_other_model
+            from .planning.plan import read_plan
 
-            self.predicted_ms = predicted_ms(self._plan)
-            warn_if_other_model(self._plan, self._session.name, [actor.shards for actor in self.actors])
+            plan = read_plan(self._plan)
+            self.predicted_ms = plan.predicted_ms
+            warn_if_other_model(plan, self._session.name, [actor.shards for actor in self.actors])
         if not self._session.epoch:
             link.attach(self)
             overrides.made(self)

@@ -56,20 +56,14 @@ def apply_plan(plan: PlanLike, settings: Any) -> Any:
     )
 
 
-def predicted_ms(plan: PlanLike) -> float:
-    """Return the milliseconds of a step by a plan."""
-    return read_plan(plan).predicted_ms
-
-
-def warn_if_other_model(plan: PlanLike, name: str, workers: Iterable[Mapping[tuple[int, int], Any]]) -> None:
+def warn_if_other_model(plan: Plan, name: str, workers: Iterable[Mapping[tuple[int, int], Any]]) -> None:
     """Warn if a plan was made for another model. Only the worker of the stage with most weights warns.
 
     Args:
         name: of the model that is trained.
         workers: the shards by (stage, route) of each worker in this process.
     """
-    found = read_plan(plan)
-    planned = found.weights_by_stage
+    planned = plan.weights_by_stage
     heaviest = max(range(len(planned)), key=planned.__getitem__, default=-1)
     for shard in [shards[heaviest, 0] for shards in workers if (heaviest, 0) in shards]:
         held = [sum(tensor.nbytes for tensor in each) for each in (shard.parameters(), shard.buffers())]
@@ -78,5 +72,5 @@ def warn_if_other_model(plan: PlanLike, name: str, workers: Iterable[Mapping[tup
             logger.warning(
                 "the plan was made for another model, %s, whose stage %d has %.4g MB of weights; that of this one, %s, "
                 "has %.4g MB: rpc-pipe plan makes one for it",
-                found.model, heaviest, wanted / 1e6, name, held[0] / 1e6,
+                plan.model, heaviest, wanted / 1e6, name, held[0] / 1e6,
             )  # fmt: skip
