@@ -99,7 +99,7 @@ class _ScriptEnd:
         if self._pipe is not None and ("resume" in self._typed or "checkpoint_every" in self._typed):
             said = f"{self._typed['script']} makes several pipelines; use checkpoints.save and checkpoints.load in it"
             raise ConfigError(f"--checkpoint-every, --resume: {said}")
-        self._pipe, self._saved = pipe, False
+        self._pipe, self._saved, self._result = pipe, False, {}
         if self._typed.keys() & CHECKPOINTS:
             from ..checkpoints.resume_options import follow
 
