@@ -18,7 +18,11 @@ from .workers.compute.slices import Divide
 
 def make_members(job: Job, sharing: Sharing, device: torch.device) -> tuple[Members, Divide]:
     """Return this process among the members of its worker, and the function by which they divide layers."""
-    mesh = mesh_of_members(job, device.type)
+    identity = ""
+    if device.type != "cpu":
+        properties = torch.get_device_module(device).get_device_properties(device)
+        identity = str(getattr(properties, "uuid", device))
+    mesh = mesh_of_members(job, device.type, identity)
     kept = sharing.shard == FSDP_KEPT if sharing.shard in FSDP else None
     return Members(mesh, sharing.rows, sharing.per_microbatch, kept), sharing.divide(mesh)
 

@@ -50,7 +50,8 @@ def test_all_usual_parts_fit_in_nine_minutes():
     [
         (0, '{"identical": true}', "--slices 4", "bit for bit"),
         (0, '{"identical": false}', "--slices 4", "within rounding"),
-        (0, '{"identical": false}', "", ""),
+        (0, '{"identical": false}', "--members 2 --shard tp", "within rounding"),
+        (0, '{"identical": false}', "--shard fsdp", ""),
         (1, '{"identical": true}', "", ""),
     ],
 )

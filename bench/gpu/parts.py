@@ -47,22 +47,21 @@ def about(run: Runner) -> None:
     _told(run, "machine", done)
 
 
-def _told(run: Runner, name: str, done: Outcome, hide: tuple[str, ...] = ()) -> dict[str, Any] | None:
+def _told(run: Runner, name: str, done: Outcome) -> dict[str, Any] | None:
     """Write down what a command found; return it, None if it failed."""
     found = done.found
     if found is None or done.code != 0:
         run.fail(name, f"{done.code}: {done.text[-600:]}")
         return None
     run.note(name, found)
-    shown = {key: value for key, value in found.items() if key not in hide}
-    run.say(f"  {name:30s} {json.dumps(shown)}  [{done.seconds:.0f} s]")
+    run.say(f"  {name:30s} {json.dumps(found)}  [{done.seconds:.0f} s]")
     return found
 
 
 def ways(run: Runner) -> None:
     """Time each way of a payload by itself."""
     sizes = "1,16,64" if run.on_gpu else "1" if run.quick else "1,16"
-    found = _told(run, "ways alone, ms", run.call("ways", ["-m", "bench.gpu.ways", run.device, sizes], 80), ()) or {}
+    found = _told(run, "ways alone, ms", run.call("ways", ["-m", "bench.gpu.ways", run.device, sizes], 80)) or {}
     for name, each in found.items():
         if isinstance(each, str) and each != NOT_HERE:
             run.fail(name, each)
@@ -112,14 +111,12 @@ def _rows(run: Runner, sizes: str, rows: list[tuple[int, str]], steps: str, *mor
     count, first = "8" if run.on_gpu else "4", None
     for workers, transport in rows:
         typed = ["plain" if transport == "plain" else "pipe", sizes, count, steps, *more]
-        if workers == 1:
-            typed.append("profile")
         command = ["bench/gpu/train.py", *typed]
         if transport != "plain":
             how = ["--workers", str(workers), "--device", run.device, "--transport", transport]
             command = ["-m", "rpc_pipe", "run", command[0], *how, "--", *typed]
         name = " ".join([sizes.partition(",")[0], "wide:", str(workers), transport, *more])
-        found = _told(run, name, run.call(name, command, 60), ("profile",))
+        found = _told(run, name, run.call(name, command, 60))
         first = first or found
         if found and first and found["losses"] != first["losses"]:
             run.fail(f"losses of {name}", f"{found['losses']}, not {first['losses']}")
@@ -128,14 +125,14 @@ def _rows(run: Runner, sizes: str, rows: list[tuple[int, str]], steps: str, *mor
 def speed(run: Runner) -> None:
     """Time a GPT whose device time dominates."""
     sizes = "4096,4,1024,16" if run.on_gpu else "64,4,32,8"
-    rows = [(1, "plain"), (2, "rpc")] if run.quick else [(1, "plain"), (1, "local"), (2, "rpc"), (2, "zmq")]
+    rows = [(1, "plain"), (2, "rpc")] if run.quick else [(1, "plain"), (1, "local"), (2, "rpc")]
     _rows(run, sizes, rows, "4" if run.on_gpu else "2")
 
 
 def small(run: Runner) -> None:
     """Time a small GPT, which launches bind."""
     sizes, steps = _SMALL[run.on_gpu]
-    _rows(run, sizes, [(1, "plain"), (1, "local"), (2, "rpc"), (4, "rpc")], steps)
+    _rows(run, sizes, [(1, "plain"), (2, "rpc")], steps)
 
 
 def compiled(run: Runner) -> None:
@@ -233,6 +230,39 @@ def options(run: Runner) -> None:
         alone = {name: alone[name] for name in ("hf llama rpc", "zero rpc")}
     jobs = [_checks(run, label, many, "2") for label, many in inside.items()]
     _compare(run, [*jobs, *[_verify(run, name, typed, "2") for name, typed in alone.items()]])
+
+
+def members(run: Runner) -> None:
+    """The same for workers of two processes each, which share every parameter, or linear layers."""
+    jobs = []
+    for model, shard, schedule in (
+        ("mlp", "fsdp", "1f1b"), ("mlp", "fsdp-kept", "zb-h1"), ("gpt", "fsdp", "zb-v"), ("llama", "tp", "1f1b"),
+    )[:: 1 if run.on_gpu else 2]:  # fmt: skip
+        typed = [f"{_MODELS}:{model}", "--workers", "4", "--members", "2", "--shard", shard, "--schedule", schedule]
+        jobs.append(_verify(run, f"{shard} {model} {schedule}", typed, "2"))
+    _compare(run, jobs)
+
+
+def elastic(run: Runner) -> None:
+    """Kill workers of a job of two replicas, which goes on: the weights must be those of the undisturbed job."""
+    trials = [("step", "1f1b"), ("train", "zb-h1"), ("mirror", "1f1b")] if run.on_gpu else [("step", "1f1b")]
+    kills = {"step": ["1:4:B"], "train": ["2:4:U"], "mirror": ["3:4:F"]}
+
+    def trial(how: str, schedule: str) -> Callable[[], None]:
+        typed = ["tests/trials/deaths.py", "--device", run.device, "--count", "1", "--schedules", schedule]
+        typed += ["--mirror"] if how == "mirror" else ["--how", how]
+        typed += ["--kill", *(["0:3:F", "1:3:F"] if run.planted == ("elastic", "wrong") else kills[how])]
+
+        def job() -> None:
+            done = run.call(f"{how} {schedule}", typed)
+            run.note(how, [done.last, round(done.seconds, 1)])
+            run.say(f"  {how} {schedule}: {done.last}  [{done.seconds:.0f} s]")
+            if done.code != 0:
+                run.fail(how, f"{done.code}: {done.text[-1500:]}")
+
+        return job
+
+    run.together([trial(*each) for each in trials], _at_once(run) // 2 or 1)
 
 
 def precision(run: Runner) -> None:
@@ -341,13 +371,14 @@ def peers(run: Runner) -> None:
 
 #: name -> the part, its seconds, and what can be planted beside a hang
 PARTS: dict[str, tuple[Callable[[Runner], None], float, tuple[str, ...]]] = {
-    "about": (about, 15, ()), "ways": (ways, 45, ("wrong", "missing")),
+    "about": (about, 12, ()), "ways": (ways, 35, ("wrong", "missing")),
     "payloads": (payloads, 75, ("wrong", "missing")),
-    "speed": (speed, 95, ("wrong",)), "small": (small, 40, ("wrong",)), "matrix": (matrix, 80, ("wrong",)),
-    "options": (options, 70, ("wrong",)), "tests": (tests, 25, ("missing",)), "precision": (precision, 25, ("wrong",)),
-    "kill": (kill, 70, ("wrong",)), "compiled": (compiled, 180, ("wrong",)), "peers": (peers, 300, ()),
+    "speed": (speed, 85, ("wrong",)), "small": (small, 50, ("wrong",)), "matrix": (matrix, 70, ("wrong",)),
+    "options": (options, 55, ("wrong",)), "tests": (tests, 12, ("missing",)), "precision": (precision, 16, ("wrong",)),
+    "members": (members, 35, ("wrong",)), "elastic": (elastic, 45, ("wrong",)), "kill": (kill, 50, ("wrong",)),
+    "compiled": (compiled, 180, ("wrong",)), "peers": (peers, 300, ()),
 }  # fmt: skip
-#: what runs without a word, in this order: tables first. With all limits reached it takes nine minutes on a GPU
-USUAL = "about", "ways", "payloads", "speed", "small", "matrix", "options", "tests", "precision", "kill"
+#: what runs without a word, in this order: tables first
+USUAL = tuple(name for name in PARTS if name not in ("compiled", "peers"))
 #: what a rehearsal of a minute runs
 QUICK = "about", "ways", "payloads", "speed", "matrix", "options", "precision"

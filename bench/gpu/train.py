@@ -1,4 +1,4 @@
-"""A GPT's step by the plain loop or a pipeline:  train.py plain|pipe SIZES MICROBATCHES STEPS [compile] [profile]
+"""A GPT's step by the plain loop or a pipeline:  train.py plain|pipe SIZES MICROBATCHES STEPS [compile]
 
 SIZES: width,depth,length,rows. Prints one line, `RESULT {...}`: ms a step, peak memory, losses, host waits a step.
 """
@@ -48,8 +48,6 @@ def main(mode: str, sizes: str, microbatches: str, steps: str, *more: str) -> No
         found["GiB"] = round(torch.accelerator.max_memory_allocated(device) / 2**30, 2)
         found["waits"] = _host_waits(lambda: run(data[0])) if device.type == "cuda" else NOT_HERE
     found["losses"] = [round(loss, 5) for loss in losses[:_WARM]]
-    if "profile" in more:
-        found["profile"] = _profile(lambda: run(data[0]), device.type)
     if os.environ.get("RANK", "0") == "0":
         print("RESULT", json.dumps(found), flush=True)
 
@@ -95,20 +93,6 @@ def _host_waits(step: Callable[[], Any]) -> int:
         step()
     torch.cuda.set_sync_debug_mode("default")
     return sum("synchroniz" in str(each.message) for each in seen)
-
-
-def _profile(step: Callable[[], Any], kind: str) -> Any:
-    from torch.profiler import profile, supported_activities
-
-    with warnings.catch_warnings(), profile(activities=supported_activities()) as seen:
-        warnings.simplefilter("ignore")
-        for _ in range(2):
-            step()
-        if kind != "cpu":
-            torch.accelerator.synchronize()
-    events = sorted(seen.key_averages(), key=lambda each: -each.self_cpu_time_total)
-    told = [[each.key[:44], each.count // 2, round(each.self_cpu_time_total / 2e3, 2)] for each in events]
-    return {"top": told[:16], kind: [each for each in told if each[0].startswith(kind)][:14]}
 
 
 if __name__ == "__main__":

@@ -139,10 +139,15 @@ def _by_zmq(place: MeetingPlace, cancelled: Callable[[], None] | None) -> ZmqLin
 
 
 @cache
-def mesh_of_members(job: Job, device: str) -> Any:
+def mesh_of_members(job: Job, kind: str, identity: str) -> Any:
     """Return the mesh of the members of this process's worker, when all of them have come.
 
     They are torch's default process group, unless the script has made one of all processes.
+
+    Args:
+        kind: of the device, such as `cuda`.
+        identity: of the device, alike in all processes; empty: of a CPU. Members that share a device meet by gloo,
+            since NCCL wants a device for each.
 
     Raises:
         NotMet: not all came.
@@ -151,17 +156,23 @@ def mesh_of_members(job: Job, device: str) -> Any:
     from torch.distributed.device_mesh import init_device_mesh
 
     if dist.is_initialized():
-        every = init_device_mesh(device, (job.num_workers, job.members), mesh_dim_names=("worker", "member"))
+        every = init_device_mesh(kind, (job.num_workers, job.members), mesh_dim_names=("worker", "member"))
         return every["member"]
     place = root_of(job).sub(f"worker {job.worker}", range(job.members))
     if job.one_host:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", job.interface)
     try:
+        store, backend = place.store(), None
+        if identity:
+            meeting = Meeting(store)
+            meeting.leave(f"device-{job.member}", identity)
+            devices = {meeting.take(f"device-{member}", job.join_timeout_s) for member in range(job.members)}
+            backend = None if len(devices) == job.members else f"cpu:gloo,{kind}:gloo"
         dist.init_process_group(
-            store=place.store(), rank=job.member, world_size=job.members, timeout=timedelta(seconds=job.join_timeout_s)
+            backend, store=store, rank=job.member, world_size=job.members, timeout=timedelta(seconds=job.join_timeout_s)
         )
         at_exit(dist.destroy_process_group)
-        return init_device_mesh(device, (job.members,), mesh_dim_names=("member",))
+        return init_device_mesh(kind, (job.members,), mesh_dim_names=("member",))
     except (TimeoutError, RuntimeError, OSError) as error:
         raise NotMet(f"process {job.rank} could not meet the members of worker {job.worker}: {error}") from error
 

@@ -34,6 +34,7 @@ if __package__ is None or __package__ == "":
 from processes import start
 
 _ROOT = Path(__file__).parents[2]
+_PATHS = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
 _STEPS, _MOST_S = 16, 150.0
 _KINDS = "FBUTNDCSG"
 #: optimizer states on two workers each
@@ -84,7 +85,7 @@ def _started(folder: Path, schedule: str, of: int, how: str, steps: int, kills: 
     script = [str(Path(__file__).with_name("mortal.py")), "--workers", str(of * of), "--replicas", str(of)]
     script += ["--transport", "zmq", "--elastic", "--schedule", schedule, *_options, *more]
     typed = ["-m", "rpc_pipe", "run", *script, "--", str(folder), how, str(steps), str(of), *kills]
-    return start(*typed, merged=True, TMPDIR=str(folder / "tmp"), RPC_PIPE_LOGS="off", PYTHONPATH=str(_ROOT))
+    return start(*typed, merged=True, TMPDIR=str(folder / "tmp"), RPC_PIPE_LOGS="off", PYTHONPATH=_PATHS)
 
 
 def _made(folder: Path) -> str:
@@ -168,7 +169,7 @@ def drawn(draw: random.Random, of: int, how: str) -> tuple[list[str], list[tuple
     draw.shuffle(workers)
     first = workers[0]
     other = next(each for each in workers if each // of != first // of)  # of another stage
-    step, kinds = draw.randrange(1, _STEPS - 4), list(_KINDS) + ["P", "A"] * bool(_options)
+    step, kinds = draw.randrange(1, _STEPS - 4), list(_KINDS) + ["P", "A"] * ("--mirror" in _options)
     if how == "train":
         kinds += ["evaluate", "predict", "pretrained", "save", "write"] * 2
     kind = draw.choice(kinds)
@@ -194,11 +195,13 @@ def main() -> None:
     parser.add_argument("--of", choices=("2x2", "3x3"), default="2x2", help="stages x replicas (2x2)")
     parser.add_argument("--models", default="", help="with commas: conv, deferred; or none of them")
     parser.add_argument("--mirror", action="store_true", help="zero=1 with a mirror")
+    parser.add_argument("--device", help="of all workers, such as cuda:0")
     parser.add_argument("--kill", nargs="*", help="these kills, as mortal.py takes them")
     parser.add_argument("--joins", type=int, default=0, help="deaths in one run, each followed by a newcomer")
     parser.add_argument("--steps", type=int, default=3000, help="of a run with joins (3000)")
     options = parser.parse_args()
     _options.extend(_MIRROR if options.mirror else ())
+    _options.extend(["--device", options.device] if options.device else ())
     if options.joins:
         draw = random.Random(options.seed)
         of, how = int(options.of[0]), options.how

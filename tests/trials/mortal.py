@@ -173,7 +173,7 @@ def between(step: int) -> None:
 def buffers_of(homes: Any) -> dict[str, str]:
     """Return the bytes of the buffers of replicas."""
     return {
-        f"{place} {name}": tensor.numpy().tobytes().hex()
+        f"{place} {name}": tensor.cpu().numpy().tobytes().hex()
         for place, shard in homes.items()
         for name, tensor in shard.state_dict().items()
         if name not in dict(shard.named_parameters())

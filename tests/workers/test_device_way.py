@@ -259,8 +259,20 @@ def lay(producer, lending, tensor, taken):
     laid = lending.lay("0F0", producer.staying(pack(tensor), print), taken)
     if laid.block.event is None:
         laid.event.synchronize()
+        laid = laid.unfold()
         assert unpack(laid).equal(tensor)
     return laid
+
+
+def test_a_tensor_with_gaps_is_read_when_it_has_come_to_memory_of_the_host():
+    """A payload goes on from there if its channel has no room: its gaps were made before the device had copied."""
+    producer, consumer, lending, fetching = ends(ON_HOST)
+    tensor = torch.arange(600.0).view(20, 30)[:, ::2]
+    laid = lay(producer, lending, tensor, 0)
+    payload, _ = fetching(laid.block.shared, shared_memory.form_of(laid.form))
+    assert unpack(consumer.ready(payload)).equal(tensor)
+    lending.untold(laid.block)
+    assert unpack(laid).equal(tensor) and unpack(laid).stride() == tensor.stride()
 
 
 @pytest.mark.parametrize("kind", [HANDLES, ON_HOST])

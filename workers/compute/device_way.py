@@ -60,6 +60,15 @@ class _Fetched(Moving):
         return assemble(self.form, self.tensors)
 
 
+@dataclass(slots=True)
+class _LaidOnHost(Laid):
+    """A payload in memory of the host, where its tensors are dense until the copy has ended."""
+
+    def unfold(self) -> Payload:
+        shown = assemble(form_of(self.form), self.tensors)  # copies a tensor with gaps, so not before
+        return Laid(shown.tensors, shown.skeleton, self.form, self.block, self.event)
+
+
 class DeviceMemory:
     """Makes blocks of the device's memory, and opens them by handles."""
 
@@ -193,8 +202,7 @@ class BlockLending:
             if block.event is not None:
                 block.event.record(self._out)
                 return Laid(payload.tensors, payload.skeleton, form, block, block.event)
-            laid = assemble(form_of(form), parts)
-            return Laid(laid.tensors, laid.skeleton, form, block, self._cuda.recorded(self._out))
+            return _LaidOnHost(parts, form_of(form).skeleton, form, block, self._cuda.recorded(self._out))
 
     def told(self, block: _SharedBlock) -> int:
         """Number the payload in a block, of which the consumer has a record."""

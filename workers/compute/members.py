@@ -103,8 +103,10 @@ class Members:
         own = [grad for grad in grads if grad is not None]
         shapes = self.exchange([(grad.shape, grad.dtype) for grad in own])
         found: list[list[Tensor]] = [[] for _ in grads]
+        kind = self.mesh.device_type
         for member in range(self.count):
-            given = iter(own if member == self.index else [torch.empty(s, dtype=d) for s, d in shapes[member]])
+            mine = member == self.index
+            given = iter(own if mine else [torch.empty(s, dtype=d, device=kind) for s, d in shapes[member]])
             for number in (number for number, has in enumerate(there[member]) if has):
                 part = next(given).contiguous()
                 torch.distributed.broadcast(part, group=self.group, group_src=member)
