@@ -6,9 +6,14 @@ import signal
 from collections.abc import Iterator
 
 import fork_server
+import hypothesis
 import pytest
 
-collect_ignore = ["trials"]
+collect_ignore = ["trials", "rpc_pipe/torch_runtime.py"]
+
+# An example may take as long as it takes on a busy machine.
+hypothesis.settings.register_profile("patient", deadline=None)
+hypothesis.settings.load_profile("patient")
 
 # A shell without job control lets what it starts in the background ignore Ctrl-C, and so all that this starts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

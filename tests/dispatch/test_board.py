@@ -7,7 +7,7 @@ import struct
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rpc_pipe.dependency import Action, B, F, Kind, Pulled
@@ -62,7 +62,6 @@ def writer(tmp_path):
     return board_of(tmp_path / "worker-0", name="ä")
 
 
-@settings(deadline=None)
 @given(records)
 def test_a_record_is_read_as_it_was_written(record):
     assert decode_record(json.loads(json.dumps(encode_record(record)))) == record

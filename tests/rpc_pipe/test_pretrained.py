@@ -14,18 +14,21 @@ from training_options import pipeline_with
 from rpc_pipe.checkpoints import folder as folders
 from rpc_pipe.dependency import ConfigError, StorageError
 
-transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-CONFIG = transformers.GPT2Config(
-    n_layer=4, n_embd=16, n_head=2, vocab_size=50, n_positions=16, bos_token_id=0, eos_token_id=0
-)
+CONFIG = {"n_layer": 4, "n_embd": 16, "n_head": 2, "vocab_size": 50, "n_positions": 16}
+CONFIG |= {"bos_token_id": 0, "eos_token_id": 0}
 IDS = torch.arange(32).reshape(4, 8)
 BATCH = {"input_ids": IDS, "labels": IDS}
 
 
-def gpt2():
-    return transformers.GPT2LMHeadModel(CONFIG)
+def hf(name):
+    """Return a class of transformers, which is imported by the process that runs these tests alone."""
+    return getattr(pytest.importorskip("transformers"), name)
+
+
+def gpt2(**other):
+    return hf("GPT2LMHeadModel")(hf("GPT2Config")(**{**CONFIG, **other}))
 
 
 def pipeline(model, num_workers=3, example=BATCH, **options):
@@ -52,7 +55,7 @@ def test_a_pipeline_begins_with_pretrained_weights_and_from_pretrained_takes_the
     pipe.step(BATCH)
     for _ in range(2):  # again into the same folder
         pipe.weights.save_pretrained(tmp_path / "out")
-    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    found = hf("AutoModelForCausalLM").from_pretrained(tmp_path / "out").state_dict()
     assert all(tensor.equal(found[name]) for name, tensor in pipe.weights.state_dict().items())
     pipeline(gpt2, 2).weights.save_pretrained(tmp_path / "out")
     assert len(list((tmp_path / "out").glob("*.safetensors"))) == 2
@@ -65,7 +68,7 @@ def test_a_checkpoint_of_a_model_as_it_is_is_taken_up_by_another_cut(tmp_path):
     other = pipeline(gpt2(), 2, schedule="zb-h1")
     other.checkpoints.load(tmp_path)
     assert [other.step(BATCH) for _ in range(2)] == [pipe.step(BATCH) for _ in range(2)]
-    taken = transformers.AutoModelForCausalLM.from_pretrained(pipe.checkpoints.save(tmp_path))
+    taken = hf("AutoModelForCausalLM").from_pretrained(pipe.checkpoints.save(tmp_path))
     assert taken.lm_head.weight.equal(pipe.weights.state_dict()["lm_head.weight"])
 
 
@@ -85,12 +88,12 @@ def test_a_model_that_is_cut_by_its_first_batch_is_resumed_there(tmp_path):
 
 
 def test_a_head_that_was_not_pretrained_is_named_or_left_as_it_is(tmp_path):
-    config = transformers.BertConfig(
+    config = hf("BertConfig")(
         num_hidden_layers=2, hidden_size=16, num_attention_heads=2, intermediate_size=16, vocab_size=50
     )
-    transformers.BertModel(config).save_pretrained(tmp_path)
+    hf("BertModel")(config).save_pretrained(tmp_path)
     example = {"input_ids": IDS, "labels": torch.tensor([0, 1, 0, 1])}
-    pipe = pipeline(transformers.BertForSequenceClassification(config), 2, example)
+    pipe = pipeline(hf("BertForSequenceClassification")(config), 2, example)
     with refused(tmp_path.name):
         pipe.weights.load_pretrained(tmp_path)
     before = pipe.weights.state_dict()
@@ -100,9 +103,7 @@ def test_a_head_that_was_not_pretrained_is_named_or_left_as_it_is(tmp_path):
 
 
 def wrong_shape(folder):
-    transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(**{**CONFIG.to_dict(), "n_embd": 8, "dtype": None})
-    ).save_pretrained(folder)
+    gpt2(n_embd=8).save_pretrained(folder)
 
 
 def cut_off(folder):
@@ -207,7 +208,7 @@ def test_trained_weights_are_kept_somewhere_whatever_a_save_meets(tmp_path, monk
     with pytest.raises(StorageError) as raised:
         pipe.weights.save_pretrained(where)
     assert Path(raised.value.kept).parent == tmp_path and raised.value.kept in str(raised.value)
-    taken = transformers.AutoModelForCausalLM.from_pretrained(raised.value.kept).state_dict()
+    taken = hf("AutoModelForCausalLM").from_pretrained(raised.value.kept).state_dict()
     assert all(tensor.equal(taken[name]) for name, tensor in pipe.weights.state_dict().items())
     (tmp_path / "folder").mkdir()
     with pytest.raises(StorageError) as raised:
@@ -235,7 +236,7 @@ def test_what_is_written_is_what_transformers_writes(tmp_path, caplog):
         for name in "config.json", "generation_config.json":
             theirs, ours = (json.loads((folder / name).read_text()) for folder in (tmp_path / "theirs", out))
             assert theirs == ours
-        taken, told = transformers.GPT2LMHeadModel.from_pretrained(out, output_loading_info=True)
+        taken, told = hf("GPT2LMHeadModel").from_pretrained(out, output_loading_info=True)
         assert not any(told.values())
         assert taken.generate(IDS[:1, :4]).equal(model.eval().generate(IDS[:1, :4]))
 

@@ -94,7 +94,7 @@ def test_a_deadlock_is_said_not_waited_for():
         simulate(Never(num_workers=2, num_microbatches=2), uniform({F: 1, B: 1}))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     name=st.sampled_from(sorted(SCHEDULES)),
     P=st.integers(1, 5),
@@ -117,7 +117,7 @@ def test_what_is_simulated_is_what_the_workers_decide(name, P, M, order, comm, c
     assert list(result.peak_activations) == peak
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     name=st.sampled_from(["1f1b", "gpipe", "interleaved", "hanayo", "chimera", "zb-v"]),
     replicas=st.integers(1, 3),

@@ -38,29 +38,29 @@ BATCH = {"input_ids": IDS, "labels": LABELS}
 STOCK = """
 import transformers as hf
 
-SMALL = dict(vocab_size=31, hidden_size=16, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=1,
+SMALL = dict(vocab_size=31, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
              intermediate_size=32, max_position_embeddings=32)
 
 
-def gpt2():
-    return hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=31, n_embd=16, n_layer=4, n_head=2, n_positions=32)), BATCH
+def gpt2(layers=4):
+    return hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=31, n_embd=16, n_layer=layers, n_head=2, n_positions=32)), BATCH
 
 
 def gpt2_on_longer_sequences_in_float64():
     # Its own loss would compute in float32. Its configuration says no type: a mask of float32
     # beside float64 was read as other numbers, of some lengths.
     ids, labels = torch.randint(31, (2, 8, 23), generator=torch.Generator().manual_seed(5))
-    return gpt2()[0].double(), (ids, labels), lambda output, y: nn.functional.cross_entropy(output.logits.mT, y)
+    return gpt2(2)[0].double(), (ids, labels), lambda output, y: nn.functional.cross_entropy(output.logits.mT, y)
 
 
 def opt():
     # It counts positions by a mask of tokens, so a mask of pairs alone is not enough.
-    shape = dict(vocab_size=31, hidden_size=16, num_hidden_layers=4, num_attention_heads=2, ffn_dim=32)
+    shape = dict(vocab_size=31, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, ffn_dim=32)
     return hf.OPTForCausalLM(hf.OPTConfig(**shape, max_position_embeddings=32, word_embed_proj_dim=16)), BATCH
 
 
 def llama_that_divides():
-    model = hf.LlamaForCausalLM(hf.LlamaConfig(**SMALL)).double()
+    model = hf.LlamaForCausalLM(hf.LlamaConfig(**{**SMALL, "num_hidden_layers": 4})).double()
     return model, {**BATCH, "num_items_in_batch": int((LABELS[:, 1:] >= 0).sum())}
 
 
@@ -104,7 +104,7 @@ class Whole(nn.Module):
     # modules with states in a list, and beside it
     def __init__(self):
         super().__init__()
-        self.embed, self.blocks = nn.Embedding(31, 8), nn.ModuleList(Block() for _ in range(4))
+        self.embed, self.blocks = nn.Embedding(31, 8), nn.ModuleList(Block() for _ in range(2))
         self.gru, self.average, self.head = nn.GRU(8, 8, 2, batch_first=True), Average(), nn.Linear(8, 31)
 
     def forward(self, ids):

@@ -238,7 +238,7 @@ def test_a_message_of_another_version_says_so(monkeypatch):
         decode(data, None)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.integers(0, 2**32))
 def test_a_message_that_is_cut_is_refused_in_one_sentence(seed):
     data, _ = encode(Message([(1, "0F1")], [], [((1, "1B0"), pack(torch.ones(3)))]))

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 from carriers import loopback_carriers
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rpc_pipe.dependency import WorkerFailure
@@ -67,7 +67,6 @@ class Network:
             assert moves < 10_000
 
 
-@settings(deadline=None)
 @given(st.integers(0, 10_000), st.integers(1, 12))
 def test_every_question_is_answered_once_in_any_order(seed, count):
     network = Network(seed)

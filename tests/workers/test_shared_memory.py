@@ -125,7 +125,7 @@ def test_a_reader_that_is_too_slow_loses_nothing(ends):
     assert ends.write(0, (1, "again"), payload)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.integers(0, 2**32), st.sampled_from([10, 1000, 50_000]))
 def test_any_interleaving_of_writing_and_reading_keeps_the_order(seed, largest):
     draw, channels, expected = random.Random(seed), Channels(0, Wakeup()), deque()
