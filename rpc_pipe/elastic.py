@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from .checkpoints.newcomer import Journal, Repetition
 from .dependency import ConfigError, EpochEnds, PeerLost, PipeError, Spec, Stalled, ends_epoch
-from .heir import ElasticRun, Heir
+from .heir import Heir
 from .launching import epoch_boards, epochs
 from .launching import launcher_link as link
 from .launching.job import Job
@@ -35,6 +35,7 @@ from .workers.surviving import completed
 
 if TYPE_CHECKING:
     from .model.shard_maker import ShardMaker
+    from .session import Session
     from .workers.compute.updating import Training
 
 R = TypeVar("R")
@@ -97,9 +98,9 @@ class Recovery:
     """
 
     #: makes the shards of epochs
-    heirs: Callable[[ElasticRun, ShardMaker], Heir] = Heir
+    heirs: Callable[[Session, ShardMaker], Heir] = Heir
 
-    def __init__(self, job: Job, session: ElasticRun, maker: ShardMaker) -> None:
+    def __init__(self, job: Job, session: Session, maker: ShardMaker) -> None:
         self._session, self._actor = session, session.actors[0]
         self._heir = self.heirs(session, maker)
         self._root, self._place = root_of(job), place_of(job)

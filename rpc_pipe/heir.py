@@ -2,49 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
 
 from .checkpoints.between_cuts import move
-from .checkpoints.resumption import Resumption
-from .dependency import Spec, StageLost, check
+from .dependency import StageLost, check
 from .dependency.relocating import relocated
 from .launching import launcher_link as link
 from .launching.epochs import READY
 from .mirrors import complete, hand_out
-from .workers.actor import WorkerActor
 from .workers.compute.buffer_mirror import BufferMirror, mirror_of
 from .workers.compute.lodging import Lodging
 
 if TYPE_CHECKING:
-    from .model.batches.microbatches import Microbatches
-    from .model.batches.step_inputs import StepEnd
     from .model.shard_maker import ShardMaker
+    from .session import Session
     from .workers.compute.shard import Shard
-    from .workers.step import StepInput
-
-
-class ElasticRun(Protocol):
-    """A run of one schedule, which workers leave when they die."""
-
-    spec: Spec
-    actors: list[WorkerActor]
-    epoch: int
-    process: int
-    end: StepEnd
-    facts: dict[str, Any]
-    results: Resumption
-    settle: Callable[[], object]
-
-    @property
-    def shards(self) -> Iterator[Shard]:
-        """The shards of this process."""
-
-    def begin(self, spec: Spec) -> None:
-        """Run `spec` from now on."""
-
-    def inputs_now(self, batch: Microbatches, actor: WorkerActor, *, train: bool) -> StepInput:
-        """Return a worker's input for the shards and rows that it has now."""
 
 
 class Heir:
@@ -54,7 +27,7 @@ class Heir:
         session: with shards that `maker` has made.
     """
 
-    def __init__(self, session: ElasticRun, maker: ShardMaker) -> None:
+    def __init__(self, session: Session, maker: ShardMaker) -> None:
         self._session, self._maker, self._actor = session, maker, session.actors[0]
         #: the schedule with all its workers
         self._whole = session.spec

@@ -14,14 +14,14 @@ from collections import deque
 from collections.abc import Collection
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .arguments import describe
 from .checkpoints.between_cuts import move
 from .dependency import ConfigError, PipeError, Spec, check
 from .dependency.reshaping import renumbered, reshaped
 from .elastic import Recovery
-from .heir import ElasticRun, Heir, make_mirror
+from .heir import Heir, make_mirror
 from .launching import launcher_link as link
 from .launching.epochs import SHAPE, Roster
 from .workers.compute.buffer_mirror import mirror_of
@@ -96,9 +96,9 @@ class ShapedHeir(Heir):
         leaving: live workers without state of the shape, or a place in it.
     """
 
-    def __init__(self, bounds: tuple[int, int], session: ElasticRun, maker: ShardMaker) -> None:
+    def __init__(self, bounds: tuple[int, int], session: Session, maker: ShardMaker) -> None:
         super().__init__(session, maker)
-        self._run, self._numbers = cast("Session", session), range(session.spec.num_workers)
+        self._numbers = range(session.spec.num_workers)
         #: the epoch in which the shape began; 0: the job did
         self._number = 0
         #: shards of a shape that some workers may not have
@@ -109,7 +109,7 @@ class ShapedHeir(Heir):
             raise ConfigError(
                 f"zero=1: divides optimizer states by replicas; with --elastic {least}:{most} leave it out"
             )
-        self._shapes = shapes(session.spec, least, most, len(self._run.partition.block_names))
+        self._shapes = shapes(session.spec, least, most, len(session.partition.block_names))
         self._last = _StepTimes()
         self._actor.listeners.add(self._last)
         if not self._shapes:
@@ -196,7 +196,7 @@ class ShapedHeir(Heir):
         Raises:
             ConfigError: they could not do as its shards do now.
         """
-        for shard in self._run.shards:
+        for shard in self._session.shards:
             if shard.state.weights or mirror_of(shard).changes_more or shard.updating.on_gradients:
                 raise ConfigError(
                     f"forwards of stage {shard.stage} change more than buffers, or on_gradients was called"
@@ -209,13 +209,13 @@ class ShapedHeir(Heir):
 
     def _take(self, cut: _Cut) -> None:
         """Have the shards of another shape."""
-        run, (self._number, self._whole, self._maker, shards) = self._run, cut
-        run.partition, run.end.divided = self._maker.model, self._maker.divided
-        run.described = describe(self._whole, run.partition.ranges, self._maker.seed)
+        session, (self._number, self._whole, self._maker, shards) = self._session, cut
+        session.partition, session.end.divided = self._maker.model, self._maker.divided
+        session.described = describe(self._whole, session.partition.ranges, self._maker.seed)
         self._actor.host(shards, shards)
         self._last.records.clear()  # stages were others
         self._maker.end([*shards.values()])
-        run.made()
+        session.made()
 
 
 class Morphing(Recovery):
@@ -223,7 +223,7 @@ class Morphing(Recovery):
 
     _heir: ShapedHeir
 
-    def __init__(self, job: Job, session: ElasticRun, maker: ShardMaker) -> None:
+    def __init__(self, job: Job, session: Session, maker: ShardMaker) -> None:
         assert job.shapes is not None
         self.heirs = partial(ShapedHeir, job.shapes)
         super().__init__(job, session, maker)

@@ -15,8 +15,8 @@ from .workers.transport.local import local_carriers
 
 if TYPE_CHECKING:
     from .elastic import Recovery
-    from .heir import ElasticRun
     from .model.shard_maker import ShardMaker
+    from .session import Session
     from .workers.compute.updating import Training
 
 
@@ -51,7 +51,7 @@ def make_actors(
     return [WorkerActor(*parts, {}, max_grad_norm=max_grad_norm, stall_s=stall_s) for parts in made]
 
 
-def elasticity(spec: Spec, job: Job | None, training: Training) -> Callable[[ElasticRun, ShardMaker], Recovery] | None:
+def elasticity(spec: Spec, job: Job | None, training: Training) -> Callable[[Session, ShardMaker], Recovery] | None:
     """Return the call that makes an elastic job's recovery when shards are made; None: the job is not elastic.
 
     Raises:

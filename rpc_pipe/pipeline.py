@@ -140,7 +140,7 @@ class Pipeline(Inspected):
         schedule_options = with_parallelism(schedule_options, spread=spread, **divided)
         said = schedule, schedule_options, num_microbatches, num_workers, split, order, device, seed, transport, plan
         more = (asked := microbatch_order), members, shard, reduce, compile or None
-        settings = overrides.settle(settle_plan(plan, overrides.Settings(*said, *more)))
+        settings = overrides.current.over(settle_plan(plan, overrides.Settings(*said, *more)))
         schedule, schedule_options, num_microbatches, num_workers, split, order, device, seed, transport = settings[:9]
         self._plan, microbatch_order = settings[9:11]
         sharing = settle_sharing(*settings[11:14], microbatch_order)
@@ -175,7 +175,7 @@ class Pipeline(Inspected):
             warn_if_other_model(plan, self._session.name, [actor.shards for actor in self.actors])
         if not self._session.epoch:
             link.attach(self)
-            overrides.made(self)
+            overrides.current.made(self)
 
     @property
     def worker(self) -> int:
@@ -298,7 +298,7 @@ class Pipeline(Inspected):
     def close(self) -> None:
         """End the threads and release the model. A process of a job stays connected until it ends."""
         if not self._session.closed:
-            overrides.closing(self)
+            overrides.current.closing(self)
             if self._checkpoints is not None:
                 self._checkpoints.settle()
         self._session.close()

@@ -28,7 +28,6 @@ from .workers.threads import WorkerThreads
 from .workers.transport.payload import Tree
 
 if TYPE_CHECKING:
-    from .elastic import Recovery
     from .launching.job import Job
     from .model.batches.ordering import Ordering
     from .model.observed_partition import ObservedPartition
@@ -75,7 +74,7 @@ class Session:
         job: Job | None = None,
         sharing: Sharing | None = None,
         ordering: Ordering | None = None,
-        recover: Callable[[Session, ShardMaker], Recovery] | None = None,
+        recover: Callable[[Session, ShardMaker], Any] | None = None,
     ) -> None:
         self.order, self.partition, self.end, self.actors = order, partition, end, list(actors)
         self.ordering = ordering
@@ -101,8 +100,8 @@ class Session:
         self._reader = BatchReader(spec, self.actors, partition.whole, partition.loss_is_inside, ordering)
         self._reader.counts = recover is None
         self.closed = False
-        #: lets the job go on without workers that die; None: it ends with them
-        self.recovery: Recovery | None = None
+        #: the `Recovery` that lets the job go on without workers that die; None: it ends with them
+        self.recovery: Any = None
         #: the number of workers' deaths so far
         self.epoch = 0
         #: the number of this process for the script: 0 on the lowest live one
@@ -203,7 +202,7 @@ class Session:
                 if train:
                     self.recovery.accumulated.begin(self.actors[0].step, batch)
                 make = partial(self.inputs_now, batch, train=train, what=what)
-                result = self.recovery.call(lambda actor: actor.run(make(actor)), trains=train)
+                result: Result = self.recovery.call(lambda actor: actor.run(make(actor)), trains=train)
             elif self._threads is None or self._threads.alone:  # in as few frames as possible
                 result = self.actors[0].run(self._inputs.make(self.actors[0], batch, train=train, what=what))
             else:
@@ -312,13 +311,7 @@ class Session:
             yield
 
     def gather(self, name: str, value: Callable[[WorkerActor], Tree]) -> list[Tree] | None:
-        """Return `value(actor)` of all workers, in order, on the first worker; None on the others.
-
-        Raises:
-            ConfigError: `value` is no function.
-        """
-        if not callable(value):
-            raise ConfigError(f"gather: value={value!r}: must be a function of a worker, as `lambda worker: {value!r}`")
+        """Return `value(actor)` of all workers, in order, on the first worker; None on the others."""
         if self.recovery is not None and self.recovery.repeats:
             return None
         return self.each(lambda actor: actor.gather(name, value(actor)))[0]

@@ -6,7 +6,7 @@ import os
 import random
 import runpy
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,14 +46,13 @@ def run_script(
     if "threads" in typed:
         torch.set_num_threads(typed["threads"])
     _seed(typed.get("seed", 0))
-    ending = _ScriptEnd(typed, job)
     is_own = _PACKAGE in Path(script).parents
 
     def tell(text: str) -> None:
         if job.worker == 0 and not is_own:  # its line does not show these
             link.tell(kind="text", text=text)
 
-    overrides.install(TypedOptions(typed, schedule_options, tell, ending.made, ending.closing))
+    overrides.current = ending = _ScriptEnd(typed, schedule_options, tell, job)
     sys.argv = [script, *arguments]
     if not is_own:  # beside it lie files named as modules of Python are
         sys.path.insert(0, str(Path(script).resolve().parent))
@@ -68,7 +67,7 @@ def run_script(
         if stopped.code not in (None, 0):
             raise
     finally:
-        overrides.install(None)
+        overrides.current = overrides.Overrides()
     ending.leave()
 
 
@@ -83,27 +82,30 @@ def _absolute(path: str) -> str:
     return path if path == "auto" else os.path.abspath(path)
 
 
-class _ScriptEnd:
-    """Saves with the pipeline that was made last, when it is closed or the script ends, and reports at the end."""
+class _ScriptEnd(TypedOptions):
+    """The typed options of a script: its last pipeline saves when it is closed or the script ends, and reports then."""
 
-    def __init__(self, typed: Mapping[str, Any], job: Job) -> None:
+    def __init__(
+        self, typed: Mapping[str, Any], schedule_options: Mapping[str, str], tell: Callable[[str], None], job: Job
+    ) -> None:
+        super().__init__(typed, schedule_options, tell)
         self._job = job
         # Absolute paths, in case the script changes the working directory.
-        self._typed = {name: _absolute(each) if name in _PATHS else each for name, each in typed.items()}
+        self._asked = {name: _absolute(each) if name in _PATHS else each for name, each in typed.items()}
         self._pipe: Pipeline | None = None
         #: whether that pipeline has saved, and the message with its figures
         self._saved, self._result = False, dict[str, Any]()
         self._wants_steps = NOTED_PLAN in os.environ or any(name in typed for name in _OF_STEPS)
 
     def made(self, pipe: Pipeline) -> None:
-        if self._pipe is not None and ("resume" in self._typed or "checkpoint_every" in self._typed):
-            said = f"{self._typed['script']} makes several pipelines; use checkpoints.save and checkpoints.load in it"
+        if self._pipe is not None and ("resume" in self._asked or "checkpoint_every" in self._asked):
+            said = f"{self._asked['script']} makes several pipelines; use checkpoints.save and checkpoints.load in it"
             raise ConfigError(f"--checkpoint-every, --resume: {said}")
         self._pipe, self._saved, self._result = pipe, False, {}
-        if self._typed.keys() & CHECKPOINTS:
+        if self._asked.keys() & CHECKPOINTS:
             from ..checkpoints.resume_options import follow
 
-            told = follow(pipe, *typed_checkpoints(self._typed), anew=not self._job.newcomer)
+            told = follow(pipe, *typed_checkpoints(self._asked), anew=not self._job.newcomer)
             if told and pipe.worker == 0:
                 link.tell(kind="text", text=told)
         if self._wants_steps:
@@ -117,7 +119,7 @@ class _ScriptEnd:
 
     def leave(self) -> None:
         """Save and report; every worker must call it."""
-        pipe, typed = self._pipe, self._typed
+        pipe, typed = self._pipe, self._asked
         if pipe is None:
             refuse_typed(typed, _OF_PIPELINE, f"{typed['script']} made no Pipeline")
             if self._job.worker == 0 and self._job.num_workers > 1:
@@ -129,7 +131,7 @@ class _ScriptEnd:
             link.tell(**self._result)
 
     def _save(self) -> None:
-        pipe, typed, self._saved = self._pipe, self._typed, True
+        pipe, typed, self._saved = self._pipe, self._asked, True
         assert pipe is not None
         write_out()  # worker 0 reads the files that the other workers, which may wait for it from here on, have written
         if "save" in typed:
@@ -138,14 +140,14 @@ class _ScriptEnd:
             if self._wants_steps:
                 from ..planning.comparison import describe_staleness
 
-                self._tell(str(pipe.actors[0].backend.device), describe_staleness(pipe.spec))
+                self._report(str(pipe.actors[0].backend.device), describe_staleness(pipe.spec))
             elif "save" in typed:
                 link.tell(kind="text", text=f"{FILES['save']} written to {typed['save']}")
         if "save" in typed or self._wants_steps:
             pipe.barrier()
 
-    def _tell(self, device: str, versions: list[str]) -> None:
-        history, typed = collect(), self._typed
+    def _report(self, device: str, versions: list[str]) -> None:
+        history, typed = collect(), self._asked
         trace, found, lost = last_steps(history), figures(history), history.lost(fresh=True)
         if trace is None or found is None or lost is None:
             if not any(name in typed for name in _OF_STEPS):

@@ -1,9 +1,9 @@
-"""Options of the command line that override the arguments of a script's pipelines, with a message for each."""
+"""The options typed on the command line, as a new pipeline of a script asks for them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from ..dependency import Order, Spec
 
@@ -29,37 +29,19 @@ class Settings(NamedTuple):
     compile: Any = None
 
 
-class Override(Protocol):
-    """The typed options, for every pipeline that is made from now on."""
-
-    made: Callable[[Any], None]
-    closing: Callable[[Any], None]
+class Overrides:
+    """Follows every pipeline of this process; by default a pipeline is as the script says."""
 
     def over(self, said: Settings) -> Settings:
-        """Return the settings of a pipeline with the typed options in place of the script's."""
+        """Return the settings of a new pipeline."""
+        return said
+
+    def made(self, pipe: Any) -> None:
+        """Take a pipeline that has been made."""
+
+    def closing(self, pipe: Any) -> None:
+        """Take a pipeline that is about to be closed."""
 
 
-_overrides: Override | None = None
-
-
-def install(overrides: Override | None) -> None:
-    """Apply `overrides` to the pipelines of this process; None: no overrides."""
-    global _overrides
-    _overrides = overrides
-
-
-def settle(said: Settings) -> Settings:
-    """Return the settings of a new pipeline."""
-    return said if _overrides is None else _overrides.over(said)
-
-
-def made(pipeline: object) -> None:
-    """Pass a new pipeline to the function that waits for it."""
-    if _overrides is not None:
-        _overrides.made(pipeline)
-
-
-def closing(pipeline: object) -> None:
-    """Pass a pipeline that is about to be closed to the function that waits for it."""
-    if _overrides is not None:
-        _overrides.closing(pipeline)
+#: of the pipelines that are made from now on
+current = Overrides()

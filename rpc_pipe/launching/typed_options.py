@@ -6,28 +6,22 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..dependency.parallelism import OPTIONS
-from .overrides import Settings
+from .overrides import Overrides, Settings
 
 #: argument -> option, if the names differ
 _OPTIONS = {"num_microbatches": "microbatches", "num_workers": "workers"}
 
 
-class TypedOptions:
+class TypedOptions(Overrides):
     """The options typed, by name, for every pipeline that is made from now on.
 
     Args:
         schedule_options: from `--set`, `--window`, `--replicas` and `--slices`.
         tell: shows a line to the user; called once for each difference.
-        made, closing: called with every pipeline when it is made, and before it is closed.
     """
 
     def __init__(
-        self,
-        typed: Mapping[str, Any],
-        schedule_options: Mapping[str, str],
-        tell: Callable[[str], None],
-        made: Callable[[Any], None],
-        closing: Callable[[Any], None],
+        self, typed: Mapping[str, Any], schedule_options: Mapping[str, str], tell: Callable[[str], None]
     ) -> None:
         self._typed = {
             name: typed[_OPTIONS.get(name, name)] for name in Settings._fields if _OPTIONS.get(name, name) in typed
@@ -35,7 +29,6 @@ class TypedOptions:
         self._schedule_options = dict(schedule_options)
         self._tell = tell
         self._told: set[str] = set()
-        self.made, self.closing = made, closing
 
     def over(self, said: Settings) -> Settings:
         """Return the settings of a pipeline with the typed options in place of the script's."""

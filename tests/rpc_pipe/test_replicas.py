@@ -408,15 +408,13 @@ def test_random_delays_change_nothing(schedule, order):
 
 def test_what_is_typed_wins_and_replicas_stay_when_the_schedule_is_another():
     told = []
-    overrides.install(
-        TypedOptions({"schedule": "zb-h1"}, {"replicas": "4"}, told.append, lambda pipe: None, lambda pipe: None)
-    )
+    overrides.current = TypedOptions({"schedule": "zb-h1"}, {"replicas": "4"}, told.append)
     try:
         options = {"num_workers": 4, "num_microbatches": 8, "replicas": 2}
         with pipeline_with(LAYERS, nn.functional.mse_loss, schedule="gpipe", **options) as pipe:
             assert (pipe.spec.parallelism.replicas, pipe.spec.num_stages) == (4, 1)
     finally:
-        overrides.install(None)
+        overrides.current = overrides.Overrides()
     assert any("replicas=4 replaces the script's replicas=2" in line for line in told)
     assert not any("leaves out" in line for line in told)
 
