@@ -48,10 +48,9 @@ def add(commands: Any) -> None:
         "inputs (between stages), working (while an action runs); limit=BYTES leaves out what does not fit",
     )  # fmt: skip
     parser.add_argument("--model", metavar="FILE.py:make", help=f"measure the blocks of your model here: {MAKE}")
-    parser.set_defaults(command=_compare)
 
 
-def _compare(typed: dict[str, Any], argv: list[str]) -> int:
+def command(typed: dict[str, Any], argv: list[str]) -> int:
     if "schedule" not in typed:
         refuse_typed(typed, ["set"], "is of the schedule that --schedule adds; name it")
     options, reporter, also = filled(PipeOptions, typed), Reporter(), _also(typed)

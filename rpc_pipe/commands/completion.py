@@ -37,10 +37,9 @@ def add(commands: Any) -> None:
     """Add `completion` to the command line."""
     parser: Parser = commands.add_parser("completion", help="print what lets a shell complete rpc-pipe's options")
     parser.add_argument("shell", choices=sorted(_SHELLS), help='bash: eval "$(rpc-pipe completion bash)" in ~/.bashrc')
-    parser.set_defaults(command=_completion)
 
 
-def _completion(typed: dict[str, Any], argv: list[str]) -> int:
+def command(typed: dict[str, Any], argv: list[str]) -> int:
     from .main import all_commands
 
     parsers = all_commands()

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
 from ..dependency import ConfigError
 from ..launching.report import Reporter
 from .options import Parser, refuse_typed
+from .profile import progress
 from .readers import whole
 
 if TYPE_CHECKING:
@@ -42,10 +41,9 @@ def add(commands: Any) -> None:
     packing = parser.add_argument_group("to pack text")
     packing.add_argument("--shard", help="size of a shard (64MB)")
     packing.add_argument("--field", help="key or column that has the text (text)")
-    parser.set_defaults(command=data)
 
 
-def data(typed: dict[str, Any], argv: list[str]) -> int:
+def command(typed: dict[str, Any], argv: list[str]) -> int:
     """Describe or pack data; return the exit code."""
     named = typed["source"]
     packs = named[0] == "pack"
@@ -95,14 +93,12 @@ def _pack(typed: dict[str, Any], named: list[str]) -> int:
     if "shard" in typed:
         options["shard_bytes"] = num_bytes(typed["shard"], "--shard")
     reporter = Reporter("json" in typed)
-    columns = TextColumn("packing"), BarColumn(), TextColumn("{task.fields[shards]} shards"), TimeRemainingColumn()
-    with Progress(*columns, console=reporter.console, transient=True) as bar:
-        task = bar.add_task("", total=None, shards=0)
+    with progress(reporter, "packing") as tell:
 
-        def progress(behind: int, total: int, shards: int) -> None:
-            bar.update(task, completed=behind, total=total, shards=shards)
+        def shown(behind: int, total: int, shards: int) -> None:
+            tell(behind / max(1, total), _count(shards, "shard"))
 
-        packed = pack(named[:-1], named[-1], progress=progress, **options)
+        packed = pack(named[:-1], named[-1], progress=shown, **options)
     size = sum(entry["bytes"] for entry in packed.shards)
     if "json" in typed:
         print(json.dumps({"shards": len(packed.shards), "tokens": packed.tokens, "bytes": size, "dtype": packed.dtype}))

@@ -15,10 +15,9 @@ def add(commands: Any) -> None:
     parser = commands.add_parser("export", help="write a schedule as torch.distributed.pipelining's CSV of actions")
     parser.take(*SCHEDULE)
     parser.add_argument("file", nargs="?", help="where to; by default it is printed")
-    parser.set_defaults(command=export)
 
 
-def export(typed: dict[str, Any], argv: list[str]) -> int:
+def command(typed: dict[str, Any], argv: list[str]) -> int:
     """Write or print the schedule; return the exit code."""
     spec = typed_spec(typed)
     check_all(spec)

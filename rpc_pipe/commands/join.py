@@ -18,10 +18,9 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("--key-file", metavar="FILE", help=f"the job's key ({KEY})")
     parser.take("threads")
-    parser.set_defaults(command=_join)
 
 
-def _join(typed: dict[str, Any], argv: list[str]) -> int:
+def command(typed: dict[str, Any], argv: list[str]) -> int:
     from ..launching.host_launcher import HostLauncher
     from ..launching.launcher import How
 

@@ -1,18 +1,18 @@
 """The entry point of the command line: `rpc-pipe COMMAND`; `rpc-pipe --help` lists the commands.
 
-Each command is a file beside this one. Modules that need torch are imported where they are used, so that
-planning answers at once. Exit codes: 0 done, 1 the run failed or differed, 2 wrong input, 130 stopped by the user.
+Each command is a file beside this one: `add` adds its parser, and `command` carries it out. Modules that need torch
+are imported where they are used, so that planning answers at once.
+
+Exit codes: 0 done, 1 the run failed or differed, 2 wrong input, 130 stopped by the user.
 """
 
 from __future__ import annotations
 
 import argparse
-import errno
 import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from functools import partial
 from importlib import import_module
 from shlex import quote
@@ -28,8 +28,6 @@ _COMMANDS = (
 
 #: arguments that are no options
 _POSITIONAL = ("script", "model", "address", "source", "file", "folder", "shell")
-#: errors of writing: no space, a quota, or a broken device
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -39,39 +37,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Reporter.reword = staticmethod(partial(as_typed, argv=words))
     try:
         code = _dispatch(argv)
-        _flush()  # here, where a write error can still be reported
+        sys.stdout.flush()  # here, where a write error can still be reported
         return code
     except (ConfigError, ScheduleError) as error:
         Reporter().error(str(error))
         return 2
     except BrokenPipeError:  # the reader of the output, such as `head`, has closed it
-        _give_up_stdout()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
-        if error.filename is None and error.errno not in _FULL:
+        if error.filename is None:
             raise
-        with suppress(OSError):
-            _flush()
-        Reporter().error(f"{error.filename or 'standard output, or a file'}: cannot be written: {error.strerror}")
+        Reporter().error(f"{error.filename}: cannot be written: {error.strerror}")
         return 2
     except KeyboardInterrupt:  # before anything ran that could be stopped
         return 130
-
-
-def _flush() -> None:
-    """Flush the output; on errors drop it, as the interpreter would try to write it at its end."""
-    try:
-        if sys.stdout is not None:
-            sys.stdout.flush()
-    except ValueError:  # a script has closed it
-        pass
-    except OSError:
-        _give_up_stdout()
-        raise
-
-
-def _give_up_stdout() -> None:
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _dispatch(argv: list[str]) -> int:
@@ -108,8 +88,10 @@ def _parser(typed: Sequence[str]) -> Parser:
     version = sys.modules[__name__.partition(".")[0]].__version__
     parser.add_argument("--version", action="version", version=f"rpc-pipe {version}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=Parser)
-    for command in [name for name in _COMMANDS if name in typed] or _COMMANDS:
-        import_module(f".{command}", __package__).add(commands)
+    for name in [name for name in _COMMANDS if name in typed] or _COMMANDS:
+        module = import_module(f".{name}", __package__)
+        module.add(commands)
+        commands.choices[name].set_defaults(command=module.command)
     return parser
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -15,9 +14,8 @@ def try_files(typed: Mapping[str, Any], names: Iterable[str]) -> None:
     """Make the folders of the files of the options `names`, and check that all can be written.
 
     Raises:
-        ConfigError: one cannot be, or two are the same.
+        ConfigError: one cannot be.
     """
-    taken: dict[str, str] = {}
     for name in [name for name in names if name in typed]:
         option, path = f"--{name} {typed[name]}", Path(typed[name])
         try:
@@ -27,15 +25,11 @@ def try_files(typed: Mapping[str, Any], names: Iterable[str]) -> None:
             with tempfile.TemporaryFile(dir=path.parent):  # a finished file may be moved to its place
                 pass
             if path.exists():
-                if not path.is_file():
-                    raise ConfigError(f"{option}: is not a regular file")
                 path.open("ab").close()
         except FileExistsError as error:
             raise ConfigError(f"{option}: {error.filename} is a file, not a folder") from error
         except OSError as error:
             raise ConfigError(f"{option}: cannot be written: {error.strerror}") from error
-        if (other := taken.setdefault(os.path.realpath(path), name)) != name:
-            raise ConfigError(f"{option}: --{other} writes the same file")
 
 
 def write(path: str, text: str) -> None:

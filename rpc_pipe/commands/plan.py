@@ -71,7 +71,6 @@ def add(commands: Any) -> None:
     parser.add_argument("--no-searched", action="store_true", help="consider only named schedules, search no program")
     parser.add_argument("--output", metavar="FILE", help="write the plans, for run --plan and Pipeline(plan=...)")
     parser.add_argument("--svg", metavar="FILE", help="write time against memory as a picture")
-    parser.set_defaults(command=_plan)
 
 
 def _counts(text: str) -> list[int]:
@@ -82,7 +81,7 @@ def _slices(text: str) -> list[int]:
     return [1, 2, 4, 8] if text == "auto" else _counts(text)
 
 
-def _plan(typed: dict[str, Any], argv: list[str]) -> int:
+def command(typed: dict[str, Any], argv: list[str]) -> int:
     reporter = Reporter("json" in typed)
     try_files(typed, ("output", "svg"))
     refuse_unknown(typed.get("schedule", ()))

@@ -53,7 +53,6 @@ def add(commands: Any) -> None:
     lengths = "measure with rows of these lengths, too, for microbatches of several lengths, such as 64,128,256"
     parser.add_argument("--lengths", type=wholes, help=lengths)
     parser.take("json")
-    parser.set_defaults(command=_profile)
 
 
 def add_measuring(parser: Parser) -> None:
@@ -67,7 +66,7 @@ def add_measuring(parser: Parser) -> None:
     parser.take("device", "threads")
 
 
-def _profile(typed: dict[str, Any], argv: list[str]) -> int:
+def command(typed: dict[str, Any], argv: list[str]) -> int:
     reporter = Reporter("json" in typed)
     job = current_job()
     if job is not None:

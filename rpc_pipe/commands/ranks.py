@@ -16,7 +16,6 @@ def add(commands: Any) -> None:
     """Add `ranks` to the command line."""
     parser: Parser = commands.add_parser("ranks", help="print which process has which stages, replica and member")
     parser.take(*SCHEDULE, "members", "shard", "json")
-    parser.set_defaults(command=_ranks)
 
 
 class _PlacedRank(NamedTuple):
@@ -29,7 +28,7 @@ class _PlacedRank(NamedTuple):
     stages: list[int]
 
 
-def _ranks(typed: dict[str, Any], argv: list[str]) -> int:
+def command(typed: dict[str, Any], argv: list[str]) -> int:
     members, replicas = typed.get("members", 1), typed.get("replicas", 1)
     workers = workers_of(typed.get("workers", 2), members)
     count = typed.get("microbatches", 8 * replicas)

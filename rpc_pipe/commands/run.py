@@ -19,7 +19,6 @@ from ..launching.job import TRANSPORT, TRANSPORTS, Job, current_job
 from ..launching.report import Reporter
 from ..launching.worker_main import as_worker
 from ..planning.specs import PipeOptions, make_spec, workers_of
-from ..system.files import refuse_large_code
 from ..tracing.run_summary import FILES
 from .options import (
     CHECKPOINTS,
@@ -91,10 +90,9 @@ def add(commands: Any) -> None:
     beaten = "fail unless the held-out loss is below a byte bigram model's"
     gpt.add_argument("--beat-bigram", action=argparse.BooleanOptionalAction, help=beaten)
     parser.epilog = "With a script of yours, what is not typed is as the script says."
-    parser.set_defaults(command=run)
 
 
-def run(typed: dict[str, Any], argv: list[str]) -> int:
+def command(typed: dict[str, Any], argv: list[str]) -> int:
     """Train or run the script; return the exit code."""
     set_transport(typed)
     job = current_job()
@@ -246,7 +244,6 @@ def _run_script(typed: dict[str, Any], argv: list[str], job: Job | None) -> int:
         beside = [str(path) for path in sorted(Path(script).parent.glob("*.py"))]
         near = difflib.get_close_matches(script, beside, n=1)
         raise ConfigError(f"{script}: there is no such file{f'; did you mean {near[0]}?' if near else ''}")
-    refuse_large_code(Path(script), script)
     of_gpt = f"is an option of the built-in GPT, but {script} runs; put the script's own options after --"
     refuse_typed(typed, (*_GPT, "beat_bigram"), of_gpt)
     options = schedule_options(typed)

@@ -16,10 +16,9 @@ def add(commands: Any) -> None:
     """Add `schedules` to the command line."""
     parser = commands.add_parser("schedules", help="list the schedules")
     parser.take("json")
-    parser.set_defaults(command=schedules)
 
 
-def schedules(typed: dict[str, Any], argv: list[str]) -> int:
+def command(typed: dict[str, Any], argv: list[str]) -> int:
     """Print the schedules; return the exit code."""
     rows: list[dict[str, Any]] = []
     for name, cls in SCHEDULES.items():

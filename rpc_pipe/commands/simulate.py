@@ -68,10 +68,9 @@ def add(commands: Any) -> None:
     parser.add_argument("--svg", metavar="FILE", help="write the timeline as a picture")
     parser.add_argument("--html", metavar="FILE", help="write the timeline as a page to zoom and hover in")
     parser.add_argument("--chrome", metavar="FILE", help="write the timeline for Chrome's tracing or Perfetto")
-    parser.set_defaults(command=_simulate)
 
 
-def _simulate(typed: dict[str, Any], argv: list[str]) -> int:
+def command(typed: dict[str, Any], argv: list[str]) -> int:
     spec = typed_spec(typed)
     steps, name = typed.get("steps", 1), typed.get("schedule", "1f1b")
     refuse_endless(spec, typed)

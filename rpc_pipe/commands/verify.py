@@ -34,10 +34,9 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--deferred-batch-norm", action="store_true", help="take running statistics from whole batches, of all replicas"
     )
-    parser.set_defaults(command=verify)
 
 
-def verify(typed: dict[str, Any], argv: list[str]) -> int:
+def command(typed: dict[str, Any], argv: list[str]) -> int:
     """Train by a pipeline and in one process, and compare; return the exit code."""
     typed = _checked(_followed(typed))
     set_transport(typed)

@@ -14,7 +14,6 @@ from torch import Tensor
 from ..data.maps import dataset
 from ..data.source import Source
 from ..dependency import ConfigError
-from ..system.files import open_regular
 from ..system.sizes import format_bytes
 
 #: bytes of a chunk of the text, about: small, so that both splits come from all of it
@@ -28,7 +27,7 @@ HELD_OUT_EVERY = 10
 
 
 class Corpus:
-    """A text as bytes.
+    """A text as bytes: the training samples one by one, and the split that is held out.
 
     Args:
         data: a file, a folder, or None for the standard library's sources.
@@ -47,16 +46,23 @@ class Corpus:
         self.held_out = [i for i in chunks if i % HELD_OUT_EVERY == HELD_OUT_EVERY - 1]
         self.training = [i for i in chunks if i % HELD_OUT_EVERY != HELD_OUT_EVERY - 1]
         self._identity = f"text {zlib.crc32(text):08x}"
-
-    def samples(self) -> Source:
-        """Return the training samples: (bytes, next bytes), each int64 `[rows, context]`."""
         runs = (range(i, min(i + HELD_OUT_EVERY - 1, self.training[-1] + 1)) for i in self.training[::9])
-        starts = [
+        self._starts = [
             run.start * self.chunk + k * self.context
             for run in runs
             for k in range((len(run) * self.chunk - 1) // self.context)
         ]
-        return dataset(_Rows(self, starts), identity=self._identity)
+
+    def samples(self) -> Source:
+        """Return the training samples: (bytes, next bytes), each int64 `[rows, context]`."""
+        return dataset(self, identity=self._identity)
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __getitem__(self, number: int) -> Batch:
+        inputs, targets = self.rows([self._starts[number]])
+        return inputs[0], targets[0]
 
     def rows(self, starts: Sequence[int]) -> Batch:
         """Return the samples that begin at these bytes."""
@@ -84,20 +90,6 @@ class Corpus:
         return float(losses.mean())
 
 
-class _Rows:
-    """Samples one by one, for `dataset`."""
-
-    def __init__(self, corpus: Corpus, starts: list[int]) -> None:
-        self._corpus, self._starts = corpus, starts
-
-    def __len__(self) -> int:
-        return len(self._starts)
-
-    def __getitem__(self, number: int) -> Batch:
-        inputs, targets = self._corpus.rows([self._starts[number]])
-        return inputs[0], targets[0]
-
-
 def default_text() -> list[Path]:
     """Return the sources of Python's standard library, which lie on every machine."""
     skipped = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}
@@ -123,7 +115,7 @@ def read_text(data: str | None, context: int) -> bytearray:
         files = [path]
     try:
         for name in files:
-            with open_regular(name, f"--data {name}") as file:
+            with name.open("rb") as file:
                 text += file.read(_MOST_BYTES - len(text) + 1)
             if len(text) > _MOST_BYTES:
                 most = format_bytes(_MOST_BYTES)

@@ -13,7 +13,7 @@ from refusals import refused
 from torch import nn
 
 from rpc_pipe.commands.main import main
-from rpc_pipe.commands.run import run
+from rpc_pipe.commands.run import command as run
 from rpc_pipe.verifying.keyed import Keyed
 from rpc_pipe.verifying.proof import seeded
 
