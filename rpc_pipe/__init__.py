@@ -26,12 +26,10 @@ __all__ = [  # noqa: F405
 
 #: where a name stands, if not in `dependency`
 _PLACES = {
-    "Pipeline": ".pipeline",
+    **dict.fromkeys(("Pipeline", "SplitBatch", "Training"), ".pipeline"),
     "Plan": ".planning.plan",
     **dict.fromkeys(("Link", "simulate"), ".planning.simulator"),
-    "SplitBatch": ".pipeline",
     "StepReport": ".step_report",
-    "Training": ".pipeline",
     "carries_out": ".workers.handlers",
     **dict.fromkeys(("Listener", "StepRecord"), ".workers.hooks"),
 }
@@ -40,11 +38,7 @@ _PLACES = {
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    try:
-        module = import_module(_PLACES.get(name, ".dependency"), __name__)
-    except AttributeError as error:  # from here it would say only that there is no such name
-        raise ImportError(f"{name} cannot be loaded from {__name__}: {error}") from error
-    return getattr(module, name)
+    return getattr(import_module(_PLACES.get(name, ".dependency"), __name__), name)
 
 
 def __dir__() -> list[str]:

@@ -95,20 +95,6 @@ def refuse_options(order: object, stall_s: object, num_workers: object, num_micr
         raise ConfigError(f"order {order!r}: must be ready or fixed, or None for the schedule's own")
 
 
-def refuse_without_grad(call: str) -> None:
-    """Refuse to train where one process could not, as its backward raises.
-
-    Raises:
-        ConfigError: the caller has turned gradients off.
-    """
-    if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
-        return
-    mode = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
-    raise ConfigError(
-        f"{call}: trains, but was called under torch.{mode}: call it outside, or `evaluate` or `predict` in its place"
-    )
-
-
 def _refuse_training(loss_fn: object, training: Training) -> None:
     """Refuse factories that cannot be called, objects in their place, and impossible numbers."""
     optimizer: object = training.optimizer
@@ -236,7 +222,11 @@ def make_ordering(said: object, asked: object, cost: Any, spec: Spec, *, is_call
 
 def begin_training(what: str, forgot_optimizer: bool) -> bool:
     """Refuse to train where nothing keeps a graph, and say once where nothing is updated; return that it was said."""
-    refuse_without_grad(what)
+    if not torch.is_grad_enabled():
+        mode = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
+        raise ConfigError(
+            f"{what}: trains, but was called under torch.{mode}: call it outside, or `evaluate` or `predict` instead"
+        )
     if forgot_optimizer:
         logger.warning(
             "%s trains nothing, as there is no optimizer: pass training=Training(optimizer=torch.optim.AdamW), "

@@ -188,18 +188,6 @@ def test_a_functions_forward_is_known_where_apply_has_no_frame():
     assert Doubled.seen
 
 
-def test_why_a_name_cannot_be_loaded_is_told(monkeypatch):
-    """An AttributeError inside of a module was told as `cannot import name 'Pipeline' from 'rpc_pipe'`, no more."""
-    import rpc_pipe as package
-
-    def failing(name, of):
-        raise AttributeError("torch has no attribute 'x'")
-
-    monkeypatch.setattr(package, "import_module", failing)
-    with pytest.raises(ImportError, match=r"Pipeline cannot be loaded from rpc_pipe: torch has no attribute 'x'"):
-        package.__getattr__("Pipeline")
-
-
 def test_a_thousand_workers_are_looked_through_once():
     """`simulate --workers 10000 --microbatches 2` took minutes: each worker looked through the stages of all others."""
     spec = make_spec("1f1b", 50, 2, {})

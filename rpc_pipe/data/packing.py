@@ -158,7 +158,7 @@ def _begun(folder: Path, new: Packed) -> Packed:
     if note is None and others:
         raise ConfigError(f"{folder}: is not empty ({others[0]}); name another folder")
     try:
-        found = new if note is None else Packed(**read_json(note, f"{note}", 2**26))
+        found = new if note is None else Packed(**read_json(note, f"{note}"))
         counts = found.tokens, found.file, found.at, found.skip
         sum((*counts, *(entry["bytes"] + entry["tokens"] for entry in found.shards)))
     except (LookupError, TypeError) as error:

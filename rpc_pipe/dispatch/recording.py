@@ -17,13 +17,12 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, TextIO, Union
 
 from ..dependency import ConfigError, Kind
 from ..drawing.timeline import bubble, idle
-from ..system.files import DAMAGED, MOST_BYTES, open_regular, refused
+from ..system.files import DAMAGED, refused
 from ..tracing.board import Live, State, encode_record, number_or_word
 from ..tracing.boards import RunBoards, RunUpdate, decode_record
 from ..tracing.lost_time import LostTime
@@ -181,8 +180,8 @@ class Replay:
 
 def _read(path: Path) -> Iterator[dict[str, Any]]:
     damaged = ""
-    with refused(ConfigError, f"watch {path}: cannot be read"), open_regular(path, f"watch {path}") as file:
-        for number, text in enumerate(iter(partial(file.readline, MOST_BYTES), b""), 1):
+    with refused(ConfigError, f"watch {path}: cannot be read"), path.open("rb") as file:
+        for number, text in enumerate(file, 1):
             if damaged:  # the last line of a recording may be cut off, no other
                 raise ConfigError(f"watch {path}: {damaged}")
             try:

@@ -2,3 +2,5 @@
 
 #: the interface of a host to itself
 LOOPBACK = "lo"
+#: order of the launcher to a worker: finish the step and stop
+STOP = b"s"

@@ -26,6 +26,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ..dependency import EpochEnds, PipeError
+from . import STOP
 from .shape_changes import ShapeChanges
 
 if TYPE_CHECKING:
@@ -69,9 +70,6 @@ class Ordered(Protocol):
 
     def order(self, order: bytes) -> None:
         """Send it an order."""
-
-    def order_stop(self) -> None:
-        """Ask it to finish the step and stop."""
 
     def kill(self) -> None:
         """Kill it, and all processes that it has started."""
@@ -260,7 +258,7 @@ class Epochs:
             lines.append("a stage would have no worker, so all stop after a step")
             goes_now = set()
             for worker in self._workers:
-                worker.order_stop()
+                worker.order(STOP)
         gone = (self._now.gone - comes) | goes_now
         places, why = self._shapes.chosen(comes, gone)
         leave = [f"worker {each} goes ({self._evicted[each]})" for each in sorted(goes_now)]

@@ -27,7 +27,6 @@ except ImportError as error:
     raise ConfigError("--hosts: needs zmq; pip install '.[zmq]'") from error
 
 from ..workers.transport.keys import Keys, KeyServer
-from . import launcher_link as link
 from .interfaces import interface_towards, read_key, resolved
 from .job import HOSTS, KEY, Job, seconds
 from .worker_process import WorkerEvent
@@ -49,10 +48,6 @@ class RemoteWorker:
         """Send it an order of the launcher; its host has all of the journal before."""
         self._host.share()
         self._host.send("order", self.rank, order.decode())
-
-    def order_stop(self) -> None:
-        """Ask it to finish the step and stop."""
-        self.order(link.STOP)
 
     def kill(self) -> None:
         """Kill the process and all processes that it has started."""

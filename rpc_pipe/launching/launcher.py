@@ -22,6 +22,7 @@ from ..tracing import run_folders
 from ..tracing.boards import RunBoards
 from ..tracing.run_folders import RUN_FAILED, RUN_STOPPED, Ending, tell_end
 from ..tracing.run_summary import summary
+from . import STOP
 from . import launcher_link as link
 from .attempt import Attempt
 from .causes import Cause
@@ -35,8 +36,6 @@ if TYPE_CHECKING:
 
 #: signals that stop a run after its step: Ctrl-C, a cluster's request, a closed terminal
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-#: most workers of one machine; each is a process that loads torch
-_MOST_PROCESSES = 1024
 #: the workers' program: by path, so that Python imports nothing from the current folder, as it would behind -m
 PROGRAM = Path(__file__).parents[1] / "__main__.py"
 #: seconds that a run may take to stop, if no user is present to ask again
@@ -93,8 +92,6 @@ class Launcher:
         self._world_size = num_processes
         self._reporter = reporter
         self._how = how
-        if self._num_processes > _MOST_PROCESSES:
-            raise ConfigError(f"--workers {num_processes}: one machine starts at most {_MOST_PROCESSES}; see torchrun")
         if how.port:
             _check_port(how.port)
         self._stop_s = seconds(os.environ, STOP_TIMEOUT, _STOP_S)
@@ -241,7 +238,7 @@ class Launcher:
 
     def _order_stop(self) -> None:
         for worker in self._workers:
-            worker.order_stop()
+            worker.order(STOP)
 
     def _tick(self) -> None:
         """Announce a stop that a signal has requested, and kill workers that take too long for it."""

@@ -36,6 +36,7 @@ from ..tracing.own_boards import (
     tell_failure,
 )
 from ..tracing.run_folders import RUN_FAILED, Ending, tell_end
+from . import STOP
 
 logger = logging.getLogger(__name__)
 
@@ -46,8 +47,6 @@ FOLDER = "RPC_PIPE_FOLDER"
 #: environment variable: the reaction to a loss that is not finite
 NAN = "RPC_PIPE_NAN"
 NANS = "stop", "warn", "ignore"
-#: order of the launcher: finish the step and stop
-STOP = b"s"
 #: signals with the same meaning under torchrun, and their default handlers
 _STOPS = {signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
 #: seconds between checks whether a stop is still possible, and for reporting that it is not
@@ -75,18 +74,17 @@ _instead: Callable[[dict[str, Any]], None] | None = None
 
 
 @cache
-def _own_end() -> tuple[int, int] | None:
-    """Return the descriptor of the socket to the launcher, and its inode; None: there is no launcher.
+def _own_end() -> int:
+    """Return the descriptor of the socket to the launcher; -1: there is no launcher.
 
     It is cached before the script runs, which may clear the environment.
     """
-    descriptor = int(os.environ.get(LINK, -1))
-    return (descriptor, os.fstat(descriptor).st_ino) if descriptor >= 0 else None
+    return int(os.environ.get(LINK, -1))
 
 
 def present() -> bool:
     """Return whether there is a launcher."""
-    return _own_end() is not None
+    return _own_end() >= 0
 
 
 def tell(**message: Any) -> None:
@@ -94,17 +92,13 @@ def tell(**message: Any) -> None:
     global _concluded, _failed
     _concluded |= message["kind"] == "result"
     _failed |= message["kind"] in ("failure", "wrong input")
-    if (found := _own_end()) is not None:
-        descriptor, inode = found
-        with suppress(OSError):
-            # A script may have closed the socket and opened another file with its number.
-            if os.fstat(descriptor).st_ino == inode:
-                with _lock, open(descriptor, "w", closefd=False) as pipe:
-                    pipe.write(json.dumps(message) + "\n")
-                return
+    if present():
+        with suppress(OSError), _lock, open(_own_end(), "w", closefd=False) as pipe:
+            pipe.write(json.dumps(message) + "\n")
+            return
     elif message["kind"] in ("failure", "wrong input"):
         tell_failure(message["text"], consequence=message.get("error") in ("PeerLost", "NotMet"))
-    if found is None and _instead is not None:
+    if not present() and _instead is not None:
         _instead(message)
     elif "text" in message:  # on a failure the launcher shows a worker's last printed lines
         print(message["text"], file=sys.stderr)
@@ -124,11 +118,10 @@ def hold_leash() -> None:
     SIGKILL: the thread also ends what this process has started, and clears up. And it does no harm to a worker whose
     parent is only a thread of the launcher that ends.
     """
-    if (found := _own_end()) is not None:
-        ctypes.CDLL(None).prctl(1, signal.SIGCONT)  # PR_SET_PDEATHSIG of prctl(2)
-        left = os.environ.get(FOLDER, ""), os.environ.get(run_folders.FOLDER, run_folders.OFF)
-        # A separate descriptor, because a script may close the other.
-        threading.Thread(target=_follow, args=(os.dup(found[0]), *left), name="leash", daemon=True).start()
+    ctypes.CDLL(None).prctl(1, signal.SIGCONT)  # PR_SET_PDEATHSIG of prctl(2)
+    left = os.environ.get(FOLDER, ""), os.environ.get(run_folders.FOLDER, run_folders.OFF)
+    # A separate descriptor, because a script may close the other.
+    threading.Thread(target=_follow, args=(os.dup(_own_end()), *left), name="leash", daemon=True).start()
 
 
 def lodge_children() -> None:

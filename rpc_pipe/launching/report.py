@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
-import re
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -13,16 +11,12 @@ from typing import IO, Any, ClassVar, cast
 
 from rich.console import Console
 
-_ENDLESS = re.compile(r"\S{400,}")
-
 
 class _Output:
     """A wrapper of stdout or stderr that survives write errors, so that training goes on."""
 
     def __init__(self, name: str) -> None:
         self._name = name
-        #: whether a write has failed
-        self.failed = False
 
     def write(self, text: str) -> int:
         try:
@@ -30,24 +24,23 @@ class _Output:
         except UnicodeEncodeError as error:  # write at least the characters that its encoding has
             known = text.replace("─", "-").encode(error.encoding, "backslashreplace")
             return self.write(known.decode(error.encoding))
-        except (OSError, ValueError, AttributeError):  # closed, full, or there is none
+        except (OSError, ValueError):  # closed, or full
             self._give_up()
         return len(text)
 
     def flush(self) -> None:
         try:
             getattr(sys, self._name).flush()
-        except (OSError, ValueError, AttributeError):
+        except (OSError, ValueError):
             self._give_up()
 
     def _give_up(self) -> None:
         """Drop buffered output; the interpreter would try to write it at its end."""
-        self.failed = True
-        with suppress(OSError, ValueError, AttributeError):
+        with suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), getattr(sys, self._name).fileno())
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(getattr(sys, self._name) or io.StringIO(), name)
+        return getattr(getattr(sys, self._name), name)
 
 
 class Reporter:
@@ -57,7 +50,6 @@ class Reporter:
     reword: ClassVar[Callable[[str], str]] = str
 
     def __init__(self, as_json: bool = False) -> None:
-        self._out = _Output("stdout")
         self.console, self.aside = _console("stderr" if as_json else "stdout"), _console("stderr")
         #: follow-ups of the results shown so far
         self.exit_code = 0
@@ -78,8 +70,8 @@ class Reporter:
             self.progress(message["text"])
         elif "text" in message:
             self.text(message["text"])
-            if kind == "result":
-                self._print_json(message["json"])
+            if kind == "result" and self._json:
+                print(json.dumps(message["json"]), flush=True)
 
     def text(self, text: str) -> None:
         """Show text, such as a line of the launcher."""
@@ -99,38 +91,19 @@ class Reporter:
         """Show the first cause, then its consequences in one line."""
         width = min(self.console.width, 100)
         self.console.print(f"── {title} ".ljust(width, "─"), style="bold red", markup=False)
-        self.console.print(_printable(text.rstrip()), markup=False)
+        self.console.print(text.rstrip(), markup=False)
         self.console.print("─" * width, style="bold red")
         if consequences:
-            self.console.print(f"consequences: {_printable('; '.join(consequences))}", markup=False)
+            self.console.print(f"consequences: {'; '.join(consequences)}", markup=False)
 
     def error(self, text: str) -> None:
         """Show wrong input."""
-        _console("stderr").print(f"error: {_readable(Reporter.reword(text))}", markup=False)
+        _console("stderr").print(f"error: {Reporter.reword(text)}", markup=False)
 
     def roll_call(self, lines: Sequence[str], stacks: Sequence[str]) -> None:
         """Show the report on a stall."""
         for line in ["nothing has finished for a while:", *(f"  {line}" for line in lines), *stacks]:
-            self.console.print(_printable(line), markup=False)
-
-    def _print_json(self, found: Any) -> None:
-        if not self._json:
-            return
-        self._out.write(json.dumps(found) + "\n")
-        self._out.flush()
-        if self._out.failed:
-            self.error("--json: stdout cannot be written")
-            self.exit_code = max(self.exit_code, 1)
-
-
-def _readable(text: str) -> str:
-    """Return a text from wrong input with long words cut, and printable."""
-    return _printable(_ENDLESS.sub(lambda found: f"{found[0][:80]}... ({len(found[0])} characters)", text))
-
-
-def _printable(text: str) -> str:
-    """Return a text from an unknown source with control characters, which move cursors, as escapes."""
-    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
+            self.console.print(line, markup=False)
 
 
 def _console(name: str) -> Console:

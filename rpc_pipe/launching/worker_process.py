@@ -65,10 +65,6 @@ class WorkerProcess:
         #: whether its end has been reported
         self.ended = False
 
-    def order_stop(self) -> None:
-        """Ask it to finish the step and stop."""
-        self.order(link.STOP)
-
     def order(self, order: bytes) -> None:
         """Send an order of the launcher."""
         with suppress(OSError):  # it has ended

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import sys
 from collections.abc import Mapping
 from functools import cache
 
@@ -36,16 +35,15 @@ def keep_freed_memory() -> None:
     """Let this process keep freed memory, up to its peak.
 
     Holds for the main thread and for the threads that start after the first call. Does nothing where the user has set
-    a variable MALLOC_..., and without glibc.
+    a variable MALLOC_....
     """
     if _is_told(os.environ):
         return
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if mallopt is not None:
-        mallopt(_MMAP_MAX, _NONE)
-        mallopt(_TRIM_THRESHOLD, _NEVER)
-        mallopt(_ARENA_MAX, _MAIN)
-        mallopt(_MOST_CACHED, _NONE)
+    mallopt = ctypes.CDLL(None).mallopt
+    mallopt(_MMAP_MAX, _NONE)
+    mallopt(_TRIM_THRESHOLD, _NEVER)
+    mallopt(_ARENA_MAX, _MAIN)
+    mallopt(_MOST_CACHED, _NONE)
 
 
 def _is_told(environ: Mapping[str, str]) -> bool:

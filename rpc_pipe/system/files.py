@@ -5,42 +5,32 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import stat
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import IO, Any
+from typing import Any
 
 from ..dependency import ConfigError, PipeError
 
-#: most bytes of a file that a user writes or edits; as JSON it takes up to fifty times the memory
-MOST_BYTES = 2**23
-#: most bytes of a script or module
-_MOST_CODE = 2**22
 #: errors of data of another form than expected
 DAMAGED = ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError
 
 
-def read_file(path: Path, said: str, encoding: str = "utf-8", most: int = MOST_BYTES) -> str:
-    """Return the text in a file of at most `most` bytes.
+def read_file(path: Path, said: str, encoding: str = "utf-8") -> str:
+    """Return the text in a file.
 
     Args:
         said: the option as typed, for errors.
 
     Raises:
-        ConfigError: the file cannot be read, is too large, or is no text.
+        ConfigError: the file cannot be read, or is no text.
     """
-    with refused(ConfigError, f"{said}: cannot be read"), open_regular(path, said) as file:
-        content = file.read(most + 1)  # its size is no bound: the file may grow, or be made by the system
-    if len(content) > most:
-        from .sizes import format_bytes
-
-        raise ConfigError(f"{said}: has more than {format_bytes(most)}, the most that is read")
     try:
-        return content.decode(encoding)
+        with refused(ConfigError, f"{said}: cannot be read"):
+            return path.read_text(encoding)
     except UnicodeDecodeError as error:
         raise ConfigError(f"{said}: is no text: {error}") from error
 
@@ -58,43 +48,16 @@ def refused(kind: type[PipeError], said: str, advice: str = "") -> Iterator[None
         raise kind(f"{said}: {error.strerror or error}{advice}") from error
 
 
-def open_regular(path: Path, said: str) -> IO[bytes]:
-    """Open a file for reading.
-
-    Raises:
-        ConfigError: it is a folder, a pipe or a device: to open a pipe without a writer would wait for ever.
-        OSError: it cannot be opened.
-    """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise ConfigError(f"{said}: is not a regular file")
-    return open(descriptor, "rb")
-
-
-def read_json(path: Path, said: str, most: int = MOST_BYTES) -> Any:
+def read_json(path: Path, said: str) -> Any:
     """Return the value that a file of JSON holds.
 
     Raises:
         ConfigError: as `read_file`, or it is no JSON.
     """
-    text = read_file(path, said, "utf-8-sig", most)
-    if (
-        len(text) > MOST_BYTES and text[0] != "{"
-    ):  # 24 MB of lists take 1 GB; large files are objects that were written here
-        raise ConfigError(f"{said}: cannot be read as JSON: begins with {text[0]!r} instead of an object")
     try:
-        return json.loads(text)
+        return json.loads(read_file(path, said, "utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{said}: cannot be read as JSON: {error}") from error
-
-
-def refuse_large_code(path: Path, said: str) -> None:
-    """Refuse a file that is too large to be a script, as Python takes a hundred times the memory to parse it."""
-    if path.stat().st_size > _MOST_CODE:
-        from .sizes import format_bytes
-
-        raise ConfigError(f"{said}: {path} has more than {format_bytes(_MOST_CODE)}, so it is no script")
 
 
 def load_module(path: Path, name: str, said: str, *, first: bool = False) -> ModuleType:
@@ -110,7 +73,6 @@ def load_module(path: Path, name: str, said: str, *, first: bool = False) -> Mod
     """
     if not path.is_file():
         raise ConfigError(f"{said}: there is no file {path}")
-    refuse_large_code(path, said)
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -101,11 +100,7 @@ class BoardFile:
         self._open()
 
     def _open(self) -> None:
-        file = File(os.open(self._path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):  # a pipe, say
-            raise OSError(f"{self._path} is not a regular file")
-        self._file = file
-        self._at = HEAD.size
+        self._file, self._at = File(self._path), HEAD.size
 
     def since(self, seen: int) -> bytes:
         """Return the head, and the whole lines that are new since the last call."""
@@ -150,13 +145,10 @@ def decode_record(read: dict[str, Any], offset_ns: int = 0) -> StepRecord:
         "actions": [Record(_parsed(name), start + offset_ns, end + offset_ns) for name, start, end in read["actions"]],
         "arrivals": [Arrived(_parsed(name), peer, size, at + offset_ns) for name, peer, size, at in read["arrivals"]],
     }
-    found = {**read, **times, **parts}
-    # Another version has other fields.
-    return StepRecord(**{name: value for name, value in found.items() if name in _FIELDS})
+    return StepRecord(**{**read, **times, **parts})
 
 
 _parsed = lru_cache(maxsize=2**14)(Action.parse)
-_FIELDS = {each.name for each in fields(StepRecord)}
 
 
 def _action(code: int) -> Action | None:

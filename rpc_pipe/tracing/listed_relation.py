@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from ..dependency import Action, ConfigError, Spec, updates_a_step
+from ..dependency import Action, Spec, updates_a_step
 from ..dependency.indexes import split_step
 from ..dependency.parallelism import Parallelism
 from ..planning.specs import make_spec
@@ -23,15 +23,9 @@ def spec_of_listings(listings: Sequence[Mapping[str, Any]], num_microbatches: in
 
     Args:
         num_microbatches: of a smaller batch; later microbatches are left out.
-
-    Raises:
-        ConfigError: the listings do not fit together.
     """
     count: int = num_microbatches or listings[0]["microbatches"]
-    try:
-        cls: type[ListedRelation] = type(listings[0]["schedule"], (ListedRelation,), _relation(listings, count))
-    except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"listing: cannot be read: {error}") from error
+    cls: type[ListedRelation] = type(listings[0]["schedule"], (ListedRelation,), _relation(listings, count))
     return cls(num_workers=len(listings), num_microbatches=count)
 
 

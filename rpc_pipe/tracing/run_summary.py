@@ -66,14 +66,10 @@ def summary(found: dict[str, Any], *more: str) -> str:
     """Return what is told of a run at its end, from its figures; with lines of `more`."""
     epoch = f"figures are of epoch {found['epoch']}, from step {found['first_step']}" if "epoch" in found else ""
     lines = [*more, epoch and f"{epoch}: workers were others before"]
-    return "\n".join([sentence(found), *filter(None, lines), *_observed(found), *lost_lines(found)])
-
-
-def _observed(found: dict[str, Any]) -> list[str]:
-    """Return a line on the forwards of a whole model that were observed, if any were."""
-    if "observations" not in found:
-        return []
-    return [f"the model was observed {_count(found['observations'], 'time')}: {found['observed_s']:.1f} s of workers"]
+    if "observations" in found:
+        times = _count(found["observations"], "time")
+        lines.append(f"the model was observed {times}: {found['observed_s']:.1f} s of workers")
+    return "\n".join([sentence(found), *filter(None, lines), *lost_lines(found)])
 
 
 def lost_lines(found: dict[str, Any]) -> list[str]:

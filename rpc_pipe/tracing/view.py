@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ..dependency import ConfigError, Spec
+from ..dependency import Spec
 from ..drawing.timeline import row_names
 from ..workers.hooks import StepRecord
 from .board import State
@@ -118,7 +118,7 @@ class View:
         #: by process, an id of its pipeline: steps of its next one count from 1 again
         self.pipelines: dict[int, int] = {}
         #: by number of microbatches, and that of the listings
-        self._specs: dict[tuple[int, int], Spec | None] = {}
+        self._specs: dict[tuple[int, int], Spec] = {}
         self._lost: tuple[float, int, LostTime | None] = (0.0, -1, None)
         #: the epoch of an elastic job, and the first step that it has completed
         self.epoch, self.first_step = 0, 0
@@ -261,11 +261,7 @@ class View:
             return None
         key = num_microbatches, most
         if key not in self._specs:
-            try:
-                self._specs[key] = spec_of_listings(listings, num_microbatches)
-            except ConfigError as error:
-                self._specs[key] = None
-                self.note(str(error), warning=True)
+            self._specs[key] = spec_of_listings(listings, num_microbatches)
         return self._specs[key]
 
     # --- steps

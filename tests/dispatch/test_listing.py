@@ -3,7 +3,6 @@
 import json
 
 import pytest
-from refusals import refused
 
 from rpc_pipe.dependency import B, F, G, I, R, U, W, entries
 from rpc_pipe.dependency.relocating import relocated
@@ -58,10 +57,3 @@ def test_slices_are_slices_of_microbatches():
     read = spec_of_listings(written(spec))
     assert read.parallelism.slices == (3, 2, 1)
     assert simulate(read, COST).peak_activations == simulate(spec, COST).peak_activations
-
-
-def test_what_does_not_fit_together_is_refused():
-    programs = written(make_spec("1f1b", 2, 2, {}))
-    programs[1]["program"][0][0] = "nonsense"
-    with refused("listing"):
-        spec_of_listings(programs)

@@ -356,7 +356,6 @@ def test_a_loss_functions_error_is_called_that_and_shown_once():
     [
         (lambda: Pipeline({}, mse_loss, num_microbatches=2), "model: is a dict; must be a module, a list of layers"),
         (lambda: Pipeline([nn.Linear(2, 2)], mse_loss, plan=[]), "plan []: must be a plan of rpc-pipe plan, its file"),
-        (lambda: pipeline().listen(-1), "listener -1: must be callable as listener(worker)"),
     ],
 )
 def test_values_of_a_wrong_type_get_a_sentence(call, sentence):
