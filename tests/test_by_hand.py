@@ -205,45 +205,6 @@ def test_another_module_in_the_users_list_is_refused():
         pipe.step((X[0], X[0]))
 
 
-class Named(Scaled):
-    """Computes by what is in a list, as adapters note there which of them are merged."""
-
-    def __init__(self):
-        super().__init__()
-        self.merged = []
-
-    def forward(self, x):
-        return self.linear(x) / (1 + len(self.merged))
-
-
-@pytest.mark.parametrize("whole", [True, False])
-def test_copies_follow_lists_of_names_and_weights_that_are_clipped(whole):
-    """Lists of names stayed as they were in all copies."""
-    torch.manual_seed(0)
-    model = Whole() if whole else nn.Sequential(*(Named() for _ in range(4)))
-    if whole:
-        model.blocks = nn.ModuleList(Named() for _ in range(4))
-    alone = copy.deepcopy(model)
-    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
-    pipe = Pipeline(
-        model, nn.functional.mse_loss, training=Training(partial(torch.optim.SGD, lr=0.1)), schedule="chimera",
-        num_workers=2, num_microbatches=2,
-    )  # fmt: skip
-    for step, x in enumerate(X[:4]):
-        loss = nn.functional.mse_loss(alone(x), x)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        assert pipe.step((x, x)) == pytest.approx(loss.item()), step
-        for some in (model, alone):
-            for parameter in some.parameters():
-                with torch.no_grad():
-                    parameter.clamp_(-0.1, 0.1)
-            for layer in some.modules():
-                if isinstance(layer, Named) and step == 1:
-                    layer.merged.append("default")
-
-
 class Tied(nn.Module):
     """Ends with the weight that it begins with, of which the last stage has a copy."""
 
@@ -258,6 +219,33 @@ class Tied(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(x)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_tied_weight_is_frozen_and_thawed_on_all_stages(whole):
+    """In a list of layers the last stage went on training its copy of a weight that the script had frozen."""
+    torch.manual_seed(0)
+    model = Tied()
+    if not whole:
+        model = nn.Sequential(model.embedding, *model.blocks, model.head)
+    alone = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+    ids = torch.arange(16).reshape(4, 4)
+
+    def loss_fn(output, target):
+        return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+    with Pipeline(
+        model, loss_fn, training=Training(partial(torch.optim.SGD, lr=0.1)), num_workers=2, num_microbatches=2
+    ) as pipe:
+        for step in range(4):
+            for some in (model, alone):
+                next(some.children()).requires_grad_(step not in (1, 2))
+            loss = loss_fn(alone(ids), ids)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            assert pipe.step((ids, ids)) == pytest.approx(loss.item()), step
 
 
 def test_no_step_reads_all_numbers_of_a_weight(monkeypatch):

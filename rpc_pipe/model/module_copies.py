@@ -58,7 +58,7 @@ class _Followed:
         if own is self._copy():
             return {}
         weights = [(name, own._parameters.get(name)) for name in self._weights]
-        return fingerprint(own, closely=True) | {name: OfWeight.now(w) for name, w in weights if w is not None}
+        return fingerprint(own) | {name: OfWeight.now(w) for name, w in weights if w is not None}
 
     def refuse_change(self) -> None:
         """Raise ModelError if the structure was changed."""
@@ -84,7 +84,7 @@ class _Followed:
             if name in self._weights:
                 _follow_weight(name, before[name], own._parameters[name], made._parameters[name])
             elif (buffer := own._buffers.get(name)) is None:
-                setattr(made, name, now[name])  # a copy, if it is a container
+                setattr(made, name, now[name])
             elif (held := made._buffers.get(name)) is not None and held is not buffer:
                 held.data = buffer.detach().to(held.device, copy=True)  # graphs may have saved the old memory
 
@@ -100,18 +100,13 @@ class _Followed:
 
 
 def _follow_weight(name: str, before: OfWeight, parameter: Any, copy: Any) -> None:
-    now = OfWeight.now(parameter)
-    if now.hooks != before.hooks:
+    now, is_written = OfWeight.now(parameter), OfWeight.now(parameter)[:2] != before[:2]
+    if now.hooks != before.hooks or (is_written and copy.device != parameter.device):
         raise ModelError(
-            f"model: a hook of parameter {name} was registered or removed, of which other workers have copies: do so "
-            "before the pipeline is made"
+            f"model: parameter {name} on {parameter.device} was written or got a hook, and stages compute with a copy "
+            f"on {copy.device}: do so before the pipeline is made, or change the stages' modules by pipe.modify"
         )
-    if now[:2] != before[:2]:
-        if copy.device != parameter.device:
-            raise ModelError(
-                f"model: parameter {name} was changed on {parameter.device}, where it is not trained: stages compute "
-                f"by copies on {copy.device}; move the model there before the pipeline is made"
-            )
+    if is_written:
         copy.data.copy_(parameter.detach())
     copy.requires_grad_(parameter.requires_grad)
 

@@ -160,9 +160,8 @@ class LayerPartition:
 
             tied, parameters = self._ties.copied(stage, zip(layers, made, strict=True))
             copies |= zip(tied, copies_of(tied, parameters), strict=True)
-        if route > 0:
-            for module, copy_of in copies.items():
-                self.module_copies.add(module, copy_of, runs=True)
+        for module, copy_of in copies.items():
+            self.module_copies.add(module, copy_of, runs=True)
         for module in {module for layer, module in pairs if layer is module} - copies.keys():
             for part in module.modules():
                 self.module_copies.watch(part, unnamed_parts)

@@ -13,10 +13,6 @@ from .shard import Shard
 PLAIN = frozenset((bool, int, float, str))
 #: where a module has the hooks of its calls
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-#: containers with contents that are followed
-_CONTAINERS = frozenset((list, dict, set))
-#: larger containers count as constant tables
-_MAX_ITEMS = 64
 
 
 class OfWeight(NamedTuple):
@@ -71,30 +67,14 @@ class ByHand:
         return found
 
 
-def fingerprint(module: nn.Module, *, closely: bool = False) -> dict[str, Any]:
-    """Return values that differ if a module was changed by hand, by name: mode, plain attributes, and buffers.
-
-    Args:
-        closely: look into small containers of plain values, such as a list of names. A list that a caller empties
-            between two steps has not been read.
-    """
+def fingerprint(module: nn.Module) -> dict[str, Any]:
+    """Return values that differ if a module was changed by hand, by name: mode, plain attributes, and buffers."""
     held = vars(module)
-    found = {"training": held.get("training")}
-    for name in held.keys() - OF_TORCH:
-        value = held[name]
-        if type(value) in PLAIN:
-            found[name] = value
-        elif closely and type(value) in _CONTAINERS and _is_plain(value):
-            found[name] = value.copy()
+    plain = {name: held[name] for name in held.keys() - OF_TORCH if type(held[name]) in PLAIN}
     buffers = (held.get("_buffers") or {}).items()
-    return found | {name: _of_buffer(buffer) for name, buffer in buffers if buffer is not None}
+    return {"training": held.get("training")} | plain | {n: _of_buffer(b) for n, b in buffers if b is not None}
 
 
 def _of_buffer(buffer: Tensor) -> tuple[int, int]:
     """Return a state that differs if a buffer was written, except through `.data` or numpy."""
     return id(buffer), -1 if buffer.is_inference() else buffer._version
-
-
-def _is_plain(container: Any) -> bool:
-    values = (container, container.values()) if type(container) is dict else (container,)
-    return len(container) <= _MAX_ITEMS and all(PLAIN.issuperset(map(type, each)) for each in values)
