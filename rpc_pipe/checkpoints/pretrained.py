@@ -152,13 +152,7 @@ def load(actor: WorkerActor, where: Path, strict: bool) -> Loaded:
     return loaded
 
 
-def save(
-    actor: WorkerActor,
-    where: Callable[[], Path],
-    config: Any,
-    left_out: Collection[str],
-    wait_s: float,
-) -> Path:
+def save(actor: WorkerActor, where: Callable[[], Path], config: Any, left_out: Collection[str], wait_s: float) -> Path:
     """Write the weights alone, as `from_pretrained` takes them; return their folder.
 
     Args:

@@ -59,12 +59,7 @@ class Snapshot:
     """
 
     def __init__(
-        self,
-        actor: WorkerActor,
-        *,
-        separate: bool = False,
-        left_out: Collection[str] | None = None,
-        epoch: int = 0,
+        self, actor: WorkerActor, *, separate: bool = False, left_out: Collection[str] | None = None, epoch: int = 0
     ) -> None:
         self.epoch = epoch
         # Processes that write a part each: workers, or their members.

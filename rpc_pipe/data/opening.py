@@ -11,12 +11,7 @@ from .source import Source
 from .storage import Storage
 
 _SIZE = 224
-_ENDINGS = {
-    "tokens": token_files.ENDINGS,
-    "tables": tables.ENDINGS,
-    "images": maps.IMAGES,
-    "text": packing.ENDINGS,
-}
+_ENDINGS = {"tokens": token_files.ENDINGS, "tables": tables.ENDINGS, "images": maps.IMAGES, "text": packing.ENDINGS}
 #: argument -> the kind of source that it is of
 _READ = {"dtype": "tokens", "inputs": "tables", "targets": "tables", "tokenizer": "text"}
 

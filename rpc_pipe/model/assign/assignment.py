@@ -73,11 +73,7 @@ class Assignment:
     """
 
     def __init__(
-        self,
-        observation: Observation,
-        cut: Sequence[range],
-        owners: Owners | None = None,
-        blocks: Sequence[str] = (),
+        self, observation: Observation, cut: Sequence[range], owners: Owners | None = None, blocks: Sequence[str] = ()
     ) -> None:
         self._observation, self._blocks = observation, blocks
         self._owners = owners

@@ -47,12 +47,7 @@ class Microbatches(StepData):
 
     @classmethod
     def of(
-        cls,
-        batch: Tree | None,
-        microbatches: Sequence[Tree] | None,
-        num_microbatches: int,
-        number: int,
-        pair: Pair,
+        cls, batch: Tree | None, microbatches: Sequence[Tree] | None, num_microbatches: int, number: int, pair: Pair
     ) -> Microbatches:
         """Split `batch` into at most `num_microbatches`, or take the microbatches that the user has split.
 
@@ -110,13 +105,7 @@ class Microbatches(StepData):
             self.lazy.finished()
 
     @classmethod
-    def read(
-        cls,
-        batch: LazyBatch,
-        pair: tuple[Tree, Tree],
-        parts: int,
-        own: OwnRows | None = None,
-    ) -> Microbatches:
+    def read(cls, batch: LazyBatch, pair: tuple[Tree, Tree], parts: int, own: OwnRows | None = None) -> Microbatches:
         """Split the read part of a lazy batch.
 
         Args:

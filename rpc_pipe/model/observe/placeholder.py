@@ -21,9 +21,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedOperatorException,
 )
-from torch._subclasses.fake_tensor import (
-    FakeTensor as FakeTensor,
-)
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .model_kinds import attributes_of

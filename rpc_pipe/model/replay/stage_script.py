@@ -71,12 +71,7 @@ class Script:
     """
 
     def __init__(
-        self,
-        observation: Observation,
-        skeleton: Skeleton,
-        stage: int,
-        cut: Sequence[range],
-        owners: Owners,
+        self, observation: Observation, skeleton: Skeleton, stage: int, cut: Sequence[range], owners: Owners
     ) -> None:
         self._skeleton, self.stage = skeleton, stage
         assignment = Assignment(observation, cut, owners)
