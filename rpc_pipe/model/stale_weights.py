@@ -6,7 +6,7 @@ still have their values from before.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 from weakref import ref
 
@@ -15,39 +15,36 @@ from torch import Tensor, nn
 
 from ..dependency import ModelError
 from ..workers.compute.by_hand import OfWeight
-from ..workers.compute.digest import digest
 
 
 class _StaleWeights:
-    """The weights of a module that only other processes train.
+    """A forward pre-hook of a module, one for each pipeline of its model. Copies and pickles of it refuse nothing.
 
     Args:
-        weights: these, by name.
+        weights: the module's weights that only other processes train, by name.
         here: the weights of the whole model that this process trains.
     """
 
-    def __init__(self, weights: dict[str, nn.Parameter], here: Sequence[nn.Parameter]) -> None:
-        self._weights = weights
-        self._here = [ref(parameter) for parameter in here]
-        self._note()
+    def __init__(self, weights: Mapping[str, nn.Parameter] = {}, here: Sequence[nn.Parameter] = ()) -> None:
+        self._weights, self._here = weights, [ref(parameter) for parameter in here]
+        self._noted = self._now()
 
-    def _note(self) -> None:
-        self._before = self._now()
-        self._trained = [_state(parameter()) for parameter in self._here]
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _StaleWeights, ()
 
-    def _now(self) -> list[Any]:
-        return [(_state(weight), digest([weight])) for weight in self._weights.values()]
+    def _now(self) -> tuple[list[Any], list[Any]]:
+        return [*map(_state, self._weights.values())], [_state(parameter()) for parameter in self._here]
 
-    def refuse(self) -> None:
-        """Refuse their use, unless nothing has been trained or trained values have been loaded since.
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        """Refuse the weights, unless nothing has been trained or trained values have been loaded since.
 
         Raises:
             ModelError: they are stale.
         """
-        if self._trained == [_state(parameter()) for parameter in self._here]:
+        (before, trained), (now, trained_now) = self._noted, self._now()
+        if trained == trained_now:
             return
-        pairs = zip(self._weights, self._before, self._now(), strict=True)
-        stale = [name for name, before, now in pairs if before == now]
+        stale = [name for name, was, state in zip(self._weights, before, now, strict=True) if was == state]
         if stale:
             raise ModelError(
                 f"model: {stale[0]} is trained by another worker, and what this process has of it is from before; use "
@@ -55,24 +52,7 @@ class _StaleWeights:
                 "`state = pipe.weights.state_dict()` on all workers, and on worker 0, which gets them, "
                 "`model.load_state_dict(state)`"
             )
-        self._note()
-
-
-class _Refusal:
-    """A forward pre-hook of a user's module. Copies of the module and pickles of it have one that refuses nothing."""
-
-    def __init__(self, module: nn.Module | None = None) -> None:
-        self._module = None if module is None else ref(module)
-        #: one entry for each pipeline of the module
-        self.stale: list[_StaleWeights] = []
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        if self._module is not None and module is self._module():
-            for each in self.stale:
-                each.refuse()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Refusal, ()
+        self._noted = now, trained_now
 
 
 def refuse_stale_weights(model: nn.Module | Iterable[Any], here: Sequence[nn.Parameter]) -> None:
@@ -87,15 +67,14 @@ def refuse_stale_weights(model: nn.Module | Iterable[Any], here: Sequence[nn.Par
     """
     known, trained = set(here), [parameter for parameter in here if parameter.requires_grad]
     for prefix, module in _modules(model):
-        refusal = next((hook for hook in module._forward_pre_hooks.values() if isinstance(hook, _Refusal)), None)
-        if refusal is not None and not known.isdisjoint(module._parameters.values()):
-            refusal(module, ())
+        if not known.isdisjoint(module._parameters.values()):
+            for hook in module._forward_pre_hooks.values():
+                if isinstance(hook, _StaleWeights):
+                    hook(module, ())
         own = ((prefix + name, p) for name, p in module._parameters.items() if p is not None and p not in known)
         weights = {name: parameter for name, parameter in own if parameter.requires_grad}
         if weights and trained and not isinstance(module, torch.jit.ScriptModule):  # which takes no hooks
-            if refusal is None:
-                module.register_forward_pre_hook(refusal := _Refusal(module))
-            refusal.stale.append(_StaleWeights(weights, trained))
+            module.register_forward_pre_hook(_StaleWeights(weights, trained))
 
 
 def _state(parameter: Tensor | None) -> tuple[int, ...]:
