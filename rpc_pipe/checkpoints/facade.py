@@ -130,9 +130,7 @@ class Checkpoints:
 
         where = path_of(folder)
         if self._run.recovery is not None and self._run.recovery.repeats:
-            raise ConfigError(
-                "checkpoints.load: a newcomer has the state of a live worker; resume by --resume, which it leaves out"
-            )
+            raise ConfigError("checkpoints.load: a newcomer has the state of a live worker; resume by --resume instead")
         self._run.results.refuse_averaged("checkpoints.load")
         self.settle()
         job = self.job  # with the learning rate of the script

@@ -206,9 +206,7 @@ def hold(folder: Path) -> None:
             if time.monotonic() > end:
                 who = os.read(file, _MOST_NOTED).decode(errors="replace")
                 os.close(file)
-                raise ConfigError(
-                    f"checkpoint folder {folder}: another job writes there, {who}; end it, or name another folder"
-                )
+                raise ConfigError(f"checkpoint folder {folder}: is another job's, {who}; end it, or name another one")
             time.sleep(_PAUSE_S)
         _held[_identity(os.fstat(file))] = file
         os.ftruncate(file, 0)

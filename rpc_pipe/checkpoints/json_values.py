@@ -55,9 +55,7 @@ def encoded(value: Any, what: str) -> Any:
         return {_PAIRS: [[encoded(key, what), encoded(each, what)] for key, each in value.items()]}
     if isinstance(value, Tensor) and value.numel() == 1:
         return {_TENSOR: [value.item(), str(value.dtype).removeprefix("torch.")]}
-    raise ConfigError(
-        f"{what} holds a {type(value).__name__}: a checkpoint takes numbers, texts, lists and dicts of them"
-    )
+    raise ConfigError(f"{what} holds a {type(value).__name__}; must be numbers, texts, lists and dicts of these")
 
 
 def decoded(value: Any) -> Any:

@@ -66,8 +66,7 @@ class Pretrained:
                     raise ConfigError(f"{self.path / file}: is missing, and the index names it")
         else:
             raise ConfigError(
-                f"{path}: has neither {folder.INDEX} nor {_SINGLE}; pickles (.bin) can run code and are not read: "
-                "save the model again as safetensors"
+                f"{path}: has neither {folder.INDEX} nor {_SINGLE}; pickles are not read: save it again as safetensors"
             )
 
     def prefix(self, names: set[str]) -> tuple[str, str]:

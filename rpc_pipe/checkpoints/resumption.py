@@ -78,9 +78,8 @@ class Resumption:
         self._asked += 1
         if not self.behind and batch != self.batch and batch and self.batch:
             raise ConfigError(
-                f"--resume: the last step before the checkpoint was of {self.batch}, and is of {batch}: the data, "
-                "their order or the rows of a batch have changed; continue with the same, or start "
-                "again without --resume"
+                f"--resume: the last step before the checkpoint was of {self.batch}, and is of {batch}; continue with "
+                "the same data, order and rows, or start again without --resume"
             )
         return math.nan if self.behind else self.loss
 
@@ -91,10 +90,7 @@ class Resumption:
     def refuse_averaged(self, what: str) -> None:
         """Raise if the weights are their average: training, or a checkpoint, would go on from it."""
         if self.averaged:
-            raise ConfigError(
-                f"{what}: the weights are their average here, to evaluate or save them by `save`: call it outside of "
-                "`averaged`"
-            )
+            raise ConfigError(f"{what}: the weights are their average here; call it outside of `averaged`")
 
     def note_step(self, loss: float, batch: str, norm: float | None, rows: int) -> None:
         """Remember the result of a training step."""

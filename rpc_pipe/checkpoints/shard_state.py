@@ -71,9 +71,7 @@ def _checked(state: Mapping[str, Any]) -> dict[str, Tensor]:
     found = {}
     for name, tensor in state.items():
         if not isinstance(tensor, Tensor):
-            raise ConfigError(
-                f"{name}: a checkpoint takes tensors, and get_extra_state gives a {type(tensor).__name__}"
-            )
+            raise ConfigError(f"{name}: must be a tensor in a checkpoint, and is a {type(tensor).__name__}")
         found[name] = tensor
     return found
 
@@ -302,8 +300,8 @@ class Stages:
         for other in found[1:]:
             if self._options(other) != self._options(found[0]):
                 raise ConfigError(
-                    f"optimizer: parameters of one group here were in groups with other options, "
-                    f"{self._options(found[0])} and {self._options(other)}; make the groups as they were"
+                    f"optimizer: parameters of one group had other options, {self._options(found[0])} and "
+                    f"{self._options(other)}; make the groups as they were"
                 )
         return found
 

@@ -133,10 +133,7 @@ class Reader:
 
     def _restart(self, start: int, wanted: Wanted, own: SomeRows | None) -> None:
         if not self._end():  # the thread would go on to load chunks for batches that will not be taken
-            raise Stalled(
-                f"data {self._source.name}: has waited with a batch that nobody takes for {self._timeout_s:g} s; raise "
-                "timeout_s"
-            )
+            raise Stalled(f"data {self._source.name}: a batch was not taken for {self._timeout_s:g} s; raise timeout_s")
         had = self.residency.wanted
         if self._source.loads_parts and (wanted.inputs > had.inputs or wanted.targets > had.targets):
             self.residency.drop()  # the resident chunks lack the part that is wanted now

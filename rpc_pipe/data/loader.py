@@ -21,7 +21,7 @@ import numpy as np
 from ..dependency import ConfigError, refuse_below
 from ..model.batches.grouped import Grouped, GroupedBatch, LengthNeeds
 from ..model.batches.lazy_batch import LazyBatch, OwnRows, SomeRows
-from ..system.sizes import format_bytes, num_bytes
+from ..system.sizes import num_bytes
 from ..workers.transport.payload import Tree
 from .batch_making import Dealt, Reader, Share
 from .bijection import Numbers
@@ -83,16 +83,11 @@ class Loader:
     ) -> None:
         refuse_below(1, rows=rows, pipelines=pipelines, epochs=1 if epochs is None else epochs)
         if not 0 <= pipeline < pipelines or rows < pipelines:
-            raise ConfigError(
-                f"pipeline {pipeline} of {pipelines}: must be 0 to {pipelines - 1}, each with a row of {rows}"
-            )
+            raise ConfigError(f"pipeline {pipeline} of {pipelines}: must be 0 to {pipelines - 1}, each with a row")
         if readers not in ("users", "first"):
             raise ConfigError(f"readers {readers!r}: must be users or first")
         if readers == "first" and epochs is not None:
-            raise ConfigError(
-                f"epochs {epochs}: with readers='first' other workers cannot know where an epoch ends; end the loop "
-                "after so many steps"
-            )
+            raise ConfigError(f"epochs {epochs}: others cannot know where one ends with readers='first'; count steps")
         if (lengths is None) != (most_tokens is None):
             raise ConfigError("lengths: needs most_tokens=, the most tokens of a microbatch, and that needs lengths=")
         if lengths is not None and readers == "first":
@@ -121,8 +116,8 @@ class Loader:
         source = given() if self.readers == "first" and not isinstance(given, Source) and callable(given) else given
         if not isinstance(source, Source):
             raise ConfigError(
-                f"source {given!r}: must be one of rpc_pipe.data's, such as tokens(folder, context=1024), or "
-                "dataset(...) around a map-style dataset; with readers='first', or what makes one"
+                f"source {given!r}: must be of rpc_pipe.data, as tokens(folder, context=1024) or dataset(...); with "
+                "readers='first' also what makes one"
             )
         return source if self.lengths is None else self._of_lengths(source, self.lengths)
 
@@ -134,10 +129,7 @@ class Loader:
         if lengths.shape != (samples,) or lengths.dtype.kind not in "iu" or lengths.min() < 1:
             raise ConfigError(f"lengths: must be {samples} whole numbers of at least 1, one for each sample")
         if lengths.max() > self.most_tokens:
-            raise ConfigError(
-                f"most_tokens={self.most_tokens}: the longest sample has {lengths.max()} tokens; pass at least "
-                f"{lengths.max()}"
-            )
+            raise ConfigError(f"most_tokens={self.most_tokens}: the longest sample has {lengths.max()}; raise it")
         source = copy(source)
         source.keeps_rows = True
         return source
@@ -154,10 +146,7 @@ class Loader:
     def _ordered(self, window: int | None) -> Order:
         widest = widest_window(self.source.num_bytes, self.room, self._memory)
         if window is not None and not 1 <= window <= max(widest, 1):
-            raise ConfigError(
-                f"window {window}: must be 1 to {widest} chunks, which is what {format_bytes(self._memory)} hold; "
-                "raise memory for more"
-            )
+            raise ConfigError(f"window {window}: must be 1 to {widest} chunks; raise memory for more")
         return Order(self.source.sizes, self.seed, window or widest, self._shuffle)
 
     @property

@@ -64,9 +64,7 @@ def dataset(
         ConfigError: `samples` is no map-style dataset, is empty, or its samples are no pairs.
     """
     if not hasattr(samples, "__len__") or not hasattr(samples, "__getitem__"):
-        raise ConfigError(
-            f"dataset {type(samples).__name__}: must have a length and give samples[i]; iterable ones do not"
-        )
+        raise ConfigError(f"dataset {type(samples).__name__}: must have a length and samples[i]; iterable ones do not")
     if len(samples) == 0:
         raise ConfigError(f"dataset {type(samples).__name__}: has no samples")
     if chunk is not None and chunk < 1:
@@ -106,8 +104,7 @@ class Mapped(Source):
                 parts = [fields(sample, said) for said in self._keys]
             except (KeyError, TypeError) as error:
                 raise ConfigError(
-                    f"dataset {self.name}: its samples have {', '.join(map(repr, sample))}; "
-                    "name two of them with inputs= and targets="
+                    f"dataset {self.name}: its samples have {', '.join(map(repr, sample))}; name inputs= and targets="
                 ) from error
         elif isinstance(sample, (tuple, list)) and len(sample) == 2:
             parts = list(sample)

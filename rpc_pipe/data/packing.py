@@ -164,10 +164,7 @@ def _begun(folder: Path, new: Packed) -> Packed:
     except (LookupError, TypeError) as error:
         raise ConfigError(f"{folder}: its {note} is not one of rpc-pipe; name another folder") from error
     if found.identity != new.identity:
-        raise ConfigError(
-            f"{folder}: holds {len(found.shards)} shards of another text, or with another tokenizer, size or field; "
-            "name another folder"
-        )
+        raise ConfigError(f"{folder}: holds another text, or by another tokenizer, size or field; name another one")
     return found
 
 
@@ -267,9 +264,7 @@ def _loaded(name: str) -> Any:
         return load(name).backend_tokenizer
     except Exception as error:  # of the network by its own classes
         first = str(error).strip().split("\n")[0]
-        raise ConfigError(
-            f"tokenizer {name}: is no file or folder, and cannot be loaded as a model's: {first}"
-        ) from error
+        raise ConfigError(f"tokenizer {name}: is no file or folder, and no model's: {first}") from error
 
 
 class Document(NamedTuple):
@@ -315,7 +310,7 @@ def _lines(path: Path, shard: ShardFile, field: str, number: int, at: int) -> It
                 encoded = json.loads(line.decode("utf-8-sig"))[field].encode()
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise DataError(
-                    f"shard {shard.name}: the line at byte {begin} is no JSON object with a text {field!r}"
+                    f"shard {shard.name}: the line at byte {begin} is no JSON with a text {field!r}"
                 ) from error
             yield Document(number, begin, encoded, True, at)
 

@@ -47,9 +47,8 @@ def widest_window(num_bytes: Numbers, room: int, memory: int) -> int:
         both = 2 * int(largest[0])
         least = (both + max(memory * _USED - room, both / _AHEAD)) / _USED
         raise ConfigError(
-            f"memory {format_bytes(memory)}: chunks have up to {format_bytes(largest[0])}, and one must fit beside "
-            f"another and batches that are made ahead: needs {format_bytes(1.01 * least)}, or smaller chunks "
-            "(chunk_bytes, smaller shards)"
+            f"memory {format_bytes(memory)}: two chunks of up to {format_bytes(largest[0])} and batches must fit: "
+            f"needs {format_bytes(1.01 * least)}, or smaller chunks (chunk_bytes, smaller shards)"
         )
     return window
 

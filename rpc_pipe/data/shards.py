@@ -102,10 +102,7 @@ def find_shards(
     seen: dict[str, ShardFile] = {}
     for shard in found:
         if (other := seen.setdefault(shard.name, shard)) is not shard:
-            raise ConfigError(
-                f"data: two shards are called {shard.name} ({other.place} and {shard.place}); "
-                "rename one, or name the folder above both"
-            )
+            raise ConfigError(f"data: two shards are called {shard.name} ({other.place} and {shard.place}); rename one")
     return found, index
 
 

@@ -106,10 +106,7 @@ class Storage:
             DataError: the limit is too low.
         """
         if self._limit is not None and shard.num_bytes > self._limit:
-            raise DataError(
-                f"shard {shard.name}: has {shard.num_bytes} bytes, and the cache {self.folder} is limited to "
-                f"{self._limit}; raise cache_bytes"
-            )
+            raise DataError(f"shard {shard.name}: has {shard.num_bytes} bytes of {self._limit} here; raise cache_bytes")
         with os.scandir(self.folder) as entries:
             held = [(entry.stat(), entry.path) for entry in entries if not entry.name.startswith(".")]
         total = shard.num_bytes + sum(stat.st_size for stat, _ in held)

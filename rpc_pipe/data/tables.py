@@ -151,9 +151,7 @@ def _groups(shard: ShardFile, storage: Storage, columns: Sequence[str]) -> list[
             names = file.schema.names
             for column in columns:
                 if column not in names:
-                    raise ConfigError(
-                        f"shard {shard.name}: has no column {column!r}; it has {', '.join(map(repr, names))}"
-                    )
+                    raise ConfigError(f"shard {shard.name}: has no column {column!r}; it has {', '.join(names)}")
             return [
                 Group(shard, number, rows, size + _ROW * rows + 1)
                 for number, (rows, size) in enumerate(file.groups(columns))
@@ -193,10 +191,7 @@ class Table(Source):
 
         rows = self._storage.use(group.shard, read)
         if rows.num_rows != group.rows:
-            raise DataError(
-                f"shard {group.shard.name}: group {group.number} has {rows.num_rows} rows, but had {group.rows} when "
-                "it was listed"
-            )
+            raise DataError(f"shard {group.shard.name}: group {group.number} has {rows.num_rows} rows of {group.rows}")
         with self.busy.on("decode"):
             return {name: _numbers(rows.column(name), name, group.shard) for name in columns}
 
@@ -221,16 +216,12 @@ def _numbers(column: Any, name: str, shard: ShardFile) -> NDArray[Any]:
         raise DataError(f"shard {shard.name}: column {name!r} has {missing} rows without a value")
     if not is_numeric(column.type):
         raise ConfigError(
-            f"shard {shard.name}: column {name!r} is {column.type}; must be numbers or lists of numbers: "
-            "make tokens of text with rpc-pipe data pack"
+            f"shard {shard.name}: column {name!r} is {column.type}; must be numbers, as of rpc-pipe data pack"
         )
     found: NDArray[Any] = np.array(values.to_numpy(zero_copy_only=False))
     if values is column:
         return found
     least, most = compute.min_max(compute.list_value_length(column)).as_py().values()
     if least != most:
-        raise ConfigError(
-            f"shard {shard.name}: column {name!r} has lists of {least} to {most} numbers; "
-            "rows of a batch must be equally long: pad or pack them"
-        )
+        raise ConfigError(f"shard {shard.name}: column {name!r} has lists of {least} to {most}; pad or pack them")
     return found.reshape(len(column), least or 0)

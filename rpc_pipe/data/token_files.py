@@ -95,10 +95,7 @@ def _span(shard: ShardFile, dtype: str | None, index: dict[str, Any], storage: S
         named = dtype or index.get("dtype") or _RAW.get(os.path.splitext(shard.name)[1].lower(), "uint16")
         kind = np.dtype(named).newbyteorder("<")
         if shard.num_bytes % kind.itemsize:
-            raise DataError(
-                f"shard {shard.name}: {shard.num_bytes} bytes are no whole number of {named}: "
-                "it is truncated, or dtype is wrong"
-            )
+            raise DataError(f"shard {shard.name}: is truncated, or not {named}: has {shard.num_bytes} bytes")
         return TokenSpan(shard, kind, 0, shard.num_bytes // kind.itemsize)
     if shard.num_tokens is not None:
         kind = np.dtype(index["dtype"]).newbyteorder("<")
@@ -108,9 +105,7 @@ def _span(shard: ShardFile, dtype: str | None, index: dict[str, Any], storage: S
         raise ConfigError(f"shard {shard.name}: is {kind} of shape {shape}; tokens are whole numbers of one dimension")
     span = TokenSpan(shard, kind, offset, shape[0])
     if offset + span.num_bytes > shard.num_bytes:
-        raise DataError(
-            f"shard {shard.name}: is truncated: {shard.num_bytes} bytes, but its header says {offset + span.num_bytes}"
-        )
+        raise DataError(f"shard {shard.name}: is truncated: {shard.num_bytes} bytes of {offset + span.num_bytes}")
     return span
 
 
@@ -165,11 +160,8 @@ class Tokens(Source):
 
         def read(path: Path) -> HeldTokens:
             if span.shard.checksum is not None and span.shard.name not in self._verified:
-                if (found := checksum(path)) != span.shard.checksum:
-                    raise DataError(
-                        f"shard {span.shard.name}: its checksum is {found:08x}, the index says "
-                        f"{span.shard.checksum:08x}: the file is damaged; restore it, or pack it again"
-                    )
+                if checksum(path) != span.shard.checksum:
+                    raise DataError(f"shard {span.shard.name}: its checksum differs from the index; restore it")
                 self._verified.add(span.shard.name)
             stat = path.stat()
             if span.num_bytes < _MAPPED_BYTES or stat.st_size < span.offset + span.num_bytes:

@@ -54,9 +54,8 @@ class CallForm:
         if is_pair and self._has_labels and self._second != "labels":
             raise ModelError(
                 f"batch: is a pair (inputs, targets), and {self._model} computes its loss itself, from labels=: its "
-                f"second argument is {self._second}. Pass a loss function that takes the pair's targets, for tokens "
-                "lambda output, targets: cross_entropy(output.logits.flatten(0, 1), targets.flatten()); or a dict of "
-                "arguments, such as {'input_ids': ids, 'labels': ids}, which a causal model shifts itself"
+                f"second argument is {self._second}; pass a dict, such as {{'input_ids': ids, 'labels': ids}}, which a "
+                "causal model shifts itself, or a loss_fn of (output, targets)"
             )
 
     def pair_for_metric(self, batch: Tree) -> tuple[Tree, Tree]:
@@ -113,10 +112,7 @@ def loss_of_output(output: Any, target: Any = None) -> Tensor:
     if isinstance(found, Tensor) and _is_number(found):
         return found
     what = f"a tensor of shape {tuple(output.shape)}" if isinstance(output, Tensor) else f"a {type(output).__name__}"
-    raise ModelError(
-        f"model: returned {what} and no loss: pass a batch from which it computes one, such as a dict with labels, "
-        f"or a loss_fn, called as loss_fn(output, batch)"
-    )
+    raise ModelError(f"model: returned {what} and no loss; pass a batch with labels, or a loss_fn of (output, batch)")
 
 
 def _is_number(value: object) -> bool:

@@ -19,8 +19,7 @@ def cut(num_layers: int, num_stages: int, split: Sequence[int] | None = None) ->
     if split is None:
         if num_stages > num_layers:
             raise ModelError(
-                f"num_workers: {num_stages} stages need as many layers or blocks, and the model has {num_layers}; "
-                f"take fewer workers, or a schedule with fewer stages a worker"
+                f"num_workers: {num_stages} stages, and {num_layers} layers or blocks; take fewer workers or stages"
             )
         small, larger = divmod(num_layers, num_stages)
         split = [small + (stage < larger) for stage in range(num_stages)]
@@ -28,8 +27,7 @@ def cut(num_layers: int, num_stages: int, split: Sequence[int] | None = None) ->
         raise ModelError(f"split {split!r}: must be a list with the number of layers of each stage, such as [3, 2, 2]")
     if len(split) != num_stages or sum(split) != num_layers or min(split) < 1:
         raise ModelError(
-            f"split {list(split)}: must have a positive number for each stage (here {num_stages}), and they must "
-            f"add up to the model's {num_layers} layers or blocks; a plan's split fits only the model that was planned"
+            f"split {list(split)}: must be {num_stages} numbers of at least 1 that add up to {num_layers} layers"
         )
     starts = [sum(split[:stage]) for stage in range(num_stages)]
     return [range(start, start + size) for start, size in zip(starts, split, strict=True)]

@@ -39,9 +39,7 @@ def copies_of(layers: Sequence[nn.Module], parameters: Collection[int] | None = 
             copies.append(copy.deepcopy(layer, memo))
         except Exception as error:
             raise ModelError(
-                f"model: a {type(layer).__name__} cannot be copied for the second replica of its stage "
-                f"({first_sentence(error)}); "
-                "pass a callable that builds it"
+                f"model: a {type(layer).__name__} cannot be copied ({first_sentence(error)}); pass what makes it"
             ) from error
     for parameter in dict.fromkeys(parameter for layer in layers for parameter in layer.parameters()):
         if memo[id(parameter)] is not parameter:

@@ -65,9 +65,7 @@ class _Followed:
         if (own := self._own()) is not None and (now := self._structure(own)) != self._must_stay:
             what = next(what for what in now if now[what] != self._must_stay[what])
             raise ModelError(
-                f"model: {what.format(type(own).__name__)} after the pipeline was made, and other workers or stages "
-                "would not know of it: do so before, or make another pipeline of the model; numbers of weights may be "
-                "changed"
+                f"model: {what.format(type(own).__name__)} after the pipeline was made; do so before, or make a new one"
             )
 
     def follow(self) -> None:
@@ -103,8 +101,7 @@ def _follow_weight(name: str, before: OfWeight, parameter: Any, copy: Any) -> No
     now, is_written = OfWeight.now(parameter), OfWeight.now(parameter)[:2] != before[:2]
     if now.hooks != before.hooks or (is_written and copy.device != parameter.device):
         raise ModelError(
-            f"model: parameter {name} on {parameter.device} was written or got a hook, and stages compute with a copy "
-            f"on {copy.device}: do so before the pipeline is made, or change the stages' modules by pipe.modify"
+            f"model: parameter {name} was written or got a hook, and stages have copies on {copy.device}; use modify"
         )
     if is_written:
         copy.data.copy_(parameter.detach())

@@ -95,9 +95,7 @@ def observe(
         skeleton.blocks += beside
         observation = observe_forward(skeleton, args, kwargs)
     if not observation.calls:
-        raise ModelError(
-            f"model {type(skeleton.module).__name__}: calls none of its blocks; name their list with blocks="
-        )
+        raise ModelError(f"model {type(skeleton.module).__name__}: calls none of its blocks; name others by blocks=")
     return ObservedModel(source, skeleton, observation, notes)
 
 
@@ -286,8 +284,7 @@ class ObservedModel:
             return nn.Parameter(torch.empty_like(like, device=device), parameter.requires_grad)
         if parameter.device.type == "meta":
             raise ModelError(
-                f"model: {name} is on the meta device, so its numbers exist nowhere; pass a function that makes the "
-                f"model as usual: large parameters are then computed only where they are needed"
+                f"model: {name} is on the meta device and has no numbers; pass a function that makes the model"
             )
         tensor = parameter.detach()
         if isinstance(self._source, DeferredModel):

@@ -63,8 +63,8 @@ def refuse_hooks(parameter: nn.Parameter, name: str, stages: Sequence[int]) -> N
     """
     if parameter.requires_grad and any(_hooks(parameter)):
         raise ModelError(
-            f"model: a hook of the gradient of {name} would run on stages {', '.join(map(str, stages))}, on a part of "
-            f"that gradient each: remove the hook, or choose a split in which one stage has all uses of {name}"
+            f"model: a hook of {name} would see a part of its gradient on each of stages {stages}; remove it, or cut "
+            f"so that one stage has all uses of {name} (split=)"
         )
 
 

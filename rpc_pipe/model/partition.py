@@ -171,9 +171,7 @@ class LayerPartition:
         self._made.update(module.modules())
         before = list(module.parameters())
         if any(id(p) in self._replaced and self._replaced[id(p)]() is p for p in before):
-            raise ModelError(
-                "members: two layers made by callables share a parameter, and would be divided apart; put both into one"
-            )
+            raise ModelError("members: two layers made by callables share a parameter; put both into one layer")
         found: nn.Module = divide(module, "", module) or module
         kept = set(found.parameters())
         self._replaced |= {id(parameter): ref(parameter) for parameter in before if parameter not in kept}
@@ -196,10 +194,7 @@ class LayerPartition:
             return [stage], [built if isinstance(built, nn.Module) else nn.Sequential(*map(_module, built))]
         children = list(built) if isinstance(built, (nn.Sequential, Sequence)) else [built]
         if len(children) != len(layers):
-            raise ModelError(
-                f"model: the builder returned {len(children)} layers for stage {stage}, "
-                f"which has {len(layers)} (layers {layers.start} to {layers.stop - 1})"
-            )
+            raise ModelError(f"model: the builder returned {len(children)} layers for stage {stage}, of {len(layers)}")
         return layers, children
 
     def anew(self, num_stages: int) -> LayerPartition:
@@ -259,9 +254,7 @@ def refuse_no_layer(layer: object, index: int) -> None:
         ModelError: it is neither.
     """
     if not isinstance(layer, nn.Module) and not callable(layer):
-        raise ModelError(
-            f"model: layer {index} is a {type(layer).__name__}: it must be a module, or make one when called"
-        )
+        raise ModelError(f"model: layer {index} is a {type(layer).__name__}; must be a module, or make one")
 
 
 def _realize(layer: LayerLike, index: int, randomness: Randomness) -> nn.Module:

@@ -51,7 +51,7 @@ def make_partition(
     """
     if not isinstance(model, (nn.Module, Sequence)) and not callable(model):
         raise ModelError(
-            f"model: is a {type(model).__name__}; must be a module, a list of layers, or a function that makes a module"
+            f"model: is a {type(model).__name__}; must be a module, layers, or a function that makes a module"
         )
     if needs_observation(model):
         from .observed_partition import ObservedPartition  # it loads the modules that observe and replay forwards
@@ -242,9 +242,8 @@ def _unchanging(loss_fn: LossFn) -> LossFn:
         found = loss_fn(output, target)
         if list(map(fingerprint, parts)) != before:
             raise ModelError(
-                f"loss_fn {type(owner).__name__} changes what it holds (a buffer, an attribute, a counter), and each "
-                "replica of the last stage sees a part of the microbatches: take a schedule without replicas, such as "
-                "1f1b"
+                f"loss_fn {type(owner).__name__} changes what it holds, and each replica of the last stage sees a part "
+                "of the microbatches: take a schedule without replicas, such as 1f1b"
             )
         return found
 
@@ -263,7 +262,4 @@ def refuse_sums(loss_fn: object, name: str) -> None:
     elif isinstance(loss_fn, partial) and getattr(loss_fn.func, "__module__", "") == nn.functional.__name__:
         how = loss_fn.keywords.get("reduction")
     if how in ("sum", "none"):
-        raise ModelError(
-            f"{name}: reduction={how!r} is no mean of a microbatch: leave it out, or return (sum, weight), such as "
-            f"lambda output, target: (loss(output, target), len(target))"
-        )
+        raise ModelError(f"{name}: reduction={how!r} is no mean of a microbatch; leave it out, or return (sum, weight)")

@@ -44,9 +44,7 @@ class Sharing:
             ConfigError: members cannot run in the order asked for.
         """
         if self.count > 1 and asked == "ready":
-            raise ConfigError(
-                f'order="ready" members={self.count}: collectives of members must come in one order; leave order out'
-            )
+            raise ConfigError(f'order="ready" members={self.count}: members need one order; leave order out')
         return "fixed" if self.count > 1 else asked or usual
 
     def microbatches(self, count: int) -> int:
@@ -56,9 +54,7 @@ class Sharing:
             ConfigError: they cannot be divided among members.
         """
         if self.count > 1 and self.rows and count % self.count:
-            raise ConfigError(
-                f"num_microbatches={count} members={self.count}: each member takes as many; take a multiple"
-            )
+            raise ConfigError(f"num_microbatches={count} members={self.count}: each takes as many; take a multiple")
         return count // self.count if self.rows else count
 
     def refuse(self, spec: Spec, training: Training) -> None:
@@ -113,7 +109,5 @@ def settle_sharing(members: int, shard: str | ShardFn | None, reduce: str, micro
     if shard is None:
         raise ConfigError(f"members={members}: needs shard=, such as 'fsdp', 'tp' or a function of (module, mesh)")
     if microbatch_order != "given":
-        raise ConfigError(
-            f"members={members} microbatch_order={microbatch_order}: not both; leave microbatch_order out"
-        )
+        raise ConfigError(f"members={members} microbatch_order={microbatch_order}: not both; leave the order out")
     return Sharing(members, shard, reduce == "microbatch")

@@ -59,8 +59,8 @@ class Ties:
                 other, other_stage = buffers.setdefault(id(buffer), (i, stage))
                 if other_stage != stage:
                     raise ModelError(
-                        f"model: layers {other} and {i} share the buffer {name}, which both write, but are cut apart "
-                        f"into stages {other_stage} and {stage}; choose a split that keeps them together"
+                        f"model: layers {other} and {i} of stages {other_stage} and {stage} share the buffer {name}; "
+                        "choose a split that keeps them together"
                     )
         self.shared = {name: sorted(stages) for name, stages in held.items() if len(stages) > 1}
         for name, stages in self.shared.items():
@@ -122,8 +122,7 @@ def refuse_handed_on(holders: Sequence[Holder]) -> None:
         if any(tensor.grad_fn is not None for tensor in tensors(held)):
             raise ModelError(
                 f"model: layer {layer} leaves a tensor in {name}, which layers of other stages or the loss function "
-                "use too: only what layers return reaches other stages; return it beside the output, as in (x, extra), "
-                "detach() it if it is only looked at, or keep its users on one stage (split=)"
+                "use too: return it beside the output, as in (x, extra), detach() it, or cut elsewhere (split=)"
             )
 
 

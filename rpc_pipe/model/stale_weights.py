@@ -47,10 +47,8 @@ class _StaleWeights:
         stale = [name for name, was, state in zip(self._weights, before, now, strict=True) if was == state]
         if stale:
             raise ModelError(
-                f"model: {stale[0]} is trained by another worker, and what this process has of it is from before; use "
-                "`pipe.predict` or `pipe.evaluate`, or load the trained weights first: "
-                "`state = pipe.weights.state_dict()` on all workers, and on worker 0, which gets them, "
-                "`model.load_state_dict(state)`"
+                f"model: {stale[0]} is trained by another worker, and here has values from before; use pipe.predict, "
+                "or state = pipe.weights.state_dict() on all workers, and on worker 0 model.load_state_dict(state)"
             )
         self._noted = now, trained_now
 

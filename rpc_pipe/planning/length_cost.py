@@ -68,9 +68,7 @@ def read_cost(source: str | Path | Mapping[str, Any]) -> LengthCost:
         ConfigError: it is neither, or has no times by length.
     """
     if not isinstance(source, (str, Path, Mapping)):
-        raise ConfigError(
-            f"microbatch_cost={source!r}: must be a function of a microbatch that returns seconds, or a profile's file"
-        )
+        raise ConfigError(f"microbatch_cost={source!r}: must be a function that returns seconds, or a profile's file")
     where = "microbatch_cost" if isinstance(source, Mapping) else f"microbatch_cost={str(source)!r}"
     return LengthCost.of(read_measured(source, where))
 

@@ -294,9 +294,7 @@ class PipeOptions:
         """
         workers, planes = workers_of(self.workers, self.members), planes_of(self.members, self.shard)
         if self.microbatches % planes:
-            raise ConfigError(
-                f"--microbatches {self.microbatches}: {self.members} members take as many each; take a multiple"
-            )
+            raise ConfigError(f"--microbatches {self.microbatches}: {self.members} members share them; take a multiple")
         if self.members > 1 and self.order == "ready":
             raise ConfigError(f"--order ready --members {self.members}: members need one order; leave --order out")
         spec = make_spec(self.schedule, workers, self.microbatches // planes, self.schedule_options)

@@ -177,7 +177,7 @@ def group_rows(
     """
     if lengths and max(lengths) > most_tokens:
         raise ConfigError(
-            f"most_tokens={most_tokens}: the longest row has {max(lengths)} tokens; pass at least {max(lengths)}"
+            f"most_tokens={most_tokens}: the longest row has {max(lengths)} tokens; pass at least as many"
         )
     rows = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
     most_rows = max(1, math.ceil(len(rows) / least))

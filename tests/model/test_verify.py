@@ -308,9 +308,9 @@ def test_a_model_of_the_users_trains_as_in_one_process(file, capsys, name, verdi
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["{file}:asks"], "needs the numbers of a tensor that depends on the model's parameters"),
+        (["{file}:asks"], "needs the numbers of a tensor that depends on parameters"),
         (["{file}:no_loss"], "returned a tensor of shape (2, 8) and no loss"),
-        (["{file}:tied", "--workers", "90"], "--workers 90: 90 stages need as many layers or blocks"),
+        (["{file}:tied", "--workers", "90"], "--workers 90: 90 stages, and"),
         (["{file}:missing"], "has no function 'missing'"),
         (["{file}x:tied"], "must be gpt, conv, mlp, or path/to/file.py:make"),
         (["{file}:tied", "--blocks", "block"], "the model has no module of this name; the nearest is blocks"),

@@ -343,7 +343,7 @@ def test_who_ends_before_the_others_could_meet_it_is_named(tmp_path):
     [
         (["run", "--schedule", "1f2b"], {}, "did you mean '1f1b'"),
         (["run", "--workers", "0"], {}, "--workers 0: must be at least 1"),
-        (["run", "--workers", "9"], {}, "9 stages need as many layers or blocks, and the model has 6"),
+        (["run", "--workers", "9"], {}, "9 stages, and 6 layers or blocks"),
         (["run", "--data", "/no/such"], {}, "--data /no/such: cannot be read: No such file"),
         (["run", "--data", "{tmp}/empty"], {}, "--data"),
         (["run", "--schedule", "{tmp}/bad.py:Mine"], {}, "raised SyntaxError"),

@@ -78,7 +78,7 @@ def folder(tmp_path_factory):
         ("simulate --svg loop.svg", "cannot be written: Too many levels of symbolic links"),
         ("simulate --svg " + "n/" * 3000 + "n", "cannot be written: File name too long"),
         ("simulate --svg new/", "is a folder; name a file in it"),
-        ("profile models.py:make", "model: layer 0 is a NoneType: it must be a module, or make one when called"),
+        ("profile models.py:make", "model: layer 0 is a NoneType; must be a module, or make one"),
         ("run --checkpoint-folder= --checkpoint-every 1", "--checkpoint-folder '': is empty"),
         ("plan empty.py:make --estimate", "empty.py:make: the batch has no rows; at least 1"),
         ("verify uneven.py:make --transport local --steps 1", "batch: needs tensors that agree in dimension 0"),

@@ -354,7 +354,7 @@ def test_a_loss_functions_error_is_called_that_and_shown_once():
 @pytest.mark.parametrize(
     ("call", "sentence"),
     [
-        (lambda: Pipeline({}, mse_loss, num_microbatches=2), "model: is a dict; must be a module, a list of layers"),
+        (lambda: Pipeline({}, mse_loss, num_microbatches=2), "model: is a dict; must be a module, layers"),
         (lambda: Pipeline([nn.Linear(2, 2)], mse_loss, plan=[]), "plan []: must be a plan of rpc-pipe plan, its file"),
     ],
 )

@@ -81,8 +81,8 @@ class Assignment:
         self._stage_of_call = [stage for stage, calls in enumerate(cut) for _ in calls]
         if len(self._stage_of_call) != len(observation.calls):
             raise ModelError(
-                f"model: the forward called {len(observation.calls)} blocks where the cut has "
-                f"{len(self._stage_of_call)}; every microbatch must call the same blocks (no layer drop)"
+                f"model: the forward called {len(observation.calls)} blocks, and {len(self._stage_of_call)} before; "
+                "every microbatch must call the same blocks (no layer drop)"
             )
         self._readers: dict[Value, list[tuple[Event, int]]] = {}
         for event in observation.events:
@@ -178,7 +178,7 @@ class Assignment:
         if not places:
             raise ModelError(
                 f"model: a cut between {calls[call].where} and {calls[call + 1].where} would fall inside one call of "
-                f"torch.utils.checkpoint, which computes both again; call it for each block, or cut elsewhere"
+                "torch.utils.checkpoint; call it for each block, or cut elsewhere"
             )
         whole = [i for i in places if not any(begin < i <= end for begin, end in self._kept_together)]
         possible = whole or places
@@ -237,8 +237,7 @@ class Assignment:
             missing = stages - self._owners.get(name, set()) if self._owners is not None else set()
             if missing:
                 raise ModelError(
-                    f"model: for these inputs stage {min(missing)} needs {name}, but not for the example that the "
-                    f"model was cut with; cut it with inputs like these"
+                    f"model: stage {min(missing)} needs {name} for these inputs, not for the example; pass one like it"
                 )
         return owners
 
@@ -255,9 +254,8 @@ class Assignment:
             stages = {stage for event in each.events for stage in self._possible_stages(event)}
             if len(stages) > 1:
                 raise ModelError(
-                    f"model: {each.what} is left by one forward and used by the next on stages "
-                    f"{', '.join(map(str, sorted(stages)))}, each of which has a copy of the model: keep it in "
-                    f"one block"
+                    f"model: {each.what} is left by one forward and used by the next on stages {sorted(stages)}, each "
+                    "of which has a copy of the model; keep it in one block"
                 )
         users, events = self.users, list(zip(self._observation.events, self.stage_of, strict=True))
         for event, stage in events:
@@ -265,9 +263,8 @@ class Assignment:
                 name = self._observation.stored.get(storage, "")
                 if len(users.get(name, ())) > 1:
                     raise BlocksNeeded(
-                        f"model: {name} is written at {event.where}, on stage {stage}, and used by other stages "
-                        f"too, each of which has a copy of its own; write and use it in one block, which one stage "
-                        f"calls (split= or blocks=)",
+                        f"model: {name} is written at {event.where}, on stage {stage}, and used by other stages, each "
+                        "of which has a copy; write and use it in one block of one stage (split= or blocks=)",
                         self._with_block(name),
                     )
 
@@ -287,9 +284,8 @@ class Assignment:
         for event in events:
             if any(value.depends or (version >= 0 and events[version].depends) for value, version in event.asked):
                 raise ModelError(
-                    f"model: {event.where} needs the numbers of a tensor that a block wrote in place, or that is made "
-                    f"of one; a stage that lacks them cannot go the same way: keep such a decision inside a block, or "
-                    f"let the block write a copy"
+                    f"model: {event.where} needs the numbers of a tensor that a block wrote in place, which other "
+                    "stages lack; keep such a decision inside a block, or let the block write a copy"
                 )
 
     def _stages_using(self, event: Event) -> set[int | None]:
@@ -326,9 +322,7 @@ class Assignment:
                 if value.made < 0:
                     raise self._refuse(value, "was there before and is written by a stage that others follow")
                 if value.made >= 0 and self._observation.events[value.made].in_function:
-                    raise self._refuse(
-                        value, "is made by an autograd.Function, whose backward runs on its own stage alone", _FUNCTION
-                    )
+                    raise self._refuse(value, "is made by an autograd.Function, whose backward runs here", _FUNCTION)
                 _, furthest = found.get((value, version), (made_on, made_on))
                 found[value, version] = made_on, max(furthest, taken_on)
         order = {value: i for i, value in enumerate(self._observation.values)}
@@ -373,6 +367,6 @@ class Assignment:
     def _refuse(self, value: Value, why: str, rather: str = _IN_PLACE) -> ModelError:
         maker = self._observation.events[value.made].where if value.made >= 0 else "an input or a buffer of the model"
         return ModelError(
-            f"model: the tensor of shape {tuple(value.tensor.shape)} from {maker} {why}, so that it cannot cross the "
-            f"cut; {rather}, or cut elsewhere"
+            f"model: the tensor of shape {tuple(value.tensor.shape)} from {maker} {why}, and cannot cross the cut; "
+            f"{rather}, or cut elsewhere"
         )

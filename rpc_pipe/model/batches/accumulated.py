@@ -47,8 +47,7 @@ class Accumulated:
             batch = self._batches.get(number)
             if batch is None or (batch.now is not None and batch.now() != batch.described):
                 raise StageLost(
-                    f"step {number + 1}: its gradients have died with a worker before the update, and its batch is "
-                    "gone or written over: go on from a checkpoint (--max-restarts does)"
+                    f"step {number + 1}: its gradients died with a worker and its batch is gone; use a checkpoint"
                 )
         for shard in actor.shards.values() if first < step else ():
             shard.updating.held, shard.updating.weight = {}, 0.0

@@ -153,8 +153,8 @@ def refuse_lists(tree: Tree, rows: int) -> None:
             refuse_lists(part, rows)
     elif len(tree) == rows > 2 and any(part is not None for part in parts):
         raise BatchError(
-            f"batch: a {type(tree).__name__} of {rows} beside {rows} rows looks like one for each row, and would go "
-            "whole to every microbatch: make it a tensor, or pass microbatches=, a list of batches that are split"
+            f"batch: a {type(tree).__name__} of {rows} beside {rows} rows would go whole to every microbatch; make it "
+            "a tensor, or pass microbatches=, a list of batches that are split"
         )
 
 
@@ -166,7 +166,7 @@ def _num_rows(tree: Tree) -> int:
     if len(sizes) != 1:
         raise BatchError(
             f"batch: needs tensors that agree in dimension 0, or have 1 there; found {shapes_in(tree)}; pass "
-            f"microbatches=, or a SplitBatch, a list of batches that are split already, if the rows lie elsewhere"
+            "microbatches=, or a SplitBatch, if the rows lie elsewhere"
         )
     return sizes.pop()
 
@@ -197,8 +197,7 @@ def update_shares(spec: Spec, shares: Sequence[float]) -> list[float] | None:
         return None
     if sum(shares) > 1.5:
         raise BatchError(
-            f"{NUM_ITEMS}: is a number of the whole batch, and {type(spec).__name__} updates after a part of it: leave "
-            "it out, or take a synchronous schedule"
+            f"{NUM_ITEMS}: is of the whole batch, and {type(spec).__name__} updates after a part of it; leave it out"
         )
     taken = [update_of(spec, 0, m) for m in range(len(shares))]
     parts: dict[Action, list[float]] = {}
@@ -260,8 +259,8 @@ def _refuse_rewritten(earlier: Microbatches, later: Microbatches) -> None:
     places, others = ({t.data_ptr() for t in tensors_of((m.inputs[0], m.targets[0]))} for m in (earlier, later))
     if places & others and earlier.now() != earlier.described:
         raise BatchError(
-            "train: a batch was written after it was read, such as memory that is used for each batch anew: batches "
-            "are read ahead of the step that runs; give each one memory of its own, or call `step` for each batch"
+            "train: a batch was written after it was read, ahead of the step that runs; give each batch its memory, or "
+            "call `step` for each"
         )
 
 
@@ -274,10 +273,7 @@ def join_rows(pieces: list[Tree]) -> Tree:
     first = pieces[0]
     if isinstance(first, Tensor):
         if first.dim() == 0:
-            raise BatchError(
-                "predict: the model gives a tensor without rows; let it give a row for each of its input, and leave "
-                "labels out of the batch if it is a loss"
-            )
+            raise BatchError("predict: the model gives a tensor without rows; leave labels out if it is a loss")
         return torch.cat(pieces)
     if isinstance(first, (tuple, list)):
         columns = [join_rows(list(column)) for column in zip(*pieces, strict=True)]

@@ -103,8 +103,7 @@ class Ordering:
         numbers = [isinstance(t, (int, float)) and not isinstance(t, bool) and 0 <= t < math.inf for t in times]
         if len(times) not in (1, num_stages) or not all(numbers):
             raise ConfigError(
-                f"microbatch_cost={found!r}: of microbatch {number}; must return seconds of at least 0, such as 0.1, "
-                f"or those of each of the {num_stages} stages"
+                f"microbatch_cost={found!r}: of microbatch {number}; must return seconds, or {num_stages} of them"
             )
         return times
 
@@ -115,6 +114,6 @@ def _size(number: int, inputs: Tree) -> tuple[int, ...]:
     if first is None:
         raise BatchError(
             f"microbatch_order=balanced, window_tokens: microbatch {number} has no tensor on this worker; pass inputs "
-            "to every worker, or lengths= to a Loader, or leave these out"
+            "to every worker, or lengths= to a Loader"
         )
     return tuple(first.shape)

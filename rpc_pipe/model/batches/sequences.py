@@ -46,14 +46,13 @@ class Sequences:
         self._masks = _masks(whole, max(self._sizes) / sum(self._sizes)) if gives_masks else None
         if self._takes_cache and getattr(getattr(whole, "config", None), "output_router_logits", False):
             raise ConfigError(
-                "slices: output_router_logits of the model's configuration adds a loss that balances experts over "
-                "whole sequences; set it to False"
+                "slices: output_router_logits=True balances experts over whole sequences; set it to False"
             )
         for name, module in whole.named_modules() if self._takes_cache and whole is not None else ():
             if getattr(module, "gradient_checkpointing", False):
                 raise ConfigError(
                     f"slices: {name or type(module).__name__} has gradient checkpointing on, which leaves out the "
-                    "cache that slices need; turn it off, and let the schedule recompute (--set recompute=all)"
+                    "cache of slices; turn it off, and let the schedule recompute (--set recompute=all)"
                 )
 
     def cut(self, found: Microbatches) -> Microbatches:
@@ -75,10 +74,7 @@ class Sequences:
         count, ranges = len(self._sizes), ranges_of(self._sizes, length)
         if any(begin == end for begin, end in ranges):
             sizes = str(count) if len(set(self._sizes)) == 1 else ",".join(map(str, self._sizes))
-            raise ConfigError(
-                f"slices {sizes}: a sequence of {length} has too few for each; take at most {min(count, length)} equal "
-                "slices, or longer sequences"
-            )
+            raise ConfigError(f"slices {sizes}: a sequence of {length} has too few; take at most {min(count, length)}")
         if self._takes_cache:
             whole = self._named(*inputs)
             named = self._shifted(whole)
@@ -101,9 +97,7 @@ class Sequences:
         named = {**dict(zip(self._names, args, strict=False)), **kwargs}
         places = named.get("position_ids")
         if isinstance(places, Tensor) and not places.is_meta and (places.diff(dim=-1) != 1).any():
-            raise ConfigError(
-                "slices: position_ids begin anew within a row, so that it has several sequences; leave one in each"
-            )
+            raise ConfigError("slices: position_ids begin anew within a row; leave one sequence in each row")
         return named
 
     def _shifted(self, named: dict[str, Any]) -> dict[str, Any]:
@@ -229,14 +223,12 @@ def length_of(tree: Tree) -> int:
     sizes = {tensor.shape[1] for tensor in long}
     if not any(tensor.dim() > 2 or not tensor.is_floating_point() for tensor in long):
         raise ConfigError(
-            "slices: a batch without a sequence dimension, as tokens (rows, length) or vectors (rows, length, size) "
-            f"have; found {shapes_in(tree)}; leave slices out, or give numbers, one a token, as (rows, length, 1)"
+            f"slices: a batch without tokens (rows, length) or vectors (rows, length, size); found {shapes_in(tree)}; "
+            "leave slices out, or give numbers, one a token, as (rows, length, 1)"
         )
     if len(sizes) == 1:
         return sizes.pop()
-    raise ConfigError(
-        f"slices: needs tensors that agree in dimension 1, along which sequences are cut; found {shapes_in(tree)}"
-    )
+    raise ConfigError(f"slices: needs tensors that agree in dimension 1, the sequence; found {shapes_in(tree)}")
 
 
 def _cut(tree: Tree, begin: int, end: int, length: int) -> Tree:

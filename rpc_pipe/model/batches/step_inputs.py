@@ -44,8 +44,7 @@ class StepEnd:
         if post_validation and not possible:
             raise BatchError(
                 "post_validation: needs max_grad_norm or log_grad_norm, a synchronous schedule, and neither "
-                "grad_scaler nor zero: else updates wait for no norm, must not overflow, or are given to others at "
-                "once; leave it out"
+                "grad_scaler nor zero; leave it out"
             )
         self._validates = (
             possible and not commits and (spec.post_validation if post_validation is None else post_validation)

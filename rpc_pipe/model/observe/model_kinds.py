@@ -50,10 +50,7 @@ def refuse_lazy(module: nn.Module, where: str) -> None:
     """
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if is_lazy(tensor):
-            raise ModelError(
-                f"model: {name} of {where} ({type(module).__name__}) has no shape before a first forward; run one, or "
-                "use a layer whose sizes are given"
-            )
+            raise ModelError(f"model: {name} of {where} ({type(module).__name__}) has no shape; run a forward before")
 
 
 def attributes_of(parameter: nn.Parameter) -> dict[str, Any]:

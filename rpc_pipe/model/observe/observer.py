@@ -134,9 +134,8 @@ class Observer(TorchFunctionMode):
             if func is Tensor.__bool__ and id(args[0]) in self._healthy:
                 return self._presumed(event, self._healthy[id(args[0])])
             raise ModelError(
-                f"model: {event.where} needs the numbers of a tensor that depends on the model's parameters "
-                f"({name_of(func)}: {first_sentence(error)}); a stage that lacks them cannot go the same way: keep "
-                f"such a decision inside a block, or name a module that contains it with blocks="
+                f"model: {event.where} needs the numbers of a tensor that depends on parameters ({name_of(func)}: "
+                f"{first_sentence(error)}); keep such a decision inside a block, or name a module with it by blocks="
             ) from None
         finally:
             self.current = None
@@ -310,19 +309,18 @@ class Observer(TorchFunctionMode):
     def _lost(self, tensor: Tensor, maker: Event | None) -> ModelError:
         if self.current is not None and (called := _BACKWARD.get(self.current.func)):
             return ModelError(
-                f"model: {self.current.where} calls {called} in the model's forward, through blocks of which each "
-                f"stage has only some: let a block do so for itself, or name a module that contains them with blocks="
+                f"model: {self.current.where} calls {called} through blocks, of which each stage has only some; let a "
+                "block do so for itself, or name a module that contains them with blocks="
             )
         what = f"a tensor of shape {tuple(tensor.shape)} that {caller()} takes"
         if maker is not None and maker.is_block:
             return ModelError(
                 f"model: {what} was made in block {maker.where} and left it otherwise than by its return value; "
-                f"return it from the block's forward, or leave it in an attribute of the block"
+                "return it, or leave it in an attribute of the block"
             )
         return ModelError(
-            f"model: {what} was made by an operation that Python does not see, such as a scripted or transformed "
-            f"function, or before, and kept by an object that is no module; put it inside a block, keep it in a "
-            f"module, or name a module that contains it with blocks="
+            f"model: {what} was made by an operation that Python does not see, or is kept by an object that is no "
+            "module; put it inside a block, keep it in a module, or name a module that contains it with blocks="
         )
 
     def ran(self, operator: Any, args: Any, kwargs: Any, result: Any) -> None:

@@ -108,8 +108,7 @@ class Skeleton:
             return made
         except (TypeError, RuntimeError) as error:
             raise ModelError(
-                f"model {type(model).__name__}: cannot be copied ({first_sentence(error)}); pass a function that makes "
-                f"it instead"
+                f"model {type(model).__name__}: cannot be copied ({first_sentence(error)}); pass what makes it"
             ) from None
 
     def _note_places(self, modules: Sequence[tuple[str, nn.Module]]) -> None:
@@ -247,8 +246,7 @@ class Skeleton:
                 and any(m in self.blocks for m in module.modules())
             ):
                 raise ModelError(
-                    f"model: a backward hook of {self.name_of(module)} would have to see what goes into the first of "
-                    f"its blocks and comes out of the last; register it on a block, or on a module inside one"
+                    f"model: a backward hook of {self.name_of(module)} sees several stages; register it on a block"
                 )
 
     @contextmanager
@@ -326,18 +324,15 @@ def _refuse_modules(modules: Iterable[tuple[str, nn.Module]], whole: str) -> Non
             module._compiled_call_impl = None
         if module._compiled_call_impl is not None:
             raise ModelError(
-                f"model: {name or whole} was compiled with .compile(), which copies do not keep; "
-                f"pass the model as it is and compile=True, or replace the block by torch.compile(block)"
+                f"model: {name or whole} was compiled with .compile(), which copies do not keep; pass compile=True"
             )
         if not name and type(module).__name__ == "OptimizedModule":
             raise ModelError(
-                "model: it is torch.compile of the whole, of which no part can run alone: pass the module itself, with "
-                "torch.compile(block) in the places of its blocks"
+                "model: is torch.compile of the whole; pass the module itself, and torch.compile its blocks"
             )
         if isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters()):
             raise ModelError(
-                f"model: {name or whole} was made by torch.jit.script or trace, whose "
-                f"weights cannot be exchanged; use the module itself, not scripted, or torch.compile of it"
+                f"model: {name or whole} was made by torch.jit, whose weights stay; pass the module itself"
             )
         if any(is_lazy(parameter) for parameter in module._parameters.values() if parameter is not None):
             refuse_lazy(module, name or whole)

@@ -144,9 +144,8 @@ class ObservedStage:
             if script is None:
                 if len(observed) == _MOST_TRIES:
                     raise ModelError(
-                        f"model: its forward goes another way each time on the same inputs (this time to "
-                        f"{name_of(divergences[-1].func)}); it must depend on its inputs alone: set layer drop to 0, "
-                        f"or let each block decide for itself whether it does anything"
+                        f"model: its forward goes another way each time on the same inputs (now to "
+                        f"{name_of(divergences[-1].func)}); set layer drop to 0, or let each block decide for itself"
                     )
                 if observed:
                     divergences.clear()  # the first forward may have changed the model permanently

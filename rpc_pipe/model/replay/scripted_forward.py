@@ -81,12 +81,11 @@ class ScriptedForward(TorchFunctionMode):
         if any(isinstance(tensor, Placeholder) for tensor in tensors(output)):
             raise ModelError(
                 f"model: stage {script.stage} would hand on a tensor that it does not have: a block computes by a "
-                f"weight that it holds neither as an attribute nor in a list or dict, but in a tuple, or a function"
+                "weight in a tuple or a function; hold it as an attribute, or in a list or dict"
             )
         if any(tensor.grad_fn is not node for tensor, node in zip(self._payload, self._nodes, strict=True)):
             raise ModelError(
-                "model: an autograd function around the blocks took over what came from the stage before; "
-                "with checkpoint(), use_reentrant=False"
+                "model: an autograd function around blocks took the stage's inputs; use checkpoint(use_reentrant=False)"
             )
         return output
 
