@@ -188,6 +188,10 @@ class BoardWriter(Listener):
         record, self._ended = self._ended, None
         if record is None:
             return
+        if record.step > 1 and not self._steps:  # goes on from a checkpoint: the header is written once more
+            self.header["first_step"] = record.step
+            with suppress(OSError):
+                self._begin()
         self._list(record.num_microbatches)
         self._keep(self._steps, kind="step", record=encode_record(record, self._row))
 

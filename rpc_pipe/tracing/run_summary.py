@@ -25,12 +25,14 @@ def figures(view: View) -> dict[str, Any] | None:
     if trace is None or lost is None:
         return None
     planned, throughput = trace.simulated(), view.throughput()
-    records = trace.steps[max(trace.steps)]
+    records, last = trace.steps[max(trace.steps)], view.complete_steps(1)[0]
+    before = 0 if view.epoch else next(iter(view.headers.values())).get("first_step", 1) - 1
     observations = sum(record.observations for record in records)
     observed_s = sum(record.observed_ns for record in records) / 1e9
     return {
-        "steps": view.complete_steps(1)[0],
+        "steps": last - before,
         **({"epoch": view.epoch, "first_step": view.first_step} if view.epoch else {}),
+        **({"first_step": before + 1} if before else {}),
         "workers": view.num_workers,
         "layout": trace.layout,
         "loss": view.losses[-1][1],
@@ -51,9 +53,10 @@ def sentence(found: dict[str, Any]) -> str:
     """Return a sentence on a run, from its figures."""
     planned = f" ({found['predicted_ms']:.0f} by the plan)" if "predicted_ms" in found else ""
     rates = [f", {found[f'{unit}_per_s']:,.0f} {unit}/s" for unit in ("tokens", "rows") if f"{unit}_per_s" in found]
+    after = f" after step {found['first_step'] - 1}" if "first_step" in found and "epoch" not in found else ""
     rates += [" with padding"] if "with_padding" in found else []
     return (
-        f"{_count(found['steps'], 'step')} on {_count(found['workers'], 'worker')}: "
+        f"{_count(found['steps'], 'step')}{after} on {_count(found['workers'], 'worker')}: "
         f"{found['step_ms']:.0f} ms a step{planned}{''.join(rates)}, loss {found['loss']:.4f}"
     )
 

@@ -140,6 +140,19 @@ def test_a_run_that_is_not_watched_can_still_be_told_of(monkeypatch):
     assert (found["steps"], found["workers"]) == (3, 2) and sentence(found).startswith("3 steps on 2 workers: ")
 
 
+def test_steps_of_the_process_before_are_not_those_of_a_resumed_one(folder, tmp_path):
+    """After `--resume` from step 2 a run of one step was summarised as one of three steps."""
+    pipe = pipeline(num_microbatches=4)
+    steps(pipe, 4, 4)
+    pipe.checkpoints.save(tmp_path / "checkpoints")
+    resumed, view = pipeline(num_microbatches=4), View()
+    resumed.checkpoints.load(tmp_path / "checkpoints")
+    steps(resumed, 4)
+    view.take(RunBoards(folder).look())
+    found = figures(view)
+    assert (found["steps"], found["first_step"], view.complete_steps(0)) == (1, 3, [3])
+
+
 def test_boards_of_an_earlier_pipeline_with_more_workers_do_not_count(folder):
     steps(pipeline(num_microbatches=4, num_workers=4), 4)
     steps(pipeline(num_microbatches=4), 4, 4)
