@@ -297,10 +297,10 @@ class Pipeline(Inspected):
 
     def close(self) -> None:
         """End the threads and release the model. A process of a job stays connected until it ends."""
-        if not self._session.closed:
-            overrides.current.closing(self)
-            if self._checkpoints is not None:
-                self._checkpoints.settle()
+        if self._session.closed or overrides.current.closing(self):
+            return
+        if self._checkpoints is not None:
+            self._checkpoints.settle()
         self._session.close()
 
     def __enter__(self) -> Pipeline:

@@ -111,11 +111,16 @@ class _ScriptEnd(TypedOptions):
         if self._wants_steps:
             record(pipe)
 
-    def closing(self, pipe: Pipeline) -> None:
-        """Save before a pipeline is closed, unless an error ends its `with` block on some workers."""
+    def closing(self, pipe: Pipeline) -> bool:
+        """Save before a pipeline is closed; return whether it stays open until the script ends.
+
+        It does where an error ends its `with` block on some workers: the script may catch it.
+        """
         error = sys.exc_info()[1]
-        if pipe is self._pipe and (error is None or (isinstance(error, KeyboardInterrupt) and link.stopping())):
+        fails = error is not None and not (isinstance(error, KeyboardInterrupt) and link.stopping())
+        if pipe is self._pipe and not fails:
             self._save()
+        return pipe is self._pipe and fails
 
     def leave(self) -> None:
         """Save and report; every worker must call it."""

@@ -39,8 +39,9 @@ class Overrides:
     def made(self, pipe: Any) -> None:
         """Take a pipeline that has been made."""
 
-    def closing(self, pipe: Any) -> None:
-        """Take a pipeline that is about to be closed."""
+    def closing(self, pipe: Any) -> bool:
+        """Take a pipeline that is about to be closed; return whether it stays open."""
+        return False
 
 
 #: of the pipelines that are made from now on

@@ -1,6 +1,8 @@
 """What is typed behind `rpc-pipe run train.py` wins over what the script says, and the user is told."""
 
 import json
+import sys
+from types import SimpleNamespace
 
 import pytest
 from processes import python, rpc_pipe, unmerged
@@ -8,6 +10,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from rpc_pipe.commands.main import main
+from rpc_pipe.commands.script import run_script
 from rpc_pipe.launching import overrides
 from rpc_pipe.launching.typed_options import TypedOptions
 from rpc_pipe.pipeline import Pipeline
@@ -112,6 +115,19 @@ def test_a_script_is_overridden_and_leaves_what_was_asked_for(tmp_path):
             file.unlink()
         script.write_text(f"{SCRIPT}pipe.close()")
     assert losses[0] == losses[1]
+
+
+def test_an_error_that_the_script_catches_leaves_what_was_asked_for(tmp_path, monkeypatch):
+    """A `with` block left by an exception, such as one that stops early, ended the run: the pipeline was closed."""
+    script, file = tmp_path / "train.py", tmp_path / "w.safetensors"
+    script.write_text(
+        f"{SCRIPT}try:\n    with pipe:\n        raise StopIteration\nexcept StopIteration:\n    print('stopped early')"
+    )
+    monkeypatch.setattr("sys.argv", [])
+    monkeypatch.setattr("sys.path", [*sys.path])
+    job = SimpleNamespace(worker=0, num_workers=1, newcomer=False)
+    run_script(str(script), [], {"script": str(script), "save": str(file), "workers": 1}, {}, job)
+    assert load_file(file)["3.weight"].shape == (2, 4)
 
 
 def test_options_of_the_built_in_gpt_are_refused_with_a_model_as_such(capsys):
