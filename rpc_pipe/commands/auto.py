@@ -53,7 +53,7 @@ class Auto:
         Raises:
             ConfigError: nothing fits.
         """
-        asked = {name: asked[name] for name in _ASKED if name in asked}
+        asked = json.loads(json.dumps({name: asked[name] for name in _ASKED if name in asked}))  # as it is kept
         kept = self._kept(request, asked)
         if kept is None:
             plan = _best(request)

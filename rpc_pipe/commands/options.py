@@ -18,8 +18,9 @@ from ..dependency.parallelism import FSDP, OPTIONS, REPLICAS
 from ..launching.job import ELASTIC, REJOINS, TRANSPORT, TRANSPORTS, TRUST, Job, current_job
 from ..launching.launcher_link import NAN, NANS
 from ..planning.listed_schedule import ListedSchedule
+from ..planning.simulator import Link
 from ..planning.specs import MICROBATCH_ORDERS, PipeOptions, find_schedule
-from .readers import device, fraction, number, numbers, whole, wholes
+from .readers import device, fraction, link, number, numbers, whole, wholes
 
 T = TypeVar("T")
 
@@ -75,21 +76,30 @@ def _hint(typed: str, known: Sequence[str]) -> str:
 
 
 class Pairs(argparse.Action):
-    """Reads `KEY=VALUE` texts, each possibly several with commas, into a dict; `const` is a reader and an example."""
+    """Reads `KEY=VALUE` texts, each possibly several with commas, into a dict; `const` is a reader and an example.
+
+    With a `metavar` of `[KEY=]VALUE` a value without a key has "" as key.
+    """
 
     def __call__(self, parser: Any, namespace: Any, text: Any, option: str | None = None) -> None:
         pairs = {**getattr(namespace, self.dest, {})}
         for part in text.split(","):
             key, equals, value = (each.strip() for each in part.partition("="))
-            if not (key and equals and value):
-                raise ArgumentError(self, f"{text}: must be {self.metavar}, such as {self.const[1]}")
+            if not equals and str(self.metavar).startswith("["):
+                key, value = "", key
+            elif not (key and equals and value):
+                raise ArgumentError(self, self._form(text))
             if key in pairs:
-                raise ArgumentError(self, f"{part}: {key}={pairs[key]} was given before; give it once")
+                before = f"{key}={pairs[key]}" if key else "another"
+                raise ArgumentError(self, f"{part}: {before} was given before; give it once")
             try:
                 pairs[key] = self.const[0](value)
             except ArgumentTypeError as error:
-                raise ArgumentError(self, f"{key}={error}") from None
+                raise ArgumentError(self, f"{key}={error}" if key else self._form(text)) from None
         setattr(namespace, self.dest, pairs)
+
+    def _form(self, text: str) -> str:
+        return f"{text}: must be {self.metavar}, such as {self.const[1]}"
 
 
 #: options that make a spec
@@ -138,6 +148,10 @@ _SHARED: dict[str, dict[str, Any]] = {
     "cost": dict(
         action=Pairs, const=(number, "F=1,B=2"), metavar="KIND=TIME",
         help="time of a stage's action by kind (F=1,B=2,I=1,W=1,R=1; what is left out follows from the rest)",
+    ),
+    "link": dict(
+        action=Pairs, const=(link, "2.5/1MB, or 0-1=2.5/1MB from worker 0 to 1"), metavar="[FROM-TO=]TIME[/BANDWIDTH]",
+        help="travel time (plan: in ms) and bytes a unit of time (plan: a second), of all links or one",
     ),
     "comm": dict(type=number, help="time of a payload between two workers (0)"),
     "split": dict(type=wholes, help="layers of each stage, such as 3,2,2,3 (even)"),
@@ -288,6 +302,18 @@ def schedule_options(typed: Mapping[str, Any]) -> dict[str, str]:
         if name in typed:
             options[name] = str(typed[name])
     return options
+
+
+def typed_links(typed: Mapping[str, Any], num_workers: int) -> tuple[Link | None, dict[tuple[int, int], Link]]:
+    """Return the typed link between all workers, None without one, and the links that differ, by (source, target)."""
+    found = {}
+    for ends, way in typed.get("link", {}).items():
+        said, (source, dash, target) = f"--link {ends}={way.latency:g}", ends.partition("-")
+        if ends and not dash:
+            raise ConfigError(f"{said}: must be FROM-TO=TIME with workers 0 to {num_workers - 1}")
+        if ends:
+            found[read_worker(said, source, num_workers), read_worker(said, target, num_workers)] = way
+    return typed.get("link", {}).get(""), found
 
 
 def read_worker(said: str, text: str, num_workers: int) -> int:

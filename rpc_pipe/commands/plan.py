@@ -27,7 +27,7 @@ from ..planning.simulator import Link
 from ..planning.specs import make_spec, planes_of, workers_of
 from ..system.sizes import format_bytes
 from .auto import Auto
-from .options import MAKE, Parser, refuse_typed
+from .options import MAKE, Parser, refuse_typed, typed_links
 from .output_files import try_files, write
 from .profile import add_measuring, find_profile, load, progress, refuse_unplanned, show_loading, with_slices
 from .readers import link, memory, whole, wholes
@@ -61,7 +61,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--members", type=_counts, help="numbers of processes to try as one worker, such as 1,2 (1)")
     parser.take("shard", "reduce", *EXCHANGE, "microbatch-order", "json")
     parser.add_argument("--topology", metavar="FILE", help="JSON: memory and speed of each worker, links between them")
-    parser.add_argument("--link", type=link, metavar="MS[/BANDWIDTH]", help="any link, in ms and bytes/s (measured)")
+    parser.take("link")
     parser.add_argument("--member-link", type=link, metavar="MS[/BANDWIDTH]", help="between members (gloo's, measured)")
     parser.add_argument("--alone", action="store_true", help="measure in a single process instead of one per worker")
     parser.add_argument("--schedule", action="append", metavar="NAME", help="consider only this; may be repeated")
@@ -136,7 +136,9 @@ def _machines(typed: dict[str, Any]) -> Machines:
         if typed.get("workers", machines.num_workers) != machines.num_workers:
             refuse_typed(typed, ["workers"], f"{typed['topology']} has {machines.num_workers} workers; leave it out")
     if "link" in typed:
-        machines = replace(machines, link=_a_millisecond(typed["link"]))
+        usual, links = typed_links(typed, machines.num_workers)
+        links = {**machines.links, **{ends: _a_millisecond(way) for ends, way in links.items()}}
+        machines = replace(machines, link=_a_millisecond(usual) if usual else machines.link, links=links)
     if "memory" in typed:
         own = machines.memory or (None,) * machines.num_workers
         machines = replace(machines, memory=tuple(min(m or math.inf, typed["memory"]) for m in own))

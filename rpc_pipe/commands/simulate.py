@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import permutations
 from typing import Any
 
 from ..dependency import (
@@ -39,10 +40,11 @@ from .options import (
     typed_attention,
     typed_costs,
     typed_lengths,
+    typed_links,
     typed_spec,
 )
 from .output_files import try_files, write
-from .readers import link, numbers, positive, size, some, whole
+from .readers import numbers, positive, size, some, whole
 
 #: most actions that are drawn in the terminal
 _MOST_DRAWN = 4000
@@ -59,8 +61,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--stage-cost", type=numbers, help="factor of the cost for each stage, such as 1,1,2,1")
     slow = "make workers slower by a factor"
     parser.add_argument("--slow", action=Pairs, const=(positive, "1=1.5"), metavar="WORKER=FACTOR", help=slow)
-    way = "travel time of one link, and its bytes a unit of time, such as 0-1=2.5/1MB"
-    parser.add_argument("--link", action=Pairs, const=(link, "0-1=2.5"), metavar="FROM-TO=TIME", help=way)
+    parser.take("link")
     parser.add_argument("--uplink", type=some, metavar="BYTES", help="what a worker sends to all, a unit of time")
     payload = "size of a payload, for --uplink and bandwidths of --link"
     parser.add_argument("--payload", type=size, metavar="BYTES", help=payload)
@@ -86,7 +87,7 @@ def command(typed: dict[str, Any], argv: list[str]) -> int:
         spec, cost, comm=typed.get("comm", 0), order=filled(PipeOptions, typed).run_order, steps=steps, links=links,
         uplinks=uplinks, payload=lambda action: sent * spec.share(action),
     )  # fmt: skip
-    _refuse_idle(links, result)
+    _refuse_idle(typed_links(typed, spec.num_workers)[1], result)
     _write_pictures(typed, name, result)
     if "json" in typed:
         print(json.dumps(_report(name, result) | {"members": typed.get("members", 1)}))
@@ -147,7 +148,7 @@ def tell_exchange(spec: Spec, typed: Mapping[str, Any]) -> list[str]:
     ):
         return []
     return [
-        "replicas exchange gradients in no time here: --payload BYTES with --link FROM-TO=TIME/BANDWIDTH or --uplink "
+        "replicas exchange gradients in no time here: --payload BYTES with --link TIME/BANDWIDTH or --uplink "
         "BYTES of simulate gives the exchange a time"
     ]
 
@@ -187,17 +188,12 @@ def _cost(spec: Spec, typed: Mapping[str, Any], by_microbatch: Cost | None) -> C
 
 
 def _links(typed: Mapping[str, Any], num_workers: int) -> tuple[dict[tuple[int, int], Link], dict[int, float], float]:
-    """Return the links that differ, the workers' uplinks, and the bytes of a payload."""
-    links = {}
-    for ends, way in typed.get("link", {}).items():
-        said = f"--link {ends}={way.latency:g}"
-        source, dash, target = ends.partition("-")
-        if not dash:
-            raise ConfigError(f"{said}: must be FROM-TO=TIME with workers 0 to {num_workers - 1}; --comm is of all")
-        links[read_worker(said, source, num_workers), read_worker(said, target, num_workers)] = way
+    """Return the typed links, the workers' uplinks, and the bytes of a payload."""
+    usual, links = typed_links(typed, num_workers)
+    links = dict.fromkeys(permutations(range(num_workers), 2) if usual else (), usual or Link()) | links
     uplinks = dict.fromkeys(range(num_workers), typed["uplink"]) if "uplink" in typed else {}
     if not uplinks and all(way.bandwidth == float("inf") for way in links.values()):
-        refuse_typed(typed, ["payload"], "needs a bandwidth: --link FROM-TO=TIME/BANDWIDTH or --uplink BYTES")
+        refuse_typed(typed, ["payload"], "needs a bandwidth: --link TIME/BANDWIDTH or --uplink BYTES")
     elif "payload" not in typed:
         raise ConfigError("--link, --uplink: a bandwidth needs the size of what is sent: --payload BYTES")
     return links, uplinks, typed.get("payload", 0)

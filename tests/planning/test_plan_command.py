@@ -271,6 +271,23 @@ def test_a_profile_of_other_workers_is_said_to_be_one(capsys, tmp_path):
         assert ("measured while 4 workers were busy" in said) is (count == 2)
 
 
+def test_a_link_is_typed_for_a_plan_as_for_a_simulation(capsys, tmp_path):
+    """`plan --link 0-1=5` and `simulate --link 5` were refused: each command read the form of the other alone."""
+    profile = tmp_path / "profile.json"
+    block = {"name": "b", "ms": {"F": 1, "B": 2, "I": 1, "W": 1, "R": 1}, "bytes": {}}
+    profile.write_text(json.dumps({"rows": {"1": [block] * 4}}))
+    arguments = ["--profile", str(profile), "--batch", "4", "--schedule", "gpipe", "--microbatches", "4"]
+    asked = ["plan", *arguments, "--no-searched", "--workers", "2", "--json", "--link"]
+    times = {}
+    for link in ("5", "0-1=5,1-0=5", "0,0-1=5", "0"):
+        assert main([*asked, link]) == 0
+        planned = json.loads(capsys.readouterr().out)["plans"][0]["predicted_ms"]
+        assert main(["simulate", "--schedule", "gpipe", "--microbatches", "4", "--link", link, "--json"]) == 0
+        times[link] = planned, json.loads(capsys.readouterr().out)["makespan"]
+    both, each, one, none = times.values()
+    assert each == both and [none[i] + 5 for i in (0, 1)] == list(one) and [one[i] + 5 for i in (0, 1)] == list(both)
+
+
 def test_a_profile_says_what_blocks_take_and_hold(model, capsys):
     code, found = told(capsys, "profile", f"{model}:whole", "--rows", "2,4", "--repeats", "1", "--json")
     assert code == 0 and set(found["rows"]) == {"2", "4"}

@@ -372,7 +372,8 @@ def test_who_ends_before_the_others_could_meet_it_is_named(tmp_path):
             {},
             "did you mean --checkpoint-every or --checkpoint-folder or --checkpoint-keep? put the",
         ),
-        (["simulate", "--link", "3"], {}, "--link 3: must be FROM-TO=TIME, such as 0-1=2.5"),
+        (["simulate", "--link", "0-1"], {}, "--link 0-1: must be [FROM-TO=]TIME[/BANDWIDTH], such as 2.5/1MB, or 0-1="),
+        (["plan", "--link", "0-1"], {}, "--link 0-1: must be [FROM-TO=]TIME[/BANDWIDTH], such as 2.5/1MB, or 0-1="),
         (["simulate", "--slow", "1"], {}, "--slow 1: must be WORKER=FACTOR, such as 1=1.5"),
         (["run", "--device", "cuda:7"], {}, "--device cuda:7"),
         (["run", "{tmp}/bad.py", "--device", "cuda:7"], {}, "--device cuda:7"),  # no worker has been started

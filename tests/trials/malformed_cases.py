@@ -73,7 +73,7 @@ _TEXTS: dict[str, tuple[str, str]] = {
     "--comm": ("simulate compare", "-1 NaN ² inf 1ms 1e999"),
     "--stage-cost": ("simulate", "1 1,1,1 1,² -1,1 NaN,1 , 1,1e999"),
     "--slow": ("simulate", "0 5=2 ²=2 0=-1 0=NaN 0=1,0=2 -1=2"),
-    "--link": ("simulate", "0 0-9=1 0-1 0-1=² 0-1=1/0 0-1=1/²MB 0-1=-1 0-0=1 0-1-2=1 ²-1=1"),
+    "--link": ("simulate", "²ms 0-9=1 0-1 0-1=² 0-1=1/0 0-1=1/²MB 0-1=-1 0-0=1 0-1-2=1 ²-1=1"),
     "--payload": ("simulate", "-1MB ²GB NaN"),
     "--memory": ("compare", "limit=1MB no=1 weights=-1 weights=²GB weights=NaN limit limit=1e999"),
     "--device": ("verify run", "cuda:99 tpu ² cpu:x meta:² cuda:-1"),
