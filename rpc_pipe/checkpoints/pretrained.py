@@ -273,6 +273,7 @@ def save_whole(state: Mapping[str, Tensor], path: str | Path) -> None:
         raise ConfigError(f"{path}: is not a regular file")
     versions = {"versions": json.dumps(getattr(state, _VERSIONS))} if hasattr(state, _VERSIONS) else {}
     with refused(StorageError, f"{path}: cannot be written", "; what was there is as it was"):
+        Path(path).absolute().parent.mkdir(parents=True, exist_ok=True)
         with replacing(Path(path).absolute()) as partial:
             write(partial, {name: tensor.contiguous() for name, tensor in state.items()}, versions)
 

@@ -17,7 +17,8 @@ def try_files(typed: Mapping[str, Any], names: Iterable[str]) -> None:
         ConfigError: one cannot be.
     """
     for name in [name for name in names if name in typed]:
-        option, path = f"--{name} {typed[name]}", Path(typed[name])
+        path = Path(typed[name])
+        option = f"{'' if name == 'file' else f'--{name} '}{typed[name]}"
         try:
             if path.is_dir() or option.endswith("/"):
                 raise ConfigError(f"{option}: is a folder; name a file in it")

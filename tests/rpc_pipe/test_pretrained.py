@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from training_options import pipeline_with
 
 from rpc_pipe.checkpoints import folder as folders
+from rpc_pipe.checkpoints.pretrained import save_whole
 from rpc_pipe.dependency import ConfigError, StorageError
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -214,6 +215,12 @@ def test_trained_weights_are_kept_somewhere_whatever_a_save_meets(tmp_path, monk
     with pytest.raises(StorageError) as raised:
         pipe.weights.save(tmp_path / "folder")
     assert load_file(raised.value.kept).keys() == pipe.weights.state_dict().keys()
+
+
+def test_the_folder_of_saved_weights_is_made(tmp_path):
+    """`save_pretrained`, checkpoints and `run --save` made it, and `weights.save` alone failed after the training."""
+    save_whole({"a": torch.ones(2)}, tmp_path / "new" / "w.safetensors")
+    assert load_file(tmp_path / "new" / "w.safetensors").keys() == {"a"}
 
 
 def _allowed(place, where):
