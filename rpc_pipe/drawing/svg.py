@@ -163,13 +163,15 @@ def _cell(layout: _Layout, span: Span, stripe: float, free: float) -> str:
         edge, high = layout.seam / 2, stripe * layout.cell
         y, wide = _number(layout.cell - high - edge), _number(width - 2 * edge)
         parts.append(f'<path class="stripe" d="M{_number(x + edge)} {y}h{wide}v{_number(high)}h-{wide}z"/>')
-    # All labels count as long as the longest, so that of equal cells either all have a label or none has.
-    fits = (width - 1.5) / (layout.longest * _CHARACTER)
-    size = min(layout.font, fits)
-    if size >= _SMALLEST_TEXT and layout.cell >= size:
-        y = _number(layout.cell * free / 2 + 0.36 * size)
-        smaller = f' font-size="{_number(size)}"' if size < layout.font else ""
-        parts.append(f'<text x="{_number(x + width / 2)}" y="{y}"{smaller}>{_label(span, layout.slices)}</text>')
+    label = _label(span, layout.slices)
+    # All labels count as long as the longest, so that equal cells have equal ones: narrow cells have no kind.
+    for left_out in range(2):
+        size = min(layout.font, (width - 1.5) / (max(1, layout.longest - left_out) * _CHARACTER))
+        if size >= _SMALLEST_TEXT and layout.cell >= size:
+            y = _number(layout.cell * free / 2 + 0.36 * size)
+            smaller = f' font-size="{_number(size)}"' if size < layout.font else ""
+            parts.append(f'<text x="{_number(x + width / 2)}" y="{y}"{smaller}>{label[left_out:] or label}</text>')
+            break
     return "".join([*parts, "</g>"])
 
 
@@ -201,8 +203,8 @@ def nice_step(length: float, most: float) -> float:
 
 
 def _label(span: Span, slices: int) -> str:
-    """Return the microbatch as label; the letter of a kind if its index is a replica or an update."""
-    return name_index(span.action, slices) if span.action.kind.per_microbatch else span.action.kind.letter
+    """Return the kind and the microbatch as label; the kind alone if its index is a replica or an update."""
+    return span.action.kind.letter + (name_index(span.action, slices) if span.action.kind.per_microbatch else "")
 
 
 def _width(text: str, size: float) -> float:

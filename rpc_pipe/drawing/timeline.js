@@ -3,7 +3,7 @@
 const hint = document.getElementById("hint");
 const AXIS = 24;  // height of the axis, in pixels
 const TALLEST = 60;  // no row is higher, in pixels, so that tables are on the screen, too
-const SMALLEST = 7, SIZES = [1, 0.8, 0.64];  // no text is smaller, in pixels; few sizes, for a calm picture
+const SMALLEST = 7, SIZES = [1, 0.8, 0.64, 0.5];  // no text is smaller, in pixels; few sizes, for a calm picture
 const STRIPE = 0.28;  // share of a cell that the stripe of a worker's last stage takes
 const FONT = "system-ui, -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif";
 const view = {from: 0, to: 1};  // shares of the longest picture, or of each where their units differ
@@ -209,15 +209,16 @@ function drawRows(picture, context) {
   for (let i = 0; i < labels.length; i += 4) label(picture, context, ...labels.slice(i, i + 4));
 }
 
-/* The whole name, the microbatch alone (of an update its letter), or nothing. All names count as long as the longest, so that of equal
+/* The whole name, its kind and microbatch (of an update its kind), the microbatch alone, or nothing. All names count as long as the longest, so that of equal
    cells either all have a label or none has. */
 function label(picture, context, span, x, end, y) {
-  const room = end - x - 3, {font, digit} = picture, per = room / (picture.longest * digit / font);
+  const room = end - x - 3, {font, digit} = picture;
+  const fits = count => SIZES.map(part => part * font).find(size => size * count * digit / font <= room && size >= SMALLEST);
   const full = (picture.longest + picture.widest) * digit + 6 <= room;
-  if (!full && String(span.microbatch).includes(".")) return;  // a slice's name, such as 0.3, reads as a time
-  const size = SIZES.map(part => part * font).find(size => size <= per && size >= SMALLEST);
-  if (!size) return;
-  const text = "GU".includes(span.kind) ? span.kind : full ? nameOf(span) : span.microbatch;
+  const kinded = fits(picture.longest + 1), size = kinded || fits(picture.longest);
+  if (!size || !kinded && String(span.microbatch).includes(".")) return;  // a slice's name, such as 0.3, reads as a time
+  const kind = kinded ? span.kind : "";
+  const text = "GU".includes(span.kind) ? span.kind : full ? nameOf(span) : `${kind}${span.microbatch}`;
   if (picture.size !== size) context.font = `${picture.size = size}px ${FONT}`;
   context.fillStyle = palette[span.kind][1];
   context.fillText(text, (x + end - 1) / 2, y + picture.cell * (picture.levels ? 1 - STRIPE : 1) / 2 + 0.5);

@@ -83,9 +83,14 @@ def test_cells_and_labels_stay_inside(workers, microbatches):
             assert size >= 7 and size <= high and len(text) * size * 0.6 <= wide
 
 
-def test_cells_show_their_microbatch():
-    labels = [label[0] for *_, kind, _, label in cells(draw_svg(run("gpipe", 2, 3).spans, 2)) if kind == "F"]
-    assert labels == ["0", "1", "2", "0", "1", "2"]
+def test_cells_show_their_kind_and_microbatch_and_narrow_ones_the_microbatch():
+    """Narrow cells had no kind where there was room for it."""
+    spans = run("gpipe", 2, 3).spans
+    labels = [label[0] for *_, kind, _, label in cells(draw_svg(spans, 2)) if kind == "F"]
+    assert labels == ["F0", "F1", "F2", "F0", "F1", "F2"]
+    narrow = [span._replace(start=span.start / 99, end=span.end / 99) for span in spans]
+    labels = {label[0] for *_, label in cells(draw_svg([*narrow, Span(0, F(0, 3), 0.9, 1.9)], 2))}
+    assert labels == {"0", "1", "2", "B0", "B1", "B2", "F3"}, "forwards are narrow"
 
 
 def test_a_picture_of_eight_workers_is_small():

@@ -57,7 +57,7 @@ def refuse_unowned(loss: Tensor, own: Iterable[Tensor]) -> None:
         if isinstance(leaf, nn.Parameter) and known.isdisjoint((id(leaf), leaf.data_ptr())):
             raise ConfigError(
                 f"loss: depends here on a parameter of shape {tuple(leaf.shape)} that no layer of this stage has, "
-                "so no optimizer would use its gradient: if it is the loss function's own, put it into the last "
-                "layer; if another stage's layer has it, as with a penalty on all weights, let the optimizer do that "
-                "(weight_decay), or that layer"
+                "so no optimizer would use its gradient: if it is the loss function's own, put it into the last layer, "
+                "or into a model that returns its loss; if another stage's layer has it, as with a penalty on all "
+                "weights, let the optimizer do that (weight_decay), or that layer"
             )
