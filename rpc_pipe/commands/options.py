@@ -11,16 +11,18 @@ from argparse import ArgumentError, ArgumentTypeError
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from ..dependency import Action, B, ConfigError, F, I, Kind, Spec, W
 from ..dependency.parallelism import FSDP, OPTIONS, REPLICAS
 from ..launching.job import ELASTIC, REJOINS, TRANSPORT, TRANSPORTS, TRUST, Job, current_job
 from ..launching.launcher_link import NAN, NANS
 from ..planning.listed_schedule import ListedSchedule
-from ..planning.simulator import Link
 from ..planning.specs import MICROBATCH_ORDERS, PipeOptions, find_schedule
 from .readers import device, fraction, link, number, numbers, whole, wholes
+
+if TYPE_CHECKING:
+    from ..planning.simulator import Link
 
 T = TypeVar("T")
 

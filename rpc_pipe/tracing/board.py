@@ -135,9 +135,8 @@ class BoardWriter(Listener):
         self._most_listed = 0
         #: the last step, while it has not been written
         self._ended: StepRecord | None = None
-        self._steps: dict[int, bytes] = {}
-        #: apart from the steps, which many evaluations would crowd out
-        self._evaluations: dict[int, bytes] = {}
+        #: apart from each other, as many evaluations would crowd out the steps
+        self._steps, self._evaluations = dict[int, bytes](), dict[int, bytes]()
         self._bytes = self._version = 0
         self._head: mmap.mmap | bytearray = bytearray(HEAD.size)
         self._file: File | None = None
@@ -188,20 +187,18 @@ class BoardWriter(Listener):
         record, self._ended = self._ended, None
         if record is None:
             return
-        if record.step > 1 and not self._steps:  # goes on from a checkpoint: the header is written once more
+        if resumed := record.step > 1 and not self._steps:
             self.header["first_step"] = record.step
-            with suppress(OSError):
-                self._begin()
         self._list(record.num_microbatches)
-        self._keep(self._steps, kind="step", record=encode_record(record, self._row))
+        self._keep(self._steps, resumed, kind="step", record=encode_record(record, self._row))
 
     def evaluated(self, step: int, loss: float) -> None:
         self._keep(self._evaluations, kind="evaluation", step=step, loss=number_or_word(loss))
 
-    def _keep(self, kept: dict[int, bytes], **event: Any) -> None:
-        """Append an event; a new file replaces one that is too large."""
+    def _keep(self, kept: dict[int, bytes], has_new_header: bool = False, **event: Any) -> None:
+        """Append an event; a new file replaces one that is too large, or has an old header."""
         self._bytes += len(self._put(kept, **event))
-        if self._bytes > MOST_BYTES:
+        if self._bytes > MOST_BYTES or has_new_header:
             for each in self._evaluations, self._steps:
                 while self._bytes > MOST_BYTES // 2 and len(each) > 2:
                     self._bytes -= len(each.pop(next(iter(each))))

@@ -166,11 +166,11 @@ def _difference(found: Tensor, expected: Tensor) -> tuple[float, float]:
     """Return the largest difference and the largest expected number; where both are no numbers they do not differ."""
     if not expected.numel():
         return 0.0, 0.0
-    found, expected = found.double(), expected.double()
+    found, expected = (each.to(torch.promote_types(each.dtype, torch.double)) for each in (found, expected))
     apart = torch.where((found == expected) | (found.isnan() & expected.isnan()), 0.0, (found - expected).abs())
     apart = apart.nan_to_num(math.inf, math.inf)
     return float(apart.max()), float(expected.abs().nan_to_num(0.0, 0.0).max())
 
 
 def _precision(dtype: torch.dtype) -> float:
-    return torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
+    return torch.finfo(dtype).eps if dtype.is_floating_point or dtype.is_complex else 0.0

@@ -16,6 +16,7 @@ from rpc_pipe.commands.main import main
 from rpc_pipe.commands.run import command as run
 from rpc_pipe.verifying.keyed import Keyed
 from rpc_pipe.verifying.proof import seeded
+from rpc_pipe.verifying.verdict import _difference, _precision
 
 MODELS = """
 import random
@@ -271,6 +272,12 @@ def verified(capsys, *arguments: str) -> tuple[int, dict, str]:
     code = main(["verify", *arguments, "--transport", "local", "--json"])
     captured = capsys.readouterr()
     return code, json.loads(captured.out) if captured.out else {}, captured.err
+
+
+def test_a_difference_of_imaginary_parts_is_one():
+    """Complex tensors were compared by their real parts, with a warning of torch."""
+    one = torch.tensor([1 + 1j])
+    assert _difference(one, one.conj().resolve_conj()) == pytest.approx((2.0, 2**0.5)) and _precision(one.dtype) > 0
 
 
 @pytest.mark.parametrize(
