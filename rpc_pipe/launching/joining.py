@@ -18,7 +18,7 @@ from ..dependency import ConfigError, EpochEnds, NotMet
 from ..system.at_exit import at_exit
 from ..tracing.own_boards import follow_carrier
 from ..workers.transport.carrier import Carrier, Plane
-from ..workers.transport.forks import keep_from_forks, letting_go
+from ..workers.transport.forks import letting_go
 from ..workers.transport.meeting import Meeting
 from ..workers.transport.messages import Messages
 from ..workers.transport.shared_memory import Channels
@@ -72,7 +72,6 @@ def join(place: MeetingPlace, cancelled: Callable[[], None] | None = None) -> Ca
     except (TimeoutError, RuntimeError, OSError) as error:
         others = f"the other {len(place.workers) - 1} workers within {job.join_timeout_s:g} s"
         raise NotMet(f"worker {job.worker} could not meet {others}: {error}") from error
-    keep_from_forks(carrier)
     follow_carrier(carrier)
     _carriers[place] = carrier, to_others
     _leave_at_exit()

@@ -220,17 +220,6 @@ def test_a_worker_that_dies_is_missed_though_a_fork_of_it_lives(script, transpor
     assert workers[0].returncode == 1 and "worker 0 lost worker 1" in said, said
 
 
-@pytest.mark.parametrize("transport", ["rpc", "zmq"])
-def test_a_fork_that_goes_on_with_the_script_takes_no_part(script, transport):
-    """It read what had come for its worker: all waited in vain, and nobody knew for what."""
-    fork = "\n    if step == 1 and pipe.worker == 1:\n        os.fork()\n    if step =="
-    script.write_text(script.read_text().replace("\n    if step ==", fork))
-    done = rpc_pipe("run", script, "--transport", transport, "--", 50, timeout=60)
-    assert done.returncode == 0, done.stdout
-    assert re.search(r"process \d+ is a fork of a worker and cannot go on as one: end it by os._exit", done.stdout)
-    assert len(re.findall(r"loss \S+ \w+Link", unmerged(done.stdout))) == 2 and "50 steps on 2 workers" in done.stdout
-
-
 BEYOND = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 
 

@@ -1,8 +1,7 @@
-"""Resources that forks of a worker release: the sockets for connections of peers, and the training itself.
+"""Sockets for connections of peers, which forks of a worker release.
 
 A process that loads data, or any other fork, inherits them all. Where it lived on, the peers saw no connection break
-when its worker was killed, and waited for the fork to end. A fork that went on with the script took its worker's
-messages, and all workers waited in vain.
+when its worker was killed, and waited for the fork to end.
 """
 
 from __future__ import annotations
@@ -12,39 +11,11 @@ import socket
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import cache
 from pathlib import Path
-from typing import Any
-from weakref import WeakSet
-
-from ...dependency import PipeError
 
 _DESCRIPTORS = Path("/proc/self/fd")
 #: addresses where this process listens for other workers
 _listens_at: set[object] = set()
-#: the carriers of this process
-_carriers: WeakSet[object] = WeakSet()
-
-
-def keep_from_forks(carrier: object) -> None:
-    """Let forks of this process not take part in the name of its carrier."""
-    _carriers.add(carrier)
-    _refuse_in_forks()
-
-
-@cache
-def _refuse_in_forks() -> None:
-    os.register_at_fork(after_in_child=_make_refusing)
-
-
-def _make_refusing() -> None:
-    for carrier in list(_carriers):
-        refusing = type("CarrierOfAFork", (type(carrier),), {"__getattribute__": _refuse})
-        object.__setattr__(carrier, "__class__", refusing)
-
-
-def _refuse(carrier: object, name: str) -> Any:
-    raise PipeError(f"process {os.getpid()} is a fork of a worker and cannot go on as one: end it by os._exit")
 
 
 @contextmanager
