@@ -49,27 +49,13 @@ def schedule_errors() -> Iterator[None]:
         ) from error
 
 
-def _check_answers(spec: Spec, workers: Sequence[int]) -> None:
+def _check_answers(spec: Spec) -> None:
     """Check the answers of a user's schedule; the built-in ones are tested."""
     classes = type(spec).__mro__[: type(spec).__mro__.index(Spec)]
     if any(cls.__module__.partition(".")[0] != __name__.partition(".")[0] for cls in classes):
         from .answers import check_answers
 
         check_answers(spec)
-        _ask_twice(spec, workers)
-
-
-def _ask_twice(spec: Spec, workers: Sequence[int]) -> None:
-    """Refuse an `after` whose answer for an action changes: each worker would derive another relation."""
-    asked = [action for worker in workers for action in spec.own_actions(worker) if spec.orders(action)]
-    answers = [actions_in(spec.after(action), f"after({action})") for action in asked]
-    for action, answer in zip(asked, answers, strict=True):
-        again = actions_in(spec.after(action), f"after({action})")
-        if set(again) != set(answer):
-            raise ScheduleError(
-                f"after({action}) returned {answer} at first and {again} later: it may depend on the action and the "
-                "schedule's parameters alone"
-            )
 
 
 def actions_in(answer: object, call: str) -> list[Action]:
@@ -101,19 +87,20 @@ def check(spec: Spec, worker: int) -> None:
     Raises:
         ScheduleError: a rule is broken; the text names the action, the rule and a right value.
     """
-    with schedule_errors():
-        _check_answers(spec, [worker])
-        _check_parts(spec, [worker])
-        _check_memory(Memory(spec), worker)
+    _check_workers(spec, [worker])
 
 
 def check_all(spec: Spec) -> None:
     """Check the part of every worker, as the simulator and the launcher do before anything is started."""
+    _check_workers(spec, range(spec.num_workers))
+
+
+def _check_workers(spec: Spec, workers: Sequence[int]) -> None:
     with schedule_errors():
-        _check_answers(spec, range(spec.num_workers))
-        _check_parts(spec, range(spec.num_workers))
+        _check_answers(spec)
+        _check_parts(spec, workers)
         memory = Memory(spec)
-        for worker in range(spec.num_workers):
+        for worker in workers:
             _check_memory(memory, worker)
 
 

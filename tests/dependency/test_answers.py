@@ -80,18 +80,6 @@ def test_a_property_that_raises_is_refused_when_the_schedule_is_made():
         make_spec(raises, 2, 4)
 
 
-@pytest.mark.parametrize("base", [OneFOneB, Spec], ids=["slot", "unrolled"])
-def test_an_after_that_changes_its_answer_is_refused(base):
-    """A window that was drawn at random, or counted calls, was simulated: each worker would have had another one."""
-    calls = count()
-
-    def after(self, a):
-        return [B(a.stage, a.microbatch - 2 - (next(calls) > 5))] if a.kind is F else []
-
-    with refused("after", ScheduleError):
-        check_all(broken(base, after=after))
-
-
 def test_what_after_may_answer():
     def after(self, a):
         yield from [B(a.stage, a.microbatch - 2)] if a.kind is F else ()
