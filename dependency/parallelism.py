@@ -52,8 +52,6 @@ def _sizes(said: int | str | None) -> tuple[int, ...]:
     """
     if said is None:
         return (1,)
-    if said == "auto":
-        raise ConfigError("slices auto: is of rpc-pipe plan, which measures them; take a number, or --plan plan.json")
     sizes = tuple(int(part) for part in str(said).split(","))
     return (1,) * min(sizes[0], _MOST_SLICES + 1) if len(sizes) == 1 else sizes
 
@@ -120,8 +118,6 @@ def _read(name: str, said: Any) -> tuple[Any, Any]:
     try:
         found = option.kind(said)
         is_right = option.allows(found) and (option.kind is not int or str(found) == str(said))
-    except ConfigError:
-        raise
     except (KeyError, TypeError, ValueError, OverflowError):
         is_right = False
     if not is_right:
