@@ -178,34 +178,39 @@ class KeptTensor(NamedTuple):
 
 
 class ChangingModules:
-    """Finds out, by the first two runs of a kind, such as forwards in the same modes, which modules these change.
+    """Finds out which modules forwards and steps change, by the first two of each in the same training modes.
 
     Args:
-        modules: to be looked at.
+        modules: of the stage, and stand-ins for modules of other stages, which forwards may hook too.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = modules
         self._nothing = ModuleState([])
-        #: kind of a run -> modules that it changes, each time
-        self._seen: dict[Any, list[list[nn.Module]]] = {}
+        #: (whether of a whole step, training modes) -> modules that it changes, each time
+        self._seen: dict[tuple[bool, ...], list[list[nn.Module]]] = {}
 
-    def state(self, kind: Any, weights: Collection[nn.Parameter] = (), known: Iterable[nn.Module] = ()) -> ModuleState:
-        """Return the state of the modules that runs of a kind change: of all, until that has been observed.
+    def _changes(self, whole_step: bool) -> list[list[nn.Module]]:
+        return self._seen.setdefault((whole_step, *[module.training for module in self._modules]), [])
+
+    def before(
+        self, weights: Collection[nn.Parameter] = (), known: Iterable[nn.Module] = (), *, whole_step: bool = False
+    ) -> ModuleState:
+        """Return the state of the modules that forwards or steps change: of all, until that has been observed.
 
         Args:
             weights: parameters that they change.
             known: modules that they may change in any case.
         """
-        seen = self._seen.get(kind, [])
+        seen = self._changes(whole_step)
         if len(seen) < _LOOKS:
             return ModuleState(self._modules, weights)
         changing = dict.fromkeys(chain(known, *seen))
         return ModuleState(list(changing), weights) if changing or weights else self._nothing
 
-    def note(self, kind: Any, before: ModuleState) -> None:
-        """Observe the changes of a run."""
-        seen = self._seen.setdefault(kind, [])
+    def note(self, before: ModuleState, *, whole_step: bool = False) -> None:
+        """Observe the changes since the state `before`."""
+        seen = self._changes(whole_step)
         if len(seen) < _LOOKS:
             seen.append(before.written())
 

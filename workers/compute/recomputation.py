@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...dependency import ConfigError
 from ..transport.payload import Tree, tensors_of
@@ -29,36 +29,19 @@ class Recomputation:
     """Runs forwards that will be recomputed, and recomputes them.
 
     Args:
-        modules: the modules of the stage, and stand-ins for modules of other stages, which forwards may hook too.
+        changing: the modules that forwards change.
     """
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._modules = modules
-        #: by training modes, and whether by a whole training step or by one forward of it
-        self._changing = ChangingModules(modules)
+    def __init__(self, changing: ChangingModules) -> None:
+        self._changing = changing
         #: one flag on the device for each output that was recomputed: whether it differs
         self._differ: list[Tensor] = []
 
-    def before_step(self, weights: Collection[nn.Parameter] = ()) -> ModuleState:
-        """Return the state of the modules that steps change: of all, until that has been observed.
-
-        Args:
-            weights: parameters that forwards write.
-        """
-        return self._changing.state((self._modes(), True), weights)
-
-    def note_step(self, before: ModuleState) -> None:
-        """Observe the changes of a step."""
-        self._changing.note((self._modes(), True), before)
-
-    def _modes(self) -> tuple[bool, ...]:
-        return tuple([module.training for module in self._modules])
-
     def first(self, forward: Callable[[], Tree]) -> tuple[Tree, FirstRun]:
         """Run `forward` for the first time; its caller lets go of the graph, and of the activations in it."""
-        module_state = self._changing.state((self._modes(), False))
+        module_state = self._changing.before()
         tree = forward()
-        self._changing.note((self._modes(), False), module_state)
+        self._changing.note(module_state)
         return tree, FirstRun(module_state, _sample(tree))
 
     def again(self, noted: FirstRun, forward: Callable[[], Tree]) -> None:

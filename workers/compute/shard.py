@@ -17,7 +17,7 @@ from ...dependency import ConfigError
 from ..transport.payload import Payload, Tree, distinct_tensors, pack, shapes_in
 from . import autocast, borders
 from .borders import ForwardArgs, Forwarded, InputGradients
-from .module_state import KeptTensor
+from .module_state import ChangingModules, KeptTensor
 from .randomness import PythonDraws, Randomness, Seed
 from .recomputation import FirstRun, Recomputation
 from .result import Losses, sum_and_weight
@@ -89,7 +89,8 @@ class Shard:
         self._inputs: dict[int, tuple[Callable[[], Tree], FirstRun]] = {}
         #: microbatch -> step, state, and the part of its backward that is left for the weights
         self._deferred: dict[int, tuple[int, list[KeptTensor], WeightBackward]] = {}
-        self.recomputation = Recomputation(slice.modules)
+        self.changing = ChangingModules(slice.modules)
+        self.recomputation = Recomputation(self.changing)
         #: the last step with a forward that was run once more, to compare; None: there is none
         self._checked = -1 if training.check == "always" else None
         self.state = StageState(slice)

@@ -156,7 +156,7 @@ class ObservedStage:
                 observed.append(script)
                 scripts[:] = [script, *scripts][:_MOST_SCRIPTS]
             try:
-                return self._followed(script, payload, (args, kwargs), seed, modes, is_first=script in observed)
+                return self._followed(script, payload, (args, kwargs), seed, is_first=script in observed)
             except Diverged as diverged:
                 divergences.append(diverged)
             except Departed:
@@ -164,7 +164,7 @@ class ObservedStage:
                     scripts.remove(script)
 
     def _followed(
-        self, script: Script, payload: Sequence[Tensor], fields: Any, seed: Seed | None, modes: Any, *, is_first: bool
+        self, script: Script, payload: Sequence[Tensor], fields: Any, seed: Seed | None, *, is_first: bool
     ) -> Any:
         """Run the forward by a script.
 
@@ -175,7 +175,7 @@ class ObservedStage:
             Departed: it cannot; the modules are as before.
         """
         buffers, weights = self._writes
-        before = self._changing.state(modes, weights, self._skeleton.counting | {module for module, _ in buffers})
+        before = self._changing.before(weights, self._skeleton.counting | {module for module, _ in buffers})
         # A first forward may change modules of other stages too, by registering hooks there.
         # A script for new sizes has had that of its pattern, and the modules that change are known.
         is_first = is_first or not script.is_settled
@@ -195,7 +195,7 @@ class ObservedStage:
                 first.put_back()
             before.put_back()
             raise
-        self._changing.note(modes, before)
+        self._changing.note(before)
         return output
 
     def _observed(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Script:
