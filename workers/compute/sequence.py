@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ...dependency.indexes import split_slice
-from ..transport.payload import Tree, distinct_tensors, map_tensors, tensors_of, unpack
-from .borders import ForwardArgs, without_views
-from .slice_check import Noted, compare, refused
+from ..transport.payload import Payload, Tree, distinct_tensors, map_tensors, tensors_of
+from .borders import ForwardArgs
+from .slice_check import compare, refused
 from .slices import Slice, has_own_state, note, output_alone, place_of_state
 from .torch_internals import BatchNorm, no_view, without_torch_function
 from .whole_draws import NotedDraws, WholeDraws
@@ -271,7 +271,7 @@ class SliceStore:
         #: microbatch -> the state of its slices
         self._left: dict[int, SliceState] = {}
         #: arguments of the first microbatch's slices; None: it has been checked
-        self._looked: list[Noted] | None = []
+        self._looked: list[ForwardArgs] | None = []
         #: sees whether these draw
         self._noting = NotedDraws()
 
@@ -291,8 +291,8 @@ class SliceStore:
         if given.place is not None:
             self._left.setdefault(microbatch, SliceState()).places[number] = given.place
         if self._looked is not None and torch.is_grad_enabled() and given.microbatch == len(self._looked):
-            inputs = map_tensors(without_views(unpack(given.inputs)), lambda tensor: tensor.detach().clone())
-            self._looked.append(Noted(inputs, given.fields, given.target, given.share, given.scale is not None))
+            copies = Payload([tensor.clone() for tensor in given.inputs.tensors], given.inputs.skeleton)
+            self._looked.append(given._replace(inputs=copies))
         try:
             with self._noting if self._looked and torch.is_grad_enabled() else nullcontext():
                 yield
@@ -305,7 +305,7 @@ class SliceStore:
             self._compare(shard, self._looked, given.step)
             self._looked = None
 
-    def _compare(self, shard: Any, noted: Sequence[Noted], step: int) -> None:
+    def _compare(self, shard: Any, noted: Sequence[ForwardArgs], step: int) -> None:
         """Refuse layers that do not go with slices, by a look at the first microbatch."""
         left, places = SliceState(), list(self._left[0].places.values())
         left.places.update(self._left[0].places)
@@ -330,7 +330,7 @@ class SliceStore:
         )
         if drew:
             shard.train(False)  # without dropout
-        with shard.randomness.lock, shard.recomputation.before_step().restored(), how:
+        with shard.randomness.lock, shard.changing.before(whole_step=True).restored(), how:
             compare(noted, run, shard.loss_fn)
         if drew:
             shard.train(True)

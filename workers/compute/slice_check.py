@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...dependency import ConfigError
-from ..transport.payload import Tree, distinct_tensors, map_tensors
+from ..transport.payload import Tree, distinct_tensors, map_tensors, unpack
+from .borders import ForwardArgs, without_views
 
 #: greatest difference by rounding, relative to the largest number: of float32, and in units of other types
 _TOLERANCE, _UNITS = 1e-3, 16
@@ -17,37 +18,29 @@ _TOLERANCE, _UNITS = 1e-3, 16
 _TOLERANCE_OF_LOSS = 1e-5
 
 
-class Noted(NamedTuple):
-    """The arguments of a slice's forward, and whether sums of losses are divided slice by slice."""
-
-    inputs: Tree
-    fields: Tree
-    target: Tree
-    share: float | None
-    divided: bool
-
-
 #: runs a forward of slice `number`, or of the whole (None), on (inputs, fields)
 Run = Callable[[int | None, Tree, Tree], Tree]
 
 
-def compare(noted: Sequence[Noted], run: Run, loss_fn: Callable[[Any, Any], Any] | None) -> None:
+def compare(noted: Sequence[ForwardArgs], run: Run, loss_fn: Callable[[Any, Any], Any] | None) -> None:
     """Compare slices with the whole.
 
     Args:
+        noted: the arguments of each slice's forward.
         loss_fn: on the last stage.
 
     Raises:
         ConfigError: the numbers differ.
     """
-    whole = run(None, joined([each.inputs for each in noted]), _whole_fields([each.fields for each in noted]))
-    parts = [run(number, each.inputs, each.fields) for number, each in enumerate(noted)]
+    inputs = [without_views(unpack(each.inputs)) for each in noted]
+    whole = run(None, joined(inputs), _whole_fields([each.fields for each in noted]))
+    parts = [run(number, given, each.fields) for number, (given, each) in enumerate(zip(inputs, noted, strict=True))]
     if not _same(_sequences([whole]), parts):
         raise refused("mixes a sequence otherwise than from its beginning on")
     if loss_fn is None:
         return
     losses = [(loss_fn(part, each.target), each.share or 0.0) for part, each in zip(parts, noted, strict=True)]
-    if noted[0].divided and isinstance(losses[0][0], tuple):
+    if noted[0].scale is not None and isinstance(losses[0][0], tuple):  # sums are divided slice by slice
         losses = [(loss[0] / loss[1] if loss[1] else 0.0, share) for loss, share in losses]
     added_up = noted[0].fields is not None and "shift_labels" in noted[0].fields[1]
     share = losses[0][1] if added_up else sum(share for _, share in losses)
