@@ -53,7 +53,7 @@ def most_copies(pipe):
     def watch(number, shard, update):
         def updated(**settings):
             update(**settings)
-            most[number] = max(most[number], shard.versions.num_copies)
+            most[number] = max(most[number], 1 + len(shard.versions._versions))
 
         shard.update = updated
 

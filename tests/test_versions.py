@@ -48,7 +48,7 @@ def test_copies_and_staleness_are_those_of_the_papers(P, M, capsys):
             list(pipe.train((x, x) for x in X))
             assert most == copies
             shards = [shard for actor in pipe.actors for shard in actor.shards.values()]
-            assert all(shard.versions.num_copies == 1 for shard in shards), "all but the newest is freed"
+            assert all(not shard.versions._versions for shard in shards), "all but the newest is freed"
 
 
 def test_asynchronous_rows_stand_behind_and_are_not_recommended():

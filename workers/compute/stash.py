@@ -75,11 +75,6 @@ class VersionStore:
         names = {parameter: name for name, parameter in self._slice.named_parameters()}
         self.reference = [weights[names[parameter]].to(parameter.device, copy=True) for parameter in self._trained]
 
-    @property
-    def num_copies(self) -> int:
-        """How many versions of the weights are held now."""
-        return len(self._versions) + 1
-
     def around(self, handler: Callable[[Any], T], *, accumulates: bool) -> Callable[[Any], T]:
         """Return a handler that runs with the weights that its microbatch, or an evaluation, uses.
 

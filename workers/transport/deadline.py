@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future, wait
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
-def within(timeout_s: float, call: Callable[[], object]) -> None:
-    """Make a call on a new thread, which is abandoned if the call does not return in time.
+def within(timeout_s: float, call: Callable[[], T]) -> T:
+    """Return the result of a call on a new thread, which is abandoned if the call does not return in time.
 
     Raises:
         TimeoutError: it did not.
     """
-    errors: list[BaseException] = []
+    done: Future[T] = Future()
 
     def run() -> None:
         try:
-            call()
+            done.set_result(call())
         except BaseException as error:
-            errors.append(error)
+            done.set_exception(error)
 
-    thread = threading.Thread(target=run, name="within", daemon=True)
-    thread.start()
-    thread.join(timeout_s)
-    if thread.is_alive():
+    threading.Thread(target=run, name="within", daemon=True).start()
+    if wait([done], timeout_s).not_done:
         raise TimeoutError("no answer")
-    for error in errors:
-        raise error
+    return done.result()

@@ -59,15 +59,13 @@ def torchrun_store(worker: int, num_workers: int, timeout_s: float) -> Any:
     Raises:
         TimeoutError, RuntimeError: it cannot be reached, or a worker does not come.
     """
-    found: list[Any] = []
     deadline = time.monotonic() + timeout_s
 
-    def reach() -> None:
+    def reach() -> PrefixStore:
         store = next(rendezvous("env://", worker, num_workers, timeout=timedelta(seconds=timeout_s)))[0]
-        found.append(PrefixStore(f"rpc-pipe {agree_on_attempt(store, worker, num_workers, deadline)}", store))
+        return PrefixStore(f"rpc-pipe {agree_on_attempt(store, worker, num_workers, deadline)}", store)
 
-    within(timeout_s + _LAST_WORDS_S, reach)
-    return found[0]
+    return within(timeout_s + _LAST_WORDS_S, reach)
 
 
 def agree_on_attempt(store: Any, worker: int, num_workers: int, deadline: float) -> str:

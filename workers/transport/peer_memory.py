@@ -10,9 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 import secrets
-import select
 import struct
-import weakref
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
@@ -101,23 +99,17 @@ class Process:
     Args:
         process: its number.
 
-    Raises:
-        OSError: there is no such process, or the system is too old to tell whether it lives.
     """
 
     def __init__(self, process: int) -> None:
         self._process = process
         self._copy = _libc().process_vm_readv
-        life = os.pidfd_open(process)
-        weakref.finalize(self, os.close, life)
-        self._ended = select.poll()
-        self._ended.register(life, select.POLLIN)
 
     def read(self, address: int, to: Tensor) -> None:
         """Fill a tensor with what lies at an address there.
 
         Raises:
-            OSError: they cannot be read; ProcessLookupError: the process has ended.
+            OSError: they cannot be read.
         """
         done, size, here = 0, to.nbytes, to.data_ptr()
         while done < size:  # more than 2 GiB take more than one call
@@ -127,5 +119,3 @@ class Process:
                 number = ctypes.get_errno()
                 raise OSError(number, os.strerror(number))
             done += count
-        if self._ended.poll(0):  # another process may have got its number
-            raise ProcessLookupError("the process has ended")

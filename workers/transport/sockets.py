@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy
+import torch
 import zmq
 from torch import Tensor
 from zmq.utils.monitor import parse_monitor_message
@@ -269,19 +270,9 @@ def frames_of(head: bytes, body: bytes, tensors: Iterable[Tensor], most_bytes: i
     frames: list[Any] = [body[at : at + most_bytes] for at in range(0, max(1, len(body)), most_bytes)]
     frames[0] = head + frames[0]
     for tensor in tensors:
-        memory = memoryview(numpy.asarray(_ArrayView(tensor)))  # type: ignore[arg-type]
+        memory = memoryview(tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy())  # type: ignore[arg-type]
         frames += [memory[at : at + most_bytes] for at in range(0, len(memory), most_bytes)]
     return frames
-
-
-class _ArrayView:
-    """Lets numpy see, and so keep, the memory of a tensor of any type and strides."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
-        self.__array_interface__ = {
-            "data": (tensor.data_ptr(), False), "shape": (tensor.nbytes,), "typestr": "|u1", "version": 3
-        }  # fmt: skip
 
 
 def choose(listener: sockets.socket, names: str) -> None:
