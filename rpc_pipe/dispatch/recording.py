@@ -22,7 +22,7 @@ from typing import Any, TextIO, Union
 
 from ..dependency import ConfigError, Kind
 from ..drawing.timeline import bubble, idle
-from ..system.files import DAMAGED, refused
+from ..system.files import DAMAGED, refuse_special, refused
 from ..tracing.board import Live, State, encode_record, number_or_word
 from ..tracing.boards import RunBoards, RunUpdate, decode_record
 from ..tracing.lost_time import LostTime
@@ -180,6 +180,7 @@ class Replay:
 
 def _read(path: Path) -> Iterator[dict[str, Any]]:
     damaged = ""
+    refuse_special(path, f"watch {path}")
     with refused(ConfigError, f"watch {path}: cannot be read"), path.open("rb") as file:
         for number, text in enumerate(file, 1):
             if damaged:  # the last line of a recording may be cut off, no other

@@ -7,6 +7,7 @@ need the token that is printed at the start.
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import ipaddress
 import json
@@ -31,6 +32,8 @@ from ..tracing.view import View
 from .recording import Source
 from .rows import STATES, describe, draw_steps, finite, link_rows, mean_bubble, worker_rows
 
+#: beyond this number the eldest is closed, so idle connections cannot lock users out; the backlog is as long
+_MOST_CONNECTIONS = 64
 _IDLE_S = 60.0
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -69,6 +72,7 @@ class Server:
         self._token = "" if _is_loopback(host) else secrets.token_urlsafe(24)
         self._cookie = ""
         self._runner: web.AppRunner | None = None
+        self._listener: asyncio.Server | None = None
         self._pictures: dict[int, tuple[str, dict[str, object]]] = {}
 
     async def start(self) -> str:
@@ -88,11 +92,13 @@ class Server:
         )  # fmt: skip
         await self._runner.setup()
         try:
-            await web.TCPSite(self._runner, self._host, self._port).start()
+            self._listener = await asyncio.get_running_loop().create_server(
+                self._admit, self._host, self._port, backlog=_MOST_CONNECTIONS
+            )
         except OSError as error:
             at = f"{self._option} {self._host}:{self._port}"
             raise ConfigError(f"{at}: {error.strerror or error}; port 0 takes any that is free") from error
-        self._port = self._runner.addresses[0][1]
+        self._port = self._listener.sockets[0].getsockname()[1]
         self._cookie = f"rpc-pipe-token-{self._port}"  # cookies do not know ports
         shown = f"[{self._host}]" if ":" in self._host else self._host
         token = f"?token={self._token}" if self._token else ""
@@ -100,10 +106,20 @@ class Server:
 
     async def stop(self) -> None:
         """Stop serving at once, even with open connections."""
+        if self._listener is not None:
+            self._listener.close()
         if self._runner is not None:
             await self._runner.cleanup()
 
     # --- access
+
+    def _admit(self) -> asyncio.Protocol:
+        """Return the protocol object of one more connection."""
+        assert self._runner is not None and self._runner.server is not None
+        for eldest in self._runner.server.connections[: 1 - _MOST_CONNECTIONS]:
+            if eldest.transport is not None:
+                eldest.transport.abort()
+        return self._runner.server()
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..dependency import ConfigError
-from ..system.files import refused
+from ..system.files import read_file, refused
 from . import LOOPBACK
 
 #: the host's IPv6 addresses (proc(5)), and the scope of link-local ones
@@ -109,12 +109,13 @@ def read_key(path: Path) -> bytes:
     """Return the secret in a file.
 
     Raises:
-        ConfigError: other users can read the file, or it holds no secret.
+        ConfigError: other users can read the file, or it belongs to another user, or it holds no secret.
     """
-    with refused(ConfigError, f"key file {path}: cannot be read"):
-        secret = path.read_bytes().strip()
-    if path.stat().st_mode & 0o077:
+    secret = read_file(path, f"key file {path}").encode().strip()
+    if (found := path.stat()).st_mode & 0o077:
         raise ConfigError(f"key file {path}: others can read it; chmod 600 {path}")
+    if found.st_uid not in (0, os.geteuid()):  # root reads every file, and the file's owner knows the key
+        raise ConfigError(f"key file {path}: belongs to user {found.st_uid}, who can read it; chown it")
     if len(secret) < _LEAST_BYTES:
         rule = f"must be at least {_LEAST_BYTES}; `rpc-pipe key FILE` makes one"
         raise ConfigError(f"key file {path}: holds {len(secret)} bytes; {rule}")

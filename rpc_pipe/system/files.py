@@ -28,6 +28,7 @@ def read_file(path: Path, said: str, encoding: str = "utf-8") -> str:
     Raises:
         ConfigError: the file cannot be read, or is no text.
     """
+    refuse_special(path, said)
     try:
         with refused(ConfigError, f"{said}: cannot be read"):
             return path.read_text(encoding)
@@ -46,6 +47,12 @@ def refused(kind: type[PipeError], said: str, advice: str = "") -> Iterator[None
         yield
     except OSError as error:
         raise kind(f"{said}: {error.strerror or error}{advice}") from error
+
+
+def refuse_special(path: Path, said: str) -> None:
+    """Refuse a folder, a pipe or a device: to open a pipe without a writer would wait for ever."""
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"{said}: is not a regular file")
 
 
 def read_json(path: Path, said: str) -> Any:

@@ -100,6 +100,8 @@ class BoardFile:
         self._open()
 
     def _open(self) -> None:
+        if not self._path.is_file():  # a pipe, say
+            raise OSError(f"{self._path} is not a regular file")
         self._file, self._at = File(self._path), HEAD.size
 
     def since(self, seen: int) -> bytes:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 import subprocess
 import urllib.error
 import urllib.request
@@ -128,6 +129,28 @@ def test_what_strangers_send_is_refused_in_silence(caplog):
     answered, wrong, answers = served(view_of(), use)
     assert answered == 200 and not wrong and not caplog.records
     assert {status for _, status in answers} == {0, 400, 403, 404, 405}
+
+
+def test_who_connects_and_stays_keeps_nobody_out():
+    """Nothing bounded the connections: when their descriptors were used up, nobody was answered for an hour."""
+
+    def use(at):
+        port = int(at.split(":")[-1].strip("/"))
+        stay = [socket.create_connection(("127.0.0.1", port)) for _ in range(100)]
+        statuses = {ask(at)[0] for _ in range(3)}
+        closed = 0
+        for stranger in stay:
+            stranger.setblocking(False)
+            try:
+                closed += stranger.recv(1) == b""
+            except ConnectionResetError:
+                closed += 1
+            except BlockingIOError:
+                pass
+            stranger.close()
+        return statuses, closed >= 100 - web._MOST_CONNECTIONS
+
+    assert served(view_of(), use) == ({200}, True)
 
 
 def test_a_run_that_has_ended_is_told_once_and_its_page_stays(monkeypatch, capsys):

@@ -9,7 +9,11 @@ import pytest
 from rpc_pipe.commands.main import as_typed, main
 from rpc_pipe.demo.corpus import read_text
 from rpc_pipe.dependency import ConfigError
+from rpc_pipe.dispatch.recording import Replay
+from rpc_pipe.launching.interfaces import read_key
+from rpc_pipe.system.files import read_file
 from rpc_pipe.tracing import run_folders
+from rpc_pipe.tracing.boards import headers_in
 
 CSV = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
 MODEL = "import torch\ndef make():\n    return [torch.nn.Linear(4, 4)] * 2, torch.ones(8, 4), torch.sum\n"
@@ -145,3 +149,19 @@ def test_the_name_of_our_folder_may_be_taken(tmp_path, monkeypatch, there):
         {"file": ours.touch, "fifo": lambda: os.mkfifo(ours), "link": lambda: ours.symlink_to("none")}[there]()
     found = run_folders.root()
     assert found.parent == (memory if there == "open" else temporary) and found.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("name", ["fifo", "/dev/zero", "/dev/stdin", "."])
+def test_only_regular_files_are_read(here, name):
+    """A pipe without a writer made the reader wait for ever, and /dev/zero never ended."""
+    os.mkfifo(here / "fifo", 0o600)
+    for read in (lambda path: read_file(path, name), read_key, lambda path: Replay(path)):
+        with pytest.raises(ConfigError):
+            read(here / name)
+
+
+def test_a_pipe_is_no_board(tmp_path):
+    """Opening it hung `watch`."""
+    os.mkfifo(tmp_path / "worker-0")
+    os.mkfifo(tmp_path / f"{run_folders._MEMBER}7")
+    assert headers_in(tmp_path) == {} and run_folders.processes(tmp_path) == set()

@@ -254,7 +254,7 @@ def test_a_transport_that_cannot_be_is_refused(monkeypatch):
     assert own_part("zmq", 2)[0].transport == "zmq"
 
 
-def test_a_key_file_is_the_owners_alone(tmp_path):
+def test_a_key_file_is_the_owners_alone(tmp_path, monkeypatch):
     path = tmp_path / "key"
     make_key(path)
     assert path.stat().st_mode & 0o777 == 0o600 and len(read_key(path)) == 64
@@ -263,6 +263,13 @@ def test_a_key_file_is_the_owners_alone(tmp_path):
     path.chmod(0o640)
     with refused("key"):
         read_key(path)
+    path.chmod(0o600)
+    os.chown(path, owner := os.getuid() or 4321, -1)  # root reads it all the same
+    monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    with refused("key"):
+        read_key(path)
+    monkeypatch.undo()
+    os.chown(path, os.getuid(), -1)
     path.write_text("short")
     path.chmod(0o600)
     with refused("key"):
