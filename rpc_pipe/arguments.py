@@ -110,18 +110,14 @@ def _refuse_training(loss_fn: object, training: Training) -> None:
         if isinstance(made, Optimizer | LRScheduler):
             of = "parameters" if what == "optimizer" else "the optimizer"
             name = type(made).__name__
-            raise ConfigError(
-                f"{what} is made already, a {name}: pass what makes one for {of} of a stage, as partial({name}, ...)"
-            )
+            raise ConfigError(f"{what} is a {name}: pass what makes one for {of} of a stage, as partial({name}, ...)")
         if made is not None and not callable(made):
             raise ConfigError(f"{what} {made!r}: must be callable, such as partial(AdamW, lr=1e-3)")
     if lr_scheduler is not None and optimizer is None:
         raise ConfigError("lr_scheduler: needs an optimizer to schedule; pass optimizer=, too")
     refuse_below(1, accumulate=training.accumulate)
     if isinstance(training.untrained, str):
-        raise ConfigError(
-            f"untrained {training.untrained!r}: must be a list of names, such as [{training.untrained!r}]"
-        )
+        raise ConfigError(f"untrained {training.untrained!r}: must be a list of names, as [{training.untrained!r}]")
     max_norm = training.max_grad_norm
     if max_norm is not None and not (isinstance(max_norm, (int, float)) and max_norm > 0):
         raise ConfigError(f"max_grad_norm {max_norm!r}: must be a number above 0, or None")
@@ -143,9 +139,7 @@ def refuse_untrainable(spec: Spec, loss_fn: object, training: Training, sharing:
         )
     for name in ("accumulate", "grad_scaler", "deferred_batch_norm"):
         if not spec.synchronous and getattr(training, name) != getattr(Training, name):
-            raise ConfigError(
-                f"{name}: schedule {name_of(spec)} updates within a step, stage by stage; use a synchronous one"
-            )
+            raise ConfigError(f"{name}: schedule {name_of(spec)} updates stage by stage; use a synchronous one")
 
 
 def refuse_shared(spec: Spec, shared: Mapping[str, Sequence[int]]) -> None:
@@ -224,9 +218,7 @@ def begin_training(what: str, forgot_optimizer: bool) -> bool:
     """Refuse to train where nothing keeps a graph, and say once where nothing is updated; return that it was said."""
     if not torch.is_grad_enabled():
         mode = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
-        raise ConfigError(
-            f"{what}: trains, but was called under torch.{mode}: call it outside, or `evaluate` or `predict` instead"
-        )
+        raise ConfigError(f"{what}: trains, but is called under torch.{mode}: call it outside, or call `evaluate`")
     if forgot_optimizer:
         logger.warning(
             "%s trains nothing, as there is no optimizer: pass training=Training(optimizer=torch.optim.AdamW), "

@@ -184,13 +184,10 @@ class Recovery:
                 stood = self._complete() or stood
                 self._meet(epoch)
                 step = -1 if self.repeats else actor.step
-                told = actor.exchange(
-                    "epoch", [step, self._made, self._ended, self._heir.changes, self._known, self._session.facts]
-                )
+                own = step, self._made, self._ended, self._heir.changes, self._known, self._session.facts
+                told = actor.exchange("epoch", [*own])
                 top, *_, known, facts = max(told, key=lambda each: int(each[0]))
-                comes = {
-                    worker for worker, each in zip(sorted(actor.carrier.workers), told, strict=True) if each[0] < 0
-                }
+                comes = {who for who, each in zip(sorted(actor.carrier.workers), told, strict=True) if each[0] < 0}
                 if actor.worker in comes:
                     self._begin_at(top, known, facts)
                 elif step < top:

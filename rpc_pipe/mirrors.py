@@ -37,9 +37,7 @@ def complete(actor: WorkerActor, spec: Spec, divided: Reductions, comes: Collect
     told = actor.exchange("mirrors", [(stage, sorted(each.states), each.adopts_late) for stage, each in own])
     has = dict(zip(sorted(actor.carrier.workers), told, strict=True))
     places = [(stage, route) for stage in range(spec.num_stages) for route in range(spec.num_routes)]
-    holders = {
-        (s, r): [w for w in has if any(s == stage and r in each for stage, each, _ in has[w])] for s, r in places
-    }
+    holders = {(s, r): [w for w in has if any(s == at and r in each for at, each, _ in has[w])] for s, r in places}
     for stage, route in places:
         if not holders[stage, route]:
             raise StageLost(

@@ -55,9 +55,7 @@ def shapes(spec: Spec, least: int, most: int, num_layers: int) -> list[Spec]:
     so many; no shape has fewer. Among those with most workers the number of stages is nearest to that of `spec`.
     """
     first = spec.num_workers // spec.parallelism.replicas
-    pairs = [
-        (n, r) for n in range(max(1, least // 2), most // 2 + 1) for r in range(2, most // n + 1) if n * r >= least
-    ]
+    pairs = [(n, r) for n in range(least // 2, most // 2 + 1) for r in range(2, most // n + 1) if n * r >= least]
     pairs.sort(key=lambda pair: (-pair[0] * pair[1], abs(pair[0] - first), -pair[0]))
     return [made for pair in pairs if (made := _possible(spec, *pair, num_layers)) is not None]
 
@@ -106,9 +104,7 @@ class ShapedHeir(Heir):
         self.leaving: set[int] = set()
         least, most = bounds
         if session.spec.parallelism.zero:
-            raise ConfigError(
-                f"zero=1: divides optimizer states by replicas; with --elastic {least}:{most} leave it out"
-            )
+            raise ConfigError(f"zero=1: divides states by replicas; with --elastic {least}:{most} leave it out")
         self._shapes = shapes(session.spec, least, most, len(session.partition.block_names))
         self._last = _StepTimes()
         self._actor.listeners.add(self._last)
@@ -142,9 +138,8 @@ class ShapedHeir(Heir):
         """
         actor, fitting = self._actor, self._fitting(len(live))[:_MOST_PRICED]
         decides, choice = min({*live}.difference(comes)), json.dumps([0, ""])
-        gradients = [
-            (stage, sum(each.nbytes for each in shard.parameters())) for (stage, _), shard in actor.shards.items()
-        ]
+        shards = actor.shards.items()
+        gradients = [(stage, sum(each.nbytes for each in shard.parameters())) for (stage, _), shard in shards]
         told = actor.hand("measured", json.dumps([self._last.steps(), gradients]), live, [decides])
         if told is not None:
             from .planning.shape_prices import predicted_ms  # at a change alone
@@ -198,9 +193,7 @@ class ShapedHeir(Heir):
         """
         for shard in self._session.shards:
             if shard.state.weights or mirror_of(shard).changes_more or shard.updating.on_gradients:
-                raise ConfigError(
-                    f"forwards of stage {shard.stage} change more than buffers, or on_gradients was called"
-                )
+                raise ConfigError(f"forwards of stage {shard.stage} change more than buffers, or has on_gradients")
         maker, worker = self._maker.anew(spec.num_stages), self._actor.worker
         shards = maker.hosted(spec, worker, self._actor.backend.device, [worker], copied=True)
         for (_, route), shard in shards.items():

@@ -143,8 +143,6 @@ def _note_of(path: str) -> str:
     """Return the file for the times of runs with the plan in this file; "" if they are not recorded."""
     try:
         note = str(read_json(Path(path), path)["note"])
-        if Path(note).exists():
-            from_json_value(MeasuredRun, read_json(Path(note), note))
     except DAMAGED:
         return ""
     return note if Path(note).name.startswith(_RAN) else ""  # another job's plan may not overwrite any file

@@ -13,9 +13,7 @@ from .options import Parser
 def add(commands: Any) -> None:
     """Add `join` to the command line."""
     parser: Parser = commands.add_parser("join", help="from another host, take the places of dead workers of a job")
-    parser.add_argument(
-        "address", metavar="HOST:PORT", help="the job's --meet; its script must be here at the same path"
-    )
+    parser.add_argument("address", metavar="HOST:PORT", help="the job's --meet; its script is here at the same path")
     parser.add_argument("--key-file", metavar="FILE", help=f"the job's key ({KEY})")
     parser.take("threads")
 

@@ -19,6 +19,7 @@ from shlex import quote
 
 from ..dependency import ConfigError, ScheduleError
 from ..launching.report import Reporter
+from ..launching.typed_options import OPTION_OF
 from .options import Parser, with_listed
 
 _COMMANDS = (
@@ -95,10 +96,6 @@ def _parser(typed: Sequence[str]) -> Parser:
     return parser
 
 
-#: parameters of `Pipeline` whose options have another name
-_OPTIONS = {"num_workers": "workers", "num_microbatches": "microbatches"}
-
-
 def as_typed(text: str, argv: Sequence[str]) -> str:
     """Return the text of an error with the option that it is about, as it was typed.
 
@@ -115,7 +112,7 @@ def as_typed(text: str, argv: Sequence[str]) -> str:
     if any(re.search(rf"{option}(?![\w-])", text) for option, _ in typed):
         return text
     lead = re.match(r"\w+", text)
-    name = _OPTIONS.get(lead[0], lead[0]).replace("_", "-") if lead else ""
+    name = OPTION_OF.get(lead[0], lead[0]).replace("_", "-") if lead else ""
     if lead and (found := [value for option, value in typed if option == f"--{name}"]):
         shown, colon, rule = text[lead.end() :].partition(": ")
         if shown == " True":

@@ -131,18 +131,14 @@ _SHARED: dict[str, dict[str, Any]] = {
     "microbatches": dict(type=whole(1), help="microbatches of a step, of all replicas together (8)"),
     **{name: _typed(**option.typed) for name, option in OPTIONS.items()},
     "members": dict(type=whole(1), help="processes that are one worker together, of those of --workers (1)"),
-    "shard": dict(
-        choices=(*FSDP, "tp"), help="how members share a stage: FSDP2, gathered once a step too, or the model's tp_plan"
-    ),
+    "shard": dict(choices=(*FSDP, "tp"), help="how members share a stage: FSDP2, gathered once a step, or tp_plan"),
     "reduce": dict(choices=("step", "microbatch"), help="when members sum gradients of fsdp (step)"),
     "attention": dict(
         type=fraction, metavar="SHARE",
         help="share of a sequence's time that is causal attention, dearer for later slices (0)",
     ),
     "order": dict(choices=("ready", "fixed"), help="run what is ready, or in a fixed order (as the schedule says)"),
-    "microbatch-order": dict(
-        choices=MICROBATCH_ORDERS, help="balanced: unequal microbatches in an order that keeps workers busy (given)"
-    ),
+    "microbatch-order": dict(choices=MICROBATCH_ORDERS, help="balanced: in an order that keeps workers busy (given)"),
     "lengths": dict(type=numbers, metavar="L,L,...", help="relative time of each microbatch, such as 1,4,2,1 (equal)"),
     "gather": dict(type=number, help="time in which members gather a stage's weights, or sum up its results (0)"),
     "length-cost": dict(metavar="FILE", help="of profile --lengths: the numbers of --lengths are tokens"),

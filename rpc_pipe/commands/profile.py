@@ -46,9 +46,7 @@ def add(commands: Any) -> None:
     """Add `profile` to the command line."""
     parser: Parser = commands.add_parser("profile", help="measure a model block by block, and workers and links")
     add_measuring(parser)
-    parser.add_argument(
-        "--workers", type=whole(1, MOST_WORKERS), help="so many measure at once, and the links between them"
-    )
+    parser.add_argument("--workers", type=whole(1, MOST_WORKERS), help="so many measure at once, and their links")
     parser.add_argument("--rows", type=wholes, help="rows of a microbatch, such as 4 or 2,4,8 (those of the batch)")
     lengths = "measure with rows of these lengths, too, for microbatches of several lengths, such as 64,128,256"
     parser.add_argument("--lengths", type=wholes, help=lengths)

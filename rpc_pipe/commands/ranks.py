@@ -58,9 +58,7 @@ def command(typed: dict[str, Any], argv: list[str]) -> int:
     reporter.text(f"{len(places)} processes: torchtitan's mesh ({', '.join(dims)}) is {sizes}")
     for at in places:
         hosted = ", ".join(map(str, at.stages))
-        said = (
-            f"rank {at.rank:>4}  mesh ({at.pp}, {at.replica}, {at.member})  stage{'s' * (len(at.stages) > 1)} {hosted}"
-        )
+        said = f"rank {at.rank:>4}  mesh {at[1:4]}  stage{'s' * (len(at.stages) > 1)} {hosted}"
         reporter.text(f"{said}; replica {at.replica}, member {at.member}")
     reporter.text("Megatron-LM's groups:")
     for name, found in groups.items():

@@ -13,6 +13,12 @@ if TYPE_CHECKING:
     from ..planning.simulator import Link
 
 
+def _need(is_met: object, text: str, rule: str) -> None:
+    """Raise ArgumentTypeError with the value and the rule unless the rule is met."""
+    if not is_met:
+        raise ArgumentTypeError(f"{text}: {rule}")
+
+
 def whole(least: int = 0, most: int | None = None) -> Callable[[str], int]:
     """Return a reader of whole numbers."""
 
@@ -21,10 +27,8 @@ def whole(least: int = 0, most: int | None = None) -> Callable[[str], int]:
             found = int(text)
         except ValueError:
             raise ArgumentTypeError(f"{text}: must be a whole number") from None
-        if found < least:
-            raise ArgumentTypeError(f"{text}: must be at least {least}")
-        if most is not None and found > most:
-            raise ArgumentTypeError(f"{text}: must be at most {most}")
+        _need(found >= least, text, f"must be at least {least}")
+        _need(most is None or found <= most, text, f"must be at most {most}")
         return found
 
     return read
@@ -34,26 +38,23 @@ def span(text: str) -> str | bool:
     """Read the least and the most workers as MIN:MAX; `on` is True."""
     if text == "on":
         return True
-    if not re.fullmatch("[0-9]+:[0-9]+", text):
-        raise ArgumentTypeError(f"{text}: must be MIN:MAX, two numbers of workers, such as 2:4")
+    _need(re.fullmatch("[0-9]+:[0-9]+", text), text, "must be MIN:MAX, two numbers of workers, such as 2:4")
     least, most = map(int, text.split(":"))
-    if not 2 <= least <= most:
-        low, high = sorted((max(2, least), max(2, most)))
-        raise ArgumentTypeError(f"{text}: must be at least 2 workers, the least number first; take {low}:{high}")
+    low, high = sorted((max(2, least), max(2, most)))
+    _need(2 <= least <= most, text, f"must be at least 2 workers, the least number first; take {low}:{high}")
     return text
 
 
 def wholes(text: str) -> list[int]:
     """Read whole numbers of at least 1 with commas."""
-    if not re.fullmatch("0*[1-9][0-9]*(,0*[1-9][0-9]*)*", text):
-        raise ArgumentTypeError(f"{text}: must be whole numbers of at least 1 with commas, such as 3,2,2,3")
+    known = re.fullmatch("0*[1-9][0-9]*(,0*[1-9][0-9]*)*", text)
+    _need(known, text, "must be whole numbers of at least 1 with commas, such as 3,2,2,3")
     return [int(part) for part in text.split(",")]
 
 
 def indices(text: str) -> list[int]:
     """Read whole numbers from 0 with commas."""
-    if not re.fullmatch("[0-9]+(,[0-9]+)*", text):
-        raise ArgumentTypeError(f"{text}: must be whole numbers from 0 with commas, such as 0,2")
+    _need(re.fullmatch("[0-9]+(,[0-9]+)*", text), text, "must be whole numbers from 0 with commas, such as 0,2")
     return [int(part) for part in text.split(",")]
 
 
@@ -63,30 +64,26 @@ def number(text: str) -> float:
         found = int(text) if text.isdecimal() else float(text)
     except ValueError:
         found = -1
-    if not 0 <= found < float("inf"):
-        raise ArgumentTypeError(f"{text}: must be a number of at least 0")
+    _need(0 <= found < float("inf"), text, "must be a number of at least 0")
     return found
 
 
 def numbers(text: str) -> list[float]:
     """Read numbers of at least 0 with commas, one above 0."""
     found = [number(part.strip()) for part in text.split(",")]
-    if not any(found):
-        raise ArgumentTypeError(f"{text}: must have a number above 0")
+    _need(any(found), text, "must have a number above 0")
     return found
 
 
 def positive(text: str) -> float:
     """Read a number above 0."""
-    if (found := number(text)) == 0:
-        raise ArgumentTypeError(f"{text}: must be above 0")
+    _need(found := number(text), text, "must be above 0")
     return found
 
 
 def fraction(text: str) -> float:
     """Read a share."""
-    if (found := number(text)) >= 1:
-        raise ArgumentTypeError(f"{text}: must be less than 1")
+    _need((found := number(text)) < 1, text, "must be less than 1")
     return found
 
 
@@ -103,15 +100,14 @@ def size(text: str) -> float:
 
 def memory(text: str) -> float:
     """Read the memory of a worker, with a unit if it is small: 40 bytes hold no model."""
-    if (found := some(text)) < 1e6 and text.isdecimal():
-        raise ArgumentTypeError(f"{text}: is {text} bytes; write a unit, such as {text}GB")
+    found = some(text)
+    _need(found >= 1e6 or not text.isdecimal(), text, f"is {text} bytes; write a unit, such as {text}GB")
     return found
 
 
 def some(text: str) -> float:
     """Read an amount of memory that is not 0."""
-    if (found := size(text)) == 0:
-        raise ArgumentTypeError(f"{text}: must be above 0")
+    _need(found := size(text), text, "must be above 0")
     return found
 
 
@@ -132,6 +128,5 @@ def link(text: str) -> Link:
 
 def device(text: str) -> str:
     """Read the name of a device; only torch knows whether it exists."""
-    if not re.fullmatch(r"cpu|[a-z]+(:\d+)?", text):
-        raise ArgumentTypeError(f"{text}: must be cpu, cuda or cuda:N")
+    _need(re.fullmatch(r"[a-z]+(:\d+)?", text), text, "must be cpu, cuda or cuda:N")
     return text

@@ -62,9 +62,7 @@ def add(commands: Any) -> None:
     parser.take(*PIPELINE, "compile")
     parser.add_argument("--model", metavar="FILE.py:make", help=f"train a model of yours on its batch: {MAKE}")
     parser.add_argument("--plan", metavar="FILE|auto", help="what rpc-pipe plan wrote; auto: plan for --model")
-    parser.add_argument(
-        "--memory", type=memory, metavar="BYTES", help="of each worker, for --plan auto, as 8GB (no limit)"
-    )
+    parser.add_argument("--memory", type=memory, metavar="BYTES", help="of each worker, for --plan auto (no limit)")
     parser.add_argument("--save", metavar="FILE", help="write the weights to this safetensors file")
     parser.add_argument("--trace", metavar="FILE", help="write the last steps for Chrome's tracing or Perfetto")
     parser.add_argument("--html", metavar="FILE", help="write the last step, planned and actual, as a page to zoom in")

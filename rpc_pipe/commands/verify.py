@@ -31,9 +31,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--lengths", type=wholes, metavar="L,L,...", help="tokens a row of each microbatch of gpt (16)")
     parser.add_argument("--dropout", type=fraction, help=f"dropout ({VerifyOptions.dropout})")
     parser.add_argument("--max-grad-norm", type=number, help="clip gradients to this norm, and compare the norms")
-    parser.add_argument(
-        "--deferred-batch-norm", action="store_true", help="take running statistics from whole batches, of all replicas"
-    )
+    parser.add_argument("--deferred-batch-norm", action="store_true", help="running statistics are of whole batches")
 
 
 def command(typed: dict[str, Any], argv: list[str]) -> int:

@@ -147,7 +147,8 @@ class Replay:
 
     def look(self) -> RunUpdate:
         now = self._first_ns + 1e9 * (time.monotonic() - self._began) * (self.speed or math.inf)
-        self._update = update = replace(self._update, records=[], events=[], evaluations=[])
+        lives = {**self._update.lives}
+        self._update = update = replace(self._update, lives=lives, records=[], events=[], evaluations=[])
         while self._at < len(self._lines) and len(update.records) < _MOST_STEPS * len(update.headers or "1"):
             line = self._lines[self._at]
             if line["kind"] == "run":
@@ -167,9 +168,8 @@ class Replay:
             elif line["kind"] == "end":
                 update.ending = Ending(line["what"], line["text"], line["consequence"])
             self._at += 1
-        update.lives = update.lives | {
-            record.worker: Live(State.BETWEEN, record.step, since_ns=record.end_ns) for record in update.records
-        }
+        for record in update.records:
+            update.lives[record.worker] = Live(State.BETWEEN, record.step, since_ns=record.end_ns)
         update.now_ns = max((live.since_ns for live in update.lives.values()), default=0)
         return update
 

@@ -32,7 +32,7 @@ from ..tracing.view import View
 from .recording import Source
 from .rows import STATES, describe, draw_steps, finite, link_rows, mean_bubble, worker_rows
 
-#: beyond this number the eldest is closed, so idle connections cannot lock users out; the backlog is as long
+#: beyond this number the eldest is closed, so idle connections cannot lock users out
 _MOST_CONNECTIONS = 64
 _IDLE_S = 60.0
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -92,9 +92,7 @@ class Server:
         )  # fmt: skip
         await self._runner.setup()
         try:
-            self._listener = await asyncio.get_running_loop().create_server(
-                self._admit, self._host, self._port, backlog=_MOST_CONNECTIONS
-            )
+            self._listener = await asyncio.get_running_loop().create_server(self._admit, self._host, self._port)
         except OSError as error:
             at = f"{self._option} {self._host}:{self._port}"
             raise ConfigError(f"{at}: {error.strerror or error}; port 0 takes any that is free") from error
@@ -219,6 +217,7 @@ class _Collector:
             yield CounterMetricFamily("rpc_pipe_steps", "Steps that all workers have finished.", steps[0])
         held_out = view.held_out_losses
         rows, links, lost, rate = worker_rows(view), link_rows(view), view.lost(), view.throughput()
+        at = [(row.worker,) for row in rows]
         whole = [
             ("workers", "Workers that can be seen.", "", len(view.headers)),
             ("loss", "Loss of the last step.", "", view.losses[-1][1] if view.losses else None),
@@ -235,15 +234,13 @@ class _Collector:
         if lost:
             causes = {(cause,): ms / 1e3 for cause, ms in {"work": lost.limit_ms, **lost.parts}.items()}
             yield _gauges("lost_seconds", "Time of a step by cause.", ["cause"], causes, "seconds")
-        by_worker: dict[tuple[str, str, str], list[float]] = {
-            ("bubble_ratio", "Share of time without computing.", "ratio"): [row.bubble for row in rows],
-            ("action_seconds", "Mean time of an action.", "seconds"): [row.action_ms / 1e3 for row in rows],
-            ("memory_peak_bytes", "Most memory held.", "bytes"): [row.peak_mb * 1e6 for row in rows],
-            ("outbox_payloads", "Payloads not taken yet.", ""): [row.outbox for row in rows],
-        }
-        for (name, text, unit), values in by_worker.items():
-            labelled = {(row.worker,): value for row, value in zip(rows, values, strict=True)}
-            yield _gauges(f"worker_{name}", text, ["worker"], labelled, unit)
+        for name, text, unit, values in (
+            ("bubble_ratio", "Share of time without computing.", "ratio", [row.bubble for row in rows]),
+            ("action_seconds", "Mean time of an action.", "seconds", [row.action_ms / 1e3 for row in rows]),
+            ("memory_peak_bytes", "Most memory held.", "bytes", [row.peak_mb * 1e6 for row in rows]),
+            ("outbox_payloads", "Payloads not taken yet.", "", [row.outbox for row in rows]),
+        ):
+            yield _gauges(f"worker_{name}", text, ["worker"], dict(zip(at, values, strict=True)), unit)
         states = {(row.worker, state): int(row.state == state) for row in rows for state in STATES}
         yield _gauges("worker_state", "1 for the state it is in.", ["worker", "state"], states)
         ends = ["source", "target"]

@@ -72,11 +72,9 @@ def row_names(hosted: Mapping[int, Sequence[tuple[int, int]]], num_routes: int =
     names = []
     for worker, own in hosted.items():
         stages = sorted({stage for stage, _ in own})
-        name = (
-            f"worker {worker}: stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
-            if own
-            else f"worker {worker}"
-        )
+        name = f"worker {worker}"
+        if own:
+            name += f": stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
         names.append(f"{name}, replica {own[0][1] * replicas // num_routes}" if own and replicas > 1 else name)
     return names
 

@@ -310,29 +310,25 @@ _word_came = threading.Condition()
 
 
 def follow(order: bytes, descriptor: int, actors: Iterable[Resting]) -> None:
-    """Follow an order of the launcher. Called by the thread that reads the launcher's lines."""
+    """Follow an order of the launcher, which ends a worker's wait where another worker has died.
+
+    Called by the thread that reads the launcher's lines.
+    """
+    global _newest
     if order == REST:
         for actor in actors:
             actor.rest_requested = True
+    elif not (line := _line(descriptor)):
+        return
     elif order == WORD:
-        name, word = json.loads(_line(descriptor) or b'["", ""]')
         with _word_came:
-            _words[name] = word
+            _words.update([json.loads(line)])
             _word_came.notify_all()
     else:
-        _read_roster(descriptor, actors)
-
-
-def _read_roster(descriptor: int, actors: Iterable[Resting]) -> None:
-    """Read the launcher's line, and end the worker's wait where a worker has died."""
-    global _newest
-    if not (line := _line(descriptor)):
-        return
-    number, gone, planned, places = json.loads(line)
-    _newest = number
-    _begun.put(Roster(number, frozenset(gone), planned, places))
-    for actor in () if planned else actors:
-        actor.carrier.fault(EpochEnds(f"epoch {number} begins without workers {gone}"))
+        _newest, gone, planned, places = json.loads(line)
+        _begun.put(Roster(_newest, frozenset(gone), planned, places))
+        for actor in () if planned else actors:
+            actor.carrier.fault(EpochEnds(f"epoch {_newest} begins without workers {gone}"))
 
 
 def _line(descriptor: int) -> bytes:

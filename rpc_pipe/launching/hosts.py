@@ -136,9 +136,7 @@ class Hosts:
             if self._waiting:
                 self._give(vacant)
             elif time.monotonic() > deadline:
-                raise ConfigError(
-                    f"--meet {self._address}: not all of {self._count} hosts have come; type the line on each"
-                )
+                raise ConfigError(f"--meet {self._address}: not all {self._count} hosts came; type the line on each")
         for host in filter(None, {*self._of.values()}):
             self._begin_on(host)
 

@@ -83,13 +83,10 @@ def _interface_addresses() -> list[tuple[str, str]]:
             with suppress(OSError):  # it has no IPv4 address
                 request = fcntl.ioctl(probe, 0x8915, struct.pack("40s", name.encode()))
                 found.append((name, socket.inet_ntoa(request[20:24])))
-    try:
-        lines = [line.split() for line in _IPV6.read_text().splitlines()]
-    except OSError:  # the kernel has no IPv6
-        lines = []
-    found += [
-        (name, str(IPv6Address(int(address, 16)))) for address, _, _, scope, _, name in lines if scope != _LINK_LOCAL
-    ]
+    with suppress(OSError):  # the kernel has no IPv6
+        for address, _, _, scope, _, name in map(str.split, _IPV6.read_text().splitlines()):
+            if scope != _LINK_LOCAL:
+                found.append((name, str(IPv6Address(int(address, 16)))))
     return found
 
 

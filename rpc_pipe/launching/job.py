@@ -147,9 +147,7 @@ def own_part(transport: str | None, num_workers: int | None, members: int = 1) -
     if transport is not None:
         refuse_transport(transport, "transport")
     if members > 1 and (job is None or job.transport == "local" or transport == "local"):
-        raise ConfigError(
-            f"members={members}: are processes, not threads; start the script by rpc-pipe run or torchrun"
-        )
+        raise ConfigError(f"members={members}: are processes, not threads; start them by rpc-pipe run or torchrun")
     if job is None:
         return None, 1 if num_workers is None else num_workers
     if num_workers not in (None, job.num_workers):

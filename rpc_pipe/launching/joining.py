@@ -167,9 +167,8 @@ def mesh_of_members(job: Job, kind: str, identity: str) -> Any:
             meeting.leave(f"device-{job.member}", identity)
             devices = {meeting.take(f"device-{member}", job.join_timeout_s) for member in range(job.members)}
             backend = None if len(devices) == job.members else f"cpu:gloo,{kind}:gloo"
-        dist.init_process_group(
-            backend, store=store, rank=job.member, world_size=job.members, timeout=timedelta(seconds=job.join_timeout_s)
-        )
+        timeout = timedelta(seconds=job.join_timeout_s)
+        dist.init_process_group(backend, store=store, rank=job.member, world_size=job.members, timeout=timeout)
         at_exit(dist.destroy_process_group)
         return init_device_mesh(kind, (job.members,), mesh_dim_names=("member",))
     except (TimeoutError, RuntimeError, OSError) as error:

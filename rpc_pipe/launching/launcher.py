@@ -190,9 +190,7 @@ class Launcher:
             layout = "" if attempt.told_layout and "epoch" not in found else found["layout"]
             self._reporter.handle({"kind": "result", "text": summary(found, layout, attempt.deaths), "json": found})
         elif attempt.deaths or self._hosts is not None:
-            why = (
-                "rpc-pipe watch shows those of a host" if self._hosts is not None else "no step was complete since then"
-            )
+            why = "rpc-pipe watch shows those of a host" if self._hosts else "no step was complete since then"
             self._reporter.text("\n".join(filter(None, [attempt.deaths, f"there are no figures of steps: {why}"])))
 
     def _make_boards(self) -> RunBoards | None:

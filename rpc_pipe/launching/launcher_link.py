@@ -19,7 +19,7 @@ from contextlib import suppress
 from functools import cache
 from multiprocessing.process import current_process
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from weakref import ref
 
 from ..dependency import ConfigError
@@ -53,20 +53,9 @@ _STOPS = {signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL, signal.
 _LOOK_EVERY_S, _LAST_WORDS_S = 0.1, 2.0
 
 
-class Attachable(Watchable, Protocol):
-    """A training that the launcher can stop."""
-
-    @property
-    def stopped(self) -> bool:
-        """Whether it has stopped."""
-
-    def request_stop(self) -> None:
-        """Ask all workers to stop after the step that runs now."""
-
-
 _lock = threading.Lock()
 #: copying a list is atomic, also while another thread appends; a lock could deadlock in a signal handler
-_attached: list[ref[Attachable]] = []
+_attached: list[ref[Watchable]] = []
 _stop_requested = False
 #: whether the summary, or the cause of the end, has been reported
 _concluded = _failed = False
@@ -157,7 +146,7 @@ def _request_stop() -> None:
         pipeline.request_stop()
 
 
-def _pipelines() -> list[Attachable]:
+def _pipelines() -> list[Watchable]:
     """Return the attached pipelines that are still alive."""
     return [pipeline for attached in _attached.copy() if (pipeline := attached()) is not None]
 
@@ -218,7 +207,7 @@ def stopping() -> bool:
     return _stop_requested or any(pipeline.stopped for pipeline in _pipelines())
 
 
-def attach(pipeline: Attachable) -> None:
+def attach(pipeline: Watchable) -> None:
     """Pass the launcher's orders to `pipeline`, and write boards of its workers; once more when its model is cut.
 
     Raises:

@@ -9,7 +9,7 @@ from ..dependency.parallelism import OPTIONS
 from .overrides import Overrides, Settings
 
 #: argument -> option, if the names differ
-_OPTIONS = {"num_microbatches": "microbatches", "num_workers": "workers"}
+OPTION_OF = {"num_microbatches": "microbatches", "num_workers": "workers"}
 
 
 class TypedOptions(Overrides):
@@ -23,9 +23,8 @@ class TypedOptions(Overrides):
     def __init__(
         self, typed: Mapping[str, Any], schedule_options: Mapping[str, str], tell: Callable[[str], None]
     ) -> None:
-        self._typed = {
-            name: typed[_OPTIONS.get(name, name)] for name in Settings._fields if _OPTIONS.get(name, name) in typed
-        }
+        options = {name: OPTION_OF.get(name, name) for name in Settings._fields}
+        self._typed = {name: typed[option] for name, option in options.items() if option in typed}
         self._schedule_options = dict(schedule_options)
         self._tell = tell
         self._told: set[str] = set()
@@ -35,7 +34,7 @@ class TypedOptions(Overrides):
         options = dict(said.schedule_options or {})
         for name, value in self._typed.items():
             shown = ",".join(map(str, value)) if isinstance(value, list) else str(value)
-            self._replaced(_OPTIONS.get(name, name), shown, name, getattr(said, name), value)
+            self._replaced(OPTION_OF.get(name, name), shown, name, getattr(said, name), value)
         if self._typed.get("schedule", said.schedule) != said.schedule:
             kept = {name: value for name, value in options.items() if name in OPTIONS}
             if options != kept:

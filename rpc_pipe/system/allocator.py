@@ -48,7 +48,5 @@ def keep_freed_memory() -> None:
 
 def _is_told(environ: Mapping[str, str]) -> bool:
     """Return whether the user has set a variable of the allocator."""
-    tunables = environ.get(_TUNABLES, "")
-    return any(name.startswith("MALLOC_") for name in environ) or (
-        "glibc.malloc" in tunables and tunables != _NO_CACHES
-    )
+    tunables = environ.get(_TUNABLES, "").replace(_NO_CACHES, "")
+    return "glibc.malloc" in tunables or any(name.startswith("MALLOC_") for name in environ)

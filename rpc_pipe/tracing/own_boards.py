@@ -53,7 +53,7 @@ _carrier: Carrier | None = None
 
 
 class Watchable(Protocol):
-    """A training with workers to which listeners can be added."""
+    """A training that can be watched, and that the launcher can stop."""
 
     #: the time of a step by the plan; 0.0 without a plan
     predicted_ms: float
@@ -76,8 +76,15 @@ class Watchable(Protocol):
     def shards(self, worker: int) -> Sequence[tuple[int, int, int]]:
         """Return (stage, route, number of layers) of every shard that `worker` holds."""
 
+    @property
+    def stopped(self) -> bool:
+        """Whether it has stopped."""
+
     def listen(self, listener: Callable[[int], Listener]) -> None:
         """Add `listener(worker)` to every worker of this process."""
+
+    def request_stop(self) -> None:
+        """Ask all workers to stop after the step that runs now."""
 
 
 def _lister(training: Watchable, worker: int) -> ProgramLister:
@@ -308,9 +315,7 @@ def list_program(spec: Spec, worker: int, order: Order, program: Iterable[Entry]
         "update_every": spec.update_every,
         "replicas": spec.parallelism.replicas,
         "slots": [spec.slot(entry.action) for entry in entries],
-        "earlier": [
-            [[back, str(need)] for back, need in reaches(spec, entry.action, spec.needs)] for entry in entries
-        ],
+        "earlier": [[[back, str(need)] for back, need in reaches(spec, each.action, spec.needs)] for each in entries],
     } if overlaps else {}  # fmt: skip
     again = "+".join(str(stage) for stage in range(spec.num_stages) if spec.recomputes(stage))
     options = {name: getattr(spec.parallelism, name) for name in ("replicas", "spread")} | {"recompute": again}

@@ -101,9 +101,7 @@ class Mirror(threading.Thread):
     def __init__(self, carrier: Carrier, folder: Path, remote: Iterable[int]) -> None:
         super().__init__(name="mirror", daemon=True)
         self._watched = folder / WATCHED
-        self._copies = [
-            Copy(Peer(carrier, worker), folder / f"{COPY}{carrier.plane.rank(worker)}") for worker in remote
-        ]
+        self._copies = [Copy(Peer(carrier, each), folder / f"{COPY}{carrier.plane.rank(each)}") for each in remote]
 
     def run(self) -> None:
         while True:

@@ -102,17 +102,13 @@ def new_folder() -> Path:
 
 
 def new_launchers_folder() -> Path:
-    """Make a folder for a run that this process starts.
+    """Make a folder for a run that this process starts and ends.
 
     Raises:
-        ConfigError, OSError: it cannot be made; nothing is left of it.
+        ConfigError, OSError: it cannot be made.
     """
     path = new_folder()
-    try:
-        (path / LAUNCHER).write_text(identity())
-    except OSError:  # the memory is full
-        shutil.rmtree(path, ignore_errors=True)
-        raise
+    (path / LAUNCHER).write_text(identity())
     return path
 
 

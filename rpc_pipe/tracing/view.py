@@ -185,9 +185,7 @@ class View:
             self.note(f"step {step}: the loss is {loss}", warning=True)
         times = [self.length_ms(s) for s in self.complete_steps(RECENT)]
         if len(times) >= RECENT and times[-1] > max(_SLOW_STEP * median(times), median(times) + _SLOWER_MS):
-            self.note(
-                f"step {step}: {times[-1]:.0f} ms from first to last action, usually {median(times):.0f}", warning=True
-            )
+            self.note(f"step {step}: {times[-1]:.0f} ms of actions, usually {median(times):.0f}", warning=True)
 
     def _watch_for_stall(self) -> None:
         lives = self.latest.lives.values()
@@ -314,9 +312,8 @@ class View:
                 headers = [header for rank, header in sorted(self.headers.items()) if rank % self.members == 0]
                 one_machine = len({header["host"] for header in headers}) == 1
                 cores = headers[0].get("cores") if one_machine and headers[0]["device"] == "cpu" else None
-                seen_here = all(
-                    "clock_error_ms" not in header for header in headers
-                )  # copied headers name their copier
+                # Copied headers name the process that has copied them.
+                seen_here = all("clock_error_ms" not in header for header in headers)
                 one = seen_here and len(headers) > 1 and len({header["process"] for header in headers}) == 1
                 lost = attribute_lost_time(trace, [header["shards"] for header in headers], cores, one)
                 self._lost = time.monotonic(), complete[0], lost
