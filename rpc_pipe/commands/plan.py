@@ -24,7 +24,7 @@ from ..planning.profile_file import as_json
 from ..planning.program_search import faster_program
 from ..planning.search import PlanRequest, PlanResult, default_microbatches, refuse_unknown, search
 from ..planning.simulator import Link
-from ..planning.specs import make_spec, planes_of, workers_of
+from ..planning.specs import make_spec, workers_of
 from ..system.sizes import format_bytes
 from .auto import Auto
 from .options import MAKE, Parser, refuse_typed, typed_links
@@ -206,12 +206,12 @@ def _request(typed: dict[str, Any], seconds: float, reporter: Reporter) -> tuple
     replicas: list[int] = typed.get("replicas", [1])
     exchange = {name: typed[name] for name in EXCHANGE if name in typed}
     members: list[int] = typed.get("members", [1])
-    if lengths and planes_of(max(members), typed.get("shard")) > 1:
+    planes = {size: Grouping(size, typed.get("shard", "")).planes for size in members}
+    if lengths and planes[max(members)] > 1:
         refuse_typed(typed, ["shard"], "divides microbatches, of which --lengths tells no part; leave one out")
     for each, size in product(replicas, members):  # otherwise all their candidates would be left out
-        planes_of(size, typed.get("shard"))
         options = with_parallelism(exchange if each == max(replicas) else None, replicas=each)
-        make_spec("gpipe", workers_of(workers, size), max(counts), options)
+        make_spec("gpipe", workers_of(workers, size), max(1, max(counts) // planes[size]), options)
     least, slices = workers // max(replicas) // max(members), typed.get("slices", [1])
     profile, path = find_profile(typed, wanted, reporter, at_least=least, together=_together(typed, workers))
     profile = with_slices(typed, profile, path, max(slices), reporter)

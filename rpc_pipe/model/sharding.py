@@ -1,4 +1,7 @@
-"""How the members of a worker share a stage: by name, or by the user's function of (layer or block, mesh)."""
+"""How the members of a worker share a stage: by name, or by the user's function of (layer or block, mesh).
+
+Loads without torch.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +9,21 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
-
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from ..dependency import ConfigError, Order, Spec
 from ..dependency.parallelism import FSDP
-from ..workers.compute.slices import Divide
-from ..workers.compute.updating import Training
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ..workers.compute.slices import Divide
+    from ..workers.compute.updating import Training
 
 logger = logging.getLogger(__name__)
 
 #: (a layer or block, the mesh of the members) -> nothing, or the module to use in its place
-ShardFn = Callable[[nn.Module, Any], Any]
+ShardFn = Callable[["nn.Module", Any], Any]
 NAMES, REDUCES = (*FSDP, "tp"), ("step", "microbatch")
 
 
@@ -31,6 +36,15 @@ class Sharing:
     shard: str | ShardFn | None = None
     #: whether gradients are summed over members after each microbatch
     per_microbatch: bool = False
+
+    def __post_init__(self) -> None:
+        if self.count > 1 and not self.shard:
+            raise ConfigError(f"members={self.count}: needs shard=, such as fsdp, tp or a function of (module, mesh)")
+
+    @property
+    def planes(self) -> int:
+        """Among how many members the microbatches of a step are divided."""
+        return self.count if self.rows else 1
 
     @property
     def rows(self) -> bool:
@@ -53,11 +67,11 @@ class Sharing:
         Raises:
             ConfigError: they cannot be divided among members.
         """
-        if self.count > 1 and self.rows and count % self.count:
+        if count % self.planes:
             raise ConfigError(f"num_microbatches={count} members={self.count}: each takes as many; take a multiple")
-        return count // self.count if self.rows else count
+        return count // self.planes
 
-    def refuse(self, spec: Spec, training: Training) -> None:
+    def refuse(self, spec: Spec, training: Training | None = None) -> None:
         """Refuse what members cannot do.
 
         Raises:
@@ -67,13 +81,10 @@ class Sharing:
             return
         if not spec.takes_steps or not spec.synchronous:
             raise ConfigError(f"members={self.count}: members meet in one update a step; take a synchronous schedule")
-        if len(spec.parallelism.slices) > 1:
-            raise ConfigError(f"members={self.count} slices: not both; leave slices out")
-        if spec.needs_sizes:
-            raise ConfigError(f"members={self.count} window_tokens: not both; leave window_tokens out")
-        for name in ("deferred_batch_norm", "post_validation"):
-            if getattr(training, name):
-                raise ConfigError(f"members={self.count} {name}: not both; leave {name} out")
+        options = {"slices": len(spec.parallelism.slices) > 1, "window_tokens": spec.needs_sizes}
+        options |= {name: bool(getattr(training, name, False)) for name in ("deferred_batch_norm", "post_validation")}
+        for name in [name for name, is_given in options.items() if is_given]:
+            raise ConfigError(f"members={self.count} {name}: not both; leave {name} out")
 
     def divide(self, mesh: Any) -> Divide:
         """Return the function that divides a layer or block among the members of a mesh."""
@@ -106,8 +117,6 @@ def settle_sharing(members: int, shard: str | ShardFn | None, reduce: str, micro
         if shard is not None:
             logger.warning("shard=%s: divides nothing, as each worker is one process; add members=2", shard)
         return Sharing()  # the same script runs on one process a worker
-    if shard is None:
-        raise ConfigError(f"members={members}: needs shard=, such as 'fsdp', 'tp' or a function of (module, mesh)")
     if microbatch_order != "given":
         raise ConfigError(f"members={members} microbatch_order={microbatch_order}: not both; leave the order out")
     return Sharing(members, shard, reduce == "microbatch")

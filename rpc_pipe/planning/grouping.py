@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 
 from ..dependency import B, F, G, I, Kind, R, U, W
 from ..dependency.parallelism import FSDP, FSDP_KEPT
+from ..model.sharding import Sharing
 from .footprint import Size
 from .profile import RESIDENT, LayerCost
 from .simulator import Link
-from .specs import planes_of
 
 #: a link that takes no time
 _NO_WAY = Link()
@@ -34,7 +34,7 @@ class Grouping:
     @property
     def planes(self) -> int:
         """Among how many members the microbatches of a step are divided."""
-        return planes_of(self.members, self.shard)
+        return Sharing(self.members, self.shard).planes
 
     @property
     def _gathers(self) -> bool:

@@ -14,8 +14,9 @@ from typing import Any
 
 from ..dependency import ConfigError, Order, Spec, check_all, schedule_errors
 from ..dependency.declared import NO_PARAMETERS
-from ..dependency.parallelism import FSDP, Parallelism
+from ..dependency.parallelism import Parallelism
 from ..model.cut import cut
+from ..model.sharding import Sharing
 from ..schedules import SCHEDULES
 
 #: a schedule as `Pipeline` and the command line take it
@@ -233,17 +234,6 @@ def workers_of(processes: int, members: int) -> int:
     return processes // members
 
 
-def planes_of(members: int, shard: str | None) -> int:
-    """Return among how many members of a worker the microbatches of a step are divided.
-
-    Raises:
-        ConfigError: nothing says how members share a stage.
-    """
-    if members > 1 and not shard:
-        raise ConfigError(f"--members {members}: needs --shard, fsdp or tp")
-    return members if shard in FSDP else 1
-
-
 @dataclass(frozen=True, kw_only=True)
 class PipeOptions:
     """The options of the command line that make a pipeline."""
@@ -292,12 +282,8 @@ class PipeOptions:
         Raises:
             ConfigError: an impossible option.
         """
-        workers, planes = workers_of(self.workers, self.members), planes_of(self.members, self.shard)
-        if self.microbatches % planes:
-            raise ConfigError(f"--microbatches {self.microbatches}: {self.members} members share them; take a multiple")
-        if self.members > 1 and self.order == "ready":
-            raise ConfigError(f"--order ready --members {self.members}: members need one order; leave --order out")
-        spec = make_spec(self.schedule, workers, self.microbatches // planes, self.schedule_options)
-        if self.members > 1 and (not spec.synchronous or len(spec.parallelism.slices) > 1):
-            raise ConfigError(f"--members {self.members}: take a synchronous schedule, and no slices")
+        sharing, workers = Sharing(self.members, self.shard), workers_of(self.workers, self.members)
+        spec = make_spec(self.schedule, workers, sharing.microbatches(self.microbatches), self.schedule_options)
+        sharing.order(self.order, spec.order)
+        sharing.refuse(spec)
         return spec
