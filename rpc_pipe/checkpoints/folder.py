@@ -245,12 +245,11 @@ def claim(folder: Path, starters: Collection[str], job: Any = None) -> list[Path
         folder.mkdir(parents=True, exist_ok=True)
         hold(folder)
         there = {path.name: _written(path) for path in reversed(named(folder))}
-        noted = _noted(folder / _JOB)
-        before = _before(noted, starters)
-        if before is None:
-            before = there
+        last, before = noted(folder), there
+        with suppress(LookupError, TypeError, ValueError):  # of a damaged note
+            before = dict(last["before"]) if set(starters) & set(last["starters"]) else there
         note = {"starters": sorted(starters), "before": before, "job": job}
-        if not isinstance(noted, dict) or {**noted, "job": job} != note:  # a restart needs no room for it
+        if {**last, "job": job} != note:  # a restart needs no room for it
             write_json(folder / _JOB, note)
     return [folder / name for name, written in there.items() if before.get(name) != written]
 
@@ -260,21 +259,8 @@ def _written(path: Path) -> int:
     return manifest.stat().st_mtime_ns if manifest.exists() else 0  # a damaged one
 
 
-def noted_job(folder: Path) -> Any:
-    """Return the job that has taken a folder last; None if that is not known."""
-    noted = _noted(folder / _JOB)
-    return noted.get("job") if isinstance(noted, dict) else None
-
-
-def _noted(path: Path) -> Any:
-    with suppress(ConfigError):
-        return read_json(path)
-    return None
-
-
-def _before(noted: Any, starters: Collection[str]) -> dict[str, Any] | None:
-    """Return the checkpoints from before this job began; None: it begins."""
-    with suppress(LookupError, TypeError, ValueError):
-        if set(starters) & set(noted["starters"]):
-            return dict(noted["before"])
-    return None
+def noted(folder: Path) -> dict[str, Any]:
+    """Return what the job has noted that has taken a folder last; {} if that is not known."""
+    with suppress(ConfigError, TypeError, ValueError):
+        return dict(read_json(folder / _JOB))
+    return {}

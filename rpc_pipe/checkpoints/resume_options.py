@@ -62,7 +62,7 @@ def follow(
         told = _newest_sound(pipe.checkpoints.resume, own, [path for path in typed if path not in own])
         told = told or f"{folder} holds no complete checkpoint of this job: training starts at step 1"
     if not own and not typed and every is not None:
-        told = "; ".join(filter(None, (told, others(Path(folder), ()))))
+        told = "; ".join(filter(None, (told, others(Path(folder)))))
     if every is not None:
         pipe.checkpoints.every(every, folder, keep=keep)
     return told

@@ -6,7 +6,7 @@ import re
 import sys
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,15 +60,15 @@ def last_series(where: Path, job: Mapping[str, Any]) -> list[Path]:
     found = [(path, written_by(path)) for path in reversed(folder.named(where))]
     found = [(path, other) for path, other in found if is_same(job, other)]
     begun = max((int(other.get("begun", 0)) for _, other in found if other is not None), default=0)
-    noted = folder.noted_job(where)
-    if noted and is_same(job, noted) and noted.get("begun", 0) > begun:
+    last = folder.noted(where).get("job")
+    if last and is_same(job, last) and last.get("begun", 0) > begun:
         return []  # it has written none yet
     return [path for path, other in found if other is None or other.get("begun", 0) == begun]
 
 
-def others(where: Path, own: Sequence[Path]) -> str:
-    """Return a sentence on the checkpoints in a folder that another job wrote; "" if there is none."""
-    left = [path for path in folder.complete(where) if path not in own]
+def others(where: Path) -> str:
+    """Return a sentence on the checkpoints in a folder, which another job wrote; "" if there is none."""
+    left = folder.complete(where)
     if not left:
         return ""
     found = written_by(left[-1]) or {}

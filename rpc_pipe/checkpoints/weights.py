@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from ..dependency import ConfigError, PipeError, StorageError
-from ..system.files import refused
 from .facade import Checkpoints, Run, path_of
 
 if TYPE_CHECKING:  # a run without checkpoints does not load these
@@ -162,16 +161,11 @@ def _kept_somewhere(given: str | Path, write: Callable[[Callable[[], Path]], Pat
         if isinstance(error, PipeError) and not isinstance(error, ConfigError):
             raise  # no worker would answer
         for root in (os.getcwd(), os.path.expanduser("~"), tempfile.gettempdir()):
-            try:
-                kept = write(partial(_new_place, root))
-            except Exception:  # the first error is raised
-                continue
-            raised = StorageError(f"{error}; the trained weights are kept in {kept}")
-            raised.kept = str(kept)
-            raise raised from error
-        raise
-
-
-def _new_place(root: str) -> Path:
-    with refused(StorageError, f"{root}: cannot be written"):
-        return Path(tempfile.mkdtemp(prefix=_KEPT, dir=root))
+            with suppress(Exception):  # the first error is raised
+                kept = write(lambda root=root: Path(tempfile.mkdtemp(prefix=_KEPT, dir=root)))  # type: ignore[misc]
+                raised = StorageError(f"{error}; the trained weights are kept in {kept}")
+                raised.kept = str(kept)
+                break
+        else:
+            raise
+        raise raised from error

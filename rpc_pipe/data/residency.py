@@ -71,7 +71,6 @@ class Residency:
         self._held: dict[int, Future[Any]] = {}
         self._bytes, self._smallest = 0, max(1, int(source.num_bytes.min()))
         self._at: tuple[int, int] | None = None
-        self._places: dict[int, Numbers] = {}
         #: chunks that were loaded so far, and the most bytes ever held
         self.loads = 0
         self.peak_bytes = 0
@@ -148,14 +147,8 @@ class Residency:
         """Return how many chunks come before this one does, from the block that is read on."""
         assert self._at is not None
         epoch, block = self._at
-        for number in (epoch, epoch + 1):
-            if number not in self._places:
-                self._places = {n: p for n, p in self._places.items() if n in (epoch, epoch + 1)}
-                inverse = np.empty(self._order.num_chunks, np.int64)
-                inverse[self._order.epoch(number).chunks] = np.arange(self._order.num_chunks)
-                self._places[number] = inverse
-        here = int(self._places[epoch][chunk])
-        return here if here >= block else self._order.num_chunks + int(self._places[epoch + 1][chunk])
+        here, next_one = (int(self._order.epoch(number).places[chunk]) for number in (epoch, epoch + 1))
+        return here if here >= block else self._order.num_chunks + next_one
 
     def _drop(self, chunk: int) -> None:
         self._held.pop(chunk).cancel()

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -147,6 +148,11 @@ class Epoch:
         turn = np.empty(count, np.int64)
         turn[by_part] = inside  # chunks of a part lie in a row
         return np.lexsort((keys(key(self._key, _TURNS), part), turn))
+
+    @cached_property
+    def places(self) -> Numbers:
+        """Where each chunk stands in the order of the epoch."""
+        return np.argsort(self.chunks)
 
     def resident(self, block: int) -> Numbers:
         """Return the chunks that `block` is made of."""

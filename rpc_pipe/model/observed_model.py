@@ -144,12 +144,11 @@ class ObservedModel:
         paths = [(self._skeleton.path_of(module), name) for module, name in left if module is not None]
         return [(self._model.get_submodule(path), f"{path}.{name}") for path, name in paths]
 
-    def made_before_last(self, found: Sequence[torch.Tensor], cut: Sequence[range]) -> list[str]:
-        """Return the places of the blocks of other stages than the last that have made tensors of the observation."""
-        made = {id(value.tensor): value.made for value in self._observation.values}
-        events, stages = self._observation.events, self._assigned(cut).stage_of
-        places = [made[id(tensor)] for tensor in found if id(tensor) in made]
-        return [events[place].where for place in places if stages[place] not in (None, len(cut) - 1)]
+    def made_before_last(self, found: Sequence[torch.Tensor], cut: Sequence[range]) -> bool:
+        """Return whether stages before the last have made one of these tensors in the observation."""
+        stages, these = self._assigned(cut).stage_of, set(map(id, found))
+        made = {stages[value.made] for value in self._observation.values if id(value.tensor) in these}
+        return bool(made - {None, len(cut) - 1})
 
     def crossing(self, cut: Sequence[range]) -> list[list[Crossing]]:
         """Return the payload of each cut."""

@@ -146,22 +146,16 @@ class ObservedPartition:
         return observed
 
     def _refuse_loss_of_attributes(self, observed: ObservedModel) -> None:
-        """Raise if a loss function refers to modules with tensors that blocks leave on stages before the last."""
-        boxes = [(name, box) for name, box in mentioned(self.loss_fn).items() if isinstance(box, (list, dict))]
-        for name, box in boxes:  # into which hooks have put tensors
-            if places := observed.made_before_last(tensors(box), self.ranges):
-                raise ModelError(
-                    f"loss_fn: reads {name}, into which a hook puts a tensor of {places[0]}, on a stage before the "
-                    f"last, which computes the loss; let the model return it, or cut so that the last stage has the "
-                    f"block (split=)"
-                )
-        referred = {part for module in modules_in(mentioned(self.loss_fn).values(), 3) for part in module.modules()}
-        left = [name for module, name in observed.left_before_last(self.ranges) if module in referred]
-        if left:
+        """Raise if a loss function refers to tensors that blocks leave on stages before the last."""
+        names = mentioned(self.loss_fn)
+        boxes = {name: box for name, box in names.items() if isinstance(box, (list, dict))}  # which hooks may fill
+        found = [name for name, box in boxes.items() if observed.made_before_last(tensors(box), self.ranges)]
+        referred = {part for module in modules_in(names.values(), 3) for part in module.modules()}
+        found += [name for module, name in observed.left_before_last(self.ranges) if module in referred]
+        if found:
             raise ModelError(
-                f"loss_fn: refers to modules, and {left[0]} is left by a block of a stage before the last, which "
-                f"computes the loss and does not get it: let the model return it, compute the loss in its forward, or "
-                f"refer to blocks of the last stage alone (last = model.blocks[-1], outside of the function)"
+                f"loss_fn: refers to {found[0]}, which a block of a stage before the last fills, and the last computes "
+                "the loss: let the model return it, or refer to blocks of the last stage alone (split=)"
             )
 
     def first_stage_of(self, parameter: str) -> int:

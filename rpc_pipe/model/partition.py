@@ -150,16 +150,13 @@ class LayerPartition:
         given = [(layer, module) for layer, module in pairs if module not in self._divided]
         taken = [module for layer, module in given if (route > 0 if layer is module else self._was_made(module, route))]
         self._made.update(part for module in made for part in module.modules())
+        ties = self._ties if route == 0 else None
+        tied, shared = ([], set()) if ties is None else ties.copied(stage, zip(layers, made, strict=True))
         copies: dict[nn.Module, nn.Module] = {}
-        if taken:
+        if taken or tied:
             from .layer_copies import copies_of
 
-            copies |= zip(taken, copies_of(taken), strict=True)
-        if route == 0 and self.shared and self._ties is not None:
-            from .layer_copies import copies_of
-
-            tied, parameters = self._ties.copied(stage, zip(layers, made, strict=True))
-            copies |= zip(tied, copies_of(tied, parameters), strict=True)
+            copies = dict(zip([*taken, *tied], [*copies_of(taken), *copies_of(tied, shared)], strict=True))
         for module, copy_of in copies.items():
             self.module_copies.add(module, copy_of, runs=True)
         for module in {module for layer, module in pairs if layer is module} - copies.keys():
@@ -191,7 +188,9 @@ class LayerPartition:
         with randomness.initial(layers.start):
             built = self._model(StageToBuild(stage, self._num_stages, layers if self._counted else range(0)))
         if not self._counted:
-            return [stage], [built if isinstance(built, nn.Module) else nn.Sequential(*map(_module, built))]
+            if not isinstance(built, nn.Module):
+                built = nn.Sequential(*(each if isinstance(each, nn.Module) else each() for each in built))
+            return [stage], [built]
         children = list(built) if isinstance(built, (nn.Sequential, Sequence)) else [built]
         if len(children) != len(layers):
             raise ModelError(f"model: the builder returned {len(children)} layers for stage {stage}, of {len(layers)}")
@@ -274,7 +273,3 @@ def _realize(layer: LayerLike, index: int, randomness: Randomness) -> nn.Module:
         raise ModelError(f"model: layer {index} made a {type(made).__name__}, which is no module")
     refuse_lazy(made, f"layer {index}")
     return made
-
-
-def _module(layer: LayerLike) -> nn.Module:
-    return layer if isinstance(layer, nn.Module) else layer()

@@ -30,7 +30,7 @@ class CutFound:
 
     ends: Ends
     time: float
-    #: peak bytes by worker
+    #: peak bytes by worker; empty: not computed, as the cut is too slow
     memory: tuple[float, ...]
     #: by how many bytes it exceeds the limits; 0: it fits
     excess: float = 0
@@ -50,7 +50,7 @@ class CutSearch:
         #: no cut is faster
         self.least = self.bounds.bound((0,))
         self._priced: PricedSchedule | None = None
-        self._known: dict[Ends, tuple[float, tuple[float, ...] | None]] = {}
+        self._known: dict[Ends, CutFound] = {}
 
     @property
     def priced(self) -> PricedSchedule:
@@ -62,14 +62,12 @@ class CutSearch:
     def price(self, ends: Ends, *, faster_than: float = float("inf")) -> CutFound | None:
         """Simulate a cut; return None if it is not faster than `faster_than`."""
         known = self._known.get(ends)
-        if known is None or (known[1] is None and known[0] < faster_than):
+        if known is None or (not known.memory and known.time < faster_than):
             simulation = self.priced.simulate(ends)
             took = self.priced.step_time(simulation, ends)
-            held = self.priced.memory(simulation, ends) if took < faster_than else None
-            known = self._known[ends] = took, held
-        if known[0] >= faster_than or known[1] is None:
-            return None
-        return CutFound(ends, known[0], known[1], self.priced.excess(known[1]))
+            held = self.priced.memory(simulation, ends) if took < faster_than else ()
+            known = self._known[ends] = CutFound(ends, took, held, self.priced.excess(held) if held else 0)
+        return known if known.time < faster_than and known.memory else None
 
     @property
     def was_priced(self) -> bool:
@@ -77,10 +75,8 @@ class CutSearch:
         return bool(self._known)
 
     def found(self) -> Iterator[CutFound]:
-        """Yield the simulated cuts with known memory."""
-        for ends, (took, held) in self._known.items():
-            if held is not None:
-                yield CutFound(ends, took, held, self.priced.excess(held))
+        """Return the simulated cuts with known memory."""
+        return (known for known in self._known.values() if known.memory)
 
     # --- a good cut quickly
 

@@ -53,7 +53,8 @@ def from_json_value(kind: Any, value: Any, name: str = "", unit: float = 1) -> A
         _refuse_no_object(name, value)
         if name and (unknown := value.keys() - names.keys()):
             raise TypeError(f"{name} has no {min(unknown)}: known are {', '.join(names)}")
-        there = [(key, each) for key, each in names.items() if key in value or _is_required(each)]
+        lacking = {each.name for each in names.values() if each.default is each.default_factory is MISSING}
+        there = [(key, each) for key, each in names.items() if key in value or each.name in lacking]
         found = {
             each.name: from_json_value(_hints(kind)[each.name], value[key], key, _unit(each)) for key, each in there
         }
@@ -86,10 +87,6 @@ def _name(of: Field[Any]) -> str:
 
 def _unit(of: Field[Any]) -> float:
     return float(of.metadata.get("unit", 1))
-
-
-def _is_required(of: Field[Any]) -> bool:
-    return of.default is MISSING and of.default_factory is MISSING
 
 
 def _is_whole(value: Any) -> bool:

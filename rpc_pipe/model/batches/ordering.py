@@ -81,15 +81,14 @@ class Ordering:
             return self._order(spec, tokens, 0.0, tokens)
         if self.seconds is not None:
             times = [self.seconds(rows, length) for rows, length, *_ in ((*size, 1, 1) for size in sizes)]
-        else:
-            by_stage = [self._times(spec.num_stages, *numbered) for numbered in enumerate(inputs)]
-            times = [sum(each) / len(each) for each in by_stage]
+            return self._order(spec, times, sum(times), tokens)
+        by_stage = [self._times(spec.num_stages, *numbered) for numbered in enumerate(inputs)]
+        times = [sum(each) / len(each) for each in by_stage]
 
-            def relative(action: Action, number: int) -> float:
-                return by_stage[number][action.stage % len(by_stage[number])]
+        def relative(action: Action, number: int) -> float:
+            return by_stage[number][action.stage % len(by_stage[number])]
 
-            return self._order(spec, times, sum(times), tokens, relative)
-        return self._order(spec, times, sum(times), tokens)
+        return self._order(spec, times, sum(times), tokens, relative)
 
     def _times(self, num_stages: int, number: int, inputs: Tree) -> list[float]:
         """Return the predicted seconds of a microbatch on a worker, or on each stage."""

@@ -188,7 +188,7 @@ class Observer(TorchFunctionMode):
 
     def _note_made(self, event: Event) -> None:
         for tensor in tensors(event.trees):
-            if id(tensor) in self.values or id(tensor) in self._params or id(tensor) in self._buffers:
+            if any(id(tensor) in known for known in (self.values, self._params, self._buffers)):
                 continue  # an input that is returned
             value = Value(tensor, event.depends, event.index)
             self.values[id(tensor)] = value
@@ -266,9 +266,6 @@ class Observer(TorchFunctionMode):
                 self._meant[id(tensor)] = self._skeleton.placeholders.like(tensor)
         return self._with_meant(trees)
 
-    def _owned(self, tensor: Tensor) -> str | None:
-        return self._params.get(id(tensor)) or self._buffers.get(id(tensor))
-
     def made_by(self, tensor: Tensor) -> Event | None:
         return self._made_by.get(id(tensor))
 
@@ -332,7 +329,8 @@ class Observer(TorchFunctionMode):
             event.decides |= torch.Tag.dynamic_output_shape in getattr(operator, "tags", ())
             event.writes |= self._born & {storage_of(tensor) for tensor in written(operator, args, kwargs)}
         for tensor in tensors(result):
-            if id(tensor) not in self.values and self._owned(tensor) is None:  # not the result of an operation in place
+            # not the result of an operation in place
+            if not any(id(tensor) in known for known in (self.values, self._params, self._buffers)):
                 self._made_by.setdefault(id(tensor), event)
                 self._alive.append(tensor)
                 # writes to tensors that the event itself makes need not be recorded

@@ -240,11 +240,8 @@ class Skeleton:
             ModelError: there is such a module.
         """
         for module in self.module.modules():
-            if (
-                _has_backward_hooks(module)
-                and module not in self.blocks
-                and any(m in self.blocks for m in module.modules())
-            ):
+            is_around = module not in self.blocks and any(m in self.blocks for m in module.modules())
+            if is_around and (module._backward_hooks or module._backward_pre_hooks):
                 raise ModelError(
                     f"model: a backward hook of {self.name_of(module)} sees several stages; register it on a block"
                 )
@@ -311,10 +308,6 @@ def wrap(block: nn.Module, around: Callable[..., Any]) -> Callable[[], None]:
         held.update(before)
 
     return undo
-
-
-def _has_backward_hooks(module: nn.Module) -> bool:
-    return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
 def _refuse_modules(modules: Iterable[tuple[str, nn.Module]], whole: str) -> None:
