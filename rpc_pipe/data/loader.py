@@ -341,8 +341,6 @@ class BatchByLength(Batch, GroupedBatch):
         return tuple(self._loader.lengths[self.samples].tolist())
 
     def read(self, inputs: bool, targets: bool, own: SomeRows | None = None) -> tuple[Tree, Tree]:
-        first, last = super().read(inputs, targets, own)
-        return (
-            None if first is None else joined(first, self._lengths),
-            None if last is None else joined(last, self._lengths, are_targets=True),
-        )
+        sides = zip(super().read(inputs, targets, own), (False, True), strict=True)
+        first, last = (None if rows is None else joined(rows, self._lengths, targets) for rows, targets in sides)
+        return first, last

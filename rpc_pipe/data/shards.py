@@ -168,11 +168,8 @@ def _listed(files: Any, path: str, root: str, endings: Sequence[str]) -> tuple[l
         # By default fsspec omits folders that cannot be listed.
         thoroughly = {"on_error": "raise"} if root.startswith("http") else {}
         found, base = files.find(path, detail=True, **thoroughly), path.rstrip("/")
-    places = [
-        name
-        for name, entry in sorted(found.items())
-        if entry.get("type") != "directory" and (pattern or name.lower().endswith(tuple(endings)))
-    ]
+    files_there = sorted(name for name, entry in found.items() if entry.get("type") != "directory")
+    places = [name for name in files_there if pattern or name.lower().endswith(tuple(endings))]
     unknown = [place for place in places if found[place].get("size") is None]  # an HTTP server's list has none
     sizes = dict(zip(unknown, files.sizes(unknown), strict=True)) if unknown else {}
     shards = []

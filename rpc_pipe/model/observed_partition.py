@@ -178,14 +178,8 @@ class ObservedPartition:
         made = self._observed.build(stage, self.ranges, randomness.device, copied=route > 0, divide=divide)
         if isinstance(self._source, nn.Module):
             mirrored = made.buffers if route == 0 else ()
-            self.module_copies.add(
-                self._source,
-                made.module,
-                runs=False,
-                used=set(made.own),
-                mirrored=mirrored,
-                hooked=self._observed.hooked,
-            )
+            used, hooked = set(made.own), self._observed.hooked
+            self.module_copies.add(self._source, made.module, runs=False, used=used, mirrored=mirrored, hooked=hooked)
         return made
 
     def only_inputs(self, inputs: Tree) -> tuple[Tree, Tree]:

@@ -73,10 +73,8 @@ def _relaxed(request: PlanRequest, result: PlanResult) -> Iterator[tuple[str, Pl
         yield "if links took no time", replace(request, machines=free)
     if len(set(machines.slowness)) > 1:
         fastest = (min(machines.slowness),) * machines.num_workers
-        yield (
-            "if all workers were as fast as the fastest",
-            replace(request, machines=replace(machines, slowness=fastest)),
-        )
+        alike = replace(machines, slowness=fastest)
+        yield "if all workers were as fast as the fastest", replace(request, machines=alike)
     most = max(request.microbatches)
     if result.plans and result.plans[0].num_microbatches == most and 2 * most <= request.batch:
         yield f"with {2 * most} microbatches", replace(request, microbatches=(2 * most,))

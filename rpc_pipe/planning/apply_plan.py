@@ -29,12 +29,8 @@ def apply_plan(plan: PlanLike, settings: Any) -> Any:
     Raises:
         ConfigError: it is no plan, is for another number of workers, or decides a setting that was given as well.
     """
-    if (
-        settings.num_microbatches
-        or settings.split is not None
-        or settings.schedule != "1f1b"
-        or settings.schedule_options
-    ):
+    is_cut = settings.num_microbatches or settings.split is not None
+    if is_cut or settings.schedule != "1f1b" or settings.schedule_options:
         raise ConfigError("plan: says schedule, schedule_options, num_microbatches and split; leave one of both out")
     found = read_plan(plan)
     if settings.num_workers is not None and found.num_workers and settings.num_workers != found.num_workers:

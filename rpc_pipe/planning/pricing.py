@@ -120,27 +120,18 @@ class PricedSchedule:
         """Return the cut model as a plan.
 
         Args:
-            listed: fields of the plan that list a searched program.
+            listed: other fields of the plan, or other values, as of a searched program and of members.
         """
-        simulation = self.simulate(ends)
-        memory = self.memory(simulation, ends)
+        simulation, spec = self.simulate(ends), self.spec
+        memory, took = self.memory(simulation, ends), self.step_time(simulation, ends)
+        count = spec.num_microbatches // len(spec.parallelism.slices)
         return Plan(
-            schedule,
-            parameters,
-            self.chain.counts(ends),
-            self.spec.num_microbatches // len(self.spec.parallelism.slices),
-            recompute,
-            self.step_time(simulation, ends),
-            max(memory),
-            simulation.steady_bubble,
-            num_workers=self.spec.num_workers,
-            memory_by_worker=memory,
-            busy_by_worker=simulation.busy,
-            messages=num_messages(simulation),
-            model=self.chain.model,
+            schedule, parameters, self.chain.counts(ends), recompute=recompute, predicted_ms=took,
+            predicted_memory=max(memory), bubble=simulation.steady_bubble, memory_by_worker=memory,
+            busy_by_worker=simulation.busy, messages=num_messages(simulation), model=self.chain.model,
             weights_by_stage=tuple(size.weights + size.elsewhere for size in self.sizes(ends)),
-            **listed,
-        )
+            **{"num_workers": spec.num_workers, "num_microbatches": count, **listed},
+        )  # fmt: skip
 
     def tied_gradients_time(self, ends: Ends) -> float:
         """Return the time to exchange gradients of parameters that two stages share, at the end of a step.

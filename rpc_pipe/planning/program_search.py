@@ -265,14 +265,9 @@ def _bases(request: PlanRequest, result: PlanResult) -> list[tuple[Plan, Spec]]:
     found: dict[tuple[object, ...], tuple[Plan, Spec]] = {}
     for plan in result.plans:
         spec = Candidate.of(plan).spec(request.machines.num_workers)
-        if (
-            plan.recompute
-            or type(spec).recompute
-            or {"replicas", "slices"} & plan.parameters.keys()
-            or plan.members > 1
-        ):
-            continue
-        found.setdefault((*placement_of(spec), plan.num_microbatches), (plan, spec))
+        recomputes = plan.recompute or type(spec).recompute
+        if not recomputes and plan.members == 1 and not {"replicas", "slices"} & plan.parameters.keys():
+            found.setdefault((*placement_of(spec), plan.num_microbatches), (plan, spec))
     return list(found.values())[:_BASES]
 
 

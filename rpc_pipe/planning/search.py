@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
@@ -235,16 +235,12 @@ class _Search:
 
 
 def _plan(candidate: Candidate, search: CutSearch, found: CutFound) -> Plan:
-    plan = search.priced.plan(candidate.schedule, dict(candidate.parameters), found.ends, candidate.recompute)
     grouping = candidate.grouping
-    return replace(
-        plan,
-        num_microbatches=candidate.num_microbatches,
-        num_workers=plan.num_workers * grouping.members,
-        members=grouping.members,
-        shard=grouping.shard,
-        reduce=grouping.reduce,
-    )
+    return search.priced.plan(
+        candidate.schedule, dict(candidate.parameters), found.ends, candidate.recompute,
+        num_microbatches=candidate.num_microbatches, num_workers=search.spec.num_workers * grouping.members,
+        members=grouping.members, shard=grouping.shard, reduce=grouping.reduce,
+    )  # fmt: skip
 
 
 #: every schedule with its defaults, and with other parameters worth trying

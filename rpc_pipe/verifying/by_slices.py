@@ -49,9 +49,6 @@ class Held(Listener):
         self.most = (0, 0)
 
     def action_started(self, step: int, action: Action) -> None:
-        slices, kept = self.most
-        now = (
-            sum(shard.num_held for shard in self._shards),
-            sum(shard.slices.num_bytes for shard in self._shards if shard.slices),
-        )
-        self.most = max(slices, now[0]), max(kept, now[1])
+        held = sum(shard.num_held for shard in self._shards)
+        kept = sum(shard.slices.num_bytes for shard in self._shards if shard.slices)
+        self.most = max(self.most[0], held), max(self.most[1], kept)

@@ -163,12 +163,8 @@ class Reference:
                 for stage in (stage for replica in self.replicas for stage in replica.stages):
                     stage.newest, stage.versions = 0, {}
                     stage.note()
-            step = _StepSums(
-                0 if spec.synchronous else begin,
-                pieces,
-                update_shares(spec, pieces.shares) or pieces.shares,
-                spec.takes_steps,
-            )
+            scales = update_shares(spec, pieces.shares) or pieces.shares
+            step = _StepSums(0 if spec.synchronous else begin, pieces, scales, spec.takes_steps)
             with preserved(self._randomness.device):
                 self._step(spec, step)
             self._take_over_statistics()
@@ -337,9 +333,8 @@ def add_up(parts: Iterable[Tensor | None]) -> Tensor | None:
     total = None
     for part in parts:
         if part is not None:
-            swapped = (
-                total is not None and total.is_sparse and not part.is_sparse
-            )  # torch cannot add these in this order
+            # torch cannot add a dense tensor to a sparse one
+            swapped = total is not None and total.is_sparse and not part.is_sparse
             total = part if total is None else part + total if swapped else total + part
     return total
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from ...dependency import Spec
-from ...workers.transport.call import pack_description
 from ...workers.transport.payload import Tree
 from .lazy_batch import LazyBatch, OwnRows
 from .microbatches import Microbatches, Pair
@@ -80,14 +80,5 @@ def read_grouped(
         inputs[number], targets[number] = pair((inputs[number], targets[number]))
     share = sum(map(math.prod, found.sizes)) / sum(math.prod(found.sizes[number]) for number in here)
     count = count_tokens(*([side[number] for number in here] for side in (inputs, targets)))
-    return Microbatches(
-        inputs,
-        targets,
-        found.shares,
-        batch.rows,
-        *count._replace(tokens=round(count.tokens * share)),
-        (batch.waited_ns, batch.waited_for),
-        described=(pack_description(f"{batch.label}, {found.label}", []), ""),
-        lazy=batch,
-        sizes=found.sizes,
-    )
+    whole, label = count._replace(tokens=round(count.tokens * share)), f"{batch.label}, {found.label}"
+    return replace(Microbatches.of_lazy(batch, inputs, targets, found.shares, whole, label), sizes=found.sizes)

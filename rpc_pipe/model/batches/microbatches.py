@@ -17,7 +17,7 @@ from ...workers.step import StepData
 from ...workers.transport.call import pack_description
 from ...workers.transport.payload import Tree, map_tensors, shapes_in, split_rows, tensors_of
 from .lazy_batch import LazyBatch, OwnRows, label_of
-from .token_count import count_tokens
+from .token_count import TokenCount, count_tokens
 
 #: splits a batch into (inputs, targets)
 Pair = Callable[[Tree], tuple[Tree, Tree]]
@@ -115,16 +115,23 @@ class Microbatches(StepData):
         inputs, targets = (
             split_rows(side, parts) if own is None else _split(side, rows, own.microbatches(parts)) for side in pair
         )
-        return cls(
-            inputs,
-            targets,
-            _shares(rows, inputs[0], targets[0]),
-            batch.rows,
-            *count_tokens(inputs, targets),
-            (batch.waited_ns, batch.waited_for),
-            described=(pack_description(batch.label, []), ""),
-            lazy=batch,
+        return cls.of_lazy(
+            batch, inputs, targets, _shares(rows, inputs[0], targets[0]), count_tokens(inputs, targets), batch.label
         )
+
+    @classmethod
+    def of_lazy(
+        cls,
+        batch: LazyBatch,
+        inputs: list[Tree],
+        targets: list[Tree],
+        shares: list[float],
+        count: TokenCount,
+        label: str,
+    ) -> Microbatches:
+        """Return the microbatches of a lazy batch; `label`: equal on workers that have the same."""
+        described, waited = (pack_description(label, []), ""), (batch.waited_ns, batch.waited_for)
+        return cls(inputs, targets, shares, batch.rows, *count, waited, described=described, lazy=batch)
 
 
 def _split(tree: Tree, rows: Sequence[int], own: Sequence[int]) -> list[Tree]:

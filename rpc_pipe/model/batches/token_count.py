@@ -46,12 +46,7 @@ def _marks(inputs: Tree, target: Tree, shape: torch.Size) -> Tensor | None:
     named = {**dict(_named(inputs)), **dict(_named(target))}
     labels = target if isinstance(target, Tensor) else named.get("labels")
     for found, is_mask in (named.get("attention_mask"), True), (labels, False):
-        if (
-            isinstance(found, Tensor)
-            and found.shape == shape
-            and found.device.type == "cpu"
-            and not found.is_floating_point()
-        ):
+        if isinstance(found, Tensor) and found.shape == shape and found.is_cpu and not found.is_floating_point():
             return found if is_mask else found != IGNORED
     return None
 

@@ -54,9 +54,8 @@ class ScriptedForward(TorchFunctionMode):
         self._tensors |= {key: at(fields, path) for path, key in script.fields}
         buffers = [(module._buffers, name, module._buffers.get(name)) for module, name in self._skeleton.exchanged]
         output = None
-        with torch.set_grad_enabled(
-            torch.is_grad_enabled()
-        ):  # restores the mode that contexts of the model leave changed
+        # It restores the mode that contexts of the model leave changed.
+        with torch.set_grad_enabled(torch.is_grad_enabled()):
             try:
                 self._seed(0, 0)
                 with self._skeleton.reporting(self), self:
@@ -72,12 +71,8 @@ class ScriptedForward(TorchFunctionMode):
                     if isinstance(held.get(name), Placeholder):  # only another stage has its data
                         held[name] = before
         if not script.is_last:
-            output = tuple(
-                [
-                    _with_history(self._tensors[key]) if place is None else self._payload[place]
-                    for place, key in script.sends
-                ]
-            )
+            made = {key: _with_history(self._tensors[key]) for place, key in script.sends if place is None}
+            output = tuple(made[key] if place is None else self._payload[place] for place, key in script.sends)
         if any(isinstance(tensor, Placeholder) for tensor in tensors(output)):
             raise ModelError(
                 f"model: stage {script.stage} would hand on a tensor that it does not have: a block computes by a "
@@ -90,9 +85,8 @@ class ScriptedForward(TorchFunctionMode):
         return output
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._leaving or (
-            self._next in self._script.transforms and in_transform()
-        ):  # exits of contexts may call torch
+        # Exits of contexts may call torch.
+        if self._leaving or (self._next in self._script.transforms and in_transform()):
             return func(*args, **(kwargs or {}))
         if func is LOOKS_AT_MASK:
             return False

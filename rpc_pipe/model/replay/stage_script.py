@@ -222,15 +222,14 @@ class Script:
         """Return the reason why a payload is of another path than this script's; "" if it is not."""
         if len(payload) != len(self.receives):
             return (
-                f"model: stage {self.stage - 1} handed on {len(payload)} tensors where stage {self.stage} takes "
-                f"{len(self.receives)}: the forward goes another way there on the same inputs; it must depend on its "
-                f"inputs alone"
+                f"model: stage {self.stage - 1} handed on {len(payload)} tensors of {len(self.receives)}, as its "
+                "forward goes another way on the same inputs; it must depend on its inputs alone"
             )
         for (shape, where), tensor in zip(self.receives, payload, strict=True):
             if tensor.shape != shape:
                 return (
                     f"model: {where} gave a tensor of shape {tuple(tensor.shape)}, and {tuple(shape)} when it was "
-                    f"observed: its shape depends on numbers and cannot cross a cut; cut elsewhere"
+                    "observed, so its shape depends on numbers; cut elsewhere"
                 )
         return ""
 

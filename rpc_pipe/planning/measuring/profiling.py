@@ -182,14 +182,11 @@ def refuse_split(user_model: UserModel, said: str) -> None:
 
 def _with_one_update(measured: Mapping[int, Sequence[LayerCost]]) -> dict[int, list[LayerCost]]:
     """Return the costs with one time of each block's update, which does not depend on the rows."""
-    once = [
-        {kind: median(cost.times[kind] for cost in costs) for kind in (U, G)}
-        for costs in zip(*measured.values(), strict=True)
-    ]
-    return {
-        rows: [replace(cost, times={**cost.times, **own}) for cost, own in zip(costs, once, strict=True)]
-        for rows, costs in measured.items()
-    }
+    blocks = []
+    for costs in zip(*measured.values(), strict=True):
+        once = {kind: median(cost.times[kind] for cost in costs) for kind in (U, G)}
+        blocks.append([replace(cost, times={**cost.times, **once}) for cost in costs])
+    return dict(zip(measured, map(list, zip(*blocks, strict=True)), strict=True))
 
 
 @contextmanager
