@@ -325,10 +325,10 @@ def test_what_is_lent_stays_until_it_has_been_taken(lending):
 def test_where_the_system_refuses_memory_is_copied(monkeypatch, caplog):
     """Seccomp profiles of containers and Yama refuse to read another process."""
 
-    def refuse(memory, *args):
+    def refuse(*args):
         raise PermissionError(1, "Operation not permitted")
 
-    monkeypatch.setattr(peer_memory.Process, "read", refuse)
+    monkeypatch.setattr(peer_memory, "read_memory", refuse)
     ends = Channels(0, Wakeup())
     how = met(ends, ends.accept(0, ends.offer(0)), caplog)
     assert how.startswith("worker 0: large payloads of worker 0 are copied by both") and "not permitted" in how

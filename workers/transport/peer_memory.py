@@ -11,7 +11,7 @@ import ctypes
 import os
 import secrets
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -25,6 +25,8 @@ _PR_SET_PTRACER = 0x59616D61
 #: the process that adopts orphans: to let its descendants read would be to let everybody
 _INIT = 1
 _PROOF_BYTES = 16
+#: returns the tensors of a payload, from where they lie and their layouts; raises OSError if it cannot
+Fetch = Callable[[bytes, Iterable[Look]], list[Tensor]]
 
 
 class _IoVec(ctypes.Structure):
@@ -59,63 +61,41 @@ class PeerMemory:
         return os.getpid(), ctypes.addressof(self._proof), self._proof.raw
 
     def lay(self, tensors: Sequence[Tensor]) -> bytes:
-        return addresses_of(tensors)
+        return struct.pack(f"<{len(tensors)}Q", *[tensor.data_ptr() for tensor in tensors])
 
-    def reach(self, page: Any) -> Callable[[bytes], Callable[[Look], Tensor]]:
+    def reach(self, page: Any) -> Fetch:
         if type(page) is not tuple or tuple(map(type, page)) != (int, int, bytes) or len(page[2]) < _PROOF_BYTES:
             raise Malformed("malformed message: no page of a process's memory")
-        number, address, proof = page
-        process = Process(number)
+        process, address, proof = page
         seen = torch.empty(len(proof), dtype=torch.uint8, device="cpu")
-        process.read(address, seen)
+        read_memory(process, address, seen)
         if bytes(seen.tolist()) != proof:
             raise OSError("another process has its number")
-        return partial(fetching, process.read)
+        return partial(_fetched, process)
 
 
-def addresses_of(tensors: Sequence[Tensor]) -> bytes:
-    """Return where tensors lie in this process."""
-    return struct.pack(f"<{len(tensors)}Q", *[tensor.data_ptr() for tensor in tensors])
-
-
-def fetching(read: Callable[[int, Tensor], None], where: bytes) -> Callable[[Look], Tensor]:
-    """Return what fetches tensors by their `addresses_of` another process: `read` fills a tensor from an address."""
-    addresses = iter([address for (address,) in struct.iter_unpack("<Q", where)])
-
-    def fetch(look: Look) -> Tensor:
-        address = next(addresses)
+def _fetched(process: int, where: bytes, looks: Iterable[Look]) -> list[Tensor]:
+    """Return tensors of another process, from where `lay` has said that they lie."""
+    found = []
+    for (address,), look in zip(struct.iter_unpack("<Q", where), looks, strict=True):
         if look.num_bytes:  # memory that is not there is not waited for with as much memory here
-            read(address + look.num_bytes - 1, torch.empty(1, dtype=torch.uint8, device="cpu"))
-        tensor = look.empty()
-        read(address, tensor)
-        return tensor
-
-    return fetch
+            read_memory(process, address + look.num_bytes - 1, torch.empty(1, dtype=torch.uint8, device="cpu"))
+        found.append(look.empty())
+        read_memory(process, address, found[-1])
+    return found
 
 
-class Process:
-    """The memory of another process.
+def read_memory(process: int, address: int, to: Tensor) -> None:
+    """Fill a tensor with the content of an address of another process, which is called by its number.
 
-    Args:
-        process: its number.
-
+    Raises:
+        OSError: it cannot be read.
     """
-
-    def __init__(self, process: int) -> None:
-        self._process = process
-        self._copy = _libc().process_vm_readv
-
-    def read(self, address: int, to: Tensor) -> None:
-        """Fill a tensor with what lies at an address there.
-
-        Raises:
-            OSError: they cannot be read.
-        """
-        done, size, here = 0, to.nbytes, to.data_ptr()
-        while done < size:  # more than 2 GiB take more than one call
-            into, source = _IoVec(here + done, size - done), _IoVec(address + done, size - done)
-            count = self._copy(self._process, ctypes.byref(into), 1, ctypes.byref(source), 1, 0)
-            if count <= 0:
-                number = ctypes.get_errno()
-                raise OSError(number, os.strerror(number))
-            done += count
+    done, size, here, copy = 0, to.nbytes, to.data_ptr(), _libc().process_vm_readv
+    while done < size:  # more than 2 GiB take more than one call
+        into, source = _IoVec(here + done, size - done), _IoVec(address + done, size - done)
+        count = copy(process, ctypes.byref(into), 1, ctypes.byref(source), 1, 0)
+        if count <= 0:
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number))
+        done += count

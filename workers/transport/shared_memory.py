@@ -27,7 +27,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -40,10 +40,11 @@ from .form import Form, assemble, copy_memory, describe, form_of
 from .from_device import FromDevice, ToDevice
 from .outbox import Answer, Key
 from .payload import Laid, Staying
+from .peer_memory import Fetch
 from .ring_buffer import ASLEEP, LINE, SIZE, WAY, WRITTEN, RingBuffer
 from .values import malformed
 from .wakeup import Notifier, Wakeup
-from .ways import DeviceWay, Fetch, Way, ways_here
+from .ways import DeviceWay, Way, ways_here
 
 logger = logging.getLogger(__name__)
 
@@ -159,8 +160,7 @@ class Channels:
             Whether it is in the reader's memory; else it has been lent, and stays the writer's until `returned`.
         """
         writer = self._writers.get(peer)
-        written = None if writer is None else writer.write(key, answer)
-        if writer is None or written is None:
+        if writer is None or (written := writer.write(key, answer)) is None:
             return None
         counter, end, lent = written
         if lent:
@@ -170,7 +170,7 @@ class Channels:
     def takes_from_device(self, peer: int, device: torch.device) -> bool:
         """Return whether `peer` copies payloads from this device of this worker."""
         writer = self._writers.get(peer)
-        known = writer is not None and self.device is not None and self.device.device == device
+        known = self.device is not None and self.device.device == device
         return known and writer is not None and writer.to_device.takes
 
     def lay_on_host(self, peer: int, key: Key, payload: Staying) -> Laid | None:
@@ -305,7 +305,7 @@ class _MappedReader(RingBuffer):
         os.ftruncate(memory, SIZE)
         super().__init__(memory)
         self.counters[ASLEEP] = 1  # it may be made while the thread that reads sleeps
-        self._fetching: Callable[[bytes], Fetch] | None = None
+        self._fetching: Fetch | None = None
         self.from_device = FromDevice(self.counters)
         #: of the last record that was copied, if it was small; and tensors for another one that looks so
         self._last: Form | None = None
@@ -357,7 +357,7 @@ class _MappedReader(RingBuffer):
                 elif where_size:
                     if self._fetching is None:
                         raise Malformed("malformed message: a payload is lent to a worker that cannot fetch it")
-                    contents = list(map(self._fetching(bytes(data[form_end : form_end + where_size])), form.looks))
+                    contents = self._fetching(bytes(data[form_end : form_end + where_size]), form.looks)
                 else:
                     contents = self._copied(form, self.address + begin)
                 answer = answer or assemble(form, contents)

@@ -15,14 +15,12 @@ import torch
 from torch import Tensor
 
 from ...dependency import ConfigError
-from .form import Form, Look
+from .form import Form
 from .payload import Laid, Payload, Staying
-from .peer_memory import PeerMemory
+from .peer_memory import Fetch, PeerMemory
 
 #: kinds of memory for payloads of a device: the device's, opened by handles; the host's
 HANDLES, ON_HOST = 1, 2
-#: returns the tensors of a payload one after the other, each of which looks so; raises OSError if it cannot
-Fetch = Callable[[Look], Tensor]
 
 
 class Way(Protocol):
@@ -37,7 +35,7 @@ class Way(Protocol):
     def lay(self, tensors: Sequence[Tensor]) -> bytes:
         """Return where these lie, which stay as they are until they have been taken."""
 
-    def reach(self, page: Any) -> Callable[[bytes], Fetch]:
+    def reach(self, page: Any) -> Fetch:
         """Return what fetches from the producer of this page, by where its tensors lie.
 
         Raises:
