@@ -104,9 +104,9 @@ class Updating:
         if self.optimizer is not None:
             _refuse_others(self.optimizer, self.parameters)
         held = self._updated()
-        #: frozen, or forgotten by the optimizer's factory, and whether it was frozen
+        #: frozen, or forgotten by the optimizer's factory
         self._without = [
-            (name, parameter, not parameter.requires_grad)
+            (name, parameter)
             for name, parameter in (named if training.optimizer is not None else ())
             if id(parameter) not in held
             and not any(fnmatchcase(name, each) for each in training.untrained)
@@ -243,22 +243,19 @@ class Updating:
         if not asked:
             return
         held = self._updated()
-        for name, parameter, frozen in asked:
-            if id(parameter) in held or not (self.owned is None or name in self.owned):
-                if self.average is not None:
-                    self.average.add(name, parameter)
-            elif frozen:
-                raise ConfigError(
-                    f"parameter {name} requires a gradient, but was frozen when the pipeline was made, so that no "
-                    "optimizer has it: make the pipeline while it requires one, and freeze it by requires_grad_ then"
-                )
-            else:
-                rest = sum(id(parameter) not in held for _, parameter, frozen in asked if not frozen) - 1
-                raise ConfigError(
-                    f"parameter {name}{f' and {rest} more' if rest else ''}: no optimizer has it, so it would not "
-                    "train: put it into a group of the optimizer, or leave it out by requires_grad_(False), or by name "
-                    "in Training(untrained=[...])"
-                )
+        missing = []
+        for name, parameter in asked:
+            if id(parameter) not in held and (self.owned is None or name in self.owned):
+                missing.append(name)
+            elif self.average is not None:
+                self.average.add(name, parameter)
+        if missing:
+            rest = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            raise ConfigError(
+                f"parameter {missing[0]}{rest}: no optimizer has it, as if frozen when the pipeline was made, so it "
+                "would not train: put it into a group of the optimizer, or leave it out by requires_grad_(False), or "
+                "by name in Training(untrained=[...])"
+            )
 
 
 class LossScale:
