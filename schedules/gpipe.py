@@ -29,12 +29,14 @@ class GPipe(Spec):
     def after(self, a: Action) -> list[Action]:
         return [F(a.stage, self.num_microbatches - 1)] if a.kind is B else []
 
+    def turn(self, microbatch: int) -> int:
+        """Return how many backwards of a stage come before that of a microbatch."""
+        return self.num_microbatches - 1 - microbatch if self.b_order == "descending" else microbatch
+
     def slot(self, a: Action) -> int:
-        last = self.num_microbatches - 1
         if a.kind is F:
             return a.microbatch + a.stage
-        turn = last - a.microbatch if self.b_order == "descending" else a.microbatch
-        return self.num_microbatches + 2 * (self.num_stages - 1) + turn - a.stage
+        return self.num_microbatches + 2 * (self.num_stages - 1) + self.turn(a.microbatch) - a.stage
 
     def peak_activations(self, worker: int) -> int:
         return self.num_microbatches

@@ -1,11 +1,10 @@
 """GPipe with re-materialisation: keep stage inputs only, compute activations a second time."""
 
-from typing import Literal
+from ..dependency import Action, B, ConfigError, F, R
+from .gpipe import GPipe
 
-from ..dependency import Action, B, ConfigError, F, R, Spec
 
-
-class GPipeRecompute(Spec):
+class GPipeRecompute(GPipe):
     """GPipe with recompute: M stage inputs and the activations of one microbatch, for one more forward each.
 
     R waits for the backward before it, not for the gradient: it fills the bubble and one microbatch is alive.
@@ -23,7 +22,6 @@ class GPipeRecompute(Spec):
 
     source = "Huang et al. 2019, GPipe, arXiv:1811.06965, section 2.3; Chen et al. 2016, arXiv:1604.06174"
     recompute = True
-    b_order: Literal["descending", "ascending"] = "descending"
     keep: int = 0
 
     def __post_init__(self) -> None:
@@ -33,9 +31,6 @@ class GPipeRecompute(Spec):
 
     def recomputes(self, stage: int) -> bool:
         return stage < self.num_stages - self.keep
-
-    def turn(self, microbatch: int) -> int:
-        return self.num_microbatches - 1 - microbatch if self.b_order == "descending" else microbatch
 
     def after(self, a: Action) -> list[Action]:
         if a.kind is F:
@@ -49,6 +44,3 @@ class GPipeRecompute(Spec):
             return a.microbatch + a.stage
         start = self.num_microbatches + self.num_stages + 2 * (self.last_stage - a.stage)
         return start + 2 * self.turn(a.microbatch) + (a.kind is not R)
-
-    def peak_activations(self, worker: int) -> int:
-        return self.num_microbatches
