@@ -96,9 +96,17 @@ class ThreadPool:
                 raise Stalled(self._who_hangs(futures, waiting))
 
     def _who_hangs(self, futures: Sequence[Future[T]], waiting: Collection[Future[T]]) -> str:
-        called = zip(self._threads, self._actors, futures, strict=True)
-        hanging = [(thread, actor) for thread, actor, future in called if future in waiting and actor.running]
-        return _who_hangs(hanging, self._actors[0].stall_s)
+        """Return the busy worker that does not end: not one that waits in this project's code for another."""
+        called, patience_s = zip(self._threads, self._actors, futures, strict=True), self._actors[0].stall_s
+        stacks = [(thread.stack(), actor) for thread, actor, future in called if future in waiting and actor.running]
+        if not stacks:
+            return f"nothing has happened for {patience_s:g} s, and no worker runs anything"
+        elsewhere = [found for found in stacks if not Path(found[0][-1].filename).is_relative_to(_HERE)]
+        stack, actor = (elsewhere or stacks)[0]
+        return (
+            f"worker {actor.worker} hangs: running {actor.running}, step {actor.running_step}, for {patience_s:g} s; "
+            f"it is in\n{''.join(stack.format()).rstrip()}"
+        )
 
     def _progress(self) -> list[tuple[str, int, int]]:
         return [(actor.running, actor.running_step, actor.step) for actor in self._actors]
@@ -154,19 +162,6 @@ class _Thread:
 def _end(threads: Iterable[_Thread]) -> None:
     for thread in threads:
         thread.end()
-
-
-def _who_hangs(working: Sequence[tuple[_Thread, WorkerActor]], patience_s: float) -> str:
-    """Return the busy worker that does not end: not one that waits in this project's code for another."""
-    if not working:
-        return f"nothing has happened for {patience_s:g} s, and no worker runs anything"
-    stacks = [(thread.stack(), actor) for thread, actor in working]
-    elsewhere = [found for found in stacks if not Path(found[0][-1].filename).is_relative_to(_HERE)]
-    stack, actor = (elsewhere or stacks)[0]
-    return (
-        f"worker {actor.worker} hangs: running {actor.running}, step {actor.running_step}, for {patience_s:g} s; it is "
-        f"in\n{''.join(stack.format()).rstrip()}"
-    )
 
 
 def callers_settings() -> Callable[[], AbstractContextManager[None]]:

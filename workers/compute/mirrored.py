@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from ...dependency import Spec
+from .ownership import Ownership
 from .updating import Updating
 
 
@@ -20,21 +21,20 @@ class MirroredUpdating(Updating):
     The optimizer has all parameters, as a replica may take over more. Parameters without gradients get no state.
     """
 
+    pieces: Ownership
+
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        assert self.pieces is not None
         #: numbers of the replicas with states here after the last update
         self.states = set(self.pieces.keeps)
 
     def keep(self, spec: Spec) -> None:
         """Keep the states of a placement, from the next update on."""
-        assert self.pieces is not None
         self.pieces.keep(spec)
         self.owned = self.pieces.kept
 
     def update(self, finite: bool) -> None:
         super().update(finite)
-        assert self.pieces is not None
         self.states &= self.pieces.keeps
         for name in self.parameters.keys() - self.pieces.kept:
             if self.optimizer is not None:
@@ -42,7 +42,6 @@ class MirroredUpdating(Updating):
 
     def given(self, route: int) -> dict[str, dict[str, tuple[Any, bool]]]:
         """Return the states of the parameters that a replica owns, each with whether it stays on the host."""
-        assert self.pieces is not None
         held = self.optimizer.state if self.optimizer is not None else {}
         return {
             name: {

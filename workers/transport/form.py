@@ -215,7 +215,7 @@ def _seen(tensor: Tensor, spare: int, device: torch.device) -> tuple[Look, Tenso
     if type(tensor) is not Tensor or not is_here or tensor.layout is not torch.strided or tensor.is_quantized:
         kind = "quantized tensor" if tensor.is_quantized else type(tensor).__qualname__
         layout = "" if type(tensor) is not Tensor or tensor.layout is torch.strided else f" of layout {tensor.layout}"
-        raise ConfigError(f"a {kind} on {tensor.device}{layout} cannot travel between workers{_advice(tensor)}")
+        raise ConfigError(f"a {kind} on {tensor.device}{layout} cannot travel between workers")
     if tensor.is_neg():
         tensor = tensor.resolve_neg()
     conjugate = tensor.is_conj()
@@ -256,9 +256,3 @@ def _look(
         once, compact, elements, plain, gaps = (reach,), (1,), reach, False, 0
     num_bytes = elements * dtype.itemsize
     return Look(dtype, tuple(shape), strides, conjugate, reaches, once, compact, num_bytes, plain, gaps)
-
-
-def _advice(tensor: Tensor) -> str:
-    if not tensor.is_nested:
-        return ""
-    return ": hand on its `values()` and `offsets()` and make it anew, or let one stage have both layers (`split=`)"

@@ -141,28 +141,16 @@ def _tuple_of_class(module: str, name: str, *parts: Any) -> Any:
     return tuple_of(kind, parts)
 
 
-def _size_of(*parts: int) -> torch.Size:
-    if any(type(part) is not int for part in parts):
-        raise Malformed("malformed message: a size that is no number")
-    return torch.Size(parts)
-
-
-def _complex_of(real: float, imag: float) -> complex:
-    if type(real) is not float or type(imag) is not float:
-        raise Malformed("malformed message: a part of a complex number that is no float")
-    return complex(real, imag)
-
-
 #: by tag
 _MAKERS: tuple[Callable[..., Any], ...] = (
     lambda *parts: list(parts),
     lambda *parts: parts,
     lambda *parts: _dict_of(dict, *parts),
     lambda *parts: _dict_of(OrderedDict, *parts),
-    _size_of,
+    lambda *parts: torch.Size(parts),
     _tuple_of_class,
     lambda name: _DTYPES[name],
-    _complex_of,
+    lambda real, imag: complex(real, imag),
     lambda content: int.from_bytes(memoryview(content), "little", signed=True),
     lambda content: bytes(memoryview(content)).decode("utf-8", "surrogatepass"),
     lambda value, _: value,
