@@ -119,13 +119,13 @@ class ThreadPool:
                 thread.join()
 
 
-class _Thread:
+class _Thread(threading.Thread):
     """Does one thing after the other. The process may end while it is at something, as it may hang."""
 
     def __init__(self, worker: int) -> None:
+        super().__init__(name=f"worker_{worker}", daemon=True)
         self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=f"worker_{worker}", daemon=True)
-        self._thread.start()
+        self.start()
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
         future: Future[T] = Future()
@@ -136,7 +136,7 @@ class _Thread:
         """Return where the thread is."""
         collects = gc.isenabled()
         gc.disable()  # until 3.11.8, CPython hangs if a thread's storage is collected while it lists frames (gh-106883)
-        frame = sys._current_frames().get(self._thread.ident or 0)
+        frame = sys._current_frames().get(self.ident or 0)
         if collects:
             gc.enable()
         return traceback.extract_stack(frame)
@@ -145,11 +145,7 @@ class _Thread:
         """End when all submitted calls are done."""
         self._calls.put(None)
 
-    def join(self) -> None:
-        """Wait for the end."""
-        self._thread.join()
-
-    def _run(self) -> None:
+    def run(self) -> None:
         while (submitted := self._calls.get()) is not None:
             future, call = submitted
             try:

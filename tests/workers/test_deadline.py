@@ -10,8 +10,9 @@ import os, sys
 os.environ["TP_SOCKET_IFNAME"] = os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 from rpc_pipe.workers.transport.carrier import Carrier
 from rpc_pipe.workers.transport.messages import Messages
+from rpc_pipe.workers.transport.meeting import store_in
 from rpc_pipe.workers.transport.rpc import RpcLink
-Carrier(0, range(2), Messages(RpcLink(0, range(2), f"file://{sys.argv[1]}", 0.5)))
+Carrier(0, range(2), Messages(RpcLink(0, range(2), "a place", 0.5, store=store_in(sys.argv[1], 2))))
 """
 
 

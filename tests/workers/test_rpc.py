@@ -54,7 +54,7 @@ def test_calls_that_lie_here_when_a_worker_leaves_break(monkeypatch):
     """They were answered, so that nobody noticed that it had gone. Where the answer to a goodbye was still on its way,
     and lost, the other waited 5 s for it: 10 of 80 jobs of 4 workers ended 5 s later than they had to."""
     monkeypatch.setattr(rpc, "shutdown", lambda graceful: None)
-    link, call = RpcLink(0, range(2), ""), Future()
+    link, call = RpcLink(0, range(2), "", store=None), Future()
     link._held[1].append(call)
     link.close()
     assert not call.done()

@@ -55,7 +55,7 @@ def shapes_of(tensors: Sequence[Tensor]) -> tuple[str, int]:
     """Return how to call a batch of these tensors, and a digest of their shapes."""
     shapes = array("q", chain.from_iterable([(tensor.itemsize, *tensor.shape, -1) for tensor in tensors]))
     more = f" and {len(tensors) - 1} more" if len(tensors) > 1 else ""
-    return f"{_name(tensors[0].dtype)}{list(tensors[0].shape)}{more}", zlib.crc32(shapes)
+    return f"{str(tensors[0].dtype).removeprefix('torch.')}{list(tensors[0].shape)}{more}", zlib.crc32(shapes)
 
 
 def digest(tensors: Iterable[Tensor]) -> int:
@@ -84,11 +84,6 @@ def sample(tensor: Tensor) -> Tensor:
 
 def _is_here(tensor: Tensor) -> bool:
     return tensor.is_cpu and tensor.layout is torch.strided
-
-
-@lru_cache
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _digest(tensor: Tensor, before: int) -> int:

@@ -1,7 +1,6 @@
 """Private functions of torch that computing uses, in one place: a new torch can break it here alone.
 
-An import with a torch that lacks one fails with a sentence. Fake tensors stand in `model/placeholder.py`, the RPC
-agent in `transport/rpc.py`.
+Fake tensors stand in `model/placeholder.py`, the RPC agent in `transport/rpc.py`.
 """
 
 from __future__ import annotations
@@ -11,21 +10,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-try:
-    from torch.autograd.graph import _engine_run_backward
-    from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
-    from torch.nn.modules.batchnorm import _NormBase as NormBase
-    from torch.overrides import TorchFunctionMode, _get_current_function_mode
-    from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    #: a context that hides calls from function modes and subclasses
-    without_torch_function = torch._C.DisableTorchFunction
-except (ImportError, AttributeError) as error:
-    raise ImportError(f"rpc-pipe was not made for torch {torch.__version__}: {error}") from error
+from torch.autograd.graph import _engine_run_backward
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+from torch.nn.modules.batchnorm import _NormBase as NormBase
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
+from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
+from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = ["BatchNorm", "NormBase"]
+#: a context that hides calls from function modes and subclasses
+without_torch_function = torch._C.DisableTorchFunction
 
 
 # --- autograd

@@ -87,9 +87,9 @@ class RpcLink:
     Args:
         worker: the number of this process among those that join.
         workers: the numbers of all that join.
-        init_method: where they meet: `file:///path`, `tcp://host:port` or `env://`.
+        place: where they meet, for an error.
         join_timeout_s: for how long to wait for the others.
-        store: where they meet instead, if there is one.
+        store: torch's store in which they meet.
     """
 
     sends_cheaply = False
@@ -98,11 +98,11 @@ class RpcLink:
     refused = 0
 
     def __init__(
-        self, worker: int, workers: Iterable[int], init_method: str, join_timeout_s: float = 120.0, *, store: Any = None
+        self, worker: int, workers: Iterable[int], place: str, join_timeout_s: float = 120.0, *, store: Any
     ) -> None:
         self.wakeup = Wakeup()
         self._worker, self._workers = worker, sorted(workers)
-        self._where, self._timeout_s, self._store = init_method, join_timeout_s, store
+        self._place, self._timeout_s, self._store = place, join_timeout_s, store
         self._lock = threading.Lock()
         #: by peer: its calls that lie here, and how many of this worker's lie there
         self._held: dict[int, deque[Future[Any]]] = {peer: deque() for peer in self._workers}
@@ -113,13 +113,12 @@ class RpcLink:
         self._ears, _link = ears, self
         _silence_leaving()
         rank, count = self._workers.index(self._worker), len(self._workers)
-        if self._store is not None:
-            rendezvous = [(self._store, rank, count)]
-            register_rendezvous_handler(_SCHEME, lambda *_, **__: iter(rendezvous))
+        rendezvous = [(self._store, rank, count)]
+        register_rendezvous_handler(_SCHEME, lambda *_, **__: iter(rendezvous))
         options = rpc.TensorPipeRpcBackendOptions(
             num_worker_threads=_RPC_THREADS,
             rpc_timeout=self._timeout_s,
-            init_method=self._where if self._store is None else f"{_SCHEME}://",
+            init_method=f"{_SCHEME}://",
             _transports=["uv"],
             _channels=["basic"],
         )
@@ -132,7 +131,7 @@ class RpcLink:
                 within(self._timeout_s, partial(meet, rpc_backend_options=options))
         except (RuntimeError, ValueError, TimeoutError) as error:
             raise NotMet(
-                f"worker {self._worker} could not meet the other {count - 1} workers at {self._where} "
+                f"worker {self._worker} could not meet the other {count - 1} workers at {self._place} "
                 f"within {timedelta(seconds=self._timeout_s)}: {str(error).partition(_STACK)[0]}"
             ) from error
 
