@@ -2,7 +2,6 @@
 
 import threading
 from collections import UserList, deque
-from functools import partial
 
 import pytest
 import torch
@@ -237,10 +236,6 @@ def test_a_loss_of_one_number_in_any_shape():
     "options, message",
     [
         ({"optimizer": torch.optim.LBFGS}, "optimizer"),
-        (
-            {"lr_scheduler": partial(torch.optim.lr_scheduler.StepLR, step_size=1)},
-            "lr_scheduler",
-        ),
         (
             {"optimizer": torch.optim.AdamW, "lr_scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau},
             "lr_scheduler",

@@ -88,8 +88,6 @@ class Updating:
     def __init__(
         self, slice: Slice, stage: int, training: Training, randomness: Randomness, pieces: Ownership | None = None
     ) -> None:
-        if training.lr_scheduler is not None and training.optimizer is None:
-            raise ConfigError("lr_scheduler: there is no optimizer for it; pass optimizer as well")
         self.training, self.pieces = training, pieces
         named = slice.named_parameters()
         self.parameters = dict(named)
