@@ -74,11 +74,8 @@ class Heir:
             shard.lodging = None  # the guests of the epoch before leave
         for (stage, _), host in list(held.items()):
             routes = [route for other, route in spec.carried(actor.worker) if other == stage]
-            guests = {
-                route: self._maker.guest(spec, stage, route, host, actor.backend.device)
-                for route in routes
-                if (stage, route) not in held
-            }
+            fallen, device = [route for route in routes if (stage, route) not in held], actor.backend.device
+            guests = {route: self._maker.guest(spec, stage, route, host, device) for route in fallen}
             _part(host, guests)
             held |= {(stage, route): guest for route, guest in guests.items()}
         actor.host(dict(sorted(held.items())), spec.hosted(actor.worker))

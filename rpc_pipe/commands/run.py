@@ -148,11 +148,8 @@ def _with_model(typed: dict[str, Any]) -> dict[str, Any]:
     else:
         return typed
     arguments = [*first, *(f"--{name}={typed[name]}" for name in (*names, "seed") if name in typed)]
-    return {
-        **{name: each for name, each in typed.items() if name not in ("model", *names)},
-        "script": str(script),
-        "arguments": arguments,
-    }
+    kept = {name: each for name, each in typed.items() if name not in ("model", *names)}
+    return {**kept, "script": str(script), "arguments": arguments}
 
 
 def how(typed: Mapping[str, Any]) -> How:
@@ -223,11 +220,7 @@ def refuse_idle(typed: dict[str, Any], job: Job | None) -> None:
         refuse_typed(typed, ["hosts", "meet"], "type both: --hosts N --meet HOST:PORT")
     if job is None or link.present():
         return
-    refuse_typed(
-        typed,
-        ["elastic"],
-        "torchrun ends all workers when one dies; start the job by rpc-pipe run, with --hosts on several hosts",
-    )
+    refuse_typed(typed, ["elastic"], "torchrun ends all workers when one dies; start it by rpc-pipe run (--hosts)")
     refuse_typed(typed, ["port"], "this job meets where torchrun says; leave it out")
     refuse_typed(typed, ["log_workers"], "torchrun shows what workers print; see its --tee and --local-ranks-filter")
     refuse_typed(typed, ["max_restarts"], "type it before the script, as torchrun's own")

@@ -8,16 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import permutations
 from typing import Any
 
-from ..dependency import (
-    Action,
-    ConfigError,
-    G,
-    Kind,
-    Spec,
-    check_all,
-    worker_staleness,
-    worker_weight_copies,
-)
+from ..dependency import Action, ConfigError, G, Kind, Spec, check_all, worker_staleness, worker_weight_copies
 from ..drawing.page import Picture, draw_page, write_chrome
 from ..drawing.svg import draw_svg
 from ..drawing.timeline import count_microbatches, draw, row_names

@@ -19,10 +19,7 @@ from .output_files import try_files
 from .readers import positive
 
 #: option that replaces the display -> options that have no effect with it
-_ALONE = {
-    "trace": ("once", "web", "metrics", "record", "tensorboard"),
-    "once": ("web", "metrics"),
-}
+_ALONE = {"trace": ("once", "web", "metrics", "record", "tensorboard"), "once": ("web", "metrics")}
 
 _AT = "PORT or HOST:PORT"
 

@@ -169,11 +169,13 @@ class Attempt:
             tick: called several times a second.
         """
         try:
-            return self._watch(tick)
+            self._follow(tick)
         finally:
             self._printed.show()
+        return self._cause or self._without_cause()
 
-    def _watch(self, tick: Callable[[], None]) -> Cause | None:
+    def _follow(self, tick: Callable[[], None]) -> None:
+        """Follow the workers until all have ended or one has failed."""
         while len(self._ended) < self._num_processes:
             for event in hear([worker for worker in self.workers if isinstance(worker, WorkerProcess)], self._poll_s):
                 self._take(event)
@@ -186,11 +188,9 @@ class Attempt:
                 self._epochs.tick()
             if time.monotonic() > self._looked_at + _LOOK_EVERY_S:
                 self._look()
-            if self._cause is not None:
-                return self._cause
-            if self._consequences and time.monotonic() > self._failed_at + _GRACE_S:
-                break
-        return self._cause or self._without_cause()
+            late = self._consequences and time.monotonic() > self._failed_at + _GRACE_S
+            if self._cause is not None or late:
+                return
 
     @property
     def interrupted(self) -> bool:
@@ -252,10 +252,8 @@ class Attempt:
             self._failed(rank, message["error"], message["text"])
         elif kind == "done":
             self._done.add(rank)
-        elif kind in ("joining", "joined"):
+        elif kind in ("joining", "joined", "ready"):
             self._joining_at = self._joining_at or time.monotonic()
-            self._come[rank] = kind
-        elif kind == "ready":
             self._come[rank] = kind
         elif kind == "wrong input":
             self._cause = self._cause or Cause("", message["text"] + self._who_is_missing(rank), WRONG_INPUT)
@@ -296,12 +294,9 @@ class Attempt:
         live = self._live(rank)
         # A script may call os._exit after its work, but not in the middle of a step.
         if code != 0 or (live is not None and live.state in (State.RUNNING, State.WAITING)):
-            self._cause = self._cause or of_death(self._name(rank), code, live, self._lines[rank], early=self._is_early)
-
-    @property
-    def _is_early(self) -> bool:
-        """Whether workers of an elastic job have not made their shards yet."""
-        return self._epochs is not None and list(self._come.values()) != ["ready"] * self._num_processes
+            # Workers of an elastic job that have not made their shards yet.
+            early = self._epochs is not None and list(self._come.values()) != ["ready"] * self._num_processes
+            self._cause = self._cause or of_death(self._name(rank), code, live, self._lines[rank], early=early)
 
     def _live(self, rank: int) -> Live | None:
         """Return the last state of a worker; None: it shows none."""

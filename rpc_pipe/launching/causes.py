@@ -72,10 +72,7 @@ def of_stall(
         text = f"{named(unseen, members)} has made no pipeline yet, and the others wait for it"
     elif live.state in (State.WAITING, State.LEFT):  # a worker that leaves now has waited as well
         title = "no worker goes on"
-        text = (
-            "each waits for another: they were called differently, as above, or the machine is overloaded, for which a "
-            "higher stall_s waits"
-        )
+        text = "each waits for another: called differently, as above, or overloaded, for which a higher stall_s waits"
     elif live.state is State.STOPPED:
         title = f"{who} is stopped"
         text = f"{who} was stopped by a signal, as Ctrl-Z sends it, in step {live.step}"

@@ -206,9 +206,8 @@ class Epochs:
         dies = {each for each in gone - before.gone if self._evicted.get(each, _SIGTERM) == _SIGTERM}
         self._shapes.begins(dies, gone, planned, places)
         self._stages = {} if places else self._stages
-        self._tell(
-            f"{self._cause}: epoch {self._now.number}" + (f" without {sorted(gone)}" if gone else ""), not planned
-        )
+        without = f" without {sorted(gone)}" if gone else ""
+        self._tell(f"{self._cause}: epoch {self._now.number}{without}", not planned)
         for worker in self._workers:
             if worker.rank not in told:
                 worker.order(self._now.order())

@@ -37,10 +37,7 @@ _RPC_MEANS = (
     "torch RPC runs what it receives and authenticates nobody: anybody who reaches a worker's port can run code as "
     "you, and read and change the data in transit"
 )
-_KEY_MEANS = (
-    "without a key file the job's key travels through torchrun's store: anybody who reaches it while the workers "
-    "meet can take part"
-)
+_KEY_MEANS = "without a key file the key travels through torchrun's store: anybody who reaches it can take part"
 
 
 #: the carriers of this process that have not been closed, and their links, by the place where they have met

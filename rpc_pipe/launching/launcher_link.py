@@ -25,16 +25,7 @@ from weakref import ref
 from ..dependency import ConfigError
 from ..system.at_exit import at_exit
 from ..tracing import run_folders
-from ..tracing.own_boards import (
-    Watchable,
-    collect,
-    end_calls,
-    keep_boards,
-    leave,
-    roll_call_here,
-    stay,
-    tell_failure,
-)
+from ..tracing.own_boards import Watchable, collect, end_calls, keep_boards, leave, roll_call_here, stay, tell_failure
 from ..tracing.run_folders import RUN_FAILED, Ending, tell_end
 from . import STOP
 

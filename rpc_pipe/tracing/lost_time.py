@@ -197,10 +197,7 @@ class _Case:
             worker, longest = _largest(busy)
             times = longest / max(median_low(busy), 1e-9)
             which = f"those of worker {self._numbers[worker]} {times:.1f} x the median"
-            return (
-                f"stages or their actions take unequally long, {which}",
-                "rpc-pipe plan finds cuts, and sizes of slices",
-            )
+            return f"stages or actions take unequally long, {which}", "rpc-pipe plan finds cuts, and sizes of slices"
         if cause == "link":
             link, ms = max(self._delays.items(), key=lambda link: link[1])
             source, target = (self._numbers[worker] for worker in link)

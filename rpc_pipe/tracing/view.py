@@ -30,11 +30,7 @@ def layout(headers: Mapping[int, Mapping[str, Any]]) -> str:
     first = next(iter(headers.values()), {})
     workers, members = first.get("num_workers", 0), first.get("members", 1)
     places = first.get("places", workers)
-    if (
-        not headers
-        or len(headers) < workers * members
-        or not all(header.get("parameters") for header in headers.values())
-    ):
+    if not headers or len(headers) < workers * members or not all(each.get("parameters") for each in headers.values()):
         return ""
     stages: dict[int, tuple[int, int]] = {}  # stage -> its blocks and its parameters
     for header in headers.values():
@@ -65,10 +61,8 @@ def rows(headers: Mapping[int, Mapping[str, Any]]) -> list[str]:
     if "replicas" not in first or len(by_worker) < first["num_workers"]:
         return []
     hosted = {
-        header.get("rank", worker) // header.get("members", 1): [
-            (stage, route) for stage, route, *_ in header["shards"]
-        ]
-        for worker, header in sorted(by_worker.items())
+        header.get("rank", w) // header.get("members", 1): [(stage, route) for stage, route, *_ in header["shards"]]
+        for w, header in sorted(by_worker.items())
     }
     return row_names(hosted, first["num_routes"], first["replicas"])
 
