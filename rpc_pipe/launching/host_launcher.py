@@ -122,9 +122,8 @@ class HostLauncher(Launcher):
     def _begin(self, of_attempt: ExitStack, attempt: int, world: int, told: list[str]) -> None:
         """Begin an attempt of the job."""
         self._number, self._world_size, self._has = attempt, world, 0
-        folder, boards = run_folders.new_temporary_folder(), self._make_boards()
-        for path in [folder] if boards is None else [folder, boards.folder]:
-            of_attempt.callback(shutil.rmtree, path, ignore_errors=True)
+        folder, boards = self._make_folder()
+        of_attempt.callback(shutil.rmtree, folder, ignore_errors=True)
         self._journal = hosts.open_journal(folder)
         of_attempt.callback(os.close, self._journal)
         self._environ = self._environment(folder, boards) | {RESTARTS: str(attempt)}

@@ -137,12 +137,11 @@ class Launcher:
 
     def _attempt(self, restarts: int, logs: Logs) -> tuple[Cause | None, int]:
         """Run all workers once; report the cause of a failure."""
-        folder = run_folders.new_temporary_folder()
-        boards, attempt = None, None
+        folder, boards = self._make_folder()
+        attempt = None
         self._ending = False
         ending: Ending | None = None
         try:
-            boards = self._make_boards()
             environment = self._environment(folder, boards) | {RESTARTS: str(restarts)}
             command = [sys.executable, str(PROGRAM), *self._arguments]
             how = self._how
@@ -174,8 +173,6 @@ class Launcher:
             if attempt is not None:
                 attempt.end()
             shutil.rmtree(folder, ignore_errors=True)
-            if boards is not None:
-                shutil.rmtree(boards.folder, ignore_errors=True)
 
     def _summarise(self, attempt: Attempt) -> None:
         """Print the summary of a run that has not failed, unless its script or command has printed a result."""
@@ -193,15 +190,11 @@ class Launcher:
             why = "rpc-pipe watch shows those of a host" if self._hosts else "no step was complete since then"
             self._reporter.text("\n".join(filter(None, [attempt.deaths, f"there are no figures of steps: {why}"])))
 
-    def _make_boards(self) -> RunBoards | None:
-        """Make the folder for the workers' boards. If that fails, the run goes on, but cannot be watched."""
-        if os.environ.get(run_folders.FOLDER) == run_folders.OFF or not self._how.watched:
-            return None
-        try:
-            return RunBoards(run_folders.new_launchers_folder())
-        except (OSError, ConfigError) as error:
-            self._reporter.text(f"this run cannot be watched: {error}")
-            return None
+    def _make_folder(self) -> tuple[Path, RunBoards | None]:
+        """Make the folder of an attempt; return it, and the boards in it unless nobody may watch."""
+        watched = self._how.watched and os.environ.get(run_folders.FOLDER) != run_folders.OFF
+        folder = run_folders.new_launchers_folder(watched)
+        return folder, RunBoards(folder) if watched else None
 
     def _environment(self, folder: Path, boards: RunBoards | None) -> dict[str, str]:
         return {
@@ -210,7 +203,7 @@ class Launcher:
             **_meeting(self._how, folder),
             link.FOLDER: str(folder),
             "WORLD_SIZE": str(self._world_size),
-            run_folders.FOLDER: run_folders.OFF if boards is None else str(boards.folder),
+            run_folders.FOLDER: run_folders.OFF if boards is None else str(folder),
             "PYTHONUNBUFFERED": "1",
             # Workers must iterate over sets of strings in the same order, or their batches may differ.
             "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0"),

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 #: environment variable: descriptor of the socket for messages to the launcher, and for its orders
 LINK = "RPC_PIPE_LINK"
-#: environment variable: the temporary folder of this attempt, which the launcher removes
+#: environment variable: the folder of this attempt, which the launcher removes
 FOLDER = "RPC_PIPE_FOLDER"
 #: environment variable: the reaction to a loss that is not finite
 NAN = "RPC_PIPE_NAN"
@@ -99,24 +99,20 @@ def hold_leash() -> None:
     parent is only a thread of the launcher that ends.
     """
     ctypes.CDLL(None).prctl(1, signal.SIGCONT)  # PR_SET_PDEATHSIG of prctl(2)
-    left = os.environ.get(FOLDER, ""), os.environ.get(run_folders.FOLDER, run_folders.OFF)
     # A separate descriptor, because a script may close the other.
-    threading.Thread(target=_follow, args=(os.dup(_own_end()), *left), name="leash", daemon=True).start()
+    args = os.dup(_own_end()), Path(os.environ[FOLDER])
+    threading.Thread(target=_follow, args=args, name="leash", daemon=True).start()
 
 
 def lodge_children() -> None:
-    """Let multiprocessing use a temporary folder of the launcher, because a killed worker removes none.
+    """Let multiprocessing use the folder of this attempt for its files, because a killed worker removes none.
 
     Its path is short enough for unix sockets, which that of TMPDIR may not be.
     """
-    folder = os.environ.get(run_folders.FOLDER, run_folders.OFF)
-    if folder == run_folders.OFF:
-        folder = os.environ.get(FOLDER, "")
-    if folder:
-        vars(current_process())["_config"]["tempdir"] = folder
+    vars(current_process())["_config"]["tempdir"] = os.environ[FOLDER]
 
 
-def _follow(descriptor: int, folder: str, boards: str) -> None:
+def _follow(descriptor: int, folder: Path) -> None:
     while order := os.read(descriptor, 1):
         if order == STOP:
             _request_stop()
@@ -124,7 +120,7 @@ def _follow(descriptor: int, folder: str, boards: str) -> None:
             from . import epochs  # of an elastic job that has lost a worker
 
             epochs.follow(order, descriptor, [actor for pipe in _pipelines() for actor in pipe.actors])
-    _clear_up(folder, boards)
+    _clear_up(folder)
     if os.getpgid(0) == os.getpid():  # with all processes that this worker has started
         os.killpg(0, signal.SIGKILL)
     os._exit(1)
@@ -177,20 +173,17 @@ def _end_when_broken(number: int) -> None:
     os.kill(os.getpid(), number)
 
 
-def _clear_up(folder: str, boards: str) -> None:
-    """Remove the folders that the launcher would have removed, if it has gone: a script may have broken the link."""
+def _clear_up(folder: Path) -> None:
+    """Remove the folder that the launcher would have removed, if it has gone: a script may have broken the link."""
     deadline = time.monotonic() + _LAST_WORDS_S
     with suppress(OSError):  # another worker has removed them
         # Its sockets are closed a moment before it has ended.
-        while run_folders.alive((Path(folder) / run_folders.LAUNCHER).read_text()):
+        while run_folders.alive((folder / run_folders.LAUNCHER).read_text()):
             if time.monotonic() > deadline:
                 return
             time.sleep(_LOOK_EVERY_S)
-    if Path(folder).name.startswith("rpc-pipe-"):
-        shutil.rmtree(folder, ignore_errors=True)
-    if boards != run_folders.OFF and Path(boards).name.startswith("run-"):
-        tell_end(Path(boards), Ending(RUN_FAILED, "its launcher is gone"))
-        shutil.rmtree(boards, ignore_errors=True)
+    tell_end(folder, Ending(RUN_FAILED, "its launcher is gone"))
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def stopping() -> bool:

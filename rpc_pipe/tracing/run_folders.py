@@ -31,8 +31,8 @@ NEWCOMER = "RPC_PIPE_NEWCOMER"
 #: prefix of files that name processes which need a folder; the launcher's
 _MEMBER = "member-"
 LAUNCHER = f"{_MEMBER}launcher"
-#: prefix of the folders of workers' sockets, which are no runs
-SOCKETS = "sockets-"
+#: prefixes of the folders of runs, and of folders where workers meet unwatched
+RUN, SOCKETS = "run-", "sockets-"
 #: where the folders of all users are; else in that for temporary files
 _MEMORY = Path("/dev/shm")
 #: file that watchers touch
@@ -87,42 +87,31 @@ def folder(environ: Mapping[str, str]) -> Path | None:
     return path
 
 
-def new_folder() -> Path:
+def new_folder(prefix: str = RUN) -> Path:
     """Make a folder for a run that this process starts.
 
     Raises:
         ConfigError, OSError: it cannot be made.
     """
     sweep()
-    path = root() / f"run-{os.getpid()}"
+    path = root() / f"{prefix}{os.getpid()}"
     if path.exists():  # of a process that had our number before, perhaps in another container
-        path = root() / f"run-{os.getpid()}-{secrets.token_hex(3)}"
-    path.mkdir()
+        path = root() / f"{prefix}{os.getpid()}-{secrets.token_hex(3)}"
+    path.mkdir(mode=0o700)
     return path
 
 
-def new_launchers_folder() -> Path:
-    """Make a folder for a run that this process starts and ends.
+def new_launchers_folder(watched: bool) -> Path:
+    """Make the folder of an attempt that this process starts and ends: its workers meet there, and have their boards.
+
+    Args:
+        watched: whether watchers find it.
 
     Raises:
         ConfigError, OSError: it cannot be made.
     """
-    path = new_folder()
+    path = new_folder(RUN if watched else SOCKETS)
     (path / LAUNCHER).write_text(identity())
-    return path
-
-
-def new_temporary_folder() -> Path:
-    """Make a temporary folder for the rendezvous of workers; remove the folders of killed launchers."""
-    for left in Path(tempfile.gettempdir()).glob("rpc-pipe-*"):
-        with suppress(OSError, ConfigError):  # it is no launcher's, or of another user
-            mine = left.lstat().st_uid == os.getuid() and not left.is_symlink()
-            if mine and not alive(read_file(left / LAUNCHER, LAUNCHER)):
-                shutil.rmtree(left, ignore_errors=True)
-    path = Path(tempfile.mkdtemp(prefix="rpc-pipe-"))
-    with suppress(OSError):  # the disk is full
-        (path / "new").write_text(identity())
-        (path / "new").replace(path / LAUNCHER)  # atomically
     return path
 
 

@@ -107,7 +107,8 @@ def test_a_script_that_ends_itself_has_failed_unless_a_stop_was_asked_for(monkey
     told = []
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setattr(launcher.link, "present", lambda: True)
-    monkeypatch.setattr(launcher.link, "hold_leash", lambda: None)
+    for what in ("hold_leash", "lodge_children"):
+        monkeypatch.setattr(launcher.link, what, lambda: None)
     monkeypatch.setattr(launcher.link, "stopping", lambda: stopping)
     monkeypatch.setattr(launcher.link, "tell", lambda **message: told.append(message))
 

@@ -72,8 +72,9 @@ def test_the_end_is_seen_though_a_child_holds_the_pipes():
         assert until_the_end(worker) == [("ended", -9)]
 
 
-def test_when_the_launcher_is_gone_so_is_what_its_workers_have_started():
+def test_when_the_launcher_is_gone_so_is_what_its_workers_have_started(tmp_path, monkeypatch):
     """A worker ended itself alone; its data loader's processes went on."""
+    monkeypatch.setenv(link.FOLDER, str(tmp_path / "run-1"))
     code = "import os, time\nfrom rpc_pipe.launching import launcher_link as link\n"
     code += "if child := os.fork(): link.hold_leash(); print(child, flush=True)\ntime.sleep(60)"
     with process(code) as worker:
@@ -90,9 +91,8 @@ def test_a_worker_whose_link_breaks_leaves_the_folder_of_the_run(tmp_path, monke
     """It removed what the launcher reads of all workers, so that another worker was blamed."""
     boards = tmp_path / "run-1"
     boards.mkdir()
-    (tmp_path / run_folders.LAUNCHER).write_text(run_folders.identity())  # this process lives
-    monkeypatch.setenv(link.FOLDER, str(tmp_path))
-    monkeypatch.setenv(run_folders.FOLDER, str(boards))
+    (boards / run_folders.LAUNCHER).write_text(run_folders.identity())  # this process lives
+    monkeypatch.setenv(link.FOLDER, str(boards))
     code = "import time\nfrom rpc_pipe.launching import launcher_link as link\n"
     code += "link._LAST_WORDS_S = 0.1\nlink.hold_leash(); print('held', flush=True)\ntime.sleep(60)"
     with process(code) as worker:
@@ -100,7 +100,7 @@ def test_a_worker_whose_link_breaks_leaves_the_folder_of_the_run(tmp_path, monke
             pass
         worker._link.shutdown(socket.SHUT_RDWR)
         assert until_the_end(worker) == [("ended", -9)]
-    assert boards.is_dir() and not list(boards.iterdir())
+    assert [path.name for path in boards.iterdir()] == [run_folders.LAUNCHER]
 
 
 def test_a_pipeline_may_be_made_while_the_others_are_asked_to_stop(monkeypatch):
