@@ -64,11 +64,10 @@ class Checkpoint:
             self._tensors: dict[str, dict[str, tuple[str, list[Any]]]] = {"model": {}, "optimizer": {}}
             #: names of the model's tensors
             self.names = self._tensors["model"].keys()
-            self._sums: dict[str, dict[str, int]] = {
-                name: each.get("sums", {}) for name, each in manifest["files"].items()
-            }
-            sizes = {name: int(each["bytes"]) for name, each in manifest["files"].items()}
+            self._sums: dict[str, dict[str, int]] = {}
+            sizes: dict[str, int] = {}
             for name, each in manifest["files"].items():
+                self._sums[name], sizes[name] = each.get("sums", {}), int(each["bytes"])
                 for key, form in each["tensors"].items():
                     self._tensors[each["what"]].setdefault(key, (name, form))
             #: number of routes with separate buffers, the first included

@@ -323,12 +323,8 @@ class Stages:
             return None
         if any(self._stages[stage].get("scheduler") is None for stage, _ in origins):
             raise ConfigError("lr_scheduler: the checkpoint was written without one; leave it out")
-        return _by_group(
-            [
-                (decoded(self._stages[stage]["scheduler"]), number, len(self._stages[stage]["groups"]))
-                for stage, number in origins
-            ]
-        )
+        former = [(self._stages[stage], number) for stage, number in origins]
+        return _by_group([(decoded(each["scheduler"]), number, len(each["groups"])) for each, number in former])
 
     def _apply_beside(self, shard: Shard, tensors: Mapping[str, Tensor], of_sums: Mapping[str, Tensor]) -> None:
         """Set the state outside the optimizer: the average of the weights, sums of batch normalisations, gradients of

@@ -81,13 +81,8 @@ def cut(span: TokenSpan, context: int, chunk_bytes: int) -> list[TokenSpan]:
     """Cut a span into chunks between samples; tokens at its end that make no sample are left out."""
     samples = (span.num_tokens - 1) // context
     each = max(1, chunk_bytes // (context * span.dtype.itemsize))
-    return [
-        span._replace(
-            offset=span.offset + first * context * span.dtype.itemsize,
-            num_tokens=min(each, samples - first) * context + 1,
-        )
-        for first in range(0, samples, each)
-    ]
+    places = [(first * context, min(each, samples - first) * context + 1) for first in range(0, samples, each)]
+    return [span._replace(offset=span.offset + at * span.dtype.itemsize, num_tokens=count) for at, count in places]
 
 
 def _span(shard: ShardFile, dtype: str | None, index: dict[str, Any], storage: Storage) -> TokenSpan:

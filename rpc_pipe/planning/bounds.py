@@ -91,11 +91,8 @@ class Bounds:
             whole = chain.blocks_time(B, start, last) * share + num_stages * around[B]
             return forward, whole, whole
         back, whole = (took * share for took in chain.least_backward(start, last))
-        return (
-            forward,
-            back + num_stages * min(around[I], around[B]),
-            whole + num_stages * min(around[I] + around[W], around[B]),
-        )
+        back += num_stages * min(around[I], around[B])
+        return forward, back, whole + num_stages * min(around[I] + around[W], around[B])
 
     def _work(self, stage: int, route: int, took: Mapping[Kind, float]) -> float:
         """Return the work of a stage for all microbatches of a route, on a worker of slowness 1."""

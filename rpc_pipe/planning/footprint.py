@@ -168,13 +168,11 @@ def _working(action: Action, size: Size) -> float:
 
 def weight_bytes(spec: Spec, sizes: Sequence[Size]) -> list[float]:
     """Return, by worker, the bytes of weights: of all replicas and versions, and of an elastic average's reference."""
-    return [
-        sum(
-            (weight_copies(spec, stage) + (route == 0 and spec.averaging_pull > 0)) * sizes[stage].weights
-            for stage, route in spec.hosted(worker)
-        )
-        for worker in range(spec.num_workers)
-    ]
+
+    def held(stage: int, route: int) -> float:
+        return (weight_copies(spec, stage) + (route == 0 and spec.averaging_pull > 0)) * sizes[stage].weights
+
+    return [sum(held(*each) for each in spec.hosted(worker)) for worker in range(spec.num_workers)]
 
 
 def payload_bytes(action: Action, size: Size, num_parts: int = 1) -> float:

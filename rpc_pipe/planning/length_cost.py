@@ -29,14 +29,12 @@ class LengthCost(NamedTuple):
     @classmethod
     def of(cls, profile: Profile) -> LengthCost:
         """Return the cost of a whole model."""
-        sums = [
-            sum(
-                terms.get(kind, 0) for block in profile.by_length for kind in (F, B) for terms in [getattr(block, name)]
-            )
-            for name in cls._fields
-        ]
+
+        def total(name: str) -> float:
+            return float(sum(getattr(block, name).get(kind, 0) for block in profile.by_length for kind in (F, B)))
+
         # From milliseconds and thousands.
-        return cls(*(total / THOUSAND ** (1 + power) for power, total in enumerate(sums)))
+        return cls(*(total(name) / THOUSAND ** (1 + power) for power, name in enumerate(cls._fields)))
 
 
 def refuse_without(profile: Profile, where: str) -> None:

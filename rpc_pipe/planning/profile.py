@@ -145,12 +145,8 @@ def blend(a: LayerCost, b: LayerCost, share: float, proportional: bool = False) 
         return max(0.0, x + share * (x if proportional else y - x))
 
     times = {kind: took if kind in (U, G) else between(took, b.times.get(kind, took)) for kind, took in a.times.items()}
-    sizes = {
-        f.name: getattr(a.size, f.name)
-        if f.name in RESIDENT
-        else between(getattr(a.size, f.name), getattr(b.size, f.name))
-        for f in fields(Size)
-    }
+    pairs = {f.name: (getattr(a.size, f.name), getattr(b.size, f.name)) for f in fields(Size)}
+    sizes = {name: pair[0] if name in RESIDENT else between(*pair) for name, pair in pairs.items()}
     return replace(a, times=times, size=Size(**sizes))
 
 
@@ -208,11 +204,7 @@ class Machines:
             tuple(max(self.slowness[at : at + members]) for at in near if self.slowness),
             tuple(min((x for x in limit if x is not None), default=None) for limit in limits),
             self.link,
-            {
-                (a // members, b // members): way
-                for (a, b), way in self.links.items()
-                if a % members == b % members == 0
-            },
+            {(a // members, b // members): self.links[a, b] for a, b in self.links if a % members == b % members == 0},
             {at // members: rate for at, rate in self.uplinks.items() if at % members == 0},
             "fixed",
         )

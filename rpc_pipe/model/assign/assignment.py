@@ -9,7 +9,7 @@ the embedding before a decoder) move to the first stage that takes them, with al
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -89,11 +89,9 @@ class Assignment:
             for value, version in event.reads:
                 self._readers.setdefault(value, []).append((event, version))
         #: parameters and buffers that are written by events that not every stage runs
+        stored = observation.stored
         self.written = {
-            observation.stored[storage]
-            for event in observation.events
-            for storage in (event.writes if event.depends else ())
-            if storage in observation.stored
+            stored[at] for event in observation.events if event.depends for at in event.writes & stored.keys()
         }
         #: (first, last) user of each state that is written, which should be in one stage
         self._kept_together = self._state_spans()
@@ -110,12 +108,11 @@ class Assignment:
             self._refuse_state()
             self._refuse_decisions()
         #: buffer -> the last stage that uses it in an event that not every stage runs
-        self.buffers = {
-            name: stage
-            for event, stage in zip(observation.events, self.stage_of, strict=True)
-            if stage is not None
-            for name in event.buffers
-        }
+        self.buffers = {name: stage for event, stage in self._placed() if stage is not None for name in event.buffers}
+
+    def _placed(self) -> Iterator[tuple[Event, int | None]]:
+        """Return the events with their stages."""
+        return zip(self._observation.events, self.stage_of, strict=True)
 
     # --- placing
 
@@ -230,7 +227,7 @@ class Assignment:
 
     def _find_owners(self) -> Owners:
         owners: Owners = {}
-        for event, stage in zip(self._observation.events, self.stage_of, strict=True):
+        for event, stage in self._placed():
             for name in event.params if stage is not None else ():
                 owners.setdefault(name, set()).add(stage)  # type: ignore[arg-type]
         for name, stages in owners.items():
@@ -243,7 +240,7 @@ class Assignment:
 
     def _find_users(self) -> dict[str, set[int | None]]:
         users: dict[str, set[int | None]] = {}
-        for event, stage in zip(self._observation.events, self.stage_of, strict=True):
+        for event, stage in self._placed():
             for name in event.buffers | event.params:
                 users.setdefault(name, set()).update([stage] if event.depends else self._stages_using(event))
         return users
@@ -257,11 +254,10 @@ class Assignment:
                     f"model: {each.what} is left by one forward and used by the next on stages {sorted(stages)}, each "
                     "of which has a copy of the model; keep it in one block"
                 )
-        users, events = self.users, list(zip(self._observation.events, self.stage_of, strict=True))
-        for event, stage in events:
+        for event, stage in self._placed():
             for storage in event.writes if event.depends else ():
                 name = self._observation.stored.get(storage, "")
-                if len(users.get(name, ())) > 1:
+                if len(self.users.get(name, ())) > 1:
                     raise BlocksNeeded(
                         f"model: {name} is written at {event.where}, on stage {stage}, and used by other stages, each "
                         "of which has a copy; write and use it in one block of one stage (split= or blocks=)",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -207,9 +207,9 @@ def update_shares(spec: Spec, shares: Sequence[float]) -> list[float] | None:
             f"{NUM_ITEMS}: is of the whole batch, and {type(spec).__name__} updates after a part of it; leave it out"
         )
     taken = [update_of(spec, 0, m) for m in range(len(shares))]
-    parts: dict[Action, list[float]] = {}
+    parts: defaultdict[Action, list[float]] = defaultdict(list)
     for share, update in zip(shares, taken, strict=True):
-        parts.setdefault(update, []).append(share)
+        parts[update].append(share)
     rows = {update: sum(of_update) for update, of_update in parts.items()}
     return [share / rows[update] for share, update in zip(shares, taken, strict=True)]
 

@@ -21,12 +21,8 @@ _Box = tuple[Path, Any, Any]
 
 def hooked(module: nn.Module) -> list[nn.Module]:
     """Return the modules inside with hooks of their calls, except torch's hooks that compute weights."""
-    return [
-        inner
-        for inner in module.modules()
-        for hook in (*inner._forward_pre_hooks.values(), *inner._forward_hooks.values())
-        if not type(hook).__module__.startswith("torch.")
-    ]
+    found = [(inner, {**inner._forward_pre_hooks, **inner._forward_hooks}) for inner in module.modules()]
+    return [m for m, hooks in found if any(not type(h).__module__.startswith("torch.") for h in hooks.values())]
 
 
 def num_hooks(module: nn.Module) -> int:
