@@ -16,11 +16,15 @@ from typing import Any
 
 from .action import Action, Kind
 from .errors import PipeError, ScheduleError
-from .memory import UNSURE, WINDOW, Memory
+from .memory import UNSURE, WINDOW, Lives, Memory
 from .order import has_program, has_slot, local_order
-from .program import order_limit
-from .spec import Spec
+from .program import order_limit, peaks_in_order
+from .spec import Spec, overrides
 from .versions import updates_a_step
+
+_NAMES_NOTHING = ". Its `after` names nothing for any action; if it tests a kind by a text, write `a.kind is F`"
+#: sums of sizes that are no whole numbers are rounded
+_ROUNDED = 1 + 1e-9
 
 
 @contextmanager
@@ -212,9 +216,7 @@ def _check_memory(memory: Memory, worker: int) -> None:
     if claimed is None:
         claimed = order_limit(spec, worker)
     if claimed is None:
-        from .check_growth import check_growth
-
-        check_growth(memory, worker, _check_runs)
+        _check_growth(memory, worker)
         return
     lives, is_exact = memory.at_any_timing(worker, lambda lives: lives.most[-1] <= claimed)
     if lives.most[-1] > claimed:
@@ -225,7 +227,56 @@ def _check_memory(memory: Memory, worker: int) -> None:
             f"{UNSURE * (not is_exact)}, but peak_activations({worker}) promises {claimed}. {WINDOW}",
             draw_held(lives.run_to_most(), claimed),
         )
-    if spec.sizes:
-        from .check_sizes import check_sizes
+    bound = spec.peak_size(worker) if spec.sizes else None
+    if bound is not None and (held := lives.heaviest(spec.sizes)) > bound * _ROUNDED:
+        raise ScheduleError(
+            f"worker {worker} may keep microbatches of size {held:g} when gradients are late, but peak_size({worker}) "
+            f"promises {bound:g}: let after(F(s, m)) name the B or W of a later microbatch"
+        )
 
-        check_sizes(spec, worker, lives)
+
+def _check_growth(memory: Memory, worker: int) -> None:
+    """Check that not more and more is held at some timing than in order, the more microbatches there are.
+
+    A flush that holds everything is a choice; a bound that a late gradient removes is not.
+
+    Raises:
+        ScheduleError: nothing bounds what is held.
+    """
+    wrong = None
+    # Twice, as the first number of microbatches may be too small for a wide window.
+    for _ in range(2):
+        try:
+            memory = memory.of_more
+            _check_runs(memory.spec, [worker])
+            wrong = _grows(memory, worker)
+        except Exception:
+            break  # the schedule does not run this many
+        if wrong is None:
+            return
+    if wrong is not None:
+        raise ScheduleError(*wrong)
+
+
+def _grows(memory: Memory, worker: int) -> tuple[str, str] | None:
+    """Return the fault, with a drawing, if the worst timing holds far more than the worker's order does."""
+    in_order = peaks_in_order(entry.action for entry in memory.program(worker))
+    half, more = len(in_order) // 2, len(in_order) * 3 // 4  # at the end there may be fewer edges
+
+    def is_bounded(lives: Lives) -> bool:
+        return lives.most[more] - in_order[more] <= lives.most[half] - in_order[half]
+
+    lives, is_exact = memory.at_any_timing(worker, is_bounded)
+    if is_bounded(lives):
+        return None
+    from .draw import draw_held
+
+    spec, number = memory.spec, memory.spec.num_microbatches
+    everywhere = (action for w in range(spec.num_workers) for action in spec.own_actions(w))
+    idle = overrides(type(spec), "after") and not any(list(spec.after(action)) for action in everywhere)
+    return (
+        f"worker {worker} may keep the activations of {lives.most[-1]} forwards, of {number} microbatches, "
+        f"when gradients are late{UNSURE * (not is_exact)}, but its order keeps {in_order[-1]}: "
+        f"nothing in the relation bounds memory, it grows with the microbatches. {WINDOW}{_NAMES_NOTHING * idle}",
+        draw_held(lives.run_to_most(), in_order[-1]),
+    )
