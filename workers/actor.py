@@ -32,7 +32,7 @@ from .context import Context
 from .mailbox import Mailbox
 from .run import Stream
 from .step import Bound, StepInput
-from .tasks import bound, refuse_disorder
+from .tasks import bound, refuse_collectives, refuse_disorder
 from .transport.call import Call
 from .transport.carrier import Carrier
 from .transport.payload import Tree, map_tensors, pack, shapes_in, unpack
@@ -175,8 +175,6 @@ class WorkerActor(Context):
             if len(self._bound) >= MOST_PARTS:
                 self._bound.clear()
             if self.members is None and distributed.is_available() and distributed.is_initialized():
-                from .collectives import refuse_collectives
-
                 refuse_collectives(batch.part, batch.order, self.shards.values())
             refuse_disorder(batch.part, self.shards)
             self._bound[batch.part] = bound(batch.part, self.shards, self.members)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from ..dependency import Action, B, ConfigError, F, G, H, Part, R, S
+from torch import nn
+
+from ..dependency import Action, B, ConfigError, F, Order, Part, R, W
 from .compute.shard import Shard
 from .compute.torch_internals import keep_donated_buffers
 from .handlers import handler_of
@@ -36,8 +39,6 @@ def tasks(part: Part, shards: dict[tuple[int, int], Shard]) -> dict[Action, Task
     """Return a task for every action of `part`, on a worker with these shards."""
     spec, found = part.spec, {}
     handed = {first: hand for _, hand, first in spec.handovers}
-    if any(entry.action.kind in (G, S, H) for entry in part.entries):
-        from . import exchanging  # noqa: F401  registers handlers, which few runs need
     for entry in part.entries:
         stage, kind, index = entry.action
         chain = [a.kind for a in spec.actions(stage, index)] if kind.per_microbatch else []
@@ -78,3 +79,21 @@ def refuse_disorder(part: Part, shards: dict[tuple[int, int], Shard]) -> None:
                 "put them into that order"
             )
         last[place] = action.index
+
+
+def refuse_collectives(part: Part, order: Order, shards: Iterable[Shard]) -> None:
+    """Refuse stages of several devices where their collectives would go wrong.
+
+    Raises:
+        ConfigError: backward is split, which goes round the hooks of sharded parameters, or actions run in the order in
+            which inputs arrive, so that collectives of different microbatches would meet.
+    """
+    splits = any(entry.action.kind is W for entry in part.entries)
+    for shard in shards if splits or order == "ready" else ():
+        sharded = any(type(parameter).__name__ == "DTensor" for parameter in shard.parameters())
+        if sharded or (order == "ready" and any(isinstance(module, nn.SyncBatchNorm) for module in shard.slice.own)):
+            raise ConfigError(
+                f"stage {shard.stage}: layers make collectives (DTensor, as by fully_shard, or SyncBatchNorm), which "
+                "have to come in one order on all devices, those of gradients behind a whole backward: pass "
+                'order="fixed", and for DTensor a schedule that does not split backward, such as 1f1b'
+            )
