@@ -270,15 +270,12 @@ class Stream:
 
         def does() -> Payload | None:
             follow()  # the current device and stream belong to a thread
-            return task.handler(ActionContext(self._worker, step, task))
+            payload = task.handler(ActionContext(self._worker, step, task))
+            step.tally.timestamps.append((entry.action, begin, self._worker.backend.timestamp()))
+            return payload
 
         def copied(future: Future[Payload | None]) -> None:
-            outcome = future.exception() or future.result()
-            try:
-                step.tally.timestamps.append((entry.action, begin, self._worker.backend.timestamp()))
-            except Exception as error:  # else the error would be lost, and the worker would wait
-                outcome = outcome if isinstance(outcome, BaseException) else error
-            self._carrier.deliver((step.run, task.name), outcome)
+            self._carrier.deliver((step.run, task.name), future.exception() or future.result())
 
         _copier(self._worker.worker).submit(does).add_done_callback(copied)
 

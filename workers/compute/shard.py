@@ -25,12 +25,11 @@ from .running_statistics import Statistics
 from .slices import Slice, note
 from .stage_state import StageState, shown
 from .torch_internals import run_backward
-from .updating import Training, Updating
+from .updating import BeforeUpdate, Training, Updating
 
 if TYPE_CHECKING:
     from .ownership import Ownership
     from .sequence import SliceStore
-    from .snapshot import BeforeUpdate
     from .split_backward import Saved, WeightBackward
     from .stash import VersionStore
 
@@ -341,8 +340,6 @@ class Shard:
 
     def update_early(self) -> BeforeUpdate:
         """Apply one optimizer step before the global norm is known; return the state to roll back to."""
-        from .snapshot import BeforeUpdate  # few schedules update before the norm is known
-
         before = BeforeUpdate(self.updating)
         self.update()
         return before
