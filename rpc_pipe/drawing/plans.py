@@ -26,7 +26,6 @@ _LINE = 13
 _STYLE = (
     "text{font:12px sans-serif;fill:#1f2328}.dim{fill:#59636e}.line{fill:none;stroke:#0072b2;stroke-width:1.5}"
     ".axis{fill:none;stroke:#59636e}.bound{fill:none;stroke:#d55e00;stroke-dasharray:4 3}circle{fill:#0072b2}"
-    "@media(prefers-color-scheme:dark){text{fill:#e6edf3}.dim{fill:#9198a1}.line{stroke:#56b4e9}circle{fill:#56b4e9}}"
 )
 #: most plans in a table
 _MOST_PLANS = 10

@@ -26,8 +26,7 @@ _MARGIN = 12
 #: share of a cell's height that the stripe of a worker's last stage takes
 _STRIPE = 0.28
 
-_LIGHT = {"paper": "#ffffff", "ink": "#1f2328", "dim": "#59636e", "bubble": "#e6eaef", "grid": "#c8d1da"}
-_DARK = {"paper": "#0d1117", "ink": "#e6edf3", "dim": "#9198a1", "bubble": "#262c36", "grid": "#4a525c"}
+_COLOURS = {"paper": "#ffffff", "ink": "#1f2328", "dim": "#59636e", "bubble": "#e6eaef"}
 
 
 def draw_svg(
@@ -42,14 +41,17 @@ def draw_svg(
     about = summarize(spans, num_workers, num_stages=num_stages)
     layout = _Layout(spans, num_workers, slices)
     held = held_stages(spans, num_workers)
-    foot, legend = _legend(layout, spans, max(map(len, held), default=0)) if spans else (layout.bottom, [])
+    shown = {span.action.kind for span in spans}
+    kinds = [kind for kind in Kind.all() if kind in shown]
+    foot, legend = _legend(layout, kinds, max(map(len, held), default=0)) if spans else (layout.bottom, [])
     width, height = _number(layout.width), _number(foot + _MARGIN)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" class="rpc-pipe" width="{width}" height="{height}" '
         f'viewBox="0 0 {width} {height}" role="img" aria-label={quoteattr(f"{title}: {about}" if title else about)}>',
-        f"<style>{_style(layout, spans)}</style>",
+        f"<style>{_style(layout, kinds)}</style>",
         f'<rect class="paper" width="{width}" height="{height}" rx="6"/>',
-        *_heading(layout, title, about),
+        _text(_MARGIN, 24, title, "ink", 16, " font-weight='600'"),
+        _text(_MARGIN, 43, about, "dim", 12),
     ]
     if spans:
         parts += [*_axis(layout), *_rows(layout, spans, held), *legend]
@@ -86,29 +88,18 @@ class _Layout:
         return (time - self.first) / self.length * self.plot
 
 
-def _style(layout: _Layout, spans: Sequence[Span]) -> str:
-    def colours(of: dict[str, str]) -> str:
-        fills = "".join(f".rpc-pipe .{name}{{fill:{of[name]}}}" for name in ("paper", "ink", "dim", "bubble"))
-        return fills + f".rpc-pipe .grid{{stroke:{of['grid']}}}.rpc-pipe .seam rect{{stroke:{of['paper']}}}"
-
-    shown = {span.action.kind for span in spans}
-    styled = [kind for kind in Kind.all() if kind.resource not in ("link", "control") or kind in shown]
-    kinds = "".join(f".rpc-pipe .{kind}{{fill:{kind.colour}}}" for kind in styled)
-    kinds += "".join(f".rpc-pipe .tick.{kind}{{stroke:{kind.colour}}}" for kind in styled)
-    inks = "".join(f".rpc-pipe .seam .{kind}~text{{fill:{kind.ink}}}" for kind in styled if kind.ink != "#000000")
+def _style(layout: _Layout, kinds: Sequence[Kind]) -> str:
+    colours = "".join(f".rpc-pipe .{name}{{fill:{colour}}}" for name, colour in _COLOURS.items())
+    colours += "".join(f".rpc-pipe .{kind}{{fill:{kind.colour}}}" for kind in kinds)
+    colours += "".join(f".rpc-pipe .tick.{kind}{{stroke:{kind.colour}}}" for kind in kinds)
+    colours += "".join(f".rpc-pipe .seam .{kind}~text{{fill:{kind.ink}}}" for kind in kinds if kind.ink != "#000000")
     return (
         ".rpc-pipe text{font-family:system-ui,-apple-system,'Segoe UI',Helvetica,Arial,sans-serif}"
-        f"{colours(_LIGHT)}.rpc-pipe .seam rect{{stroke-width:{_number(layout.seam)}}}"
+        f"{colours}.rpc-pipe .grid{{stroke:#c8d1da}}"
+        f".rpc-pipe .seam rect{{stroke:{_COLOURS['paper']};stroke-width:{_number(layout.seam)}}}"
         ".rpc-pipe .seam text{text-anchor:middle;pointer-events:none}"
         ".rpc-pipe .stripe{fill:#000;fill-opacity:.55}.rpc-pipe .tick{stroke-width:2}"
-        f"{kinds}{inks}@media(prefers-color-scheme:dark){{{colours(_DARK)}}}"
     )
-
-
-def _heading(layout: _Layout, title: str, about: str) -> Iterator[str]:
-    if title:
-        yield _text(_MARGIN, 24, _fit(title, 16, layout.width - 2 * _MARGIN), "ink", 16, " font-weight='600'")
-    yield _text(_MARGIN, 43 if title else 32, about, "dim", 12)
 
 
 def _axis(layout: _Layout) -> Iterator[str]:
@@ -175,11 +166,9 @@ def _cell(layout: _Layout, span: Span, stripe: float, free: float) -> str:
     return "".join([*parts, "</g>"])
 
 
-def _legend(layout: _Layout, spans: Sequence[Span], num_held: int) -> tuple[float, list[str]]:
+def _legend(layout: _Layout, kinds: Sequence[Kind], num_held: int) -> tuple[float, list[str]]:
     """Return the lower edge of the legend, and the legend: the kinds that occur, line by line."""
-    kinds = {span.action.kind for span in spans}
-    entries = [(kind.letter, f"{kind} {kind.word}") for kind in Kind.all() if kind in kinds]
-    entries.append(("bubble", "bubble"))
+    entries = [*((kind.letter, f"{kind} {kind.word}") for kind in kinds), ("bubble", "bubble")]
     if num_held > 1:
         entries.append(("stripe", "later stages of the worker: the later, the higher"))
     x, y, parts = layout.left, layout.bottom + 30, []
@@ -188,7 +177,7 @@ def _legend(layout: _Layout, spans: Sequence[Span], num_held: int) -> tuple[floa
         if x > layout.left and x + taken > layout.width:
             x, y = layout.left, y + 20
         parts.append(_rect("bubble" if name == "stripe" else name, x, y, 12, 12))
-        if name == "stripe":  # in the colour of words, as a dark one would not be seen where the page is dark
+        if name == "stripe":
             parts.append(_rect("dim", x, y + 8, 12, 4))
         parts.append(_text(x + 17, y + 10.5, words, "ink", 12))
         x += taken
@@ -209,11 +198,6 @@ def _label(span: Span, slices: int) -> str:
 
 def _width(text: str, size: float) -> float:
     return len(text) * size * _CHARACTER
-
-
-def _fit(text: str, size: float, width: float) -> str:
-    most = max(1, int(width / (size * _CHARACTER)))
-    return text if len(text) <= most else text[: most - 1] + "…"
 
 
 def _rect(name: str, x: float, y: float, width: float, height: float) -> str:

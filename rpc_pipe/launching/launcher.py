@@ -138,15 +138,13 @@ class Launcher:
     def _attempt(self, restarts: int, logs: Logs) -> tuple[Cause | None, int]:
         """Run all workers once; report the cause of a failure."""
         folder, boards = self._make_folder()
-        attempt = None
+        environment = self._environment(folder, boards) | {RESTARTS: str(restarts)}
+        command, how = [sys.executable, str(PROGRAM), *self._arguments], self._how
+        epochs = how.elastic, how.rejoins, self._hosts
+        attempt = Attempt(self._num_processes, self._reporter, boards, how.log_workers, *epochs)
         self._ending = False
         ending: Ending | None = None
         try:
-            environment = self._environment(folder, boards) | {RESTARTS: str(restarts)}
-            command = [sys.executable, str(PROGRAM), *self._arguments]
-            how = self._how
-            epochs = how.elastic, how.rejoins, self._hosts
-            attempt = Attempt(self._num_processes, self._reporter, boards, how.log_workers, *epochs)
             if self._hosts is not None:
                 self._hosts.begin(self._arguments, restarts, folder, self._die_if_asked)
             self._workers = attempt.workers
@@ -168,10 +166,9 @@ class Launcher:
             raise
         finally:
             self._ending = True  # another signal must not interrupt the removal of files
-            if boards is not None and ending is not None:
-                tell_end(boards.folder, ending)
-            if attempt is not None:
-                attempt.end()
+            if ending is not None:
+                tell_end(folder, ending)
+            attempt.end()
             shutil.rmtree(folder, ignore_errors=True)
 
     def _summarise(self, attempt: Attempt) -> None:
