@@ -19,8 +19,8 @@ def add(commands: Any) -> None:
 
 
 def command(typed: dict[str, Any], argv: list[str]) -> int:
+    from ..launching.attempt import How
     from ..launching.host_launcher import HostLauncher
-    from ..launching.launcher import How
 
     if "key_file" in typed:
         os.environ[KEY] = typed["key_file"]

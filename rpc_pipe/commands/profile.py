@@ -19,8 +19,9 @@ from rich.progress import BarColumn, Progress, TextColumn
 from ..dependency import ConfigError
 from ..drawing.plans import profile_table
 from ..launching import launcher_link as link
+from ..launching.attempt import How
 from ..launching.job import Job, current_job
-from ..launching.launcher import How, launch
+from ..launching.launcher import launch
 from ..launching.report import Reporter
 from ..launching.worker_main import as_worker
 from ..planning.length_cost import LengthCost

@@ -37,7 +37,7 @@ from .output_files import try_files
 from .readers import fraction, indices, memory, number, span, whole
 
 if TYPE_CHECKING:
-    from ..launching.launcher import How
+    from ..launching.attempt import How
 
 #: environment variable of workers: the file of the plan that --plan auto has made
 _AUTO_PLAN = "RPC_PIPE_AUTO_PLAN"
@@ -154,7 +154,7 @@ def _with_model(typed: dict[str, Any]) -> dict[str, Any]:
 
 def how(typed: Mapping[str, Any]) -> How:
     """Return the options of starting processes."""
-    from ..launching.launcher import How  # a worker starts none
+    from ..launching.attempt import How  # a worker starts none
 
     transport = os.environ.get(TRANSPORT, TRANSPORTS[0])
     shown, workers = typed.get("log_workers"), typed.get("workers", PipeOptions.workers)

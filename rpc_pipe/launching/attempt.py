@@ -12,8 +12,8 @@ from __future__ import annotations
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..dependency import ConfigError
 from ..tracing.board import Live, State
@@ -22,7 +22,7 @@ from ..tracing.run_folders import NEWCOMER, tell_event
 from ..tracing.run_summary import figures
 from ..tracing.view import View, layout
 from .causes import Cause, named, of_death, of_stall
-from .job import INTERRUPTED, WRONG_INPUT
+from .job import INTERRUPTED, TRANSPORTS, WRONG_INPUT
 from .printed import PATIENCE_S, Printed
 from .report import Reporter
 from .worker_process import Logs, WorkerEvent, WorkerProcess, hear
@@ -46,28 +46,47 @@ _CONSEQUENCES = ("PeerLost", "NotMet", "Disagreement")
 LAST_LINES = 5
 
 
+class How(NamedTuple):
+    """Options of starting processes."""
+
+    #: torch threads of a worker; default: OMP_NUM_THREADS, or 1, as more threads than cores slow all workers down
+    threads: int | None = None
+    #: TCP port where workers meet; default: a file, or unix sockets
+    port: int | None = None
+    #: the carrier between workers; `local`: one process has all of them
+    transport: str = TRANSPORTS[0]
+    #: number of restarts after failures
+    max_restarts: int = 0
+    #: whether workers show boards, and there is a summary at the end
+    watched: bool = True
+    #: the workers whose printed lines are shown; None: all
+    log_workers: Sequence[int] | None = None
+    #: whether the job goes on without workers that die
+    elastic: bool = False
+    #: whether processes are started in the places of workers that die
+    rejoins: bool = False
+    #: number of hosts, and where launchers of other hosts reach the first one's (HOST:PORT)
+    hosts: int = 1
+    meet: str = ""
+
+
+USUAL = How()
+
+
 class Attempt:
     """Runs one command in several local processes until all have ended or one has failed.
 
     Args:
         boards: the workers' boards; None: none.
-        log_workers: the workers whose printed lines are shown; None: all.
-        elastic: whether the job goes on without workers that die.
-        rejoins: whether processes are started in their places.
         hosts: the other hosts of the job; None: there are none.
     """
 
     def __init__(
-        self,
-        num_processes: int,
-        reporter: Reporter,
-        boards: RunBoards | None,
-        log_workers: Collection[int] | None = None,
-        elastic: bool = False,
-        rejoins: bool = False,
+        self, num_processes: int, reporter: Reporter, boards: RunBoards | None, how: How = USUAL,
         hosts: Hosts | None = None,
-    ) -> None:
-        self._printed = Printed(range(num_processes) if log_workers is None else log_workers, self._show_line)
+    ) -> None:  # fmt: skip
+        shown = range(num_processes) if how.log_workers is None else how.log_workers
+        self._printed = Printed(shown, self._show_line)
         self._reporter, self._boards = reporter, boards
         self._num_processes = num_processes
         self._view = View()
@@ -88,10 +107,10 @@ class Attempt:
         self.workers: list[WorkerProcess | RemoteWorker] = []
         self._hosts, self._poll_s = hosts, _POLL_S if hosts is None else _HOSTS_POLL_S
         self._epochs = None
-        if elastic:
+        if how.elastic:
             from .epochs import Epochs  # few jobs are
 
-            comes = self._start_newcomer if rejoins else None
+            comes = self._start_newcomer if how.rejoins else None
             self._epochs = Epochs(num_processes, self.workers, self._tell_epoch, comes)
 
     def start(self, command: list[str], environment: dict[str, str], logs: Logs) -> None:

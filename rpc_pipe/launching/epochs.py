@@ -41,8 +41,6 @@ READY, CAUGHT_UP, EVICTED, RESTS, RESUMED, LEFT = "ready", "caught up", "evicted
 LEAVES_WORD, CUT, SHAPE = "word", "cut", "shape"
 #: seconds that the launcher may take to see the end of a process, which breaks connections at once
 _WORD_S = 10.0
-#: seconds between looks whether a wait for a record is cancelled
-_LOOK_EVERY_S = 0.05
 
 
 class Roster(NamedTuple):
@@ -304,8 +302,8 @@ class Resting(Protocol):
 _begun: queue.SimpleQueue[Roster] = queue.SimpleQueue()
 _newest = 0
 #: records of all workers by name
-_words: dict[str, str] = {}
-_word_came = threading.Condition()
+words: dict[str, str] = {}
+word_came = threading.Condition()
 
 
 def follow(order: bytes, descriptor: int, actors: Iterable[Resting]) -> None:
@@ -320,9 +318,9 @@ def follow(order: bytes, descriptor: int, actors: Iterable[Resting]) -> None:
     elif not (line := _line(descriptor)):
         return
     elif order == WORD:
-        with _word_came:
-            _words.update([json.loads(line)])
-            _word_came.notify_all()
+        with word_came:
+            words.update([json.loads(line)])
+            word_came.notify_all()
     else:
         _newest, gone, planned, places = json.loads(line)
         _begun.put(Roster(_newest, frozenset(gone), planned, places))
@@ -338,22 +336,6 @@ def _line(descriptor: int) -> bytes:
             return b""
         line += more
     return line
-
-
-def word(name: str, timeout_s: float, cancelled: Callable[[], None]) -> str:
-    """Return the record of a name; wait for it.
-
-    Raises:
-        TimeoutError: there is none in time.
-        EpochEnds: by `cancelled`.
-    """
-    deadline = time.monotonic() + timeout_s
-    with _word_came:
-        while name not in _words:
-            cancelled()
-            if not _word_came.wait(_LOOK_EVERY_S) and time.monotonic() > deadline:
-                raise TimeoutError(f"no worker has told {name}")
-        return _words[name]
 
 
 def has_begun() -> bool:

@@ -18,9 +18,10 @@ import zmq
 from ..dependency import ConfigError
 from ..tracing import run_folders
 from . import hosts
+from .attempt import How
 from .interfaces import interface_towards
 from .job import FAILED, Job, seconds
-from .launcher import PROGRAM, RESTARTS, How, Launcher
+from .launcher import PROGRAM, RESTARTS, Launcher
 from .report import Reporter
 from .worker_process import Logs, WorkerProcess, hear
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 from ..workers.transport.meeting import Meeting
 from . import launcher_link as link
-from .epochs import LEAVES_WORD, word
+from .epochs import LEAVES_WORD, word_came, words
+
+#: seconds between looks whether a wait for a record is cancelled
+_LOOK_EVERY_S = 0.05
 
 
 class HostsMeeting(Meeting):
@@ -24,4 +28,10 @@ class HostsMeeting(Meeting):
         link.tell(kind=LEAVES_WORD, name=f"{self._place} {name}", word=word)
 
     def take(self, name: str, timeout_s: float) -> str:
-        return word(f"{self._place} {name}", timeout_s, self._cancelled)
+        named, deadline = f"{self._place} {name}", time.monotonic() + timeout_s
+        with word_came:
+            while named not in words:
+                self._cancelled()
+                if not word_came.wait(_LOOK_EVERY_S) and time.monotonic() > deadline:
+                    raise TimeoutError(f"no worker has told {named}")
+            return words[named]

@@ -70,8 +70,7 @@ def resolved(host: str) -> tuple[int, Any]:
     try:
         info = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     except OSError as error:
-        hint = f"; write it without brackets: {host.strip('[]')}" if host.startswith("[") else ""
-        raise ConfigError(f"MASTER_ADDR {host}: {error}{hint}") from error
+        raise ConfigError(f"MASTER_ADDR {host}: {error}") from error
     return info[0], info[4]
 
 

@@ -11,9 +11,8 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from ..dependency import ConfigError
 from ..system import allocator
@@ -24,10 +23,10 @@ from ..tracing.run_folders import RUN_FAILED, RUN_STOPPED, Ending, tell_end
 from ..tracing.run_summary import summary
 from . import STOP
 from . import launcher_link as link
-from .attempt import Attempt
+from .attempt import USUAL, Attempt, How
 from .causes import Cause
 from .interfaces import make_key
-from .job import FAILED, INIT, INTERRUPTED, KEY, PORT, TRANSPORT, TRANSPORTS, WRONG_INPUT, seconds
+from .job import FAILED, INIT, INTERRUPTED, KEY, PORT, TRANSPORT, WRONG_INPUT, seconds
 from .report import Reporter
 from .worker_process import Logs, WorkerProcess
 
@@ -48,33 +47,6 @@ class _Killed(BaseException):
     """Raised by a signal when the user wants the end at once, even inside a print that blocks."""
 
 
-class How(NamedTuple):
-    """Options of starting processes."""
-
-    #: torch threads of a worker; default: OMP_NUM_THREADS, or 1, as more threads than cores slow all workers down
-    threads: int | None = None
-    #: TCP port where workers meet; default: a file, or unix sockets
-    port: int | None = None
-    #: the carrier between workers; `local`: one process has all of them
-    transport: str = TRANSPORTS[0]
-    #: number of restarts after failures
-    max_restarts: int = 0
-    #: whether workers show boards, and there is a summary at the end
-    watched: bool = True
-    #: the workers whose printed lines are shown; None: all
-    log_workers: Sequence[int] | None = None
-    #: whether the job goes on without workers that die
-    elastic: bool = False
-    #: whether processes are started in the places of workers that die
-    rejoins: bool = False
-    #: number of hosts, and where launchers of other hosts reach the first one's (HOST:PORT)
-    hosts: int = 1
-    meet: str = ""
-
-
-_USUAL = How()
-
-
 class Launcher:
     """Runs `rpc-pipe` with `arguments` in several local worker processes until all have ended."""
 
@@ -83,15 +55,12 @@ class Launcher:
         arguments: list[str],
         num_processes: int,
         reporter: Reporter,
-        how: How = _USUAL,
+        how: How = USUAL,
         hosts: Hosts | None = None,
     ) -> None:
-        self._hosts = hosts
-        self._arguments = arguments
+        self._arguments, self._reporter, self._how, self._hosts = arguments, reporter, how, hosts
         self._num_processes = 1 if how.transport == "local" else num_processes
         self._world_size = num_processes
-        self._reporter = reporter
-        self._how = how
         if how.port:
             _check_port(how.port)
         self._stop_s = seconds(os.environ, STOP_TIMEOUT, _STOP_S)
@@ -139,9 +108,8 @@ class Launcher:
         """Run all workers once; report the cause of a failure."""
         folder, boards = self._make_folder()
         environment = self._environment(folder, boards) | {RESTARTS: str(restarts)}
-        command, how = [sys.executable, str(PROGRAM), *self._arguments], self._how
-        epochs = how.elastic, how.rejoins, self._hosts
-        attempt = Attempt(self._num_processes, self._reporter, boards, how.log_workers, *epochs)
+        command = [sys.executable, str(PROGRAM), *self._arguments]
+        attempt = Attempt(self._num_processes, self._reporter, boards, self._how, self._hosts)
         self._ending = False
         ending: Ending | None = None
         try:
@@ -272,6 +240,6 @@ def _meeting(how: How, folder: Path) -> dict[str, str]:
     return meeting
 
 
-def launch(arguments: list[str], num_processes: int, reporter: Reporter, how: How = _USUAL) -> int:
+def launch(arguments: list[str], num_processes: int, reporter: Reporter, how: How = USUAL) -> int:
     """Run `rpc-pipe` with `arguments` in each of `num_processes` local processes; return the exit code."""
     return Launcher(arguments, num_processes, reporter, how).run()

@@ -153,15 +153,11 @@ class BoardWriter(Listener):
         if self.path is None:
             return
         hidden = self.path.with_name(f"{self.path.name}.new")
-        try:
-            # The head is written before it is mapped: writing a mapped page without free memory kills the process.
-            hidden.write_bytes(self.since(EVERYTHING, max(len(self._steps), len(self._evaluations))))
-            file = File(hidden, "a+")
-            head = mmap.mmap(file.fileno(), HEAD.size)
-            hidden.replace(self.path)
-        except OSError:
-            hidden.unlink(missing_ok=True)
-            raise
+        # The head is written before it is mapped: writing a mapped page without free memory kills the process.
+        hidden.write_bytes(self.since(EVERYTHING, max(len(self._steps), len(self._evaluations))))
+        file = File(hidden, "a+")
+        head = mmap.mmap(file.fileno(), HEAD.size)
+        hidden.replace(self.path)
         self._file, self._head = file, head
 
     def action_started(self, step: int, action: Action) -> None:
