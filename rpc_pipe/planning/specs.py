@@ -21,13 +21,6 @@ from ..schedules import SCHEDULES
 
 #: a schedule as `Pipeline` and the command line take it
 ScheduleLike = str | type[Spec]
-#: names of schedules in torch.distributed.pipelining with another nearest schedule here, or none
-_OF_TORCH = {
-    "loopedbfs": "bfs",
-    "interleaved1f1b": "interleaved",
-    "interleavedzerobubble": "zb-h1",
-    "zbvzerobubble": "zb-v",
-}
 #: most forwards of a step: a worker lists its actions, the simulator lists all workers' actions
 MAX_FORWARDS = 20_000_000
 #: most forwards that are simulated, in 3 GB
@@ -60,8 +53,7 @@ def find_schedule(schedule: ScheduleLike) -> type[Spec]:
     path, _, name = schedule.rpartition(":")
     if path.endswith(".py") or schedule.endswith(".py"):
         return _load_class(schedule, path or schedule, name)
-    typed = schedule.lower().removeprefix("schedule")
-    near = [_OF_TORCH[typed]] if typed in _OF_TORCH else difflib.get_close_matches(typed, SCHEDULES, n=1)
+    near = difflib.get_close_matches(schedule.lower(), SCHEDULES, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     known = f"known are {', '.join(SCHEDULES)}; or path/to/file.py:ClassName, or torch's path/to/file.csv"
     raise ConfigError(f"schedule {schedule!r}: {hint}{known}")
@@ -107,7 +99,9 @@ def make_spec(
         raise ConfigError(f"schedule_options {parameters!r}: must be a dict, such as {{'recompute': 'all'}}")
     parameters = {"slices": slices, **(parameters or {})}
     parallelism = Parallelism.taken_from(parameters, own=known)
-    _refuse_too_many(parallelism.replicas, num_workers, num_microbatches)
+    if parallelism.replicas > max(1, num_microbatches):
+        most = f"fewer than replicas; take at least {parallelism.replicas}"
+        raise ConfigError(f"replicas {parallelism.replicas}: a step has {num_microbatches} microbatches, {most}")
     recomputed = frozenset() if "recompute" in known else _read_stages(parameters.pop("recompute", "none"))
     num_microbatches *= len(parallelism.slices)
     cls = _transformed(cls, name, recomputed, parallelism)
@@ -163,21 +157,11 @@ def _read_parameters(cls: type[Spec], name: str, parameters: Mapping[str, Any]) 
         if key not in known:
             bare = key in vars(cls) and not key.startswith("_") and not callable(vars(cls)[key])
             advice = f"; write {key}: {type(vars(cls)[key]).__name__} = {vars(cls)[key]!r}" if bare else ""
-            has = ", ".join(known) or "none"
-            others = [n for n, other in SCHEDULES.items() if key in parameter_types(other)]
-            near = min(others, key=lambda n: SCHEDULES[n].split_backward != cls.split_backward, default=None)
-            advice = advice or (f"; the nearest schedule that has {key} is {near}" if near else "")
-            raise ConfigError(f"{key}: schedule {name} has no such parameter; it has {has}{advice}")
+            raise ConfigError(
+                f"{key}: schedule {name} has no such parameter; it has {', '.join(known) or 'none'}{advice}"
+            )
         values[key] = _convert(name, key, value, known[key])
     return values
-
-
-def _refuse_too_many(replicas: int, num_workers: int, num_microbatches: int) -> None:
-    if replicas > max(1, num_microbatches):
-        fewer = max(n for n in range(1, max(2, num_microbatches + 1)) if num_workers % n == 0)
-        has = f"a step has {num_microbatches} microbatch{'es' * (num_microbatches > 1)}, fewer than replicas"
-        advice = f"take at least {replicas} microbatches, or replicas {fewer}"
-        raise ConfigError(f"replicas {replicas}: {has}; {advice}")
 
 
 def _read_stages(said: Any) -> frozenset[int] | None:
