@@ -65,9 +65,7 @@ class Pretrained:
                 if Path(file).name != file or not (self.path / file).is_file():
                     raise ConfigError(f"{self.path / file}: is missing, and the index names it")
         else:
-            raise ConfigError(
-                f"{path}: has neither {folder.INDEX} nor {_SINGLE}; pickles are not read: save it again as safetensors"
-            )
+            raise ConfigError(f"{path}: has neither {folder.INDEX} nor {_SINGLE}; save it again as safetensors")
 
     def prefix(self, names: set[str]) -> tuple[str, str]:
         """Return the prefix of the model's names and the prefix of the folder's names that replaces it.

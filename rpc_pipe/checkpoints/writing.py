@@ -164,9 +164,7 @@ def _form(tensor: Tensor) -> list[Any]:
 
 
 def _refused(path: Path) -> AbstractContextManager[None]:
-    return refused(
-        StorageError, f"checkpoint {path}: cannot be written", "; the checkpoints before it are as they were"
-    )
+    return refused(StorageError, f"checkpoint {path}: cannot be written", "; checkpoints before it are as they were")
 
 
 def _give_up(place: Path, worker: int) -> None:

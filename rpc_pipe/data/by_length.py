@@ -151,9 +151,8 @@ def joined(rows: Sequence[Any], lengths: Sequence[int], are_targets: bool = Fals
     """
     if not isinstance(rows[0], Mapping):
         return _column("targets" if are_targets else "inputs", rows, lengths, are_targets)
-    made = {
-        name: _column(name, [row[name] for row in rows], lengths, are_targets or name == "labels") for name in rows[0]
-    }
+    values = {name: [row[name] for row in rows] for name in rows[0]}
+    made = {name: _column(name, each, lengths, are_targets or name == "labels") for name, each in values.items()}
     mask = [torch.ones(length, dtype=torch.int64) for length in lengths]
     return made if are_targets else {"attention_mask": pad_sequence(mask, batch_first=True), **made}
 
@@ -176,10 +175,9 @@ def _column(name: str, values: Sequence[Any], lengths: Sequence[int], are_labels
 def _labels(inputs: Tree, targets: Tree) -> Tensor | None:
     """Return the labels of the tokens of a microbatch; None if there are none."""
     named: dict[str, Any] = {} if not isinstance(inputs, Mapping) else dict(inputs)
-    named |= (
-        targets if isinstance(targets, Mapping) else {"labels": named.get("labels") if targets is None else targets}
-    )
-    labels = named.get("labels")
+    if isinstance(targets, Mapping):
+        named |= targets
+    labels = named.get("labels") if targets is None or isinstance(targets, Mapping) else targets
     return labels if isinstance(labels, Tensor) and labels.dim() > 1 and not labels.is_floating_point() else None
 
 

@@ -309,9 +309,7 @@ def _lines(path: Path, shard: ShardFile, field: str, number: int, at: int) -> It
             try:
                 encoded = json.loads(line.decode("utf-8-sig"))[field].encode()
             except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise DataError(
-                    f"shard {shard.name}: the line at byte {begin} is no JSON with a text {field!r}"
-                ) from error
+                raise DataError(f"shard {shard.name}: byte {begin} begins no JSON with a text {field!r}") from error
             yield Document(number, begin, encoded, True, at)
 
 

@@ -215,9 +215,7 @@ def _numbers(column: Any, name: str, shard: ShardFile) -> NDArray[Any]:
     if missing := column.null_count or values.null_count:
         raise DataError(f"shard {shard.name}: column {name!r} has {missing} rows without a value")
     if not is_numeric(column.type):
-        raise ConfigError(
-            f"shard {shard.name}: column {name!r} is {column.type}; must be numbers, as of rpc-pipe data pack"
-        )
+        raise ConfigError(f"shard {shard.name}: column {name!r} is {column.type}; must be numbers (rpc-pipe data pack)")
     found: NDArray[Any] = np.array(values.to_numpy(zero_copy_only=False))
     if values is column:
         return found

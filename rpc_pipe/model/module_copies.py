@@ -64,9 +64,7 @@ class _Followed:
         """Raise ModelError if the structure was changed."""
         if (own := self._own()) is not None and (now := self._structure(own)) != self._must_stay:
             what = next(what for what in now if now[what] != self._must_stay[what])
-            raise ModelError(
-                f"model: {what.format(type(own).__name__)} after the pipeline was made; do so before, or make a new one"
-            )
+            raise ModelError(f"model: {what.format(type(own).__name__)} after the pipeline was made; make another one")
 
     def follow(self) -> None:
         """Apply to the copy the changes of the user's module since the last record.
@@ -101,7 +99,7 @@ def _follow_weight(name: str, before: OfWeight, parameter: Any, copy: Any) -> No
     now, is_written = OfWeight.now(parameter), OfWeight.now(parameter)[:2] != before[:2]
     if now.hooks != before.hooks or (is_written and copy.device != parameter.device):
         raise ModelError(
-            f"model: parameter {name} was written or got a hook, and stages have copies on {copy.device}; use modify"
+            f"model: parameter {name} was written or hooked, and has copies on {copy.device}; use pipe.modify"
         )
     if is_written:
         copy.data.copy_(parameter.detach())

@@ -282,9 +282,7 @@ class ObservedModel:
             like = torch.empty_like(parameter.detach(), device="meta")
             return nn.Parameter(torch.empty_like(like, device=device), parameter.requires_grad)
         if parameter.device.type == "meta":
-            raise ModelError(
-                f"model: {name} is on the meta device and has no numbers; pass a function that makes the model"
-            )
+            raise ModelError(f"model: {name} is on the meta device and has no numbers; pass a function that makes it")
         tensor = parameter.detach()
         if isinstance(self._source, DeferredModel):
             tensor, copied = self._source.filled(tensor), copied or not isinstance(parameter, Placeholder)

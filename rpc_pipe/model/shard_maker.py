@@ -50,9 +50,7 @@ def make_partition(
         ModelError: the model cannot be cut, or there is no loss.
     """
     if not isinstance(model, (nn.Module, Sequence)) and not callable(model):
-        raise ModelError(
-            f"model: is a {type(model).__name__}; must be a module, layers, or a function that makes a module"
-        )
+        raise ModelError(f"model: is a {type(model).__name__}; must be a module, layers, or what makes a module")
     if needs_observation(model):
         from .observed_partition import ObservedPartition  # it loads the modules that observe and replay forwards
 

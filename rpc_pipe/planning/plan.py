@@ -78,9 +78,8 @@ def with_recompute(parameters: Mapping[str, Any], stages: Sequence[int]) -> dict
 
 def schedule_label(schedule: str, parameters: Mapping[str, Any], recompute: Sequence[int] = ()) -> str:
     """Return a schedule with its parameters, as text."""
-    said = [
-        value if isinstance(value, str) and key != "slices" else f"{key}={value}" for key, value in parameters.items()
-    ]
+    bare = {key for key, value in parameters.items() if isinstance(value, str) and key != "slices"}
+    said = [value if key in bare else f"{key}={value}" for key, value in parameters.items()]
     said += [f"{key}={stages}" for key, stages in with_recompute({}, recompute).items()]
     return f"{schedule} {','.join(said)}".rstrip()
 

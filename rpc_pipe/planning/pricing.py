@@ -46,9 +46,8 @@ class PricedSchedule:
         for a, worker in zip(self.relation.actions, self.relation.worker, strict=True):
             of_all, (microbatch, _) = not a.kind.per_microbatch, split_slice(a.index, slices)
             length = 0 if of_all or not spec.sizes else spec.sizes[microbatch]
-            number = known.setdefault(
-                (a.stage, a.kind, worker, 0 if of_all else slice_in(a.index, slices), length), len(known)
-            )
+            place = 0 if of_all else slice_in(a.index, slices)
+            number = known.setdefault((a.stage, a.kind, worker, place, length), len(known))
             if number == len(like):
                 like.append((a, worker))
                 chains.append(chain.among([length]) if length else chain)

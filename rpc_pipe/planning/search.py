@@ -329,9 +329,8 @@ def candidates(
         if schedules is not None and name not in schedules:
             continue
         sliced = None if len(sizes) == 1 else ",".join(map(str, sizes)) if len(set(sizes)) > 1 else len(sizes)
-        parameters = (
-            with_parallelism(own, replicas=number, slices=sliced, **((exchange or {}) if number > 1 else {})) or {}
-        )
+        exchanging = (exchange or {}) if number > 1 else {}
+        parameters = with_parallelism(own, replicas=number, slices=sliced, **exchanging) or {}
         for count in microbatches:
             plain = Candidate(name, parameters, count, grouping=grouping)
             try:

@@ -234,9 +234,8 @@ def _ends_in_stream(relation: Relation, ran: _Ran) -> tuple[float, ...]:
     for number, _, end in ran:
         stage, kind, index = relation.actions[number]
         if kind.per_microbatch or kind is U:
-            step, _ = split_step(
-                index, spec.num_microbatches if kind.per_microbatch else updates[stage] // spec.num_steps
-            )
+            a_step = spec.num_microbatches if kind.per_microbatch else updates[stage] // spec.num_steps
+            step, _ = split_step(index, a_step)
             ends[step] = max(ends[step], end)
     return tuple(ends)
 

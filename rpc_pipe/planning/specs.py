@@ -157,9 +157,7 @@ def _read_parameters(cls: type[Spec], name: str, parameters: Mapping[str, Any]) 
         if key not in known:
             bare = key in vars(cls) and not key.startswith("_") and not callable(vars(cls)[key])
             advice = f"; write {key}: {type(vars(cls)[key]).__name__} = {vars(cls)[key]!r}" if bare else ""
-            raise ConfigError(
-                f"{key}: schedule {name} has no such parameter; it has {', '.join(known) or 'none'}{advice}"
-            )
+            raise ConfigError(f"{key}: is no parameter of schedule {name}; it has {', '.join(known) or 'none'}{advice}")
         values[key] = _convert(name, key, value, known[key])
     return values
 

@@ -176,9 +176,7 @@ def group_rows(
     [[0], [2], [1, 3, 4, 5]]
     """
     if lengths and max(lengths) > most_tokens:
-        raise ConfigError(
-            f"most_tokens={most_tokens}: the longest row has {max(lengths)} tokens; pass at least as many"
-        )
+        raise ConfigError(f"most_tokens={most_tokens}: the longest row has {max(lengths)} tokens; pass as many")
     rows = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
     most_rows = max(1, math.ceil(len(rows) / least))
     times = []

@@ -187,9 +187,8 @@ def _optimizer_state(actor: WorkerActor) -> dict[str, Tensor]:
 
 def _routes(actor: WorkerActor) -> list[tuple[int, dict[str, Tensor]]]:
     """Return the parts missing from the state of the model: the shards of the other routes."""
-    return [
-        (route, _whole_tensors(actor, shard.state_dict())) for (_, route), shard in actor.shards.items() if route > 0
-    ]
+    others = ((route, shard.state_dict()) for (_, route), shard in actor.shards.items() if route > 0)
+    return [(route, _whole_tensors(actor, state)) for route, state in others]
 
 
 def _whole_tensors(actor: WorkerActor, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

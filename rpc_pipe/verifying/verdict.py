@@ -139,9 +139,7 @@ def tell(
 
 def summed_by_members(count: int, bound: float) -> str:
     """Return why numbers may differ by rounding where members share layers or norms, and how far."""
-    return (
-        f"{count} members add up parts of a layer's output, or of the norm of all gradients, which allows {bound:.1e}"
-    )
+    return f"{count} members add up parts of a layer's output, or of the norm of gradients, which allows {bound:.1e}"
 
 
 def summed_by_slices(slices: str) -> str:

@@ -234,7 +234,7 @@ class Assignment:
             missing = stages - self._owners.get(name, set()) if self._owners is not None else set()
             if missing:
                 raise ModelError(
-                    f"model: stage {min(missing)} needs {name} for these inputs, not for the example; pass one like it"
+                    f"model: stage {min(missing)} needs {name} here, not for the example; pass one like this"
                 )
         return owners
 

@@ -46,9 +46,7 @@ class Accumulated:
         for number in range(first, step):
             batch = self._batches.get(number)
             if batch is None or (batch.now is not None and batch.now() != batch.described):
-                raise StageLost(
-                    f"step {number + 1}: its gradients died with a worker and its batch is gone; use a checkpoint"
-                )
+                raise StageLost(f"step {number + 1}: its gradients have died, and its batch is gone; use a checkpoint")
         for shard in actor.shards.values() if first < step else ():
             shard.updating.held, shard.updating.weight = {}, 0.0
             shard.go_on_at(first, shard.updating.count)

@@ -204,7 +204,7 @@ def update_shares(spec: Spec, shares: Sequence[float]) -> list[float] | None:
         return None
     if sum(shares) > 1.5:
         raise BatchError(
-            f"{NUM_ITEMS}: is of the whole batch, and {type(spec).__name__} updates after a part of it; leave it out"
+            f"{NUM_ITEMS}: is of the whole batch, and {type(spec).__name__} updates after a part; leave it out"
         )
     taken = [update_of(spec, 0, m) for m in range(len(shares))]
     parts: defaultdict[Action, list[float]] = defaultdict(list)

@@ -102,7 +102,7 @@ class Ordering:
         numbers = [isinstance(t, (int, float)) and not isinstance(t, bool) and 0 <= t < math.inf for t in times]
         if len(times) not in (1, num_stages) or not all(numbers):
             raise ConfigError(
-                f"microbatch_cost={found!r}: of microbatch {number}; must return seconds, or {num_stages} of them"
+                f"microbatch_cost={found!r}: of microbatch {number}; must be seconds, or {num_stages} of them"
             )
         return times
 

@@ -45,9 +45,7 @@ class Sequences:
         gives_masks = self._takes_cache and "position_ids" in parameters
         self._masks = _masks(whole, max(self._sizes) / sum(self._sizes)) if gives_masks else None
         if self._takes_cache and getattr(getattr(whole, "config", None), "output_router_logits", False):
-            raise ConfigError(
-                "slices: output_router_logits=True balances experts over whole sequences; set it to False"
-            )
+            raise ConfigError("slices: output_router_logits=True balances experts over whole sequences; set it False")
         for name, module in whole.named_modules() if self._takes_cache and whole is not None else ():
             if getattr(module, "gradient_checkpointing", False):
                 raise ConfigError(
@@ -183,9 +181,8 @@ def _masks(whole: Any, largest: float) -> Callable[[int, int, int], Tensor] | No
         largest: the part of a sequence that is in its largest slice.
     """
     config, dtype = getattr(whole, "config", None), next(p.dtype for p in whole.parameters() if p.is_floating_point())
-    windows = getattr(config, "sliding_window", None) or set(getattr(config, "layer_types", None) or ()) - {
-        "full_attention"
-    }
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+    windows = getattr(config, "sliding_window", None) or kinds
     if windows or getattr(config, "_attn_implementation", "") not in ("sdpa", "eager"):
         return None
 

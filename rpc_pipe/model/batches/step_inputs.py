@@ -46,9 +46,8 @@ class StepEnd:
                 "post_validation: needs max_grad_norm or log_grad_norm, a synchronous schedule, and neither "
                 "grad_scaler nor zero; leave it out"
             )
-        self._validates = (
-            possible and not commits and (spec.post_validation if post_validation is None else post_validation)
-        )
+        asked = spec.post_validation if post_validation is None else post_validation
+        self._validates = possible and not commits and asked
         #: how parameters that several hold are divided into pieces; known when the model has been cut
         self.divided = NO_REDUCTIONS
         #: whether members of a worker meet in the first update, which then waits for the loss

@@ -243,7 +243,7 @@ class Skeleton:
             is_around = module not in self.blocks and any(m in self.blocks for m in module.modules())
             if is_around and (module._backward_hooks or module._backward_pre_hooks):
                 raise ModelError(
-                    f"model: a backward hook of {self.name_of(module)} sees several stages; register it on a block"
+                    f"model: a backward hook of {self.name_of(module)} sees several stages; put it on a block"
                 )
 
     @contextmanager
@@ -317,15 +317,11 @@ def _refuse_modules(modules: Iterable[tuple[str, nn.Module]], whole: str) -> Non
             module._compiled_call_impl = None
         if module._compiled_call_impl is not None:
             raise ModelError(
-                f"model: {name or whole} was compiled with .compile(), which copies do not keep; pass compile=True"
+                f"model: {name or whole} was compiled in its place; pass compile=True, or torch.compile blocks"
             )
         if not name and type(module).__name__ == "OptimizedModule":
-            raise ModelError(
-                "model: is torch.compile of the whole; pass the module itself, and torch.compile its blocks"
-            )
+            raise ModelError("model: is torch.compile of the whole; pass the module, and torch.compile its blocks")
         if isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters()):
-            raise ModelError(
-                f"model: {name or whole} was made by torch.jit, whose weights stay; pass the module itself"
-            )
+            raise ModelError(f"model: {name or whole} was made by torch.jit, whose weights stay; pass the module")
         if any(is_lazy(parameter) for parameter in module._parameters.values() if parameter is not None):
             refuse_lazy(module, name or whole)

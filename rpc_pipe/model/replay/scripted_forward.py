@@ -80,7 +80,7 @@ class ScriptedForward(TorchFunctionMode):
             )
         if any(tensor.grad_fn is not node for tensor, node in zip(self._payload, self._nodes, strict=True)):
             raise ModelError(
-                "model: an autograd function around blocks took the stage's inputs; use checkpoint(use_reentrant=False)"
+                "model: a function around blocks took the stage's inputs; use checkpoint(use_reentrant=False)"
             )
         return output
 

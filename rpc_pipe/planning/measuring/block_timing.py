@@ -116,9 +116,8 @@ def _forward(
 ) -> tuple[list[Tensor], Tree, list[Tensor]]:
     """Return the leaves that get gradients, the input of the next layer, and the roots of backward."""
     tree = unpack(pack(inputs))
-    leaves = [
-        t for t in tensors_of(tree) if t.requires_grad or (not first and (t.is_floating_point() or t.is_complex()))
-    ]
+    numbers = [t for t in tensors_of(tree) if t.is_floating_point() or t.is_complex()]
+    leaves = [tensor for tensor in numbers if tensor.requires_grad or not first]
     for tensor in leaves:
         tensor.requires_grad_()
     output = module(tree)

@@ -109,9 +109,8 @@ def _slowness(profiles: Sequence[Profile]) -> list[float]:
 
     A slower worker is slower at nearly every block; one that was disturbed is slower at some of them.
     """
-    blocks = [
-        [cost.times[F] + cost.times[B] for costs in profile.measured.values() for cost in costs] for profile in profiles
-    ]
+    every = ([cost for costs in profile.measured.values() for cost in costs] for profile in profiles)
+    blocks = [[cost.times[F] + cost.times[B] for cost in costs] for costs in every]
     totals = [sum(took) for took in blocks]
     fastest, slowest = blocks[totals.index(min(totals))], blocks[totals.index(max(totals))]
     ratios = sorted(b / a for a, b in zip(fastest, slowest, strict=True) if a)

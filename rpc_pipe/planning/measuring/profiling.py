@@ -227,9 +227,8 @@ def _measure(task: _MeasuredModel, barrier: Barrier) -> _Measured:
     whole = [] if make_whole is None else [make_whole()]
     for each in whole:
         each.run()
-    time_blocks(
-        [*blocks, *whole], task.repeats, lambda done: task.tell((count + len(whole) + done) / total, f"{count} blocks")
-    )
+    first = count + len(whole)
+    time_blocks([*blocks, *whole], task.repeats, lambda done: task.tell((first + done) / total, f"{count} blocks"))
     costs = costs_of(blocks, task.optimizer, task.repeats, barrier)
     around = _around(costs, whole[0].times if whole else None)
     return costs, around, _ties([dict(b.named) for b in blocks], costs), scatter(blocks)
@@ -327,10 +326,8 @@ def _ties(
 
 def _ties_of_layers(user_model: UserModel, costs: Sequence[LayerCost]) -> tuple[Tie, ...]:
     """Return the ties of a list of layers. A parameter that layers share is one, so these must be in one stage."""
-    parameters = [
-        {id(p): p for p in layer.parameters()} if isinstance(layer, nn.Module) else {} for layer in user_model.layers()
-    ]
-    return _ties(parameters, costs, together=True)
+    held = (layer.parameters() if isinstance(layer, nn.Module) else () for layer in user_model.layers())
+    return _ties([{id(p): p for p in parameters} for parameters in held], costs, together=True)
 
 
 def _stage_forward(
