@@ -100,8 +100,7 @@ def make_spec(
     parameters = {"slices": slices, **(parameters or {})}
     parallelism = Parallelism.taken_from(parameters, own=known)
     if parallelism.replicas > max(1, num_microbatches):
-        most = f"fewer than replicas; take at least {parallelism.replicas}"
-        raise ConfigError(f"replicas {parallelism.replicas}: a step has {num_microbatches} microbatches, {most}")
+        raise ConfigError(f"replicas {parallelism.replicas}: needs as many microbatches (got {num_microbatches})")
     recomputed = frozenset() if "recompute" in known else _read_stages(parameters.pop("recompute", "none"))
     num_microbatches *= len(parallelism.slices)
     cls = _transformed(cls, name, recomputed, parallelism)

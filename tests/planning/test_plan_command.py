@@ -220,7 +220,7 @@ def test_nothing_fits_and_what_would(model, capsys):
         (["{model}:make", "--replicas", "1,3", "--workers", "4"], "replicas 3: 4 workers cannot be divided among them"),
         (["{model}:make", "--zero", "1"], "zero 1: is of replicas, and there is one; take replicas 2"),
         (["{model}:make", "--replicas", "2", "--bucket", "0"], "bucket 0: must be a size in MiB above 0; take 25"),
-        (["{model}:make", "--replicas", "2", "--microbatches", "1"], "replicas 2: a step has 1 microbatch, fewer"),
+        (["{model}:make", "--replicas", "2", "--microbatches", "1"], "replicas 2: needs as many microbatches (got 1)"),
         (["{model}:make", "--memory", "0"], "--memory 0: must be above 0"),
         (["{model}:make", "--memory", "40"], "--memory 40: is 40 bytes; write a unit, such as 40GB"),
         (["{model}:make", "--memory", "-1GB"], "--memory: needs a value (BYTES)"),
