@@ -45,7 +45,9 @@ def settle_training(training: object) -> Training:
     """
     if isinstance(training, Training | None):
         return training or Training()
-    raise ConfigError(f"training {training!r}: must be a Training, such as Training(optimizer=torch.optim.AdamW)")
+    raise ConfigError(
+        f"training {type(training).__name__}: must be a Training, such as Training(optimizer=torch.optim.AdamW)"
+    )
 
 
 def shown_plainly(method: Callable[..., T]) -> Callable[..., T]:
@@ -112,7 +114,8 @@ def _refuse_training(loss_fn: object, training: Training) -> None:
             name = type(made).__name__
             raise ConfigError(f"{what} is a {name}: pass what makes one for {of} of a stage, as partial({name}, ...)")
         if made is not None and not callable(made):
-            raise ConfigError(f"{what} {made!r}: must be callable, such as partial(AdamW, lr=1e-3)")
+            such = "AdamW, lr=1e-3" if what == "optimizer" else "StepLR, step_size=10"
+            raise ConfigError(f"{what} {made!r}: must be callable, such as partial({such})")
     if lr_scheduler is not None and optimizer is None:
         raise ConfigError("lr_scheduler: needs an optimizer to schedule; pass optimizer=, too")
     refuse_below(1, accumulate=training.accumulate)

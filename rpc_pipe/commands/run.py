@@ -233,7 +233,8 @@ def _run_script(typed: dict[str, Any], argv: list[str], job: Job | None) -> int:
         if Path(script).is_dir():
             raise ConfigError(f"{script}: is a folder; name the script in it")
         beside = [str(path) for path in sorted(Path(script).parent.glob("*.py"))]
-        near = difflib.get_close_matches(script, beside, n=1)
+        is_make = Path(script.partition(":")[0]).is_file()
+        near = [f"--model {script}"] if is_make else difflib.get_close_matches(script, beside, n=1)
         raise ConfigError(f"{script}: there is no such file{f'; did you mean {near[0]}?' if near else ''}")
     of_gpt = f"is an option of the built-in GPT, but {script} runs; put the script's own options after --"
     refuse_typed(typed, (*_GPT, "beat_bigram"), of_gpt)

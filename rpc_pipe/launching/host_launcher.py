@@ -48,6 +48,7 @@ class HostLauncher(Launcher):
 
     def _attempts(self, logs: Logs) -> int:
         host, port = hosts.read_address(self._address)
+        self._reporter.text(f"the first host is {self._address}: waiting for places of workers")
         self._interface = self._reach(host, port)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = hosts.make_socket(context, zmq.DEALER)
@@ -55,7 +56,6 @@ class HostLauncher(Launcher):
         hosts.launcher_keys().prove(self._socket, 1, 0)
         self._socket.connect(hosts.spelt(host, port))
         self._send("hello", sockets.gethostname())
-        self._reporter.text(f"the first host is {self._address}: waiting for places of workers")
         with ExitStack() as of_job, ExitStack() as of_attempt:
             of_job.callback(context.destroy)
             while self._code is None:

@@ -61,8 +61,9 @@ def read_json(path: Path, said: str) -> Any:
     Raises:
         ConfigError: as `read_file`, or it is no JSON.
     """
+    text = read_file(path, said, "utf-8-sig")
     try:
-        return json.loads(read_file(path, said, "utf-8-sig"))
+        return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{said}: cannot be read as JSON: {error}") from error
 

@@ -356,6 +356,12 @@ def test_who_ends_before_the_others_could_meet_it_is_named(tmp_path):
         (["run", "--steps", "1"], {"RPC_PIPE_JOIN_TIMEOUT": "5 s"}, "RPC_PIPE_JOIN_TIMEOUT '5 s': must be a number of"),
         (["run", "no_such_script.py"], {}, "no_such_script.py: there is no such file"),
         (["run", "{tmp}/bat.py"], {}, "bat.py: there is no such file; did you mean {tmp}/bad.py?"),
+        (["run", "{tmp}/bad.py:make"], {}, "there is no such file; did you mean --model {tmp}/bad.py:make?"),
+        (
+            ["plan", "--profile", "/no.json", "--batch", "8"],
+            {},
+            "error: --profile /no.json: cannot be read: No such file",
+        ),
         (["run", "{tmp}/empty"], {}, "empty: is a folder; name the script in it"),
         (
             ["run", "{tmp}/bad.py", "--epochs", "2"],

@@ -352,7 +352,7 @@ def _made(name: str, factory: Callable[[Any], Any], given: object) -> Any:
     if needed := [each.name for each in parameters if each.name in _UNKNOWN and each.default is each.empty]:
         raise ConfigError(
             f"{name} {type(made).__name__}: its step needs {needed[0]}, which a pipeline has not: use one whose step "
-            "needs nothing, such as AdamW or CosineAnnealingLR"
+            "needs nothing, such as AdamW or CosineAnnealingLR, or make it for `pipe.optimizers` and step it by hand"
         )
     return made
 
