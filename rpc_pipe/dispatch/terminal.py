@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
+from functools import partial
 
 from rich.columns import Columns
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -23,6 +24,8 @@ _COLOURS = {
     "gone": "bold red", "stopped": "bold red",
 }  # fmt: skip
 _LEAST_ROWS = 24
+#: a line that is cut off at the right edge
+_cropped = partial(Text, no_wrap=True, overflow="ellipsis")
 
 
 class Screen:
@@ -37,7 +40,7 @@ class Screen:
         state = Group(*self._state(width, height - 7))
         yield state
         taken = len(console.render_lines(state, options.update(height=None), pad=False))
-        yield from self._events(max(1, height - taken - 2), width)
+        yield from self._events(max(1, height - taken - 2))
 
     def _state(self, width: int, free: int) -> Iterator[RenderableType]:
         """Yield the current state; workers, and the step as it ran, have a given number of lines."""
@@ -49,12 +52,12 @@ class Screen:
         rows, trace, lost = worker_rows(view), view.trace(1), view.lost()
         yield self._table(rows, width) if len(rows) < free else self._cells(rows)
         if trace is not None and 2 * len(rows) < free:
-            yield _cropped(f"step {max(trace.steps)} as it ran", width, "bold")
+            yield _cropped(f"step {max(trace.steps)} as it ran", "bold")
             spec = trace.spec
             slices, spans = len(spec.parallelism.slices), trace.spans(last=1)
             yield draw(spans, spec.num_workers, width=width, slices=slices, numbers=trace.numbers)
         if lost is not None:
-            yield _cropped(lost.line(), width, "bold")
+            yield _cropped(lost.line(), "bold")
             yield Text(lost.sentence, overflow="fold")
 
     def title(self) -> Text:
@@ -107,17 +110,11 @@ class Screen:
     def _late(self, row: WorkerRow) -> bool:
         return row.state == "waits" and row.for_s > _LONG_WAIT_S
 
-    def _events(self, room: int, width: int) -> Iterator[Text]:
+    def _events(self, room: int) -> Iterator[Text]:
         for at, text, warning in list(self._view.events)[-room:]:
             clock = time.strftime("%H:%M:%S", time.localtime(at))
-            yield _cropped(f"{clock} {text}", width, "yellow" if warning else "dim")
+            yield _cropped(f"{clock} {text}", "yellow" if warning else "dim")
 
 
 def _number(value: float, form: str, unit: str = "") -> str:
     return "" if math.isnan(value) else f"{value:{form}}{unit}"
-
-
-def _cropped(text: str, width: int, style: str = "") -> Text:
-    line = Text(text, style=style, no_wrap=True, overflow="ellipsis", end="\n")
-    line.truncate(width, overflow="ellipsis")
-    return line

@@ -96,14 +96,13 @@ def attribute_lost_time(
         cores: cores of the machine, if all workers compute on the CPU of one machine.
         one_process: whether the workers are threads of one process, which take turns.
     """
-    case = _Case(trace, shards, 0.0 if cores is None else _SLOW_HERE_MS)
-    lost = case.lost()
-    crowded = cores is not None and cores < trace.spec.num_workers
-    return replace(lost, sentence=case.sentence(lost, cores if crowded else None, one_process))
+    return _Case(trace, shards, cores, one_process).lost()
 
 
 class _Case:
-    def __init__(self, trace: Trace, shards: Sequence[Sequence[Sequence[int]]], link_ms: float) -> None:
+    def __init__(
+        self, trace: Trace, shards: Sequence[Sequence[Sequence[int]]], cores: int | None, one_process: bool
+    ) -> None:
         self._spec, self._usual, self._step_ms = _of_mean(trace.spec), trace.cost(), trace.step_ms
         self._numbers = trace.numbers or range(trace.spec.num_workers)
         self._records = [trace.steps[step] for step in sorted(trace.steps)]
@@ -117,7 +116,9 @@ class _Case:
         self._slowness = self._compare(shards)
         #: (source, target) -> median transfer time in ms; and the least of a slow link
         self._delays = {pair: median(way.ms for way in found) for pair, found in transfers(self._records).items()}
-        self._link_ms, self._waits = link_ms, self._data_waits()
+        self._link_ms, self._waits = 0.0 if cores is None else _SLOW_HERE_MS, self._data_waits()
+        #: number of cores, if workers share them; whether workers are threads of one process
+        self._crowded, self._one_process = cores if cores and cores < trace.spec.num_workers else None, one_process
         self._actions = [r.action for record in self._records[-1] for r in record.actions]
 
     def lost(self) -> LostTime:
@@ -145,21 +146,18 @@ class _Case:
         scale = min(1.0, room / max(sum(parts.values()), 1e-9))
         parts = {cause: scale * ms for cause, ms in parts.items()}
         parts["overhead"] = max(0.0, room - sum(parts.values()))
-        return LostTime(self._step_ms, min(limit, self._step_ms), parts, self._data_cause())
+        lost = LostTime(self._step_ms, min(limit, self._step_ms), parts, self._data_cause())
+        return replace(lost, sentence=self._sentence(lost))
 
-    def sentence(self, lost: LostTime, crowded: int | None, one_process: bool) -> str:
-        """Return the two largest causes, the larger first, each with advice.
-
-        Args:
-            crowded: number of cores, if workers share them.
-        """
+    def _sentence(self, lost: LostTime) -> str:
+        """Return the two largest causes, the larger first, each with advice."""
         if len(self._records) < _STEPS:
             return f"not known, as {len(self._records)} equal steps came in a row, and {_STEPS} name a cause"
         shares = {cause: ms / lost.step_ms for cause, ms in lost.parts.items()}
         totals: dict[tuple[str, str], float] = defaultdict(float)
         for cause, share in shares.items():
             if share >= _NEGLIGIBLE:
-                totals[self._blame(cause, lost, crowded, one_process)] += share
+                totals[self._blame(cause, lost)] += share
         found = [
             f"{what}, which costs about {_percent(share)} of a step: {advice}"
             for (what, advice), share in sorted(totals.items(), key=itemgetter(1), reverse=True)[:2]
@@ -169,7 +167,7 @@ class _Case:
             found.insert(0, f"the run reaches {reached} of what {name_of(self._spec)} allows")
         return "; ".join(found)
 
-    def _blame(self, cause: str, lost: LostTime, crowded: int | None, one_process: bool) -> tuple[str, str]:
+    def _blame(self, cause: str, lost: LostTime) -> tuple[str, str]:
         """Return the source of a cost, and advice."""
         if cause == "bubble":
             return _BUBBLE, "more microbatches make it smaller, and rpc-pipe compare shows other schedules"
@@ -177,15 +175,15 @@ class _Case:
             worker, waits = _largest(self._waits)
             what, advice = _DATA[lost.data_cause]
             return f"worker {self._numbers[worker]} waits {waits:.1f} ms for data between steps ({what})", advice
-        if one_process:
+        if self._one_process:
             what = "the workers are threads of one process and take turns"
             return what, "that is for looking and debugging; rpc-pipe run gives each a process"
         if cause == UNEQUAL:
             return self._unequal()
-        if crowded is not None:
+        if self._crowded is not None:
             # A worker that waits for a core looks slow, and so does a link to it: which one changes from run to run.
             workers = self._spec.num_workers
-            return "the workers wait for a core", f"{workers} workers share {crowded} cores of one machine"
+            return "the workers wait for a core", f"{workers} workers share {self._crowded} cores of one machine"
         if cause == "slow worker":
             worker, times = _largest(self._slowness)
             what = f"worker {self._numbers[worker]} takes {times:.1f} x as long as others for stages of the same form"

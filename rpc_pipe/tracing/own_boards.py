@@ -111,6 +111,7 @@ def _script() -> str:
 def header_of(training: Watchable, actor: WorkerActor, epoch: int = 0) -> dict[str, Any]:
     """Return the constant properties of a worker, in an epoch of an elastic job."""
     worker, plane, shards, live = actor.worker, actor.carrier.plane, actor.shards, list(training.spec.workers)
+    own = training.shards(worker) if shards else ()
     return {
         "worker": live.index(worker),
         "rank": plane.rank(worker),
@@ -127,11 +128,8 @@ def header_of(training: Watchable, actor: WorkerActor, epoch: int = 0) -> dict[s
         "replicas": training.spec.parallelism.replicas,
         "zero": training.spec.parallelism.zero,
         "num_routes": training.spec.num_routes,
-        "shards": [(*each, _form(shards[each[:2]])) for each in (training.shards(worker) if shards else ())],
-        "parameters": [
-            sum(parameter.numel() for _, parameter in shards[each[:2]].named_parameters())
-            for each in (training.shards(worker) if shards else ())
-        ],
+        "shards": [(*each, _form(shards[each[:2]])) for each in own],
+        "parameters": [sum(part.numel() for _, part in shards[each[:2]].named_parameters()) for each in own],
         "cores": len(os.sched_getaffinity(0)),
         "started": time.time(),
         "clock_ns": time.perf_counter_ns(),

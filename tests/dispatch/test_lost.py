@@ -64,7 +64,7 @@ def test_uneven_stages_are_named():
     shards = [[(0, 0, 1, 1)], [(1, 0, 3, 3)], [(2, 0, 2, 2)], [(3, 0, 2, 2)]]
     lost = attribute_lost_time(trace_of(cost=cost), shards)
     assert worst(lost) == "imbalance"
-    assert "stages or their actions take unequally long, those of worker 1 1.5 x the median" in lost.sentence
+    assert "stages or actions take unequally long, those of worker 1 1.5 x the median" in lost.sentence
 
 
 def test_workers_that_compute_equally_long_are_not_said_to_have_more():
@@ -77,7 +77,7 @@ def test_workers_that_compute_equally_long_are_not_said_to_have_more():
     assert worst(lost) == "imbalance" and "is slow" not in lost.sentence
     assert "4 workers share 2 cores of one machine" in lost.sentence
     calm = attribute_lost_time(trace_of("gpipe", cost=cost), SHARDS).sentence
-    assert "stages or their actions take unequally long" in calm
+    assert "stages or actions take unequally long" in calm
 
 
 def unequal(lengths):
