@@ -28,6 +28,8 @@ class Inspected:
 
     def listen(self, listener: Callable[[int], Listener]) -> None:
         """Add `listener(worker)` to every worker of this process."""
+        if not callable(listener):
+            raise ConfigError(f"listener {listener!r}: must be callable as listener(worker), and return a Listener")
         for actor in self._session.actors:
             actor.listeners.add(listener(actor.worker))
 
@@ -36,6 +38,8 @@ class Inspected:
 
         What it raises is raised by `step` and `train`, after the update.
         """
+        if not callable(function):
+            raise ConfigError(f"on_step {function!r}: must be a function of one report")
         if self._reports is None:
             from .step_report import StepReports
 

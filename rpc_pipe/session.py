@@ -311,7 +311,13 @@ class Session:
             yield
 
     def gather(self, name: str, value: Callable[[WorkerActor], Tree]) -> list[Tree] | None:
-        """Return `value(actor)` of all workers, in order, on the first worker; None on the others."""
+        """Return `value(actor)` of all workers, in order, on the first worker; None on the others.
+
+        Raises:
+            ConfigError: `value` is no function.
+        """
+        if not callable(value):
+            raise ConfigError(f"gather: value={value!r}: must be a function of a worker, as `lambda worker: {value!r}`")
         if self.recovery is not None and self.recovery.repeats:
             return None
         return self.each(lambda actor: actor.gather(name, value(actor)))[0]

@@ -14,8 +14,9 @@ def try_files(typed: Mapping[str, Any], names: Iterable[str]) -> None:
     """Make the folders of the files of the options `names`, and check that all can be written.
 
     Raises:
-        ConfigError: one cannot be.
+        ConfigError: one cannot be, or two are the same.
     """
+    taken: dict[Path, str] = {}
     for name in [name for name in names if name in typed]:
         path = Path(typed[name])
         option = f"{'' if name == 'file' else f'--{name} '}{typed[name]}"
@@ -31,6 +32,8 @@ def try_files(typed: Mapping[str, Any], names: Iterable[str]) -> None:
             raise ConfigError(f"{option}: {error.filename} is a file, not a folder") from error
         except OSError as error:
             raise ConfigError(f"{option}: cannot be written: {error.strerror}") from error
+        if (other := taken.setdefault(path.resolve(), name)) != name:
+            raise ConfigError(f"{option}: --{other} writes the same file")
 
 
 def write(path: str, text: str) -> None:

@@ -147,6 +147,7 @@ def test_options_of_the_built_in_gpt_are_refused_with_a_model_as_such(capsys):
         (["--schedule", "1f2b"], "did you mean '1f1b'"),
         (["--save", "{script}/w"], "--save {script}/w: {script} is a file, not a folder"),
         (["--save", "."], "--save .: is a folder"),
+        (["--save", "w", "--html", "w"], "--html w: --save writes the same file"),
     ],
 )
 def test_what_cannot_apply_is_refused(tmp_path, monkeypatch, capsys, arguments, message):
