@@ -93,14 +93,14 @@ def _with_end(spec: Spec, worker: int, order: Iterable[Action], reductions: Redu
     An update that waits for no other stage follows its last gradient, and so does an exchange of gradients. Updates
     that wait for other stages come last.
     """
-    tree = reduction_tree(spec)
+    tree = reduction_tree(spec, reductions)
     awaits = reductions.weight or (reductions.norms and not reductions.validated)
     route_of, order = routes(spec), [*order]
     left = Counter((a.stage, route_of(a.index)) for a in order if a.kind.accumulates)
     hands = {last: hand for last, hand, _ in spec.handovers}
     ended = [shard for shard in spec.hosted(worker) if not left[shard]]
     for shard in ended:  # a route without microbatches
-        yield from tree.given(G, *shard, reductions)
+        yield from tree.given(G, *shard)
     for action in order:
         yield action
         if action in hands:
@@ -109,31 +109,31 @@ def _with_end(spec: Spec, worker: int, order: Iterable[Action], reductions: Redu
             shard = action.stage, route_of(action.index)
             left[shard] -= 1
             if left[shard] == 0:
-                yield from tree.given(G, *shard, reductions)
-                if tree.pieces(shard[0], reductions) or awaits:
+                yield from tree.given(G, *shard)
+                if tree.pieces(shard[0]) or awaits:
                     ended.append(shard)
                 else:
                     yield from spec.updates(*shard)
-    yield from (each for shard in spec.hosted(worker) for each in tree.given(S, *shard, reductions))
-    yield from tree.actions(worker, reductions)
+    yield from (each for shard in spec.hosted(worker) for each in tree.given(S, *shard))
+    yield from tree.actions(worker)
     yield from (update for shard in ended for update in spec.updates(*shard))
     if spec.parallelism.zero:
-        yield from (given for shard in ended for given in tree.given(P, *shard, reductions))
-        yield from (A(*shard) for shard in ended if tree.pieces(shard[0], reductions))
+        yield from (given for shard in ended for given in tree.given(P, *shard))
+        yield from (A(*shard) for shard in ended if tree.pieces(shard[0]))
 
 
 def _with_reductions(spec: Spec, worker: int, order: Iterable[Action], reductions: Reductions) -> Iterator[Action]:
     """Insert the exchange of gradients before the updates of a stream, and that of parameters behind, and append the
     other actions that end its steps, which occupy no device. Updates stay in their slots."""
-    tree, routes = reduction_tree(spec), spec.num_routes
+    tree, routes = reduction_tree(spec, reductions), spec.num_routes
     for action in order:
         stage, kind, index = action
         if kind is not U:
             yield action
             continue
         step, route = split_route(index, routes)
-        replica = stage, route, reductions, step
+        replica = stage, route, step
         yield from (*tree.given(G, *replica), *tree.given(S, *replica), action)
         if spec.parallelism.zero:
             yield from (*tree.given(P, *replica), A(stage, index))
-    yield from tree.actions(worker, reductions)
+    yield from tree.actions(worker)

@@ -85,7 +85,7 @@ class _Flow:
     def __init__(self, spec: Spec, worker: int, reductions: Reductions) -> None:
         self._spec = spec
         self._worker = worker
-        self._reductions = reductions
+        self._tree = reduction_tree(spec, reductions)
         self._uniform, self._in_parts = is_uniform(spec), bool(spec.handovers)
         self._route = routes(spec)
         self._patterns: dict[tuple[object, ...], _Pattern] = {}
@@ -150,10 +150,9 @@ class _Flow:
 
     def _end(self, action: Action, own: Sequence[Action | Milestone], pulled: Sequence[Pulled]) -> Entry:
         spec, worker = self._spec, self._worker
-        tree = reduction_tree(spec)
-        _, others = tree.needs(action, self._reductions)
+        _, others = self._tree.needs(action)
         placed = [(need, spec.worker(need)) for need in others]
-        consumers = {spec.worker(follower) for follower in tree.successors(action, self._reductions)}
+        consumers = {spec.worker(follower) for follower in self._tree.successors(action)}
         return Entry(
             action,
             (*own, *(need for need, at in placed if at == worker)),
@@ -197,7 +196,7 @@ class _OrderEdges:
     ) -> None:
         self._spec = spec
         self._worker = worker
-        self._reductions = reductions
+        self._tree = reduction_tree(spec, reductions)
         self._chained = chained
         self._route = routes(spec, forward_only)
         self._limit = None if forward_only else order_limit(spec, worker)
@@ -242,7 +241,7 @@ class _OrderEdges:
         Of gradients that are exchanged for an update, the last action alone.
         """
         replicas = self._spec.parallelism.replicas
-        update = reduction_tree(self._spec).update_of(action, self._reductions)
+        update = self._tree.update_of(action)
         last = (self._last_of.pop if action.kind is U else self._last_of.get)(update, None)
         before = [U(update.stage, update.index - replicas)] if action.kind is U and update.index >= replicas else []
         return before if last is None else [last, *before]
@@ -252,7 +251,7 @@ class _OrderEdges:
 
         An exchange needs its piece alone, a milestone of that backward.
         """
-        shards, _ = reduction_tree(self._spec).needs(action, self._reductions)
+        shards, _ = self._tree.needs(action)
         last = (self._last_release.get(shard if self._limit is None else _WHOLE_WORKER) for shard in shards)
         found = dict.fromkeys(release for release in last if release is not None)
         if action.kind not in (G, S):

@@ -80,8 +80,8 @@ class Bucket(NamedTuple):
 class ReductionTree:
     """The tree along which the results of a step are collected and distributed."""
 
-    def __init__(self, spec: Declared) -> None:
-        self.spec = spec
+    def __init__(self, spec: Declared, reductions: Reductions = NO_REDUCTIONS) -> None:
+        self.spec, self._reductions = spec, reductions
         last = spec.last_stage
         #: node -> the node nearer to the root; the root, which is first, has none
         self.parent: dict[Replica, Replica | None] = {}
@@ -101,7 +101,7 @@ class ReductionTree:
         for node, parent in self.parent.items():
             if parent is not None:
                 self.children[parent].append(node)
-        self._pieces: dict[tuple[int, Reductions], list[Bucket]] = {}
+        self._pieces: dict[int, list[Bucket]] = {}
         #: nodes that contribute to the loss, or pass it on
         self._of_loss: set[Replica] = set()
         for route in range(spec.num_routes):
@@ -110,17 +110,17 @@ class ReductionTree:
                 self._of_loss.add(above)
                 above = self.parent[above]
 
-    def actions(self, worker: int, reductions: Reductions) -> list[Action]:
+    def actions(self, worker: int) -> list[Action]:
         """Return what `worker` collects and distributes, in the order of the tree: to the root, and back."""
         nodes = self._nodes.get(worker, [])
         found = [C(*node) for node in reversed(nodes) if node in self._of_loss] + [D(*node) for node in nodes]
-        if reductions.norms:
+        if self._reductions.norms:
             found += [N(*node) for node in reversed(nodes)] + [T(*node) for node in nodes]
-        if reductions.validated:
+        if self._reductions.validated:
             found += [V(*shard) for shard in self.spec.hosted(worker)]
         return found
 
-    def needs(self, action: Action, reductions: Reductions) -> tuple[list[Replica], list[Action]]:
+    def needs(self, action: Action) -> tuple[list[Replica], list[Action]]:
         """Return what an action that ends a step needs: shards with all their gradients, and actions."""
         stage, kind, index = action
         routes = self.spec.num_routes
@@ -129,20 +129,20 @@ class ReductionTree:
         if kind in (G, H):
             return [node], []
         if kind is S:
-            holders = self._holders(stage, number, reductions)
+            holders = self._holders(stage, number)
             return [node], [G(s, join_route(number, r, routes)) for s, r in holders if (s, r) != node]
         if kind is U:
-            awaited = self.awaited(self.spec.place(*node), reductions)
-            sums = self.sums(*node, reductions, number)
+            awaited = self.awaited(self.spec.place(*node))
+            sums = self.sums(*node, number)
             return ([], sums + awaited) if sums else ([node], awaited)
         if kind is P:
             if not self.spec.parallelism.mirror:
-                return [], [self.update_of(action, reductions)]
+                return [], [self.update_of(action)]
             # Of all replicas on the worker: one of them makes the update.
             every = (U(stage, each) for each in range(routes))
             return [], [each for each in every if self.spec.worker(each) == self.spec.place(*node)]
         if kind is A:
-            others = (each for each in self.pieces(stage, reductions, number) if not self.keeps(each.owner, node))
+            others = (each for each in self.pieces(stage, number) if not self.keeps(each.owner, node))
             return [], [U(stage, index)] + [P(p.owner[0], join_route(p.number, p.owner[1], routes)) for p in others]
         if kind is V:
             return [], [U(*node), T(*self.own[self.spec.place(*node)])]
@@ -156,32 +156,34 @@ class ReductionTree:
             below = [C(*child) for child in children if child in self._of_loss]
             return [], below + (self._losses(worker) if held else [])
         below = [N(*child) for child in children] + [D(*node)]  # gradients of summed losses are divided first
-        first = [shard for shard in held if shard[1] == 0 or self.spec.parallelism.zero or reductions.commits]
-        if reductions.validated:
+        first = [shard for shard in held if shard[1] == 0 or self.spec.parallelism.zero or self._reductions.commits]
+        if self._reductions.validated:
             return [], below + [U(*shard) for shard in first]  # U has noted the norms before it freed the gradients
-        sums = [each for shard in first for each in self.sums(*shard, reductions)]
-        alone = [shard for shard in first if not self.sums(*shard, reductions)]
+        sums = [each for shard in first for each in self.sums(*shard)]
+        alone = [shard for shard in first if not self.sums(*shard)]
         return alone, below + list(dict.fromkeys(sums))
 
-    def awaited(self, worker: int, reductions: Reductions) -> list[Action]:
+    def awaited(self, worker: int) -> list[Action]:
         """Return the actions whose results the updates of `worker` need."""
-        own = self.own[worker]
-        return [T(*own)] if reductions.norms and not reductions.validated else [D(*own)] if reductions.weight else []
+        own, known = self.own[worker], self._reductions
+        if known.norms and not known.validated:
+            return [T(*own)]
+        return [D(*own)] if known.weight else []
 
-    def pieces(self, stage: int, reductions: Reductions, step: int | None = None) -> list[Bucket]:
+    def pieces(self, stage: int, step: int | None = None) -> list[Bucket]:
         """Return the pieces of a stage's parameters that others hold too; of tied stages they have equal numbers.
 
         Args:
             step: of a stream; None: all.
         """
-        if (stage, reductions) not in self._pieces:
-            self._pieces[stage, reductions] = self._found_pieces(stage, reductions)
-        return [p for p in self._pieces[stage, reductions] if step in (None, p.step)]
+        if stage not in self._pieces:
+            self._pieces[stage] = self._found_pieces(stage)
+        return [p for p in self._pieces[stage] if step in (None, p.step)]
 
-    def update_of(self, action: Action, reductions: Reductions) -> Action:
+    def update_of(self, action: Action) -> Action:
         """Return the update for which gradients are given or summed, or which makes the parameters that are given."""
         number, route = split_route(action.index, self.spec.num_routes)
-        step = next((p.step for p in self.pieces(action.stage, reductions) if p.number == number), 0)
+        step = next((p.step for p in self.pieces(action.stage) if p.number == number), 0)
         return action if action.kind is U else U(action.stage, join_route(step, route, self.spec.num_routes))
 
     def keepers(self, stage: int, route: int) -> list[int]:
@@ -196,39 +198,39 @@ class ReductionTree:
             return owner == node
         return owner[0] == node[0] and self.spec.place(*node) in self.keepers(*owner)
 
-    def share(self, milestone: Milestone, reductions: Reductions) -> float:
+    def share(self, milestone: Milestone) -> float:
         """Return at what share of a backward a piece is complete: the buckets of the last layers are first."""
-        stage, number = milestone.action.stage, milestone.number - len(reductions.tied)
-        bucket = split_route(number, self.spec.num_routes)[0] if number >= 0 and reductions.buckets else 0
-        return (bucket + 1) / (reductions.buckets[stage] if reductions.buckets and number >= 0 else 1)
+        stage, number = milestone.action.stage, milestone.number - len(self._reductions.tied)
+        bucket = split_route(number, self.spec.num_routes)[0] if number >= 0 and self._reductions.buckets else 0
+        return (bucket + 1) / (self._reductions.buckets[stage] if self._reductions.buckets and number >= 0 else 1)
 
-    def _found_pieces(self, stage: int, reductions: Reductions) -> list[Bucket]:
-        if not (self.spec.takes_steps and reductions.updates):
+    def _found_pieces(self, stage: int) -> list[Bucket]:
+        if not (self.spec.takes_steps and self._reductions.updates):
             return []
-        held = enumerate(reductions.tied)
+        held = enumerate(self._reductions.tied)
         found = [Bucket(number, stages, (stages[0], route)) for number, (stages, route) in held if stage in stages]
-        routes, begin = self.spec.num_routes, len(reductions.tied)
+        routes, begin = self.spec.num_routes, len(self._reductions.tied)
         if routes > 1:
-            count = routes * (reductions.buckets[stage] if reductions.buckets else 1)
+            count = routes * (self._reductions.buckets[stage] if self._reductions.buckets else 1)
             every = range(count * self.spec.num_steps)
             found += [Bucket(begin + n, (stage,), (stage, route_in(n, routes)), split_step(n, count)[0]) for n in every]
         return found
 
-    def _holders(self, stage: int, number: int, reductions: Reductions) -> list[Replica]:
+    def _holders(self, stage: int, number: int) -> list[Replica]:
         """Return who holds a piece; none of one that `reductions` do not know, as of a trace, which has none."""
-        pieces = (piece for piece in self.pieces(stage, reductions) if piece.number == number)
+        pieces = (piece for piece in self.pieces(stage) if piece.number == number)
         return [holder for piece in pieces for holder in piece.holders(self.spec.num_routes)]
 
-    def sums(self, stage: int, route: int, reductions: Reductions, step: int = 0) -> list[Action]:
+    def sums(self, stage: int, route: int, step: int = 0) -> list[Action]:
         """Return the sums of gradients that an update takes; none if nobody else holds its parameters."""
-        owners = ((piece.number, piece.owner) for piece in self.pieces(stage, reductions, step))
+        owners = ((piece.number, piece.owner) for piece in self.pieces(stage, step))
         return [S(owner[0], join_route(number, owner[1], self.spec.num_routes)) for number, owner in owners
                 if not self.spec.parallelism.zero or self.keeps(owner, (stage, route))]  # fmt: skip
 
-    def given(self, kind: Kind, stage: int, route: int, reductions: Reductions, step: int = 0) -> list[Action]:
+    def given(self, kind: Kind, stage: int, route: int, step: int = 0) -> list[Action]:
         """Return what a replica gives: gradients to the owners of pieces (`G`), or as one sums (`S`) or parameters."""
         node, routes = (stage, route), self.spec.num_routes
-        return [kind(stage, join_route(piece.number, route, routes)) for piece in self.pieces(stage, reductions, step)
+        return [kind(stage, join_route(piece.number, route, routes)) for piece in self.pieces(stage, step)
                 if (piece.owner == node) is (kind is not G)
                 and (kind is not P or not all(self.keeps(node, each) for each in piece.holders(routes)))]  # fmt: skip
 
@@ -239,7 +241,7 @@ class ReductionTree:
         every = (F(last, m) for route in routes for m in on_route(spec, range(spec.total_microbatches), route))
         return [each for each in every if spec.num_routes == 1 or spec.worker(each) == worker]
 
-    def successors(self, action: Action, reductions: Reductions = NO_REDUCTIONS) -> list[Action]:
+    def successors(self, action: Action) -> list[Action]:
         """Return the actions that the payload of one that ends a step flows to."""
         stage, kind, route = action
         if kind is H:
@@ -249,10 +251,10 @@ class ReductionTree:
             number, own = split_route(route, routes)
             node = stage, own
             if kind is G:
-                owners = (piece.owner for piece in self.pieces(stage, reductions) if piece.number == number)
+                owners = (piece.owner for piece in self.pieces(stage) if piece.number == number)
                 return [S(owner[0], join_route(number, owner[1], routes)) for owner in owners]
-            first = self.update_of(action, reductions).index - node[1]
-            holders = [(s, first + r) for s, r in self._holders(stage, number, reductions)]
+            first = self.update_of(action).index - node[1]
+            holders = [(s, first + r) for s, r in self._holders(stage, number)]
             if kind is P:
                 return [A(s, at) for s, at in holders if not self.keeps(node, (s, at - first))]
             zero, mirror = self.spec.parallelism.zero, self.spec.parallelism.mirror
@@ -268,6 +270,6 @@ class ReductionTree:
 
 
 @lru_cache(maxsize=256)
-def reduction_tree(spec: Declared) -> ReductionTree:
-    """Return the tree along which a step of `spec` ends."""
-    return ReductionTree(spec)
+def reduction_tree(spec: Declared, reductions: Reductions = NO_REDUCTIONS) -> ReductionTree:
+    """Return the tree along which a step of `spec` ends, by what its updates depend on."""
+    return ReductionTree(spec, reductions)

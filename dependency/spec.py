@@ -58,7 +58,7 @@ class Spec(Declared):
         """Return the actions that take the payload of `action`; none if it has no payload."""
         stage, kind, microbatch = action
         if not kind.per_microbatch:
-            return reduction_tree(self).successors(action, reductions)
+            return reduction_tree(self, reductions).successors(action)
         follower = self._going(kind.way, stage + kind.way, microbatch) if kind.way else None
         return [] if follower is None else [follower]
 
@@ -83,7 +83,7 @@ class Spec(Declared):
         elif kind is U and not self.synchronous:
             yield from before_update(self, action)
         else:
-            shards, others = reduction_tree(self).needs(action, reductions)
+            shards, others = reduction_tree(self, reductions).needs(action)
             for shard in shards:
                 yield from self.accumulations(*shard)
             yield from others

@@ -256,7 +256,7 @@ def _give(ctx: ActionContext) -> Payload:
 def _sum(ctx: ActionContext) -> Payload | None:
     """Add up in the order of stages and routes."""
     (pieces, number), (stage, _, index), spec = _pieces(ctx), ctx.task.entry.action, ctx.step.batch.spec
-    (piece,) = (p for p in reduction_tree(spec).pieces(stage, ctx.step.batch.reductions) if p.number == number)
+    (piece,) = (p for p in reduction_tree(spec, ctx.step.batch.reductions).pieces(stage) if p.number == number)
     parts = [ctx.worker.backend.ready(ctx.step.payloads.pop(source)) for source in ctx.task.entry.sources]
     return pieces.sum(number, parts, piece.holders(spec.num_routes).index((stage, route_in(index, spec.num_routes))))
 
@@ -290,7 +290,7 @@ def complete_gradients(ctx: ActionContext, shard: Shard, route: int) -> None:
     step.end.completed.add(shard)
     shard.turn()
     if shard.updating.pieces is not None and (not spec.parallelism.zero or spec.parallelism.mirror):
-        for each in reduction_tree(spec).sums(shard.stage, route, step.batch.reductions):
+        for each in reduction_tree(spec, step.batch.reductions).sums(shard.stage, route):
             # Not taken out: several holders may be on this worker.
             shard.updating.pieces.take(ctx.worker.backend.ready(step.payloads[each]))
     alone = ctx.worker.members is None  # else this plane's weight is only a part

@@ -114,7 +114,7 @@ class Relation:
                         self.num_needs[start + waits] += 1
 
     def _announce(self, number: int, milestone: Milestone, waiting: list[int]) -> None:
-        share = reduction_tree(self.spec).share(milestone, self.reductions)
+        share = reduction_tree(self.spec, self.reductions).share(milestone)
         if share < 1:
             self.within.setdefault(number, []).append((share, waiting))
         else:

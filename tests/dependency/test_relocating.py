@@ -48,20 +48,21 @@ def test_live_replicas_of_a_stage_do_the_work_of_the_dead(name, gone):
 @pytest.mark.parametrize("name", ["1f1b", "gpipe", "zb-h1", "zb-v", "chimera"])
 def test_two_live_workers_have_the_states_of_each_owner_when_a_step_commits(name, gone):
     spec = relocated(make_spec(name, 8, 8, {"replicas": 4, "zero": 1, "mirror": True}), frozenset(gone))
-    reductions, tree = Reductions(weight=True, norms=True, commits=True), reduction_tree(spec)
+    reductions = Reductions(weight=True, norms=True, commits=True)
+    tree = reduction_tree(spec, reductions)
     held = {}  # by sum of gradients, the workers that have it when they agree to the step
     for worker in spec.workers:
         check(spec, worker)
         for stage, route in spec.hosted(worker):
-            for each in tree.sums(stage, route, reductions):
+            for each in tree.sums(stage, route):
                 held.setdefault(each, set()).add(worker)
         own = tree.own[worker]
-        needs = {need for place in spec.hosted(worker) for need in tree.sums(*place, reductions)}
+        needs = {need for place in spec.hosted(worker) for need in tree.sums(*place)}
         assert needs <= set(spec.needs(N(*own), reductions))
     for stage in range(spec.num_stages):
-        for piece in tree.pieces(stage, reductions):
+        for piece in tree.pieces(stage):
             keepers = tree.keepers(*piece.owner)
-            (sums,) = tree.given(S, *piece.owner, reductions)
+            (sums,) = tree.given(S, *piece.owner)
             assert held[sums] == set(keepers) and len(keepers) == 2 and not gone & set(keepers)
     assert simulate(Relation(spec, 2, reductions), uniform({F: 1})).makespan > 0  # it comes to its end
 
@@ -143,12 +144,12 @@ def test_a_stage_without_a_live_replica_is_named():
 def test_an_update_waits_until_every_worker_holds_what_its_updates_need():
     spec = relocated(make_spec("1f1b", 4, 4, {"replicas": 2}), frozenset({1}))
     reductions = Reductions(weight=True, norms=True, commits=True)
-    tree = reduction_tree(spec)
+    tree = reduction_tree(spec, reductions)
     for worker in spec.workers:
         found = {entry.action: entry for entry in entries(spec, worker, reductions=reductions)}
         collected = found[N(*tree.own[worker])]
         needs = {*collected.own, *(pulled.action for pulled in collected.pulled)}
         for stage, route in spec.hosted(worker):
-            assert set(tree.sums(stage, route, reductions)) <= needs
+            assert set(tree.sums(stage, route)) <= needs
             told = {*found[U(stage, route)].own, *(pulled.action for pulled in found[U(stage, route)].pulled)}
             assert any(action.kind.letter == "T" for action in told)

@@ -56,7 +56,7 @@ def run_state_machines(
                     peak[worker] = max(peak[worker], live[worker])
                 clock.finish_after(duration, worker, entry.action)
                 for milestone in states[worker].part.milestones.get(entry.action, ()):
-                    share = reduction_tree(spec).share(milestone, reductions)
+                    share = reduction_tree(spec, reductions).share(milestone)
                     if share < 1:
                         clock.reach_after(share * duration, worker, milestone)
         touched = set()
