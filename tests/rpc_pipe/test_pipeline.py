@@ -272,11 +272,6 @@ def test_a_stop_is_seen_by_all_after_the_same_step():
     assert pipe.evaluate((X, Y)) > 0, "what a script does after its loop still works"
 
 
-def test_a_value_is_gathered_by_a_function_of_a_worker():
-    with refused("gather"):
-        pipeline().gather("three", 3)
-
-
 def test_a_users_schedule_class_runs():
     from rpc_pipe.schedules import OneFOneB
 
