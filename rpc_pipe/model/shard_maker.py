@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from ..dependency import NO_REDUCTIONS, ModelError, Spec
+from ..workers.compute.batch_norm import Statistics, defer
 from ..workers.compute.by_hand import fingerprint
 from ..workers.compute.digest import digest
 from ..workers.compute.divided import local
 from ..workers.compute.randomness import Randomness
-from ..workers.compute.running_statistics import Statistics
 from ..workers.compute.shard import LossFn, Shard
 from ..workers.compute.slices import Divide, Slice
 from ..workers.compute.updating import Training, Updating
@@ -56,8 +56,6 @@ def make_partition(
 
         whole = ObservedPartition(model, num_stages, split, loss_fn, blocks=blocks, seed=seed)  # type: ignore[arg-type]
         if training.deferred_batch_norm:
-            from ..workers.compute.batch_norm import defer
-
             defer(whole.whole.modules())
         return whole
     if blocks is not None:
@@ -161,8 +159,6 @@ class ShardMaker:
     def _make(self, spec: Spec, stage: int, route: int, randomness: Randomness, replica: int) -> Shard:
         slice = self.model.slice(stage, randomness, replica, self._divide)
         if self._training.deferred_batch_norm:
-            from ..workers.compute.batch_norm import defer
-
             defer(slice.own)
         if spec.num_routes > 1:
             self.weights += f"{stage}={digest(map(local, slice.state_dict().values())):x} "

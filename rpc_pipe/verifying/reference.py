@@ -25,10 +25,9 @@ from ..model.batches.sequences import length_of, ranges_of
 from ..model.observe.trees import mapped
 from ..model.observed_partition import ObservedPartition
 from ..model.partition import LayerPartition
-from ..workers.compute.batch_norm import defer
+from ..workers.compute.batch_norm import Statistics, defer
 from ..workers.compute.module_state import KeptTensor, ModuleState
 from ..workers.compute.randomness import Randomness, Seed, preserved
-from ..workers.compute.running_statistics import Statistics
 from ..workers.compute.shard import LossFn
 from ..workers.compute.stage_state import shown
 from ..workers.compute.whole_draws import WholeDraws

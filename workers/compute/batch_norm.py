@@ -7,13 +7,16 @@ before, with their gradients.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from .running_statistics import SUMS
 from .torch_internals import BatchNorm
+
+#: names of the buffers with sums over microbatches, and of those that take them over
+_SUMS = ("sums", "squares", "count")
+_RUNNING = ("running_mean", "running_var", "num_batches_tracked")
 
 
 class DeferredBatchNorm(BatchNorm):
@@ -66,7 +69,47 @@ def defer(modules: Iterable[nn.Module]) -> None:
             and module.running_mean is not None
         ):
             module.__class__ = type(type(module).__name__, (DeferredBatchNorm, type(module)), {})
-            for name in SUMS:
+            for name in _SUMS:
                 # In double precision, or the difference of two large numbers would be lost.
                 value = torch.zeros_like(module.running_mean, dtype=torch.float64)
                 module.register_buffer(name, value[0].clone() if name == "count" else value, persistent=False)
+
+
+class Statistics:
+    """The sums of the batch normalisations among `modules` since the last update."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modules = modules
+        #: sums, and their values after the last complete step since the last update
+        self._held: list[tuple[Tensor, Tensor]] = []
+
+    def _deferred(self) -> list[DeferredBatchNorm]:
+        return [module for module in self._modules if isinstance(module, DeferredBatchNorm)]
+
+    def commit(self) -> None:
+        """Take over all of it."""
+        for module in self._deferred():
+            module.commit()
+        self._held = []
+
+    def hold(self) -> None:
+        """Keep the sums of a complete step for a later update."""
+        self._held = [(tensor, tensor.clone()) for tensor in self.named(summed=True).values()]
+
+    def restore(self) -> None:
+        """Set the sums to the values after complete steps."""
+        for module in self._deferred():
+            module.forget()
+        for tensor, held in self._held:
+            tensor.copy_(held)
+
+    def named(self, *, summed: bool) -> dict[str, Tensor]:
+        """Return by name the sums, or the running statistics that have taken them over."""
+        norms = enumerate(self._deferred())
+        return {f"{n} {name}": getattr(m, name) for n, m in norms for name in (_SUMS if summed else _RUNNING)}
+
+    def sums(self) -> list[tuple[Tensor, dict[str, Tensor]]]:
+        """Return the sums by name, with the running mean that they will change."""
+        return [
+            (m.running_mean, {n: getattr(m, n) for n in _SUMS}) for m in self._deferred() if m.running_mean is not None
+        ]

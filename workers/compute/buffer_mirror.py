@@ -11,8 +11,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from .batch_norm import DeferredBatchNorm, Statistics
 from .module_state import Attributes, Place, Tensors
-from .running_statistics import Statistics
 from .slices import Slice
 
 #: number of steps that show where forwards change buffers
@@ -70,7 +70,7 @@ class BufferMirror(Statistics):
         return {
             key: place
             for key, place in self._places.items()
-            if "squares" not in place[0]._buffers and (self._looks < _LOOKS or place in self._changed)
+            if not isinstance(place[0], DeferredBatchNorm) and (self._looks < _LOOKS or place in self._changed)
         }
 
     def give(self) -> dict[str, Tensor]:

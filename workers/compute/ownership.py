@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from ...dependency import NO_REDUCTIONS, ConfigError, Reductions, Spec, reduction_tree
 from ..transport.payload import Payload, pack, unpack
+from .batch_norm import Statistics
 from .divided import like, local
-from .running_statistics import Statistics
 
 if TYPE_CHECKING:
     from .buffer_mirror import BufferMirror

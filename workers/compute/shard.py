@@ -16,12 +16,12 @@ from torch.optim import Optimizer
 from ...dependency import ConfigError
 from ..transport.payload import Payload, Tree, distinct_tensors, pack, shapes_in
 from . import autocast, borders
+from .batch_norm import Statistics
 from .borders import ForwardArgs, Forwarded, InputGradients
 from .module_state import ChangingModules, KeptTensor
 from .randomness import PythonDraws, Randomness, Seed
 from .recomputation import FirstRun, Recomputation
 from .result import Losses, sum_and_weight
-from .running_statistics import Statistics
 from .slices import Slice, note
 from .stage_state import StageState, shown
 from .torch_internals import run_backward
