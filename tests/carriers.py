@@ -11,7 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
+from torch.distributed import HashStore
+
 from rpc_pipe.workers.transport.carrier import Carrier
+from rpc_pipe.workers.transport.meeting import Meeting
 from rpc_pipe.workers.transport.message import decode, encode
 from rpc_pipe.workers.transport.messages import Messages
 from rpc_pipe.workers.transport.shared_memory import Channels
@@ -71,26 +74,21 @@ def zmq_carriers(
     from rpc_pipe.workers.transport.keys import Keys
     from rpc_pipe.workers.transport.zeromq import Network, ZmqLink
 
-    told, folder = {}, Path(tempfile.mkdtemp(prefix="rpc-pipe-test-"))
+    folder = Path(tempfile.mkdtemp(prefix="rpc-pipe-test-"))
 
-    def ask(peer, timeout_s):
-        deadline = time.monotonic() + timeout_s
-        while peer not in told:
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"worker {peer} told nothing")
-            time.sleep(0.005)
-        return told[peer]
+    class Through(Meeting):
+        def leave(self, name, word):
+            place, address = word.split("\n")
+            super().leave(name, f"{place}\n{through(address)}")
+
+    meeting = Through(HashStore())
 
     def make(worker):
         network = None
         if tcp:
-
-            def tell(place, address):
-                told[worker] = place, through(address)
-
             secret = secrets[worker] if secrets else b"of the job" * 4
             keys = Keys(secret, "test", range(num_workers))
-            network = Network(keys, host, 0, tell, ask, options.get("lost_after_s", 20))
+            network = Network(keys, host, 0, meeting, options.get("lost_after_s", 20))
         where = None if tcp else folder
         timeout_s = options.get("join_timeout_s", 20)
         link = ZmqLink(worker, range(num_workers), where, network, timeout_s)

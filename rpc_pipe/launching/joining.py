@@ -187,16 +187,9 @@ def _network(place: MeetingPlace, cancelled: Callable[[], None] | None) -> Netwo
     else:
         job, host = _reached(job, meeting)
 
-    def tell(host_folder: str, address: str) -> None:
-        meeting.leave(f"address-{job.worker}", f"{host_folder}\n{address}")
-
-    def ask(peer: int, timeout_s: float) -> tuple[str, str]:
-        host_folder, _, address = meeting.take(f"address-{peer}", timeout_s).partition("\n")
-        return host_folder, address
-
     port = job.port if job.worker == min(place.workers) else 0
     more = {"congestion": os.environ["RPC_PIPE_CONGESTION"]} if "RPC_PIPE_CONGESTION" in os.environ else {}
-    return Network(_keys(place, meeting, secret), host, port, tell, ask, job.lost_after_s, **more)
+    return Network(_keys(place, meeting, secret), host, port, meeting, job.lost_after_s, **more)
 
 
 def _secret(job: Job) -> bytes | None:

@@ -26,6 +26,7 @@ from .deadline import within
 from .hearing import Hearing
 from .keys import Keys, KeyServer
 from .link import LinkCallbacks, Message
+from .meeting import Meeting
 from .message import decode, encode
 from .sockets import CONGESTION, Frames, Sockets
 from .wakeup import Wakeup
@@ -49,10 +50,8 @@ class Network(NamedTuple):
     #: address of this host's interface, and port, 0: any
     host: str
     port: int
-    #: tells the others where this worker is: its host's folder, and its address
-    tell: Callable[[str, str], None]
-    #: returns what a worker told, or raises TimeoutError
-    ask: Callable[[int, float], tuple[str, str]]
+    #: where each worker leaves its host's folder and its address
+    meeting: Meeting
     #: how long a worker may be silent before it counts as lost
     lost_after_s: float = 20.0
     congestion: str = CONGESTION
@@ -131,11 +130,13 @@ class ZmqLink:
             KeyServer(self._context, network.keys)
             outside = self._sockets(network.keys, network.lost_after_s)
             address = outside.bind_tcp(network.host, network.port, network.congestion)
-            network.tell("" if folder is None else _place(folder), address)
+            place = "" if folder is None else _place(folder)
+            network.meeting.leave(f"address-{self._worker}", f"{place}\n{address}")
         for peer in self._peers:
             address = ""
             if network is not None:
-                there, address = network.ask(peer, max(0.0, deadline - time.monotonic()))
+                told = network.meeting.take(f"address-{peer}", max(0.0, deadline - time.monotonic()))
+                there, _, address = told.partition("\n")
             if inside is not None and folder is not None and (network is None or there == _place(folder)):
                 self._by[peer] = inside
                 inside.connect_in(folder, peer)
