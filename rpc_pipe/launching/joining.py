@@ -154,7 +154,7 @@ def mesh_of_members(job: Job, kind: str, identity: str) -> Any:
     if dist.is_initialized():
         every = init_device_mesh(kind, (job.num_workers, job.members), mesh_dim_names=("worker", "member"))
         return every["member"]
-    place = root_of(job).sub(f"worker {job.worker}", range(job.members))
+    place = root_of(job).sub(f"members {job.worker}", range(job.members))
     if job.one_host:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", job.interface)
     try:

@@ -8,11 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from processes import python
 
 from rpc_pipe.launching import joining
 from rpc_pipe.launching.job import Job
 from rpc_pipe.launching.meeting_place import place_of
+from rpc_pipe.tracing.board import COPY, OWN
 from rpc_pipe.workers.actor import WorkerActor
 from rpc_pipe.workers.compute.device import DeviceBackend
 
@@ -48,6 +50,16 @@ def held(folder):
     while gc.collect():
         """Some objects are freed by the finalizers of others."""
     return threading.active_count(), len(os.listdir("/proc/self/fd")), sorted(folder.rglob("*"))
+
+
+def test_members_meet_beside_the_boards_of_a_run(tmp_path, monkeypatch):
+    """Their folder had the name of the first member's board, so that a run with members could not be watched."""
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *_, **__: None)
+    monkeypatch.setattr(torch.distributed.device_mesh, "init_device_mesh", lambda *_, **__: tmp_path.iterdir())
+    monkeypatch.setattr(joining, "at_exit", lambda _: None)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    job = Job(0, 2, f"file://{tmp_path}/rendezvous", "lo", 20, members=2)
+    assert not [path for path in joining.mesh_of_members(job, "cpu", "") if path.name.startswith((OWN, COPY))]
 
 
 def ten_epochs(folder):
