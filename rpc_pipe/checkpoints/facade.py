@@ -166,12 +166,9 @@ class Checkpoints:
         from .series import last_series
 
         where, job = path_of(folder), self.job
-        names = self._each(
-            lambda actor: agreed(actor, "series", lambda: " ".join(path.name for path in last_series(where, job)))
-        )[0].split()
-        found = [where / name for name in names]
+        found = self._each(lambda actor: _agreed(actor, "series", where, lambda: last_series(where, job)))[0]
         job["begun"] = next((int(told["begun"]) for path in found if (told := written_by(path))), job["begun"])
-        return found
+        return found  # type: ignore[no-any-return]
 
     def claim(self, folder: str | Path) -> list[Path]:
         """Take a folder for this job's checkpoints alone; return the job's checkpoints in it, newest first.
@@ -187,11 +184,9 @@ class Checkpoints:
 
         def claimed(actor: WorkerActor) -> list[Path]:
             starters = set(everywhere(actor, "starters", starter()))
-            names = agreed(
-                actor, "own checkpoints", lambda: " ".join(path.name for path in claim(where, starters, job))
-            )
+            found = _agreed(actor, "own checkpoints", where, lambda: claim(where, starters, job))
             self._claimed = where.absolute(), starters, job
-            return [where / name for name in names.split()]
+            return found
 
         return self._each(claimed)[0]  # type: ignore[no-any-return]
 
@@ -234,18 +229,17 @@ class Checkpoints:
         checkpoint was made. Its changes by hand until then, such as a learning rate, are in the checkpoint already:
         they must not count twice.
         """
+        results = self._run.results
         if stop := any(actor.stop_requested for actor in actors):
-            self._run.results.skip(0)  # no more
-        loss = self._run.results.loss if stop else self._run.results.skip_step(batch, rows)
-        if not self._run.results.behind and self._resumed is not None:
+            results.skip(0)  # no more
+        loss = results.loss if stop else results.skip_step(batch, rows)
+        if not results.behind and self._resumed is not None:
             # A faster worker waits here for the slower ones: one of them may have been asked to stop.
             stop = any(self._each(lambda actor: everywhere(actor, "steps skipped", stop))[0])
             self._put(self._resumed[0])
             if self._run.recovery is not None:
-                self._run.recovery.journal.write(
-                    self._run.results.steps_done(next(iter(actors)).step), loss, self._run.results.norm
-                )
-        return loss, stop or self._run.results.stopped
+                self._run.recovery.journal.write(results.steps_done(next(iter(actors)).step), loss, results.norm)
+        return loss, stop or results.stopped
 
     def settle(self, *, again: bool = False) -> Path | None:
         """Wait until a checkpoint that is being written is complete; return its path where worker 0 is.
@@ -341,6 +335,12 @@ class Checkpoints:
 
         separate, num_routes = self._run.spec.averaging_pull > 0, self._run.spec.num_routes
         return self._each(lambda actor: put_all(actor, where, separate, num_routes))[0]  # type: ignore[no-any-return]
+
+
+def _agreed(actor: WorkerActor, name: str, where: Path, find: Callable[[], Iterable[Path]]) -> list[Path]:
+    """Return on every worker the checkpoints in a folder that the first process finds."""
+    names = agreed(actor, name, lambda: " ".join(path.name for path in find()))
+    return [where / each for each in names.split()]
 
 
 def path_of(given: str | Path) -> Path:

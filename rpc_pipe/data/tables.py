@@ -152,10 +152,8 @@ def _groups(shard: ShardFile, storage: Storage, columns: Sequence[str]) -> list[
             for column in columns:
                 if column not in names:
                     raise ConfigError(f"shard {shard.name}: has no column {column!r}; it has {', '.join(names)}")
-            return [
-                Group(shard, number, rows, size + _ROW * rows + 1)
-                for number, (rows, size) in enumerate(file.groups(columns))
-            ]
+            groups = enumerate(file.groups(columns))
+            return [Group(shard, number, rows, size + _ROW * rows + 1) for number, (rows, size) in groups]
 
     return storage.look(shard, look)
 

@@ -55,9 +55,8 @@ class ObservedPartition:
         blocks: str | Sequence[str] | None = None,
         seed: int = 0,
     ) -> None:
-        self._source: nn.Module | DeferredModel | None = (
-            model if isinstance(model, nn.Module) else DeferredModel(model, seed)
-        )
+        self._source: nn.Module | DeferredModel | None
+        self._source = model if isinstance(model, nn.Module) else DeferredModel(model, seed)
         self._num_stages = num_stages
         self._split = split
         self._blocks = blocks

@@ -32,13 +32,12 @@ class Bounds:
         #: by route, the costs of its mean microbatch, and of its longest one
         self._mean = {route: chain.among(own) for route, own in lengths.items()}
         self._longest = {route: chain.among(sorted(own)[-1:]) for route, own in lengths.items()}
-        self._split = [
-            Counter(spec.route(m) for m in microbatches if spec.splits(s, m)) for s in range(spec.num_stages)
-        ]
-        self._recomputes = [spec.recomputes(stage) for stage in range(spec.num_stages)]
+        stages = range(spec.num_stages)
+        self._split = [Counter(spec.route(m) for m in microbatches if spec.splits(s, m)) for s in stages]
+        self._recomputes = [spec.recomputes(stage) for stage in stages]
         #: whether recomputation (R) waits for the gradient
         self._recompute_waits = not type(spec).recompute
-        self._place = [[spec.place(s, r) for r in range(spec.num_routes)] for s in range(spec.num_stages)]
+        self._place = [[spec.place(s, r) for r in range(spec.num_routes)] for s in stages]
         self._slow = [machines.slow(worker) for worker in range(spec.num_workers)]
         #: of a microbatch's time and bytes, the least that a slice of its sequence takes
         sizes = spec.parallelism.slices

@@ -55,9 +55,8 @@ def from_json_value(kind: Any, value: Any, name: str = "", unit: float = 1) -> A
             raise TypeError(f"{name} has no {min(unknown)}: known are {', '.join(names)}")
         lacking = {each.name for each in names.values() if each.default is each.default_factory is MISSING}
         there = [(key, each) for key, each in names.items() if key in value or each.name in lacking]
-        found = {
-            each.name: from_json_value(_hints(kind)[each.name], value[key], key, _unit(each)) for key, each in there
-        }
+        hints = _hints(kind)
+        found = {each.name: from_json_value(hints[each.name], value[key], key, _unit(each)) for key, each in there}
         return kind(**found)  # type: ignore[operator]
     origin, (first, *rest) = get_origin(kind), (*get_args(kind), None)
     if origin is Mapping:

@@ -27,13 +27,17 @@ _CELL = re.compile(rf"([0-9]{{1,9}})(F|I|B|W|{_SKIPPED})([0-9]{{0,9}})")
 _OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
 
 
+#: actions by worker, in order
+Rows = tuple[tuple[Action, ...], ...]
+#: route -> stage -> worker
+Placement = tuple[tuple[int, ...], ...]
+
+
 class Program(NamedTuple):
     """The lists of a schedule."""
 
-    #: actions by worker, in order
-    rows: tuple[tuple[Action, ...], ...]
-    #: route -> stage -> worker
-    placement: tuple[tuple[int, ...], ...]
+    rows: Rows
+    placement: Placement
     #: microbatch -> route
     routes: tuple[int, ...]
     #: the I of every split backward
@@ -42,9 +46,7 @@ class Program(NamedTuple):
     recompute: frozenset[int]
 
     @classmethod
-    def of(
-        cls, rows: tuple[tuple[Action, ...], ...], placement: tuple[tuple[int, ...], ...], routes: tuple[int, ...]
-    ) -> Program:
+    def of(cls, rows: Rows, placement: Placement, routes: tuple[int, ...]) -> Program:
         """Return the program of these lists."""
         actions = [action for row in rows for action in row]
         split = frozenset(action for action in actions if action.kind is I)
@@ -100,9 +102,7 @@ class ListedSchedule(Spec):
 
 
 @lru_cache(maxsize=64)
-def listed_schedule(
-    rows: tuple[tuple[Action, ...], ...], placement: tuple[tuple[int, ...], ...], routes: tuple[int, ...]
-) -> type[ListedSchedule]:
+def listed_schedule(rows: Rows, placement: Placement, routes: tuple[int, ...]) -> type[ListedSchedule]:
     """Return the schedule of these lists; the same class for the same lists."""
     own = {"listed": Program.of(rows, placement, routes), "__doc__": ListedSchedule.__doc__}
     return type("Searched", (ListedSchedule,), own)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from itertools import pairwise, permutations
 from typing import Any
 
 from ..dependency import NO_REDUCTIONS, Action, B, G, Kind, S, Spec, W
@@ -67,10 +67,8 @@ class PricedSchedule:
         ]
         self._links: dict[tuple[int, int], Link] | None = None
         if not machines.links_are_plain:
-            workers = range(spec.num_workers)
-            self._links = {
-                (a, b): link_beside_copies(machines, chain, a, b) for a in workers for b in workers if a != b
-            }
+            pairs = permutations(range(spec.num_workers), 2)
+            self._links = {pair: link_beside_copies(machines, chain, *pair) for pair in pairs}
 
     def costs(self, ends: Ends) -> list[float]:
         """Return the time of each action of the relation with this cut, by its number."""

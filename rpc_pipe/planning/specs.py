@@ -236,9 +236,8 @@ class PipeOptions:
 
     def for_pipeline(self) -> dict[str, Any]:
         """Return the options as keyword arguments of `Pipeline`."""
-        return {"num_microbatches": self.microbatches, "num_workers": self.workers} | {
-            name: getattr(self, name) for name in _OF_PIPELINE
-        }
+        named = {name: getattr(self, name) for name in _OF_PIPELINE}
+        return {"num_microbatches": self.microbatches, "num_workers": self.workers, **named}
 
     def spec(self, num_layers: int) -> Spec:
         """Make the spec and check it, before any worker is started.

@@ -268,10 +268,8 @@ class Assignment:
         """Return the blocks with the module beside them that has this buffer; nothing if it contains blocks."""
         owners = [name[:end] for end, letter in enumerate(name) if letter == "."]
         apart = [each for each in owners if not any(f"{block}.".startswith(f"{each}.") for block in self._blocks)]
-        lists = [
-            parent if last.isdigit() else f"{parent}.{last}"
-            for parent, _, last in (block.rpartition(".") for block in self._blocks)
-        ]
+        parts = [block.rpartition(".") for block in self._blocks]
+        lists = [parent if last.isdigit() else f"{parent}.{last}" for parent, _, last in parts]
         return [*dict.fromkeys(each.strip(".") for each in lists), apart[0]] if apart and lists else []
 
     def _refuse_decisions(self) -> None:
@@ -346,12 +344,10 @@ class Assignment:
     def _find_used(self, stage: int, role: Role) -> None:
         writes = [event for event in self._observation.events if event.index in role.own and event.writes]
         for place, (value, version) in enumerate(role.receives):
-            readers = [
-                (reader, seen) for reader, seen in self._readers[value] if self.stage_of[reader.index] in (stage, None)
-            ]
-            if not any(seen == version for _, seen in readers):
+            seen = {version for reader, version in self._readers[value] if self.stage_of[reader.index] in (stage, None)}
+            if version not in seen:
                 continue
-            if value in role.used or any(seen < version for _, seen in readers):
+            if value in role.used or min(seen) < version:
                 raise self._refuse(value, f"is written between two of its uses on stage {stage}")
             role.used[value] = place
             storage = storage_of(value.tensor)

@@ -115,9 +115,8 @@ def _find_carried_state(
     again = Observer(skeleton, given, left)
     with suppress(Exception):  # reads before the error count
         again.run(*mapped(given, lambda tensor: tensor))
-    observation.carried += [
-        CarriedState(what, [made, _in_first_forward(observation, used)]) for (what, made), used in again.used
-    ]
+    for (what, made), used in again.used:
+        observation.carried.append(CarriedState(what, [made, _in_first_forward(observation, used)]))
 
 
 def _in_first_forward(observation: Observation, event: Event) -> Event:

@@ -114,26 +114,17 @@ class Script:
                 wanted |= set(map(id, tensors(event.trees)))
         real = {key for _, key in self.fields} | given
         real |= {id(value.tensor) for value in observation.values if runs[value.made]}
-        self.lines = [
-            self._line(event, runs[event.index], role, given, wanted, real) for event in observation.events[:-1]
-        ]
-
-    def _line(
-        self, event: Event, runs: bool, role: Role, given: set[int], wanted: set[int], real: set[int]
-    ) -> ScriptLine:
-        is_end = event.index == role.last and not self.is_last and not self._to_the_end
-        trees = list(map(form_of, event.trees)) if runs else mapped(event.trees, self._plain)
-        bare = replace(event, trees=trees, made=[], reads=set(), asked=set())
-        line = ScriptLine(bare, runs, is_end)
-        found = [(path, id(tensor)) for path, tensor in leaves(event.trees)]
-        if not runs:
-            line.substituted = [place for place in found if place[1] in real]
-        else:
-            if not event.is_block and event.index not in role.own:
-                line.substituted = [place for place in found if place[1] in given]
-            recorded = ({id(value.tensor) for value in event.made} & wanted) - given
-            line.recorded = [place for place in found if place[1] in recorded]
-        return line
+        self.lines: list[ScriptLine] = []
+        for event in observation.events[:-1]:
+            is_run, is_own = runs[event.index], event.is_block or event.index in role.own
+            trees = list(map(form_of, event.trees)) if is_run else mapped(event.trees, self._plain)
+            bare = replace(event, trees=trees, made=[], reads=set(), asked=set())
+            found = [(path, id(tensor)) for path, tensor in leaves(event.trees)]
+            here = real if not is_run else set() if is_own else given
+            recorded = ({id(value.tensor) for value in event.made} & wanted) - given if is_run else set()
+            substituted, kept = ([place for place in found if place[1] in some] for some in (here, recorded))
+            is_end = event.index == role.last and not self.is_last and not self._to_the_end
+            self.lines.append(ScriptLine(bare, is_run, is_end, substituted, kept))
 
     def _plain(self, tensor: Tensor) -> Tensor:
         if id(tensor) not in self._stand_ins:
@@ -207,9 +198,8 @@ class Script:
             before: the attributes before that forward.
         """
         self.is_settled = True
-        own = {
-            module for line in self.lines if line.event.is_block and line.runs for module in line.event.called.modules()
-        }
+        blocks = [line.event.called for line in self.lines if line.event.is_block and line.runs]
+        own = {module for block in blocks for module in block.modules()}
         changed = before.changed_places()
         if changed <= self._changed and {place for place in self._changed if place[0] in own} <= changed:
             return True

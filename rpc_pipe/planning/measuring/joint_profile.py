@@ -86,13 +86,11 @@ def merged(profiles: Sequence[Profile], links: Mapping[tuple[int, int], Link]) -
     """
     slow = _slowness(profiles)
     first = profiles[0]
-    measured = {
-        rows: [_median([p.measured[rows][i] for p in profiles], slow) for i in range(first.num_blocks)]
-        for rows in first.measured
-    }
-    per_stage = {
-        kind: median(p.per_stage[kind] / s for p, s in zip(profiles, slow, strict=True)) for kind in first.per_stage
-    }
+    measured = {}
+    for rows in first.measured:
+        measured[rows] = [_median(costs, slow) for costs in zip(*(p.measured[rows] for p in profiles), strict=True)]
+    pairs = [*zip(profiles, slow, strict=True)]
+    per_stage = {kind: median(p.per_stage[kind] / s for p, s in pairs) for kind in first.per_stage}
     topology = {"workers": [{"speed": round(1 / s, 3)} for s in slow], **_links_as_json(links)}
     return replace(
         first,

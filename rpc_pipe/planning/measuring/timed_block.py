@@ -138,9 +138,8 @@ class TimedBlock:
             act(R, lambda: made.append(self.forward()))
         yield
         leaves, output, roots = made.pop()
-        self._operators = tuple(
-            [node.name() for node in children_first(root.grad_fn for root in roots if root.grad_fn)]
-        )
+        nodes = children_first(root.grad_fn for root in roots if root.grad_fn)
+        self._operators = tuple([node.name() for node in nodes])
         weights = {parameter.untyped_storage().data_ptr() for _, parameter in self.named}
         held = saved.num_bytes(weights)
         own = {leaf.untyped_storage().data_ptr() for leaf in leaves} - weights
