@@ -78,11 +78,10 @@ def random_state() -> dict[str, Tensor]:
     """Return the states of the process's generators, of torch's CPU, of Python and of numpy, as tensors by name."""
     version, numbers, gauss = random.getstate()
     name, keys, position, has_gauss, cached = numpy.random.get_state()
-    texts = {
-        "python": json.dumps([version, numbers, gauss]),
-        "numpy": json.dumps([name, numpy.asarray(keys).tolist(), position, has_gauss, cached]),
-    }
-    found = {name: torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8) for name, text in texts.items()}
+    of_numpy = [name, numpy.asarray(keys).tolist(), position, has_gauss, cached]
+    values = {"python": [version, numbers, gauss], "numpy": of_numpy}
+    texts = {name: bytearray(json.dumps(value).encode()) for name, value in values.items()}
+    found = {name: torch.frombuffer(text, dtype=torch.uint8) for name, text in texts.items()}
     return {_PREFIX + name: state for name, state in ({"torch": torch.get_rng_state()} | found).items()}
 
 

@@ -138,10 +138,8 @@ def load(actor: WorkerActor, where: Path, strict: bool) -> Loaded:
         return [sorted(lacking), sorted({used for here, _ in read[1].values() for used in here.values()})]
 
     (pretrained, found), told = together(actor, "pretrained read", find, names_of)
-    loaded = Loaded(
-        sorted({name for lacking, _ in told for name in lacking}),
-        sorted(pretrained.files.keys() - {name for _, used in told for name in used}),
-    )
+    missing, used = ({name for each in told for name in each[at]} for at in (0, 1))
+    loaded = Loaded(sorted(missing), sorted(pretrained.files.keys() - used))
     if strict and (loaded.missing or loaded.unexpected):
         raise ConfigError(_unmet(where, loaded))
     for shard, (here, _) in found.items():

@@ -47,11 +47,10 @@ def binding_limits(request: PlanRequest, result: PlanResult) -> list[Advice]:
     best = result.plans[0]
     names = tuple(dict.fromkeys(plan.schedule for plan in result.plans if not plan.program))[:_NUM_SCHEDULES]
     seconds = min(2.0, request.seconds / 6)
-    tried = [
-        _tried(change, replace(relaxed, schedules=names, seconds=seconds), best.predicted_ms)
-        for change, relaxed in _relaxed(request, result)
-    ]
-    found = [advice for advice in tried if advice is not None and advice.gain > _LEAST_GAIN]
+    found = []
+    for change, relaxed in _relaxed(request, result):
+        advice = _tried(change, replace(relaxed, schedules=names, seconds=seconds), best.predicted_ms)
+        found += [advice] if advice is not None and advice.gain > _LEAST_GAIN else []
     return sorted(found, key=lambda advice: -advice.gain)
 
 

@@ -165,11 +165,10 @@ class _Search:
             q = self._request
             result.searched_bound = self._search()
             first = min(min(q.slicing.shares(q.slicing.balanced(count))) for count in q.slices)
-            free = (
-                schedule_free_bound(chain, q.machines.grouped(g.members), count // g.planes, first)
-                for (count, g), chain in self._chains.items()
-            )
-            result.lower_bound = min(result.searched_bound, *free)
+            result.lower_bound = result.searched_bound
+            for (count, g), chain in self._chains.items():
+                free = schedule_free_bound(chain, q.machines.grouped(g.members), count // g.planes, first)
+                result.lower_bound = min(result.lower_bound, free)
             self._collect(result)
         return result
 

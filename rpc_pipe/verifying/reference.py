@@ -279,10 +279,8 @@ class Reference:
         """Give a stage's parameters on some routes the sum of an update's gradients: over microbatches in the order of
         the schedule, then over routes, then over the stages that use a parameter."""
         of_step = summing_orders(replace(spec, num_microbatches=spec.num_microbatches // self._members))
-        orders = [
-            [self._groups([m for m in order if self._members * m + step.begin in grads], step.begin) for order in each]
-            for each in of_step
-        ]
+        given = [[[m for m in order if self._members * m + step.begin in grads] for order in each] for each in of_step]
+        orders = [[self._groups(order, step.begin) for order in each] for each in given]
         weight = step.weight(grads) if step.is_one else 1.0
         for n, (name, _) in enumerate(self.replicas[0].stages[number].named):
             stages = enumerate(self._cut.shared.get(name, [number]))

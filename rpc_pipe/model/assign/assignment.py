@@ -89,10 +89,8 @@ class Assignment:
             for value, version in event.reads:
                 self._readers.setdefault(value, []).append((event, version))
         #: parameters and buffers that are written by events that not every stage runs
-        stored = observation.stored
-        self.written = {
-            stored[at] for event in observation.events if event.depends for at in event.writes & stored.keys()
-        }
+        written = {at for event in observation.events if event.depends for at in event.writes}
+        self.written = {name for at, name in observation.stored.items() if at in written}
         #: (first, last) user of each state that is written, which should be in one stage
         self._kept_together = self._state_spans()
         #: with `owners`: by event, the parameters and buffers that its stage uses for it

@@ -112,12 +112,12 @@ class Microbatches(StepData):
             own: the rows that have been read, if not all; other replicas' microbatches are meta tensors.
         """
         rows = [batch.rows // parts + (number < batch.rows % parts) for number in range(parts)]  # as split_rows does
-        inputs, targets = (
-            split_rows(side, parts) if own is None else _split(side, rows, own.microbatches(parts)) for side in pair
-        )
-        return cls.of_lazy(
-            batch, inputs, targets, _shares(rows, inputs[0], targets[0]), count_tokens(inputs, targets), batch.label
-        )
+        if own is None:
+            inputs, targets = (split_rows(side, parts) for side in pair)
+        else:
+            inputs, targets = (_split(side, rows, own.microbatches(parts)) for side in pair)
+        shares, count = _shares(rows, inputs[0], targets[0]), count_tokens(inputs, targets)
+        return cls.of_lazy(batch, inputs, targets, shares, count, batch.label)
 
     @classmethod
     def of_lazy(

@@ -68,10 +68,8 @@ def _raised(model: nn.Module, error: Exception) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if is_of_model(frame.filename)]
     where = f" at {File(own[-1].filename).name}:{own[-1].lineno}" if own else ""
-    return (
-        f"model {type(model).__name__}: its forward raised {type(error).__name__}{where} when it was run on shapes: "
-        f"{first_sentence(error)}"
-    )
+    what = f"{type(error).__name__}{where} when it was run on shapes: {first_sentence(error)}"
+    return f"model {type(model).__name__}: its forward raised {what}"
 
 
 def _eager() -> AbstractContextManager[Any]:
