@@ -42,6 +42,8 @@ _NAME = re.compile(r"step-(\d+)(?:\.(\d+))?")
 _LOCK, _JOB = ".lock", ".job.json"
 #: how long a process that is about to end, as one of the attempt before, is waited for
 _ENDING_S, _PAUSE_S = 5.0, 0.1
+#: most bytes of a list of tensors
+_MOST_BYTES = 2**26
 _MOST_NOTED = 300
 #: a starter of workers does not have this variable, and all its descendants do
 _OF_WORKERS = b"RANK="
@@ -166,7 +168,7 @@ def read_json(path: Path) -> Any:
     Raises:
         ConfigError: it is none.
     """
-    return files.read_json(path, f"{path}")
+    return files.read_json(path, f"{path}", _MOST_BYTES)
 
 
 def starter() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -16,7 +17,7 @@ def try_files(typed: Mapping[str, Any], names: Iterable[str]) -> None:
     Raises:
         ConfigError: one cannot be, or two are the same.
     """
-    taken: dict[Path, str] = {}
+    taken: dict[str, str] = {}
     for name in [name for name in names if name in typed]:
         path = Path(typed[name])
         option = f"{'' if name == 'file' else f'--{name} '}{typed[name]}"
@@ -32,7 +33,7 @@ def try_files(typed: Mapping[str, Any], names: Iterable[str]) -> None:
             raise ConfigError(f"{option}: {error.filename} is a file, not a folder") from error
         except OSError as error:
             raise ConfigError(f"{option}: cannot be written: {error.strerror}") from error
-        if (other := taken.setdefault(path.resolve(), name)) != name:
+        if (other := taken.setdefault(os.path.realpath(path), name)) != name:
             raise ConfigError(f"{option}: --{other} writes the same file")
 
 

@@ -27,6 +27,8 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 INDEX = "index.json"
+#: most bytes of it
+_MOST_INDEX = 2**26
 _REMOTE = re.compile(r"[a-z][a-z0-9+.-]*://")
 #: bytes of a place that an identity reads, and the number of places: all of 32 MB, and samples of a larger file
 _PLACE, _PLACES = 2**16, 512
@@ -117,7 +119,7 @@ def _local(root: str, endings: Sequence[str]) -> tuple[list[ShardFile], dict[str
     elif not path.is_dir():
         base, files = str(path.parent), [root]
     elif (path / INDEX).is_file():
-        shards, index = _indexed(root, read_file(path / INDEX, f"data {root}: its {INDEX}"))
+        shards, index = _indexed(root, read_file(path / INDEX, f"data {root}: its {INDEX}", most=_MOST_INDEX))
         for shard in shards:
             size = Path(shard.place).stat().st_size if Path(shard.place).is_file() else None
             if size != shard.num_bytes:

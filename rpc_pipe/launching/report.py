@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import IO, Any, ClassVar, cast
 
 from rich.console import Console
+
+#: a word that is too long to be read
+_ENDLESS = re.compile(r"\S{400,}")
 
 
 class _Output:
@@ -97,8 +101,9 @@ class Reporter:
             self.console.print(f"consequences: {'; '.join(consequences)}", markup=False)
 
     def error(self, text: str) -> None:
-        """Show wrong input."""
-        _console("stderr").print(f"error: {Reporter.reword(text)}", markup=False)
+        """Show wrong input, with long words cut."""
+        shown = _ENDLESS.sub(lambda found: f"{found[0][:80]}... ({len(found[0])} characters)", Reporter.reword(text))
+        _console("stderr").print(f"error: {shown}", markup=False)
 
     def roll_call(self, lines: Sequence[str], stacks: Sequence[str]) -> None:
         """Show the report on a stall."""

@@ -15,22 +15,26 @@ from typing import Any
 
 from ..dependency import ConfigError, PipeError
 
+#: most bytes of a file that a user writes or edits; as JSON it takes up to fifty times the memory
+MOST_BYTES = 2**23
 #: errors of data of another form than expected
 DAMAGED = ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError
 
 
-def read_file(path: Path, said: str, encoding: str = "utf-8") -> str:
-    """Return the text in a file.
+def read_file(path: Path, said: str, encoding: str = "utf-8", most: int = MOST_BYTES) -> str:
+    """Return the text in a file of at most `most` bytes.
 
     Args:
         said: the option as typed, for errors.
 
     Raises:
-        ConfigError: the file cannot be read, or is no text.
+        ConfigError: the file cannot be read, is too large, or is no text.
     """
     refuse_special(path, said)
     try:
         with refused(ConfigError, f"{said}: cannot be read"):
+            if path.stat().st_size > most:
+                raise ConfigError(f"{said}: has more than {most >> 20} MiB, the most that is read")
             return path.read_text(encoding)
     except UnicodeDecodeError as error:
         raise ConfigError(f"{said}: is no text: {error}") from error
@@ -55,13 +59,13 @@ def refuse_special(path: Path, said: str) -> None:
         raise ConfigError(f"{said}: is not a regular file")
 
 
-def read_json(path: Path, said: str) -> Any:
+def read_json(path: Path, said: str, most: int = MOST_BYTES) -> Any:
     """Return the value that a file of JSON holds.
 
     Raises:
         ConfigError: as `read_file`, or it is no JSON.
     """
-    text = read_file(path, said, "utf-8-sig")
+    text = read_file(path, said, "utf-8-sig", most)
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:

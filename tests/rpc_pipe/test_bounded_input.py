@@ -77,6 +77,23 @@ def test_an_error_names_the_option_as_typed(here, capfd, typed):
     assert refused(capfd, command.split()).startswith(f"error: {option}")
 
 
+@pytest.mark.parametrize(
+    "typed",
+    [
+        ["simulate", "--schedule", "big.csv"],
+        ["run", "--model", "m.py:make", "--plan", "big.json"],
+        ["data", "shards"],
+    ],
+)
+def test_a_large_file_named_by_mistake_is_not_read_whole(here, capfd, typed):
+    """Such as the data in the place of the plan: it took as much memory as its size, and ended in a traceback."""
+    (here / "shards").mkdir()
+    for name in ("big.csv", "big.json", "shards/index.json"):
+        with (here / name).open("wb") as file:
+            file.truncate(3 * 2**30)
+    assert "the most that is read" in refused(capfd, typed)
+
+
 @pytest.mark.parametrize("option", ["watch --tensorboard", "run --data", "simulate --schedule", "run --model"])
 def test_an_empty_value_is_refused(here, capfd, option):
     """`--data ''` read the current folder, and `--tensorboard ''` wrote to it."""

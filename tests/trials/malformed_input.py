@@ -187,7 +187,7 @@ def _recording() -> str:
             records.append(
                 {
                     "worker": w, "step": step, "start_ns": start, "end_ns": start + 60, "actions": actions,
-                    "arrivals": [[f"{1 - w}F0", 1 - w, 64, start + 15]], "layers": [], "rows": 8, "tokens": 0,
+                    "arrivals": [[f"{1 - w}F0", 1 - w, 64, start + 15]], "rows": 8, "tokens": 0,
                     "loss": 1.0, "peak_bytes": 0, "outbox": 0, "num_microbatches": 1, "data_wait_ns": 0,
                     "data_cause": "",
                 }

@@ -186,7 +186,7 @@ def _with_one_update(measured: Mapping[int, Sequence[LayerCost]]) -> dict[int, l
     for costs in zip(*measured.values(), strict=True):
         once = {kind: median(cost.times[kind] for cost in costs) for kind in (U, G)}
         blocks.append([replace(cost, times={**cost.times, **once}) for cost in costs])
-    return dict(zip(measured, map(list, zip(*blocks, strict=True)), strict=True))
+    return {rows: [block[number] for block in blocks] for number, rows in enumerate(measured)}
 
 
 @contextmanager
