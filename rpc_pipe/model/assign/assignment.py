@@ -82,7 +82,7 @@ class Assignment:
         if len(self._stage_of_call) != len(observation.calls):
             raise ModelError(
                 f"model: the forward called {len(observation.calls)} blocks, and {len(self._stage_of_call)} before; "
-                "every microbatch must call the same blocks (no layer drop)"
+                "every microbatch must call the same blocks, also in evaluation (no layer drop, no loop that decodes)"
             )
         self._readers: dict[Value, list[tuple[Event, int]]] = {}
         for event in observation.events:
