@@ -10,6 +10,7 @@ import shutil
 import signal
 import socket
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -156,9 +157,13 @@ class Launcher:
             self._reporter.text("\n".join(filter(None, [attempt.deaths, f"there are no figures of steps: {why}"])))
 
     def _make_folder(self) -> tuple[Path, RunBoards | None]:
-        """Make the folder of an attempt; return it, and the boards in it unless nobody may watch."""
+        """Make the folder of an attempt; return it, and the boards in it if the run can be watched."""
         watched = self._how.watched and os.environ.get(run_folders.FOLDER) != run_folders.OFF
-        folder = run_folders.new_launchers_folder(watched)
+        try:
+            folder = run_folders.new_launchers_folder(watched)
+        except (OSError, ConfigError) as error:  # a container's shared memory is often full
+            self._reporter.text(f"this run cannot be watched: {error}")
+            return Path(tempfile.mkdtemp(prefix="rpc-pipe-")), None
         return folder, RunBoards(folder) if watched else None
 
     def _environment(self, folder: Path, boards: RunBoards | None) -> dict[str, str]:

@@ -108,10 +108,14 @@ def new_launchers_folder(watched: bool) -> Path:
         watched: whether watchers find it.
 
     Raises:
-        ConfigError, OSError: it cannot be made.
+        ConfigError, OSError: it cannot be made; nothing is left of it.
     """
     path = new_folder(RUN if watched else SOCKETS)
-    (path / LAUNCHER).write_text(identity())
+    try:
+        (path / LAUNCHER).write_text(identity())
+    except OSError:  # the memory is full
+        shutil.rmtree(path, ignore_errors=True)
+        raise
     return path
 
 

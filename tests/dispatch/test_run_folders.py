@@ -2,10 +2,13 @@
 
 import os
 import tempfile
+from pathlib import Path
 
 import pytest
 from refusals import refused
 
+from rpc_pipe.launching.launcher import Launcher
+from rpc_pipe.launching.report import Reporter
 from rpc_pipe.tracing import run_folders
 from rpc_pipe.tracing.board import BoardWriter
 from rpc_pipe.tracing.boards import find, running
@@ -77,6 +80,17 @@ def test_a_folder_that_another_user_has_claimed_is_not_used(tmp_path, monkeypatc
     (memory / "rpc-pipe-4711").mkdir()
     with refused("temporary"):
         run_folders.root()
+
+
+def test_a_run_in_a_container_with_full_shared_memory_runs_all_the_same(root, monkeypatch, capsys):
+    def full(path, text):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    folder, boards = Launcher(["true"], 2, Reporter())._make_folder()
+    assert boards is None and folder.is_dir() and not list(root.iterdir())
+    folder.rmdir()
+    assert "this run cannot be watched: [Errno 28]" in capsys.readouterr().out
 
 
 def test_boards_can_be_switched_off(root):
