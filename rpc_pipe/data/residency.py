@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError  # another class on Python 3.10
 from itertools import islice
 from typing import Any
 
@@ -110,7 +111,7 @@ class Residency:
         loading = self._held[number]
         try:
             return loading.result(self._timeout_s)
-        except TimeoutError as error:
+        except (TimeoutError, FutureTimeoutError) as error:
             if loading.done():  # the storage itself raised a timeout
                 raise
             shard = self._source.shard_of(number)

@@ -215,7 +215,11 @@ def _seen(tensor: Tensor, spare: int, device: torch.device) -> tuple[Look, Tenso
     if type(tensor) is not Tensor or not is_here or tensor.layout is not torch.strided or tensor.is_quantized:
         kind = "quantized tensor" if tensor.is_quantized else type(tensor).__qualname__
         layout = "" if type(tensor) is not Tensor or tensor.layout is torch.strided else f" of layout {tensor.layout}"
-        raise ConfigError(f"a {kind} on {tensor.device}{layout} cannot travel between workers")
+        advice = (
+            ": hand on its `values()` and `offsets()` and make it anew, or let one stage have both layers (`split=`)"
+        )
+        advice = advice if tensor.is_nested else ""
+        raise ConfigError(f"a {kind} on {tensor.device}{layout} cannot travel between workers{advice}")
     if tensor.is_neg():
         tensor = tensor.resolve_neg()
     conjugate = tensor.is_conj()
