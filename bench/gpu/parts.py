@@ -234,6 +234,8 @@ def options(run: Runner) -> None:
 
 def members(run: Runner) -> None:
     """The same for workers of two processes each, which share every parameter, or linear layers."""
+    if run.on_gpu and run.results.get("about", {}).get("machine", {}).get("devices") == 1:
+        return run.say(f"  members of a worker need a device each: {NOT_HERE}")
     jobs = []
     for model, shard, schedule in (
         ("mlp", "fsdp", "1f1b"), ("mlp", "fsdp-kept", "zb-h1"), ("gpt", "fsdp", "zb-v"), ("llama", "tp", "1f1b"),

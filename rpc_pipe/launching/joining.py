@@ -142,11 +142,11 @@ def mesh_of_members(job: Job, kind: str, identity: str) -> Any:
 
     Args:
         kind: of the device, such as `cuda`.
-        identity: of the device, alike in all processes; empty: of a CPU. Members that share a device meet by gloo,
-            since NCCL wants a device for each.
+        identity: of the device, alike in all processes; empty: of a CPU.
 
     Raises:
         NotMet: not all came.
+        ConfigError: members share a device, which NCCL cannot do, and gloo ends by a SIGSEGV (torch 2.11).
     """
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -158,14 +158,15 @@ def mesh_of_members(job: Job, kind: str, identity: str) -> Any:
     if job.one_host:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", job.interface)
     try:
-        store, backend = place.store(), None
+        store = place.store()
         if identity:
             meeting = Meeting(store)
             meeting.leave(f"device-{job.member}", identity)
             devices = {meeting.take(f"device-{member}", job.join_timeout_s) for member in range(job.members)}
-            backend = None if len(devices) == job.members else f"cpu:gloo,{kind}:gloo"
+            if len(devices) < job.members:
+                raise ConfigError(f"members={job.members}: share a {kind} device; give each its own, or device=cpu")
         timeout = timedelta(seconds=job.join_timeout_s)
-        dist.init_process_group(backend, store=store, rank=job.member, world_size=job.members, timeout=timeout)
+        dist.init_process_group(store=store, rank=job.member, world_size=job.members, timeout=timeout)
         at_exit(dist.destroy_process_group)
         return init_device_mesh(kind, (job.members,), mesh_dim_names=("member",))
     except (TimeoutError, RuntimeError, OSError) as error:
