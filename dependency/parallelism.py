@@ -39,11 +39,6 @@ def _option(
     return field(default=usual, metadata={"option": _Option(kind, allows, rule, of_replicas, typed)})
 
 
-def _flag(said: bool | str) -> bool:
-    """Read the value of a script or of the command line."""
-    return {"True": True, "False": False, "1": True, "0": False}[str(said)]
-
-
 def _sizes(said: int | str | None) -> tuple[int, ...]:
     """Read the cut of each sequence: sizes of its slices, in parts of the sequence.
 
@@ -69,11 +64,6 @@ class Parallelism:
     zero: int = _option(
         0, int, lambda stage: stage in (0, 1), "must be 0, or 1 to divide optimizer states among replicas; take 1",
         True, least=0, help="1: divide optimizer states among the replicas (0)",
-    )  # fmt: skip
-    #: whether one more worker keeps the optimizer states of each owner, so that one of them may die
-    mirror: bool = _option(
-        False, _flag, lambda said: True, "must be True or False", True,
-        action="store_true", help="with --zero 1: one more replica has each optimizer state (for --elastic)",
     )  # fmt: skip
     #: largest bucket of gradients in MiB
     bucket: float = _option(
@@ -103,8 +93,6 @@ class Parallelism:
         """
         read = {name: _read(name, parameters.pop(name)) for name in OPTIONS if name in parameters.keys() - own}
         made = cls(**{name: value for name, (_, value) in read.items()})
-        if made.mirror and not made.zero:
-            raise ConfigError("mirror True: without zero=1 all replicas have all optimizer states; leave it out")
         for name in EXCHANGE if made.replicas == 1 else ():
             if getattr(made, name) != getattr(cls, name):
                 rule = "is of replicas, and there is one; take replicas 2, or leave it out"
@@ -118,7 +106,7 @@ def _read(name: str, said: Any) -> tuple[Any, Any]:
     try:
         found = option.kind(said)
         is_right = option.allows(found) and (option.kind is not int or str(found) == str(said))
-    except (KeyError, TypeError, ValueError, OverflowError):
+    except (TypeError, ValueError, OverflowError):
         is_right = False
     if not is_right:
         raise ConfigError(f"{name} {said}: {option.rule}")

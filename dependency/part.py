@@ -124,8 +124,7 @@ class Part:
             stage, kind, index = entry.action
             if kind.way == 1:
                 # An evaluation has no updates. Where workers have gone, another replica may update the weights.
-                own = (stage, route_of(index)) if not spec.parallelism.mirror else stage
-                for before in updates.get(own, updates.get(stage, ())):
+                for before in updates.get((stage, route_of(index)), updates.get(stage, ())):
                     self.inherited[0].setdefault(before, []).append(number)
             elif kind in (G, S):  # a replica without a microbatch would give the gradients of the step before
                 self.inherited[0].setdefault(U(stage, route_in(index, spec.num_routes)), []).append(number)

@@ -136,13 +136,9 @@ class ReductionTree:
             sums = self.sums(*node, number)
             return ([], sums + awaited) if sums else ([node], awaited)
         if kind is P:
-            if not self.spec.parallelism.mirror:
-                return [], [self.update_of(action)]
-            # Of all replicas on the worker: one of them makes the update.
-            every = (U(stage, each) for each in range(routes))
-            return [], [each for each in every if self.spec.worker(each) == self.spec.place(*node)]
+            return [], [self.update_of(action)]
         if kind is A:
-            others = (each for each in self.pieces(stage, number) if not self.keeps(each.owner, node))
+            others = (each for each in self.pieces(stage, number) if each.owner != node)
             return [], [U(stage, index)] + [P(p.owner[0], join_route(p.number, p.owner[1], routes)) for p in others]
         if kind is V:
             return [], [U(*node), T(*self.own[self.spec.place(*node)])]
@@ -186,18 +182,6 @@ class ReductionTree:
         step = next((p.step for p in self.pieces(action.stage) if p.number == number), 0)
         return action if action.kind is U else U(action.stage, join_route(step, route, self.spec.num_routes))
 
-    def keepers(self, stage: int, route: int) -> list[int]:
-        """Return the workers with the optimizer states of the parameters that a replica owns: with a mirror, two."""
-        spec, routes = self.spec, self.spec.num_routes
-        own, *others = (spec.place(stage, (route + n) % routes) for n in range(routes))
-        return [own, *[each for each in others if each != own and spec.parallelism.mirror][:1]]
-
-    def keeps(self, owner: Replica, node: Replica) -> bool:
-        """Return whether a replica has the optimizer states of the parameters that `owner` owns."""
-        if owner == node or not self.spec.parallelism.mirror:
-            return owner == node
-        return owner[0] == node[0] and self.spec.place(*node) in self.keepers(*owner)
-
     def share(self, milestone: Milestone) -> float:
         """Return at what share of a backward a piece is complete: the buckets of the last layers are first."""
         stage, number = milestone.action.stage, milestone.number - len(self._reductions.tied)
@@ -225,14 +209,13 @@ class ReductionTree:
         """Return the sums of gradients that an update takes; none if nobody else holds its parameters."""
         owners = ((piece.number, piece.owner) for piece in self.pieces(stage, step))
         return [S(owner[0], join_route(number, owner[1], self.spec.num_routes)) for number, owner in owners
-                if not self.spec.parallelism.zero or self.keeps(owner, (stage, route))]  # fmt: skip
+                if not self.spec.parallelism.zero or owner == (stage, route)]  # fmt: skip
 
     def given(self, kind: Kind, stage: int, route: int, step: int = 0) -> list[Action]:
         """Return what a replica gives: gradients to the owners of pieces (`G`), or as one sums (`S`) or parameters."""
         node, routes = (stage, route), self.spec.num_routes
         return [kind(stage, join_route(piece.number, route, routes)) for piece in self.pieces(stage, step)
-                if (piece.owner == node) is (kind is not G)
-                and (kind is not P or not all(self.keeps(node, each) for each in piece.holders(routes)))]  # fmt: skip
+                if (piece.owner == node) is (kind is not G)]  # fmt: skip
 
     def _losses(self, worker: int) -> list[Action]:
         """Return the forwards of a worker that give losses."""
@@ -256,11 +239,9 @@ class ReductionTree:
             first = self.update_of(action).index - node[1]
             holders = [(s, first + r) for s, r in self._holders(stage, number)]
             if kind is P:
-                return [A(s, at) for s, at in holders if not self.keeps(node, (s, at - first))]
-            zero, mirror = self.spec.parallelism.zero, self.spec.parallelism.mirror
+                return [A(s, at) for s, at in holders if (s, at - first) != node]
             # Norms are of route 0, on whose worker the sums are needed anyway.
-            takers = [each for each in holders if not zero or (mirror and self.keeps(node, each))]
-            return [U(*holder) for holder in takers]
+            return [] if self.spec.parallelism.zero else [U(*holder) for holder in holders]
         if kind in _COLLECTED:
             return [kind(*child) for child in self.children[stage, route]]
         if kind in _DISTRIBUTED:

@@ -39,12 +39,10 @@ def replicated(base: type[Spec], parallelism: Parallelism) -> type[Spec]:
     if not base.synchronous and (base.update_every == "microbatch" or own_routes):
         why = "after every microbatch" if base.update_every == "microbatch" else "its pipelines one after the other"
         raise ConfigError(f"updates {why}, not all at once; take pipedream-2bw, or a synchronous one such as 1f1b")
-    if parallelism.mirror and not base.synchronous:
-        raise ConfigError("overlaps steps, and has no mirror; take 1f1b, or leave mirror out")
     parallelism = replace(parallelism, slices=base.parallelism.slices)
     zero, bucket, spread = parallelism.zero, parallelism.bucket, parallelism.spread
     said = f", zero {zero}" * (zero > 0) + f", bucket {bucket:g}" * (bucket != Parallelism.bucket)
-    said += ", mirror" * parallelism.mirror + f", {spread} spread" * (spread != Parallelism.spread)
+    said += f", {spread} spread" * (spread != Parallelism.spread)
     name = f"{parallelism.replicas} replicas{said}"
     return transformed(Replicated, base, name, parallelism=parallelism, of_one=base)
 

@@ -57,8 +57,8 @@ def refuse_inelastic(spec: Spec, job: Job, training: Training) -> None:
         raise ConfigError("replicas=1: --elastic needs the weights of a dead worker on another one; take 2 or more")
     if not spec.synchronous:
         raise ConfigError(f"schedule={name_of(spec)}: its steps overlap; with --elastic take another one, as 1f1b")
-    if spec.parallelism.zero and not spec.parallelism.mirror:
-        raise ConfigError("zero=1: keeps each optimizer state on one worker alone; with --elastic add --mirror")
+    if spec.parallelism.zero:
+        raise ConfigError("zero=1: an optimizer state would die with its one worker; with --elastic leave zero out")
     if training.post_validation:
         raise ConfigError("post_validation=True: updates come before all have committed; with --elastic leave it out")
 

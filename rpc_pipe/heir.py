@@ -10,7 +10,6 @@ from .dependency import StageLost, check
 from .dependency.relocating import relocated
 from .launching import launcher_link as link
 from .launching.epochs import READY
-from .mirrors import complete, hand_out
 from .workers.compute.buffer_mirror import BufferMirror, mirror_of
 from .workers.compute.lodging import Lodging
 
@@ -64,7 +63,6 @@ class Heir:
         # Gradients that stay over several steps, and buffers that each forward changes, stay on one worker.
         spec = relocated(self._whole, gone, cuts=session.end.updates(0) and not changes)
         check(spec, actor.worker)
-        holders = complete(actor, spec, session.end.divided, comes) if spec.parallelism.mirror else {}
         if comes:
             taken = actor.shards if actor.worker in comes else {}
             move(actor, self._given(gone, comes), taken, spec.num_routes, same_cut=True)
@@ -79,7 +77,6 @@ class Heir:
             _part(host, guests)
             held |= {(stage, route): guest for route, guest in guests.items()}
         actor.host(dict(sorted(held.items())), spec.hosted(actor.worker))
-        hand_out(actor, spec, holders)
         session.begin(spec)
 
     def refuse_changing(self) -> None:

@@ -72,7 +72,6 @@ class Pipeline(Inspected):
         replicas: how many replicas of the pipeline share the workers and each batch; see docs/replicas.md.
         slices: into how many each sequence is cut, or their sizes, such as "8,6,5,4"; see docs/schedules.md.
         zero: 1: each replica keeps the optimizer states of its part of the parameters alone (ZeRO stage 1).
-        mirror: with zero=1: one more replica keeps them, for `--elastic`; see docs/elastic.md.
         bucket: the most gradients, in MiB, that replicas exchange at once.
         spread: "stages" puts the replicas of a stage far apart instead of the stages of a pipeline (docs/replicas.md).
         members: how many processes are one worker together, and share its stages; see docs/members.md.
@@ -117,7 +116,6 @@ class Pipeline(Inspected):
         replicas: int = Parallelism.replicas,
         slices: int | str | None = None,
         zero: int = Parallelism.zero,
-        mirror: bool = Parallelism.mirror,
         bucket: float = Parallelism.bucket,
         spread: str = Parallelism.spread,
         members: int = 1,
@@ -136,7 +134,7 @@ class Pipeline(Inspected):
         stall_s: float = 300.0,
     ) -> None:
         self._forgot_optimizer, training = training is None, settle_training(training)
-        divided = {"replicas": replicas, "slices": slices, "zero": zero, "mirror": mirror, "bucket": bucket}
+        divided = {"replicas": replicas, "slices": slices, "zero": zero, "bucket": bucket}
         schedule_options = with_parallelism(schedule_options, spread=spread, **divided)
         said = schedule, schedule_options, num_microbatches, num_workers, split, order, device, seed, transport, plan
         more = (asked := microbatch_order), members, shard, reduce, compile or None

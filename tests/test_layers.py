@@ -118,7 +118,6 @@ def folder(name):
         "elastic",
         "morphing",
         "heir",
-        "mirrors",
         "own_workers",
         "own_members",
         "step_report",

@@ -270,8 +270,6 @@ def _give_parameters(ctx: ActionContext) -> Payload:
 @carries_out(A)
 def _take_parameters(ctx: ActionContext) -> None:
     pieces, _ = _pieces(ctx)
-    if ctx.task.shard.is_guest:  # its host takes them
-        return
     for source in ctx.task.entry.sources:
         if source.kind is P:  # not taken out: another stage here may hold them too
             pieces.adopt(ctx.worker.backend.ready(ctx.step.payloads[source]))
@@ -289,7 +287,7 @@ def complete_gradients(ctx: ActionContext, shard: Shard, route: int) -> None:
         return
     step.end.completed.add(shard)
     shard.turn()
-    if shard.updating.pieces is not None and (not spec.parallelism.zero or spec.parallelism.mirror):
+    if shard.updating.pieces is not None and not spec.parallelism.zero:
         for each in reduction_tree(spec, step.batch.reductions).sums(shard.stage, route):
             # Not taken out: several holders may be on this worker.
             shard.updating.pieces.take(ctx.worker.backend.ready(step.payloads[each]))

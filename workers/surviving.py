@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..dependency import A, Action, T, U, reduction_tree
+from ..dependency import Action, T, U, reduction_tree
 from .compute.result import Result
 from .compute.shard import Lodges, Shard
 from .run import Stream
@@ -50,8 +50,6 @@ def completed(stream: Stream, known: tuple[Any, ...] | None) -> Result | None:
     for action, task in step.tasks.items():
         if action.kind is U and not step.state.has_finished(action):
             task.handler(ActionContext(stream._worker, step, task))
-        elif action.kind is A and not step.state.has_finished(action):
-            task.shard.updating.adopts_late = True
     return stream._close(step)
 
 

@@ -247,13 +247,12 @@ def members(run: Runner) -> None:
 
 def elastic(run: Runner) -> None:
     """Kill workers of a job of two replicas, which goes on: the weights must be those of the undisturbed job."""
-    trials = [("step", "1f1b"), ("train", "zb-h1"), ("mirror", "1f1b")] if run.on_gpu else [("step", "1f1b")]
-    kills = {"step": ["1:4:B"], "train": ["2:4:U"], "mirror": ["3:4:F"]}
+    trials = [("step", "1f1b"), ("train", "zb-h1")] if run.on_gpu else [("step", "1f1b")]
+    kills = {"step": ["1:4:B"], "train": ["2:4:U"]}
 
     def trial(how: str, schedule: str) -> Callable[[], None]:
         typed = ["tests/trials/deaths.py", "--device", run.device, "--count", "1", "--schedules", schedule]
-        typed += ["--mirror"] if how == "mirror" else ["--how", how]
-        typed += ["--kill", *(["0:3:F", "1:3:F"] if run.planted == ("elastic", "wrong") else kills[how])]
+        typed += ["--how", how, "--kill", *(["0:3:F", "1:3:F"] if run.planted == ("elastic", "wrong") else kills[how])]
 
         def job() -> None:
             done = run.call(f"{how} {schedule}", typed)

@@ -152,11 +152,9 @@ def _described(shard: Shard) -> dict[str, Any]:
 
 
 def _state(shard: Shard) -> Iterator[tuple[str, Any, nn.Parameter]]:
-    """Yield (name, value, parameter) of all that the optimizer remembers, not as the mirror of another replica."""
-    pieces = shard.updating.pieces
-    own = None if pieces is None or not pieces.mirrored else pieces.owned
+    """Yield (name, value, parameter) of all that the optimizer remembers."""
     if shard.optimizer is not None:
-        for name, parameter in (each for each in shard.named_parameters() if own is None or each[0] in own):
+        for name, parameter in shard.named_parameters():
             for key, value in shard.optimizer.state.get(parameter, {}).items():
                 yield f"state.{name}.{key}", value, parameter
 

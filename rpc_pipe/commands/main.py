@@ -105,8 +105,6 @@ def as_typed(text: str, argv: Sequence[str]) -> str:
     '--set chunks=x: takes int'
     >>> as_typed("split [5, 5]: must add up to 4 layers", ["run", "--split", "5,5"])
     '--split 5,5: must add up to 4 layers'
-    >>> as_typed("mirror True: needs zero=1", ["run", "--mirror", "script.py"])
-    '--mirror: needs zero=1'
     """
     typed = list(_pairs(argv))
     if any(re.search(rf"{option}(?![\w-])", text) for option, _ in typed):
@@ -115,8 +113,6 @@ def as_typed(text: str, argv: Sequence[str]) -> str:
     name = OPTION_OF.get(lead[0], lead[0]).replace("_", "-") if lead else ""
     if lead and (found := [value for option, value in typed if option == f"--{name}"]):
         shown, colon, rule = text[lead.end() :].partition(": ")
-        if shown == " True":
-            return f"--{name}: {rule}"
         same = colon and _bare(shown) in ("", _bare(found[-1]))  # a list or a text is typed in another form
         return f"--{name} {quote(found[-1])}: {rule}" if same else f"--{name}{text[lead.end() :]}"
     for option, value in typed:

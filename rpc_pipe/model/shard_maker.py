@@ -168,7 +168,7 @@ class ShardMaker:
         pieces = self._pieces(spec, stage, route, slice)
         shard = Shard(
             stage, slice, randomness,
-            loss_fn=loss_fn, training=self._training, pieces=pieces, updating=self._updating(spec),
+            loss_fn=loss_fn, training=self._training, pieces=pieces, updating=self._updating(),
         )  # fmt: skip
         return _with_stores(spec, shard)
 
@@ -187,12 +187,8 @@ class ShardMaker:
         lodge(made, host)
         return made
 
-    def _updating(self, spec: Spec) -> Callable[..., Updating]:
+    def _updating(self) -> Callable[..., Updating]:
         """Return the class of a shard's updates."""
-        if spec.parallelism.mirror and self._members is None:
-            from ..workers.compute.mirrored import MirroredUpdating
-
-            return MirroredUpdating
         if self._members is None:
             return Updating
         from ..workers.compute.members import DividedUpdating

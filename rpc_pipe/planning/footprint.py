@@ -128,8 +128,7 @@ def peak_bytes(simulation: Simulation, sizes: Sequence[Size]) -> tuple[float, ..
 
 def state_share(spec: Spec) -> float:
     """Return which part of a stage's optimizer states each of its replicas keeps."""
-    how = spec.parallelism
-    return min(1.0, (1 + how.mirror) / spec.num_routes) if how.zero else 1.0
+    return 1 / spec.num_routes if spec.parallelism.zero else 1.0
 
 
 def of_share(size: Size, share: float) -> Size:

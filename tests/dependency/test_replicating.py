@@ -152,8 +152,6 @@ def test_what_cannot_be_is_refused_with_what_can(name, workers, microbatches, re
         ({"bucket": "x"}, "bucket x: must be a size in MiB above 0; take 25"),
         ({"replicas": 2, "spread": "hosts"}, "spread hosts: must be pipelines, each over all hosts, or stages"),
         ({"spread": "stages"}, "spread stages: is of replicas, and there is one; take replicas 2, or leave it out"),
-        ({"replicas": 2, "mirror": True}, "mirror True: without zero=1 all replicas have all optimizer states"),
-        ({"replicas": 2, "zero": 1, "mirror": "x"}, "mirror x: must be True or False"),
         ({"bucket": 5}, "bucket 5: is of replicas, and there is one; take replicas 2, or leave it out"),
     ],
 )

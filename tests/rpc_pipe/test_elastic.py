@@ -72,15 +72,6 @@ def test_gradients_of_steps_before_the_update_are_computed_once_more(tmp_path):
     assert made == whole and "epoch 1 without [2]" in done.stdout
 
 
-def test_a_mirror_has_the_optimizer_states_of_a_dead_owner(tmp_path):
-    """Worker 1 dies when it has updated its part, and 0 has not got it; its mirror, 2, goes on with its part."""
-    options = {"of": 1, "more": ["--workers", 3, "--replicas", 3, "--zero", 1, "--mirror"]}
-    whole = trained(tmp_path / "whole", "step", **options)[1]
-    done, made = trained(tmp_path / "again", "step", "1:4:A", **options)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "worker 1 is gone" in done.stdout and made == whole
-
-
 def test_running_statistics_of_a_dead_replica_go_on(tmp_path):
     """Batch normalisation was refused: the statistics of a replica were on its worker alone."""
     whole = trained(tmp_path / "whole", "step", MODEL="conv")[1]

@@ -130,7 +130,7 @@ def test_callables_that_share_inner_modules_train_as_modules_do(tmp_path):
     assert all(torch.equal(expected[name], state[name]) for name in expected)
 
 
-@pytest.mark.parametrize(("first", "then"), [("", ""), ("zero", "zero"), ("", "zero mirror"), ("zero mirror", "")])
+@pytest.mark.parametrize(("first", "then"), [("", ""), ("zero", "zero"), ("", "zero"), ("zero", "")])
 def test_a_checkpoint_of_replicas_goes_on_with_the_same_bits(tmp_path, first, then):
     shape = {"num_workers": 6, "replicas": 3}
     whole, loss, norm = trained(tmp_path / "whole", 4, **shape)
@@ -165,16 +165,12 @@ class Sent(Listener):
                     self.bytes[arrived.peer] += arrived.num_bytes
 
 
-@pytest.mark.parametrize("keepers", [None, 1, 2])
+@pytest.mark.parametrize("zero", [0, 1])
 @pytest.mark.parametrize(("workers", "replicas"), [(4, 2), (6, 3), (8, 4)])
-def test_a_worker_sends_no_more_than_in_a_ring(workers, replicas, keepers):
-    """And with ZeRO it keeps its share of the optimizer states, with a mirror two; parameters are owned whole."""
-    zero, mirror = int(keepers is not None), keepers == 2
+def test_a_worker_sends_no_more_than_in_a_ring(workers, replicas, zero):
+    """And with ZeRO it keeps its share of the optimizer states; parameters are owned whole."""
     layers = [lambda: nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(12)])] * 2
-    sent, options = (
-        Sent(),
-        {"num_workers": workers, "num_microbatches": 7, "replicas": replicas, "zero": zero, "mirror": mirror},
-    )
+    sent, options = Sent(), {"num_workers": workers, "num_microbatches": 7, "replicas": replicas, "zero": zero}
     with Pipeline(
         layers, nn.functional.mse_loss, training=Training(torch.optim.Adam), bucket=100 / 2**20, **options
     ) as pipe:
@@ -186,7 +182,7 @@ def test_a_worker_sends_no_more_than_in_a_ring(workers, replicas, keepers):
         for actor in pipe.actors:
             ((_, shard),) = actor.shards.items()
             kept = sum(state["exp_avg"].nbytes for state in shard.optimizer.state.values())
-            assert kept == gradients * (keepers or replicas) / replicas
+            assert kept == gradients / (replicas if zero else 1)
 
 
 @pytest.mark.parametrize(
@@ -200,9 +196,9 @@ def test_a_worker_sends_no_more_than_in_a_ring(workers, replicas, keepers):
     ],
 )
 def test_owners_update_as_everybody_does(more):
-    def ends(zero, mirror=False):
+    def ends(zero):
         found = Training(**{"optimizer": partial(torch.optim.AdamW, lr=1e-2), "max_grad_norm": 0.1, **more})
-        options = {"num_workers": 6, "num_microbatches": 7, "replicas": 3, "zero": zero, "mirror": mirror}
+        options = {"num_workers": 6, "num_microbatches": 7, "replicas": 3, "zero": zero}
         with Pipeline(LAYERS, nn.functional.mse_loss, training=found, **options) as pipe:
             losses = [pipe.step(a_batch()) for _ in range(4)]
             state = pipe.weights.state_dict()
@@ -211,10 +207,9 @@ def test_owners_update_as_everybody_does(more):
                     state |= {f"average of {name}": tensor for name, tensor in pipe.weights.state_dict().items()}
             return losses, pipe.grad_norm, {name: tensor.clone() for name, tensor in state.items()}
 
-    losses, norm, state = ends(0)
-    for of_owners, norm_of_owners, state_of_owners in (ends(1), ends(1, mirror=True)):
-        assert (losses, norm) == (of_owners, norm_of_owners)
-        assert all(torch.equal(state[name], state_of_owners[name]) for name in state)
+    (losses, norm, state), (of_owners, norm_of_owners, state_of_owners) = ends(0), ends(1)
+    assert (losses, norm) == (of_owners, norm_of_owners)
+    assert all(torch.equal(state[name], state_of_owners[name]) for name in state)
 
 
 @pytest.mark.parametrize("zero", [0, 1])

@@ -3,7 +3,6 @@
     python tests/trials/deaths.py [--count 10] [--seed 0] [--schedules 1f1b,zb-h1] [--how step|train] [--of 2x2|3x3]
     python tests/trials/deaths.py --joins 25 [--steps 3000] ...     in one run, each death is followed by a newcomer
     python tests/trials/deaths.py --models conv,deferred ...    with running statistics (see `mortal.py`)
-    python tests/trials/deaths.py --mirror ...                  with optimizer states on two workers each
 
 A death comes from outside at a random moment, or by the process's own hand when an action of a kind begins: also two at
 once, and one within the recovery from another.
@@ -37,8 +36,6 @@ _ROOT = Path(__file__).parents[2]
 _PATHS = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
 _STEPS, _MOST_S = 16, 150.0
 _KINDS = "FBUTNDCSG"
-#: optimizer states on two workers each
-_MIRROR = ["--zero", "1", "--mirror"]
 #: options of each job, and what the last one has written
 _options: list[str] = []
 _last_losses = [""]
@@ -169,7 +166,7 @@ def drawn(draw: random.Random, of: int, how: str) -> tuple[list[str], list[tuple
     draw.shuffle(workers)
     first = workers[0]
     other = next(each for each in workers if each // of != first // of)  # of another stage
-    step, kinds = draw.randrange(1, _STEPS - 4), list(_KINDS) + ["P", "A"] * ("--mirror" in _options)
+    step, kinds = draw.randrange(1, _STEPS - 4), list(_KINDS)
     if how == "train":
         kinds += ["evaluate", "predict", "pretrained", "save", "write"] * 2
     kind = draw.choice(kinds)
@@ -194,13 +191,11 @@ def main() -> None:
     parser.add_argument("--how", choices=("step", "train"), default="step", help="(step)")
     parser.add_argument("--of", choices=("2x2", "3x3"), default="2x2", help="stages x replicas (2x2)")
     parser.add_argument("--models", default="", help="with commas: conv, deferred; or none of them")
-    parser.add_argument("--mirror", action="store_true", help="zero=1 with a mirror")
     parser.add_argument("--device", help="of all workers, such as cuda:0")
     parser.add_argument("--kill", nargs="*", help="these kills, as mortal.py takes them")
     parser.add_argument("--joins", type=int, default=0, help="deaths in one run, each followed by a newcomer")
     parser.add_argument("--steps", type=int, default=3000, help="of a run with joins (3000)")
     options = parser.parse_args()
-    _options.extend(_MIRROR if options.mirror else ())
     _options.extend(["--device", options.device] if options.device else ())
     if options.joins:
         draw = random.Random(options.seed)

@@ -99,8 +99,8 @@ def drawn(number: int) -> tuple[list[Any], list[Any]]:
     options += ["--transport", transport]
     if replicas > 1:
         options += ["--replicas", replicas, "--zero", draw.choice([0, 1])]
-    if transport == "zmq" and replicas > 1 and draw.random() < 0.6:
-        options += ["--elastic", *(["--mirror"] if options[-1] else [])]
+    if transport == "zmq" and replicas > 1 and options[-1] == 0 and draw.random() < 0.6:
+        options += ["--elastic"]
         options += ["--slices", 2] if schedule in ("1f1b", "zb-h1", "zb-v") and draw.random() < 0.5 else []
     elif schedule in ("1f1b", "zb-h1", "zb-v") and draw.random() < 0.3:
         options += ["--slices", 2]

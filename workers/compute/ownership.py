@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ...dependency import NO_REDUCTIONS, ConfigError, Reductions, Spec, reduction_tree
+from ...dependency import NO_REDUCTIONS, ConfigError, Reductions, Spec
 from ..transport.payload import Payload, pack, unpack
 from .batch_norm import Statistics
 from .divided import like, local
@@ -47,8 +47,6 @@ class Ownership:
 
     Attributes:
         owned: names of the parameters that this replica owns.
-        keeps: numbers of the replicas with optimizer states here: two with a mirror.
-        kept: names of these parameters.
         updated_elsewhere: names of the parameters with optimizer state on another replica or stage.
         num_buckets: number of buckets in the part of each replica.
     """
@@ -64,18 +62,15 @@ class Ownership:
     ) -> None:
         routes = spec.num_routes
         parameters, tied = dict(named), tied_parts(shared, routes)
-        self.zero, self.mirrored = bool(spec.parallelism.zero), spec.parallelism.mirror
-        self._stage, self._route = stage, route
-        self._parameters = parameters
+        self.zero, self._parameters = bool(spec.parallelism.zero), parameters
         owners: dict[str, tuple[int, int]] = {}
         parts: list[list[str]] = [[] for _ in range(routes)]
         sizes = [0] * routes
-        #: number of a piece -> names of its parameters, and the replica that owns it
+        #: number of a piece -> names of its parameters
         self._names: dict[int, list[str]] = {}
-        self._owner_of: dict[int, tuple[int, int]] = {}
         for number, ((stages, owner), names) in enumerate(tied.items()):
             if stage in stages:
-                self._names[number], self._owner_of[number] = names, (stages[0], owner)
+                self._names[number] = names
                 owners |= dict.fromkeys(names, (stages[0], owner))
                 sizes[owner] += sum(map(self._size, names)) * (stage == stages[0])
         own = [name for name in parameters if name not in owners] if routes > 1 else []
@@ -93,8 +88,7 @@ class Ownership:
         for owner, buckets in enumerate(split) if routes > 1 else ():
             for number in range(self.num_buckets):
                 names = buckets[number] if number < len(buckets) else []
-                place = len(tied) + number * routes + owner
-                self._names[place], self._owner_of[place] = names, (stage, owner)
+                self._names[len(tied) + number * routes + owner] = names
         self._statistics = statistics
         last = len(tied) + (self.num_buckets - 1) * routes
         #: the piece that they travel with; -1: there are none
@@ -103,26 +97,9 @@ class Ownership:
         self.mirror: BufferMirror | None = None
         self._final = range(last, last + routes)
         self.owned = {name for name in parameters if owners.get(name, (stage, route)) == (stage, route)}
-        self.keep(spec)
         first = {name: (min(shared.get(name, (stage,))), 0) for name in owners}
         elsewhere = {name for name, holder in first.items() if holder != (stage, route)}
-        self.updated_elsewhere = parameters.keys() - self.kept if self.zero else elsewhere
-
-    def keep(self, spec: Spec) -> None:
-        """Keep the optimizer states of a placement."""
-        tree, stage = reduction_tree(spec), self._stage
-        keeps = (tree.keeps((stage, route), (stage, self._route)) for route in range(spec.num_routes))
-        self.keeps = {route for route, is_kept in enumerate(keeps) if is_kept}
-        self.kept = self.owned.union(*map(self.parameters_of, self.keeps))
-
-    def numbers(self, owner: tuple[int, int]) -> list[int]:
-        """Return the numbers of the pieces here that a replica owns."""
-        return [number for number, of in self._owner_of.items() if of == owner]
-
-    def parameters_of(self, route: int) -> dict[str, nn.Parameter]:
-        """Return by name the parameters that a replica of this stage owns."""
-        numbers = self.numbers((self._stage, route))
-        return {name: self._parameters[name] for number in numbers for name in self._names[number]}
+        self.updated_elsewhere = parameters.keys() - self.owned if self.zero else elsewhere
 
     def _size(self, name: str) -> int:
         parameter = self._parameters[name]
@@ -189,7 +166,7 @@ class Ownership:
     def sum(self, number: int, parts: Sequence[Payload], own: int) -> Payload | None:
         """Add up the gradients of a piece: the `parts` of other holders, with the local ones at place `own`.
 
-        With ZeRO they are set, unless there is a mirror; else returned, for all holders to `take`.
+        With ZeRO they are set; else returned, for all holders to `take`.
         """
         given = [unpack(part) for part in parts]
         given.insert(own, self._given(number))
@@ -200,7 +177,7 @@ class Ownership:
             for grad in (each[name] for each in given if each[name] is not None):
                 total = sums[name]
                 sums[name] = grad.clone() if total is None else _added(total, grad)  # peers read the parts
-        if not self.zero or self.mirrored:
+        if not self.zero:
             return pack(sums)
         self._set(sums)
         return None

@@ -96,9 +96,8 @@ class Updating:
         self._shared, self._ranks, self._stage = slice.shared, slice.ranks(), stage
         trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
         #: names of parameters with optimizer state here; None: all
-        self.owned = pieces.kept if pieces is not None and pieces.zero else None
-        some = self.owned if pieces is not None and not pieces.mirrored else None
-        own = [pair for pair in trained if some is None or pair[0] in some]
+        self.owned = pieces.owned if pieces is not None and pieces.zero else None
+        own = [pair for pair in trained if self.owned is None or pair[0] in self.owned]
         self.optimizer = _made("optimizer", training.optimizer, own) if training.optimizer and own else None
         if self.optimizer is not None:
             _refuse_others(self.optimizer, self.parameters)
@@ -127,8 +126,6 @@ class Updating:
         self.held: dict[str, Tensor] = {}
         self.weight = 0.0
         self._finite = True
-        #: whether parameters of other owners are missing from the update of a step that stands
-        self.adopts_late = False
         #: functions of the user, called with whole gradients before they are clipped and applied
         self.on_gradients: list[Callable[[Mapping[str, nn.Parameter]], object]] = []
         #: whether it is known that the loss depends on no other parameters
