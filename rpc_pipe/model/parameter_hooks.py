@@ -1,4 +1,4 @@
-"""Gradient hooks and attributes of parameters (such as `no_weight_decay`), which torch does not copy with them."""
+"""What torch does not copy with parameters: hooks and type of the gradient, and attributes (`no_weight_decay`)."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ Hook = Callable[[Any], Any]
 
 
 def copy_attachments(copied: nn.Parameter, parameter: nn.Parameter, change: Change = lambda value: value) -> None:
-    """Give a copy of a parameter the attributes and gradient hooks of the parameter.
+    """Give a copy of a parameter the attributes, gradient hooks and type of gradient of the parameter.
 
     Args:
         change: maps each of them to that of the copy; by default both have the same objects.
     """
     vars(copied).update(change(attributes_of(parameter)))
+    if copied.grad_dtype != parameter.grad_dtype:
+        copied.grad_dtype = parameter.grad_dtype
     before, after = _hooks(parameter)
     for hook in before if copied.requires_grad else ():
         copied.register_hook(change(hook))

@@ -88,6 +88,22 @@ class Sharing:
 
     def divide(self, mesh: Any) -> Divide:
         """Return the function that divides a layer or block among the members of a mesh."""
+        function = self._dividing(mesh)
+
+        def divide(module: nn.Module, name: str, model: nn.Module) -> Any:
+            before = {each: parameter.grad_dtype for each, parameter in module.named_parameters()}
+            made = function(module, name, model)
+            for each, parameter in (module if made is None else made).named_parameters():
+                if before.get(each, parameter.grad_dtype) != parameter.grad_dtype:
+                    raise ConfigError(
+                        f"grad_dtype={before[each]} of {each}: a parameter that members divide has gradients of its "
+                        "type; leave grad_dtype out"
+                    )
+            return made
+
+        return divide
+
+    def _dividing(self, mesh: Any) -> Divide:
         if self.shard in FSDP:
             from ..workers.compute.fsdp import divide
 

@@ -249,7 +249,8 @@ def _accumulate(leaf: Node, grad: Tensor) -> None:
     weight: Tensor = leaf.variable  # type: ignore[attr-defined]
     if weight.grad is None:
         # A copy: a gradient of autograd may be shared, with another weight or with a received one.
-        weight.grad = grad.clone() if grad.is_sparse else torch.empty_like(weight).copy_(grad)
+        made = torch.empty_like(weight, dtype=grad.dtype)  # as of `grad_dtype`, to which the engine casts
+        weight.grad = grad.clone() if grad.is_sparse else made.copy_(grad)
     elif weight.grad.is_sparse and not grad.is_sparse:
         weight.grad = grad + weight.grad
     else:
