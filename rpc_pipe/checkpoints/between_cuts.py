@@ -48,7 +48,8 @@ def move(
     stages = Stages(
         {str(stage): each for stage, (_, _, each, *_) in every},
         [name.removeprefix(_REST) for name in dict.fromkeys(names) if name.startswith(_REST)],
-        lambda wanted, _: {name: arrived[_REST + name] for name in wanted},
+        # Two shards here may have one parameter, and an optimizer writes its state in place.
+        lambda wanted, _: {name: arrived[_REST + name].clone() for name in wanted},
     )
     wanted = [_MODEL + name for shard in taken.values() for name in model_tensors(shard)]
     for (stage, route), shard in taken.items():

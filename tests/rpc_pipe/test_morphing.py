@@ -1,12 +1,17 @@
 """Other numbers of stages and replicas for the workers that are left of an elastic job, or have come."""
 
 import ast
+from functools import partial
 
 import pytest
+import torch
 from processes import rpc_pipe
+from small_pipeline import pipeline
 from test_elastic import MORTAL, trained
 from test_elastic_hosts import Worker
+from torch import nn
 
+from rpc_pipe.checkpoints.between_cuts import move
 from rpc_pipe.commands.main import main
 from rpc_pipe.dependency import Reductions, check, entries
 from rpc_pipe.dependency.reshaping import renumbered, reshaped
@@ -14,6 +19,7 @@ from rpc_pipe.launching import epochs
 from rpc_pipe.morphing import shapes
 from rpc_pipe.planning.shape_prices import predicted_ms
 from rpc_pipe.planning.specs import make_spec
+from rpc_pipe.workers.compute.buffer_mirror import BufferMirror
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "chimera", "zb-v"])
@@ -55,6 +61,31 @@ def test_a_newcomer_brings_the_first_shape_back(tmp_path):
     assert "2 stages x 2 replicas become 1 stage x 3 replicas" in done.stdout
     assert "1 stage x 3 replicas become 2 stages x 2 replicas" in done.stdout
     assert ast.literal_eval(made[1].decode())[0] == pytest.approx(alone, rel=1e-6)
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zb-v", "dualpipev"])
+def test_two_shards_of_a_worker_take_a_state_each(schedule):
+    """A weight that two stages share had one state for both, and each update of a step changed it."""
+
+    def made():
+        torch.manual_seed(0)
+        layers = [nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 4)]
+        layers[-1].weight = layers[0].weight
+        options = {"optimizer": partial(torch.optim.AdamW, lr=0.1), "num_workers": 1, "schedule": schedule}
+        return pipeline(layers, nn.functional.mse_loss, **options, ema_decay=0.9)
+
+    x = torch.randn(8, 4)
+    with made() as before, made() as after:
+        before.step((x, x))
+        for pipe in before, after:
+            for (_, route), shard in pipe.actors[0].shards.items():
+                shard.statistics = BufferMirror(shard, route)
+        taken = after.actors[0].shards
+        move(before.actors[0], {stage for stage, _ in taken}, taken, before.spec.num_routes)
+        for _ in range(2):
+            before.step((x, x)), after.step((x, x))
+        here, there = before.weights.state_dict(), after.weights.state_dict()
+        assert all(torch.equal(here[name], there[name]) for name in here)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
     python tests/trials/deaths.py [--count 10] [--seed 0] [--schedules 1f1b,zb-h1] [--how step|train] [--of 2x2|3x3]
     python tests/trials/deaths.py --joins 25 [--steps 3000] ...     in one run, each death is followed by a newcomer
     python tests/trials/deaths.py --models conv,deferred ...    with running statistics (see `mortal.py`)
+    python tests/trials/deaths.py --shapes --models tied ...    the shape changes, also back: losses of one process
 
 A death comes from outside at a random moment, or by the process's own hand when an action of a kind begins: also two at
 once, and one within the recovery from another.
@@ -183,6 +184,33 @@ def drawn(draw: random.Random, of: int, how: str) -> tuple[list[str], list[tuple
     return [f"{first}:{step}:{kind}", f"{other}:{step}:meet"], []
 
 
+def shapes(count: int, seed: int, schedules: list[str], how: str, models: list[str]) -> bool:
+    """Change the shape after a death, and back where a newcomer comes; show the largest difference of losses."""
+    os.environ["RPC_PIPE_RESHAPE_AFTER"], good = "0.1", 0
+    for number in range(seed, seed + count):
+        draw = random.Random(number)
+        schedule, back = draw.choice(schedules), draw.random() < 0.5
+        bounds, kill = draw.choice(["2:4", "3:4", "2:2"]), f"{draw.randrange(1, 4)}:{draw.randrange(2, 9)}:F"
+        os.environ["MODEL"] = model = draw.choice(models)
+        os.environ.pop("WAITS", None)
+        steps = 40 if back else _STEPS
+        whole = ast.literal_eval(undisturbed(schedule, 2, how, steps, model)[1])[0]
+        os.environ["WAITS"] = "back" if back else "shape"
+        found, said = run(schedule, 2, how, [kill], [], ["--elastic", bounds, *["--rejoin"] * back], steps)
+        losses = ast.literal_eval(_last_losses[0])[0]
+        most = max(abs(a - b) / abs(a) for a, b in zip(whole, losses, strict=True)) if " " not in found else 1.0
+        changes = [
+            " ".join(each) for each in re.findall(r"(\d stages? x \d) replicas (become) (\d stages? x \d)", said)
+        ]
+        good += most <= 1e-6 and bool(changes)
+        verdict = f"differs by {most:.1e}" if " " not in found else f"WRONG: {found}"
+        print(f"{number} {schedule} {model} {bounds} {kill}: {verdict}, {[*dict.fromkeys(changes)]}", flush=True)
+        if most > 1e-6 or not changes:
+            print(said[-3000:])
+    print(f"{good} of {count} changed their shape, and have the losses of the undisturbed run within 1e-6")
+    return good == count
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="random deaths: the weights of the undisturbed run, nothing left")
     parser.add_argument("--count", type=int, default=10, help="(10)")
@@ -190,13 +218,17 @@ def main() -> None:
     parser.add_argument("--schedules", default="1f1b", help="with commas (1f1b)")
     parser.add_argument("--how", choices=("step", "train"), default="step", help="(step)")
     parser.add_argument("--of", choices=("2x2", "3x3"), default="2x2", help="stages x replicas (2x2)")
-    parser.add_argument("--models", default="", help="with commas: conv, deferred; or none of them")
+    parser.add_argument("--models", default="", help="with commas: conv, deferred, tied; or none of them")
+    parser.add_argument("--shapes", action="store_true", help="changes of shape, as with --elastic MIN:MAX")
     parser.add_argument("--device", help="of all workers, such as cuda:0")
     parser.add_argument("--kill", nargs="*", help="these kills, as mortal.py takes them")
     parser.add_argument("--joins", type=int, default=0, help="deaths in one run, each followed by a newcomer")
     parser.add_argument("--steps", type=int, default=3000, help="of a run with joins (3000)")
     options = parser.parse_args()
     _options.extend(["--device", options.device] if options.device else ())
+    if options.shapes:
+        given = options.schedules.split(","), options.how, options.models.split(",")
+        sys.exit(not shapes(options.count, options.seed, *given))
     if options.joins:
         draw = random.Random(options.seed)
         of, how = int(options.of[0]), options.how

@@ -7,7 +7,8 @@ breaks. With WAITS=on in the environment a step takes 100 ms (`long`: 500 ms) mo
 a newcomer can come; with `shape` it waits until all rest for another shape, with `back` also for a newcomer.
 ACCUMULATE: steps of an update.
 MODEL: `conv`: residual blocks with batch normalisation, and a moving average in a buffer; `deferred`: with
-deferred_batch_norm. The losses are written with the buffers of all replicas.
+deferred_batch_norm; `tied`: the first and the last layer share a weight. The losses are written with the buffers of all
+replicas.
 """
 
 import os
@@ -106,12 +107,18 @@ step_now = [0]
 vars(rpc_pipe.elastic)["join"] = joined
 setattr(Snapshot, "write", written)  # noqa: B010
 MODEL = os.environ.get("MODEL", "")
-block = Residual if MODEL else Noisy
+block = Residual if MODEL in ("conv", "deferred") else Noisy
 while os.environ.get("WAITS") == "back" and "RPC_PIPE_NEWCOMER" in os.environ and not (FOLDER / "shaped").exists():
     time.sleep(0.02)  # else it could take the dead one's place before the shape changes
-layers = [make for _ in range(STAGES) for make in (partial(nn.Linear, 16, 16), block)]
+layers: list[Any] = [make for _ in range(STAGES) for make in (partial(nn.Linear, 16, 16), block)]
+if MODEL == "tied":
+    torch.manual_seed(0)
+    layers = [nn.Linear(16, 16), *layers, *layers, nn.Linear(16, 16)]
+    layers[-1].weight = layers[0].weight
+else:
+    layers.append(partial(nn.Linear, 16, 4))
 pipe = Pipeline(
-    [*layers, partial(nn.Linear, 16, 4)],
+    layers,
     nn.functional.cross_entropy,
     training=Training(
         partial(torch.optim.AdamW, lr=1e-2),
