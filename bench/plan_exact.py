@@ -90,8 +90,8 @@ def _all_cuts(request: PlanRequest, candidate: Candidate, num_blocks: int) -> It
     rows = request.batch / candidate.num_microbatches
     blocks = request.profile.at(rows)  # with lengths: of their mean
     at_length = {length: request.profile.at_length(rows, length) for length in request.lengths} | {0: blocks}
-    spec = request.unequal(candidate.spec(machines.num_workers))
-    relation, slicing = Relation(spec), request.slicing
+    spec = candidate.spec(machines.num_workers)
+    relation, slicing = Relation(spec, lengths=request.ordered(spec)), request.slicing
     time_share = slicing.time_share(spec)
     workers = range(machines.num_workers)
     copying = request.profile.per_mib / 2**20
@@ -108,9 +108,8 @@ def _all_cuts(request: PlanRequest, candidate: Candidate, num_blocks: int) -> It
             kind = G if action.kind is S else action.kind
             if not action.stage and kind in (I, W):
                 kind = B
-            length = spec.sizes[action.index] if spec.sizes and action.kind.per_microbatch else 0
             inside = slice(ends[action.stage], ends[action.stage + 1])
-            once = sum(block.times.get(kind, 0) for block in at_length[length][inside])
+            once = sum(block.times.get(kind, 0) for block in at_length[relation.length(action)][inside])
             once *= action.stage > 0 or action.kind is not I
             summed = {G: 0, S: 1 - 1 / spec.num_routes}.get(action.kind, 1)
             share = time_share(action._replace(kind=kind) if kind is B else action)
@@ -123,10 +122,10 @@ def _all_cuts(request: PlanRequest, candidate: Candidate, num_blocks: int) -> It
             sides = [(action.stage - 1, size.inputs), (action.stage + 1, size.outputs)]
             here = spec.worker(action)
             sent = sum(n for s, n in sides if 0 <= s < spec.num_stages and spec.place(s, route) != here)
-            return sent * spec.portion(action)
+            return sent * relation.portion(action)
 
         def payload(action: Action, sizes: list[Size] = sizes) -> float:
-            return payload_bytes(action, sizes[action.stage], spec.num_routes) * spec.portion(action)
+            return payload_bytes(action, sizes[action.stage], spec.num_routes) * relation.portion(action)
 
         run = simulate(relation, cost, links=links, payload=payload)
         limits = [machines.limit(worker) for worker in workers]

@@ -1,7 +1,5 @@
 """Unequal microbatches as they come and balanced, on emulated devices whose time follows length; 4 processes.
 
-"Balanced, bounded" holds no more tokens on a worker than microbatches as they come do, where a schedule can.
-
 python bench/unequal.py                        1f1b and zb-v, lognormal lengths, beside the simulator
 python bench/unequal.py --schedules 1f1b,zb-h1 --rounds 5
 """
@@ -30,8 +28,8 @@ from torch import Tensor, nn
 from bench import devices
 from rpc_pipe.dependency import Action
 from rpc_pipe.pipeline import Pipeline, SplitBatch, Training
-from rpc_pipe.planning.simulator import Simulation, simulate
-from rpc_pipe.planning.specs import MICROBATCH_ORDERS, find_schedule, make_spec, parameter_types
+from rpc_pipe.planning.simulator import simulate
+from rpc_pipe.planning.specs import MICROBATCH_ORDERS, make_spec
 from rpc_pipe.planning.unequal import by_microbatch
 
 _WORKERS, _MICROBATCHES, _LAYERS, _TOKENS, _WIDTH = 4, 16, 8, 64, 8
@@ -51,23 +49,19 @@ def main() -> None:
         _one()
         return
     for schedule in parsed.schedules.split(","):
-        ways: list[tuple[str, dict[str, int]]] = [(order, {}) for order in MICROBATCH_ORDERS]
-        if "window_tokens" in parameter_types(find_schedule(schedule)):
-            ways.append(("balanced", {"window_tokens": round(max(_simulated(schedule, "given", {}).peak_sizes))}))
         fixed = _fixed_ms(schedule, parsed.rounds)
         print(f"{schedule}: {fixed:.2f} ms of an action are no device's, measured on devices that take no time")
-        times: list[list[float]] = [[] for _ in ways]
+        times: list[list[float]] = [[] for _ in MICROBATCH_ORDERS]
         for _ in range(parsed.rounds):
-            for way, found in zip(ways, times, strict=True):
-                found.append(_run(schedule, *way))
+            for order, found in zip(MICROBATCH_ORDERS, times, strict=True):
+                found.append(_run(schedule, order))
         first, expected = 0.0, 0.0
-        for (order, options), found in zip(ways, times, strict=True):
-            ms, simulated = statistics.median(found), _simulated(schedule, order, options, fixed)
-            peak = max(simulated.peak_sizes) / _WIDTH
-            first, expected = first or ms, expected or simulated.makespan
+        for order, found in zip(MICROBATCH_ORDERS, times, strict=True):
+            ms, simulated = statistics.median(found), _simulated(schedule, order, fixed)
+            first, expected = first or ms, expected or simulated
             print(
-                f"{schedule} {order}{', bounded' * bool(options)}: {ms:.0f} ms (simulated {simulated.makespan:.0f}), "
-                f"{first / ms:.2f} x ({expected / simulated.makespan:.2f} x), {peak:.0f} tokens",
+                f"{schedule} {order}: {ms:.0f} ms (simulated {simulated:.0f}), "
+                f"{first / ms:.2f} x ({expected / simulated:.2f} x)",
                 flush=True,
             )
 
@@ -81,32 +75,31 @@ def _fixed_ms(schedule: str, rounds: int) -> float:
     """Return the milliseconds by which an action is longer than its device is busy, its payload's way included."""
     spec = make_spec(schedule, _WORKERS, _MICROBATCHES, {})
     actions = simulate(spec, lambda action: 1.0 if action.kind.letter in _SECONDS else 0.0).makespan
-    return statistics.median(_run(schedule, "given", {}, empty=True) for _ in range(rounds)) / actions
+    return statistics.median(_run(schedule, "given", empty=True) for _ in range(rounds)) / actions
 
 
-def _run(schedule: str, order: str, options: dict[str, int], *, empty: bool = False) -> float:
+def _run(schedule: str, order: str, *, empty: bool = False) -> float:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "ms"
         command = [sys.executable, "-m", "rpc_pipe", "run", __file__, "--workers", str(_WORKERS), "--transport", "zmq"]
-        command += ["--schedule", schedule, "--microbatch-order", order]
-        command += [word for name, value in options.items() for word in ("--set", f"{name}={value}")] + ["--", "one"]
+        command += ["--schedule", schedule, "--microbatch-order", order, "--", "one"]
         env = {**os.environ, _OUT: str(out), "OMP_NUM_THREADS": "1", _EMPTY: "1" * empty}
         subprocess.run(command, check=True, env=env, stdout=subprocess.DEVNULL)
         return float(json.loads(out.read_text()))
 
 
-def _simulated(schedule: str, order: str, options: dict[str, int], fixed: float = 0.0) -> Simulation:
+def _simulated(schedule: str, order: str, fixed: float) -> float:
     tokens = _tokens()
-    spec = make_spec(schedule, _WORKERS, _MICROBATCHES, options)
+    spec = make_spec(schedule, _WORKERS, _MICROBATCHES, {})
     elements, times = [_WIDTH * each for each in tokens], [each / _TOKENS for each in tokens]
-    spec, factor = by_microbatch(spec, lengths=elements, order=order, relative=lambda action, number: times[number])
+    _, factor = by_microbatch(spec, lengths=elements, order=order, relative=lambda action, number: times[number])
     share = _WORKERS / spec.num_stages
 
     def cost(action: Action) -> float:
         seconds = _SECONDS.get(action.kind.letter, 0.0)
         return 1e3 * share * seconds * factor(action) + (fixed if seconds else 0.0)
 
-    return simulate(spec, cost)
+    return simulate(spec, cost).makespan
 
 
 class _Path(torch.autograd.Function):

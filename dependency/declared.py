@@ -26,7 +26,7 @@ Order = Literal["ready", "fixed"]
 #: hands on these sums, and the one on the next worker that adds to them first
 Handover = tuple[Action, Action, Action]
 #: what every spec has
-NO_PARAMETERS = ("num_workers", "num_microbatches", "num_steps", "sizes")
+NO_PARAMETERS = ("num_workers", "num_microbatches", "num_steps")
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
@@ -45,8 +45,6 @@ class Declared(_Frozen):
     num_microbatches: int
     #: for asynchronous schedules: how many steps of a stream are considered together
     num_steps: int = field(default=1, repr=False)
-    #: of each microbatch of a step, in the order in which they run: its tokens, say; empty: unknown
-    sizes: tuple[float, ...] = field(default=(), repr=False)
 
     #: paper and section, or the code with which the order was compared
     source: ClassVar[str] = ""
@@ -157,13 +155,6 @@ class Declared(_Frozen):
         """
         return self.activation_limit(worker)
 
-    def peak_size(self, worker: int) -> float | None:
-        """Return the bound on the sum of `sizes` kept from F to B (or W) on `worker`, at any timing.
-
-        None: no claim. The checker proves a claim if the sizes are known.
-        """
-        return None
-
     # --- where that puts what is run
 
     @property
@@ -179,11 +170,6 @@ class Declared(_Frozen):
     @property
     def last_stage(self) -> int:
         return self.num_stages - 1
-
-    @property
-    def needs_sizes(self) -> bool:
-        """Whether windows go by `sizes`."""
-        return any(self.peak_size(worker) is not None for worker in self.workers)
 
     @property
     def takes_steps(self) -> bool:

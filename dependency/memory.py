@@ -12,7 +12,7 @@ Gradients are summed in order, so the ends form few chains, and an action needs 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 
@@ -60,23 +60,6 @@ class Lives:
     def run_to_most(self) -> list[Action]:
         """Return, in a legal order, the worker's beginnings and ends that lead to the most held activations."""
         return [action for action, ends in self.own if all(n <= self._full.get(chain, 0) for chain, n in ends.items())]
-
-    def heaviest(self, sizes: Sequence[float]) -> float:
-        """Return a bound on the sum of sizes of microbatches that may be held at once; exact for one chain of ends.
-
-        The last one that has begun needs some ends. All lives before it that have not ended by then may overlap.
-        """
-        begun, most = 0.0, 0.0
-        ended: dict[int, list[float]] = {}  # by chain, the sum of sizes of its first ends
-        for action, ends in self.own:
-            size = sizes[action.index % len(sizes)]
-            if action.kind.holds > 0:
-                begun += size
-                most = max(most, begun - sum(ended[chain][count] for chain, count in ends.items()))
-            else:
-                sums = next(own for at, count in ends.items() if len(own := ended.setdefault(at, [0.0])) == count)
-                sums.append(sums[-1] + size)
-        return most
 
     def _end(self, ends: Ends) -> Ends:
         at = next((chain for chain, n in ends.items() if n == self._length[chain]), len(self._length))

@@ -60,8 +60,8 @@ class Relocated(Transformation):
 
     @cached_property
     def _whole(self) -> Spec:
-        count, sizes = self.num_microbatches, self.sizes
-        return self.of_all(num_workers=self.num_workers, num_microbatches=count, sizes=sizes, **self.parameters())
+        count = self.num_microbatches
+        return self.of_all(num_workers=self.num_workers, num_microbatches=count, **self.parameters())
 
     @property
     def workers(self) -> list[int]:
@@ -176,9 +176,6 @@ class Relocated(Transformation):
 
     def peak_activations(self, worker: int) -> int | None:
         return _total(self._whole.peak_activations(each) for each in self._with_work_here(worker))
-
-    def peak_size(self, worker: int) -> float | None:
-        return _total(self._whole.peak_size(each) for each in self._with_work_here(worker))
 
     def _with_work_here(self, worker: int) -> set[int]:
         """Return the workers of the whole schedule with work that `worker` does."""

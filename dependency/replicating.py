@@ -73,13 +73,8 @@ class Replicated(Transformation):
         every = range(self.num_microbatches // slices)
         begins = [q if self.synchronous else 0 for q in range(self.parallelism.replicas)]
         counts = [max(1, len(every[begin :: self.parallelism.replicas])) * slices for begin in begins]
-        sizes = [self.sizes[begin :: self.parallelism.replicas] for begin in begins]
-        alike = dict.fromkeys(zip(counts, sizes, strict=True))
-        made = {
-            (n, own): self.of_one(num_workers=workers, num_microbatches=n, sizes=own, **self.parameters())
-            for n, own in alike
-        }
-        return [made[each] for each in zip(counts, sizes, strict=True)]
+        made = {n: self.of_one(num_workers=workers, num_microbatches=n, **self.parameters()) for n in {*counts}}
+        return [made[n] for n in counts]
 
     def unsliced(self) -> Spec:
         if len(self.parallelism.slices) == 1:
@@ -136,10 +131,6 @@ class Replicated(Transformation):
     def peak_activations(self, worker: int) -> int | None:
         replica, own = self._own_place(worker)
         return self._replicas[replica].peak_activations(own)
-
-    def peak_size(self, worker: int) -> float | None:
-        replica, own = self._own_place(worker)
-        return self._replicas[replica].peak_size(own)
 
     # --- of an action
 

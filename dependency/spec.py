@@ -19,7 +19,7 @@ from functools import cache
 
 from .action import Action
 from .declared import Declared
-from .indexes import slice_in, split_slice
+from .indexes import slice_in
 from .kinds import F, U
 from .reductions import NO_REDUCTIONS, Reductions, on_route, reduction_tree
 from .versions import before_forward, before_update
@@ -40,14 +40,6 @@ class Spec(Declared):
         if len(sizes) == 1 or not action.kind.per_microbatch:
             return 1
         return sizes[slice_in(action.index, len(sizes))] / sum(sizes)
-
-    def portion(self, action: Action) -> float:
-        """Return the bytes of an action's activations relative to a mean microbatch's: by `share` and `sizes`."""
-        share, sizes = self.share(action), self.sizes
-        if not sizes or not action.kind.per_microbatch:
-            return share
-        microbatch, _ = split_slice(action.index, len(self.parallelism.slices))
-        return share * sizes[microbatch % len(sizes)] * len(sizes) / sum(sizes)
 
     def origin(self, action: Action) -> Action | None:
         """Return the action of a neighbouring stage that sends the input of `action`; None if there is none."""

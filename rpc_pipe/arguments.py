@@ -192,7 +192,7 @@ def _asks_for_graphs(options: Mapping[str, Any]) -> bool:
     return bool(by_option or by_mode) or options.get("backend") == "cudagraphs"
 
 
-def make_ordering(said: object, asked: object, cost: Any, spec: Spec, *, is_called: bool) -> Ordering | None:
+def make_ordering(said: object, asked: object, cost: Any, *, is_called: bool) -> Ordering | None:
     """Return the ordering of the microbatches of training steps; None: they run as they come, of whatever size.
 
     Args:
@@ -203,18 +203,18 @@ def make_ordering(said: object, asked: object, cost: Any, spec: Spec, *, is_call
     """
     if said not in MICROBATCH_ORDERS:
         raise ConfigError(f"microbatch_order={said!r}: must be {' or '.join(MICROBATCH_ORDERS)}")
-    if cost is not None and said == asked == "given" and not spec.needs_sizes:
+    if cost is not None and said == asked == "given":
         raise ConfigError("microbatch_cost: is of no use as microbatches come; add microbatch_order='balanced'")
     if cost is not None and not callable(cost):
         from .planning.length_cost import read_cost
 
         cost = read_cost(cost)
-    if said == "given" and not spec.needs_sizes:
+    if said == "given":
         return None
     from .model.batches.ordering import Ordering  # which few jobs need
     from .planning.unequal import balanced
 
-    return Ordering(None if said == "given" else balanced, cost, is_called)
+    return Ordering(balanced, cost, is_called)
 
 
 def begin_training(what: str, forgot_optimizer: bool) -> bool:

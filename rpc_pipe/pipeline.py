@@ -148,7 +148,7 @@ class Pipeline(Inspected):
         refuse_untrainable(spec, loss_fn, training, sharing)
         workers = checked_workers(spec, job)
         partition = make_partition(model, loss_fn, spec.num_stages, split, training, blocks=blocks, seed=seed)
-        ordering = make_ordering(microbatch_order, asked, microbatch_cost, spec, is_called=partition.whole is not None)
+        ordering = make_ordering(microbatch_order, asked, microbatch_cost, is_called=partition.whole is not None)
         end = StepEnd(spec, training, commits=(recover := elasticity(spec, job, training)) is not None)
         actors = make_actors(job, workers, device, training.max_grad_norm, stall_s)
         self._compile = compile_options(settings.compile, on_host=actors[0].backend.in_step)

@@ -1,10 +1,9 @@
 """Eager 1F1B: about twice the microbatches in flight, so that late arrivals hide behind compute."""
 
-from ..dependency import Action, B, F
-from ._windowed import Windowed
+from ..dependency import Action, B, F, Spec
 
 
-class EagerOneFOneB(Windowed):
+class EagerOneFOneB(Spec):
     """Eager 1F1B: 1F1B that tolerates slow links, for less than twice its activations.
 
         worker 0  F0 F1 F2 F3 .. .. .. B0 .. B1 .. B2 .. B3
@@ -25,16 +24,12 @@ class EagerOneFOneB(Windowed):
         return 2 * (self.num_stages - stage) - 1
 
     def after(self, a: Action) -> list[Action]:
-        if sized := self.by_size:
-            return sized.after(a)
         return [B(a.stage, a.microbatch - self.in_flight(a.stage))] if a.kind is F else []
 
     def slot(self, a: Action) -> int:
-        if sized := self.by_size:
-            return sized.slots[a]
         if a.kind is F:
             return 2 * (a.microbatch + a.stage) + 1
         return 2 * (a.microbatch + 2 * self.num_stages - 1 - a.stage)
 
     def peak_activations(self, worker: int) -> int:
-        return self.most_within(self.in_flight(worker))
+        return min(self.in_flight(worker), self.num_microbatches)

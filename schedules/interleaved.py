@@ -1,10 +1,9 @@
 """Interleaved 1F1B: several stages on each worker, so that the bubble shrinks."""
 
-from ..dependency import Action, B, F, Kind
-from ._windowed import Windowed
+from ..dependency import Action, B, F, Kind, Spec
 
 
-class Interleaved(Windowed):
+class Interleaved(Spec):
     """Interleaved 1F1B: `chunks` stages on each worker; a smaller bubble for more messages.
 
         worker 0  F0 F1 F0 F1 .. B0 .. B1 B0 B1
@@ -28,6 +27,7 @@ class Interleaved(Windowed):
         return self.chunks * self.num_workers
 
     def ordinal(self, a: Action) -> int:
+        """Return how many actions of its kind the worker runs before `a`."""
         P, chunk = self.num_workers, a.stage // self.num_workers
         turn = chunk if a.kind is F else self.chunks - 1 - chunk
         return (a.microbatch // P * self.chunks + turn) * P + a.microbatch % P
@@ -56,16 +56,14 @@ class Interleaved(Windowed):
         worker, k = a.stage % self.num_workers, self.ordinal(a)
         needs = self.latest(a.kind, worker, k - 1)
         if a.kind is F:
-            needs += sized.after(a) if (sized := self.by_size) else self.latest(B, worker, k - self.ahead(worker) - 1)
+            needs += self.latest(B, worker, k - self.ahead(worker) - 1)
         return needs
 
     def slot(self, a: Action) -> int:
-        if sized := self.by_size:
-            return sized.slots[a]
         worker, k = a.stage % self.num_workers, self.ordinal(a)
         if a.kind is F:
             return 2 * (k + worker)
         return 2 * (k + worker + self.ahead(worker)) + 1
 
     def peak_activations(self, worker: int) -> int:
-        return self.most_within(self.ahead(worker) + 1)
+        return min(self.chunks * self.num_microbatches, self.ahead(worker) + 1)

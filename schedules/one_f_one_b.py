@@ -1,10 +1,9 @@
 """1F1B: one forward, one backward, with as few microbatches in flight as keep the pipeline full."""
 
-from ..dependency import Action, B, ConfigError, F
-from ._windowed import Windowed
+from ..dependency import Action, B, ConfigError, F, Spec
 
 
-class OneFOneB(Windowed):
+class OneFOneB(Spec):
     """1F1B: GPipe's time with the activations of only P-s microbatches on stage s.
 
     Stage s starts a forward only if fewer than P-s of its microbatches wait for their backward.
@@ -20,8 +19,7 @@ class OneFOneB(Windowed):
         activations <= min(window - w, M) if window
 
     `window` is the bound on microbatches in flight on stage 0 (default P), one less on each later stage: a wider
-    one buys tolerance of late arrivals with memory. With `window_tokens` unequal microbatches are in flight on a worker
-    as long as they have at most so many tokens together: many short ones, or few long ones.
+    one buys tolerance of late arrivals with memory.
     """
 
     source = "Narayanan et al. 2021, PipeDream-flush, arXiv:2006.09503, section 3; Fan et al. 2021, DAPPLE"
@@ -38,15 +36,11 @@ class OneFOneB(Windowed):
         return (self.window or self.num_workers) - stage
 
     def after(self, a: Action) -> list[Action]:
-        if sized := self.by_size:
-            return sized.after(a)
         return [B(a.stage, a.microbatch - self.in_flight(a.stage))] if a.kind is F else []
 
     def slot(self, a: Action) -> int:
-        if sized := self.by_size:
-            return sized.slots[a]
         P = self.num_stages
         return 2 * a.microbatch + (a.stage if a.kind is F else 2 * P - 1 - a.stage)
 
     def peak_activations(self, worker: int) -> int:
-        return self.most_within(self.in_flight(worker))
+        return min(self.in_flight(worker), self.num_microbatches)

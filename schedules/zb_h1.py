@@ -1,10 +1,9 @@
 """ZB-H1: weights' gradients fill the bubble of 1F1B, within the memory of its first stage."""
 
-from ..dependency import Action, F, I, W
-from ._windowed import Windowed
+from ..dependency import Action, F, I, Spec, W
 
 
-class ZBH1(Windowed):
+class ZBH1(Spec):
     """ZB-H1: backward is split; W waits while I of later microbatches is more urgent. A third of 1F1B's bubble.
 
         worker 0  F0 F1 F2 F3 .. .. .. I0 W0 I1 W1 I2 W2 I3 W3
@@ -30,8 +29,6 @@ class ZBH1(Windowed):
         return stage
 
     def after(self, a: Action) -> list[Action]:
-        if sized := self.by_size:
-            return sized.after(a)
         s, m = a.stage, a.microbatch
         if a.kind is F:
             return [I(s, m - self.ahead(s) - 1), W(s, m - self.ahead(0) - 1)]
@@ -40,8 +37,6 @@ class ZBH1(Windowed):
         return []
 
     def slot(self, a: Action) -> int:
-        if sized := self.by_size:
-            return sized.slots[a]
         s, m = a.stage, a.microbatch
         if a.kind is F and m < self.ahead(s):
             return s + m
@@ -50,4 +45,4 @@ class ZBH1(Windowed):
         return 2 * self.num_stages - 1 - s + 2 * j + max(0, j - self.lag(s)) + beside
 
     def peak_activations(self, worker: int) -> int:
-        return self.most_within(self.ahead(0) + 1)
+        return min(self.num_microbatches, self.ahead(0) + 1)

@@ -61,7 +61,6 @@ def test_a_training_run_loads_the_core_alone(how, tmp_path):
     assert not {"rpc_pipe.planning.simulator", *OF_ELASTIC_JOBS} & {*loaded}
     assert [name for name in loaded if folder(name) == "schedules"] == [
         "rpc_pipe.schedules",
-        "rpc_pipe.schedules._windowed",
         "rpc_pipe.schedules.one_f_one_b",
     ]
     assert sum(code_lines(FILES[name]) for name in loaded) <= MOST_LINES[how]

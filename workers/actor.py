@@ -41,7 +41,7 @@ _HERE = Path(__file__).parent
 #: files through which the calls of a module and of a context manager go
 _CALLERS = Path(module.__file__), Path(contextlib.__file__)
 
-#: compiled parts that are kept; where windows go by sizes of microbatches, each step has another one
+#: compiled parts that are kept
 MOST_PARTS = 64
 
 

@@ -79,8 +79,6 @@ class StepRecord:
     #: forwards of a whole model that this worker has observed so far, and the ns that this took
     observations: int = 0
     observed_ns: int = 0
-    #: of the microbatches, in the order of the run, where windows go by them
-    sizes: tuple[float, ...] = ()
 
     @property
     def busy_ns(self) -> int:

@@ -368,7 +368,6 @@ class Stream:
                 worker.learning_rate,
                 observations=sum(shard.slice.observed[0] for shard in worker.shards.values()),
                 observed_ns=sum(shard.slice.observed[1] for shard in worker.shards.values()),
-                sizes=step.batch.part.spec.sizes,
             ),
         )
 

@@ -32,7 +32,7 @@ from .options import (
 )
 from .profile import load, progress, refuse_unplanned
 from .readers import size
-from .simulate import gathered, refuse_endless, refuse_unsized, tell_exchange, typed_grouping
+from .simulate import gathered, refuse_endless, tell_exchange, typed_grouping
 from .topology import AMONG_MEMBERS, SUMMING_MEMBERS
 
 
@@ -62,8 +62,7 @@ def command(typed: dict[str, Any], argv: list[str]) -> int:
     spec, unequal = plain.of_plane(), typed_lengths(typed)
     count = spec.num_microbatches // len(spec.parallelism.slices)
     refuse_endless(spec, typed)
-    if unequal is not None:
-        unequal(spec)
+    unequal(spec)
     with progress(reporter, "simulating") as tell:
         rows = compare(
             model, count, comm=typed.get("comm", 0), limit=limit, order=options.run_order, also=also,
@@ -117,7 +116,6 @@ def _also(typed: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
     if "schedule" not in typed:
         return None
     spec = typed_spec(typed)
-    refuse_unsized(spec, typed)
     check_all(spec)
     values = spec.parameters()
     said = {key: text for key, text in schedule_options(typed).items() if key not in typed}  # these are of all rows

@@ -204,12 +204,12 @@ def typed_attention(typed: Mapping[str, Any]) -> float:
     return float(typed.get("attention", 0))
 
 
-def typed_lengths(typed: Mapping[str, Any]) -> Callable[[Spec], tuple[Spec, Callable[[Action], float]]] | None:
-    """Return what makes, for a schedule, `by_microbatch` of the typed lengths; None: microbatches are equal."""
+def typed_lengths(typed: Mapping[str, Any]) -> Callable[[Spec], tuple[Sequence[float], Callable[[Action], float]]]:
+    """Return the function that makes, for a schedule, `by_microbatch` of the typed lengths; these may be none."""
     if "lengths" not in typed:
         unequal = "is of unequal microbatches; add --lengths, such as --lengths 1,4,2,1"
         refuse_typed(typed, ["microbatch_order", "length_cost"], unequal)
-        return None
+        return lambda spec: ((), lambda action: 1)
     from ..planning.unequal import by_microbatch
 
     made = partial(by_microbatch, lengths=typed["lengths"], order=typed.get("microbatch_order", "given"))

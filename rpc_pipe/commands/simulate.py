@@ -66,9 +66,7 @@ def command(typed: dict[str, Any], argv: list[str]) -> int:
     spec = typed_spec(typed)
     steps, name = typed.get("steps", 1), typed.get("schedule", "1f1b")
     refuse_endless(spec, typed)
-    unequal = typed_lengths(typed)
-    spec, by_microbatch = (spec, None) if unequal is None else unequal(spec)
-    refuse_unsized(spec, typed)
+    _, by_microbatch = typed_lengths(typed)(spec)
     cost = _cost(spec, typed, by_microbatch)
     links, uplinks, sent = _links(typed, spec.num_workers)
     try_files(typed, ("svg", "html", "chrome"))
@@ -89,17 +87,10 @@ def command(typed: dict[str, Any], argv: list[str]) -> int:
         reporter.console.print(drawn)
     first, further = ("first step", result.span) if steps == 1 else (f"{steps} steps", result.step_time)
     took = f"{first} {result.makespan:g}, each further step {further:g}, bubble {result.bubble:.1%}"
-    held = f" of lengths {_tell_peaks(result.peak_sizes)}" if result.peak_sizes else ""
-    reporter.text(f"{name}: {took}, peak activations {_tell_peaks(result.peak_activations)}{held}")
+    reporter.text(f"{name}: {took}, peak activations {_tell_peaks(result.peak_activations)}")
     for line in [*_tell_unit(spec, typed), *tell_exchange(spec, typed), *describe_staleness(spec)]:
         reporter.text(line)
     return 0
-
-
-def refuse_unsized(spec: Spec, typed: Mapping[str, Any]) -> None:
-    """Refuse windows by lengths that are not given."""
-    if spec.needs_sizes and "lengths" not in typed:
-        raise ConfigError("window_tokens: goes by lengths; add --lengths, such as --lengths 30,120,60,20")
 
 
 def refuse_endless(spec: Spec, typed: Mapping[str, Any]) -> None:
@@ -158,7 +149,7 @@ def gathered(typed: Mapping[str, Any], costs: Mapping[Kind, float]) -> Mapping[K
     return typed_grouping(typed).times(costs, gather, gather)
 
 
-def _cost(spec: Spec, typed: Mapping[str, Any], by_microbatch: Cost | None) -> Cost:
+def _cost(spec: Spec, typed: Mapping[str, Any], by_microbatch: Cost) -> Cost:
     """Return the cost of an action from --cost, --stage-cost, --slow and the factor of its microbatch."""
     by_kind = gathered(typed, typed_costs(typed))
     share = SliceCosts(attention=typed_attention(typed)).time_share(spec)
@@ -173,7 +164,7 @@ def _cost(spec: Spec, typed: Mapping[str, Any], by_microbatch: Cost | None) -> C
 
     def cost(action: Action) -> float:
         whole = by_kind.get(action.kind, 0) * by_stage[action.stage] * by_worker[spec.worker(action)]
-        return whole * share(action) * (1 if by_microbatch is None else by_microbatch(action))
+        return whole * share(action) * by_microbatch(action)
 
     return cost
 
@@ -212,7 +203,6 @@ def _report(schedule: str, result: Simulation) -> dict[str, Any]:
         "bubble": result.bubble,
         "busy": list(result.busy),
         "peak_activations": list(result.peak_activations),
-        **({"peak_lengths": list(result.peak_sizes)} if result.peak_sizes else {}),
         "synchronous": spec.synchronous,
         "staleness": [worker_staleness(spec, worker) for worker in range(spec.num_workers)],
         "weight_copies": [worker_weight_copies(spec, worker) for worker in range(spec.num_workers)],

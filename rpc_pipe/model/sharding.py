@@ -81,7 +81,7 @@ class Sharing:
             return
         if not spec.takes_steps or not spec.synchronous:
             raise ConfigError(f"members={self.count}: members meet in one update a step; take a synchronous schedule")
-        options = {"slices": len(spec.parallelism.slices) > 1, "window_tokens": spec.needs_sizes}
+        options = {"slices": len(spec.parallelism.slices) > 1}
         options |= {name: bool(getattr(training, name, False)) for name in ("deferred_batch_norm", "post_validation")}
         for name in [name for name, is_given in options.items() if is_given]:
             raise ConfigError(f"members={self.count} {name}: not both; leave {name} out")

@@ -22,13 +22,13 @@ Ends = tuple[int, ...]
 class Bounds:
     """Lower bounds of a step's time with one schedule on given machines, for cuts that are known in part or whole."""
 
-    def __init__(self, spec: Spec, chain: Chain, machines: Machines) -> None:
-        self._spec, self._chain, self._machines = spec, chain, machines
+    def __init__(self, spec: Spec, chain: Chain, machines: Machines, sizes: Sequence[float] = ()) -> None:
+        self._spec, self._chain, self._machines, self._unequal = spec, chain, machines, bool(sizes)
         self._limits = [machines.limit(worker) for worker in range(spec.num_workers)]
         microbatches = range(spec.num_microbatches)
         #: how many microbatches take a route, and of these how many split their backward on a stage
         self._count = Counter(map(spec.route, microbatches))
-        lengths = {r: [size for m, size in enumerate(spec.sizes) if spec.route(m) == r] for r in self._count}
+        lengths = {r: [size for m, size in enumerate(sizes) if spec.route(m) == r] for r in self._count}
         #: by route, the costs of its mean microbatch, and of its longest one
         self._mean = {route: chain.among(own) for route, own in lengths.items()}
         self._longest = {route: chain.among(sorted(own)[-1:]) for route, own in lengths.items()}
@@ -77,7 +77,7 @@ class Bounds:
         share = self._time_share
         return [
             {kind: chain.time(kind, a, b, share if kind is not U else 1) for kind in (F, B, I, W, R, U)}
-            | ({S: chain.least_backward(a, b)[1] * share} if self._spec.sizes else {})
+            | ({S: chain.least_backward(a, b)[1] * share} if self._unequal else {})
             for a, b in pairwise(ends)
         ]
 

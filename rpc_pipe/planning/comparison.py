@@ -27,6 +27,7 @@ from ..system.sizes import format_bytes
 from .footprint import Size, num_messages, peak_bytes, weight_bytes
 from .plan import schedule_label
 from .profile import SUMMED, TIMED, Chain, LayerCost
+from .relation import Relation
 from .search import VARIANTS
 from .simulator import Cost, simulate
 from .slice_costs import SliceCosts
@@ -125,7 +126,7 @@ def compare(
     also: tuple[str, Mapping[str, Any]] | None = None,
     slices: str | None = None,
     attention: float = 0,
-    unequal: Callable[[Spec], tuple[Spec, Cost]] | None = None,
+    unequal: Callable[[Spec], tuple[Sequence[float], Cost]] = lambda spec: ((), lambda action: 1),
     replicas: Mapping[str, Any] = {},
     members: int = 1,
     tell: Callable[[float], None] = lambda share: None,
@@ -140,7 +141,7 @@ def compare(
         also: another schedule, by name or file, and its parameters.
         slices: the slices of sequences, as for `make_spec`.
         attention: share of a whole sequence's time that is causal attention, 0 to 1.
-        unequal: `by_microbatch` of their lengths; None: microbatches are equal.
+        unequal: `by_microbatch` of their lengths, if microbatches have several.
         replicas: parameters of every schedule: how many replicas, and their options, as for `make_spec`.
         members: how many processes are one worker; the costs are theirs.
         tell: called after each schedule with the progress, 0 to 1.
@@ -152,7 +153,7 @@ def compare(
         parameters = {**own, **replicas}
         try:
             spec = make_spec(name, model.num_workers, num_microbatches, parameters, slices)
-            spec, by_microbatch = (spec, None) if unequal is None else unequal(spec)
+            lengths, by_microbatch = unequal(spec)
             stages = model.stages(spec.num_stages)
             check_all(spec)
             if members > 1 and not (spec.synchronous and spec.takes_steps):
@@ -161,7 +162,7 @@ def compare(
         except PipeError as error:
             rows.append(Row(name, parameters, refused=str(error)))
         else:
-            row = _row(name, parameters, spec, stages if model.sizes else None, cost, run)
+            row = _row(name, parameters, spec, lengths, stages if model.sizes else None, cost, run)
             needs = row.peak_memory
             refused = f"needs {format_bytes(needs)}" if limit is not None and needs and needs > limit else ""
             rows.append(replace(row, refused=refused))
@@ -169,16 +170,21 @@ def compare(
     return sorted(rows, key=lambda row: (bool(row.refused), not row.synchronous, row.makespan, row.peak_activations))
 
 
-def _cost(spec: Spec, stages: Sequence[LayerCost], attention: float, factor: Cost | None) -> Cost:
+def _cost(spec: Spec, stages: Sequence[LayerCost], attention: float, by: Cost) -> Cost:
     share = SliceCosts(attention=attention).time_share(spec)
-    by = factor or (lambda action: 1)
     return lambda action: stages[action.stage].times.get(action.kind, 0) * share(action) * by(action)
 
 
 def _row(
-    name: str, parameters: Mapping[str, Any], spec: Spec, stages: Sequence[LayerCost] | None, cost: Cost, run: Any
+    name: str,
+    parameters: Mapping[str, Any],
+    spec: Spec,
+    lengths: Sequence[float],
+    stages: Sequence[LayerCost] | None,
+    cost: Cost,
+    run: Any,
 ) -> Row:
-    result, workers = simulate(spec, cost, **run), range(spec.num_workers)
+    result, workers = simulate(Relation(spec, lengths=lengths), cost, **run), range(spec.num_workers)
     sizes = None if stages is None else [stage.size for stage in stages]
     return Row(
         name,

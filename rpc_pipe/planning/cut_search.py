@@ -44,9 +44,9 @@ class CutFound:
 class CutSearch:
     """The search for the best cut with one schedule. Every simulated cut is remembered."""
 
-    def __init__(self, spec: Spec, chain: Chain, machines: Machines) -> None:
-        self.spec, self.chain, self.machines = spec, chain, machines
-        self.bounds = Bounds(spec, chain, machines)
+    def __init__(self, spec: Spec, chain: Chain, machines: Machines, lengths: Sequence[float] = ()) -> None:
+        self.spec, self.chain, self.machines, self.lengths = spec, chain, machines, lengths
+        self.bounds = Bounds(spec, chain, machines, lengths)
         #: no cut is faster
         self.least = self.bounds.bound((0,))
         self._priced: PricedSchedule | None = None
@@ -56,7 +56,7 @@ class CutSearch:
     def priced(self) -> PricedSchedule:
         """The schedule with its compiled relation, which is built on first use."""
         if self._priced is None:
-            self._priced = PricedSchedule(self.spec, self.chain, self.machines)
+            self._priced = PricedSchedule(self.spec, self.chain, self.machines, self.lengths)
         return self._priced
 
     def price(self, ends: Ends, *, faster_than: float = float("inf")) -> CutFound | None:

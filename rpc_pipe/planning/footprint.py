@@ -89,7 +89,7 @@ def peak_bytes(simulation: Simulation, sizes: Sequence[Size]) -> tuple[float, ..
 
     for span in simulation.spans:
         worker, action = span.worker, span.action
-        size = of_share(sizes[action.stage], spec.portion(action))
+        size = of_share(sizes[action.stage], simulation.portion(action))
         if action.kind.per_microbatch:
             working = _working(action, size)
             add(worker, span.start, working)
@@ -103,7 +103,7 @@ def peak_bytes(simulation: Simulation, sizes: Sequence[Size]) -> tuple[float, ..
         elif action.kind in (B, W):
             add(worker, span.end, -(size.activations if action.kind is B else size.after_inputs))
         if slices > 1 and action.kind.per_microbatch:
-            _add_state(add, span, sizes[action.stage].state, slices, spec.portion(action))
+            _add_state(add, span, sizes[action.stage].state, slices, simulation.portion(action))
         amount = payload_bytes(action, size, spec.num_routes * simulation.buckets(action.stage))
         kept = 0 if action.kind is not F or spec.recomputes(action.stage) else min(amount, size.kept_outputs)
         for user in simulation.successors(action):

@@ -11,7 +11,7 @@ from itertools import pairwise, permutations
 from typing import Any
 
 from ..dependency import NO_REDUCTIONS, Action, B, G, Kind, S, Spec, W
-from ..dependency.indexes import slice_in, split_slice
+from ..dependency.indexes import slice_in
 from .bounds import Ends
 from .footprint import Size, num_messages, payload_bytes, peak_bytes
 from .plan import Plan
@@ -27,15 +27,23 @@ class PricedSchedule:
     """A spec on given machines, to be simulated with many cuts of a chain of blocks.
 
     Args:
+        lengths: of the microbatches of a step, in the order of the run; empty: they are equal.
         buckets: by stage, into how many each replica's part of the gradients is divided; found for each cut.
     """
 
-    def __init__(self, spec: Spec, chain: Chain, machines: Machines, buckets: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self,
+        spec: Spec,
+        chain: Chain,
+        machines: Machines,
+        lengths: Sequence[float] = (),
+        buckets: tuple[int, ...] = (),
+    ) -> None:
         self.spec = spec
         self.chain = chain
         self.machines = machines
         self._buckets = buckets or (1,) * spec.num_stages
-        self.relation = Relation(spec, reductions=NO_REDUCTIONS._replace(buckets=self._buckets))
+        self.relation = Relation(spec, reductions=NO_REDUCTIONS._replace(buckets=self._buckets), lengths=lengths)
         self._with_buckets = {self._buckets: self}
         # Actions of one (stage, kind, worker, slice, length) cost the same, so each cost is computed once.
         known: dict[tuple[int, Kind, int, int, float], int] = {}
@@ -44,16 +52,17 @@ class PricedSchedule:
         slices = len(spec.parallelism.slices)
         chains: list[Chain] = []  # of each of these, with the times of its microbatch
         for a, worker in zip(self.relation.actions, self.relation.worker, strict=True):
-            of_all, (microbatch, _) = not a.kind.per_microbatch, split_slice(a.index, slices)
-            length = 0 if of_all or not spec.sizes else spec.sizes[microbatch]
-            place = 0 if of_all else slice_in(a.index, slices)
+            length = self.relation.length(a)
+            place = slice_in(a.index, slices) if a.kind.per_microbatch else 0
             number = known.setdefault((a.stage, a.kind, worker, place, length), len(known))
             if number == len(like):
                 like.append((a, worker))
                 chains.append(chain.among([length]) if length else chain)
             self._ids.append(number)
         #: of each of these: its stage, its part of the payload, and `copy_times`
-        self._copy_times = [(a.stage, spec.portion(a), *copy_times(spec, chain, a.stage, a.kind, w)) for a, w in like]
+        self._copy_times = [
+            (a.stage, self.relation.portion(a), *copy_times(spec, chain, a.stage, a.kind, w)) for a, w in like
+        ]
         share = chain.slicing.time_share(spec)
         #: of each of these: which part of a microbatch's time its slice takes; W of the first stage is a whole backward
         self._shares = [share(a._replace(kind=B) if a.kind is W and not a.stage else a) for a, _ in like]
@@ -95,12 +104,14 @@ class PricedSchedule:
         of_part = [size.gradients / spec.num_routes / (spec.parallelism.bucket * 2**20) for size in sizes]
         buckets = tuple(min(_MOST_BUCKETS, max(1, math.ceil(count))) if spec.num_routes > 1 else 1 for count in of_part)
         if buckets not in self._with_buckets:
-            self._with_buckets[buckets] = PricedSchedule(spec, self.chain, self.machines, buckets)
+            self._with_buckets[buckets] = PricedSchedule(
+                spec, self.chain, self.machines, self.relation.lengths, buckets
+            )
         priced = self._with_buckets[buckets]
 
         def payload(action: Action) -> float:
             parts = spec.num_routes * buckets[action.stage]
-            return payload_bytes(action, sizes[action.stage], parts) * spec.portion(action)
+            return payload_bytes(action, sizes[action.stage], parts) * priced.relation.portion(action)
 
         costs = priced.costs(ends)
         return simulate(

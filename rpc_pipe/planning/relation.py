@@ -6,7 +6,7 @@ Loads without torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from ..dependency import (
@@ -21,6 +21,7 @@ from ..dependency import (
     entries,
     reduction_tree,
 )
+from ..dependency.indexes import split_slice
 from ..system.garbage import uncollected
 
 
@@ -30,15 +31,18 @@ class Relation:
     Args:
         steps: how many steps follow each other; a forward needs its stage's update of the step before.
         reductions: what the updates of the step depend on.
+        lengths: of the microbatches of a step, in the order of the run; empty: they are equal.
 
     Raises:
         ScheduleError: an edge names an action that nobody runs, or a slot is taken twice.
     """
 
-    def __init__(self, spec: Spec, steps: int = 1, reductions: Reductions = NO_REDUCTIONS) -> None:
+    def __init__(
+        self, spec: Spec, steps: int = 1, reductions: Reductions = NO_REDUCTIONS, lengths: Sequence[float] = ()
+    ) -> None:
         if not spec.synchronous and steps > 1:
             spec, steps = replace(spec, num_steps=steps), 1  # one stream, in whose order steps overlap
-        self.spec = spec
+        self.spec, self.lengths = spec, lengths
         self.steps, self.reductions = steps, reductions
         workers = range(spec.num_workers)
         with uncollected():
@@ -73,6 +77,18 @@ class Relation:
         self.within: dict[int, list[tuple[float, list[int]]]] = {}
         for step in range(steps):
             self._connect(parts, step)
+
+    def length(self, action: Action) -> float:
+        """Return the length of an action's microbatch; 0: all are equal, or it is the action of a step."""
+        if not self.lengths or not action.kind.per_microbatch:
+            return 0
+        microbatch, _ = split_slice(action.index, len(self.spec.parallelism.slices))
+        return self.lengths[microbatch % len(self.lengths)]
+
+    def portion(self, action: Action) -> float:
+        """Return the bytes of an action's activations relative to a mean microbatch's."""
+        length = self.length(action)
+        return self.spec.share(action) * (length * len(self.lengths) / sum(self.lengths) if length else 1)
 
     @property
     def num_lanes(self) -> int:

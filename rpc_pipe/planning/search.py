@@ -72,9 +72,9 @@ class PlanRequest:
             variants,
         ).among(self.lengths)  # fmt: skip
 
-    def unequal(self, spec: Spec) -> Spec:
-        """Return the schedule with the lengths of its microbatches, in the order in which they run."""
-        return by_microbatch(spec, lengths=self.lengths, order=self.order)[0] if self.lengths else spec
+    def ordered(self, spec: Spec) -> Sequence[float]:
+        """Return the lengths of microbatches in the order in which the schedule runs them; empty: as measured."""
+        return by_microbatch(spec, lengths=self.lengths, order=self.order)[0] if self.lengths else ()
 
     @property
     def slicing(self) -> SliceCosts:
@@ -147,7 +147,7 @@ class _Search:
                 slices=[q.slicing.balanced(count) for count in (q.slices if grouping.members == 1 else (1,))],
             ):  # fmt: skip
                 chain, spec = self._chains[candidate.num_microbatches, grouping], candidate.spec(q.machines.num_workers)
-                yield candidate, CutSearch(q.unequal(spec), chain, machines)
+                yield candidate, CutSearch(spec, chain, machines, q.ordered(spec))
 
     def _in_rounds(self) -> list[CutSearch]:
         """Return the searches in rounds: the most promising of each schedule, then the next of each."""

@@ -17,7 +17,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from ..dependency import RESOURCES, Action, Kind, Order, ScheduleError, Spec, U
-from ..dependency.indexes import split_slice, split_step
+from ..dependency.indexes import split_step
 from ..system.garbage import uncollected
 from .relation import Relation
 from .span import Span
@@ -88,16 +88,6 @@ class Simulation:
         peaks = self._peaks(lambda action: sizes[action.index % len(sizes)])
         return peaks if len(sizes) == 1 else tuple(most / sum(sizes) for most in peaks)
 
-    @cached_property
-    def peak_sizes(self) -> tuple[float, ...]:
-        """The largest sum of `Spec.sizes` whose activations were on the device at once, by worker; empty: unknown."""
-        sizes, slices = self.spec.sizes, len(self.spec.parallelism.slices)
-
-        def size(action: Action) -> float:
-            return sizes[split_slice(action.index, slices)[0] % len(sizes)] * self.spec.share(action)
-
-        return self._peaks(size) if sizes else ()
-
     def _peaks(self, size: Callable[[Action], float]) -> tuple[float, ...]:
         relation, num_workers = self._relation, self.spec.num_workers
         # At equal times ends come before starts; an action without duration starts and ends in its turn.
@@ -150,6 +140,10 @@ class Simulation:
     def successors(self, action: Action) -> list[Action]:
         """Return the actions that take the payload of `action`."""
         return self.spec.successors(action, self._relation.reductions)
+
+    def portion(self, action: Action) -> float:
+        """Return the bytes of an action's activations relative to a mean microbatch's."""
+        return self._relation.portion(action)
 
     def buckets(self, stage: int) -> int:
         """Return into how many buckets each replica's part of the gradients of a stage is divided."""

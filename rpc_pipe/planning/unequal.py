@@ -26,8 +26,6 @@ from .simulator import simulate
 _RELATIVE = {F: 1.0, B: 2.0, I: 1.0, W: 1.0, R: 1.0}
 #: nominal seconds to simulate an action. A constant, not a measurement: all workers must search equally long
 _SECONDS_PER_ACTION = 3e-6
-#: the same where its relation is compiled, too
-_SECONDS_PER_COMPILED = 15e-6
 #: share of a step's predicted time that the search for its order takes
 SEARCH_SHARE = 0.005
 _MOST_TRIALS = 200
@@ -53,43 +51,30 @@ def _ascending(seconds: Sequence[float]) -> list[int]:
 Relative = Callable[[Action, int], float]
 
 
-def balanced(
-    spec: Spec,
-    seconds: Sequence[float],
-    step_s: float = 0,
-    sizes: Sequence[float] = (),
-    relative: Relative | None = None,
-) -> list[int]:
+def balanced(spec: Spec, seconds: Sequence[float], step_s: float = 0, relative: Relative | None = None) -> list[int]:
     """Return the order of a step's microbatches that the schedule runs fastest, as far as a short search finds it.
 
     Equal microbatches stay as they are. Of two routes of opposite directions each has long microbatches at another
-    place, so ascending times are tried, too. Where windows go by sizes long ones may fit better as they are.
+    place, so ascending times are tried, too.
 
     Args:
         spec: a schedule over whole sequences; its number of microbatches may be another one.
         seconds: predicted time of each microbatch, in any unit.
         step_s: predicted seconds of the step, of which the search takes `SEARCH_SHARE`; 0: no search behind `mountain`.
-        sizes: of each microbatch, if the schedule's windows go by them: then each order has windows of its own.
         relative: times that differ from stage to stage; None: `seconds` are those of all stages.
     """
     if len(set(seconds)) < 2:
         return list(range(len(seconds)))
-    by_size = bool(sizes) and spec.needs_sizes
-    orders = [mountain(seconds)]
-    orders += [_ascending(seconds)] * (spec.num_routes > 1) + [list(range(len(seconds)))] * by_size
+    orders = [mountain(seconds)] + [_ascending(seconds)] * (spec.num_routes > 1)
     if len(orders) == 1 and not step_s:
         return orders[0]
-
-    def relation(order: Sequence[int]) -> Relation:
-        held = tuple(sizes[m] for m in order) if by_size else ()
-        return _relation(replace(spec, num_microbatches=len(seconds), sizes=held))
+    relation = _relation(replace(spec, num_microbatches=len(seconds)))
 
     def span(order: Sequence[int]) -> float:
-        return span_of(relation(order), seconds, order, relative)
+        return span_of(relation, seconds, order, relative)
 
     found, _, order = min((span(order), at, order) for at, order in enumerate(orders))
-    each = len(relation(order).actions) * (_SECONDS_PER_COMPILED if by_size else _SECONDS_PER_ACTION)
-    trials = min(_MOST_TRIALS, int(SEARCH_SHARE * step_s / each))
+    trials = min(_MOST_TRIALS, int(SEARCH_SHARE * step_s / (len(relation.actions) * _SECONDS_PER_ACTION)))
     numbers = random.Random(0)
     for _ in range(trials - 1):
         tried = list(order)
@@ -124,8 +109,8 @@ def _relation(spec: Spec) -> Relation:
 
 def by_microbatch(
     spec: Spec, *, lengths: Sequence[float], order: str, relative: Relative | None = None
-) -> tuple[Spec, Callable[[Action], float]]:
-    """Return a schedule that knows the sizes of its microbatches, and the factor of an action's time by its microbatch.
+) -> tuple[list[float], Callable[[Action], float]]:
+    """Return the lengths of microbatches in the order of the run, and the factor of an action's time by its microbatch.
 
     Args:
         lengths: of the microbatches of a step.
@@ -139,13 +124,13 @@ def by_microbatch(
     count = whole.num_microbatches
     if len(lengths) != count:
         raise ConfigError(f"lengths: has {len(lengths)} numbers for {count} microbatches; give one for each")
-    numbers = balanced(whole, lengths, sizes=lengths, relative=relative) if order == "balanced" else range(count)
+    numbers = balanced(whole, lengths, relative=relative) if order == "balanced" else range(count)
     time = relative or (lambda action, number: lengths[number])
 
     def factor(action: Action) -> float:
         return time(action, numbers[split_slice(action.index, slices)[0] % count]) if action.kind.per_microbatch else 1
 
-    return replace(spec, sizes=tuple(lengths[m] for m in numbers)), factor
+    return [lengths[m] for m in numbers], factor
 
 
 def group_rows(

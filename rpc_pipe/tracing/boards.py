@@ -143,7 +143,7 @@ def decode_record(read: dict[str, Any], offset_ns: int = 0) -> StepRecord:
     parts: dict[str, Any] = {
         "loss": float(read["loss"]),
         **{name: float(read[name]) for name in ("grad_norm", "learning_rate") if read.get(name) is not None},
-        **{name: tuple(read.get(name, ())) for name in ("microbatch_order", "sizes")},
+        "microbatch_order": tuple(read.get("microbatch_order", ())),
         "actions": [Record(_parsed(name), start + offset_ns, end + offset_ns) for name, start, end in read["actions"]],
         "arrivals": [Arrived(_parsed(name), peer, size, at + offset_ns) for name, peer, size, at in read["arrivals"]],
     }

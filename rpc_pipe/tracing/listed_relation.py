@@ -8,14 +8,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, ClassVar
 
 from ..dependency import Action, Spec, updates_a_step
 from ..dependency.indexes import split_step
 from ..dependency.parallelism import Parallelism
-from ..planning.specs import make_spec
-from ..schedules import SCHEDULES
 
 
 def spec_of_listings(listings: Sequence[Mapping[str, Any]], num_microbatches: int | None = None) -> Spec:
@@ -27,13 +24,6 @@ def spec_of_listings(listings: Sequence[Mapping[str, Any]], num_microbatches: in
     count: int = num_microbatches or listings[0]["microbatches"]
     cls: type[ListedRelation] = type(listings[0]["schedule"], (ListedRelation,), _relation(listings, count))
     return cls(num_workers=len(listings), num_microbatches=count)
-
-
-def sized(spec: Spec, listing: Mapping[str, Any], sizes: Sequence[float]) -> Spec:
-    """Return the schedule of a listing with windows by the sizes of a step, if they go by them and it is built in."""
-    if sizes and listing["schedule"] in SCHEDULES and "by_size" in listing:
-        spec = make_spec(listing["schedule"], spec.num_workers, len(sizes), listing["by_size"])
-    return replace(spec, sizes=tuple(sizes))
 
 
 def _relation(listings: Sequence[Mapping[str, Any]], num_microbatches: int) -> dict[str, Any]:

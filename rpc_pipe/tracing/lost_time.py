@@ -24,7 +24,7 @@ from itertools import chain, pairwise
 from operator import itemgetter
 from statistics import fmean, median, median_low
 
-from ..dependency import Action, Kind, Spec
+from ..dependency import Action, Kind
 from ..planning.simulator import Cost, Link, simulate
 from ..planning.unequal import balanced
 from ..schedules import name_of
@@ -103,13 +103,11 @@ class _Case:
     def __init__(
         self, trace: Trace, shards: Sequence[Sequence[Sequence[int]]], cores: int | None, one_process: bool
     ) -> None:
-        self._spec, self._usual, self._step_ms = _of_mean(trace.spec), trace.cost(), trace.step_ms
+        self._spec, self._usual, self._step_ms = trace.spec, trace.cost(), trace.step_ms
         self._numbers = trace.numbers or range(trace.spec.num_workers)
         self._records = [trace.steps[step] for step in sorted(trace.steps)]
         #: of the last steps, the length of each microbatch relative to the median of all; empty: they are equal
         self._lengths = trace.lengths(_STEPS)
-        #: their sizes, where windows go by them
-        self._sizes = [records[0].sizes for records in self._records[-_STEPS:]]
         #: mean length: actions take the median times so long on average
         self._mean = fmean(chain.from_iterable(self._lengths)) if self._lengths else 1.0
         #: by worker, the ratio of its times to those of other workers for stages of the same form
@@ -136,7 +134,7 @@ class _Case:
             "bubble": equal - limit,
             "imbalance": uneven - equal,
             "slow worker": slow - uneven,
-            UNEQUAL: median(map(self._ragged, self._lengths, self._sizes)) - slow if self._lengths else 0.0,
+            UNEQUAL: median(map(self._ragged, self._lengths)) - slow if self._lengths else 0.0,
             "link": self._simulate(self._actual, excess) - slow,
             "data": max(self._waits, default=0.0),
         }
@@ -229,18 +227,16 @@ class _Case:
         shortest, longest = (found(map(found, self._lengths)) / self._mean for found in (min, max))
         what = f"microbatches are {shortest:.1f} to {longest:.1f} x as long as their mean"
         gains = []
-        for lengths, sizes in zip(self._lengths, self._sizes, strict=True):
-            order = balanced(self._spec.unsliced(), lengths, sizes=sizes)
-            better = [lengths[m] for m in order], [sizes[m] for m in order if sizes]
-            gains.append(1 - self._ragged(*better) / self._ragged(lengths, sizes))
+        for lengths in self._lengths:
+            order = balanced(self._spec.unsliced(), lengths)
+            gains.append(1 - self._ragged([lengths[m] for m in order]) / self._ragged(lengths))
         if (gain := median(gains)) >= 0.01:
             return what, f"--microbatch-order balanced would take {_percent(gain)} off"
         return what, "rows of similar length in a microbatch make them more equal (batches_by_length)"
 
-    def _ragged(self, lengths: Sequence[float], sizes: Sequence[float]) -> float:
-        """Return the simulated time of a step of microbatches of these lengths and sizes."""
-        cost = by_length(self._spec, self._usual, lengths)
-        return simulate(replace(self._spec, sizes=tuple(sizes)), cost, steps=_STEPS).step_time
+    def _ragged(self, lengths: Sequence[float]) -> float:
+        """Return the simulated time of a step of microbatches of these lengths."""
+        return self._simulate(by_length(self._spec, self._usual, lengths))
 
     def _actual(self, action: Action) -> float:
         return self._usual(action) * (self._mean if action.kind.per_microbatch else 1.0)
@@ -294,11 +290,6 @@ class _Case:
             for worker, ms in by_worker.items() if usual else ():
                 ratios[worker].append(ms / usual)
         return [max(1.0, median(ratios.get(worker, [1.0]))) for worker in range(spec.num_workers)]
-
-
-def _of_mean(spec: Spec) -> Spec:
-    """Return a schedule whose microbatches have their mean size."""
-    return replace(spec, sizes=(fmean(spec.sizes),) * len(spec.sizes)) if spec.sizes else spec
 
 
 def _largest(values: Sequence[float]) -> tuple[int, float]:

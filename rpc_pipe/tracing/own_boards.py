@@ -315,11 +315,8 @@ def list_program(spec: Spec, worker: int, order: Order, program: Iterable[Entry]
         "slots": [spec.slot(entry.action) for entry in entries],
         "earlier": [[[back, str(need)] for back, need in reaches(spec, each.action, spec.needs)] for each in entries],
     } if overlaps else {}  # fmt: skip
-    again = "+".join(str(stage) for stage in range(spec.num_stages) if spec.recomputes(stage))
-    options = {name: getattr(spec.parallelism, name) for name in ("replicas", "spread")} | {"recompute": again}
     return {
         **stream,
-        **({"by_size": {**spec.parameters(), **options}} if spec.needs_sizes else {}),
         **({"handovers": [list(map(str, each)) for each in spec.handovers]} if spec.handovers else {}),
         "schedule": name_of(spec),
         "worker": worker,

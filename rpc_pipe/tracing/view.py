@@ -16,7 +16,7 @@ from ..drawing.timeline import row_names
 from ..workers.hooks import StepRecord
 from .board import State
 from .boards import RunBoards, RunUpdate
-from .listed_relation import sized, spec_of_listings
+from .listed_relation import spec_of_listings
 from .lost_time import LostTime, attribute_lost_time
 from .stall_report import behind, duration, roll_call, running, waiting_chain
 from .trace import Trace, step_ms
@@ -282,12 +282,12 @@ class View:
 
     def trace_of(self, steps: Sequence[int]) -> Trace | None:
         """Return these complete steps; None if the schedule for their numbers of microbatches is unknown."""
-        most = max(steps, key=lambda step: (self.records(step)[0].num_microbatches, step))
-        if (spec := self._spec_of(self.records(most)[0].num_microbatches)) is None:
+        spec = self._spec_of(max(self.records(step)[0].num_microbatches for step in steps))
+        if spec is None:
             return None
         run = next(iter(self.headers.values())).get("script", "")
         return Trace(
-            sized(spec, next(iter(self.latest.listings.values())), self.records(most)[0].sizes),
+            spec,
             {step: self.records(step) for step in steps},
             self.latest.clock_error_ms,
             run,

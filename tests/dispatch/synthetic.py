@@ -31,7 +31,7 @@ def records_of(
     lengths: Sequence[float] = (),
 ) -> dict[int, Sequence[StepRecord]]:
     """Return {step: records} of a simulated run; payloads are as large as microbatches are long."""
-    lengths = lengths or spec.sizes or [1] * spec.num_microbatches
+    lengths = lengths or [1] * spec.num_microbatches
     result = simulate(spec, cost, comm=hop_ms, steps=steps, links=links)
     there = {(what, target): at for what, _, target, at in result.transfers if spec.worker(what) != target}
     seen: Counter[tuple[int, Action]] = Counter()

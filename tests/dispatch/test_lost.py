@@ -4,18 +4,16 @@ import json
 from dataclasses import replace
 
 import pytest
-from synthetic import news_of, records_of, trace_of
+from synthetic import trace_of
 
 from rpc_pipe.commands.auto import note
 from rpc_pipe.commands.options import NOTED_PLAN
 from rpc_pipe.dependency import B, F, U
 from rpc_pipe.planning.plan import Plan
 from rpc_pipe.planning.simulator import Link
-from rpc_pipe.planning.specs import make_spec
 from rpc_pipe.planning.unequal import balanced
 from rpc_pipe.tracing.lost_time import UNEQUAL, attribute_lost_time
 from rpc_pipe.tracing.trace import Trace, transfers
-from rpc_pipe.tracing.view import View
 
 SHARDS = [[(stage, 0, 2, 1)] for stage in range(4)]
 
@@ -98,20 +96,6 @@ def test_unequal_microbatches_are_named_with_the_gain_of_another_order():
     ordered = [lengths[m] for m in order]
     better = attribute_lost_time(trace_of(cost=unequal(ordered), lengths=ordered), SHARDS)
     assert better.step_ms < 0.9 * lost.step_ms and "balanced" not in better.sentence
-
-
-@pytest.mark.parametrize("schedule, options", [("1f1b", {"replicas": 2}), ("zb-h1", {}), ("interleaved", {})])
-def test_windows_by_size_are_those_of_the_step(schedule, options):
-    """Pages and lost time knew windows by count alone: short ones that ran early broke them."""
-    lengths = [1, 1, 6, 1, 2, 1, 1, 8]
-    spec = make_spec(schedule, 4, 8, {"window_tokens": 24, **options})
-    records = records_of(replace(spec, sizes=tuple(lengths)), unequal(lengths), hop_ms=0.0)
-    view = View()
-    view.take(news_of(spec, {s: [replace(r, sizes=tuple(lengths)) for r in found] for s, found in records.items()}))
-    trace = view.trace()
-    assert trace.spec == replace(spec, sizes=tuple(lengths))
-    lost = attribute_lost_time(trace, [header["shards"] for header in view.headers.values()])
-    assert parts(lost)["overhead"] < 0.1 and parts(lost)[UNEQUAL] > 0.02
 
 
 def test_microbatches_that_differ_by_noise_are_equal():

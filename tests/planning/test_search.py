@@ -118,8 +118,9 @@ def test_bounds_are_below_what_the_simulator_says(seed):
     for candidate in candidates(
         machines.num_workers, [count], recompute=draw.random() < 0.2, most_stages=chain.num_blocks
     ):
-        spec = request.unequal(candidate.spec(machines.num_workers))
-        bounds, priced = Bounds(spec, chain, machines), PricedSchedule(spec, chain, machines)
+        spec = candidate.spec(machines.num_workers)
+        lengths = request.ordered(spec)
+        bounds, priced = Bounds(spec, chain, machines, lengths), PricedSchedule(spec, chain, machines, lengths)
         inner = draw.sample(range(1, chain.num_blocks), spec.num_stages - 1)
         ends = (0, *sorted(inner), chain.num_blocks)
         took = priced.simulate(ends).span

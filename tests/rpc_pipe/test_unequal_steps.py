@@ -5,7 +5,6 @@ from functools import partial
 import pytest
 import torch
 from processes import python
-from refusals import refused
 from small_pipeline import X, Y, pipeline
 from torch import nn
 
@@ -65,31 +64,14 @@ def test_slices_of_microbatches_follow_their_order():
     assert all(torch.equal(tensor, found[1][1][name]) for name, tensor in found[0][1].items())
 
 
-@pytest.mark.parametrize("streamed", [False, True])
-@pytest.mark.parametrize("order", ["given", "balanced"])
-def test_windows_by_tokens_change_no_bit(order, streamed):
-    """Steps of other sizes have other windows, and their sums the same order."""
-    batches = [ragged(), SplitBatch(ragged()[::-1]), ragged()]
-    found = trained(batches, streamed, microbatch_order=order, schedule_options={"window_tokens": 20})
-    ran = [SplitBatch(batch[m] for m in numbers or range(4)) for batch, numbers in zip(batches, found[2], strict=True)]
-    expected = trained(ran, streamed)
-    assert found[0] == expected[0]
-    assert all(torch.equal(tensor, found[1][name]) for name, tensor in expected[1].items())
-
-
 def test_only_some_parts_of_steps_are_kept(monkeypatch):
     monkeypatch.setattr("rpc_pipe.model.batches.step_inputs.MOST_PARTS", 2)
     monkeypatch.setattr("rpc_pipe.workers.actor.MOST_PARTS", 2)
-    with pipeline(schedule_options={"window_tokens": 40}) as pipe:
-        for at in range(1, 6):
-            pipe.step(SplitBatch(zip(X.split([at, 10 - at]), Y.split([at, 10 - at]), strict=True)))
+    with pipeline() as pipe:
+        for rows in range(1, 5):
+            pipe.step(SplitBatch(zip(X.split(rows), Y.split(rows), strict=True)))
         assert max(len(actor._bound) for actor in pipe.actors) <= 2
         pipe.evaluate((X, Y))
-
-
-def test_a_microbatch_above_the_window_is_refused_before_the_step():
-    with pipeline(schedule_options={"window_tokens": 15}) as pipe, refused("window_tokens"):
-        pipe.step(ragged())
 
 
 def test_equal_microbatches_keep_their_order_and_bits():
@@ -149,7 +131,6 @@ def test_a_cost_without_an_order_that_goes_by_it_is_refused():
     """It was never called, and the script's author saw no gain of it."""
     with pytest.raises(ConfigError):
         pipeline(microbatch_cost=len)
-    pipeline(microbatch_cost=len, schedule_options={"window_tokens": 30}).close()
 
 
 @pytest.mark.parametrize("options", [{"microbatch_order": "sorted"}, {"microbatch_cost": 3}])

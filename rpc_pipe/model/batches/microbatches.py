@@ -40,8 +40,6 @@ class Microbatches(StepData):
     lazy: LazyBatch | None = None
     #: (rows, length) of each, if all workers know these without reading
     sizes: list[tuple[int, int]] | None = None
-    #: tokens of each, in the order in which they run, if windows go by these
-    held: tuple[float, ...] = ()
     #: returns them with the rows that this worker runs now, where workers may have died since; None: all were read
     now_read: Callable[[], Microbatches] | None = None
 

@@ -30,8 +30,7 @@ class Ordering:
     order, as it depends on the batch alone.
 
     Args:
-        order: (spec, times of microbatches, predicted seconds of the step or 0, tokens, times by action if known) ->
-            their order; None: as given.
+        order: (spec, times of microbatches, predicted seconds of the step or 0, times by action if known) -> order.
         cost: called as the model is, with a microbatch, or of a profile by rows and length; None: the tokens of a
             microbatch, or the elements of its first tensor.
         is_called: whether the inputs of a microbatch are (args, kwargs); else they are the only argument.
@@ -39,7 +38,7 @@ class Ordering:
 
     def __init__(
         self,
-        order: Callable[..., list[int]] | None,
+        order: Callable[..., list[int]],
         cost: Callable[..., float | Sequence[float]] | ByLength | None,
         is_called: bool,
     ) -> None:
@@ -58,37 +57,33 @@ class Ordering:
             ConfigError: the cost of a microbatch is no time.
         """
         # The rows of a lazy batch without sizes are equal.
-        if found.lazy is not None and found.sizes is None and not spec.needs_sizes:
+        if found.lazy is not None and found.sizes is None:
             return found
         sizes: Sequence[tuple[int, ...]] = found.sizes or []
-        if not sizes and (spec.needs_sizes or self._cost is None or self.seconds is not None):
+        if not sizes and (self._cost is None or self.seconds is not None):
             sizes = [_size(*numbered) for numbered in enumerate(found.inputs)]
-        tokens = [float(math.prod(size)) for size in sizes]
-        order = self._found(spec, found.inputs, sizes, tokens)
-        held = tuple(tokens[number] for number in order) if spec.needs_sizes else ()
+        order = self._found(spec, found.inputs, sizes)
         if order == sorted(order):
-            return replace(found, held=held) if held else found
+            return found
         sides: tuple[list[Any], ...] = found.inputs, found.targets, found.shares
         inputs, targets, shares = ([side[number] for number in order] for side in sides)
-        return replace(found, inputs=inputs, targets=targets, shares=shares, order=tuple(order), held=held)
+        return replace(found, inputs=inputs, targets=targets, shares=shares, order=tuple(order))
 
-    def _found(
-        self, spec: Spec, inputs: Sequence[Tree], sizes: Sequence[tuple[int, ...]], tokens: Sequence[float]
-    ) -> list[int]:
-        if self._order is None or len(inputs) < 2:
+    def _found(self, spec: Spec, inputs: Sequence[Tree], sizes: Sequence[tuple[int, ...]]) -> list[int]:
+        if len(inputs) < 2:
             return list(range(len(inputs)))
         if self._cost is None:
-            return self._order(spec, tokens, 0.0, tokens)
+            return self._order(spec, [float(math.prod(size)) for size in sizes])
         if self.seconds is not None:
             times = [self.seconds(rows, length) for rows, length, *_ in ((*size, 1, 1) for size in sizes)]
-            return self._order(spec, times, sum(times), tokens)
+            return self._order(spec, times, sum(times))
         by_stage = [self._times(spec.num_stages, *numbered) for numbered in enumerate(inputs)]
         times = [sum(each) / len(each) for each in by_stage]
 
         def relative(action: Action, number: int) -> float:
             return by_stage[number][action.stage % len(by_stage[number])]
 
-        return self._order(spec, times, sum(times), tokens, relative)
+        return self._order(spec, times, sum(times), relative)
 
     def _times(self, num_stages: int, number: int, inputs: Tree) -> list[float]:
         """Return the predicted seconds of a microbatch on a worker, or on each stage."""
@@ -112,7 +107,7 @@ def _size(number: int, inputs: Tree) -> tuple[int, ...]:
     first = next(iter(tensors_of(inputs)), None)
     if first is None:
         raise BatchError(
-            f"microbatch_order=balanced, window_tokens: microbatch {number} has no tensor on this worker; pass inputs "
+            f"microbatch_order=balanced: microbatch {number} has no tensor on this worker; pass inputs "
             "to every worker, or lengths= to a Loader"
         )
     return tuple(first.shape)

@@ -103,27 +103,23 @@ class StepInputs:
         self._spec, self._order, self._workers = spec, order, workers
         self._step_end, self._due = step_end, due
         self.described = self.weights = ""
-        #: by number of microbatches, for training and for whole sequences, and by sizes where windows go by these
-        self._specs: dict[tuple[int, bool, Sequence[float]], Spec] = {(spec.num_microbatches, True, ()): spec}
+        #: by number of microbatches, for training and for whole sequences
+        self._specs: dict[tuple[int, bool], Spec] = {(spec.num_microbatches, True): spec}
         self._parts: dict[tuple[Spec, int, bool, Reductions], Part] = {}
 
-    def part(
-        self, actor: WorkerActor, num_microbatches: int, reductions: Reductions, *, train: bool,
-        sizes: tuple[float, ...] = (),
-    ) -> Part:  # fmt: skip
+    def part(self, actor: WorkerActor, num_microbatches: int, reductions: Reductions, *, train: bool) -> Part:
         """Return the part that a worker runs in a step or, without `train`, in an evaluation.
 
         Raises:
-            ConfigError: a microbatch is larger than windows may be.
             ScheduleError: the schedule cannot run this number of microbatches.
         """
-        kind = num_microbatches, train, sizes
+        kind = num_microbatches, train
         if kind not in self._specs:
             if len(self._specs) >= MOST_PARTS:
                 self._specs.clear()
                 self._parts.clear()
             spec = self._spec if train else self._spec.unsliced()
-            spec = replace(spec, num_microbatches=num_microbatches, sizes=sizes)
+            spec = replace(spec, num_microbatches=num_microbatches)
             for each in self._workers:
                 check(spec, each)
             self._specs[kind] = spec
@@ -145,7 +141,7 @@ class StepInputs:
         """
         number = actor.next_step
         reductions = self._step_end.reductions(self._spec, number, streamed=streamed) if train else NO_REDUCTIONS
-        part = self.part(actor, len(batch.inputs), reductions, train=train, sizes=batch.held if train else ())
+        part = self.part(actor, len(batch.inputs), reductions, train=train)
         weights = self.weights if number == 0 else ""
         order = " ".join(map(str, batch.order))
         call = Call(actor.worker, what or f"step {number + 1}", self.described, *batch.described, weights, order=order)
