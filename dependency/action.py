@@ -13,8 +13,18 @@ Resource = Literal["compute", "copy", "link", "control"]
 RESOURCES: tuple[Resource, ...] = ("compute", "copy", "link", "control")
 
 
+class _Rows(type):
+    def __call__(cls, letter: str, *values: Any, **row: Any) -> Any:
+        """Return the kind with this row: a file or a cell that is run again makes no other one."""
+        made: Kind = super().__call__(letter, *values, **row)
+        known = Kind._rows.setdefault(letter, made)
+        if vars(known) != vars(made):
+            raise ValueError(f"kind {letter!r}: must be a capital letter; taken are {', '.join(Kind._rows)}")
+        return known
+
+
 @dataclass(eq=False, repr=False)
-class Kind:
+class Kind(metaclass=_Rows):
     """A kind of action: one row of the table in `kinds.py`. A kind is callable: `F(2, 0)` is the action `2F0`.
 
     The row determines what an action needs by data flow. Each of the actions of a microbatch on a stage
@@ -47,7 +57,7 @@ class Kind:
 
     def __post_init__(self) -> None:
         letter = self.letter
-        if not re.fullmatch("[A-Z]", letter) or letter in self._rows:
+        if not re.fullmatch("[A-Z]", letter):
             raise ValueError(f"kind {letter!r}: must be a capital letter; taken are {', '.join(self._rows)}")
         rules = {"index": ("microbatch", "route"), "resource": RESOURCES, "holds": (1, 0, -1), "way": (1, 0, -1)}
         for name, known in rules.items():
@@ -59,7 +69,6 @@ class Kind:
                 raise ValueError(f"kind {letter}: {name} {shade!r}: must be such as #56b4e9")
         #: whether it is done with a microbatch, rather than once at the end of a step
         self.per_microbatch = self.index == "microbatch"
-        self._rows[letter] = self
 
     @classmethod
     def of(cls, letter: str) -> Kind:

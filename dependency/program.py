@@ -43,7 +43,6 @@ def entries(
     """
     flow = _Flow(spec, worker, reductions)
     edges = _OrderEdges(spec, worker, reductions, frozenset(chained), forward_only=forward_only)
-    after = None if forward_only else spec.after
     versioned = not (forward_only or spec.synchronous)
     handed = {first: hand for _, hand, first in spec.handovers}
     for action in local_order(spec, worker, reductions):
@@ -51,9 +50,9 @@ def entries(
             continue
         own: list[Action | Milestone] = []
         pulled: list[Pulled] = []
-        if after is not None and spec.orders(action):
-            for need in after(action):
-                if need.index >= 0:
+        if spec.orders(action):
+            for need in spec.after(action):
+                if need.index >= 0 and (not forward_only or flow.goes_forward(need)):
                     at = spec.worker(need)
                     if at == worker:
                         own.append(need)

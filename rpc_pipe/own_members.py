@@ -24,7 +24,7 @@ def make_members(job: Job, sharing: Sharing, device: torch.device) -> tuple[Memb
         identity = str(getattr(properties, "uuid", device))
     mesh = mesh_of_members(job, device.type, identity)
     kept = sharing.shard == FSDP_KEPT if sharing.shard in FSDP else None
-    return Members(mesh, sharing.rows, sharing.per_microbatch, kept), sharing.divide(mesh)
+    return Members(mesh, sharing.planes, sharing.per_microbatch, kept), sharing.divide(mesh)
 
 
 def own_rows(batch: Microbatches, members: Members) -> Microbatches:
@@ -37,11 +37,11 @@ def own_rows(batch: Microbatches, members: Members) -> Microbatches:
         return batch
     if batch.scatter is not None:
         raise BatchError(f"members={members.count}: {batch.scatter.reader} alone can read a batch; let all workers")
-    if len(batch.inputs) % members.count:
+    if len(batch.inputs) % members.shares:
         raise BatchError(
             f"members={members.count}: a batch makes {len(batch.inputs)} microbatches, and each member needs as many; "
             "give the batch more rows"
         )
     sides = batch.inputs, batch.targets, batch.shares
-    inputs, targets, shares = (list(side[members.index :: members.count]) for side in sides)
+    inputs, targets, shares = (list(side[members.part :: members.shares]) for side in sides)
     return replace(batch, inputs=inputs, targets=targets, shares=shares)

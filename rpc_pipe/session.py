@@ -116,7 +116,7 @@ class Session:
         self.spec = spec
         members, count = self._members, 1 if self._members is None else self._members.shares
         whole = replace(spec, num_microbatches=spec.num_microbatches * count) if count > 1 else spec
-        self._reader.begin(whole, count, 0 if members is None or count == 1 else members.index)
+        self._reader.begin(whole, count, 0 if members is None else members.part)
         workers = [actor.worker for actor in self.actors]
         # A worker that has parts of several replicas does not wait with one for the other.
         order: Order = self.order if len(spec.workers) == spec.num_workers else "ready"
@@ -153,7 +153,7 @@ class Session:
         self._inputs.weights, self.end.divided = maker.weights, maker.divided
         self.name, self.config = self.partition.name, self.partition.config
         if self._members is not None:
-            self._members.look({n: t for shard in self.shards for n, t in shard.state_dict().items()})
+            self._members.look({shard.stage: shard.state_dict() for shard in self.shards})
         maker.end(list(self.shards), alone=self._members is None and len(here) == self.spec.num_workers)
         if self._recover is not None:
             self.recovery = self._recover(self, maker)

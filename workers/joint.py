@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..dependency import Action, Disagreement, F, I, Kind, Part, R, U, W
 from .compute.digest import digest
-from .compute.divided import added, is_divided, local
+from .compute.divided import added, is_divided, like, local
 from .compute.members import Members
 from .compute.result import Result
 from .compute.shard import Shard
@@ -112,6 +112,7 @@ class SummedGradients:
     def __init__(self, shard: Shard, members: Members, gathered: Gathered | None) -> None:
         self._members, self._gathered = members, gathered
         self._whole, self._all = members.sums(shard.updating.parameters), shard.updating.parameters
+        self._sums = shard.stage in members.summing
         #: gradients of whole parameters that are summed already
         self._aside: dict[str, Tensor] = {}
 
@@ -141,11 +142,13 @@ class SummedGradients:
             parameter.grad = None
 
     def _sum(self) -> None:
-        if not self._whole:
+        if not self._sums:
             return
-        sums = self._members.sum([parameter.grad for _, parameter in self._whole])
-        for (name, parameter), total in zip(self._whole, sums, strict=True):
-            before = self._aside.pop(name, None)
+        sums = self._members.sum({name: parameter.grad for name, parameter in self._whole})
+        for name, parameter in self._whole:
+            before, total = self._aside.pop(name, None), sums[name]
+            if total is not None:
+                total = like(parameter if parameter.grad is None else parameter.grad, total)
             parameter.grad = total if before is None else before if total is None else before.add_(total)
 
 
@@ -176,7 +179,7 @@ def _meet(members: Members, ctx: ActionContext, checksum: int) -> None:
     known = (
         (checksum, _sampled(members, ctx)),
         [dict(part) for part in result.parts],
-        0.0 if norm is None else float(norm),
+        None if norm is None else (float(norm), norm.dtype),
         finite is None or bool(finite),
     )
     met = members.exchange(known)
@@ -186,8 +189,9 @@ def _meet(members: Members, ctx: ActionContext, checksum: int) -> None:
             "must compute alike on all members"
         )
     joined = Result(_parts(members, [each[1] for each in met]), result.outputs, result.rows)
-    if norm is not None:
-        joined.norm_tensor = torch.tensor([each[2] for each in met], dtype=torch.float64).norm().to(norm)
+    if norms := [each[2] for each in met if each[2] is not None]:  # a plane may count no parameter
+        values, (dtype, *_) = zip(*norms, strict=True)
+        joined.norm_tensor = torch.tensor(values, dtype=torch.float64).norm().to(ctx.worker.backend.device, dtype)
     if finite is not None:
         joined.finite_tensor = torch.tensor(all(each[3] for each in met), device=finite.device)
     step.tally.result = joined
@@ -199,10 +203,10 @@ def _parts(members: Members, of_planes: list[list[Mapping[str, Any]]]) -> list[d
         stop = any(part["stop"] for parts in of_planes for part in parts)
         return [{**part, "stop": stop} for part in of_planes[members.index]]
     found = []
-    for plane, parts in enumerate(of_planes):
+    for plane, parts in enumerate(of_planes[:: members.alike]):
         for part in map(dict, parts):
             if "microbatches" in part:
-                numbers = [m * members.count + plane for m in array("q", part["microbatches"])]
+                numbers = [m * members.shares + plane for m in array("q", part["microbatches"])]
                 part["microbatches"] = array("q", numbers).tobytes()
             found.append(part)
     return found

@@ -68,7 +68,7 @@ class Stream:
             while oldest.state.left:
                 self._take_arrivals()
                 chosen, has_moved = self._choose_beside()
-                if chosen is None and not has_moved:
+                if chosen is None and not has_moved and oldest.state.left:  # the last one may have been a copy
                     self._wait()
                     chosen, _ = self._choose_beside()
                 if chosen is not None:

@@ -33,7 +33,7 @@ def shares(actor: WorkerActor) -> int:
 
 def column(actor: WorkerActor, route: int) -> int:
     """Return the number of a route's rows among the rows of all routes and members."""
-    return route * shares(actor) + (actor.members.index if actor.members is not None and actor.members.rows else 0)
+    return route * shares(actor) + (0 if actor.members is None else actor.members.part)
 
 
 def of_route(number: int, name: str) -> str:

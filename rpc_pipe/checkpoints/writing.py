@@ -88,7 +88,8 @@ class Snapshot:
                     self._stages[f"{stage}/{number}"] = described(shard, members)
                     own |= state_tensors(shard)
                 rest |= self._copied(own)
-                buffers = {} if separate else own_buffers(shard, column(actor, number))
+                alike = members is not None and members.index % members.alike  # the first of these writes
+                buffers = {} if separate or alike else own_buffers(shard, column(actor, number))
                 rest |= self._copied(buffers, apart=members is not None and members.rows)
         for number, route in enumerate(own_routes(actor) if separate else ()):
             for shard in route:

@@ -40,16 +40,17 @@ class Sharing:
     def __post_init__(self) -> None:
         if self.count > 1 and not self.shard:
             raise ConfigError(f"members={self.count}: needs shard=, such as fsdp, tp or a function of (module, mesh)")
+        if not isinstance(self.planes, int) or self.planes < 1 or self.count % self.planes:
+            raise ConfigError(f"members={self.count} rows={self.planes}: parts of members; take a divisor, or True")
 
     @property
     def planes(self) -> int:
-        """Among how many members the microbatches of a step are divided."""
-        return self.count if self.rows else 1
+        """Into how many parts members divide the microbatches of a step; neighbours that are alike have one part.
 
-    @property
-    def rows(self) -> bool:
-        """Whether each member computes microbatches of its own; a function says so by an attribute `rows`."""
-        return self.shard in FSDP or bool(getattr(self.shard, "rows", False))
+        A function says so by an attribute `rows`: a number, or True for as many parts as members.
+        """
+        rows = True if self.shard in FSDP else getattr(self.shard, "rows", False)
+        return self.count if rows is True else rows or 1
 
     def order(self, asked: Order | None, usual: Order) -> Order:
         """Return the order of actions.

@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from ..dependency import ConfigError, Order, Spec, check_all, schedule_errors
@@ -59,10 +60,17 @@ def find_schedule(schedule: ScheduleLike) -> type[Spec]:
     raise ConfigError(f"schedule {schedule!r}: {hint}{known}")
 
 
-def _load_class(schedule: str, path: str, name: str) -> type[Spec]:
+@cache
+def _loaded(path: Path, changed_ns: int) -> ModuleType:
+    """Run a schedule's file, once unless it has changed: two runs make two classes of one schedule."""
     from ..system.files import load_module
 
-    module = load_module(Path(path), f"rpc_pipe_schedule_{Path(path).stem}", f"schedule {schedule!r}")
+    return load_module(path, f"rpc_pipe_schedule_{path.stem}", f"schedule {str(path)!r}")
+
+
+def _load_class(schedule: str, path: str, name: str) -> type[Spec]:
+    file = Path(path)
+    module = _loaded(file, file.stat().st_mtime_ns if file.is_file() else 0)
     classes = {n: value for n, value in vars(module).items() if isinstance(value, type) and issubclass(value, Spec)}
     if name not in classes:
         here = ", ".join(n for n, cls in classes.items() if cls.__module__ == module.__name__) or "none"

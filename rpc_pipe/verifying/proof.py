@@ -146,7 +146,7 @@ def _reference(
         replicas.append(Replica(module, made.loss_fn or pipe.partition.loss_fn))  # type: ignore[arg-type]
     members, asked = pipe.actors[0].members, {**asked, "ordering": pipe._session.ordering}
     if members is not None and members.rows:
-        asked = {**asked, "members": members.count, "per_microbatch": members.per_microbatch}
+        asked = {**asked, "members": members.shares, "per_microbatch": members.per_microbatch}
     return Reference(pipe.spec, replicas, pipe.partition, optimizer, randomness, **asked)
 
 

@@ -83,7 +83,9 @@ def test_copies_of_weights_take_gradients_of_the_declared_type(options):
 
 def test_a_model_made_where_it_is_trained_keeps_the_type():
     types = set()
-    with Pipeline(Whole, loss_fn, training=Training(partial(Wide, types=types)), num_microbatches=8, num_workers=2) as p:
+    with Pipeline(
+        Whole, loss_fn, training=Training(partial(Wide, types=types)), num_microbatches=8, num_workers=2
+    ) as p:
         p.step(BATCH)
     assert types == {torch.float32}
 

@@ -23,9 +23,10 @@ from rpc_pipe.dependency import (
     order_limit,
 )
 from rpc_pipe.drawing.timeline import draw
+from rpc_pipe.model.user_model import load_user_model
 from rpc_pipe.pipeline import Pipeline, Training
 from rpc_pipe.planning.simulator import simulate, uniform
-from rpc_pipe.planning.specs import make_spec
+from rpc_pipe.planning.specs import find_schedule, make_spec
 from rpc_pipe.schedules import OneFOneB
 from rpc_pipe.tracing.listed_relation import spec_of_listings
 from rpc_pipe.tracing.own_boards import list_program
@@ -202,3 +203,55 @@ def test_what_fails_behind_a_copy_fails_the_worker():
     with failed(ValueError):
         pipe.step((torch.ones(8, 8), torch.ones(8, 8)))
     pipe.close()
+
+
+FETCH, STORE = Kind("K", "fetch weights", resource="copy"), Kind("J", "store weights", resource="copy")
+
+
+@carries_out(FETCH)
+@carries_out(STORE)
+def keep(ctx):
+    moved.append(str(ctx.task.entry.action))
+
+
+class Stored(OneFOneB):
+    """1F1B whose forwards wait for a copy of another microbatch, and whose steps end with a copy."""
+
+    def actions(self, stage, microbatch):
+        return FETCH(stage, microbatch), *super().actions(stage, microbatch), STORE(stage, microbatch)
+
+    def after(self, a):
+        return [*super().after(a), FETCH(a.stage, 0)] if a.kind is F else []
+
+    def slot(self, a):
+        base = {FETCH: F, STORE: B}.get(a.kind, a.kind)
+        return 4 * super().slot(base(a.stage, a.microbatch)) + {FETCH: -1, STORE: 1}.get(a.kind, 0)
+
+
+def test_a_step_that_ends_with_a_copy_ends_and_an_evaluation_waits_for_its_copies():
+    """With nothing left to do a worker waited for an arrival; an evaluation dropped all that `after` names."""
+    entry = {e.action: e for e in entries(Stored(num_workers=2, num_microbatches=4), 0, forward_only=True)}
+    assert FETCH(0, 0) in entry[F(0, 3)].own and B(0, 0) not in entry
+    layers = [partial(nn.Linear, 8, 8)] * 2
+    with Pipeline(layers, nn.functional.mse_loss, schedule=Stored, num_workers=2, num_microbatches=4) as pipe:
+        moved.clear()
+        for _ in range(20):
+            pipe.step((torch.ones(8, 8), torch.ones(8, 8)))
+        assert len(moved) == 20 * 2 * 2 * 4
+        pipe.evaluate((torch.ones(8, 8), torch.ones(8, 8)))
+
+
+def test_a_file_with_kinds_is_run_once_and_a_model_may_stand_in_it(tmp_path):
+    """`verify` ran it for the schedule in each of its parts, and was told that the letter is taken."""
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from rpc_pipe.dependency import Kind\nfrom rpc_pipe.schedules import GPipe\nfrom torch import nn, randn\n"
+        "MARK = Kind('Q', 'mark', resource='copy')\nclass One(GPipe): pass\nclass Other(GPipe): pass\n"
+        "def make(): return [nn.Linear(2, 2)], (randn(2, 2), randn(2, 2)), nn.functional.mse_loss"
+    )
+    one, other = find_schedule(f"{file}:One"), find_schedule(f"{file}:Other")
+    assert find_schedule(f"{file}:One") is one and one.__module__ == other.__module__
+    load_user_model(f"{file}:make")
+    assert Kind("Q", "mark", resource="copy") is Kind.of("Q")
+    with pytest.raises(ValueError):
+        Kind("Q", "another", resource="copy")

@@ -23,6 +23,11 @@ def test_a_tree_travels_whole_and_only_what_owes_a_gradient_is_a_leaf():
     assert torch.equal(back["x"][0], learned)
 
 
+def test_repeated_elements_are_counted_once_as_they_travel():
+    """A tensor that was expanded from one number counted as all of its shape."""
+    assert pack((torch.zeros(1).expand(100, 8), torch.ones(4, 2).t())).num_bytes == 4 + 32
+
+
 def test_two_consumers_of_one_payload_do_not_share_gradients():
     payload = pack(torch.ones(2, requires_grad=True) * 1)
     first, second = unpack(payload), unpack(payload)

@@ -17,6 +17,15 @@ def is_divided(tensor: Tensor) -> bool:
     return any(not placement.is_replicate() for placement in getattr(tensor, "placements", ()))
 
 
+def place(tensor: Any) -> tuple[object, list[int]]:
+    """Return which part of a tensor is in this process, and the members of its mesh; nothing of a whole tensor."""
+    if not is_divided(tensor):
+        return (), []
+    mesh = tensor.device_mesh
+    cuts = zip(tensor.placements, mesh.shape, mesh.get_coordinate(), strict=True)
+    return [(str(cut), *at) for cut, *at in cuts if not cut.is_replicate()], mesh.mesh.flatten().tolist()
+
+
 def like(tensor: Tensor, part: Tensor) -> Tensor:
     """Return a part that is in this process as a tensor that is laid out as another one is."""
     if not hasattr(tensor, "_local_tensor"):

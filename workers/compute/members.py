@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ...dependency import Disagreement
 from .digest import digest
-from .divided import is_divided, local, whole_of
+from .divided import is_divided, local, place, whole_of
 from .randomness import Randomness
 from .updating import Updating
 
@@ -27,24 +27,28 @@ class Members:
 
     Args:
         mesh: of the members, with one dimension.
-        rows: whether each member computes microbatches of its own (FSDP, experts); else all compute all (tensor
-            parallelism).
+        shares: into how many parts members divide microbatches: each has its own (FSDP, experts), or all compute all
+            (tensor parallelism), or neighbours compute alike (both).
         per_microbatch: whether gradients are summed over members after each microbatch, not once a step.
         kept: whether layers that FSDP2 gathers stay whole for a whole step; None: a function of the user divides them.
 
     Attributes:
-        alone: names of tensors that only this member has, such as those of its experts.
+        alone: names of tensors that not all members have, such as those of experts.
+        summing: stages whose members sum gradients that no layer sums.
     """
 
-    def __init__(self, mesh: Any, rows: bool, per_microbatch: bool, kept: bool | None = None) -> None:
-        self.mesh, self.rows, self.per_microbatch, self.kept = mesh, rows, per_microbatch, kept
+    def __init__(self, mesh: Any, shares: int, per_microbatch: bool, kept: bool | None = None) -> None:
+        self.mesh, self.shares, self.per_microbatch, self.kept = mesh, shares, per_microbatch, kept
         self.index, self.count, self.group = mesh.get_local_rank(), mesh.size(), mesh.get_group()
+        self.rows, self.alike = shares > 1, self.count // shares
+        #: which part of the microbatches is this member's
+        self.part = self.index // self.alike
         self.alone: set[str] = set()
-
-    @property
-    def shares(self) -> int:
-        """The number of members among which the microbatches of a worker are divided."""
-        return self.count if self.rows else 1
+        self.summing: set[int] = set()
+        #: names of tensors of whose part this is the first member
+        self._counted: set[str] = set()
+        #: by name: members with the same part, one for each part of the rows, whose gradients are summed here
+        self._adds: dict[str, list[int]] = {}
 
     def exchange(self, value: Any) -> list[Any]:
         """Return the value of every member, in order. It is a collective."""
@@ -81,37 +85,51 @@ class Members:
     def _alike(self, tensors: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
         return [(name, t) for name, t in tensors.items() if name not in self.alone and not is_divided(t)]
 
-    def look(self, tensors: Mapping[str, Tensor]) -> None:
-        """Find the tensors that not all members have, and compare the initial values of those that all hold whole."""
-        found = self.exchange(sorted(tensors))
-        self.alone = {name for name in tensors if any(name not in each for each in found)}
+    def look(self, stages: Mapping[int, Mapping[str, Tensor]]) -> None:
+        """Find which members have the same part of a tensor, and compare the initial values of those that all hold.
+
+        Args:
+            stages: the tensors of each stage, by name.
+        """
+        tensors = {name: tensor for named in stages.values() for name, tensor in named.items()}
+        places = self.exchange({name: place(tensor) for name, tensor in tensors.items()})
+        self.alone = {name for name in tensors if any(name not in each for each in places)}
+        for name in tensors:
+            at, mesh = places[self.index][name]
+            same = [number for number, each in enumerate(places) if name in each and each[name][0] == at]
+            if same[0] == self.index:
+                self._counted.add(name)
+            # Members of the tensor's own mesh sum by a collective of its layer.
+            firsts = {n // self.alike: n for n in reversed(same) if n // self.alike == self.part or n not in mesh}
+            if len(firsts) > 1:
+                self._adds[name] = sorted(firsts.values())
+        here = [stage for stage, named in stages.items() if not self._adds.keys().isdisjoint(named)]
+        self.summing.update(*self.exchange(here))
         self.compare("initial weights that each holds whole", digest(local(t) for _, t in self._alike(tensors)))
 
-    def counts(self, name: str, parameter: Tensor) -> bool:
-        """Return whether the norm of a gradient counts here: of what all members hold, the first member's counts."""
-        return self.index == 0 or name in self.alone or is_divided(parameter)
+    def counts(self, name: str) -> bool:
+        """Return whether the norm of a gradient counts here: of several members with the same part, on the first."""
+        return name in self._counted
 
     def sums(self, parameters: Mapping[str, nn.Parameter]) -> Iterable[tuple[str, nn.Parameter]]:
         """Return the parameters whose gradients are summed over members here, since no layer does."""
-        pairs = parameters.items() if self.rows else ()
-        return [(n, p) for n, p in pairs if p.requires_grad and n not in self.alone and not is_divided(p)]
+        return [(name, parameter) for name, parameter in parameters.items() if name in self._adds]
 
     @torch.no_grad()
-    def sum(self, grads: list[Tensor | None]) -> list[Tensor | None]:
+    def sum(self, grads: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
         """Return the sums of gradients over members, added in the order of members; None where no member has one."""
-        there = self.exchange([grad is not None for grad in grads])
-        own = [grad for grad in grads if grad is not None]
-        shapes = self.exchange([(grad.shape, grad.dtype) for grad in own])
-        found: list[list[Tensor]] = [[] for _ in grads]
-        kind = self.mesh.device_type
-        for member in range(self.count):
-            mine = member == self.index
-            given = iter(own if mine else [torch.empty(s, dtype=d, device=kind) for s, d in shapes[member]])
-            for number in (number for number, has in enumerate(there[member]) if has):
-                part = next(given).contiguous()
+        own = {n: local(g).contiguous() for n, g in grads.items() if g is not None and self.index in self._adds[n]}
+        given = self.exchange({name: (grad.shape, grad.dtype) for name, grad in own.items()})
+        found: dict[str, Tensor | None] = dict.fromkeys(grads)
+        for member, each in enumerate(given):
+            for name, (shape, dtype) in each.items():
+                mine = member == self.index
+                part = own[name] if mine else torch.empty(shape, dtype=dtype, device=self.mesh.device_type)
                 torch.distributed.broadcast(part, group=self.group, group_src=member)
-                found[number].append(part)
-        return [sum(each[1:], each[0].clone()) if each else None for each in found]
+                if member in self._adds.get(name, ()):
+                    total = found[name]
+                    found[name] = (part.clone() if mine else part) if total is None else total.add_(part)
+        return found
 
     def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return whole tensors on the first member, with those that others alone have; none on the others."""
@@ -157,13 +175,13 @@ class PlaneRandomness(Randomness):
     def _of_all(self, microbatch: int) -> int:
         """Return the number of a microbatch among those of all planes; without training all planes run all."""
         one = self._members
-        return microbatch * one.count + one.index if one.rows and torch.is_grad_enabled() else microbatch
+        return microbatch * one.shares + one.part if one.rows and torch.is_grad_enabled() else microbatch
 
     def seed_forward(self, step: int, microbatch: int, layer: int, operation: int = 0) -> None:
         super().seed_forward(step, self._of_all(microbatch), layer, operation)
 
     def seed_backward(self, step: int, microbatch: int, layer: int, *, weights: bool = False) -> None:
-        microbatch = microbatch * self._members.count + self._members.index if self._members.rows else microbatch
+        microbatch = microbatch * self._members.shares + self._members.part
         super().seed_backward(step, microbatch, layer, weights=weights)
 
     def seed_loss(self, step: int, microbatch: int, *more: int) -> None:
@@ -181,7 +199,7 @@ class DividedUpdating(Updating):
 
     def _counted(self) -> list[tuple[str, Tensor]]:
         found, counts = super()._counted(), self._members.counts
-        return [(name, local(grad)) for name, grad in found if counts(name, self.parameters[name])]
+        return [(name, local(grad)) for name, grad in found if counts(name)]
 
     def _grads(self) -> list[Tensor]:
         return [local(grad) for grad in super()._grads()]

@@ -13,13 +13,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from operator import attrgetter
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...dependency import Malformed
+from .strides import folded
 
 #: any nesting of tensors and plain values
 Tree = Any
@@ -30,7 +31,6 @@ _TOO_DEEP = (
 _SPARSE = {torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
 #: the same by the names that travel
 SPARSE = {str(layout): layout for layout in _SPARSE}
-_NUM_BYTES = attrgetter("nbytes")
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.Size)
 
 
@@ -68,8 +68,12 @@ class Payload:
 
     @property
     def num_bytes(self) -> int:
-        """Of the tensors."""
-        return sum(map(_NUM_BYTES, self.tensors))
+        """Of the elements that travel: each once, however often a tensor repeats it."""
+        return sum([tensor.nbytes if tensor.is_contiguous() else _num_bytes(tensor) for tensor in self.tensors])
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    return prod(folded(tensor.shape, tensor.stride()).shape) * tensor.itemsize
 
 
 @dataclass(slots=True)
