@@ -50,7 +50,7 @@ setup(
     ],  # safetensors imports numpy
     extras_require={
         "test": ["pytest>=8", "pytest-timeout", "pytest-xdist", "hypothesis", "psutil", "mypy", "ruff", "pyzmq>=26"],
-        "data": ["pyarrow>=14", "fsspec[http]>=2024.2", "tokenizers>=0.15", "pillow"],
+        "data": ["pyarrow>=14", "datasets>=4"],
         "dispatch": ["aiohttp>=3.9", "prometheus_client>=0.20"],
         "tensorboard": ["tensorboard"],
         "zmq": ["pyzmq>=26"],

@@ -37,7 +37,8 @@ from torch.utils.data import DataLoader, Dataset
 from bench import killed
 from rpc_pipe import Pipeline, Training
 from rpc_pipe.data import Loader, Order, dataset, tokens
-from rpc_pipe.data.survey import survey
+from rpc_pipe.data.residency import Residency
+from rpc_pipe.data.source import ALL, Busy, Source, Wanted
 
 _SHARD, _TERABYTE = 64 * 10**6, 10**12
 _CONTEXT, _ROWS = 1024, 64
@@ -69,14 +70,28 @@ def _inside(blocks: int) -> dict[str, Any]:
         read_s = time.perf_counter() - begin - first_s
         loads, most = loader.loads, loader.peak_bytes
         loader.close()
-        counted = survey(Loader(tokens(folder, _CONTEXT), rows=_ROWS, memory="2GB"))
+        counted = Residency(_Unread(loader.source), loader.order, loader.room, 60.0, epochs=1)
+        for block in range(epoch.num_blocks):
+            counted.enter(0, block)
+        counted.close()
     return {
-        "bar": "terabyte", "shards": counted.shards, "samples": counted.samples, "window": counted.window,
-        "loads_per_epoch": counted.loads_per_epoch, "first_batch_s": first_s,
+        "bar": "terabyte", "chunks": loader.order.num_chunks, "samples": loader.order.num_samples,
+        "window": loader.window, "loads_per_epoch": counted.loads / loader.order.num_chunks, "first_batch_s": first_s,
         "first_batch_cpu_s": first_cpu_s, "blocks_read": blocks,
-        "loads_while_read": loads, "most_chunks_mb": most / 1e6, "mb_per_s": loads * _SHARD / 1e6 / read_s,
+        "loads_while_read": loads, "most_chunks_mb": most / 1e6,
+        "mb_per_s": loads * float(loader.source.num_bytes.mean()) / 1e6 / read_s,
         "rss_before_mb": before, "peak_rss_mb": _rss_mb(), "cap_mb": 2000,
     }  # fmt: skip
+
+
+class _Unread(Source):
+    """Chunks that take room, and are not read."""
+
+    def __init__(self, source: Source) -> None:
+        self.busy, self.sizes, self.num_bytes = Busy(), source.sizes, source.num_bytes
+
+    def load(self, chunk: int, wanted: Wanted = ALL) -> None:
+        return None
 
 
 def _rss_mb() -> float:

@@ -1,4 +1,4 @@
-"""Train a causal language model of Hugging Face on shards of tokens that need not fit into memory.
+"""Train a causal language model of Hugging Face on a file of tokens that need not fit into memory.
 
 pip install '.[hf]'
 python tokens.py                              all workers are threads of this process
@@ -9,7 +9,6 @@ import argparse
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -38,12 +37,11 @@ def main() -> None:
         num_microbatches=4,
         num_workers=2,
     )
-    shards = Path("shards")
-    if pipe.worker == 0 and not shards.exists():  # of your own text: rpc-pipe data pack corpus/*.jsonl shards/
-        shards.mkdir()
-        np.save(shards / "shard-0.npy", np.frombuffer(TEXT.encode(), np.uint8))
+    file = Path("tokens.u8")
+    if pipe.worker == 0 and not file.exists():  # for your own text see docs/data.md
+        file.write_bytes(TEXT.encode())
     pipe.barrier()
-    loader = Loader(tokens(shards, context=32), rows=16, memory="100MB")
+    loader = Loader(tokens(file, context=32), rows=16, memory="100MB")
     for step, loss in enumerate(pipe.train(loader), 1):
         print(f"step {step}: loss {loss:.3f}, {loader.position} samples")
         if step == steps or pipe.stopped:

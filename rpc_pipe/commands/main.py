@@ -23,7 +23,7 @@ from ..launching.typed_options import OPTION_OF
 from .options import Parser, with_listed
 
 _COMMANDS = (
-    "run", "plan", "profile", "verify", "watch", "simulate", "compare", "export", "schedules", "ranks", "data",
+    "run", "plan", "profile", "verify", "watch", "simulate", "compare", "export", "schedules", "ranks",
     "key", "join", "completion",
 )  # fmt: skip
 

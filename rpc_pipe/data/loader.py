@@ -1,6 +1,6 @@
 """Batches of data that may be larger than memory; the position is one integer.
 
-    loader = Loader(tokens("shards/", context=1024), rows=64)
+    loader = Loader(tokens("tokens/", context=1024), rows=64)
     for loss in pipe.train(loader): ...
 
 In a pipeline of layers the first stage's worker reads the inputs, the last stage's worker the targets, other workers
@@ -116,9 +116,11 @@ class Loader:
         source = given() if self.readers == "first" and not isinstance(given, Source) and callable(given) else given
         if not isinstance(source, Source):
             raise ConfigError(
-                f"source {given!r}: must be of rpc_pipe.data, as tokens(folder, context=1024) or dataset(...); with "
+                f"source {given!r}: must be of rpc_pipe.data, as hugging_face(...), tokens(...) or dataset(...); with "
                 "readers='first' also what makes one"
             )
+        if source.in_order and self._shuffle:
+            raise ConfigError(f"shuffle=True: {source.name} comes in its order; take False, and shuffle it by datasets")
         return source if self.lengths is None else self._of_lengths(source, self.lengths)
 
     def _of_lengths(self, source: Source, lengths: Numbers) -> Source:

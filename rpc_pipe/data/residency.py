@@ -49,7 +49,7 @@ def widest_window(num_bytes: Numbers, room: int, memory: int) -> int:
         least = (both + max(memory * _USED - room, both / _AHEAD)) / _USED
         raise ConfigError(
             f"memory {format_bytes(memory)}: two chunks of up to {format_bytes(largest[0])} and batches must fit: "
-            f"needs {format_bytes(1.01 * least)}, or smaller chunks (chunk_bytes, smaller shards)"
+            f"needs {format_bytes(1.01 * least)}, or smaller chunks"
         )
     return window
 
@@ -68,7 +68,7 @@ class Residency:
         self._epochs = epochs
         #: the parts that are read of chunks loaded from now on
         self.wanted: Wanted = ALL
-        self._pool = ThreadPoolExecutor(_LOADERS, "chunks")
+        self._pool = ThreadPoolExecutor(1 if source.in_order else _LOADERS, "chunks")
         self._held: dict[int, Future[Any]] = {}
         self._bytes, self._smallest = 0, max(1, int(source.num_bytes.min()))
         self._at: tuple[int, int] | None = None

@@ -82,20 +82,18 @@ class Source:
 
     #: as the user named it
     name: str
-    #: the files, as errors name them
-    shards: Sequence[str]
     #: samples of each chunk
     sizes: Numbers
     #: bytes of memory that each chunk takes when it is loaded
     num_bytes: Numbers
-    #: bytes of all shards as they are stored
-    stored_bytes: int
     #: bytes of one sample in a batch, inputs and targets together
     sample_bytes: int
     #: equal, almost surely, where the samples and their numbers are equal; in words, as errors show it
     identity: str
     #: the cause to which reading is charged
     busy: Busy
+    #: whether chunks come only one after the other, as from a stream
+    in_order = False
     #: whether `load` omits the parts that are not wanted
     loads_parts = False
     #: whether `rows` gives a list with (inputs, target) of each sample, which may differ in length; None: it cannot

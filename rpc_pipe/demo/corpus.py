@@ -119,7 +119,7 @@ def read_text(data: str | None, context: int) -> bytearray:
                 text += file.read(_MOST_BYTES - len(text) + 1)
             if len(text) > _MOST_BYTES:
                 most = format_bytes(_MOST_BYTES)
-                raise ConfigError(f"--data {data}: has more than {most}; rpc-pipe data pack is for more")
+                raise ConfigError(f"--data {data}: has more than {most}; rpc_pipe.data is for more")
     except OSError as error:
         raise ConfigError(f"--data {error.filename}: cannot be read: {error.strerror}") from error
     if len(text) < (least := HELD_OUT_EVERY * (context + 1)):

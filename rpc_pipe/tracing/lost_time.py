@@ -54,9 +54,9 @@ _DATA = {
         "or for what else the script does there",
         "load batches ahead, for example with the DataLoader's num_workers",
     ),
-    "disk": ("for the disk", "read from a faster one; `rpc-pipe data` tells its speed"),
-    "network": ("for shards to come over the network", "copy the shards to this machine's disk before"),
-    "decode": ("for samples to be decoded", "store them decoded, as tokens or arrays, or decode in more threads"),
+    "disk": ("for the disk", "read from a faster one, or give the loader more memory"),
+    "network": ("for samples to come over the network", "copy them to this machine's disk before"),
+    "decode": ("for samples to be decoded", "store them decoded, as tokens or arrays"),
 }
 
 

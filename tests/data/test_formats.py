@@ -1,20 +1,16 @@
-"""Samples of every format are those that were stored."""
-
-import json
+"""Samples of every reader are those that were stored."""
 
 import numpy as np
 import pytest
 import torch
 from refusals import refused
 
-from rpc_pipe.data import Loader, dataset, images, open_source, table, tables, text, tokens
-from rpc_pipe.data.source import ALL
-from rpc_pipe.data.storage import Storage
-from rpc_pipe.dependency import DataError
+from rpc_pipe.data import Loader, dataset, hugging_face, parquet
+from rpc_pipe.data.source import Wanted
+from rpc_pipe.dependency import ConfigError, DataError
 
 pa = pytest.importorskip("pyarrow")
-parquet = pytest.importorskip("pyarrow.parquet")
-feather = pytest.importorskip("pyarrow.feather")
+pq = pytest.importorskip("pyarrow.parquet")
 
 
 def epoch(source, **options):
@@ -25,29 +21,46 @@ def epoch(source, **options):
     return inputs[order], targets[order]
 
 
+def columns(begin, end):
+    """Return x, a list of two; y, its double; z, which differs in length; and a text."""
+    x = np.arange(begin, end, dtype=np.float32)
+    pairs, ragged = [[v, v + 0.5] for v in x.tolist()], [[n] * (n % 3 + 1) for n in range(begin, end)]
+    return {"x": pairs, "y": 2 * x, "z": ragged, "name": [f"row {v}" for v in x]}
+
+
 @pytest.fixture
 def rows(tmp_path):
-    """Two files, 25 rows each, in row groups of 10; x is a list of two, y is its double."""
+    """Two files, 25 rows each, in row groups of 10."""
     for i in range(2):
-        x = np.arange(i * 25, i * 25 + 25, dtype=np.float32)
-        made = pa.table({"x": [[v, v + 0.5] for v in x.tolist()], "y": 2 * x, "name": [f"row {v}" for v in x]})
-        parquet.write_table(made, tmp_path / f"{i}.parquet", row_group_size=10)
-        with pa.OSFile(str(tmp_path / f"{i}.arrow"), "wb") as file, pa.ipc.new_file(file, made.schema) as writer:
-            writer.write_table(made, max_chunksize=10)
+        pq.write_table(pa.table(columns(i * 25, i * 25 + 25)), tmp_path / f"{i}.parquet", row_group_size=10)
     return tmp_path
 
 
-@pytest.mark.parametrize("ending", ["parquet", "arrow"])
-def test_rows_of_a_table(rows, ending):
-    source = table(str(rows / f"*.{ending}"), "x", "y")
-    assert source.sizes.tolist() == [10, 10, 5, 10, 10, 5] and len(source.shards) == 2
+def of_datasets(held, *sides):
+    return hugging_face(pytest.importorskip("datasets").Dataset.from_dict(held), *sides)
+
+
+@pytest.fixture(params=["stored", "picked", "streamed"])
+def samples(request, tmp_path):
+    """Return the same 50 rows, and options of the source and of the loader."""
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_dict(columns(0, 50)).save_to_disk(tmp_path / "rows")
+    held = datasets.load_from_disk(tmp_path / "rows")
+    if request.param == "streamed":
+        return held.to_iterable_dataset(num_shards=2), {"rows": 50}, {"shuffle": False}
+    return held.select([*range(50)]) if request.param == "picked" else held, {}, {}
+
+
+def test_rows_of_parquet(rows):
+    source = parquet(rows, "x", "y")
+    assert source.sizes.tolist() == [10, 10, 5, 10, 10, 5]
     inputs, targets = epoch(source, window=2)
     assert torch.equal(inputs, torch.stack([torch.arange(50) + 0.0, torch.arange(50) + 0.5], 1))
     assert torch.equal(targets, 2.0 * torch.arange(50))
 
 
 def test_row_groups_of_the_window_are_in_memory(rows):
-    batches = Loader(table(str(rows / "*.parquet"), "x", "y"), rows=3, window=2, memory=9600, epochs=2)
+    batches = Loader(parquet(rows, "x", "y"), rows=3, window=2, memory=9600, epochs=2)
     assert batches.identity.endswith(", window 2") and batches.order.mixed == 2
     read = [int(y) // 2 for _, targets in batches for y in targets]
     assert read == batches.samples(0, 100).tolist()
@@ -56,80 +69,81 @@ def test_row_groups_of_the_window_are_in_memory(rows):
     assert [int(y) // 2 for _, targets in batches for y in targets] == read[13:]
 
 
-def test_several_columns_are_a_dict(rows):
-    inputs, targets = next(iter(Loader(table(rows / "0.parquet", ["x", "y"], "y"), rows=25)))
-    assert set(inputs) == {"x", "y"} and torch.equal(inputs["y"], targets)
-    inputs, targets = next(iter(Loader(table(rows / "0.parquet", "y", ["y", "x"]), rows=25)))
-    assert torch.equal(inputs, targets["y"]) and torch.equal(2 * targets["x"][:, 0], inputs), "one is both"
+def test_rows_of_datasets(samples, monkeypatch):
+    held, of_source, of_loader = samples
+    monkeypatch.setattr("rpc_pipe.data.datasets_reader.CHUNK_BYTES", 200)
+    monkeypatch.setattr("rpc_pipe.data.datasets_reader._STREAMED_BYTES", 200)
+    source = hugging_face(held, ["x", "y"], "y", **of_source)
+    assert len(source.sizes) > 3
+    batches = Loader(source, rows=7, epochs=2, memory=3000, **of_loader)
+    read = [row for inputs, targets in batches for row in zip(*inputs.values(), targets, strict=True)]
+    numbers = [int(y) // 2 for *_, y in read]
+    assert numbers == batches.samples(0, 100).tolist() and sorted(numbers) == sorted([*range(50)] * 2)
+    assert all(torch.equal(x, torch.tensor([y / 2, y / 2 + 0.5])) and y == again for x, y, again in read)
+    assert batches.loads <= 2 * len(source.sizes)
+    batches.seek(31)
+    assert [int(y) // 2 for _, targets in batches for y in targets] == numbers[31:]
 
 
-@pytest.mark.parametrize("ending", ["parquet", "arrow"])
-def test_only_the_columns_that_are_wanted_are_read(rows, monkeypatch, ending):
-    asked, reads = set(), {"parquet": tables._ParquetFile, "arrow": tables._ArrowFile}[ending]
-    read = reads.read
-    monkeypatch.setattr(
-        reads, "read", lambda file, group, columns: asked.add(tuple(columns)) or read(file, group, columns)
-    )
-    source = table(str(rows / f"*.{ending}"), ["x", "y"], "y")
-    batches = iter(Loader(source, rows=30))
-    batch = next(batches)
-    inputs, targets = batch.read(False, True)
-    assert inputs is None and asked == {("y",)}
-    whole, doubled = batch.read(True, True)
-    assert list(whole) == ["x", "y"] and torch.equal(whole["y"], targets) and torch.equal(doubled, targets)
-    assert asked == {("y",), ("x", "y")}, "chunks that lack a column are loaded anew"
-    assert next(batches).read(False, True)[0] is None
+def test_rows_of_different_lengths(samples, rows):
+    held, of_source, of_loader = samples
+    lengths = [n % 3 + 1 for n in range(50)]
+    for source, more in ((hugging_face(held, ["z"], ["y"], **of_source), of_loader), (parquet(rows, ["z"], ["y"]), {})):
+        for inputs, targets in Loader(source, rows=7, epochs=1, lengths=lengths, most_tokens=20, **more):
+            assert torch.equal(inputs["attention_mask"].sum(1) - 1.0, (targets["y"] / 2) % 3)
+            assert torch.equal(inputs["z"][:, 0] * 2.0, targets["y"])
+        with pytest.raises(ConfigError) as raised:
+            epoch(source, **more)
+        assert "rows of z differ in length" in str(raised.value)
 
 
-def test_of_a_compressed_file_one_batch_is_in_memory_at_a_time(tmp_path):
-    """All were, whichever chunk was wanted; and `datasets` and pandas compress Feather."""
-    made = pa.table({"x": np.arange(100_000) % 7, "y": np.arange(100_000) % 7})
-    feather.write_feather(made, tmp_path / "a.feather", compression="lz4", chunksize=1000)
-    usual, pool = pa.default_memory_pool(), pa.proxy_memory_pool(pa.default_memory_pool())
-    pa.set_memory_pool(pool)
-    try:
-        source = table(tmp_path / "a.feather", "x", "y")
-        held = source.load(50)
-    finally:
-        pa.set_memory_pool(usual)
-    assert len(source.sizes) == 100 and pool.max_memory() < 4 * 16_000
-    assert source.rows(held, np.arange(3), ALL)["x"].tolist() == [row % 7 for row in range(50_000, 50_003)]
+def test_a_stream_comes_in_its_order_and_says_where_it_ends():
+    stream = pytest.importorskip("datasets").Dataset.from_dict({"x": [*range(10)]}).to_iterable_dataset()
+    with refused("shuffle"):
+        Loader(hugging_face(stream, "x", "x", rows=10), rows=2)
+    with refused("hugging_face"):
+        hugging_face(stream, "x", "x")
+    with refused("stream", DataError):
+        epoch(hugging_face(stream, "x", "x", rows=12), shuffle=False)
+    assert epoch(hugging_face(stream, "x", "x", rows=9), shuffle=False)[0].tolist() == [*range(9)]
 
 
-def test_tables_that_cannot_be_read(rows):
-    with refused("shard"):
-        table(str(rows / "*.parquet"), "z", "y")
-    with refused("shard"):
-        epoch(table(rows / "0.parquet", "name", "y"))
-    content = (rows / "1.parquet").read_bytes()
-    (rows / "1.parquet").write_bytes(content[: len(content) // 2])
-    with refused("shard", DataError):
-        table(str(rows / "*.parquet"), "x", "y")
+def test_only_the_columns_that_are_wanted_are_read(rows):
+    for source in parquet(rows, ["x", "y"], "y"), of_datasets(columns(0, 50), ["x", "y"], "y"):
+        read = [source.load(0, Wanted(*sides)).keys() for sides in ((True, False), (False, True))]
+        assert [set(each) for each in read] == [{"x", "y"}, {"y"}]
 
 
-def test_images_by_class(tmp_path):
-    pillow = pytest.importorskip("PIL.Image")
-    for number in range(12):
-        folder = tmp_path / ("cat" if number % 2 else "dog")
-        folder.mkdir(exist_ok=True)
-        pillow.new("RGB", (8, 6), (10 * number, 0, 0)).save(folder / f"{number:02}.png")
-    source = images(tmp_path, size=4)
-    assert source.classes == ["cat", "dog"]
-    inputs, targets = epoch(source)
-    assert inputs.shape == (12, 3, 4, 4)
-    assert (inputs[:, 0, 0, 0] * 255).round().int().tolist() == [10 * n for n in range(12)]
-    assert targets.tolist() == [1 - n % 2 for n in range(12)]
+def test_columns_that_cannot_be_read(rows):
+    for subject, make in (
+        ("file", lambda *sides: parquet(rows / "0.parquet", *sides)),
+        (
+            "hugging_face",
+            lambda *sides: of_datasets(columns(0, 50), *sides),
+        ),
+    ):
+        with refused(subject):
+            make("absent", "y")
+        with pytest.raises(ConfigError) as raised:
+            epoch(make("name", "y"))
+        assert "column name is string" in str(raised.value)
+    with refused("hugging_face"):
+        hugging_face([(1, 2)], "x", "y")
+    with refused("dataset", DataError):
+        epoch(of_datasets({"x": [1, None], "y": [1, 2]}, "x", "y"))
 
-    def brighter(image):
-        return float(np.asarray(image)[0, 0, 0]) + torch.rand(())
 
-    before, drawn = torch.get_rng_state(), epoch(images(tmp_path, transform=brighter))[0]
-    assert torch.equal(before, torch.get_rng_state()), "drawn for images, not from the user's generator"
-    assert torch.equal(drawn, epoch(images(tmp_path, transform=brighter, threads=1))[0])
-    assert drawn.int().tolist() == [10 * n for n in range(12)] and len(set((drawn % 1).tolist())) == 12
-    (tmp_path / "cat" / "01.png").write_bytes(b"no image")
-    with refused("image", DataError):
-        epoch(images(tmp_path, size=4))
+def test_data_that_change_are_refused(rows):
+    source = parquet(rows, "x", "y")
+    (rows / "1.parquet").write_bytes((rows / "1.parquet").read_bytes()[:-20])
+    with refused("file", DataError):
+        epoch(source)
+    with refused("file", DataError):
+        parquet(rows, "x", "y")
+    held = columns(0, 50)
+    before = of_datasets(held, "x", "y").identity
+    held["y"][49] = -1
+    assert of_datasets(held, "x", "y").identity != before
 
 
 def test_any_map_style_dataset():
@@ -145,30 +159,3 @@ def test_any_map_style_dataset():
         dataset(named)
     with refused("dataset"):
         dataset(iter(pairs))
-
-
-def test_text_is_made_into_tokens_once(tmp_path):
-    lines = [{"text": f"line {n} "} for n in range(40)]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    storage = Storage(tmp_path / "cache" / "shards")
-    source = text(tmp_path / "a.jsonl", 8, storage=storage)
-    whole = "".join(line["text"] for line in lines).encode()
-    inputs = torch.cat([batch[0] for batch in Loader(source, rows=4, epochs=1, shuffle=False)])
-    assert bytes(inputs.flatten().tolist()) == whole[: (len(whole) - 1) // 8 * 8]
-    assert source.shards == ["a.jsonl"] and source.stored_bytes == (tmp_path / "a.jsonl").stat().st_size
-    (packed,) = (tmp_path / "cache" / "packed").iterdir()
-    before = (packed / "index.json").stat().st_mtime_ns
-    assert text(tmp_path / "a.jsonl", 8, storage=storage).identity == source.identity
-    assert (packed / "index.json").stat().st_mtime_ns == before
-    edited = (tmp_path / "a.jsonl").read_text().replace("line 7 ", "LINE 7 ")
-    (tmp_path / "a.jsonl").write_text(edited)
-    assert text(tmp_path / "a.jsonl", 8, storage=storage).identity != source.identity, "of the same size"
-
-
-def test_kinds_by_name(rows, tmp_path):
-    assert open_source(str(rows / "*.parquet")).sizes.sum() == 50
-    parquet.write_table(pa.table({"of": [{"a": 1}], "x": [2.0], "z": [3]}), tmp_path / "struct.parquet")
-    (batch,) = Loader(open_source(tmp_path / "struct.parquet"), rows=1, epochs=1)
-    assert (batch[0].tolist(), batch[1].tolist()) == ([2.0], [3]), "columns of structs are left out"
-    np.save(tmp_path / "t.npy", np.zeros(100, np.uint8))
-    assert open_source(tmp_path / "t.npy", context=9).identity == tokens(tmp_path / "t.npy", 9).identity

@@ -184,7 +184,7 @@ def test_a_shard_that_is_written_anew_in_a_run(shards):
     source = tokens(shards, CONTEXT)
     np.save(shards / "3.npy", np.zeros(41, np.uint16))
     os.utime(shards / "3.npy", ns=(0, 0))
-    with refused("shard", DataError):
+    with refused("file", DataError):
         read(Loader(source, rows=6, epochs=1))
 
 
@@ -208,13 +208,13 @@ def test_another_seed_under_a_resumed_run(shards):
 def test_a_shard_that_is_missing_truncated_or_no_shard(shards):
     source = tokens(shards, CONTEXT)
     (shards / "3.npy").unlink()
-    with refused("shard", DataError):
+    with refused("file", DataError):
         list(read(Loader(source, rows=6, epochs=1)))
     (shards / "3.npy").write_bytes((shards / "2.npy").read_bytes()[:-20])
-    with refused("shard", DataError):
+    with refused("file", DataError):
         tokens(shards, CONTEXT)
     (shards / "3.npy").write_bytes(b"nonsense")
-    with refused("shard", DataError):
+    with refused("file", DataError):
         tokens(shards, CONTEXT)
 
 
@@ -225,7 +225,7 @@ def test_a_shard_that_changes_while_it_is_in_use(shards):
     for path in shards.iterdir():
         with path.open("r+b") as file:
             file.truncate(100)
-    with refused("shard", DataError):
+    with refused("file", DataError):
         for batch in batches:
             batch[0]
 
@@ -283,12 +283,16 @@ def test_where_only_the_reader_opens_the_data(shards):
         next(iter(changed))[0]
 
 
-def test_two_shards_of_one_name(shards, tmp_path):
-    (tmp_path / "more").mkdir()
-    np.save(tmp_path / "more" / "0.npy", np.zeros(41, np.uint16))
-    with refused("data"):
-        tokens([shards, tmp_path / "more"], CONTEXT)
-    assert len(tokens(tmp_path, CONTEXT).shards) == 9, "below one folder they have different names"
+def test_files_that_cannot_be_tokens_are_refused(shards, tmp_path):
+    """A text was read as 16-bit tokens, and a pipe would be waited for."""
+    (tmp_path / "README").write_text("text, not tokens")
+    os.mkfifo(tmp_path / "pipe.u16")
+    for path in (tmp_path / "README", tmp_path / "pipe.u16", tmp_path / "nowhere.npy"):
+        with refused("data"):
+            tokens([shards / "0.npy", path], CONTEXT)
+    np.save(shards / "8.npy", np.zeros(41, np.int32))
+    with refused("file"):
+        tokens(shards, CONTEXT)
 
 
 def test_raw_numbers(tmp_path):
@@ -296,5 +300,5 @@ def test_raw_numbers(tmp_path):
     inputs, _ = next(iter(Loader(tokens(tmp_path / "a.u32", 4), rows=10, shuffle=False)))
     assert inputs.flatten().tolist() == list(range(40))
     (tmp_path / "a.u32").write_bytes(b"12345")
-    with refused("shard", DataError):
+    with refused("file", DataError):
         tokens(tmp_path / "a.u32", 4)

@@ -169,7 +169,7 @@ def test_a_slow_data_loader_is_named():
 
 @pytest.mark.parametrize(
     "cause, words",
-    [("disk", "for the disk"), ("network", "shards to come over the network"), ("decode", "to be decoded")],
+    [("disk", "for the disk"), ("network", "samples to come over the network"), ("decode", "to be decoded")],
 )
 def test_what_data_are_waited_for_is_named(cause, words):
     trace = trace_of(pause_ms=150.0)

@@ -81,8 +81,6 @@ _TEXTS: dict[str, tuple[str, str]] = {
     "--steps": ("watch", "5-1 ² -1 1- 99999999999999999999 a-b"),
     "--web": ("watch", "² 99999999 a:b -1 0.0.0.0:99999 : 999.1.1.1:80"),
     "--metrics": ("watch", "² 99999999 a:b -1"),
-    "--dtype": ("data", "² float128 uint7 object"),
-    "--tokenizer": ("data", "/no/tokenizer.json ² /"),
     "--topology": ("plan", "/no.json / /dev/null"),
 }
 _ALONE = ("--web", "--metrics", "--steps")
@@ -104,8 +102,6 @@ def texts(draw: random.Random, made: Path) -> Case:
         typed = ["watch", f"{made}/recording.jsonl", *more]
         if option == "--steps":
             typed += ["--trace", "t.json"]
-    if option == "--tokenizer":
-        typed = ["data", f"{made}/text.txt", "--context", "8", *more]
     wrong = value in values and option != "--set"
     return Case(typed, wrong, note=option, option=option if wrong or option == "--set" else "")
 
@@ -129,8 +125,6 @@ def unknown(draw: random.Random, made: Path) -> Case:
         ["watch", f"{made}/recording.jsonl", "--json"],
         ["watch", f"{made}/recording.jsonl", "--once", "--web", "1"],
         ["watch", "run-0"],
-        ["data", "pack"],
-        ["data", "pack", "x"],
         [],
     ]
     typed = draw.choice(cases)
@@ -166,14 +160,14 @@ def csv(draw: random.Random, made: Path) -> Case:
 
 
 _DOCUMENTS = (
-    "plan.json", "searched.json", "profile.json", "topology.json", "recording.jsonl", "manifest.json", "index.json",
+    "plan.json", "searched.json", "profile.json", "topology.json", "recording.jsonl", "manifest.json",
 )  # fmt: skip
 
 
 def documents(draw: random.Random, made: Path) -> Case:
-    """A plan, a profile, a topology, a recording, a checkpoint's manifest or an index of data that is damaged."""
+    """A plan, a profile, a topology, a recording, or a checkpoint's manifest that is damaged."""
     name = draw.choice(_DOCUMENTS)
-    if name in ("manifest.json", "index.json"):
+    if name == "manifest.json":
         return _folder(draw, made, name)
     text = (made / name).read_text()
     commands = {
@@ -213,16 +207,14 @@ def documents(draw: random.Random, made: Path) -> Case:
 
 
 def _folder(draw: random.Random, made: Path, listing: str) -> Case:
-    """A checkpoint, or shards of tokens, whose list of files is damaged, or a file of it."""
-    newest = sorted((made / "checkpoints").iterdir())[-1] if listing == "manifest.json" else made / "packed"
+    """A checkpoint whose list of files is damaged, or a file of it."""
+    newest = sorted((made / "checkpoints").iterdir())[-1]
     files: dict[str, str | bytes] = {f"c/{path.name}": path.read_bytes() for path in newest.iterdir()}
     typed = typed_as("run a model", made, "--resume", "c")
-    if listing == "index.json":
-        typed = draw.choice([["data", "c", "--context", "8"], ["data", "pack", f"{made}/text.txt", "c"]])
     if draw.random() < 0.3:
         name = draw.choice(list(files))
         what = draw.choice(SPECIAL)
-        wrong = name == f"c/{listing}" and listing == "manifest.json" and what != "truncated"
+        wrong = name == f"c/{listing}" and what != "truncated"
         return Case(typed, wrong, files, {name: what}, note=what)
     document = json.loads(files[f"c/{listing}"])
     document.pop("sum", None)  # as if it had been written so
@@ -260,7 +252,7 @@ def _places(value: Any, path: tuple[Any, ...]) -> Any:
 _OUTPUTS = (
     "simulate --svg", "simulate --html", "simulate --chrome", "export", "plan --output", "plan --svg",
     "plan a model --profile", "profile --profile", "watch --record", "watch --trace", "watch --tensorboard",
-    "run --save", "run --trace", "run --html", "run --checkpoint-folder", "run a model --save", "key", "data pack",
+    "run --save", "run --trace", "run --html", "run --checkpoint-folder", "run a model --save", "key",
 )  # fmt: skip
 
 
@@ -274,7 +266,7 @@ def outputs(draw: random.Random, made: Path) -> Case:
     )  # fmt: skip
     special = {"folder": "folder", "fifo": "fifo", "loop": "loop"}
     files: dict[str, str | bytes] = {"file": "x", "socket": "x", "folder.txt": "x"}
-    folders = base in ("data pack",) or option in ("tensorboard", "checkpoint-folder")
+    folders = option in ("tensorboard", "checkpoint-folder")
     if folders and path in ("/", "socket/../.."):  # they may be written
         path = "folder"
     wrong = not (folders and path in ("folder", ".", deep))
@@ -282,8 +274,6 @@ def outputs(draw: random.Random, made: Path) -> Case:
         typed = ["export", path]
     elif base == "key":
         typed = ["key", path]
-    elif base == "data pack":
-        typed = ["data", "pack", f"{made}/text.txt", path]
     else:
         typed = typed_as(base, made, f"--{option}", path)
     if option in ("trace", "record", "tensorboard") and base == "watch":
@@ -300,8 +290,6 @@ def inputs(draw: random.Random, made: Path) -> Case:
     name = draw.choice(["i.csv", "i.jsonl", "i.json", "i.npy", "i.bin", "i.parquet", "i.txt", "i.py", "i.arrow", "i"])
     typed = draw.choice(
         [
-            ["data", name], ["data", name, "--inputs", "a", "--targets", "b"], ["data", "pack", name, "out"],
-            ["data", name, "--dtype", "uint16"], ["data", name, name], ["data", f"no/{name}"], ["data", "*.nothing"],
             ["watch", name, "--once"], ["simulate", "--schedule", f"{name}:A"], ["simulate", "--schedule", name],
             typed_as("run", made, "--data", name), ["run", name, "--transport", "local"],
             ["plan", f"{name}:make", "--estimate", "--seconds", "0.2"], ["profile", f"{name}:make"],
@@ -310,8 +298,6 @@ def inputs(draw: random.Random, made: Path) -> Case:
             ["compare", "--model", f"{name}:make"], typed_as("run", made, "--resume", name),
         ]
     )  # fmt: skip
-    if typed[0] == "data" and what == "large":  # which data may be
-        what = "binary"
     special = {name: what} if what in SPECIAL else {}
     return Case(typed, False, {name: content}, special, note=what, codes=(1,) if typed[:2] == ["run", name] else ())
 

@@ -128,9 +128,6 @@ def given(folder: Path, run: Callable[..., Any]) -> Path:
     (folder / "good.py").write_text(GOOD)
     (folder / "text.txt").write_text("to be or not to be, that is the question\n" * 400)
     (folder / "good.csv").write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
-    (folder / "table.csv").write_text("a,b\n" + "1,2\n3,4\n" * 50)
-    (folder / "lines.jsonl").write_text('{"text": "to be"}\n{"text": "or not"}\n' * 50)
-    (folder / "tokens.bin").write_bytes(bytes(range(256)) * 64)
     topology = {"workers": [{"memory": "8GB"}, {"speed": 0.5}], "link": {"latency_ms": 0.2, "bandwidth": "1GB"}}
     (folder / "topology.json").write_text(json.dumps({**topology, "links": {"0-1": {"latency_ms": 5}}}))
     made = [
@@ -138,7 +135,6 @@ def given(folder: Path, run: Callable[..., Any]) -> Path:
         ["plan", "--profile", "profile.json", "--batch", "8", "--seconds", "3", "--output", "plan.json"],
         ["run", "--model", "good.py:make", "--steps", "2", "--transport", "local", "--checkpoint-every", "1",
          "--microbatches", "2"],
-        ["data", "pack", "text.txt", "packed"],
     ]  # fmt: skip
     for typed in made:
         outcome = run(typed, folder)
@@ -212,7 +208,6 @@ def bases(made: Path) -> dict[str, list[str]]:
         "plan": ["--profile", f"{made}/profile.json", "--batch", "8", "--seconds", "0.2", "--no-searched"],
         "plan a model": [f"{good}:make", "--estimate", "--seconds", "0.2", "--no-searched"],
         "profile": [f"{good}:whole", "--estimate"],
-        "data": [f"{made}/tokens.bin", "--context", "8"],
         "export": [],
         "watch": [f"{made}/recording.jsonl", "--once"],
         "key": ["key"],

@@ -2,35 +2,10 @@
 
 from __future__ import annotations
 
-import io
 import random
-from functools import cache
 from pathlib import Path
 
 from .malformed_input import Case, typed_as
-
-_GOOD_TABLE = {"a": [1.0, 2.0, 3.0] * 50, "b": [4.0, 5.0, 6.0] * 50}
-
-
-@cache
-def _tables() -> dict[str, bytes]:
-    """Return good files of data, by name; tables only where they can be written."""
-    import numpy as np
-
-    array = io.BytesIO()
-    np.save(array, np.arange(9000, dtype="uint16"))
-    files = {"d.npy": array.getvalue(), "d.jsonl": b'{"text": "to be or not to be"}\n' * 300}
-    try:
-        import pyarrow as pa
-        from pyarrow import feather, parquet
-    except ModuleNotFoundError:
-        return files
-    table = pa.table(_GOOD_TABLE)
-    for name, write in (("d.parquet", parquet.write_table), ("d.feather", feather.write_feather)):
-        content = io.BytesIO()
-        write(table, content)
-        files[name] = content.getvalue()
-    return files
 
 
 def mangled(draw: random.Random, content: bytes) -> bytes:
@@ -58,11 +33,7 @@ def mangled(draw: random.Random, content: bytes) -> bytes:
 
 def mangle(draw: random.Random, made: Path) -> Case:
     """A file of any kind, some bytes of which are others."""
-    kind = draw.choice(["data", "data", "checkpoint", "checkpoint", "text", "text", "key", "weights"])
-    if kind == "data":
-        name, content = draw.choice(list(_tables().items()))
-        columns = ["--inputs", "a", "--targets", "b"] if name in ("d.parquet", "d.feather") else ["--context", "8"]
-        return Case(["data", name, *columns], False, {name: mangled(draw, content)}, note=name)
+    kind = draw.choice(["checkpoint", "checkpoint", "text", "text", "key", "weights"])
     if kind in ("checkpoint", "weights"):
         newest = sorted((made / "checkpoints").iterdir())[-1]
         files: dict[str, str | bytes] = {f"c/{path.name}": path.read_bytes() for path in newest.iterdir()}
@@ -104,7 +75,6 @@ _TOGETHER = {
             "--schedule", "--set", "--checkpoint-every", "--checkpoint-keep", "--threads", "--max-restarts", "--seed"),
     "verify": ("--microbatches", "--schedule", "--set", "--split", "--seed", "--rows", "--window"),
     "plan": ("--batch", "--memory", "--workers", "--microbatches", "--max-microbatches"),
-    "data": ("--memory", "--window", "--seed", "--rows", "--context", "--dtype", "--shard", "--field"),
 }  # fmt: skip
 _WORDS = {
     "--schedule": ("naive", "gpipe", "gpipe-recompute", "1f1b", "eager-1f1b", "interleaved", "bfs", "hanayo", "chimera",
@@ -164,7 +134,7 @@ def surroundings(draw: random.Random, made: Path) -> Case:
         [
             typed_as("run a model", made, "--transport", transport), ["simulate"],
             ["verify", "mlp", "--steps", "1", "--microbatches", "2", "--transport", transport],
-            ["data", f"{made}/text.txt", "--context", "8"], ["watch", "--once"],
+            ["watch", "--once"],
             [*typed_as("run a model", made, "--transport", transport), "--save", "w.safetensors"],
         ]
     )  # fmt: skip
