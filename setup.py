@@ -38,8 +38,7 @@ setup(
     ],
     package_data={
         "rpc_pipe": ["py.typed"],
-        "rpc_pipe.drawing": ["page.html", "timeline.css", "timeline.js"],
-        "rpc_pipe.dispatch": ["live.html"],
+        "rpc_pipe.drawing": ["page.html"],
     },
     install_requires=[
         "torch>=2.11,<2.16",

@@ -159,7 +159,7 @@ def test_ctrl_c_before_anything_runs_is_not_a_crash(monkeypatch):
     def interrupted(address):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(watch, "_open_source", interrupted)
+    monkeypatch.setattr(watch, "find", interrupted)
     monkeypatch.setattr(watch.os, "nice", lambda _: 0)
     assert cli.main(["watch"]) == 130
 

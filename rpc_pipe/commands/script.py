@@ -165,7 +165,11 @@ class _ScriptEnd(TypedOptions):
         if "trace" in typed:
             trace.write_chrome(typed["trace"], device)
         if "html" in typed:
-            trace.write_page(typed["html"], lost.line())
+            from ..dispatch.rows import draw_steps, whole_state
+            from ..drawing.page import draw_page
+            from .output_files import write
+
+            write(typed["html"], draw_page(draw_steps(history, 1), whole_state(history, typed["script"], True)))
         files = {name: typed[name] for name in FILES if name in typed}
         self._result = dict(
             kind="result",

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import permutations
 from typing import Any
 
 from ..dependency import Action, ConfigError, G, Kind, Spec, check_all, worker_staleness, worker_weight_copies
-from ..drawing.page import Picture, draw_page, write_chrome
-from ..drawing.svg import draw_svg
+from ..drawing.chrome import write_chrome
+from ..drawing.page import draw_page
+from ..drawing.svg import Picture, draw_svg
 from ..drawing.timeline import count_microbatches, draw, row_names
 from ..launching.report import Reporter
 from ..planning.comparison import describe_staleness
@@ -214,18 +216,16 @@ def _report(schedule: str, result: Simulation) -> dict[str, Any]:
 def _write_pictures(typed: Mapping[str, Any], name: str, result: Simulation) -> None:
     spec, slices = result.spec, len(result.spec.parallelism.slices)
     title = f"{name}, {spec.num_workers} workers, {count_microbatches(spec)}"
+    picture = Picture(title, result.spans, spec.num_workers, slices=slices, num_stages=spec.num_stages)
     if "svg" in typed:
-        stages = spec.num_stages
-        drawn = draw_svg(result.spans, spec.num_workers, title=title, num_stages=stages, slices=slices)
-        write(typed["svg"], drawn)
+        write(typed["svg"], draw_svg(picture))
     if "html" in typed:
         unit = "of --cost and --comm" if "cost" in typed else "in which a stage's forward takes 1"
         notes = [f"time in units {unit}"]
         causes = waits(spec, result.spans)
         hosted = {worker: spec.hosted(worker) for worker in range(spec.num_workers)}
         rows = row_names(hosted, spec.num_routes, spec.parallelism.replicas)
-        picture = Picture(title, result.spans, spec.num_workers, waits=causes, slices=slices, notes=notes, rows=rows)
-        write(typed["html"], draw_page([picture]))
+        write(typed["html"], draw_page([replace(picture, waits=causes, notes=notes, rows=rows)]))
     if "chrome" in typed:
         write_chrome(typed["chrome"], spec, _by_step(result.spans))
 

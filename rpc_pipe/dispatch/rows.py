@@ -7,14 +7,14 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from ..drawing.page import Picture
+from ..drawing.svg import Picture
 from ..drawing.timeline import idle
 from ..tracing.board import Live, State
 from ..tracing.trace import spans_of, transfers
 from ..tracing.view import RECENT, View
 
 #: most spans that are shown: fewer steps are shown then
-_MOST_SPANS = 100_000
+_MOST_SPANS = 10_000
 #: the words for states of workers, in their order; `gone` is one that has ended without leaving
 STATES = "starts", "runs", "waits", "between", "left", "stopped", "gone"
 
@@ -144,6 +144,13 @@ def describe(view: View) -> dict[str, Any]:
         "events": list(view.events)[-100:],
         "lost": lost.as_json() if lost else None,
     }
+
+
+def whole_state(view: View, name: str, over: bool, after: int = -1) -> dict[str, Any]:
+    """Return the state of the run `name` for its page, with the losses after step `after`."""
+    losses = [(step, finite(loss)) for step, loss in view.losses if step > after]
+    fresh = bool(view.losses) and view.losses[-1][0] < after
+    return {**describe(view), "name": name, "over": over, "losses": losses, "fresh": fresh}
 
 
 def finite(value: Any) -> Any:

@@ -1,11 +1,10 @@
-"""The loop of `rpc-pipe watch`: it polls a run, live or recorded, and updates screen, page, files and metrics."""
+"""The loop of `rpc-pipe watch`: it polls a run, and updates screen, page, files and metrics."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import json
-import sys
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -17,8 +16,8 @@ from ..dependency import ConfigError
 from ..tracing.boards import RunBoards
 from ..tracing.run_summary import lost_lines
 from ..tracing.view import View
-from .recording import Recording, Replay, Scalars, Source
 from .rows import describe
+from .scalars import Scalars
 from .terminal import Screen
 
 #: seconds between polls; boards keep more steps than pass meanwhile, unless steps are very short
@@ -37,12 +36,10 @@ class Wishes:
 
     web: str | None = None
     metrics: str | None = None
-    record: str | None = None
     tensorboard: str | None = None
     trace: str | None = None
     #: first and last step for `trace`
     steps: tuple[int, int] | None = None
-    speed: float = 1.0
     once: bool = False
     json: bool = False
 
@@ -50,19 +47,12 @@ class Wishes:
 class Watcher:
     """Polls `source` and passes what is new to the view and the outputs."""
 
-    def __init__(self, source: Source, wishes: Wishes) -> None:
+    def __init__(self, source: RunBoards, wishes: Wishes) -> None:
         self._source = source
         self._wishes = wishes
         first, last = wishes.steps or (0, 0)
-        if wishes.trace and isinstance(source, Replay):
-            self._view = View(keep=sys.maxsize)  # all of a recording
-        else:  # outputs of all steps, or of certain ones, may get many at once
-            self._view = View(keep=_MOST_STEPS + last - first) if wishes.trace or wishes.record else View()
+        self._view = View(keep=_MOST_STEPS + last - first) if wishes.trace else View()
         self.console = Console(highlight=False, emoji=False)
-        #: a recording that is not shown is read as fast as possible
-        self._hurry = isinstance(source, Replay) and bool(wishes.once or wishes.trace or wishes.record)
-        if isinstance(source, Replay):
-            source.speed = None if self._hurry else wishes.speed
 
     async def run(self) -> None:
         async with contextlib.AsyncExitStack() as stack:
@@ -76,8 +66,7 @@ class Watcher:
                 await self._follow(stack, sinks)
 
     def _sinks(self, stack: contextlib.AsyncExitStack) -> list[Any]:
-        wanted = (Recording, self._wishes.record), (Scalars, self._wishes.tensorboard)
-        sinks = [sink(path) for sink, path in wanted if path]
+        sinks = [Scalars(self._wishes.tensorboard)] if self._wishes.tensorboard else []
         for sink in sinks:
             stack.callback(sink.close)
         return sinks
@@ -98,7 +87,7 @@ class Watcher:
     def _look(self, sinks: list[Any]) -> None:
         stalled = self._view.stalled
         self._view.take(self._source.look())
-        if self._view.stalled and not stalled and isinstance(self._source, RunBoards):
+        if self._view.stalled and not stalled:
             for line in self._view.hanging(self._source)[1]:
                 self._view.note(line, warning=True)
         for sink in sinks:
@@ -110,7 +99,7 @@ class Watcher:
         if self.console.is_terminal and not self._wishes.web:
             whole: dict[str, Any] = {"screen": True, "auto_refresh": False, "vertical_overflow": "crop"}
             display = stack.enter_context(Display(screen, console=self.console, **whole))
-        said, over_before, ended_before = 0.0, self._hurry, False
+        said, over_before, ended_before = 0.0, False, False
         while True:
             over = self._source.over
             self._look(sinks)
@@ -127,7 +116,7 @@ class Watcher:
             if ended and not self._wishes.web:
                 break  # a page stays, to be looked at
             over_before, ended_before = over, ended
-            await asyncio.sleep(0 if self._hurry else _LOOK_EVERY_S)
+            await asyncio.sleep(_LOOK_EVERY_S)
 
     def _say_the_end(self) -> None:
         ending = self._view.latest.ending
@@ -142,11 +131,9 @@ class Watcher:
     async def _once(self, sinks: list[Any]) -> None:
         deadline = time.monotonic() + _ONCE_S
         self._look(sinks)
-        # Two steps, for the time between them; of a recording all.
-        while not self._source.over and (
-            self._hurry or (len(self._view.complete_steps(2)) < 2 and time.monotonic() < deadline)
-        ):
-            await asyncio.sleep(0 if self._hurry else _LOOK_EVERY_S / 5)
+        # Two steps, for the time between them.
+        while not self._source.over and len(self._view.complete_steps(2)) < 2 and time.monotonic() < deadline:
+            await asyncio.sleep(_LOOK_EVERY_S / 5)
             self._look(sinks)
         if self._wishes.json:
             print(json.dumps({"name": self._source.name, **describe(self._view)}))
@@ -162,17 +149,16 @@ class Watcher:
             over = self._source.over
             self._look([])
             there = self._view.complete_steps(0)
-            if asked and there and not self._hurry:
+            if asked and there:
                 if asked[0] < there[0]:
                     raise ConfigError(f"{option}: step {asked[0]} is over; the earliest still there is {there[0]}")
                 if there[-1] < asked[1] and not told:
                     told = True
                     self.console.print(f"waiting for step {asked[1]}; the last one done is {there[-1]}")
-            # Without --steps: all steps of a recording, or the steps of a run that are there now.
-            done = there[-1:] >= [asked[1]] if asked else there and not self._hurry
+            done = there[-1:] >= [asked[1]] if asked else there
             if over or done or (not there and time.monotonic() > deadline):
                 break
-            await asyncio.sleep(0 if self._hurry else _LOOK_EVERY_S / 5)
+            await asyncio.sleep(_LOOK_EVERY_S / 5)
         wanted = range(asked[0], asked[1] + 1) if asked else there
         missing = next((step for step in wanted if step not in set(there)), None)
         trace = self._view.trace_of(wanted) if there and missing is None else None

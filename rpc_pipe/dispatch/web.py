@@ -12,25 +12,21 @@ import hmac
 import ipaddress
 import json
 import logging
-import math
 import re
 import secrets
 import socket
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from importlib.resources import files
-from typing import Any
+from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
-from prometheus_client import CollectorRegistry, Metric
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-from prometheus_client.openmetrics.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.openmetrics.exposition import CONTENT_TYPE_LATEST
 
 from ..dependency import ConfigError
-from ..drawing.page import encode, with_parts
+from ..drawing.page import fill_page, sections
+from ..tracing.boards import RunBoards
 from ..tracing.view import View
-from .recording import Source
-from .rows import STATES, describe, draw_steps, finite, link_rows, mean_bubble, worker_rows
+from .metrics import metrics_of
+from .rows import draw_steps, whole_state
 
 #: beyond this number the eldest is closed, so idle connections cannot lock users out
 _MOST_CONNECTIONS = 64
@@ -64,7 +60,7 @@ class Server:
         page: whether the page is served, besides the metrics.
     """
 
-    def __init__(self, view: View, source: Source, option: str, host: str, port: int, *, page: bool) -> None:
+    def __init__(self, view: View, source: RunBoards, option: str, host: str, port: int, *, page: bool) -> None:
         self._view = view
         self._source = source
         self._option = option
@@ -73,7 +69,7 @@ class Server:
         self._cookie = ""
         self._runner: web.AppRunner | None = None
         self._listener: asyncio.Server | None = None
-        self._pictures: dict[int, tuple[str, dict[str, object]]] = {}
+        self._pictures: dict[int, tuple[str, str]] = {}
 
     async def start(self) -> str:
         """Begin to serve; return the address to open.
@@ -156,19 +152,16 @@ class Server:
 
     async def _index(self, request: web.Request) -> web.Response:
         nonce = secrets.token_urlsafe(16)
-        page = files(__package__).joinpath("live.html").read_text(encoding="utf-8")
         # style-src allows the styles that the script sets on elements; scripts run only with this page's nonce.
         policy = (
             f"default-src 'none'; script-src 'nonce-{nonce}'; style-src 'unsafe-inline'; connect-src 'self'; "
             "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
         )
-        text = with_parts(page).replace("@NONCE@", nonce)
+        text = fill_page(TITLE="rpc-pipe watch", NONCE=nonce)
         return web.Response(text=text, content_type="text/html", headers={"Content-Security-Policy": policy})
 
     async def _metrics(self, request: web.Request) -> web.Response:
-        registry = CollectorRegistry()
-        registry.register(_Collector(self._view))
-        return web.Response(body=generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+        return web.Response(body=metrics_of(self._view), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def _state(self, request: web.Request) -> web.Response:
         try:
@@ -176,22 +169,16 @@ class Server:
         except ValueError:
             raise web.HTTPBadRequest(text="steps and after must be whole numbers\n") from None
         view = self._view
-        state = describe(view)
-        state |= {
-            "name": self._source.name,
-            "over": self._source.over,
-            "losses": [(step, finite(loss)) for step, loss in view.losses if step > after],
-            "fresh": bool(view.losses) and view.losses[-1][0] < after,
-        }
+        state = whole_state(view, self._source.name, self._source.over, after)
         version = f"{state['step']}/{steps}/{len(view.headers)}"
         if version != request.query.get("have"):
             state |= {"version": version, "pictures": self._drawn(version, min(max(1, steps), 10))}
         return web.Response(text=json.dumps(state, separators=(",", ":")), content_type="application/json")
 
-    def _drawn(self, version: str, count: int) -> dict[str, object]:
+    def _drawn(self, version: str, count: int) -> str:
         """Return the pictures of `count` steps, which are drawn once for all viewers."""
-        if self._pictures.get(count, ("", {}))[0] != version:
-            self._pictures[count] = version, encode(draw_steps(self._view, count))
+        if self._pictures.get(count, ("", ""))[0] != version:
+            self._pictures[count] = version, sections(draw_steps(self._view, count))
         return self._pictures[count][1]
 
 
@@ -205,55 +192,3 @@ def _is_address(host: str) -> bool:
 
 def _is_loopback(host: str) -> bool:
     return host == "localhost" or (_is_address(host) and ipaddress.ip_address(host).is_loopback)
-
-
-class _Collector:
-    def __init__(self, view: View) -> None:
-        self._view = view
-
-    def collect(self) -> Iterator[Metric]:
-        view, steps, step_ms = self._view, self._view.complete_steps(1), self._view.step_ms()
-        if steps:
-            yield CounterMetricFamily("rpc_pipe_steps", "Steps that all workers have finished.", steps[0])
-        held_out = view.held_out_losses
-        rows, links, lost, rate = worker_rows(view), link_rows(view), view.lost(), view.throughput()
-        at = [(row.worker,) for row in rows]
-        whole = [
-            ("workers", "Workers that can be seen.", "", len(view.headers)),
-            ("loss", "Loss of the last step.", "", view.losses[-1][1] if view.losses else None),
-            ("held_out_loss", "Loss of the last evaluation.", "", held_out[-1][1] if held_out else None),
-            ("learning_rate", "Learning rate of the next update.", "", view.learning_rate),
-            ("gradient_norm", "Norm of all gradients before clipping.", "", view.grad_norm),
-            ("step_seconds", "Median time of the recent steps.", "seconds", step_ms and step_ms / 1e3),
-            ("bubble_ratio", "Share of the workers' time without computing.", "ratio", mean_bubble(rows)),
-            ("stalled", "1 if nothing finishes.", "", int(view.stalled)),
-            *([(f"{rate[1]}_per_second", "Throughput of the recent steps.", "", rate[0])] if rate else []),
-        ]
-        for name, text, unit, value in whole:
-            yield _gauges(name, text, [], {} if value is None else {(): value}, unit)
-        if lost:
-            causes = {(cause,): ms / 1e3 for cause, ms in {"work": lost.limit_ms, **lost.parts}.items()}
-            yield _gauges("lost_seconds", "Time of a step by cause.", ["cause"], causes, "seconds")
-        for name, text, unit, values in (
-            ("bubble_ratio", "Share of time without computing.", "ratio", [row.bubble for row in rows]),
-            ("action_seconds", "Mean time of an action.", "seconds", [row.action_ms / 1e3 for row in rows]),
-            ("memory_peak_bytes", "Most memory held.", "bytes", [row.peak_mb * 1e6 for row in rows]),
-            ("outbox_payloads", "Payloads not taken yet.", "", [row.outbox for row in rows]),
-        ):
-            yield _gauges(f"worker_{name}", text, ["worker"], dict(zip(at, values, strict=True)), unit)
-        states = {(row.worker, state): int(row.state == state) for row in rows for state in STATES}
-        yield _gauges("worker_state", "1 for the state it is in.", ["worker", "state"], states)
-        ends = ["source", "target"]
-        latency = {(link.source, link.target): link.ms / 1e3 for link in links}
-        yield _gauges("link_latency_seconds", "Median way of a payload.", ends, latency, "seconds")
-        way = {(link.source, link.target): link.mb_per_s * 1e6 for link in links}
-        yield _gauges("link_bytes_per_second", "Payload bytes a second.", ends, way)
-
-
-def _gauges(name: str, text: str, labels: list[str], values: Mapping[Any, float], unit: str = "") -> Metric:
-    """Return a value for each tuple of labels; unknown values of a worker are omitted."""
-    family = GaugeMetricFamily(f"rpc_pipe_{name}", text, labels=labels, unit=unit)
-    for said, value in values.items():
-        if not labels or not math.isnan(value):
-            family.add_metric(list(map(str, said)), value)
-    return family

@@ -1,4 +1,4 @@
-"""Timelines as SVG for documents, without scripts. Loads without torch.
+"""Timelines as SVG, for documents and pages, without scripts. Loads without torch.
 
 Kinds keep their pure colours, because lighter and darker ones collide for colour-blind eyes: several stages of a
 worker differ by a dark stripe along the bottom of the cell, the higher the later the stage.
@@ -7,11 +7,12 @@ worker differ by a dark stripe along the bottom of the cell, the higher the late
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from xml.sax.saxutils import escape, quoteattr
 
 from ..dependency import Kind
-from ..planning.span import Span
+from ..planning.span import Span, Wait, critical_path
 from .timeline import held_stages, name_index, summarize, tell
 
 #: width of the plot in pixels: wide enough for the labels of the shortest cells, within these bounds
@@ -29,18 +30,48 @@ _STRIPE = 0.28
 _COLOURS = {"paper": "#ffffff", "ink": "#1f2328", "dim": "#59636e", "bubble": "#e6eaef"}
 
 
-def draw_svg(
-    spans: Sequence[Span], num_workers: int, *, title: str = "", num_stages: int | None = None, slices: int = 1
-) -> str:
-    """Return an SVG document of `spans`, which are of workers 0 to `num_workers` - 1.
+@dataclass(frozen=True)
+class Picture:
+    """One named timeline; times are in `unit`, and count from the first start."""
 
-    Times count from the first start. The same spans give the same text. `num_stages` stands in the line under the
-    title; by default it is the highest stage that ran, plus one. `slices` is the number of slices of a
-    microbatch's sequence.
+    name: str
+    #: of workers 0 to `num_workers` - 1
+    spans: Sequence[Span]
+    num_workers: int
+    #: shown behind times, such as "ms"
+    unit: str = ""
+    #: name of the time without an action: a schedule's `bubble`, or `idle` where times were measured
+    gaps: str = "bubble"
+    #: the result of `span.waits`, from which the critical path follows
+    waits: Mapping[Span, Wait] = field(default_factory=dict)
+    #: number of slices of a microbatch's sequence
+    slices: int = 1
+    #: sentences below the timeline
+    notes: Sequence[str] = ()
+    #: of each worker, its largest memory as text, where that was measured
+    memory: Sequence[str] = ()
+    #: the names of the workers' rows, if they say more than the number
+    rows: Sequence[str] = ()
+    #: number of stages; None: as many as ran
+    num_stages: int | None = None
+    #: least time that the axis has, so that pictures have one scale; 0: the picture's own
+    length: float = 0.0
+
+
+def draw_svg(picture: Picture) -> str:
+    """Return an SVG document of a picture. The same picture gives the same text.
+
+    Raises:
+        ValueError: a time is not a finite number.
     """
-    about = summarize(spans, num_workers, num_stages=num_stages)
-    layout = _Layout(spans, num_workers, slices)
-    held = held_stages(spans, num_workers)
+    spans, title = picture.spans, picture.name
+    if not all(math.isfinite(span.start) and math.isfinite(span.end) for span in spans):
+        raise ValueError(f"{title}: times must be finite")
+    about = summarize(
+        spans, picture.num_workers, unit=picture.unit, num_stages=picture.num_stages, gaps=picture.gaps
+    )  # fmt: skip
+    layout = _Layout(picture)
+    held = held_stages(spans, picture.num_workers)
     shown = {span.action.kind for span in spans}
     kinds = [kind for kind in Kind.all() if kind in shown]
     foot, legend = _legend(layout, kinds, max(map(len, held), default=0)) if spans else (layout.bottom, [])
@@ -61,11 +92,14 @@ def draw_svg(
 class _Layout:
     """The layout, in pixels."""
 
-    def __init__(self, spans: Sequence[Span], num_workers: int, slices: int) -> None:
-        self.num_workers, self.slices = num_workers, slices
+    def __init__(self, picture: Picture) -> None:
+        spans, num_workers, slices = picture.spans, picture.num_workers, picture.slices
+        self.num_workers, self.slices, self.waits, self.gaps = num_workers, slices, picture.waits, picture.gaps
+        self.critical = {*critical_path(spans, picture.waits)} if picture.waits else set[Span]()
+        self.names = picture.rows or [f"worker {worker}" for worker in range(num_workers)]
         #: first start, and time from there to the last end; 1 where no time passed
         self.first = min((span.start for span in spans), default=0.0)
-        self.length = (max((span.end for span in spans), default=0.0) - self.first) or 1.0
+        self.length = max(max((span.end for span in spans), default=0.0) - self.first, picture.length) or 1.0
         #: height of a cell, and from row to row
         self.pitch = min(_HIGHEST, max(_LOWEST, _ROWS // max(1, num_workers)))
         self.cell = self.pitch - 2 if self.pitch > 12 else self.pitch - 1
@@ -73,10 +107,10 @@ class _Layout:
         self.font = min(12.0, max(_SMALLEST_TEXT, math.floor(self.cell * 1.5) / 2))
         self.longest = max((len(_label(span, slices)) for span in spans), default=1)
         #: left edge and width of the plot, and upper edge of the first row
-        self.left = _MARGIN + _width(f"worker {num_workers - 1}", min(12.0, self.pitch)) + 6
+        self.left = _MARGIN + max((_width(name, min(12.0, self.pitch)) for name in self.names), default=0.0) + 6
         shortest = min((span.end - span.start for span in spans if span.end > span.start), default=1.0)
         labels = (self.longest * self.font * _CHARACTER + 4) * self.length / shortest
-        self.plot, self.top = min(_WIDEST, max(_NARROWEST, labels)), 56
+        self.plot, self.top = _WIDEST if picture.length else min(_WIDEST, max(_NARROWEST, labels)), 56
         #: width of the line that parts neighbouring cells
         self.seam = min(1.0, 0.15 * shortest * self.plot / self.length)
         #: width of the picture, and lower edge of the last row
@@ -99,6 +133,8 @@ def _style(layout: _Layout, kinds: Sequence[Kind]) -> str:
         f".rpc-pipe .seam rect{{stroke:{_COLOURS['paper']};stroke-width:{_number(layout.seam)}}}"
         ".rpc-pipe .seam text{text-anchor:middle;pointer-events:none}"
         ".rpc-pipe .stripe{fill:#000;fill-opacity:.55}.rpc-pipe .tick{stroke-width:2}"
+        + f".rpc-pipe .critical{{fill:{_COLOURS['ink']}}}"
+        * bool(layout.critical)
     )
 
 
@@ -125,7 +161,7 @@ def _rows(layout: _Layout, spans: Sequence[Span], held: Sequence[Sequence[int]])
     for worker, own in enumerate(by_worker):
         y = layout.top + worker * layout.pitch
         baseline = y + layout.cell / 2 + 0.35 * size
-        yield _text(layout.left - 6, baseline, f"worker {worker}", "ink", size, " text-anchor='end'")
+        yield _text(layout.left - 6, baseline, layout.names[worker], "ink", size, " text-anchor='end'")
         place = f"translate({_number(layout.left)},{_number(y)})"
         yield f'<g class="seam" font-size="{_number(layout.font)}" transform="{place}">'
         # An action without a duration is drawn last, because a neighbour would cover it.
@@ -143,7 +179,11 @@ def _cell(layout: _Layout, span: Span, stripe: float, free: float) -> str:
     kind, stage = span.action.kind.letter, span.action.stage
     start, end = span.start - layout.first, span.end - layout.first
     named = f"{stage}{kind}{name_index(span.action, layout.slices)}"
-    hint = f"<title>{named}, stage {stage}, {tell(start)} to {tell(end)}</title>"
+    told = f"{named}, stage {stage}, {tell(start)} to {tell(end)}"
+    if (wait := layout.waits.get(span)) is not None:
+        told += f"; waited {tell(wait.time)}"
+        told += f" for {wait.cause.action} of worker {wait.cause.worker}" if wait.cause is not None else ""
+    hint = f"<title>{told}</title>"
     x, height = layout.x(span.start), _number(layout.cell)
     if span.end <= span.start:
         return f'<path class="tick {kind}" d="M{_number(x)} 0v{height}">{hint}</path>'
@@ -154,6 +194,8 @@ def _cell(layout: _Layout, span: Span, stripe: float, free: float) -> str:
         edge, high = layout.seam / 2, stripe * layout.cell
         y, wide = _number(layout.cell - high - edge), _number(width - 2 * edge)
         parts.append(f'<path class="stripe" d="M{_number(x + edge)} {y}h{wide}v{_number(high)}h-{wide}z"/>')
+    if span in layout.critical:
+        parts.append(f'<path class="critical" d="M{_number(x)} 0h{_number(width)}v2h-{_number(width)}z"/>')
     label = _label(span, layout.slices)
     # All labels count as long as the longest, so that equal cells have equal ones: narrow cells have no kind.
     for left_out in range(2):
@@ -168,7 +210,9 @@ def _cell(layout: _Layout, span: Span, stripe: float, free: float) -> str:
 
 def _legend(layout: _Layout, kinds: Sequence[Kind], num_held: int) -> tuple[float, list[str]]:
     """Return the lower edge of the legend, and the legend: the kinds that occur, line by line."""
-    entries = [*((kind.letter, f"{kind} {kind.word}") for kind in kinds), ("bubble", "bubble")]
+    entries = [*((kind.letter, f"{kind} {kind.word}") for kind in kinds), ("bubble", layout.gaps)]
+    if layout.critical:
+        entries.append(("critical", "critical path"))
     if num_held > 1:
         entries.append(("stripe", "later stages of the worker: the later, the higher"))
     x, y, parts = layout.left, layout.bottom + 30, []

@@ -187,7 +187,7 @@ class RunUpdate:
     clock_error_ms: float = 0.0
     #: records that were overwritten before they were read
     dropped: int = 0
-    #: of a recording or an elastic job's launcher: (seconds since the epoch, message, whether it is a warning)
+    #: of an elastic job's launcher: (seconds since the epoch, message, whether it is a warning)
     events: list[tuple[float, str, bool]] = field(default_factory=list)
     #: the end of the run; None: it goes on, or its end is unknown
     ending: Ending | None = None
@@ -338,7 +338,7 @@ def find(address: str | None) -> Path:
     if named:
         raise ConfigError(f"{typed}: {len(named)} runs are going on; name one of {', '.join(map(_shown, named))}")
     if address is None:
-        raise ConfigError("watch: no run found on this machine; start one, or name a recording, such as run.jsonl")
+        raise ConfigError("watch: no run found on this machine; start one")
     known = f"running are {', '.join(map(_shown, there))}" if there else "none is running on this machine"
     raise ConfigError(f"{typed}: there is no such run; {known}")
 

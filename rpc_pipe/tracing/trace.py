@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 from ..dependency import Action, ConfigError, F, Kind, Spec
 from ..dependency.indexes import slice_in, split_slice
-from ..drawing.page import Picture, draw_page, write_chrome
+from ..drawing.chrome import write_chrome
+from ..drawing.svg import Picture
 from ..drawing.timeline import bubble, count_microbatches
 from ..planning.simulator import Cost, Simulation, simulate
 from ..planning.span import Span, waits
@@ -106,18 +107,6 @@ class Trace:
         steps = {step: spans_of(records) for step, records in self.steps.items()}
         with refused(ConfigError, f"{path}: cannot be written"):
             write_chrome(path, self.spec, steps, device=device, clock_error_ms=self.clock_error_ms)
-
-    def write_page(self, path: str | Path, lost: str) -> None:
-        """Write a page with a simulated step above the last step as it ran, and the line of the lost time.
-
-        Raises:
-            ConfigError: the file cannot be written.
-        """
-        last = max(self.steps)
-        planned, actual = replace(self, steps={last: self.steps[last]}).pictures()
-        with refused(ConfigError, f"{path}: cannot be written"):
-            page = draw_page([planned, replace(actual, notes=[*actual.notes, f"a step's time: {lost}"])])
-            Path(path).write_text(page, encoding="utf-8")
 
     def pictures(self) -> tuple[Picture, Picture]:
         """Return these steps as planned and as they ran, in milliseconds."""

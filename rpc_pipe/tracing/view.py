@@ -55,7 +55,7 @@ def layout(headers: Mapping[int, Mapping[str, Any]]) -> str:
 
 
 def rows(headers: Mapping[int, Mapping[str, Any]]) -> list[str]:
-    """Return the names of the rows of a timeline, in order of workers; none for a recording without a layout."""
+    """Return the names of the rows of a timeline, in order of workers; none without a layout."""
     by_worker = {header["worker"]: header for header in headers.values()}
     first = next(iter(by_worker.values()), {})
     if "replicas" not in first or len(by_worker) < first["num_workers"]:

@@ -1,18 +1,15 @@
-"""What a view makes of news: rows, the terminal's screen, stalls, recordings."""
+"""What a view makes of news: rows, the terminal's screen, stalls."""
 
 import io
 import json
 import math
-import time
 from dataclasses import replace
 
 import pytest
-from refusals import refused
 from rich.console import Console
 from synthetic import COST, news_of, records_of, view_of
 
 from rpc_pipe.dependency import B, F
-from rpc_pipe.dispatch.recording import Recording, Replay
 from rpc_pipe.dispatch.rows import describe, link_rows, worker_rows
 from rpc_pipe.dispatch.terminal import Screen
 from rpc_pipe.planning.specs import make_spec
@@ -169,58 +166,6 @@ def test_a_slow_step_is_told():
     assert "step 10: " in view.events[-1][1] and view.events[-1][2]
 
 
-def test_a_recording_is_read_as_it_was_written(tmp_path):
-    view, path = view_of(), tmp_path / "run.jsonl"
-    view.note("something happened")
-    recording = Recording(path)
-    recording.write(view)
-    recording.write(view)  # nothing is new
-    recording.close()
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [line["kind"] for line in lines] == ["run", "step", "step", "step", "step", "event"]
-    assert lines[4]["step"] == 3 and lines[4]["loss"] == pytest.approx(2.7) and lines[4]["lost"]["step_ms"] > 300
-    replay, read = Replay(path), View()
-    assert not replay.over
-    read.take(replay.look())
-    assert replay.over
-    assert read.complete_steps(0) == view.complete_steps(0)
-    assert [read.records(s) for s in range(4)] == [view.records(s) for s in range(4)]
-    assert read.lost().sentence == view.lost().sentence
-
-
-def test_a_recording_runs_at_the_pace_at_which_it_ran(tmp_path, monkeypatch):
-    view, path, clock = view_of(), tmp_path / "run.jsonl", [100.0]
-    recording = Recording(path)
-    recording.write(view)
-    recording.close()
-    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    replay, read = Replay(path, speed=2.0), View()
-    seen = []
-    for seconds in (0, 0.2, 0.4, 2):
-        clock[0] = 100.0 + seconds
-        read.take(replay.look())
-        seen.append(len(read.complete_steps(0)))
-    assert seen == [0, 1, 2, 4] and replay.over
-
-
-def test_a_recording_that_was_cut_off_is_read_as_far_as_it_goes(tmp_path):
-    path = tmp_path / "run.jsonl"
-    recording = Recording(path)
-    recording.write(view_of())
-    recording.close()
-    whole = path.read_text()
-    path.write_text(whole[:-200])
-    read = View()
-    read.take(Replay(path).look())
-    assert read.complete_steps(0) == [0, 1, 2]
-    path.write_text("nonsense\n" + whole)
-    with refused("watch"):
-        Replay(path)
-    path.write_text("")
-    with refused("watch"):
-        Replay(path)
-
-
 def test_a_step_of_fewer_microbatches_is_not_compared_with_the_others():
     fewer = records_of(make_spec("1f1b", 4, 3, {}), steps=6)[5]
     view = View()
@@ -235,19 +180,12 @@ def test_a_step_of_fewer_microbatches_is_not_compared_with_the_others():
     assert many.trace() is None and many.lost() is None and worker_rows(many)[0].action_ms > 0
 
 
-def test_a_loss_that_is_not_finite_is_told_and_shown(tmp_path):
+def test_a_loss_that_is_not_finite_is_told_and_shown():
     records, view = records_of(SPEC), View()
     records = {step: [replace(r, loss=math.nan if step > 1 else 1.0) for r in found] for step, found in records.items()}
     view.take(news_of(SPEC, records))
     assert "loss nan" in shown(view)[0] and [text for _, text, _ in view.events] == ["step 2: the loss is nan"]
     json.dumps(describe(view), allow_nan=False)
-    recording = Recording(tmp_path / "run.jsonl")
-    recording.write(view)
-    recording.close()
-    read = View()
-    read.take(Replay(tmp_path / "run.jsonl").look())
-    assert [math.isnan(loss) for _, loss in read.losses] == [False, False, True, True]
-    assert any("the loss is nan" in text for _, text, _ in read.events)
 
 
 def test_another_pipeline_in_the_same_processes_begins_anew():

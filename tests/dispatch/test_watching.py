@@ -119,7 +119,7 @@ def test_watchers_that_are_killed_or_stopped_change_nothing():
     assert not (run_folders.root() / name).exists()
 
 
-def test_a_run_is_found_shown_traced_recorded_and_replayed(tmp_path):
+def test_a_run_is_found_shown_and_traced(tmp_path):
     script = tmp_path / "train.py"
     short = "from rpc_pipe.tracing import board\nboard.MOST_BYTES = 2**17\n"
     script.write_text(short + SCRIPT.replace("0.02", "0.002"))
@@ -144,21 +144,14 @@ def test_a_run_is_found_shown_traced_recorded_and_replayed(tmp_path):
         until_step(folder, 500)  # a short board keeps fewer
         code, _, err = watch(name, "--trace", tmp_path / "t.json", "--steps", "1-2")
         assert code == 2 and "--steps 1-2: step 1 is over; the earliest still there is" in err
-        recording = tmp_path / "run.jsonl"
-        watcher = start("watch", name, "--record", recording)
-        until(lambda: recording.exists() and '"kind":"step"' in recording.read_text())
+        watcher = start("watch", name)
+        assert "ms/step" in watcher.stdout.readline()
         watcher.send_signal(signal.SIGINT)
         out, err = watcher.communicate(timeout=30)
         assert watcher.returncode == 0 and f"no longer watching {name}" in out, out + err
         run.send_signal(signal.SIGINT)
         run.communicate(timeout=60)
     assert not folder.exists()
-    code, out, err = watch(recording, "--once")
-    assert code == 0 and "2 workers" in out and "as it ran" in out, out + err
-    code, out, err = watch(recording, "--record", recording)
-    assert code == 2 and "run.jsonl: File exists" in err
-    code, out, err = watch(recording, "--speed", "1000")
-    assert code == 0 and "has ended" in out and "costs most: " in out, out + err
 
 
 def test_a_stall_is_told_with_the_culprit_and_its_stacks(tmp_path):
@@ -237,15 +230,11 @@ def test_what_a_killed_run_left_is_swept(tmp_path):
 
 @pytest.mark.parametrize("arguments, text", [
     (["no-such-run"], "watch no-such-run: there is no such run; "),
-    (["missing.jsonl"], "watch missing.jsonl: there is no such file"),
     (["--json"], "--json: needs --once"),
     (["--steps", "3-1", "--trace", "x"], "--steps 3-1: must be a step or a range that ascends"),
     (["--steps", "3"], "--steps 3: needs --trace FILE"),
     (["--once", "--web"], "--web 8800: has no effect with --once"),
-    (["--trace", "t.json", "--record", "r.jsonl"], "--record r.jsonl: has no effect with --trace"),
     (["--trace", "/dev/null/t.json"], "--trace /dev/null/t.json: /dev/null is a file, not a folder"),
-    (["--speed", "0"], "--speed 0: must be above 0"),
-    (["--speed", "2", "--once"], "--speed 2: with --once a recording is read as fast as it can be"),
 ])  # fmt: skip
 def test_wrong_input_is_told(arguments, text):
     code, _, err = watch(*arguments)

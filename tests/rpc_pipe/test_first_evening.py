@@ -6,9 +6,7 @@ from saved_training import BATCHES, pipeline
 
 from rpc_pipe import Pipeline
 from rpc_pipe.commands.main import as_typed, main
-from rpc_pipe.commands.watch import _open_source
-from rpc_pipe.dependency import BatchError, ConfigError, WorkerFailure
-from rpc_pipe.dispatch.recording import Replay
+from rpc_pipe.dependency import BatchError, WorkerFailure
 from rpc_pipe.model.batches.microbatches import Microbatches, rows_in
 from rpc_pipe.model.sharding import settle_sharing
 
@@ -36,16 +34,6 @@ def test_a_free_exchange_of_replicas_is_said_to_be_free(capsys, typed, is_free):
     """Replicas seemed to cost nothing, as no line said that their exchange was not priced."""
     assert main(typed.split()) == 0
     assert ("replicas exchange gradients in no time" in capsys.readouterr().out) == is_free
-
-
-def test_a_script_in_the_own_folder_is_no_recording(tmp_path, monkeypatch):
-    """`rpc-pipe watch mine.py` read the script as a recording of steps."""
-    (tmp_path / "mine.py").write_text("print()")
-    monkeypatch.chdir(tmp_path)
-    try:
-        assert not isinstance(_open_source("mine.py"), Replay)
-    except ConfigError as error:
-        assert "mine.py" in str(error) and "JSON" not in str(error)
 
 
 @pytest.mark.parametrize(

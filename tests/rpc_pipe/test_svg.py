@@ -5,13 +5,18 @@ from xml.etree import ElementTree
 import pytest
 
 from rpc_pipe.dependency import B, F, Kind, U
-from rpc_pipe.drawing.svg import draw_svg, nice_step
+from rpc_pipe.drawing import svg
+from rpc_pipe.drawing.svg import Picture, nice_step
 from rpc_pipe.drawing.timeline import bubble, tell
 from rpc_pipe.planning.simulator import simulate, uniform
 from rpc_pipe.planning.span import Span
 from rpc_pipe.schedules import SCHEDULES
 
 SVG = "{http://www.w3.org/2000/svg}"
+
+
+def draw_svg(spans, workers, title="", **more):
+    return svg.draw_svg(Picture(title, spans, workers, **more))
 
 
 def run(name, workers, microbatches, **options):

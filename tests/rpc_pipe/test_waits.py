@@ -1,5 +1,5 @@
 from rpc_pipe.dependency import NO_REDUCTIONS, B, F, U
-from rpc_pipe.drawing.page import write_chrome
+from rpc_pipe.drawing.chrome import write_chrome
 from rpc_pipe.planning.relation import Relation
 from rpc_pipe.planning.simulator import Link, simulate, uniform
 from rpc_pipe.planning.span import Span, Wait, waits

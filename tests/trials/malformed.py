@@ -3,7 +3,7 @@
     python tests/trials/malformed.py [--count 1000] [--first 0] [--seed 0] [--only options,csv,...] [--list]
 
 A case is right if the command ends within 5 s with exit code 2 and one error, without a traceback of ours, and no
-process takes 500 MB. A case that may as well be legal, such as a recording with a field too many, may be taken too.
+process takes 500 MB. A case that may as well be legal, such as a plan with a field too many, may be taken too.
 Commands and their workers are forks of one process that has imported torch.
 """
 

@@ -99,7 +99,7 @@ def texts(draw: random.Random, made: Path) -> Case:
         more = ["--schedule", draw.choice(_SCHEDULES), *more]
     typed = typed_as(command, made, *more)
     if option in _ALONE:
-        typed = ["watch", f"{made}/recording.jsonl", *more]
+        typed = ["watch", *more]
         if option == "--steps":
             typed += ["--trace", "t.json"]
     wrong = value in values and option != "--set"
@@ -122,8 +122,8 @@ def unknown(draw: random.Random, made: Path) -> Case:
         ["run", "--checkpoint-keep", "2", "--transport", "local"],
         ["run", "--resume", "/no/such", "--transport", "local"],
         ["verify", f"{made}/good.py:make", "--rows", "4"],
-        ["watch", f"{made}/recording.jsonl", "--json"],
-        ["watch", f"{made}/recording.jsonl", "--once", "--web", "1"],
+        ["watch", "--json"],
+        ["watch", "--once", "--web", "1"],
         ["watch", "run-0"],
         [],
     ]
@@ -160,12 +160,12 @@ def csv(draw: random.Random, made: Path) -> Case:
 
 
 _DOCUMENTS = (
-    "plan.json", "searched.json", "profile.json", "topology.json", "recording.jsonl", "manifest.json",
+    "plan.json", "searched.json", "profile.json", "topology.json", "manifest.json",
 )  # fmt: skip
 
 
 def documents(draw: random.Random, made: Path) -> Case:
-    """A plan, a profile, a topology, a recording, or a checkpoint's manifest that is damaged."""
+    """A plan, a profile, a topology, or a checkpoint's manifest that is damaged."""
     name = draw.choice(_DOCUMENTS)
     if name == "manifest.json":
         return _folder(draw, made, name)
@@ -181,10 +181,6 @@ def documents(draw: random.Random, made: Path) -> Case:
         ],
         "profile.json": [typed_as("plan", made, "--profile", name), ["profile", "--profile", name]],
         "topology.json": [typed_as("plan", made, "--topology", name)],
-        "recording.jsonl": [
-            ["watch", name, "--once"], ["watch", name, "--once", "--json"], ["watch", name, "--trace", "t.json"],
-            ["watch", name, "--record", "r.jsonl", "--once"], ["watch", name, "--speed", "1000000"],
-        ],
     }  # fmt: skip
     typed = draw.choice(commands[name])
     if "--plan" in typed:
@@ -192,18 +188,10 @@ def documents(draw: random.Random, made: Path) -> Case:
         typed = typed[:at] + typed[at + 2 :]
     if draw.random() < 0.2:
         what = draw.choice(SPECIAL)
-        cut = what == "truncated" or (what == "nul" and name.endswith("l"))  # the last line may be cut off
-        return Case(typed, not cut, {name: text}, {name: what}, note=what, codes=(1,))
-    if name.endswith("l"):
-        lines = [json.loads(line) for line in text.splitlines()]
-        at = draw.randrange(len(lines))
-        note = damage(draw, lines[at])
-        text = "".join(json.dumps(line) + "\n" for line in lines)
-    else:
-        document = json.loads(text)
-        note = damage(draw, document)
-        text = json.dumps(document)
-    return Case(typed, False, {name: text}, note=note, codes=(1,))
+        return Case(typed, what != "truncated", {name: text}, {name: what}, note=what, codes=(1,))
+    document = json.loads(text)
+    note = damage(draw, document)
+    return Case(typed, False, {name: json.dumps(document)}, note=note, codes=(1,))
 
 
 def _folder(draw: random.Random, made: Path, listing: str) -> Case:
@@ -251,7 +239,7 @@ def _places(value: Any, path: tuple[Any, ...]) -> Any:
 
 _OUTPUTS = (
     "simulate --svg", "simulate --html", "simulate --chrome", "export", "plan --output", "plan --svg",
-    "plan a model --profile", "profile --profile", "watch --record", "watch --trace", "watch --tensorboard",
+    "plan a model --profile", "profile --profile", "watch --trace",
     "run --save", "run --trace", "run --html", "run --checkpoint-folder", "run a model --save", "key",
 )  # fmt: skip
 
@@ -276,8 +264,8 @@ def outputs(draw: random.Random, made: Path) -> Case:
         typed = ["key", path]
     else:
         typed = typed_as(base, made, f"--{option}", path)
-    if option in ("trace", "record", "tensorboard") and base == "watch":
-        typed = ["watch", f"{made}/recording.jsonl", *typed[-2:], *(["--once"] if option != "trace" else [])]
+    if base == "watch":
+        typed = ["watch", *typed[-2:]]
     if option == "checkpoint-folder":
         typed += ["--checkpoint-every", "1"]
     return Case(typed, wrong and path not in ("loop",), files, special)

@@ -55,13 +55,13 @@ def mangle(draw: random.Random, made: Path) -> Case:
         variables |= {"LOCAL_WORLD_SIZE": "1", "RPC_PIPE_TRANSPORT": "zmq", "RPC_PIPE_KEY_FILE": "k"}
         variables |= {"RPC_PIPE_JOIN_TIMEOUT": "1", "RPC_PIPE_INTERFACE": "lo"}
         return Case(typed_as("run a model", made)[:-2], True, {"k": key}, {}, variables, f"key {key[:9]!r}", (1,))
-    name = draw.choice(["plan.json", "searched.json", "profile.json", "topology.json", "recording.jsonl", "good.csv"])
+    name = draw.choice(["plan.json", "searched.json", "profile.json", "topology.json", "good.csv"])
     run = typed_as("run a model", made)
     run = run[: run.index("--microbatches")] + run[run.index("--microbatches") + 2 :]
     typed = {
         "plan.json": [*run, "--plan", name], "searched.json": [*run, "--plan", name],
         "profile.json": typed_as("plan", made, "--profile", name),
-        "topology.json": typed_as("plan", made, "--topology", name), "recording.jsonl": ["watch", name, "--once"],
+        "topology.json": typed_as("plan", made, "--topology", name),
         "good.csv": ["simulate", "--schedule", name, "--microbatches", "2"],
     }[name]  # fmt: skip
     return Case(typed, False, {name: mangled(draw, (made / name).read_bytes())}, note=name, codes=(1,))
