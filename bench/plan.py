@@ -7,8 +7,7 @@
 
 Each case calls `rpc-pipe plan`, which measures the model with all workers at once, and `rpc-pipe run --plan` for the
 best plans of different schedules; nothing of it is told to the planner. Layers that sleep emulate devices; the others
-compute, on two workers of one thread each, which needs a quiet machine. Milliseconds. `--actions` tells by how much
-each stage's actions were predicted off, in the last run.
+compute, on two workers of one thread each, which needs a quiet machine. Milliseconds.
 """
 
 from __future__ import annotations
@@ -25,13 +24,6 @@ from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
-
-from rpc_pipe.commands.topology import machines_of
-from rpc_pipe.planning.correcting import MeasuredRun, spec_of
-from rpc_pipe.planning.json_fields import from_json_value
-from rpc_pipe.planning.profile import TIMED
-from rpc_pipe.planning.profile_file import from_json
-from rpc_pipe.planning.search import PlanRequest
 
 _MODELS = Path(__file__).parent / "plan_models.py"
 _ROOT = Path(__file__).parents[1]
@@ -111,8 +103,8 @@ def planned(case: Case, folder: Path, emulator: Path | None) -> Any:
     return rpc_pipe(["plan", "--batch", str(_ROWS), *asked], case.environment)
 
 
-def run(case: Case, folder: Path, options: argparse.Namespace) -> list[tuple[dict[str, Any], float, str]]:
-    """Return the best plans of different schedules, how long a step of each took, and how far its actions were off.
+def run(case: Case, folder: Path, options: argparse.Namespace) -> list[tuple[dict[str, Any], float]]:
+    """Return the best plans of different schedules, and the time of a step of each.
 
     They run in turn, as a machine that others use too is faster at one time than at another.
     """
@@ -125,31 +117,10 @@ def run(case: Case, folder: Path, options: argparse.Namespace) -> list[tuple[dic
     for _ in range(options.rounds):
         for number, plan in enumerate(best):
             path = folder / f"{case.name}-{number}.json"
-            note = folder / f"ran-{number}.json"
-            note.unlink(missing_ok=True)
-            path.write_text(json.dumps({"plans": [plan], "note": str(note)}))
+            path.write_text(json.dumps({"plans": [plan]}))
             asked = ["run", "--model", case.model(), "--plan", str(path), "--steps", str(options.steps)]
             took[number].append(rpc_pipe(asked, case.environment)["step_ms"])
-    off = [off_by_stage(found, folder / f"ran-{number}.json") if options.actions else "" for number in range(len(best))]
-    return [(plan, median(times), text) for plan, times, text in zip(best, took, off, strict=True)]
-
-
-def off_by_stage(found: Mapping[str, Any], note: Path) -> str:
-    """Return by how much each kind of action of each stage was predicted off what a run noted."""
-    ran: MeasuredRun = from_json_value(MeasuredRun, json.loads(note.read_text()))
-    profile = from_json(found["measured"], "measured")
-    machines = machines_of("topology", profile.topology)
-    chain = PlanRequest(profile, machines, found["batch"], (ran.plan.num_microbatches,)).chain(
-        ran.plan.num_microbatches
-    )
-    spec, ends = spec_of(ran.plan, machines.num_workers), chain.ends(ran.plan.cut)
-    told = []
-    for stage, took in enumerate(ran.stages):
-        slow = machines.slow(spec.place(stage, 0))
-        times = {kind: slow * chain.time(kind, ends[stage], ends[stage + 1]) for kind in TIMED}
-        each = (f"{kind.letter} {times[kind] / ms - 1:+.0%}" for kind, ms in took.items())
-        told.append(f"stage {stage}: {', '.join(each)}")
-    return "; ".join(told)
+    return [(plan, median(times)) for plan, times in zip(best, took, strict=True)]
 
 
 def name_of(plan: Mapping[str, Any]) -> str:
@@ -167,7 +138,6 @@ def main() -> int:
     parser.add_argument("--plans", type=int, default=3, help="that are run of each case (3)")
     parser.add_argument("--steps", type=int, default=16, help="of each plan (16); the median of the last 12 counts")
     parser.add_argument("--rounds", type=int, default=3, help="how often each is run, in turn; the median counts (3)")
-    parser.add_argument("--actions", action="store_true", help="tell by how much each stage's actions were off")
     parser.add_argument("--host-emulator", type=Path, help="program that runs a command in two emulated hosts")
     options = parser.parse_args()
     print(f"{'case':<9}{'plan':<34}{'predicted':>10}{'measured':>10}{'off':>8}{'to best':>8}  cut")
@@ -177,16 +147,14 @@ def main() -> int:
             continue
         with TemporaryDirectory() as folder:
             ran = run(case, Path(folder), options)
-        best = min(took for _, took, _ in ran)
-        for plan, took, off in ran:
+        best = min(took for _, took in ran)
+        for plan, took in ran:
             predicted = plan["predicted_ms"]
             print(
                 f"{case.name:<9}{name_of(plan):<34}{predicted:10.2f}{took:10.2f}{predicted / took - 1:+8.1%}"
                 f"{took / best - 1:+8.1%}  {','.join(map(str, plan['cut']))}",
                 flush=True,
             )
-            if off:
-                print(f"{'':<9}{off}", flush=True)
     return 0
 
 

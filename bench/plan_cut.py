@@ -1,4 +1,4 @@
-"""A thousand blocks on 64 stages: the processor time of a cut, and how far from the bound it is.
+"""A thousand blocks on 64 stages: the processor time of a cut, and how far it is from equal work.
 
     python -m bench.plan_cut
 
@@ -53,7 +53,7 @@ def main() -> int:
     chain = blocks()
     ties = [Tie(0, _BLOCKS - 1, weights=100, gradients=100, optimizer=200)]
     worse = 0
-    print("workers    s   ms a step  above the bound  bytes too much")
+    print("workers    s   ms a step  above equal work  bytes too much")
     for name, each in machines():
         start = time.process_time()
         spec = Candidate("1f1b", {}, _MICROBATCHES).spec(_STAGES)

@@ -28,8 +28,6 @@ T = TypeVar("T")
 
 #: most workers of a schedule, which are simulated in seconds
 MOST_WORKERS = 4096
-#: environment variable of workers: file of the plan that is recorded with its runs
-NOTED_PLAN = "RPC_PIPE_PLAN"
 #: the rule for `path/to/file.py:make`
 MAKE = "a function that returns model, batch or model, batch, loss_fn"
 

@@ -1,4 +1,4 @@
-"""`rpc-pipe plan`: the fastest plan for a model on given workers within their memory, with a bound on the optimum."""
+"""`rpc-pipe plan`: the fastest plan for a model on given workers within their memory."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import math
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -13,20 +14,21 @@ from typing import Any
 
 from ..dependency import ConfigError
 from ..dependency.parallelism import EXCHANGE, with_parallelism
-from ..drawing.plans import front_svg, front_text, left_out_text, plans_table
+from ..drawing.plans import front_svg, front_text, plans_table
 from ..launching.report import Reporter
 from ..planning.advice import Advice, binding_limits, changes_that_fit, remarks
 from ..planning.grouping import ALONE, Grouping
 from ..planning.json_fields import to_json_value
 from ..planning.length_cost import refuse_without
+from ..planning.plan import read_plan
 from ..planning.profile import Machines, Profile
 from ..planning.profile_file import as_json
 from ..planning.program_search import faster_program
 from ..planning.search import PlanRequest, PlanResult, default_microbatches, refuse_unknown, search
 from ..planning.simulator import Link
 from ..planning.specs import make_spec, workers_of
+from ..system.files import DAMAGED, read_json
 from ..system.sizes import format_bytes
-from .auto import Auto
 from .options import MAKE, Parser, refuse_typed, typed_links
 from .output_files import try_files, write
 from .profile import add_measuring, find_profile, load, progress, refuse_unplanned, show_loading, with_slices
@@ -36,7 +38,7 @@ from .topology import AMONG_MEMBERS, HERE, SUMMING_MEMBERS, machines_of, read_to
 #: default of --seconds
 _SECONDS = 20.0
 #: seconds of the search before a run with --plan auto
-AUTO_SECONDS = 8.0
+_AUTO_SECONDS = 8.0
 #: most seconds of the search of programs
 _PROGRAM_SECONDS = 6.0
 #: most plans in JSON
@@ -66,7 +68,6 @@ def add(commands: Any) -> None:
     parser.add_argument("--schedule", action="append", metavar="NAME", help="consider only this; may be repeated")
     parser.add_argument("--no-recompute", action="store_true", help="keep all activations")
     parser.add_argument("--seconds", type=positive, help=f"how long to search ({_SECONDS:g})")
-    parser.add_argument("--auto", action="store_true", help="keep the plan, and plan again when a run shows a better")
     parser.add_argument("--no-searched", action="store_true", help="consider only named schedules, search no program")
     parser.add_argument("--output", metavar="FILE", help="write the plans, for run --plan and Pipeline(plan=...)")
     parser.add_argument("--svg", metavar="FILE", help="write time against memory as a picture")
@@ -85,9 +86,6 @@ def command(typed: dict[str, Any], argv: list[str]) -> int:
     try_files(typed, ("output", "svg"))
     refuse_unknown(typed.get("schedule", ()))
     seconds = typed.get("seconds", _SECONDS)
-    if "auto" in typed:
-        refuse_typed(typed, ["lengths"], "--auto corrects by runs of equal microbatches; leave one of the two out")
-        return _keep_up(typed, seconds, reporter)
     request, _ = _request(typed, seconds, reporter)
     machines = request.machines
     with progress(reporter, "searching") as tell:
@@ -107,7 +105,7 @@ def command(typed: dict[str, Any], argv: list[str]) -> int:
         write(typed["output"], json.dumps(told, indent=1))
     if "svg" in typed:
         title = f"{request.profile.model}: {machines.num_workers} workers, batch of {request.batch}"
-        write(typed["svg"], front_svg(result.front, title, result.lower_bound))
+        write(typed["svg"], front_svg(result.front, title))
     if "json" in typed:
         print(json.dumps(told))
     else:
@@ -162,25 +160,29 @@ def _together(typed: dict[str, Any], workers: int) -> int:
     return workers if 1 < workers <= most and not elsewhere else 0
 
 
-def _keep_up(typed: dict[str, Any], seconds: float, reporter: Reporter) -> int:
-    """Report whether the kept plan is still the best; write it to --output."""
-    plan_path, line = keep_up(typed, seconds, reporter)
-    told = plan_path.read_text(encoding="utf-8")
-    if "output" in typed:
-        write(typed["output"], told)
-    if "json" in typed:
-        print(json.dumps(json.loads(told)))
-    reporter.text(line)
-    return 0
+def kept_plan(typed: dict[str, Any], reporter: Reporter) -> tuple[Path, str]:
+    """Return the file of the plan that is kept beside a model's profile, and a message; make it if there is none.
 
-
-def keep_up(typed: dict[str, Any], seconds: float, reporter: Reporter) -> tuple[Path, str]:
-    """Return the file of the kept plan, which is replaced if another is better, and a message."""
-    if "model" not in typed:
-        raise ConfigError("--auto: needs path/to/file.py:make, beside which the plan is kept")
-    request, path = _request(typed, seconds, reporter)
-    auto = Auto(path)
-    return auto.plan_path, auto.settle(request, typed)[1]
+    Raises:
+        ConfigError: nothing fits.
+    """
+    request, profile_path = _request(typed, _AUTO_SECONDS, reporter)
+    path = profile_path.with_name(f"plan-{profile_path.name.removeprefix('profile-')}")
+    limits = {name: typed[name] for name in ("workers", "memory") if name in typed}
+    of = json.loads(json.dumps({**limits, "batch": request.batch, "measured": as_json(request.profile)}))
+    plan, word = None, "plan kept"
+    with suppress(*DAMAGED, ConfigError):  # or missing
+        told = read_json(path, str(path))
+        plan = read_plan(told) if told.get("of") == of else None
+    if plan is None:
+        result, word = search(request), "planned"
+        if not result.plans:
+            raise ConfigError("plan=auto: nothing fits; rpc-pipe plan says by how much, and what would")
+        plan = result.plans[0]
+        write(str(path), json.dumps({"plans": [plan.as_json()], "of": of}, indent=1))
+    cut = ",".join(map(str, plan.cut))
+    ms = f"{plan.predicted_ms:.4g} ms a step"
+    return path, f"{word}: {plan.name}, {plan.num_microbatches} microbatches, cut {cut}: {ms}"
 
 
 def _request(typed: dict[str, Any], seconds: float, reporter: Reporter) -> tuple[PlanRequest, Path]:
@@ -262,13 +264,9 @@ def _add_searched(request: PlanRequest, result: PlanResult, reporter: Reporter) 
 def _as_json(request: PlanRequest, result: PlanResult, advice: Sequence[Advice]) -> dict[str, Any]:
     told: dict[str, Any] = {
         "plans": [plan.as_json() for plan in result.plans[:_MOST_PLANS]],
-        "lower_bound_ms": result.lower_bound,
-        "searched_bound_ms": result.searched_bound if result.plans else None,
-        "gap": result.gap,
-        "proven": bool(result.plans) and result.gap <= 1e-9,
         "front": [plan.as_json() for plan in result.front],
         "advice": to_json_value(advice),
-        "not_faster_than_ms": result.left_out,
+        "not_priced": result.left_out,
         "do_not_fit": result.unfit,
         "workers": request.machines.num_workers,
         "batch": request.batch,
@@ -294,14 +292,9 @@ def _show(
         return
     reporter.console.print(plans_table(result.plans))
     if result.left_out:
-        reporter.text(f"not priced: {left_out_text(result.left_out)}")
+        reporter.text(f"not priced: {', '.join(result.left_out)}")
     if result.unfit:
         reporter.text(f"no cut that fits was found of: {', '.join(result.unfit)}")
-    sure = f"not proven within {request.seconds:g} s: there may be a plan that is up to {result.gap:.1%} faster"
-    if result.gap <= 1e-9:
-        sure = "proven for these times: no cut of any schedule here is faster"
-    counts = " or ".join(map(str, sorted(request.microbatches)))
-    reporter.text(f"{sure}; with {counts} microbatches none at all can take less than {result.lower_bound:.4g} ms")
     reporter.text(f"time against memory:\n{front_text(result.front)}")
     for each in advice:
         reporter.text(f"would be faster: {each.sentence}")

@@ -115,16 +115,16 @@ def _planned(typed: dict[str, Any], job: Job | None) -> dict[str, Any]:
         refuse_typed(typed, ["memory"], "is for --plan auto; leave it out")
         return typed
     if job is None or _AUTO_PLAN not in os.environ:
-        before = "rpc-pipe plan FILE.py:make --auto --output plan.json, and --plan plan.json"
+        before = "rpc-pipe plan FILE.py:make --output plan.json, and --plan plan.json"
         if "model" not in typed:
             refuse_typed(typed, ["plan"], f"needs --model FILE.py:make, which is measured; for a script: {before}")
         if job is not None:
             refuse_typed(typed, ["plan"], f"this job has been started already; before it: {before}")
-        from .plan import AUTO_SECONDS, keep_up
+        from .plan import kept_plan
 
         names = ("model", "workers", "memory", "threads", "device")
         reporter = Reporter("json" in typed)
-        path, line = keep_up({name: typed[name] for name in names if name in typed}, AUTO_SECONDS, reporter)
+        path, line = kept_plan({name: typed[name] for name in names if name in typed}, reporter)
         reporter.text(line)
         os.environ[_AUTO_PLAN] = str(path)
     return {**{name: value for name, value in typed.items() if name != "memory"}, "plan": os.environ[_AUTO_PLAN]}
@@ -180,11 +180,9 @@ def follow_plan(typed: dict[str, Any]) -> dict[str, Any]:
     if "plan" not in typed:
         return typed
     from ..planning.plan import read_plan
-    from .auto import let_note
 
     path = typed["plan"]
     plan = read_plan(path)
-    let_note(path)
     options = {key: value for key, value in plan.schedule_options.items() if value is not None}
     said: dict[str, Any] = {
         "schedule": path if plan.program else plan.schedule,

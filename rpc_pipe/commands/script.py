@@ -21,7 +21,7 @@ from ..launching.typed_options import TypedOptions
 from ..pipeline import Pipeline
 from ..tracing.own_boards import collect, record, write_out
 from ..tracing.run_summary import FILES, figures, last_steps, summary
-from .options import CHECKPOINTS, NOTED_PLAN, refuse_typed, typed_checkpoints
+from .options import CHECKPOINTS, refuse_typed, typed_checkpoints
 
 #: below which the scripts are that `run` has itself: of `run --model`, and the built-in GPT
 _PACKAGE = Path(__file__).parents[1]
@@ -95,7 +95,7 @@ class _ScriptEnd(TypedOptions):
         self._pipe: Pipeline | None = None
         #: whether that pipeline has saved, and the message with its figures
         self._saved, self._result = False, dict[str, Any]()
-        self._wants_steps = NOTED_PLAN in os.environ or any(name in typed for name in _OF_STEPS)
+        self._wants_steps = any(name in typed for name in _OF_STEPS)
 
     def made(self, pipe: Pipeline) -> None:
         if self._pipe is not None and ("resume" in self._asked or "checkpoint_every" in self._asked):
@@ -158,10 +158,6 @@ class _ScriptEnd(TypedOptions):
             if not any(name in typed for name in _OF_STEPS):
                 return
             raise ConfigError(f"{typed['script']} trained no step that --trace, --html or --json could tell of")
-        if NOTED_PLAN in os.environ:
-            from .auto import note
-
-            note(trace, lost)
         if "trace" in typed:
             trace.write_chrome(typed["trace"], device)
         if "html" in typed:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from xml.sax.saxutils import escape
 
@@ -25,7 +25,7 @@ _CHARACTER = 7
 _LINE = 13
 _STYLE = (
     "text{font:12px sans-serif;fill:#1f2328}.dim{fill:#59636e}.line{fill:none;stroke:#0072b2;stroke-width:1.5}"
-    ".axis{fill:none;stroke:#59636e}.bound{fill:none;stroke:#d55e00;stroke-dasharray:4 3}circle{fill:#0072b2}"
+    ".axis{fill:none;stroke:#59636e}circle{fill:#0072b2}"
 )
 #: most plans in a table
 _MOST_PLANS = 10
@@ -111,9 +111,9 @@ def front_text(front: Sequence[Plan]) -> str:
     return "\n".join(lines)
 
 
-def front_svg(front: Sequence[Plan], title: str = "", bound: float = 0) -> str:
-    """Return an SVG document of time against memory, with a line for the lower bound."""
-    slowest = max([bound, *(plan.predicted_ms for plan in front)], default=1) * 1.1 or 1
+def front_svg(front: Sequence[Plan], title: str = "") -> str:
+    """Return an SVG document of time against memory."""
+    slowest = max((plan.predicted_ms for plan in front), default=1) * 1.1 or 1
     largest = max((plan.predicted_memory for plan in front), default=1) * 1.1 or 1
     right, bottom = _WIDTH - _MARGIN, _HEIGHT - _MARGIN
 
@@ -141,10 +141,6 @@ def front_svg(front: Sequence[Plan], title: str = "", bound: float = 0) -> str:
     for time in _ticks(slowest):
         parts.append(f'<path class="axis" d="M{_MARGIN} {y(time)}h-4"/>')
         parts.append(f'<text class="dim" x="{_MARGIN - 7}" y="{y(time) + 4}" text-anchor="end">{time:g}</text>')
-    if bound:
-        said, at = f"no step is below {bound:.4g} ms", y(bound)
-        parts.append(f'<path class="bound" d="M{_MARGIN} {at}H{right}"/>')
-        parts.append(f'<text class="dim" x="{_MARGIN + 4}" y="{at + 14}">{said}</text>')
     parts.append(f'<polyline class="line" points="{path}"/>')
     named = math.inf
     for plan in reversed(ordered):  # the fastest, at the bottom, is named first
@@ -165,8 +161,3 @@ def _ticks(largest: float) -> list[float]:
     """
     step = nice_step(largest, 6)
     return [round(step * at, 10) for at in range(int(largest / step) + 1)]
-
-
-def left_out_text(left_out: Mapping[str, float]) -> str:
-    """Return the schedules that were not simulated, with their lower bounds, as text."""
-    return ", ".join(f"{name} (not below {least:.4g} ms)" for name, least in sorted(left_out.items()))

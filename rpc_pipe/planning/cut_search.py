@@ -1,27 +1,19 @@
 """The cut of a model with the shortest simulated step of one schedule, within the workers' memory.
 
-First a balanced cut, then hill climbing by moves of one boundary, then branch and bound over the boundaries from the
-first stage on (`bounds`), which proves the optimum. Dynamic programming over prefixes would not do: the time of a step
-depends on the slowest stage, which may come later, so the best cut need not begin with the best prefix (also noted by
-the planner of Oobleck). Loads without torch.
+First a balanced cut, then hill climbing. Loads without torch.
 """
 
 from __future__ import annotations
 
-import heapq
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 
 from ..dependency import B, F, I, R, Spec, U, W
-from .bounds import Bounds, Ends
 from .footprint import of_share
-from .pricing import PricedSchedule
+from .pricing import Ends, PricedSchedule
 from .profile import Chain, Machines
-
-#: relative margin below a bound: sums in another order differ by rounding
-_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
@@ -46,9 +38,8 @@ class CutSearch:
 
     def __init__(self, spec: Spec, chain: Chain, machines: Machines, lengths: Sequence[float] = ()) -> None:
         self.spec, self.chain, self.machines, self.lengths = spec, chain, machines, lengths
-        self.bounds = Bounds(spec, chain, machines, lengths)
-        #: no cut is faster
-        self.least = self.bounds.bound((0,))
+        #: time of a step if the workers shared all work evenly
+        self.least = self._even_time()
         self._priced: PricedSchedule | None = None
         self._known: dict[Ends, CutFound] = {}
 
@@ -80,6 +71,19 @@ class CutSearch:
 
     # --- a good cut quickly
 
+    def _even_time(self) -> float:
+        spec, last = self.spec, self.chain.num_blocks
+        again = sum(map(spec.recomputes, range(spec.num_stages))) / spec.num_stages
+        work = self._work(0, last, splits=spec.splits(spec.last_stage, 0), again=again)
+        return work / sum(1 / self.machines.slow(worker) for worker in range(spec.num_workers))
+
+    def _work(self, start: int, stop: int, *, splits: bool, again: float) -> float:
+        """Return the time of these blocks in a step, as one stage; `again`: the share of them that recomputes."""
+        chain, count = self.chain, self.spec.num_microbatches / len(self.spec.parallelism.slices)
+        kinds = (F, I, W) if splits else (F, B)
+        once = sum(chain.time(kind, start, stop) for kind in kinds) + again * chain.time(R, start, stop)
+        return count * once + chain.time(U, start, stop)
+
     def balanced(self, *, roomy: bool = False) -> Ends:
         """Return the fitting cut with the fastest slowest stage, by an estimate of each stage alone.
 
@@ -94,9 +98,7 @@ class CutSearch:
         shares = [len(spec.hosted(spec.place(s, 0))) for s in range(depth)]
 
         def load(stage: int, a: int, b: int) -> float:
-            backward = chain.time(I, a, b) + chain.time(W, a, b) if split[stage] else chain.time(B, a, b)
-            once = chain.time(F, a, b) + backward + (chain.time(R, a, b) if again[stage] else 0)
-            return slow[stage] * (count * once + chain.time(U, a, b))
+            return slow[stage] * self._work(a, b, splits=split[stage], again=again[stage])
 
         limits = [self.machines.limit(spec.place(s, 0)) for s in range(depth)]
         share = min(spec.parallelism.slices) / sum(spec.parallelism.slices)
@@ -125,8 +127,10 @@ class CutSearch:
         return best
 
     def climb(self, until: float) -> CutFound:
-        """Return the result of hill climbing from the first cut, by moves of one boundary, until `time.monotonic()`
-        is `until`."""
+        """Return the result of hill climbing from the first cut until `time.monotonic()` is `until`.
+
+        A move brings blocks from one stage to another, nearby stages first.
+        """
         best = self.first_cut()
         step = max(1, self.chain.num_blocks // (4 * self.spec.num_stages))
         while step:
@@ -138,58 +142,20 @@ class CutSearch:
         return best
 
     def _better(self, best: CutFound, step: int, until: float) -> CutFound | None:
-        for i in range(1, len(best.ends) - 1):
-            for by in (step, -step):
-                moved = (*best.ends[:i], best.ends[i] + by, *best.ends[i + 1 :])
-                if moved[i - 1] < moved[i] < moved[i + 1]:
-                    # A cut that does not fit may become slower until it fits.
-                    faster_than = float("inf") if best.excess > 0 else best.time
-                    if self.bounds.bound(moved) * (1 - _ROUNDING) >= faster_than:
-                        continue
-                    found = self.price(moved, faster_than=faster_than)
-                    if found is not None and found.rank < best.rank:
-                        return found
-                if time.monotonic() > until:
-                    return None
-        return None
-
-    # --- the best cut, proven
-
-    def prove(self, best: CutFound | None, until: float = float("inf")) -> tuple[CutFound | None, float]:
-        """Search all cuts that may be faster than `best` by branch and bound.
-
-        Args:
-            best: the best cut known that fits, of any schedule.
-            until: when to stop, by `time.monotonic`.
-
-        Returns:
-            (The best cut that is faster than `best` and fits, or None; a lower bound of all cuts of this schedule that
-            fit.) If the search ended in time, the bound is the time of the best.
-        """
-        bounds, last = self.bounds, self.chain.num_blocks
-        depth = self.spec.num_stages
-        found: CutFound | None = None
-        most = best.time if best is not None else float("inf")
-        heap: list[tuple[float, int, Ends]] = [(self.least, 0, (0,))]
-        while heap and heap[0][0] * (1 - _ROUNDING) < most:
+        """Return a better cut, with blocks moved from one stage to another; None: there is none, or time is over."""
+        ends, depth = best.ends, self.spec.num_stages
+        # A cut that does not fit may become slower until it fits.
+        faster_than = float("inf") if best.excess > 0 else best.time
+        for between, first, by in product(range(1, depth), range(1, depth), (step, -step)):
+            behind = first + between
+            moved = (*ends[:first], *(end + by for end in ends[first:behind]), *ends[behind:])
+            if behind <= depth and moved[first - 1] < moved[first] and moved[behind - 1] < moved[behind]:
+                found = self.price(moved, faster_than=faster_than)
+                if found is not None and found.rank < best.rank:
+                    return found
             if time.monotonic() > until:
-                return found, min(heap[0][0], most)
-            bound, left, ends = heapq.heappop(heap)
-            if len(ends) == depth + 1:
-                better = self.price(ends, faster_than=most)
-                if better is not None and better.excess <= 0:
-                    found, most = better, better.time
-                continue
-            left = depth - len(ends)  # stages behind the new one
-            stops = range(ends[-1] + 1, last - left + 1) if left else (last,)
-            for stop in stops:
-                longer = (*ends, stop)
-                if bounds.exceeds_memory(longer):
-                    break  # more blocks need even more memory
-                least = max(bound, bounds.bound(longer))
-                if least * (1 - _ROUNDING) < most:
-                    heapq.heappush(heap, (least, left, longer))
-        return found, most
+                return None
+        return None
 
 
 def least_bottleneck(

@@ -12,13 +12,14 @@ from typing import Any
 
 from ..dependency import NO_REDUCTIONS, Action, B, G, Kind, S, Spec, W
 from ..dependency.indexes import slice_in
-from .bounds import Ends
 from .footprint import Size, num_messages, payload_bytes, peak_bytes
 from .plan import Plan
 from .profile import TIMED, Chain, Machines
 from .relation import Relation
 from .simulator import Link, Simulation, simulate
 
+#: boundaries of the stages: 0, the first block of stage 1, ..., the number of blocks
+Ends = tuple[int, ...]
 #: more buckets of a stage would hide no more than an eighth of one replica's part of its gradients
 _MOST_BUCKETS = 8
 

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import reduce
 from itertools import accumulate, pairwise
-from statistics import fmean
 from typing import Any
 
 from ..dependency import B, ConfigError, F, G, I, Kind, Order, R, U, W
@@ -254,9 +253,6 @@ class Chain:
         self._times = {kind: self._sums(block.times.get(kind, 0) for block in blocks) for kind in TIMED}
         #: of the first stage, which computes no gradient of its inputs: all its backward is W
         self._first_times = {**self._times, I: [0.0] * len(self._places), W: self._times[B]}
-        both = [(block.times.get(B, 0), block.times.get(I, 0), block.times.get(W, 0)) for block in blocks]
-        self._back = self._sums(min(whole, inputs) for whole, inputs, _ in both)
-        self._backward = self._sums(min(whole, inputs + weights) for whole, inputs, weights in both)
         self._sizes: list[Size] = [
             reduce(Size.__add__, [block.size for block in blocks[a:b]]) for a, b in pairwise(self._places)
         ]
@@ -273,11 +269,7 @@ class Chain:
             return self
         if key not in self._among:
             blocks = [self._variants[length] for length in key]
-            self._among[key] = made = Chain(mean_blocks(blocks), *self._like, self._variants if len(key) > 1 else {})
-            # Each microbatch, not the mean one, has its backward whole or split.
-            alone = [made.among([length]) for length in key]
-            made._back = [fmean(sums) for sums in zip(*(one._back for one in alone), strict=True)]
-            made._backward = [fmean(sums) for sums in zip(*(one._backward for one in alone), strict=True)]
+            self._among[key] = Chain(mean_blocks(blocks), *self._like, self._variants if len(key) > 1 else {})
         return self._among[key]
 
     def _sums(self, values: Iterable[float]) -> list[float]:
@@ -292,18 +284,6 @@ class Chain:
         times = (self._times if start else self._first_times)[kind]
         return (times[stop] - times[start]) * share + self.per_stage[kind]
 
-    def blocks_time(self, kind: Kind, start: int, stop: int) -> float:
-        """Return the time of the blocks alone, in a stage that is not the first."""
-        times = self._times[kind]
-        return times[stop] - times[start]
-
-    def least_backward(self, start: int, stop: int) -> tuple[float, float]:
-        """Return the least times of the gradient of these blocks' inputs, and of their whole backwards.
-
-        Block by block the backward may be whole or split.
-        """
-        return self._back[stop] - self._back[start], self._backward[stop] - self._backward[start]
-
     def size(self, start: int, stop: int) -> Size:
         """Return the bytes of a stage of blocks `start` to `stop` - 1."""
         summed = {name: sums[stop] - sums[start] for name, sums in self._bytes.items()}
@@ -311,7 +291,7 @@ class Chain:
         for tie in ties:
             for name in RESIDENT:
                 summed[name] -= getattr(tie, name)
-        summed["activations"] = self.activations(start, stop)
+        summed["activations"] -= self._joint[stop - 1] - self._joint[start]
         if not start:  # the whole backward is W, until which everything is kept
             summed["after_inputs"] = summed["activations"] + self.outputs(stop)
         first, last = self._sizes[start], self._sizes[stop - 1]
@@ -325,20 +305,6 @@ class Chain:
             tied=sum(tie.gradients for tie in ties),
             state=self.slicing.state * summed["activations"],
         )
-
-    def resident(self, start: int, stop: int, share: float = 1) -> float:
-        """Return the bytes of a stage's weights and gradients, and of a share of its optimizer state."""
-        shares, ties = dict.fromkeys(RESIDENT, 1.0) | {"optimizer": share}, self._inside(start, stop)
-        held = {name: self._bytes[name][stop] - self._bytes[name][start] for name in RESIDENT}
-        total: float = sum(shares[name] * (held[name] - sum(getattr(tie, name) for tie in ties)) for name in RESIDENT)
-        return total + self._bytes["unsummed"][stop] - self._bytes["unsummed"][start]
-
-    def activations(self, start: int, stop: int) -> float:
-        """Return the bytes that a forward of a stage keeps."""
-        sums = self._bytes["activations"]
-        if start >= stop:
-            return 0
-        return sums[stop] - sums[start] - (self._joint[stop - 1] - self._joint[start])
 
     def separated_ties(self, ends: Sequence[int]) -> Iterator[tuple[int, int, Tie]]:
         """Yield (earlier stage, later stage, tie) of the ties between two stages."""

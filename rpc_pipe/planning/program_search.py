@@ -16,11 +16,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..dependency import Action, B, F, I, PipeError, Spec, W, check_all
-from .bounds import Ends
 from .footprint import Size
 from .listed_schedule import ListedSchedule, listed_schedule
 from .plan import Plan
-from .pricing import PricedSchedule
+from .pricing import Ends, PricedSchedule
 from .profile import Chain, Machines
 from .search import Candidate, PlanRequest, PlanResult
 

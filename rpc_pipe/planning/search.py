@@ -1,4 +1,4 @@
-"""The search of `plan` over schedules with parameters, microbatches and cuts: the optimum, or a plan with a known gap.
+"""The search of `plan` over schedules with parameters, microbatches and cuts.
 
 Loads without torch.
 """
@@ -15,7 +15,6 @@ from typing import Any
 from ..dependency import ConfigError, PipeError, Spec
 from ..dependency.parallelism import with_parallelism
 from ..schedules import SCHEDULES
-from .bounds import schedule_free_bound
 from .cut_search import CutFound, CutSearch
 from .grouping import ALONE, Grouping
 from .plan import Plan, schedule_label, with_recompute
@@ -54,7 +53,7 @@ class PlanRequest:
     #: length of the rows of each microbatch of a step, in an order of `MICROBATCH_ORDERS`; empty: as measured
     lengths: tuple[float, ...] = ()
     order: str = "given"
-    #: how long to search; then the plan is returned with the gap that is left
+    #: how long to search at most
     seconds: float = float("inf")
 
     def of(self, plan: Plan) -> tuple[Chain, Machines]:
@@ -84,30 +83,19 @@ class PlanRequest:
 
 @dataclass
 class PlanResult:
-    """The plans that were found, with bounds."""
+    """The plans that were found."""
 
     #: the best cut of each candidate that fits, fastest first
     plans: list[Plan] = field(default_factory=list)
-    #: milliseconds: no schedule, cut or order can be faster with one of the requested numbers of microbatches
-    lower_bound: float = 0
-    #: milliseconds: no plan of the searched set is faster
-    searched_bound: float = 0
     #: the Pareto front of time and memory, fastest first
     front: list[Plan] = field(default_factory=list)
     #: if none fits: the plan that exceeds the limits of memory least, and by how many bytes
     nearest: Plan | None = None
     excess: float = 0
-    #: schedules that were not simulated, with the bound in milliseconds that ruled them out
-    left_out: dict[str, float] = field(default_factory=dict)
+    #: schedules that were not simulated: their work alone takes longer than the best plan, or time was over
+    left_out: list[str] = field(default_factory=list)
     #: schedules without a plan that fits
     unfit: list[str] = field(default_factory=list)
-
-    @property
-    def gap(self) -> float:
-        """By how much, relatively, the best plan may be slower than the optimum; 0: proven optimal."""
-        if not self.plans or not self.plans[0].predicted_ms:
-            return 0
-        return max(0.0, 1 - self.searched_bound / self.plans[0].predicted_ms)
 
 
 def default_microbatches(num_workers: int, batch: int) -> tuple[int, ...]:
@@ -117,7 +105,7 @@ def default_microbatches(num_workers: int, batch: int) -> tuple[int, ...]:
 
 
 def search(request: PlanRequest, tell: Progress = lambda share, note: None) -> PlanResult:
-    """Return the best plans, fastest first, with bounds."""
+    """Return the best plans, fastest first."""
     return _Search(request, tell).result()
 
 
@@ -162,18 +150,12 @@ class _Search:
     def result(self) -> PlanResult:
         result = PlanResult()
         if self._searches:
-            q = self._request
-            result.searched_bound = self._search()
-            first = min(min(q.slicing.shares(q.slicing.balanced(count))) for count in q.slices)
-            result.lower_bound = result.searched_bound
-            for (count, g), chain in self._chains.items():
-                free = schedule_free_bound(chain, q.machines.grouped(g.members), count // g.planes, first)
-                result.lower_bound = min(result.lower_bound, free)
+            self._search()
             self._collect(result)
         return result
 
-    def _search(self) -> float:
-        """Search in three rounds with all candidates each; return a time that no plan can beat.
+    def _search(self) -> None:
+        """Search in two rounds with all candidates each.
 
         Hill climbing takes twenty times as long as a first cut, so all first cuts come before it.
         """
@@ -182,7 +164,7 @@ class _Search:
 
         def is_worth(search: CutSearch, until: float) -> bool:
             nonlocal done
-            self._tell(done / (3 * len(self._searches)), self._note)
+            self._tell(done / (2 * len(self._searches)), self._note)
             done += 1
             # That nothing fits may be reported only when everything has been looked at.
             return best is None or (search.least < best.time and time.monotonic() <= until)
@@ -202,13 +184,6 @@ class _Search:
             if is_worth(search, until):
                 now = time.monotonic()
                 best = better(search.climb(min(until, now + max(0.05, (until - now) / 8))))
-        bound = float("inf")
-        for _, search in self._searches:
-            self._tell(done / (3 * len(self._searches)), self._note)
-            done += 1
-            proven, least = search.prove(best, until)
-            best, bound = better(proven), min(bound, least)
-        return bound if best is None else min(bound, best.time)
 
     def _collect(self, result: PlanResult) -> None:
         everything = [(*pair, found) for pair in self._searches for found in pair[1].found()]
@@ -220,12 +195,9 @@ class _Search:
             nearest = min(everything, key=lambda each: each[2].rank)
             result.nearest, result.excess = _plan(*nearest), nearest[2].excess
         planned = {plan.schedule for plan in result.plans}
-        for candidate, search in self._searches:
-            name = candidate.schedule
-            if name not in planned and not search.was_priced:
-                result.left_out[name] = min(search.least, result.left_out.get(name, float("inf")))
         named = {candidate.schedule for candidate, _ in self._searches}
-        result.unfit = sorted(named - planned - result.left_out.keys())
+        priced = {candidate.schedule for candidate, search in self._searches if search.was_priced}
+        result.left_out, result.unfit = sorted(named - priced), sorted(priced - planned)
         least = float("inf")
         for each in fitting:
             if max(each[2].memory) < least * (1 - 1e-3):

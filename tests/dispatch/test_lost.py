@@ -1,15 +1,11 @@
 """Where the time went: the right culprit, and parts that add up."""
 
-import json
 from dataclasses import replace
 
 import pytest
 from synthetic import trace_of
 
-from rpc_pipe.commands.auto import note
-from rpc_pipe.commands.options import NOTED_PLAN
 from rpc_pipe.dependency import B, F, U
-from rpc_pipe.planning.plan import Plan
 from rpc_pipe.planning.simulator import Link
 from rpc_pipe.planning.unequal import balanced
 from rpc_pipe.tracing.lost_time import UNEQUAL, attribute_lost_time
@@ -115,18 +111,6 @@ def test_a_planned_picture_is_as_wide_as_its_microbatches_are_long():
     trace = trace_of(cost=unequal(lengths), lengths=lengths, steps=1)
     planned, actual = ({s.action: round(s.end - s.start) for s in p.spans} for p in trace.pictures())
     assert planned == actual
-
-
-@pytest.mark.parametrize("lengths", [[6, 1, 1, 4, 1, 2, 1, 5], [1] * 8])
-def test_unequal_microbatches_correct_no_price(lengths, tmp_path, monkeypatch):
-    """Their mean was taken for the times of blocks at the length that was measured."""
-    kept, noted = tmp_path / "plan.json", tmp_path / "ran-model.json"
-    kept.write_text(json.dumps({"plans": [Plan("1f1b", {}, (1,) * 4, 8).as_json()], "note": str(noted)}))
-    monkeypatch.setenv(NOTED_PLAN, str(kept))
-    monkeypatch.setattr("rpc_pipe.launching.launcher_link.tell", lambda **news: None)
-    trace = trace_of(cost=unequal(lengths), lengths=lengths)
-    note(trace, attribute_lost_time(trace, SHARDS))
-    assert noted.exists() == (max(lengths) == 1)
 
 
 def test_few_steps_tell_no_cause():

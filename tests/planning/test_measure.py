@@ -25,8 +25,7 @@ def test_what_two_blocks_both_keep_is_there_once():
     # The output of a ReLU is kept by its backward, and by the next layer as its input.
     assert sum(cost.size.activations for cost in apart) > joined[0].size.activations
     assert Chain(apart).size(0, 3).activations == joined[0].size.activations
-    assert Chain(apart).activations(1, 3) == (apart[1].size + apart[2].size).activations
-    assert Chain(apart).activations(1, 1) == 0
+    assert Chain(apart).size(1, 3).activations == (apart[1].size + apart[2].size).activations
 
 
 class Wasteful(nn.Module):

@@ -91,7 +91,7 @@ def test_a_model_is_planned_and_what_was_measured_is_kept(model, capsys, name, b
     best = found["plans"][0]
     assert {"schedule", "parameters", "cut", "num_microbatches", "recompute", "predicted_ms", "predicted_memory_mb",
             "bubble"} <= best.keys()  # fmt: skip
-    assert sum(best["cut"]) == blocks and 0 < found["lower_bound_ms"] <= best["predicted_ms"]
+    assert sum(best["cut"]) == blocks and best["predicted_ms"] > 0
     times = [plan["predicted_ms"] for plan in found["plans"]]
     assert times == sorted(times)
     assert found["measured"]["num_blocks"] == blocks
@@ -111,7 +111,7 @@ def test_a_plan_is_run_as_it_says(model, capsys, tmp_path):
     sizes = ["--workers", "2", "--batch", "8", "--microbatches", "4", "--seconds", "1"]
     main(["plan", f"{model}:make", "--alone", *sizes, "--output", str(out)])
     drawn = capsys.readouterr().out
-    assert "proven" in drawn and "…" not in drawn
+    assert "time against memory" in drawn and "…" not in drawn
     plan = read_plan(out)
     made = load_user_model(f"{model}:make")
     with Pipeline(made.model, made.loss_fn, plan=out) as pipe:
@@ -253,7 +253,7 @@ def test_unequal_workers_and_links_from_a_file(model, capsys, tmp_path):
     profile.write_text(json.dumps({"rows": {"1": [block] * 10}}))
     arguments = ["--profile", str(profile), "--topology", str(topology), "--batch", "8", "--schedule", "1f1b", "--json"]
     _, found = told(capsys, "plan", *arguments, "--microbatches", "8", "--no-searched")
-    assert found["plans"][0]["cut"] == [9, 1] and found["proven"]
+    assert found["plans"][0]["cut"] == [9, 1]
     assert any("links" in each["change"] for each in found["advice"])
 
 
@@ -323,7 +323,7 @@ def test_the_picture_has_scales_and_no_name_upon_another():
         Plan("interleaved", {}, (1, 1), 4, predicted_ms=900 - 20 * at, predicted_memory=(9 + at) * 1e6)
         for at in range(24)
     ]
-    names = re.findall(r'<text x="([\d.]+)" y="([\d.]+)">interleaved', picture := front_svg(front, "two", 400))
+    names = re.findall(r'<text x="([\d.]+)" y="([\d.]+)">interleaved', picture := front_svg(front, "two"))
     boxes = sorted((float(x), float(y)) for x, y in names)
     assert 3 <= len(boxes) < 24 and boxes[-1][0] + 70 < 640
     for at, (x, y) in enumerate(boxes):

@@ -1,4 +1,4 @@
-"""What `plan` finds is the best there is, and what it says of bounds is true."""
+"""What `plan` finds, beside all cuts of all schedules."""
 
 import random
 import time
@@ -10,14 +10,13 @@ import pytest
 from bench.plan_exact import brute_force, instance
 from rpc_pipe.dependency import B, F, I, R, U, W, check_all
 from rpc_pipe.planning.advice import num_copies, remarks
-from rpc_pipe.planning.bounds import Bounds, schedule_free_bound
 from rpc_pipe.planning.comparison import ModelCosts
 from rpc_pipe.planning.cut_search import CutSearch, costliest, least_bottleneck
 from rpc_pipe.planning.footprint import Size, peak_bytes
 from rpc_pipe.planning.pricing import PricedSchedule
 from rpc_pipe.planning.profile import Chain, LayerCost, LengthTerms, Machines, Profile, Tie
 from rpc_pipe.planning.profile_file import as_json, from_json
-from rpc_pipe.planning.search import Candidate, PlanRequest, candidates, search
+from rpc_pipe.planning.search import Candidate, PlanRequest, search
 from rpc_pipe.planning.simulator import Link
 from rpc_pipe.planning.slice_costs import SliceCosts
 from rpc_pipe.planning.specs import make_spec
@@ -39,31 +38,32 @@ def block(time, name="", **bytes):
     return LayerCost(times, Size(**bytes), name)
 
 
+def is_near_the_best(request):
+    """Return whether the plan is at most 3 % slower than the best that fits, or none fits."""
+    plans, best = search(request).plans, brute_force(request)
+    if best is None or not plans:
+        return best is None and not plans
+    return best * (1 - 1e-9) <= plans[0].predicted_ms <= 1.03 * best
+
+
 @pytest.mark.parametrize("seed", range(1000, 1004))
-def test_the_plan_is_the_best_of_all_cuts_of_all_schedules(seed):
+def test_the_plan_is_near_the_best_of_all_cuts_of_all_schedules(seed):
     request = instance(seed) if seed % 4 else edited(instance(seed))
-    result = search(request)
-    best = brute_force(request)
-    assert (result.plans[0].predicted_ms if result.plans else None) == best
-    assert result.gap == 0
-    assert best is None or result.lower_bound <= best
+    assert is_near_the_best(request)
 
 
 @pytest.mark.parametrize("seed", range(2000, 2005))
-def test_the_plan_is_the_best_of_all_numbers_of_replicas(seed):
+def test_the_plan_is_near_the_best_of_all_numbers_of_replicas(seed):
     request = replace(instance(seed), replicas=(1, 2, 3, 4), schedules=("1f1b", "zb-h1", "interleaved"))
-    result, best = search(request), brute_force(request)
-    assert (result.plans[0].predicted_ms if result.plans else None) == best and result.gap == 0
+    assert is_near_the_best(request)
 
 
 @pytest.mark.parametrize("seed", range(3000, 3003))
-def test_the_plan_is_the_best_of_all_numbers_of_slices(seed):
+def test_the_plan_is_near_the_best_of_all_numbers_of_slices(seed):
     request = replace(instance(seed), slices=(1, 2, 3), schedules=("1f1b", "zb-h1", "interleaved"))
     costs = SliceCosts(*[(0.0, 0.0, 0.0), (0.0, 0.4, 0.1), (0.1, 0.2, 0.0)][seed % 3])
     request = replace(request, profile=replace(request.profile, slicing=(costs,)))
-    result, best = search(request), brute_force(request)
-    assert result.gap == 0 and result.lower_bound <= (best or float("inf")) * (1 + 1e-9)
-    assert (result.plans[0].predicted_ms if result.plans else None) == pytest.approx(best)
+    assert is_near_the_best(request)
 
 
 def with_lengths(request, seed, count):
@@ -83,12 +83,10 @@ def with_lengths(request, seed, count):
 
 
 @pytest.mark.parametrize("seed", range(4000, 4004))
-def test_the_plan_is_the_best_for_rows_of_several_lengths(seed):
+def test_the_plan_is_near_the_best_for_rows_of_several_lengths(seed):
     request = with_lengths(instance(seed), seed, 5)
     request = replace(request, schedules=("1f1b", "zb-h1", "interleaved", "chimera", "dualpipev"))
-    result, best = search(request), brute_force(request)
-    assert result.gap == 0 and result.lower_bound <= (best or float("inf")) * (1 + 1e-9)
-    assert (result.plans[0].predicted_ms if result.plans else None) == pytest.approx(best)
+    assert is_near_the_best(request)
 
 
 def test_long_rows_move_the_cut_away_from_blocks_with_attention():
@@ -107,49 +105,11 @@ def test_long_rows_move_the_cut_away_from_blocks_with_attention():
     assert long.memory_by_worker == (2 * 8 * (3 + 1.5) + 2, 4 * 8 * 3 + 4)
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_bounds_are_below_what_the_simulator_says(seed):
-    draw = random.Random(seed)
-    request = instance(seed) if seed % 4 else edited(instance(seed))
-    if seed % 3 == 0:
-        request = with_lengths(request, seed, request.microbatches[0])
-    machines, count = request.machines, request.microbatches[0]
-    chain = request.chain(count)
-    for candidate in candidates(
-        machines.num_workers, [count], recompute=draw.random() < 0.2, most_stages=chain.num_blocks
-    ):
-        spec = candidate.spec(machines.num_workers)
-        lengths = request.ordered(spec)
-        bounds, priced = Bounds(spec, chain, machines, lengths), PricedSchedule(spec, chain, machines, lengths)
-        inner = draw.sample(range(1, chain.num_blocks), spec.num_stages - 1)
-        ends = (0, *sorted(inner), chain.num_blocks)
-        took = priced.simulate(ends).span
-        for known in range(1, len(ends) + 1):
-            assert bounds.bound(ends[:known]) <= took * (1 + 1e-9), (candidate, ends[:known])
-        assert schedule_free_bound(chain, machines, count) <= took * (1 + 1e-9)
-
-
-def test_a_beginning_of_a_cut_that_is_beyond_memory_has_no_end_that_fits():
-    for seed in range(30):
-        request = instance(seed)
-        machines, count = request.machines, request.microbatches[0]
-        chain = request.chain(count)
-        if not machines.memory or machines.num_workers > chain.num_blocks:
-            continue
-        spec = Candidate("1f1b", {}, count).spec(machines.num_workers)
-        bounds, priced = Bounds(spec, chain, machines), PricedSchedule(spec, chain, machines)
-        for inner in combinations(range(1, chain.num_blocks), spec.num_stages - 1):
-            ends = (0, *inner, chain.num_blocks)
-            fits = priced.excess(priced.memory(priced.simulate(ends), ends)) <= 0
-            assert not (fits and any(bounds.exceeds_memory(ends[:known]) for known in range(1, len(ends) + 1)))
-
-
 def test_optimizer_states_that_replicas_divide_are_held_in_part():
-    """The bound counted them whole: cuts that fit were dropped, and the plan without them was said to be proven."""
+    """They were counted whole: cuts that fit were dropped."""
     chain = Chain([block(1, weights=10, gradients=10, optimizer=20) for _ in range(4)])
     spec, machines = make_spec("1f1b", 4, 8, {"replicas": 2, "zero": 1}), Machines(4, memory=(61.0,) * 4)
     assert CutSearch(spec, chain, machines).price((0, 2, 4)).excess == 0
-    assert not Bounds(spec, chain, machines).exceeds_memory((0, 2))
 
 
 def test_the_least_bottleneck_is_that_of_all_cuts():
@@ -192,7 +152,7 @@ def test_what_is_tied_stays_together_or_is_held_twice():
     together = Chain(blocks, ties=[Tie(0, 2, together=True)])
     assert together.num_blocks == 2 and together.counts((0, 1, 2)) == (3, 1)
     apart = Chain(blocks, ties=[Tie(0, 3, weights=100)])
-    assert apart.size(0, 4).weights == 100 and apart.resident(0, 2) + apart.resident(2, 4) == 200
+    assert apart.size(0, 4).weights == 100 and apart.size(0, 2).weights + apart.size(2, 4).weights == 200
 
 
 def test_something_is_found_however_short_the_time():
@@ -215,7 +175,6 @@ def test_all_schedules_are_looked_at_before_one_is_looked_into(monkeypatch):
         monkeypatch.setattr(CutSearch, name, note)
 
     noting("first_cut"), noting("climb")
-    monkeypatch.setattr(CutSearch, "prove", lambda self, best, until: (None, 0.0))
     names = "interleaved", "zb-v", "hanayo"
     search(PlanRequest(Profile({1: blocks}), Machines(4), 8, (4, 8), schedules=names, seconds=1e6))
     before = order[: [name for name, _ in order].index("climb")]
@@ -242,24 +201,12 @@ def test_nothing_fits_by_the_least_of_all_however_little_time_there_is():
 
 
 def test_what_does_not_fit_is_not_said_to_be_slow():
-    """It was listed as not priced, below a bound that is no number in JSON: Infinity."""
+    """It was listed as not priced."""
     profile = Profile({1: [block(1.0, weights=size) for size in (3, 3, 1, 1)]})
     request = PlanRequest(profile, Machines(2, memory=(4.5, 4.5)), 8, (4,), recompute=False)
     result = search(request)
     assert result.plans[0].schedule == "zb-v" and {"1f1b", "gpipe", "zb-h1"} <= set(result.unfit)
-    assert all(least >= result.plans[0].predicted_ms for least in result.left_out.values())
     assert not set(result.unfit) & {*result.left_out, *(plan.schedule for plan in result.plans)}
-
-
-def test_a_gradient_may_be_smaller_than_what_went_forward():
-    """The bound took it to be as large, and was above what the simulator says: 218 and 214."""
-    profile = Profile({1: [block(1, inputs=1, outputs=50), block(1, inputs=1)]})
-    machines = Machines(2, link=Link(0, 1.0))
-    request = PlanRequest(profile, machines, 4, (2,))
-    chain, spec = request.chain(2), Candidate("1f1b", {}, 2).spec(2)
-    assert (
-        Bounds(spec, chain, machines).bound((0, 1, 2)) <= PricedSchedule(spec, chain, machines).simulate((0, 1, 2)).span
-    )
 
 
 def test_recomputation_is_chosen_where_memory_asks_for_it():

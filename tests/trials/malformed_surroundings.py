@@ -111,7 +111,7 @@ _OTHERS = {
     "OMP_NUM_THREADS": ("0", "-1", "²", "", "99999", "1e3"), "LOCAL_RANK": ("-1", "x", "²"), "COLUMNS": ("0", "x"),
     "LANG": ("C", "x", ""), "TERM": ("dumb", "", "x"), "PYTHONIOENCODING": ("ascii", "utf-16"), "TZ": ("x",),
     "RPC_PIPE_RESTARTS": ("x", "-1"), "RPC_PIPE_LINK": ("x", "99", "-2"),
-    "RPC_PIPE_INIT": ("x", "file:///no/x", "tcp://"), "RPC_PIPE_PLAN": ("x", "{}", "[]"), "RPC_PIPE_FOLDER": ("/no",),
+    "RPC_PIPE_INIT": ("x", "file:///no/x", "tcp://"), "RPC_PIPE_FOLDER": ("/no",),
     "LOCAL_WORLD_SIZE": ("0", "x", "-1"), "WORLD_SIZE": ("0", "x", "1", "65537"),
 }  # fmt: skip
 
