@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from .model.partition import LayerPartition
     from .model.sharding import Sharing
     from .workers.compute.members import Members
+    from .workers.compute.outside_updates import OutsideUpdates
     from .workers.compute.slices import Divide
 
 T = TypeVar("T")
@@ -290,25 +291,37 @@ class Session:
             trains: whether the call gives the result of a training step.
             alone: whether it asks no other worker, and workers may make it each at its time.
         """
-        with self._calling(call is WorkerActor.barrier):
+        with self._calling(call is WorkerActor.barrier, alone):
             if self.recovery is not None and not alone:
                 return [self.recovery.call(call, trains=trains)]
             return [call(self.actors[0])] if self._threads is None else self._threads.each(call)
 
     @contextmanager
-    def _calling(self, uncut: bool = False) -> Iterator[None]:
+    def _calling(self, uncut: bool = False, alone: bool = False) -> Iterator[None]:
         """Return a context in which workers are called, of a model that has been cut unless `uncut`."""
         if self.closed:
             raise PipeError("pipeline: is closed; `close` comes last, also at the end of a `with` block")
         if self.awaits_batch and not uncut:
             raise ConfigError("example: the first batch cuts the model; to call this before, pass example= to Pipeline")
+        for moves in () if alone else self.outside_updates():
+            moves.refuse()
         # Around all workers of this process at once: they share its generators, and the modules given.
         with ExitStack() as stack:
+            stack.callback(self.note_weights)
             stack.enter_context(self.partition.module_copies.around())
             stack.enter_context(preserved(*self._devices))
             if self._threads is not None:
                 stack.enter_context(self._threads.undoing())
             yield
+
+    def outside_updates(self) -> list[OutsideUpdates]:
+        """Return the records of weights that no optimizer may move outside of updates."""
+        return [shard.outside_updates for shard in self.shards if shard.outside_updates is not None]
+
+    def note_weights(self) -> None:
+        """Know that the present weights were put there by the pipeline."""
+        for moves in self.outside_updates():
+            moves.note()
 
     def gather(self, name: str, value: Callable[[WorkerActor], Tree]) -> list[Tree] | None:
         """Return `value(actor)` of all workers, in order, on the first worker; None on the others.

@@ -216,6 +216,10 @@ def _with_stores(spec: Spec, shard: Shard) -> Shard:
         from ..workers.compute.sequence import SliceStore
 
         shard.slices = SliceStore(shard.slice, len(spec.parallelism.slices))
+    if spec.parallelism.zero or spec.averaging_pull:
+        from ..workers.compute.outside_updates import OutsideUpdates
+
+        shard.outside_updates = OutsideUpdates(shard.stage, shard.updating)
     return shard
 
 

@@ -28,6 +28,7 @@ from .torch_internals import run_backward
 from .updating import BeforeUpdate, Training, Updating
 
 if TYPE_CHECKING:
+    from .outside_updates import OutsideUpdates
     from .ownership import Ownership
     from .sequence import SliceStore
     from .split_backward import Saved, WeightBackward
@@ -99,6 +100,8 @@ class Shard:
         self.lodging: Lodges | None = None
         #: if several versions of the weights are in use
         self.versions: VersionStore | None = None
+        #: if an optimizer does not move all copies of its weights
+        self.outside_updates: OutsideUpdates | None = None
         #: if sequences are cut into slices
         self.slices: SliceStore | None = None
 
