@@ -29,7 +29,7 @@ from .launching import launcher_link as link
 from .launching import overrides
 from .launching.job import own_part
 from .model.batches.lazy_batch import label_of
-from .model.batches.loaders import is_loader, mean_over
+from .model.batches.loaders import is_loader, mean_over, refuse_batch, refuse_batches
 from .model.batches.microbatches import Outputs
 from .model.batches.microbatches import SplitBatch as SplitBatch
 from .model.batches.step_inputs import StepEnd
@@ -219,6 +219,7 @@ class Pipeline(Inspected):
         Args:
             batches: each as for `step`; one is read ahead, or as many as steps overlap if the schedule is asynchronous.
         """
+        refuse_batch(batches)
         batches = iter(batches)
         if self._session.awaits_batch:  # the model is cut with the first batch, and resumed then
             first = next(batches, None)
@@ -250,7 +251,8 @@ class Pipeline(Inspected):
             batch: as for `step`; or a loader of batches, whose mean goes by rows, or by the weights of (sum, weight).
             metric: like a loss_fn, (output, targets or batch) -> mean, or (sum, weight). No output leaves its worker.
         """
-        if microbatches is None and is_loader(batch):
+        is_one = microbatches is not None or not is_loader(batch, self._session.form, self.partition.could_be_one)
+        if not is_one:
             loss = mean_over(self._evaluated(each, None, metric) for each in batch)
         else:
             loss = self._evaluated(batch, microbatches, metric)[0]
@@ -282,6 +284,7 @@ class Pipeline(Inspected):
             to: the worker or workers that get the output; others get None. None: all workers.
         """
         Outputs(self.spec, to)  # before the batch is read
+        refuse_batches("predict", inputs, self.partition.could_be_input)
         cut = self._session.cut(inputs, pair=self.partition.only_inputs, whole=True)
         return None if self.replaying else self._session.predict(cut, to)
 

@@ -15,6 +15,7 @@ from .arguments import describe, refuse_shared
 from .checkpoints.resumption import Resumption
 from .dependency import BatchError, ConfigError, Entry, Order, PipeError, Spec, most_open
 from .model.batches.batch_reader import BatchReader
+from .model.batches.loaders import form_of, refuse_batches
 from .model.batches.microbatches import Microbatches, Outputs, Pair, Prefetcher
 from .model.batches.step_inputs import StepEnd, StepInputs
 from .model.shard_maker import ShardMaker, with_metric
@@ -84,6 +85,8 @@ class Session:
         self.settle: Callable[[], object] = lambda: None
         self.facts: dict[str, Any] = {}
         self.results = Resumption()
+        #: of the first batch with its targets; None: there was none
+        self.form: Any = None
         self._recover = recover
         self.seed, self.stall_s, self.described, self.name = seed, actors[0].stall_s, "", ""
         self.config: Any = None
@@ -178,7 +181,12 @@ class Session:
     ) -> Microbatches:
         """Split a batch into microbatches; the first one cuts the model, too, if no example has."""
         how, cuts = pair or self.partition.pair, self.awaits_batch
+        first = self.form is None and pair is None
+        if first and not whole and microbatches is None:
+            refuse_batches("step", batch, self.partition.could_be_one)
         found = self._reader.cut(batch, microbatches, how, whole=whole, cuts_model=cuts)
+        if first and found.lazy is None:
+            self.form = form_of(batch if microbatches is None else microbatches[0])
         if cuts:
             with torch.inference_mode(False):  # parameters that are made now are trained later
                 self.partition.observe(found.inputs[0], trained=pair is None)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
-from ..dependency import ModelError
+from ..dependency import BatchError, ModelError
 from ..workers.compute.result import NUM_ITEMS
 from ..workers.compute.shard import LossFn
 from ..workers.transport.payload import Tree
@@ -27,6 +28,7 @@ class CallForm:
         positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         self._names = None if any(p.kind is p.VAR_KEYWORD for p in parameters) else {p.name for p in parameters}
         self._num_required = sum(p.default is p.empty for p in positional)
+        self._most = math.inf if any(p.kind is p.VAR_POSITIONAL for p in parameters) else len(positional)
         self._second = positional[1].name if len(positional) > 1 else ""
         self._model = type(model).__name__
         self._takes_one = self._names is not None and self._num_required == 1
@@ -44,9 +46,23 @@ class CallForm:
             return self.inputs(batch), None
         if isinstance(batch, (tuple, list)) and len(batch) == 2:
             inputs, targets = batch
+            if isinstance(targets, Mapping) and isinstance(inputs, Mapping) and inputs.keys() == targets.keys():
+                _refuse_two(min(inputs, default=""), not self.could_be_one(batch))
             if self._num_required <= 1 or isinstance(inputs, (Mapping, tuple, list)):
                 return self.inputs(inputs), batch if self._wants_batch else targets
         return self.inputs(batch), dict(batch) if isinstance(batch, Mapping) else batch
+
+    def could_be_one(self, given: Sequence[Any]) -> bool:
+        """Return whether a list of containers of one form could be one batch, not several."""
+        if self.loss_is_inside or len(given) != 2:
+            return self.could_be_input(given)
+        keys = given[0].keys() if isinstance(given[0], Mapping) else set()  # of inputs alone, or of whole batches
+        return self._names is None or keys <= self._names or not keys & self._names
+
+    def could_be_input(self, given: Sequence[Any]) -> bool:
+        """Return whether a list of containers of one form could be the inputs of one batch."""
+        is_named = isinstance(given[0], Mapping) and (self._names is None or bool(given[0].keys() & self._names))
+        return self._num_required <= len(given) <= self._most and not is_named
 
     def _refuse_pair(self, batch: Tree) -> None:
         """Refuse (inputs, targets) for a model that takes its targets by the name `labels`, as Hugging Face's do."""
@@ -68,6 +84,8 @@ class CallForm:
         """Merge a pair of dicts, as loaders return it, if the model computes its loss itself."""
         is_pair = isinstance(batch, (tuple, list)) and len(batch) == 2 and all(isinstance(x, Mapping) for x in batch)
         if is_pair and self.loss_is_inside and (self._names is None or {*batch[0], *batch[1]} & self._names):
+            for name in batch[0].keys() & batch[1].keys():
+                _refuse_two(name, batch[0][name] is not batch[1][name])
             return {**batch[0], **batch[1]}
         return batch
 
@@ -83,6 +101,11 @@ class CallForm:
             names = (self._names or set()) if others_are_of_the_loss else batch.keys()
             return (), {name: value for name, value in batch.items() if name in names and name not in self._left_out}
         return (tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)), {}
+
+
+def _refuse_two(name: str, are_two: bool) -> None:
+    if are_two:
+        raise BatchError(f"batch: both dicts of a pair have {name!r}, so they are two batches; pass one at a time")
 
 
 def _second_name(loss_fn: LossFn) -> str:

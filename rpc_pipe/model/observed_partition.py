@@ -65,6 +65,7 @@ class ObservedPartition:
         refuse_lazy(whole, "the model")
         self._call = CallForm(whole, loss_fn)
         self.pair, self.pair_for_metric = self._call.pair, self._call.pair_for_metric
+        self.could_be_one, self.could_be_input = self._call.could_be_one, self._call.could_be_input
         #: whether the model computes its loss itself
         self.loss_is_inside = loss_fn is None
         self.loss_fn: LossFn = loss_of_output if loss_fn is None else loss_fn

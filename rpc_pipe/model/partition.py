@@ -232,6 +232,16 @@ class LayerPartition:
         return next(stage for stage, layers in enumerate(self.ranges) if layer in layers)
 
     @staticmethod
+    def could_be_one(given: Sequence[Any]) -> bool:
+        """Return whether a list of containers of one form could be one batch, not several."""
+        return len(given) == 2
+
+    @staticmethod
+    def could_be_input(given: Sequence[Any]) -> bool:
+        """Return True: the first layer may take any tree."""
+        return True
+
+    @staticmethod
     def only_inputs(inputs: Tree) -> tuple[Tree, Tree]:
         """Return a batch without targets."""
         return inputs, None

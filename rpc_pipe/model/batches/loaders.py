@@ -2,22 +2,94 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import is_dataclass
-from typing import Any, TypeGuard
+from typing import Any
 
 from torch import Tensor
 
 from ...dependency import BatchError
+from ...workers.transport.payload import tensors_of
 from .lazy_batch import LazyBatch
+from .microbatches import SplitBatch
 
 #: batches themselves, though they can be iterated over
 _BATCHES = (Tensor, tuple, list, Mapping, str, bytes, LazyBatch)
 
 
-def is_loader(given: Any) -> TypeGuard[Iterable[Any]]:
-    """Return whether `given` is iterated over for batches: a DataLoader, a generator and the like."""
-    return isinstance(given, Iterable) and not isinstance(given, _BATCHES) and not is_dataclass(given)
+def form_of(batch: Any) -> Any:
+    """Return the form of a batch: its containers, names and types of tensors, without their shapes."""
+    if isinstance(batch, Mapping):
+        return {name: form_of(value) for name, value in batch.items()}
+    if isinstance(batch, (tuple, list)):
+        return form_of(batch[0]) if isinstance(batch, SplitBatch) else [form_of(each) for each in batch]
+    return batch.dtype if isinstance(batch, Tensor) else type(batch)
+
+
+#: whether a model could take a list of containers as one batch
+CouldBeOne = Callable[[Sequence[Any]], bool]
+
+
+def is_loader(given: Any, known: Any, could_be_one: CouldBeOne) -> bool:
+    """Return whether `given` is iterated over for batches, as a DataLoader or a list of batches.
+
+    Args:
+        known: the form of a batch that was taken before; None: there was none.
+
+    Raises:
+        BatchError: it may be one batch or several.
+    """
+    found = _has_batches(given, known, could_be_one)
+    if found is None:
+        rows = [{tensor.shape[0] for tensor in tensors_of(each) if tensor.dim()} for each in given]
+        if any(len(sizes) != 1 for sizes in rows) or len(set.union(*rows)) == 1:
+            raise BatchError(
+                f"batch: a {type(given).__name__} of {len(given)} may be one batch or a list of batches; pass "
+                "iter(batches), or for one microbatches=[batch]"
+            )
+        found = True  # as a shorter last batch
+    return found
+
+
+def _has_batches(given: Any, known: Any, could_be_one: CouldBeOne) -> bool | None:
+    """Return whether `given` has batches; None: its form does not tell."""
+    if type(given) not in (tuple, list):
+        return isinstance(given, Iterable) and not isinstance(given, _BATCHES) and not is_dataclass(given)
+    if all(isinstance(each, (SplitBatch, LazyBatch)) for each in given):
+        return True
+    if not all(isinstance(each, (Mapping, tuple, list)) or is_dataclass(each) for each in given):
+        return False  # such as a pair of tensors
+    forms = [form_of(each) for each in given]
+    as_one, as_many = form_of(given) == known, all(form == known for form in forms)
+    if as_one != as_many:
+        return as_many
+    if all(isinstance(each, Mapping) for each in given):
+        if any(each.keys() != given[0].keys() for each in given):
+            return None if set.intersection(*(set(each) for each in given)) else False
+    elif any(form != forms[0] for form in forms):
+        return not could_be_one(given)
+    return None if could_be_one(given) else True
+
+
+def refuse_batches(call: str, given: Any, could_be_one: CouldBeOne) -> None:
+    """Refuse a loader, or a list of batches, in the place of one batch.
+
+    Raises:
+        BatchError: it is one.
+    """
+    if _has_batches(given, None, could_be_one):
+        what = f"{type(given).__name__}" + (f" of {len(given)} batches" if isinstance(given, (list, tuple)) else "")
+        raise BatchError(f"{call}: takes one batch, and was given a {what}; call it for each")
+
+
+def refuse_batch(given: Any) -> None:
+    """Refuse one batch in the place of a loader.
+
+    Raises:
+        BatchError: it is one.
+    """
+    if isinstance(given, (Tensor, Mapping, str, LazyBatch, SplitBatch)) or not isinstance(given, Iterable):
+        raise BatchError(f"train: takes batches one after the other, not a {type(given).__name__}; pass [batch]")
 
 
 def mean_over(found: Iterable[tuple[float, float]]) -> float:
