@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -161,10 +161,10 @@ class Recovery:
                 if self._all_made:
                     return done  # type: ignore[no-any-return]
 
-    def write_down(self, step: int, value: float, beside: float | None) -> None:
-        """Write the result of a call down for newcomers."""
+    def write_down(self, found: Mapping[str, tuple[float, float]]) -> None:
+        """Write the values of an evaluation down for newcomers."""
         if self.journal is not None:
-            self.journal.write(step, value, beside)
+            self.journal.write_evaluation(found)
 
     def _note(self, result: Result) -> None:
         """Remember a training step that is complete here; other workers may need its result."""
@@ -172,7 +172,8 @@ class Recovery:
         self._known, self._made, self._ended = result.known, 0, 0
         self._session.end.observe_result(result)
         self._noted_in = self._session.epoch
-        self.write_down(self._actor.step, result.loss, result.norm)
+        if self.journal is not None:
+            self.journal.write(self._actor.step, result.loss, result.norm)
         self._heir.refuse_changing()
 
     def _go_on(self, error: PipeError, epoch: epochs.Roster | None = None) -> Result | None:

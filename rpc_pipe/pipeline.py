@@ -29,7 +29,7 @@ from .launching import launcher_link as link
 from .launching import overrides
 from .launching.job import own_part
 from .model.batches.lazy_batch import label_of
-from .model.batches.loaders import is_loader, mean_over, refuse_batch, refuse_batches
+from .model.batches.loaders import refuse_batch, refuse_batches
 from .model.batches.microbatches import Outputs
 from .model.batches.microbatches import SplitBatch as SplitBatch
 from .model.batches.step_inputs import StepEnd
@@ -243,38 +243,29 @@ class Pipeline(Inspected):
 
     @shown_plainly
     def evaluate(
-        self, batch: Tree | None = None, *, microbatches: Sequence[Tree] | None = None, metric: LossFn | None = None
-    ) -> float:
+        self,
+        batch: Tree | None = None,
+        *,
+        microbatches: Sequence[Tree] | None = None,
+        metric: LossFn | None = None,
+        progress: Callable[[int], object] | None = None,
+    ) -> Any:
         """Return the loss of a batch, or its `metric`, on every worker, without training on it; nan if `replaying`.
 
         Args:
-            batch: as for `step`; or a loader of batches, whose mean goes by rows, or by the weights of (sum, weight).
-            metric: like a loss_fn, (output, targets or batch) -> mean, or (sum, weight). No output leaves its worker.
+            batch: as for `step`; or a loader, or a list of batches. Their mean goes by the weights of (sum, weight), by
+                the batches' `num_items_in_batch` where the model's loss is divided by it, else by rows.
+            metric: like a loss_fn, (output, targets or batch) -> mean, or (sum, weight), or a dict of these by name: a
+                dict of numbers is returned. No output leaves its worker.
+            progress: called after each batch with the number of batches that are done.
         """
-        is_one = microbatches is not None or not is_loader(batch, self._session.form, self.partition.could_be_one)
-        if not is_one:
-            loss = mean_over(self._evaluated(each, None, metric) for each in batch)
-        else:
-            loss = self._evaluated(batch, microbatches, metric)[0]
+        from .evaluating import evaluate  # a run that measures nothing does without
+
+        value = evaluate(self._session, batch, microbatches, metric, progress)
         if metric is None and not self.replaying:
             for actor in self.actors:
-                actor.listeners.tell("evaluated", self.steps_done, loss)
-        return loss
-
-    def _evaluated(
-        self, batch: Tree | None, microbatches: Sequence[Tree] | None, metric: LossFn | None
-    ) -> tuple[float, float]:
-        """Return the loss of a batch, or its metric, and the weight that it has among others."""
-        pair = None if metric is None else self.partition.pair_for_metric
-        cut = self._session.cut(batch, microbatches, pair, whole=True)
-        if self.replaying:
-            return self._session.results.evaluated()
-        result = self._session.evaluate(cut, metric)
-        assert result.loss is not None
-        found = result.loss, result.divisor if result.summed else cut.rows
-        if self._session.recovery is not None:
-            self._session.recovery.write_down(0, *found)
-        return found
+                actor.listeners.tell("evaluated", self.steps_done, value)
+        return value
 
     @shown_plainly
     def predict(self, inputs: Tree, *, to: int | Collection[int] | None = None) -> Tree:

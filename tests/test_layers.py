@@ -122,6 +122,7 @@ def folder(name):
         "own_members",
         "step_report",
         "inspected",
+        "evaluating",
         "modifying",
         "arguments",
     ):

@@ -6,11 +6,12 @@ and gets their results from there. Where there are no more, it takes part: it ha
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,9 +22,12 @@ _PAUSE_S = 0.005
 
 
 class CallResult(NamedTuple):
-    """The result of a call: of a training step its loss and norm, of an evaluation its value and weight."""
+    """The result of a call: of a training step its loss and norm, of an evaluation its value and weight.
 
-    #: 0: an evaluation
+    Before the values of several metrics stands an entry of their names.
+    """
+
+    #: 0: an evaluation; negative: as many bytes of names follow
     step: int
     value: float
     beside: float
@@ -44,6 +48,22 @@ class Journal:
         entry = _RECORD.pack(step, value, math.nan if beside is None else beside)
         os.pwrite(self._file, entry, self._at)
         self._at += _RECORD.size
+
+    def write_evaluation(self, found: Mapping[str, tuple[float, float]]) -> None:
+        """Write the next values of an evaluation, by the names of its metrics."""
+        if "" not in found:
+            names = json.dumps(list(found)).encode()
+            self._at += os.pwrite(self._file, _RECORD.pack(-len(names), 0.0, 0.0) + names, self._at)
+        for value, weight in found.values():
+            self.write(0, value, weight)
+
+    def names(self, size: int) -> list[str] | None:
+        """Return the names that stand before the next entry, and go behind them; None: they are not complete yet."""
+        found = os.pread(self._file, size, self._at + _RECORD.size)
+        if len(found) < size:
+            return None
+        self._at += _RECORD.size + size
+        return list(json.loads(found))
 
     def read(self) -> CallResult | None:
         """Return the next entry; None: there is none yet."""
@@ -75,8 +95,8 @@ class Repetition(Resumption):
     def skip_step(self, batch: str, rows: int = 0) -> float:
         self._asked += 1
         entry = self._next()
-        while not entry.step:  # the script has left out an evaluation
-            self._journal.advance()
+        while entry.step <= 0:  # the script has left out an evaluation
+            self.evaluated()
             entry = self._next()
         if entry.step > self._asked:  # a step of before the checkpoint from which the job went on
             return math.nan
@@ -90,12 +110,18 @@ class Repetition(Resumption):
             self._wait()
         return entry.value
 
-    def evaluated(self) -> tuple[float, float]:
+    def evaluated(self) -> dict[str, tuple[float, float]]:
         entry = self._next()
-        if entry.step:
+        if entry.step > 0:
             return super().evaluated()
-        self._journal.advance()
-        return entry.value, entry.beside
+        found, names = {}, None if entry.step else [""]
+        while names is None and (names := self._journal.names(-entry.step)) is None:
+            self._wait()
+        for name in names:
+            entry = self._next()
+            found[name] = entry.value, entry.beside
+            self._journal.advance()
+        return found
 
     def _next(self) -> CallResult:
         while (entry := self._journal.read()) is None:

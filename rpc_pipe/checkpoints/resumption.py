@@ -15,6 +15,19 @@ from ..dependency import ConfigError
 logger = logging.getLogger(__name__)
 
 
+class Skipped(float):
+    """The value of an evaluation that is skipped: nan, also by any name of a metric."""
+
+    def __getitem__(self, name: str) -> float:
+        return math.nan
+
+    def keys(self) -> tuple[str, ...]:
+        """Return no name: which ones a metric has is not known."""
+        return ()
+
+    items = values = keys
+
+
 class Resumption:
     """The last results of a run, and which calls of a script that starts from the top are skipped.
 
@@ -83,9 +96,9 @@ class Resumption:
             )
         return math.nan if self.behind else self.loss
 
-    def evaluated(self) -> tuple[float, float]:
-        """Return the value of an evaluation that is skipped, and its weight."""
-        return math.nan, 1.0
+    def evaluated(self) -> dict[str, tuple[float, float]]:
+        """Return the value of an evaluation that is skipped, and its weight, by the name of a metric."""
+        return {"": (math.nan, 1.0)}
 
     def refuse_averaged(self, what: str) -> None:
         """Raise if the weights are their average: training, or a checkpoint, would go on from it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
@@ -17,6 +17,7 @@ from ..workers.compute.by_hand import fingerprint
 from ..workers.compute.digest import digest
 from ..workers.compute.divided import local
 from ..workers.compute.randomness import Randomness
+from ..workers.compute.result import as_loss, several
 from ..workers.compute.shard import LossFn, Shard
 from ..workers.compute.slices import Divide, Slice
 from ..workers.compute.updating import Training, Updating
@@ -78,7 +79,7 @@ def with_metric(shards: Callable[[], Iterable[Shard]], metric: LossFn | None) ->
     def measured(output: Any, target: Any) -> Any:
         assert metric is not None
         found = metric(output, target)
-        return (torch.as_tensor(found[0]), *found[1:]) if isinstance(found, tuple) else torch.as_tensor(found)
+        return several(found) if isinstance(found, Mapping) else as_loss(found)
 
     try:
         for shard in last:

@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from rpc_pipe import Pipeline
-from rpc_pipe.dependency import BatchError
+from rpc_pipe.checkpoints.newcomer import Journal, Repetition
+from rpc_pipe.dependency import BatchError, PipeError
 from rpc_pipe.pipeline import SplitBatch
 
 cross_entropy = nn.functional.cross_entropy
@@ -117,3 +118,70 @@ def test_a_step_takes_no_list_of_batches(kind):
             with pytest.raises(BatchError):
                 next(pipe.train(batch))
         assert len(list(pipe.train(batches))) == 2
+
+
+class Divides(WithLoss):
+    """Divides the sum of its losses as Hugging Face's models do."""
+
+    def forward(self, x, labels=None, num_items_in_batch=None):
+        output = Model.forward(self, x)
+        if labels is None:
+            return {"logits": output}
+        total = cross_entropy(output, labels, reduction="sum")
+        return {"loss": total / (num_items_in_batch or (labels != -100).sum()), "logits": output}
+
+
+def test_batches_weigh_by_the_labels_by_which_a_step_divides():
+    """`num_items_in_batch` was of no account among batches: the mean was of rows, and no perplexity."""
+    torch.manual_seed(1)
+    batches = [named(4), named(4)]
+    batches[0]["labels"][1:] = -100
+    with Pipeline(Divides(), None, num_microbatches=2) as pipe:
+        joined = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
+        expected = pipe.evaluate({**joined, "num_items_in_batch": 5})
+        counted = [{**batch, "num_items_in_batch": (batch["labels"] != -100).sum()} for batch in batches]
+        assert pipe.evaluate(counted) == pytest.approx(expected) == pytest.approx(Divides()(**joined)["loss"].item())
+
+
+def several(output, targets):
+    hits = (output.argmax(1) == targets).sum()
+    return {"loss": cross_entropy(output, targets), "hits": (hits, len(targets)), "rows": (len(targets), 1), "one": 1}
+
+
+@pytest.mark.parametrize("options", [{}, {"replicas": 2}, {"schedule": "zb-v"}, {"schedule": "pipedream-2bw"}])
+def test_one_pass_gives_several_metrics(options):
+    torch.manual_seed(1)
+    batches, spoken = [pair(7), pair(4)], []
+    workers = 2 * options.get("replicas", 1)
+    layers = [nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 3)]
+    model = nn.Sequential(*layers)
+    x, y = map(torch.cat, zip(*batches, strict=True))
+    hits = (model(x).argmax(1) == y).float().mean().item()
+    with Pipeline(layers, cross_entropy, num_microbatches=2, num_workers=workers, **options) as pipe:
+        found = pipe.evaluate(batches, metric=several, progress=spoken.append)
+        loss = pytest.approx(cross_entropy(model(x), y).item())
+        # Two microbatches of each batch, and the mean of their rows, whatever their number
+        assert found == {"loss": loss, "hits": pytest.approx(hits), "rows": pytest.approx(11 / 4), "one": 1}
+        assert pipe.evaluate(batches) == loss and spoken == [1, 2]
+        (x, y), one = batches[0], pipe.evaluate(batches[0], metric=several)
+        assert one["loss"] == pytest.approx(cross_entropy(model(x), y).item()) and list(one) == list(found)
+
+
+def test_a_metric_is_refused_that_has_no_numbers_by_name():
+    names = iter("abcdefgh")
+    for metric in ({}, {1: 2.0}, {"a": torch.ones(2)}, None):
+        with Pipeline(layers(), cross_entropy, num_microbatches=2) as pipe, pytest.raises(PipeError):
+            pipe.evaluate(pair(), metric=lambda *_, metric=metric: metric if metric is not None else {next(names): 1.0})
+
+
+def test_a_newcomer_gets_the_metrics_of_evaluations_from_the_journal(tmp_path):
+    first, scores = {"loss": (1.5, 4.0), "hits": (0.5, 3.0)}, {"": (2.0, 7.0)}
+    written, read = Journal(tmp_path), Journal(tmp_path)
+    for step in range(2):
+        written.write_evaluation(first)
+        written.write_evaluation(scores)
+        written.write(step + 1, 0.25, None)
+    newcomer = Repetition(read, lambda: True, lambda: None)
+    assert newcomer.evaluated() == first and newcomer.evaluated() == scores
+    assert newcomer.skip_step("") == 0.25
+    assert newcomer.skip_step("") == 0.25 and not newcomer.behind  # its script has left out two evaluations

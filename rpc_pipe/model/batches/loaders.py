@@ -1,4 +1,4 @@
-"""A loader in the place of a batch: how it is recognised, and the mean over its batches."""
+"""Loaders and lists of batches: how they are recognised, and the mean over their batches."""
 
 from __future__ import annotations
 
@@ -92,14 +92,22 @@ def refuse_batch(given: Any) -> None:
         raise BatchError(f"train: takes batches one after the other, not a {type(given).__name__}; pass [batch]")
 
 
-def mean_over(found: Iterable[tuple[float, float]]) -> float:
-    """Return the mean of (value, weight) pairs; nan if the weights are 0.
+def mean_over(found: Iterable[Mapping[str, tuple[float, float]]]) -> dict[str, float]:
+    """Return the mean of (value, weight) pairs by name; nan if the weights are 0.
 
     Raises:
-        BatchError: there is none.
+        BatchError: there is none, or names differ.
     """
-    pairs = list(found)
-    if not pairs:
+    batches = list(found)
+    if not batches:
         raise BatchError("loader: gave no batch: a generator can be used once, so make it anew for each call")
+    if any(each.keys() != batches[0].keys() for each in batches):
+        raise BatchError("metric: returned other names for another batch; return the same for all")
+    return {name: _mean([each[name] for each in batches]) for name in batches[0]}
+
+
+def _mean(pairs: Sequence[tuple[float, float]]) -> float:
+    if len(pairs) == 1:
+        return pairs[0][0]  # with its bits
     total = sum(weight for _, weight in pairs)
     return sum(value * weight for value, weight in pairs if weight) / total if total else float("nan")

@@ -93,6 +93,14 @@ class Microbatches(StepData):
             now=now,
         )
 
+    @property
+    def num_items(self) -> float | None:
+        """The `NUM_ITEMS` by which a whole model divides its loss; None: it takes a mean."""
+        for inputs, target in zip(self.inputs, self.targets, strict=True):
+            if divides_sums(inputs, target) and not getattr(inputs[1][NUM_ITEMS], "is_meta", False):
+                return float(inputs[1][NUM_ITEMS])
+        return None
+
     def read_now(self) -> Microbatches:
         """Return these microbatches as this worker reads them now."""
         return self if self.now_read is None else self.now_read()
