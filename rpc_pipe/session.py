@@ -16,7 +16,7 @@ from .checkpoints.resumption import Resumption
 from .dependency import BatchError, ConfigError, Entry, Order, PipeError, Spec, most_open
 from .model.batches.batch_reader import BatchReader
 from .model.batches.loaders import form_of, refuse_batches
-from .model.batches.microbatches import Microbatches, Outputs, Pair, Prefetcher
+from .model.batches.microbatches import Microbatches, Outputs, Pair, Prefetcher, with_means
 from .model.batches.step_inputs import StepEnd, StepInputs
 from .model.shard_maker import ShardMaker, with_metric
 from .workers.actor import WorkerActor
@@ -191,6 +191,8 @@ class Session:
             with torch.inference_mode(False):  # parameters that are made now are trained later
                 self.partition.observe(found.inputs[0], trained=pair is None)
                 self.make_shards()
+        if self.partition.adds_means and self.spec.takes_steps:
+            found = with_means(found)
         if self._recover is not None and found.lazy is not None:
             found = replace(found, now_read=self._again(found, partial(self.cut, batch, microbatches, pair, whole)))
         if whole or self._members is None:

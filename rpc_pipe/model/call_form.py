@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..dependency import BatchError, ModelError
 from ..workers.compute.result import NUM_ITEMS
 from ..workers.compute.shard import LossFn
+from ..workers.compute.torch_internals import divisor_of
 from ..workers.transport.payload import Tree
 
 
@@ -136,6 +137,20 @@ def loss_of_output(output: Any, target: Any = None) -> Tensor:
         return found
     what = f"a tensor of shape {tuple(output.shape)}" if isinstance(output, Tensor) else f"a {type(output).__name__}"
     raise ModelError(f"model: returned {what} and no loss; pass a batch with labels, or a loss_fn of (output, batch)")
+
+
+def adds_terms(loss: Tensor, items: Any) -> bool:
+    """Return whether a loss may have terms beside a mean, or a sum that is divided by `items`.
+
+    Its graph tells: a division by `items`, or without these one loss of torch's, with nothing added behind it.
+    """
+    node: Any = loss.grad_fn
+    while node is not None:
+        if "Loss" in node.name() if items is None else divisor_of(node) == float(items):
+            return False
+        before = [each for each, _ in node.next_functions if each is not None]
+        node = before[0] if len(before) == 1 else None
+    return True
 
 
 def _is_number(value: object) -> bool:

@@ -7,6 +7,7 @@ import logging
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,12 @@ from torch import Tensor, nn
 
 from ..dependency import ModelError
 from ..workers.compute.randomness import Randomness
+from ..workers.compute.result import NUM_ITEMS
 from ..workers.compute.shard import LossFn
 from ..workers.compute.slices import Divide, Slice
 from ..workers.transport.payload import Tree
 from .assign.assignment import BlocksNeeded
-from .call_form import CallForm, loss_of_output
+from .call_form import CallForm, adds_terms, loss_of_output
 from .cut import cut
 from .deferred import DeferredModel
 from .detachable_blocks import mentioned
@@ -77,6 +79,8 @@ class ObservedPartition:
         self.other_names = other_names(whole) if self.config else frozenset()
         self._adapters = _adapter_tensors(whole)
         self._output_type: type = dict
+        #: whether a loss may have terms beside its mean, or beside a sum divided by `NUM_ITEMS`
+        self.adds_means = True
         #: calls of blocks of each stage; empty until the model has been cut
         self.ranges: list[range] = []
         #: parameters that several stages hold -> their stages
@@ -105,8 +109,9 @@ class ObservedPartition:
             logger.info("blocks: %s, as %s", ", ".join(needed.blocks), needed)
             observed = self._cut(inputs, needed.blocks)
         self._output_type = type(observed.output)
-        if trained and self.loss_is_inside:
-            loss_of_output(observed.output)
+        with suppress(*() if trained else (ModelError,)):
+            if self.loss_is_inside:
+                self.adds_means = adds_terms(loss_of_output(observed.output), inputs[1].get(NUM_ITEMS))
         self._settle(observed)
 
     def anew(self, num_stages: int) -> ObservedPartition:

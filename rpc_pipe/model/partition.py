@@ -75,6 +75,7 @@ class LayerPartition:
     config = whole = None
     other_names: frozenset[str] = frozenset()
     loss_is_inside = False
+    adds_means = True
     #: none: peft adapts whole models
     adapters: frozenset[str] = frozenset()
     pair = pair_for_metric = staticmethod(as_pair)

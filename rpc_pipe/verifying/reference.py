@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..dependency import Spec, local_order, microbatches_of, update_of
-from ..model.batches.microbatches import Microbatches, update_shares
+from ..model.batches.microbatches import Microbatches, update_shares, with_means
 from ..model.batches.ordering import Ordering
 from ..model.batches.sequences import length_of, ranges_of
 from ..model.observe.trees import mapped
@@ -156,6 +156,8 @@ class Reference:
             count = len(pieces.inputs)
             if not self.num_steps and not isinstance(self._cut, LayerPartition):  # the pipeline has observed one, too
                 self._settle(pieces)
+            if self._cut.adds_means and self._spec.takes_steps:
+                pieces = with_means(pieces)
             if spec is None or count != spec.num_microbatches:
                 spec, begin = replace(self._spec, num_microbatches=count), 0
                 self._declared = replace(self._declared, num_microbatches=count * len(self._slices))

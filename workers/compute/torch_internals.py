@@ -116,6 +116,12 @@ def is_current(mode: TorchFunctionMode) -> bool:
 # --- gradients
 
 
+def divisor_of(node: Any) -> float | None:
+    """Return the number by which a node of a graph divides; None: it does something else, or is not known."""
+    divisor = getattr(node, "_saved_other", None) if node.name().startswith("DivBackward") else None
+    return float(divisor) if isinstance(divisor, Tensor) and divisor.numel() == 1 else None
+
+
 def norms_of(tensors: Sequence[Tensor], order: float = 2.0) -> Sequence[Tensor]:
     """Return the norm of each tensor, with the bits of `clip_grad_norm_`."""
     norms: Sequence[Tensor] = torch._foreach_norm(list(tensors), order) if tensors else ()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ class SplitBatch(list[Tree]):
 
 @dataclass(frozen=True)
 class Microbatches(StepData):
-    """The microbatches of one batch. A share is 1 where the model divides by `NUM_ITEMS`."""
+    """The microbatches of one batch. A share is 1 where the model only divides by `NUM_ITEMS`."""
 
     targets: list[Tree]
     #: shapes and digests of inputs and targets, which are compared between workers
@@ -96,9 +97,9 @@ class Microbatches(StepData):
     @property
     def num_items(self) -> float | None:
         """The `NUM_ITEMS` by which a whole model divides its loss; None: it takes a mean."""
-        for inputs, target in zip(self.inputs, self.targets, strict=True):
+        for inputs, target, share in zip(self.inputs, self.targets, self.shares, strict=True):
             if divides_sums(inputs, target) and not getattr(inputs[1][NUM_ITEMS], "is_meta", False):
-                return float(inputs[1][NUM_ITEMS])
+                return float(inputs[1][NUM_ITEMS]) / share
         return None
 
     def read_now(self) -> Microbatches:
@@ -198,6 +199,46 @@ def divides_sums(inputs: Tree, target: Tree) -> bool:
 
 def _shares(rows: Sequence[int], inputs: Tree, target: Tree) -> list[float]:
     return [1.0] * len(rows) if divides_sums(inputs, target) else [count / sum(rows) for count in rows]
+
+
+def with_means(found: Microbatches) -> Microbatches:
+    """Return microbatches whose `NUM_ITEMS` is that of their share of rows, for losses with terms beside such sums.
+
+    Each loss is then a mean of its microbatch. Terms that are means already, as a router's, would be added up else.
+    """
+    if not any(NUM_ITEMS in side for side in _dicts(found.inputs[0], found.targets[0])):
+        return found
+    shares = found.shares
+    if divides_sums(found.inputs[0], found.targets[0]):
+        rows: list[float] = [rows_in(inputs) for inputs in found.inputs]
+        if found.places is not None:
+            rows = [
+                each * (end - begin) / length for each, (begin, end, length) in zip(rows, found.places, strict=True)
+            ]
+        shares = [each / sum(rows) for each in rows]
+        factors = [share / before for share, before in zip(shares, found.shares, strict=True)]
+    else:  # a loss function, or a metric, is given the number
+        factors = shares
+    sides = ([_multiplied(*each) for each in zip(side, factors, strict=True)] for side in (found.inputs, found.targets))
+    inputs, targets = sides
+    return replace(found, inputs=inputs, targets=targets, shares=shares)
+
+
+def _dicts(*sides: Tree) -> Iterator[dict[str, Any]]:
+    """Yield the named parts of a microbatch: a dict, and that of (args, kwargs)."""
+    for side in sides:
+        named = side[1] if isinstance(side, tuple) and len(side) == 2 else side
+        if isinstance(named, dict):
+            yield named
+
+
+def _multiplied(side: Tree, factor: float) -> Tree:
+    """Return a side of a microbatch with another `NUM_ITEMS`, a tensor, so that no forward differs by a number."""
+    if isinstance(side, tuple) and len(side) == 2:
+        return side[0], _multiplied(side[1], factor)
+    if not isinstance(side, dict) or side.get(NUM_ITEMS) is None:
+        return side
+    return {**side, NUM_ITEMS: torch.as_tensor(side[NUM_ITEMS] * factor)}
 
 
 def update_shares(spec: Spec, shares: Sequence[float]) -> list[float] | None:
