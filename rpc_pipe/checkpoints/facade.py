@@ -85,7 +85,7 @@ class Checkpoints:
 
         Args:
             keep: number of the newest checkpoints to keep in `folder`.
-            extra: plain values to be saved with it.
+            extra: plain values to be saved with it, small tensors among them, such as a StatefulDataLoader's state.
             wait: whether to return only when it is complete. Otherwise it is written while training goes on, and an
                 error is raised by the next checkpoint or `close`.
 

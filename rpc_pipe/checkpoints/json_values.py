@@ -10,6 +10,7 @@ import os
 import random
 import re
 import zlib
+from base64 import b64decode, b64encode
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,7 +27,9 @@ from ..system.files import sync
 from ..workers.compute.digest import memory_of
 from .folder import umask
 
-_TUPLE, _PAIRS, _TENSOR = "$tuple", "$pairs", "$tensor"
+_TUPLE, _PAIRS, _TENSOR, _BYTES, _ARRAY = "$tuple", "$pairs", "$tensor", "$bytes", "$array"
+#: most bytes of a tensor among plain values: a generator's state has 5,056
+_MOST_BYTES = 2**20
 _PREFIX = "random."
 NAMES = [f"{_PREFIX}{name}" for name in ("torch", "python", "numpy")]
 
@@ -40,8 +43,8 @@ def encoded(value: Any, what: str) -> Any:
     Raises:
         ConfigError: something in it is no plain value.
 
-    >>> decoded(encoded({1: (0.9, None), "a": [True]}, "x"))
-    {1: (0.9, None), 'a': [True]}
+    >>> decoded(encoded({1: (0.9, None), "a": [True, torch.tensor([1, 2]), b"b"]}, "x"))
+    {1: (0.9, None), 'a': [True, tensor([1, 2]), b'b']}
     """
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
@@ -53,9 +56,17 @@ def encoded(value: Any, what: str) -> Any:
         if all(isinstance(key, str) and not key.startswith("$") for key in value):
             return {key: encoded(each, what) for key, each in value.items()}
         return {_PAIRS: [[encoded(key, what), encoded(each, what)] for key, each in value.items()]}
-    if isinstance(value, Tensor) and value.numel() == 1:
-        return {_TENSOR: [value.item(), str(value.dtype).removeprefix("torch.")]}
-    raise ConfigError(f"{what} holds a {type(value).__name__}; must be numbers, texts, lists and dicts of these")
+    if isinstance(value, bytes) and len(value) <= _MOST_BYTES:
+        return {_BYTES: b64encode(value).decode()}
+    if isinstance(value, (numpy.ndarray, numpy.generic)) and value.dtype.kind in "biufc":
+        return {_ARRAY: encoded(torch.from_numpy(numpy.array(value)), what)}
+    if type(value) is Tensor and value.layout == torch.strided and value.nbytes <= _MOST_BYTES:
+        plain = memory_of(value.detach().cpu().contiguous())
+        return {_TENSOR: [encoded(bytes(plain), what), str(value.dtype).removeprefix("torch."), list(value.shape)]}
+    raise ConfigError(
+        f"{what} holds a {type(value).__name__}; must be numbers, texts, bytes and tensors of at most "
+        f"{_MOST_BYTES >> 20} MiB, lists and dicts of these"
+    )
 
 
 def decoded(value: Any) -> Any:
@@ -68,9 +79,16 @@ def decoded(value: Any) -> Any:
         return tuple(decoded(each) for each in value[_TUPLE])
     if _PAIRS in value:
         return {decoded(key): decoded(each) for key, each in value[_PAIRS]}
+    if _BYTES in value:
+        return b64decode(value[_BYTES])
+    if _ARRAY in value:
+        return decoded(value[_ARRAY]).numpy()
     if _TENSOR in value:
-        number, dtype = value[_TENSOR]
-        return torch.tensor(number, dtype=getattr(torch, dtype))
+        first, dtype, *shape = value[_TENSOR]
+        if not shape:  # of a checkpoint of before
+            return torch.tensor(first, dtype=getattr(torch, dtype))
+        made, numbers = torch.empty(shape[0], dtype=getattr(torch, dtype)), decoded(first)
+        return made.copy_(torch.frombuffer(bytearray(numbers), dtype=made.dtype).view_as(made)) if numbers else made
     return {key: decoded(each) for key, each in value.items()}
 
 

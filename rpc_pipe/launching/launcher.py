@@ -34,8 +34,8 @@ from .worker_process import Logs, WorkerProcess
 if TYPE_CHECKING:
     from .hosts import Hosts, RemoteWorker
 
-#: signals that stop a run after its step: Ctrl-C, a cluster's request, a closed terminal
-_STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+#: signals that stop a run after its step: Ctrl-C, a cluster's requests, a closed terminal
+_STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 #: the workers' program: by path, so that Python imports nothing from the current folder, as it would behind -m
 PROGRAM = Path(__file__).parents[1] / "__main__.py"
 #: seconds that a run may take to stop, if no user is present to ask again
@@ -207,7 +207,9 @@ class Launcher:
             return
         if not self._told_stop:
             self._told_stop = True
-            self._reporter.text("stopping after this step; Ctrl-C again to kill")
+            name = signal.Signals(self._signals[0]).name
+            how = "; Ctrl-C again to kill" if name == "SIGINT" else f", by {name}; a second signal kills"
+            self._reporter.text(f"stopping after this step{how}")
         if self._signals[0] != signal.SIGINT and time.monotonic() > self._asked_at + self._stop_s:
             self._reporter.text(f"not stopped within {self._stop_s:g} s: killed")
             raise _Killed(self._signals[0])

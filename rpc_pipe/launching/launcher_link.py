@@ -40,6 +40,7 @@ NAN = "RPC_PIPE_NAN"
 NANS = "stop", "warn", "ignore"
 #: signals with the same meaning under torchrun, and their default handlers
 _STOPS = {signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
+_STOPS[signal.SIGUSR1] = signal.SIG_DFL  # SLURM's announcement of a job's end
 #: seconds between checks whether a stop is still possible, and for reporting that it is not
 _LOOK_EVERY_S, _LAST_WORDS_S = 0.1, 2.0
 

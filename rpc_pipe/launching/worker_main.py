@@ -21,7 +21,8 @@ def as_worker(work: Callable[[], None], reporter: Reporter) -> int:
     Without a launcher, as under torchrun, `reporter` shows this worker's messages.
     """
     if link.present():
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for number in (signal.SIGINT, signal.SIGUSR1):  # SLURM sends it to all processes, the launcher stops them
+            signal.signal(number, signal.SIG_IGN)
         link.hold_leash()
         link.lodge_children()
     else:

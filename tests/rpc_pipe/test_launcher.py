@@ -254,22 +254,23 @@ def test_ctrl_c_stops_a_script_that_skips_its_batches(tmp_path):
     script.write_text(SKIPPING)
     arguments = ["run", script, "--workers", 2, "--checkpoint-every", 99]
     assert rpc_pipe(*arguments, cwd=tmp_path).returncode == 0
-    output = interrupted_after_step_3(*arguments, "--resume", "auto", "--", "resumed", cwd=tmp_path)
+    how = [*arguments, "--resume", "auto", "--", "resumed"]
+    output = interrupted_after_step_3(*how, by=signal.SIGUSR1, cwd=tmp_path)  # which killed the launcher
     assert "| step 90" not in output, "it read all batches"
     assert unmerged(output).count("ends after 99 evaluated") == 2, output
 
 
-def interrupted_after_step_3(*arguments, **options):
-    """Return the output of a run whose launcher gets Ctrl-C once worker 0 has printed `step 3`."""
+def interrupted_after_step_3(*arguments, by=signal.SIGINT, **options):
+    """Return the output of a run whose launcher gets a signal, Ctrl-C, once worker 0 has printed `step 3`."""
     with start("-m", "rpc_pipe", *arguments, merged=True, **options) as launcher:
         try:
             while "| step 3\n" not in (line := launcher.stdout.readline()) or "worker 1" in line:
                 assert line
-            launcher.send_signal(signal.SIGINT)
+            launcher.send_signal(by)
             output = launcher.communicate(timeout=60)[0]
         finally:
             launcher.kill()
-    assert launcher.returncode == 130, output
+    assert launcher.returncode == 128 + by, output
     return output
 
 
