@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from .checkpoints.resumption import Skipped
+from .dependency import BatchError
 from .model.batches.loaders import is_loader, mean_over
 from .session import Session
 from .workers.compute.shard import LossFn
+from .workers.compute.unlabelled import unlabelled
 from .workers.transport.payload import Tree
 
 
@@ -44,6 +47,8 @@ def _measured(
     found = result.measured
     if metric is None and not result.summed and (items := cut.num_items) is not None:
         found = {"": (found[""][0], items)}
+    if metric is None and math.isnan(found[""][0]) and (cause := unlabelled(cut.inputs, cut.targets)):
+        raise BatchError(f"evaluate: the loss is nan, as {cause}")
     if session.recovery is not None:
         session.recovery.write_down(found)
     return found

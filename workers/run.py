@@ -302,7 +302,7 @@ class Stream:
         self._ended |= step.tally.result.stop
         self._confirm(step)
         if step.batch.train and step.tally.result.loss is not None and not math.isfinite(step.tally.result.loss):
-            self._not_finite(step.ordinal, step.tally.result.loss)
+            self._not_finite(step, step.tally.result.loss)
         return step.tally.result
 
     def _confirm(self, step: Step) -> None:
@@ -321,19 +321,24 @@ class Stream:
                 self._worker.running, self._worker.running_step = other.end.failed, other.ordinal
                 raise other.end.failure
 
-    def _not_finite(self, number: int, loss: float) -> None:
+    def _not_finite(self, step: Step, loss: float) -> None:
         """Stop, or warn: every worker finds the same, so one reports. A scaler goes on while it can shrink its scale.
 
         Raises:
             NotFinite: all stop here.
         """
-        worker, spoilt = self._worker, "the weights are spoilt by it"
+        from .compute.unlabelled import unlabelled
+
+        worker, spoilt, number = self._worker, "the weights are spoilt by it", step.ordinal
+        cause = unlabelled(step.batch.data.inputs, step.batch.data.targets or ())
         scale = next(iter(worker.shards.values())).updating.scale
         if scale.enabled:  # an update by such gradients is left out, unless it never ends
             spoilt = "" if scale.scale else "grad_scaler has come down to 0"
         if worker.nan == "stop" and spoilt:
             raise NotFinite(
-                f"step {number}: the loss is {loss}, and {spoilt}: go on from a checkpoint of "
+                f"step {number}: the loss is {loss}, as {cause}"
+                if cause
+                else f"step {number}: the loss is {loss}, and {spoilt}: go on from a checkpoint of "
                 "before; torch.autograd.set_detect_anomaly(True) shows where it comes from; RPC_PIPE_NAN=warn goes on "
                 "(in a job: rpc-pipe run --nan warn)"
             )

@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from refusals import refused
 from torch import nn
 
 from rpc_pipe import Pipeline
 from rpc_pipe.checkpoints.newcomer import Journal, Repetition
-from rpc_pipe.dependency import BatchError, PipeError
+from rpc_pipe.dependency import BatchError, NotFinite, PipeError
 from rpc_pipe.pipeline import SplitBatch
 
 cross_entropy = nn.functional.cross_entropy
@@ -185,3 +186,20 @@ def test_a_newcomer_gets_the_metrics_of_evaluations_from_the_journal(tmp_path):
     assert newcomer.evaluated() == first and newcomer.evaluated() == scores
     assert newcomer.skip_step("") == 0.25
     assert newcomer.skip_step("") == 0.25 and not newcomer.behind  # its script has left out two evaluations
+
+
+@pytest.mark.parametrize("kind", ["layers, pairs", "dicts, loss inside", "dicts, loss function"])
+def test_a_microbatch_without_labels_is_named_and_counts_nothing_where_the_model_says_how(kind):
+    """Its mean is no number, and the run ended by spoilt weights; in one process the batch has a loss."""
+    batch = KINDS[kind][2](4)
+    labels = batch["labels"] if isinstance(batch, dict) else batch[1]
+    labels[2:] = -100
+    with pipeline(kind) as pipe:
+        with refused("evaluate", BatchError):
+            pipe.evaluate(iter([batch, batch]))
+        with pytest.raises(NotFinite, match=r"microbatch 1 .*-100"):
+            pipe.step(batch)
+    if isinstance(batch, dict):
+        with Pipeline(Divides(), None, num_microbatches=2) as pipe:
+            loss = pipe.step({**batch, "num_items_in_batch": 2})
+            assert loss == pytest.approx(Divides()(**batch)["loss"].item())

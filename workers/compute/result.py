@@ -19,6 +19,8 @@ from .torch_internals import by_type
 
 #: the argument by which Hugging Face's models divide a sum of losses, of which a whole batch has so many
 NUM_ITEMS = "num_items_in_batch"
+#: label that losses of tokens ignore, in torch and Hugging Face alike
+IGNORED = -100
 
 
 @dataclass

@@ -8,10 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...workers.compute.result import IGNORED as IGNORED
 from ...workers.transport.payload import Tree, tensors_of
-
-#: label that losses of tokens ignore, in torch and Hugging Face alike
-IGNORED = -100
 
 
 class TokenCount(NamedTuple):
