@@ -104,7 +104,7 @@ class Inspected:
 
     @learning_rate.setter
     def learning_rate(self, rate: float) -> None:
-        for optimizer in (each for of_stage in self.optimizers.values() for each in of_stage):
+        for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 if isinstance(group["lr"], Tensor):
                     group["lr"].fill_(rate)
@@ -112,14 +112,15 @@ class Inspected:
                     group["lr"] = rate
 
     @property
-    def optimizers(self) -> dict[int, list[Optimizer]]:
-        """The optimizers of this process by stage, one for each replica here; stages that train nothing have none."""
-        found: dict[int, list[Optimizer]] = {}
-        for actor in self._session.actors:
-            for (stage, _), shard in actor.shards.items():
-                if shard.optimizer is not None and not shard.is_guest:
-                    found.setdefault(stage, []).append(shard.optimizer)
-        return found
+    def optimizers(self) -> list[Optimizer]:
+        """The optimizers of this process, by stage and replica; a stage that trains nothing has none.
+
+        The names of parameters are in their groups (`param_names`).
+        """
+        shards = {key: shard for actor in self._session.actors for key, shard in actor.shards.items()}
+        return [
+            each.optimizer for _, each in sorted(shards.items()) if each.optimizer is not None and not each.is_guest
+        ]
 
     @property
     def loss_scale(self) -> float:

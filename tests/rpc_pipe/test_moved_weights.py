@@ -28,7 +28,7 @@ def pipeline(momentum=0.0, ema_decay=None, **options):
 
 
 def scale(pipe, factor):
-    for optimizer in (each for of_stage in pipe.optimizers.values() for each in of_stage):
+    for optimizer in pipe.optimizers:
         optimizer.scale(factor)
 
 
