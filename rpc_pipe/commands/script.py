@@ -165,7 +165,10 @@ class _ScriptEnd(TypedOptions):
             from ..drawing.page import draw_page
             from .output_files import write
 
-            write(typed["html"], draw_page(draw_steps(history, 1), whole_state(history, typed["script"], True)))
+            write(
+                typed["html"],
+                draw_page(draw_steps(history, 1), whole_state(history, trace.run or typed["script"], True)),
+            )
         files = {name: typed[name] for name in FILES if name in typed}
         self._result = dict(
             kind="result",

@@ -35,6 +35,8 @@ def hugging_face(samples: Any, inputs: Columns, targets: Columns, *, rows: int |
     columns = names(inputs, targets)
     if missing := set(columns) - set(samples.column_names or columns):
         raise ConfigError(f"hugging_face: no column {min(missing)}; there are {', '.join(samples.column_names)}")
+    if getattr(samples, "format", {}).get("type") == "custom":  # it would be left out in silence
+        raise ConfigError("hugging_face: the dataset has a transform, made row by row; take dataset(...)")
     chosen = samples.select_columns(columns).with_format("arrow")
     if hasattr(samples, "__len__"):
         return Ranges(_Stored(chosen), inputs, targets)

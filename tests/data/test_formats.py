@@ -129,6 +129,9 @@ def test_columns_that_cannot_be_read(rows):
         assert "column name is string" in str(raised.value)
     with refused("hugging_face"):
         hugging_face([(1, 2)], "x", "y")
+    held = pytest.importorskip("datasets").Dataset.from_dict(columns(0, 50))
+    with refused("hugging_face"):
+        hugging_face(held.with_transform(lambda rows: {name: [0] * 50 for name in rows}), "x", "y")
     with refused("dataset", DataError):
         epoch(of_datasets({"x": [1, None], "y": [1, 2]}, "x", "y"))
 
