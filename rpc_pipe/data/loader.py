@@ -26,6 +26,7 @@ from ..workers.transport.payload import Tree
 from .batch_making import Dealt, Reader, Share
 from .bijection import Numbers
 from .by_length import group, grouped, joined
+from .maps import dataset
 from .residency import chunk_memory, widest_window
 from .sample_order import Order
 from .source import Source, Wanted
@@ -40,7 +41,7 @@ class Loader:
     """Iterates over batches, (inputs, targets), from its position.
 
     Args:
-        source: the data, such as `tokens(...)`.
+        source: the data, such as `tokens(...)`, or a sequence of (inputs, target).
         rows: rows of a batch, of all pipelines together.
         seed: seed of the order; every epoch has another order.
         window: number of chunks in memory at a time, whose samples are mixed; by default the most that fit.
@@ -64,7 +65,7 @@ class Loader:
 
     def __init__(
         self,
-        source: Source | Callable[[], Source],
+        source: Source | Sequence[Any] | Callable[[], Any],
         *,
         rows: int,
         seed: int = 0,
@@ -114,11 +115,7 @@ class Loader:
         """The source of samples; with readers="first" only the reading worker opens it."""
         given = self._given
         source = given() if self.readers == "first" and not isinstance(given, Source) and callable(given) else given
-        if not isinstance(source, Source):
-            raise ConfigError(
-                f"source {given!r}: must be of rpc_pipe.data, as hugging_face(...), tokens(...) or dataset(...); with "
-                "readers='first' also what makes one"
-            )
+        source = source if isinstance(source, Source) else dataset(source)
         if source.in_order and self._shuffle:
             raise ConfigError(f"shuffle=True: {source.name} comes in its order; take False, and shuffle it by datasets")
         return source if self.lengths is None else self._of_lengths(source, self.lengths)

@@ -5,7 +5,7 @@ import pytest
 import torch
 from refusals import refused
 
-from rpc_pipe.data import Loader, dataset, hugging_face, parquet
+from rpc_pipe.data import Loader, RangeReader, Ranges, dataset, hugging_face, parquet
 from rpc_pipe.data.source import Wanted
 from rpc_pipe.dependency import ConfigError, DataError
 
@@ -151,7 +151,7 @@ def test_data_that_change_are_refused(rows):
 
 def test_any_map_style_dataset():
     pairs = [(torch.tensor([float(n)]), n % 3) for n in range(20)]
-    inputs, targets = epoch(dataset(pairs))
+    inputs, targets = epoch(pairs)
     assert inputs.flatten().tolist() == list(range(20)) and targets.tolist() == [n % 3 for n in range(20)]
     named = [{"a": x, "b": y} for x, y in pairs]
     assert torch.equal(epoch(dataset(named, inputs="a", targets="b", chunk=4), window=2)[0], inputs)
@@ -162,3 +162,17 @@ def test_any_map_style_dataset():
         dataset(named)
     with refused("dataset"):
         dataset(iter(pairs))
+    with refused("dataset"):
+        Loader(3, rows=2)
+
+
+def test_a_reader_of_ranges_is_a_source():
+    class Squares(RangeReader):
+        name, identity, sizes, num_bytes = "squares", "squares", np.array([3, 4]), np.array([24, 32])
+
+        def read(self, chunk, columns):
+            numbers = np.arange(3) if chunk == 0 else np.arange(3, 7)
+            return {name: numbers**2 if name == "squared" else numbers for name in columns}
+
+    inputs, targets = epoch(Ranges(Squares(), "number", "squared"))
+    assert inputs.tolist() == [*range(7)] and targets.tolist() == [n * n for n in range(7)]
