@@ -49,7 +49,7 @@ def local_order(spec: Spec, worker: int, reductions: Reductions = NO_REDUCTIONS)
         order = iter(spec.program(worker))
     else:
         order = iter(_unrolled(spec)[worker])
-    complete = _with_end if spec.synchronous else _with_reductions
+    complete = with_end if spec.synchronous else _with_reductions
     return complete(spec, worker, order, reductions)
 
 
@@ -87,7 +87,7 @@ def _by_slot(spec: Spec, worker: int) -> Iterator[Action]:
     yield from (action for _, action in slotted)
 
 
-def _with_end(spec: Spec, worker: int, order: Iterable[Action], reductions: Reductions) -> Iterator[Action]:
+def with_end(spec: Spec, worker: int, order: Iterable[Action], reductions: Reductions) -> Iterator[Action]:
     """Insert the actions that end a step right behind their needs: the end of a step is no barrier.
 
     An update that waits for no other stage follows its last gradient, and so does an exchange of gradients. Updates

@@ -13,11 +13,12 @@ so any number of periods may stand there. The checker proves the longer timetabl
 """
 
 from bisect import bisect, insort
+from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from itertools import accumulate, islice
+from itertools import accumulate
 
-from ..dependency import Action, F, I
+from ..dependency import F, I, Kind, W
 from ._vee import Listing
 
 #: slots after which a worker's pattern repeats
@@ -35,15 +36,32 @@ Block = tuple[tuple[int, int, int, int], ...]
 _Slots = bytes | bytearray
 
 
-def timetable(block: Block, count: int, worker: int) -> list[Action | None]:
-    """Return the action in each slot of a worker; of the waiting W, the up pass's go first."""
+def timetable(block: Block, count: int, worker: int) -> Listing:
+    """Return the timetable of a worker; of the waiting W, the up pass's go first."""
     up = 2 * len(block) - 1 - worker
     of_pass = {_F_DOWN: (F, worker), _F_UP: (F, up), _I_UP: (I, up), _I_DOWN: (I, worker)}
     todo = Listing()
-    for each in next(islice(rows(block, count), worker, None)):
-        # An idle slot, too, does a W that waits.
-        todo.add(of_pass[each] if each in of_pass else next(iter(todo.waiting(up, worker)), None))
-    return todo.slots
+
+    def add(passes: bytes) -> Iterator[tuple[Kind, int] | None]:
+        for each in passes:
+            # An idle slot, too, does a W that waits.
+            weights = next(((W, stage) for stage in (up, worker) if todo.waiting(stage)), None)
+            listable = of_pass.get(each, weights)
+            todo.add(listable)
+            yield listable
+
+    shown = min(count, len(block) + _SHOWN)
+    short, begin = _repeating(block, shown)
+    row, left = short[worker], count - shown
+    deque(add(row[:begin]), 0)
+    while left:
+        before = todo.waiting(up), todo.waiting(worker)
+        listed, left = [*add(row[begin : begin + _PERIOD])], left - 1
+        if before == (todo.waiting(up), todo.waiting(worker)):
+            todo.add(*listed, times=left)
+            left = 0
+    deque(add(row[begin:]), 0)
+    return todo
 
 
 def rows(block: Block, count: int) -> Iterator[bytes]:

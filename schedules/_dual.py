@@ -1,15 +1,14 @@
 """The order that DualPipe and DualPipeV share: two streams that meet on a worker."""
 
 from ..dependency import B, F, I, W
-from ._vee import Listed, Listing, slots
+from ._vee import Listed, Listing
 
 
 class Dual(Listed):
     """A schedule whose backward is split where the timetables of its workers say so."""
 
     def splits(self, stage: int, microbatch: int) -> bool:
-        backward = I(stage, microbatch)
-        return backward in slots(self, self.worker(backward))
+        return self.run(I(stage, microbatch)) is not None
 
 
 def dual_order(depth: int, count: int, worker: int, down: int, up: int) -> Listing:
@@ -21,14 +20,20 @@ def dual_order(depth: int, count: int, worker: int, down: int, up: int) -> Listi
     """
     near, far = worker + 1, depth - worker - 1
     todo = Listing(begin=worker)
-    todo.add(*[(F, down)] * (2 * far))
-    todo.add(*[(F, down), (F, up)] * near)
-    todo.add(*[(I, up), (W, up), (F, up)] * far)
-    todo.add(*[(F, down), (B, up), (F, up), (B, down)] * (count - 2 * depth + near))
-    todo.add(*[(B, up), (F, up), None, (B, down)] * far)
-    for turn, stage in enumerate([up, down] * near):
-        todo.add((B if turn < near else I, stage))
-    for _ in range(far):
-        todo.add(todo.longest_waiting()[0], (I, down))
-    todo.add(*todo.longest_waiting())
+    todo.add((F, down), times=2 * far)
+    todo.add((F, down), (F, up), times=near)
+    todo.add((I, up), (W, up), (F, up), times=far)
+    todo.add((F, down), (B, up), (F, up), (B, down), times=count - 2 * depth + near)
+    todo.add((B, up), (F, up), None, (B, down), times=far)
+    todo.alternate([(B, up)], [(B, down)], near)
+    first, second = (down, up) if near % 2 else (up, down)
+    todo.alternate([(I, first)], [(I, second)], near)
+    # Of the waiting W the first to wait: those of the two in turn, then those down.
+    turns = min(near, far)
+    todo.alternate([(W, first), (I, down)], [(W, second), (I, down)], turns)
+    todo.add((W, down), (I, down), times=far - turns)
+    if turns % 2:
+        first, second = second, first
+    todo.alternate([(W, first)], [(W, second)], near - turns)
+    todo.add((W, down), times=turns)
     return todo

@@ -1,7 +1,9 @@
 """Common parts of the V-shaped schedules: placement, and listing timetables phase by phase."""
 
+from bisect import bisect_right
 from collections import Counter, defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from ..dependency import Action, B, I, Kind, Order, Spec, W
@@ -29,64 +31,114 @@ class Vee(Spec):
         return min(stage, self.last_stage - stage)
 
 
+@dataclass(frozen=True)
+class EqualSteps:
+    """Actions of a kind of a stage at equal distances: microbatches first, first + 1, ..., in slots `growth` apart."""
+
+    first: int
+    count: int
+    slot: int
+    growth: int
+
+
 class Listed(Spec):
     """A schedule that lists the slots of a worker, from that worker's number alone."""
 
-    def timetable(self, worker: int) -> Sequence[Action | None]:
-        """Return the action in each slot of `worker`; it may name microbatches that do not exist, which are left out.
+    def timetable(self, worker: int) -> "Listing":
+        """Return the listed actions of `worker`; it may name microbatches that do not exist, which are left out.
 
         A timetable made for more microbatches stays legal: data flow joins actions of one microbatch only.
         """
         raise NotImplementedError
 
+    def turn(self, microbatch: int) -> int:
+        """Return the number of a microbatch among those of its direction, by which timetables count."""
+        return microbatch
+
+    def run(self, a: Action) -> EqualSteps | None:
+        """Return the run that an action belongs to; None: it is not listed."""
+        runs, turn = timetable(self, self.worker(a)).runs.get((a.kind, a.stage), ()), self.turn(a.index)
+        found = bisect_right(runs, turn, key=lambda run: run.first)
+        return runs[found - 1] if found and turn < runs[found - 1].first + runs[found - 1].count else None
+
     def slot(self, a: Action) -> int:
-        return slots(self, self.worker(a))[a]
+        run = self.run(a)
+        if run is None:
+            raise KeyError(a)
+        return run.slot + run.growth * (self.turn(a.index) - run.first)
 
 
 @lru_cache(maxsize=8)
-def slots(spec: Listed, worker: int) -> Mapping[Action, int]:
-    """Return the slot of each action of `worker`; a check asks for those of a worker and its neighbours."""
-    listed = enumerate(spec.timetable(worker))
-    return {action: slot for slot, action in listed if action and action.index < spec.num_microbatches}
+def timetable(spec: Listed, worker: int) -> "Listing":
+    """Return the timetable of `worker`; a check asks for those of a worker and its neighbours."""
+    return spec.timetable(worker)
 
 
 class Listing:
-    """Lists actions by kind and stage; the microbatch is the next there, of `W` the first of `split`."""
+    """Lists actions by kind and stage; the microbatch is the next there, of `W` the first of those split."""
 
     def __init__(self, begin: int = 0) -> None:
-        #: the action that begins in each slot; a whole backward takes two
-        self.slots: list[Action | None] = [None] * begin
-        #: by stage, the slot and microbatch of each `I` without a listed `W`
-        self.split: defaultdict[int, deque[tuple[int, int]]] = defaultdict(deque)
+        #: the slot of the next action; a whole backward takes two
+        self.end = begin
+        #: by kind and stage, in order
+        self.runs: defaultdict[tuple[Kind, int], list[EqualSteps]] = defaultdict(list)
+        #: by stage, (first, count) of the microbatches of each `I` without a listed `W`
+        self._split: defaultdict[int, deque[tuple[int, int]]] = defaultdict(deque)
         self._next: Counter[tuple[int, int]] = Counter()
 
     def count(self, kind: Kind, stage: int) -> int:
         """Return how many are listed that go as `kind` does: forwards, or backwards of either kind."""
         return self._next[kind.way, stage]
 
-    def waiting(self, *stages: int) -> list[Listable]:
-        """Return the `W` to be listed, the first of `stages` first."""
-        return [(W, stage) for stage in stages for _ in self.split[stage]]
+    def waiting(self, stage: int) -> int:
+        """Return how many `W` of a stage are to be listed."""
+        return sum(count for _, count in self._split[stage])
 
-    def longest_waiting(self) -> list[Listable]:
-        """Return the `W` to be listed, in the order of their `I`."""
-        waiting = sorted((slot, stage) for stage, queue in self.split.items() for slot, _ in queue)
-        return [(W, stage) for _, stage in waiting]
+    def add(self, *listables: Listable, times: int = 1) -> None:
+        """List the next microbatch of each (kind, stage), so many times."""
+        if len(set(listables)) < len(listables) and times > 1:
+            for _ in range(times):
+                self.add(*listables)
+            return
+        length = sum(1 + (each is not None and each[0] is B) for each in listables)
+        slot, weights = self.end, []
+        for listable in listables if times > 0 else ():
+            if listable is not None:
+                kind, stage = listable
+                if kind is W:
+                    weights.append((stage, slot))
+                else:
+                    first = self._next[kind.way, stage]
+                    self._next[kind.way, stage] += times
+                    self._run(kind, stage, EqualSteps(first, times, slot, length))
+                    if kind is I:
+                        self._split[stage].append((first, times))
+                slot += kind is B
+            slot += 1
+        for stage, at in weights:  # of which some may follow an `I` that is listed here
+            left, queue = times, self._split[stage]
+            while left:
+                first, count = queue.popleft()
+                if count > left:
+                    queue.appendleft((first + left, count - left))
+                    count = left
+                self._run(W, stage, EqualSteps(first, count, at + (times - left) * length, length))
+                left -= count
+        self.end += max(0, times) * length
 
-    def add(self, *listables: Listable) -> None:
-        """List the next microbatch of each (kind, stage)."""
-        for listable in listables:
-            if listable is None:
-                self.slots.append(None)
-                continue
-            kind, stage = listable
-            if kind is W:
-                _, microbatch = self.split[stage].popleft()
-            else:
-                microbatch = self._next[kind.way, stage]
-                self._next[kind.way, stage] += 1
-            if kind is I:
-                self.split[stage].append((len(self.slots), microbatch))
-            self.slots.append(kind(stage, microbatch))
-            if kind is B:
-                self.slots.append(None)
+    def alternate(self, first: Sequence[Listable], second: Sequence[Listable], count: int) -> None:
+        """List `count` in all of the two in turn."""
+        self.add(*first, *second, times=count // 2)
+        self.add(*first, times=count % 2)
+
+    def _run(self, kind: Kind, stage: int, run: EqualSteps) -> None:
+        """Add a run; it may go on with the one before it."""
+        runs = self.runs[kind, stage]
+        if runs:
+            last = runs[-1]
+            growth = run.slot - last.slot if last.count == 1 else last.growth
+            goes_on = run.first == last.first + last.count and run.slot == last.slot + last.count * growth
+            if goes_on and (run.count == 1 or run.growth == growth):
+                runs[-1] = replace(last, count=last.count + run.count, growth=growth)
+                return
+        runs.append(run)

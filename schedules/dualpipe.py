@@ -1,7 +1,8 @@
 """DualPipe: microbatches enter at both ends; a worker's forward of one meets its backward of the other."""
 
-from ..dependency import Action, Order, ScheduleError
+from ..dependency import Order, ScheduleError
 from ._dual import Dual, dual_order
+from ._vee import Listing
 
 
 class DualPipe(Dual):
@@ -37,13 +38,14 @@ class DualPipe(Dual):
     def place(self, stage: int, route: int) -> int:
         return stage if route == 0 else self.last_stage - stage
 
-    def timetable(self, worker: int) -> list[Action | None]:
+    def timetable(self, worker: int) -> Listing:
         P = self.num_workers
         count = max(-(-self.num_microbatches // 2), P)  # in each direction
-        near = int(worker >= P // 2)  # the route that enters on this side
         end = min(worker, P - 1 - worker)
-        own = dual_order(P // 2, count, end, end, P - 1 - end).slots
-        return [a and a._replace(index=2 * a.index + (near if a.stage == end else 1 - near)) for a in own]
+        return dual_order(P // 2, count, end, end, P - 1 - end)
+
+    def turn(self, microbatch: int) -> int:
+        return microbatch // 2
 
     def activation_limit(self, worker: int) -> int:
         return self.num_workers + 1

@@ -1,8 +1,7 @@
 """DualPipeV: DualPipe's overlap of forward and backward on one copy of the weights."""
 
-from ..dependency import Action
 from ._dual import Dual, dual_order
-from ._vee import Vee
+from ._vee import Listing, Vee
 
 
 class DualPipeV(Dual, Vee):
@@ -22,9 +21,9 @@ class DualPipeV(Dual, Vee):
 
     source = "DeepSeek-AI 2024, DualPipe (cut-in-half, Sea AI Lab 2025), as deepseek-ai/DualPipe dualpipev.py"
 
-    def timetable(self, worker: int) -> list[Action | None]:
+    def timetable(self, worker: int) -> Listing:
         P = self.num_workers
-        return dual_order(P, max(self.num_microbatches, 2 * P), worker, worker, self.last_stage - worker).slots
+        return dual_order(P, max(self.num_microbatches, 2 * P), worker, worker, self.last_stage - worker)
 
     def activation_limit(self, worker: int) -> int:
         return 2 * self.num_workers + 1

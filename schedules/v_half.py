@@ -1,8 +1,7 @@
 """V-Half: half the activations of 1F1B and half its bubble."""
 
-from ..dependency import Action
 from ._controllable import Block, timetable
-from ._vee import Listed, Vee
+from ._vee import Listed, Listing, Vee
 
 
 class VHalf(Listed, Vee):
@@ -27,7 +26,7 @@ class VHalf(Listed, Vee):
         P, shift = self.num_workers, 3 * (self.num_workers % 2 == 0)
         return tuple((2 * w, 3 * P - 2 - w, 3 * P - 1 + shift + 2 * w, 6 * P - 2 + shift - w) for w in range(P))
 
-    def timetable(self, worker: int) -> list[Action | None]:
+    def timetable(self, worker: int) -> Listing:
         return timetable(self.block, self.num_microbatches, worker)
 
     def activation_limit(self, worker: int) -> int:

@@ -1,6 +1,6 @@
 """ZB-V: no bubble from step to step, with the activations of 1F1B."""
 
-from ..dependency import Action, F, I, W
+from ..dependency import F, I, W
 from ._vee import Listed, Listing, Vee
 
 
@@ -23,19 +23,21 @@ class ZBV(Listed, Vee):
     split_backward = True
     post_validation = True
 
-    def timetable(self, worker: int) -> list[Action | None]:
+    def timetable(self, worker: int) -> Listing:
         P, M = self.num_workers, max(self.num_microbatches, 2 * self.num_workers)
         down, up = worker, self.last_stage - worker
+        F_down, F_up, both_down, both_up = (F, down), (F, up), ((I, down), (W, down)), ((I, up), (W, up))
         todo = Listing(begin=worker)
-        todo.add(*[(F, down)] * (2 * (P - worker) - 1))
-        todo.add(*[(F, up), (F, down)] * worker)
-        todo.add(*[(F, up), (I, up), (W, up)] * (P - worker))
-        while todo.count(F, up) < M:
-            todo.add(*[(F, down)] * (todo.count(F, down) < M), (I, down), (W, down), (F, up), (I, up), (W, up))
-        todo.add(*[(I, down), (I, up)] * worker)
-        todo.add(*[(I, down), (W, down)] * (P - worker))
-        todo.add(*todo.waiting(up, down))
-        return todo.slots
+        todo.add(F_down, times=2 * (P - worker) - 1)
+        todo.add(F_up, F_down, times=worker)
+        todo.add(F_up, *both_up, times=P - worker)
+        todo.add(F_down, *both_down, F_up, *both_up, times=M - todo.count(F, down))
+        todo.add(*both_down, F_up, *both_up, times=M - todo.count(F, up))
+        todo.add((I, down), (I, up), times=worker)
+        todo.add(*both_down, times=P - worker)
+        todo.add((W, up), times=todo.waiting(up))
+        todo.add((W, down), times=todo.waiting(down))
+        return todo
 
     def activation_limit(self, worker: int) -> int:
         return 2 * self.num_workers

@@ -32,7 +32,7 @@ from .options import (
 )
 from .profile import load, progress, refuse_unplanned
 from .readers import size
-from .simulate import gathered, refuse_endless, tell_exchange, typed_grouping
+from .simulate import gathered, tell_exchange, typed_grouping
 from .topology import AMONG_MEMBERS, SUMMING_MEMBERS
 
 
@@ -61,7 +61,6 @@ def command(typed: dict[str, Any], argv: list[str]) -> int:
     plain = replace(options, schedule="gpipe", schedule_options={**replicas, **({"slices": slices} if slices else {})})
     spec, unequal = plain.of_plane(), typed_lengths(typed)
     count = spec.num_microbatches // len(spec.parallelism.slices)
-    refuse_endless(spec, typed)
     unequal(spec)
     with progress(reporter, "simulating") as tell:
         rows = compare(

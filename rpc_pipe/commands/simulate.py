@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import permutations
 from typing import Any
 
-from ..dependency import Action, ConfigError, G, Kind, Spec, check_all, worker_staleness, worker_weight_copies
+from ..dependency import Action, ConfigError, G, Kind, Spec, worker_staleness, worker_weight_copies
 from ..drawing.chrome import write_chrome
 from ..drawing.page import draw_page
 from ..drawing.svg import Picture, draw_svg
@@ -20,7 +20,8 @@ from ..planning.grouping import Grouping
 from ..planning.simulator import Cost, Link, Simulation, simulate
 from ..planning.slice_costs import SliceCosts
 from ..planning.span import Span, waits
-from ..planning.specs import MAX_SIMULATED, PipeOptions
+from ..planning.specs import PipeOptions, check_some
+from ..planning.steady import Priced, price, refuse_many
 from .options import (
     COSTS,
     MEMBERS,
@@ -39,8 +40,8 @@ from .options import (
 from .output_files import try_files, write
 from .readers import numbers, positive, size, some, whole
 
-#: most actions that are drawn in the terminal
-_MOST_DRAWN = 4000
+#: most forwards of a run that is simulated action by action, to be drawn
+_MOST_LISTED = 5_000
 #: most workers that are listed one by one
 _MOST_PEAKS = 64
 #: most lines of a picture that is too wide for one
@@ -59,6 +60,7 @@ def add(commands: Any) -> None:
     payload = "size of a payload, for --uplink and bandwidths of --link"
     parser.add_argument("--payload", type=size, metavar="BYTES", help=payload)
     parser.add_argument("--steps", type=whole(1), help="number of consecutive steps (1)")
+    parser.add_argument("--actions", action="store_true", help="with --json: the order of each worker's actions, too")
     parser.add_argument("--svg", metavar="FILE", help="write the timeline as a picture")
     parser.add_argument("--html", metavar="FILE", help="write the timeline as a page to zoom and hover in")
     parser.add_argument("--chrome", metavar="FILE", help="write the timeline for Chrome's tracing or Perfetto")
@@ -67,40 +69,38 @@ def add(commands: Any) -> None:
 def command(typed: dict[str, Any], argv: list[str]) -> int:
     spec = typed_spec(typed)
     steps, name = typed.get("steps", 1), typed.get("schedule", "1f1b")
-    refuse_endless(spec, typed)
     _, by_microbatch = typed_lengths(typed)(spec)
     cost = _cost(spec, typed, by_microbatch)
     links, uplinks, sent = _links(typed, spec.num_workers)
     try_files(typed, ("svg", "html", "chrome"))
-    check_all(spec)
+    check_some(spec)
     reporter = Reporter("json" in typed)
-    result = simulate(
-        spec, cost, comm=typed.get("comm", 0), order=filled(PipeOptions, typed).run_order, steps=steps, links=links,
+    how: dict[str, Any] = dict(
+        comm=typed.get("comm", 0), order=filled(PipeOptions, typed).run_order, steps=steps, links=links,
         uplinks=uplinks, payload=lambda action: sent * spec.share(action),
     )  # fmt: skip
+    drawn = [option for option in ("actions", "svg", "html", "chrome") if option in typed]
+    result: Priced | Simulation
+    if drawn or spec.num_stages * spec.num_microbatches * steps <= _MOST_LISTED:
+        refuse_many(spec, steps, f"--{', --'.join(drawn)}")
+        result = simulate(spec, cost, **how)
+        _write_pictures(typed, name, result)
+    else:
+        result = price(spec, cost, **how)
     _refuse_idle(typed_links(typed, spec.num_workers)[1], result)
-    _write_pictures(typed, name, result)
     if "json" in typed:
-        print(json.dumps(_report(name, result) | {"members": typed.get("members", 1)}))
+        print(json.dumps(_report(name, result, "actions" in typed) | {"members": typed.get("members", 1)}))
         return 0
-    if len(result.spans) <= _MOST_DRAWN:
+    if isinstance(result, Simulation):
         width, slices = reporter.console.width, len(spec.parallelism.slices)
-        drawn = draw(result.spans, spec.num_workers, width=width, most_lines=_MOST_LINES, slices=slices)
-        reporter.console.print(drawn)
+        picture = draw(result.spans, spec.num_workers, width=width, most_lines=_MOST_LINES, slices=slices)
+        reporter.console.print(picture)
     first, further = ("first step", result.span) if steps == 1 else (f"{steps} steps", result.step_time)
     took = f"{first} {result.makespan:g}, each further step {further:g}, bubble {result.bubble:.1%}"
     reporter.text(f"{name}: {took}, peak activations {_tell_peaks(result.peak_activations)}")
     for line in [*_tell_unit(spec, typed), *tell_exchange(spec, typed), *describe_staleness(spec)]:
         reporter.text(line)
     return 0
-
-
-def refuse_endless(spec: Spec, typed: Mapping[str, Any]) -> None:
-    """Refuse a simulation that would take minutes, and more memory than most machines have."""
-    if spec.num_stages * spec.num_microbatches * typed.get("steps", 1) > MAX_SIMULATED:
-        names = [name for name in ("steps", "microbatches", "workers", "slices", "schedule") if name in typed]
-        said = " ".join(f"--{name} {typed[name]}" for name in names)
-        raise ConfigError(f"{said}: makes more than {MAX_SIMULATED} forwards, the most that can be simulated")
 
 
 def _tell_peaks(peaks: Sequence[float]) -> str:
@@ -183,14 +183,16 @@ def _links(typed: Mapping[str, Any], num_workers: int) -> tuple[dict[tuple[int, 
     return links, uplinks, typed.get("payload", 0)
 
 
-def _refuse_idle(links: Mapping[tuple[int, int], Link], result: Simulation) -> None:
-    used = {(source, target) for _, source, target, _ in result.transfers}
-    for source, target in links.keys() - used:
+def _refuse_idle(links: Mapping[tuple[int, int], Link], result: Priced | Simulation) -> None:
+    for source, target in links.keys() - result.ways if links else ():
         raise ConfigError(f"--link {source}-{target}: nothing is sent from worker {source} to worker {target}")
 
 
-def _report(schedule: str, result: Simulation) -> dict[str, Any]:
-    spec, orders = result.spec, result.orders()
+def _report(schedule: str, result: Priced | Simulation, with_actions: bool) -> dict[str, Any]:
+    spec = result.spec
+    orders = {}
+    if with_actions and isinstance(result, Simulation):
+        orders = {"orders": [[*map(str, order)] for order in result.orders()]}
     return {
         "schedule": schedule,
         "parameters": spec.parameters(),
@@ -208,8 +210,9 @@ def _report(schedule: str, result: Simulation) -> dict[str, Any]:
         "synchronous": spec.synchronous,
         "staleness": [worker_staleness(spec, worker) for worker in range(spec.num_workers)],
         "weight_copies": [worker_weight_copies(spec, worker) for worker in range(spec.num_workers)],
-        "actions": sum(map(len, orders)),
-        "orders": [[str(action) for action in order] for order in orders],
+        "actions": result.num_actions,
+        "repeated": result.repeated,
+        **orders,
     }
 
 

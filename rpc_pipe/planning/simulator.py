@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from ..dependency import RESOURCES, Action, Kind, Order, ScheduleError, Spec, U
 from ..dependency.indexes import split_step
 from ..system.garbage import uncollected
 from .relation import Relation
 from .span import Span
+from .ticks import ticks
 
 #: duration of an action on its worker, in any unit
 Cost = Callable[[Action], float]
@@ -39,8 +40,33 @@ class Link(NamedTuple):
     bandwidth: float = float("inf")
 
 
+class Outcome:
+    """The figures of a simulated run that follow from others."""
+
+    spec: Spec
+    order: Order
+    #: time spent computing, by worker
+    busy: tuple[float, ...]
+    #: when the last action of each step ends
+    step_ends: tuple[float, ...]
+    #: when the last action that takes time ends
+    makespan: float
+
+    @property
+    def step_time(self) -> float:
+        """Mean time between the ends of steps; of a single step the makespan."""
+        if len(self.step_ends) == 1:
+            return self.makespan
+        return (self.step_ends[-1] - self.step_ends[0]) / (len(self.step_ends) - 1)
+
+    @property
+    def bubble(self) -> float:
+        """Share of the makespan in which workers do not compute, 0 to 1."""
+        return 1 - sum(self.busy) / (self.spec.num_workers * self.makespan) if self.makespan else 0.0
+
+
 @dataclass(frozen=True)
-class Simulation:
+class Simulation(Outcome):
     """The simulated run of one step or several. Times are in the unit of the costs."""
 
     spec: Spec
@@ -55,16 +81,30 @@ class Simulation:
     _ran: _Ran = field(repr=False)
     _comm: float = field(repr=False)
     _transfers: _Transfers | None = field(repr=False)
+    #: time that was not simulated: none
+    repeated: ClassVar[float] = 0
+    #: ticks in a unit of time, in which these are
+    _scale: int = field(repr=False, default=1)
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
         """Every action that ran, by start, except transfers that took no time."""
         worker, actions = self._relation.worker, self._relation.actions
         return tuple([
-            Span(worker[n], actions[n], start, end)
+            Span(worker[n], actions[n], *in_time((start, end), self._scale))
             for n, start, end in self._ran
             if end > start or actions[n].kind.resource != "control"
         ])  # fmt: skip
+
+    @property
+    def ways(self) -> frozenset[tuple[int, int]]:
+        """(source, target) of workers that send to each other."""
+        return frozenset((source, target) for _, source, target, _ in self.transfers)
+
+    @property
+    def num_actions(self) -> int:
+        """The number of actions of microbatches."""
+        return sum(span.action.kind.per_microbatch for span in self.spans)
 
     @cached_property
     def transfers(self) -> tuple[tuple[Action, int, int, float], ...]:
@@ -76,7 +116,10 @@ class Simulation:
                 for n, _, end in self._ran
                 for target, _ in (relation.targets(n) if self._comm else ())
             ]
-        return tuple(transfer for transfer in found if transfer[0].kind.resource != "control")
+        found = [transfer for transfer in found if transfer[0].kind.resource != "control"]
+        if self._scale > 1:
+            found = [(*way, arrival / self._scale) for *way, arrival in found]  # type: ignore[misc]
+        return tuple(found)
 
     @cached_property
     def peak_activations(self) -> tuple[float, ...]:
@@ -103,13 +146,6 @@ class Simulation:
             peak[worker] = max(peak[worker], live[worker])
         return tuple(peak)
 
-    @property
-    def step_time(self) -> float:
-        """Mean time between the ends of steps; of a single step the makespan."""
-        if len(self.step_ends) == 1:
-            return self.makespan
-        return (self.step_ends[-1] - self.step_ends[0]) / (len(self.step_ends) - 1)
-
     @cached_property
     def span(self) -> float:
         """The time of a step among others: the largest over workers of last end minus first start.
@@ -125,12 +161,8 @@ class Simulation:
                 first[at] = start
             if end > start and end > last.get(at, 0):  # an update that costs nothing may wait for a replica's gradients
                 last[at] = end
-        return max((last[at] - first[at] for at in last), default=0)
-
-    @property
-    def bubble(self) -> float:
-        """Share of the makespan in which workers do not compute, 0 to 1."""
-        return 1 - sum(self.busy) / (self.spec.num_workers * self.makespan) if self.makespan else 0.0
+        (longest,) = in_time([max((last[at] - first[at] for at in last), default=0)], self._scale)
+        return longest
 
     @property
     def steady_bubble(self) -> float:
@@ -189,9 +221,16 @@ def simulate(
     """
     relation = Relation(what, steps) if isinstance(what, Spec) else what
     order = order or relation.spec.order
-    link_queues = _LinkQueues(comm, links or {}, payload, uplinks or {}) if links or uplinks else None
+    links, queued = links or {}, bool(links or uplinks)
+    costs = [cost(action) for action in relation.actions] if callable(cost) else cost
+    timeless = not uplinks and all(link.bandwidth == float("inf") for link in links.values())
+    known = ticks([*{*costs}, comm, *(link.latency for link in links.values())]) if timeless else None
+    scale, exact = known or (1, {})
+    if exact:
+        costs, comm = [exact[each] for each in costs], exact[comm]
+        links = {pair: Link(exact[link.latency]) for pair, link in links.items()}
+    link_queues = _LinkQueues(comm, links, payload, uplinks or {}) if queued else None
     with uncollected():
-        costs = [cost(action) for action in relation.actions] if callable(cost) else cost
         ran = _run(relation, costs, order == "fixed", comm, link_queues)
     if len(ran) != len(costs):
         raise ScheduleError(f"deadlock: {len(costs) - len(ran)} actions cannot run; `dependency.check_all` says why")
@@ -202,8 +241,16 @@ def simulate(
             busy[relation.worker[number]] += costs[number]
     makespan = max([end for _, start, end in ran if end > start], default=0)
     carried = None if link_queues is None else link_queues.transfers
-    ends = _step_ends(relation, ran)
-    return Simulation(relation.spec, order, tuple(busy), ends, makespan, relation, ran, comm, carried)
+    ends = in_time(_step_ends(relation, ran), scale)
+    (makespan,) = in_time([makespan], scale)
+    return Simulation(
+        relation.spec, order, in_time(busy, scale), ends, makespan, relation, ran, comm, carried, scale
+    )  # fmt: skip
+
+
+def in_time(times: Iterable[float], scale: int) -> tuple[float, ...]:
+    """Return ticks in the unit of the costs, of which each has `scale`."""
+    return tuple(times) if scale == 1 else tuple(time / scale for time in times)
 
 
 def _step_ends(relation: Relation, ran: _Ran) -> tuple[float, ...]:

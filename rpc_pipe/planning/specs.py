@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ..dependency import ConfigError, Order, Spec, check_all, schedule_errors
+from ..dependency import ConfigError, Order, Spec, check, check_all, schedule_errors
 from ..dependency.declared import NO_PARAMETERS
 from ..dependency.parallelism import Parallelism
 from ..model.cut import cut
@@ -22,10 +22,14 @@ from ..schedules import SCHEDULES
 
 #: a schedule as `Pipeline` and the command line take it
 ScheduleLike = str | type[Spec]
-#: most forwards of a step: a worker lists its actions, the simulator lists all workers' actions
+#: most forwards of a worker in a step: it lists its actions
 MAX_FORWARDS = 20_000_000
-#: most forwards that are simulated, in 3 GB
+#: most stages: each is priced by itself
+MAX_STAGES = 1_000_000
+#: most forwards that are simulated action by action, in 3 GB
 MAX_SIMULATED = 1_000_000
+#: most forwards of which every worker's part is checked before a simulation
+MAX_CHECKED = 20_000
 #: options of the command line that are arguments of `Pipeline` by the same name
 _OF_PIPELINE = (
     "schedule", "schedule_options", "split", "order", "microbatch_order", "device", "seed", "members", "shard",
@@ -127,11 +131,23 @@ def make_spec(
         raise ConfigError(f"recompute {max(recomputed)}: schedule {name}{asked} has stages 0 to {num_stages - 1}")
     if num_stages < 1:
         raise ConfigError(f"schedule {name}{asked}: has {num_stages} stages; must be at least 1")
-    if num_stages * num_microbatches > MAX_FORWARDS:
+    if num_stages > MAX_STAGES:
+        raise ConfigError(f"schedule {name}{asked}: has {num_stages} stages; the most are {MAX_STAGES}")
+    a_worker = -(-num_stages // num_workers)
+    if a_worker * num_microbatches > MAX_FORWARDS:
         counted = "slices of microbatches" if len(parallelism.slices) > 1 else "microbatches"
-        forwards = f"{num_stages} stages times {num_microbatches} {counted}"
-        raise ConfigError(f"schedule {name}{asked}: {forwards} are more than {MAX_FORWARDS} forwards, the most")
+        forwards = f"{a_worker} stages times {num_microbatches} {counted}"
+        raise ConfigError(f"schedule {name}{asked}: {forwards} are more than {MAX_FORWARDS} forwards of a worker")
     return spec
+
+
+def check_some(spec: Spec) -> None:
+    """Check the part of every worker, of many forwards that of worker 0 alone: a run shows what cannot run.
+
+    Raises:
+        ScheduleError: a rule is broken.
+    """
+    check_all(spec) if spec.num_stages * spec.num_microbatches <= MAX_CHECKED else check(spec, 0)
 
 
 def _transformed(cls: type[Spec], name: str, recomputed: frozenset[int] | None, parallelism: Parallelism) -> type[Spec]:

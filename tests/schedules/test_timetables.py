@@ -36,7 +36,7 @@ def test_a_check_lists_a_worker_and_its_neighbours(name, monkeypatch):
             listed.add(worker)
             return super().timetable(worker)
 
-    _vee.slots.cache_clear()
+    _vee.timetable.cache_clear()
     check(Counting(num_workers=12, num_microbatches=24), 4)
     assert listed <= {3, 4, 5}
 

@@ -1,0 +1,104 @@
+"""The figures of a schedule of any size: by streams where these describe it, else by a simulation of every action.
+
+Loads without torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from ..dependency import Action, ConfigError, Order, Spec
+from ..schedules import name_of
+from ..system.garbage import uncollected
+from . import waves
+from .simulator import Cost, Link, Outcome, Simulation, in_time, simulate
+from .specs import MAX_SIMULATED
+from .streams import NotRegular, Streams
+from .ticks import ticks
+
+
+@dataclass(frozen=True)
+class Priced(Outcome):
+    """A simulated run without its actions. Times are in the unit of the costs."""
+
+    spec: Spec
+    order: Order
+    busy: tuple[float, ...]
+    step_ends: tuple[float, ...]
+    makespan: float
+    span: float
+    peak_activations: tuple[float, ...]
+    #: payloads between workers in a step
+    messages: int
+    num_actions: int
+    #: (source, target) of workers that send to each other
+    ways: frozenset[tuple[int, int]]
+    #: time that was not simulated moment by moment, as what repeats was added as a multiple
+    repeated: float
+
+
+def price(
+    spec: Spec,
+    cost: Cost,
+    *,
+    comm: float = 0,
+    order: Order | None = None,
+    steps: int = 1,
+    links: Mapping[tuple[int, int], Link] | None = None,
+    payload: Callable[[Action], float] | None = None,
+    uplinks: Mapping[int, float] | None = None,
+) -> Priced | Simulation:
+    """Return the figures that `simulate` finds for the same arguments, or its simulation.
+
+    Raises:
+        ConfigError: every action would have to be simulated, which are too many.
+        ScheduleError: the run cannot finish.
+    """
+    links, order = links or {}, order or spec.order
+    if not uplinks and all(link.bandwidth == float("inf") for link in links.values()):
+        try:
+            with uncollected():
+                return _priced(spec, cost, comm, order, steps, links)
+        except NotRegular:
+            pass
+    refuse_many(spec, steps, f"schedule {name_of(spec)}")
+    return simulate(spec, cost, comm=comm, order=order, steps=steps, links=links, payload=payload, uplinks=uplinks)
+
+
+def refuse_many(spec: Spec, steps: int, what: str) -> None:
+    """Refuse a simulation of each action that would take minutes, and more memory than most machines have.
+
+    Raises:
+        ConfigError: there are too many actions.
+    """
+    forwards = spec.num_stages * spec.num_microbatches * steps
+    if forwards > MAX_SIMULATED:
+        raise ConfigError(f"{what}: needs every action; {forwards} forwards are more than {MAX_SIMULATED}, the most")
+
+
+def _priced(
+    spec: Spec, cost: Cost, comm: float, order: Order, steps: int, links: Mapping[tuple[int, int], Link]
+) -> Priced:
+    of_stream = steps > 1 and not spec.synchronous
+    made = replace(spec, num_steps=steps) if of_stream else spec
+    streams = Streams(made, cost, fixed=order == "fixed", steps=1 if of_stream else steps)
+    costs = {piece.cost for stream in streams.streams for piece in stream.pieces}
+    late = {comm, *(link.latency for link in links.values())}
+    found = ticks([*costs, *late])
+    scale, exact = found or (1, {value: value for value in costs | late})
+
+    def latency(source: int, target: int) -> float:
+        link = links.get((source, target))
+        return exact[comm if link is None else link.latency]
+
+    run = waves.run(streams, exact, latency, exact=found is not None)
+    (makespan, span, repeated), size = (
+        in_time([run.makespan, run.span, run.repeated], scale),
+        sum(spec.parallelism.slices),
+    )
+    peaks = tuple(float(most) if size == 1 else most / size for most in run.peaks)
+    return Priced(
+        made, order, in_time(run.busy, scale), in_time(run.step_ends, scale), makespan, span, peaks,
+        streams.messages, streams.num_actions, streams.ways, repeated,
+    )  # fmt: skip

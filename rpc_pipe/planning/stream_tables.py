@@ -1,0 +1,79 @@
+"""Streams as arrays, and the counts that workers see of each other. Loads without torch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from .streams import Piece, Streams
+
+#: a moment or a slot that never comes
+NEVER = np.int64(2**62)
+Array = Any
+
+
+class Tables:
+    """Streams as arrays. Those of a lane (a resource of a worker) stand together, filled up with empty ones."""
+
+    def __init__(self, streams: Streams, costs: Mapping[float, float], latency: Callable[[int, int], Any]) -> None:
+        self.streams = streams
+        lanes: dict[tuple[int, str], list[int]] = {}
+        for number, stream in enumerate(streams.streams):
+            lanes.setdefault((stream.worker, stream.last.kind.resource), []).append(number)
+        self.width = max(map(len, lanes.values()))
+        self.num_lanes = len(lanes)
+        self.lane_worker = np.array([worker for worker, _ in lanes])
+        self.computes = np.array([resource == "compute" for _, resource in lanes])
+        #: place of each stream in the arrays
+        self.at = {n: lane * self.width + k for lane, own in enumerate(lanes.values()) for k, n in enumerate(own)}
+        size = self.num_lanes * self.width
+        self.stream: list[Any] = [None] * size
+        for number, place in self.at.items():
+            self.stream[place] = streams.streams[number]
+        self.costs, self._latency = costs, latency
+        #: after the streams' counts: one that is always enough, and counts of what has arrived elsewhere
+        self.always, self.num_counts = size, size + 1
+        self._counted: dict[tuple[int, int], int] = {}
+        #: time on the way -> count there, by stream
+        self.ways: dict[Any, list[list[int]]] = {}
+        #: by stream: the counts that its actions need, a column for each
+        sources: list[dict[tuple[int, int], int]] = [{} for _ in range(size)]
+        self.pieces: list[list[tuple[Piece, list[tuple[int, int, int]]]]] = [[] for _ in range(size)]
+        for place, stream in enumerate(self.stream):
+            own = sources[place]
+            for piece in stream.pieces if stream else ():
+                needs, times = [], Counter[int]()
+                for number, wanted, grows in piece.needs:
+                    count = self._count(number, stream.worker)
+                    needs.append((own.setdefault((count, times[count]), len(own)), wanted, grows))
+                    times[count] += 1
+                self.pieces[place].append((piece, needs))
+        self.columns = max(map(len, sources)) or 1
+        #: by count: the needs of it, as places in `_Moments.state`
+        needed: list[list[int]] = [[] for _ in range(self.num_counts)]
+        for place, own in enumerate(sources):
+            for (count, _), column in own.items():
+                needed[count].append(place * (self.columns + 2) + column)
+        self.needed = _padded(needed, size * (self.columns + 2))
+        self.sources = [[*(count for count, _ in own), *(self.columns - len(own)) * [self.always]] for own in sources]
+        self.channels = [(time, _padded(counts, self.num_counts)) for time, counts in self.ways.items()]
+
+    def _count(self, number: int, worker: int) -> int:
+        """Return which count `worker` sees of a stream."""
+        place, source = self.at[number], self.streams.streams[number].worker
+        time = 0 if source == worker else self._latency(source, worker)
+        if not time:
+            return place
+        if (place, worker) not in self._counted:
+            self._counted[place, worker] = self.num_counts
+            self.ways.setdefault(time, [[] for _ in self.stream])[place].append(self.num_counts)
+            self.num_counts += 1
+        return self._counted[place, worker]
+
+
+def _padded(rows: list[list[int]], filler: int) -> Array:
+    width = max(map(len, rows), default=0)
+    return np.array([row + [filler] * (width - len(row)) for row in rows], dtype=np.int64).reshape(len(rows), width)

@@ -1,0 +1,348 @@
+"""A simulation of streams: all workers at once, moment by moment, and what repeats only once.
+
+The same decisions as `simulator`'s, over arrays. At each moment the actions that end then are counted, and every idle
+worker chooses among the next actions of its streams. If all workers are as they were some moments before, but for the
+same growth of every count, then the moments between must come again, until a piece of a stream ends or an action that
+waits may begin: so as many repetitions are added at once. Loads without torch.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..dependency import RESOURCES, ScheduleError
+from .stream_tables import NEVER, Tables
+from .streams import Streams
+
+Array = Any
+
+
+class Figures(NamedTuple):
+    """The figures of a simulated run; times in ticks."""
+
+    #: by worker
+    busy: list[Any]
+    step_ends: list[Any]
+    makespan: Any
+    span: Any
+    #: by worker, the sizes of slices held at once
+    peaks: list[int]
+    #: time that was not simulated, as it repeats
+    repeated: Any
+
+
+def run(
+    streams: Streams, costs: Mapping[float, float], latency: Callable[[int, int], Any], exact: bool = True
+) -> Figures:
+    """Return the figures of a run.
+
+    Args:
+        costs: ticks of each cost.
+        latency: ticks from one worker to another.
+        exact: whether ticks are whole numbers; if they are rounded, nothing can be known to repeat.
+
+    Raises:
+        ScheduleError: the run cannot finish.
+    """
+    tables = Tables(streams, costs, latency)
+    moments = _Moments(tables, exact)
+    moments.run()
+    return moments.figures()
+
+
+#: what an earlier moment is known by
+_KEPT = "running", "until", "counts", "issued", "state", "piece", "live"
+
+
+class _Moments:
+    """The state of a run."""
+
+    def __init__(self, tables: Tables, exact: bool) -> None:
+        self._t, self._exact = tables, exact
+        # One lane more than there are stands for none; it is always busy.
+        lanes, needs = tables.num_lanes + 1, tables.columns
+        size, number = lanes * tables.width, np.int64 if exact else np.float64
+        streams = tables.stream + [None] * tables.width
+        self.now: Any = number(0)
+        self.counts: Array = np.zeros(tables.num_counts + 1, np.int64)
+        self.counts[tables.always] = NEVER
+        self.source = np.full((size, needs), tables.always)
+        self.source[: -tables.width] = tables.sources
+        #: by stream: what these must be, the slot, and how many actions are left of the piece; their growth
+        self.state: Array = np.zeros((size, needs + 2), np.int64)
+        self.grows: Array = np.zeros_like(self.state)
+        self.slot: Array = self.state[:, -2]
+        self.threshold, self.left = self.state[:, :-2], self.state[:, -1]
+        self.flat: Array = self.state.reshape(-1)
+        self.slot[:] = NEVER
+        self.loaded: Array
+        self.loaded, self.piece, self.step = np.zeros((3, size), np.int64)
+        #: by stream: how many of these counts are too small
+        self.unmet: Array = np.ones(size, np.int64)
+        self.cost: Array = np.zeros(size, number)
+        #: by lane and stream: the slots among which an idle worker chooses the least
+        self.keys = np.full((lanes, tables.width), NEVER)
+        held = np.array([s.last.kind.holds * s.size if s else 0 for s in streams])
+        self.taken, self.freed = np.maximum(held, 0), np.minimum(held, 0)
+        self.named = np.array([bool(s) and s.last.kind.per_microbatch for s in streams])
+        self.running, self.until = np.full(lanes, -1), np.full(lanes, NEVER, number)
+        self.running[-1] = size - 1
+        self.state[-tables.width :, 0] = -1
+        self.touched: Array = np.ones(lanes, bool)
+        self.first, self.last = np.full(lanes, NEVER, number), np.zeros(lanes, number)
+        self.live, self.high, self.peak, self.in_step = np.zeros((4, lanes), np.int64)
+        self.ends = np.zeros(
+            max(tables.streams.steps, tables.streams.spec.num_steps) + 1, number
+        )  # the last is of no step
+        self.queues: list[deque[tuple[Any, Array]]] = [deque() for _ in tables.channels]
+        takes_time = [any(tables.costs[piece.cost] for piece, _ in own) for own in tables.pieces]
+        begins = np.append(takes_time, np.zeros(tables.width, bool)) | self.named
+        self.unbegun = int(begins.reshape(lanes, -1).any(1).sum())
+        self.repeated: Any = 0
+        for place, own in enumerate(tables.pieces):
+            if own:
+                self._load(place)
+        self._look(np.arange(size))
+
+    @property
+    def issued(self) -> Array:
+        return self.loaded - self.left
+
+    def _load(self, place: int) -> None:
+        """Begin the next piece of a stream; behind the last nothing is chosen."""
+        pieces, number = self._t.pieces[place], self.piece[place]
+        if number == len(pieces):
+            self.state[place, :-2], self.slot[place] = 0, NEVER
+            return
+        piece, needs = pieces[number]
+        self.piece[place] += 1
+        self.loaded[place] += piece.count
+        self.cost[place], self.step[place] = self._t.costs[piece.cost], piece.step
+        state, grows = self.state[place], self.grows[place]
+        state[:-2], grows[:-2] = 0, 0
+        state[-2:], grows[-2:] = (piece.slot, piece.count), (piece.growth, -1)
+        for column, wanted, growth in needs:
+            state[column], grows[column] = wanted, growth
+
+    def _look(self, streams: Array) -> None:
+        """Note of some streams whether they have all that their next actions need."""
+        state = self.state.take(streams, 0)
+        short = self.counts.take(self.source.take(streams, 0)) < state[:, :-2]
+        slots = state[:, -2]
+        unmet = (slots == NEVER).astype(np.int64)
+        for each in short.T:
+            unmet += each
+        self.unmet[streams] = unmet
+        self.keys.ravel()[streams] = slots if self._t.streams.fixed else np.where(unmet, NEVER, slots)
+
+    def run(self) -> None:
+        moment = 0
+        befores: list[tuple[int, SimpleNamespace]] = []
+        while True:
+            self._begin()
+            if self._exact:
+                befores = self._compared(befores, moment)
+            moment += 1
+            soon = self.until.min(initial=NEVER)
+            for queue in self.queues:
+                if queue and queue[0][0] < soon:
+                    soon = queue[0][0]
+            if soon == NEVER:
+                break
+            self.now = soon
+            self._finish()
+        left = sum(s.count for s in self._t.stream if s) - int(self.issued.sum())
+        if left:
+            raise ScheduleError(f"deadlock: {left} actions cannot run; `dependency.check_all` says why")
+
+    def _compared(self, befores: list[tuple[int, SimpleNamespace]], moment: int) -> list[tuple[int, SimpleNamespace]]:
+        """Add what repeats since one of two earlier moments; return the moments to compare with next."""
+        for _, before in befores:
+            if np.array_equal(self.running, before.running) and (times := self._repeats(before)) > 0:
+                self._repeat(before, times)
+                befores = []
+        if not befores:
+            return [(moment + max(32, moment // share), self._note()) for share in (8, 2)]
+        return [
+            (moment + max(32, moment // share), self._note()) if until <= moment else (until, before)
+            for share, (until, before) in zip((8, 2), befores, strict=True)
+        ]
+
+    def _begin(self) -> None:
+        """Let idle workers choose."""
+        t = self._t
+        lanes = np.flatnonzero(self.touched & (self.running < 0))
+        if not lanes.size:
+            return
+        self.touched[lanes] = False
+        chosen = lanes * t.width + self.keys.take(lanes, 0).argmin(1)
+        good = self.unmet.take(chosen) == 0
+        lanes, chosen = lanes[good], chosen[good]
+        if not lanes.size:
+            return
+        cost = self.cost.take(chosen)
+        end = self.now + cost
+        self.running[lanes], self.until[lanes], self.in_step[lanes] = chosen, end, self.step.take(chosen)
+        takes_time = cost > 0
+        self.last[lanes[takes_time]] = end[takes_time]
+        if self.unbegun:
+            begun = lanes[takes_time | self.named.take(chosen)]
+            begun = begun[self.first.take(begun) == NEVER]
+            self.first[begun] = self.now
+            self.unbegun -= begun.size
+        live = self.live[lanes] = self.live.take(lanes) + self.taken.take(chosen)
+        self.high[lanes] = np.maximum(self.high.take(lanes), live)
+        state = self.state[chosen] = self.state.take(chosen, 0) + self.grows.take(chosen, 0)
+        for place in chosen[state[:, -1] == 0].tolist():
+            self._load(place)
+        self._look(chosen)
+
+    def _finish(self) -> None:
+        """Count what ends or arrives now."""
+        lanes = np.flatnonzero(self.until == self.now)
+        ended = self.running.take(lanes)
+        if ended.size:
+            self.running[lanes], self.until[lanes], self.touched[lanes] = -1, NEVER, True
+            self.counts[ended] += 1
+            self.ends[self.in_step[lanes]] = self.now
+            self.live[lanes] += self.freed.take(ended)
+            self._tell(ended)
+        for queue, (time, channels) in zip(self.queues, self._t.channels, strict=True):
+            if ended.size:
+                sent = channels[ended].ravel()
+                queue.append((self.now + time, sent[sent < self._t.num_counts]))
+            while queue and queue[0][0] == self.now:
+                _, arrived = queue.popleft()
+                self.counts[arrived] += 1
+                self._tell(arrived)
+
+    def _tell(self, counts: Array) -> None:
+        """Note which needs are met as these counts have grown by 1."""
+        needs = self._t.needed.take(counts, 0)
+        streams = needs[self.flat.take(needs) == self.counts.take(counts)[:, None]] // (self._t.columns + 2)
+        np.subtract.at(self.unmet, streams, 1)
+        ready = streams[self.unmet.take(streams) == 0]
+        self.keys.ravel()[ready] = self.slot.take(ready)
+        self.touched[ready // self._t.width] = True
+
+    # --- what repeats
+
+    def _note(self) -> SimpleNamespace:
+        self.peak, self.high = np.maximum(self.peak, self.high), self.live.copy()
+        kept = {name: getattr(self, name).copy() for name in _KEPT}
+        return SimpleNamespace(now=self.now, on_the_way=self._on_the_way(), **kept)
+
+    def _on_the_way(self) -> list[tuple[Any, bytes]]:
+        return [(time - self.now, sent.tobytes()) for queue in self.queues for time, sent in queue]
+
+    def _repeats(self, before: SimpleNamespace) -> int:
+        """Return how often the moments since `before` come again, at least."""
+        took, busy = self.now - before.now, self.running >= 0
+        busy[-1] = False
+        grown = self.issued - before.issued
+        moving = np.flatnonzero(grown)
+        # Of streams in another piece than before, as many must be left as then.
+        left = before.state[:, -1] - grown * (self.piece == before.piece)
+        if (
+            not moving.size
+            or not (self.until[busy] - before.until[busy] == took).all()
+            or not np.array_equal(self.left[moving], left[moving])
+            or self._on_the_way() != before.on_the_way
+        ):
+            return 0
+        counted = self.counts - before.counts
+        # What is needed has grown as what waits for it; else it is there in time, and was so all the time.
+        used = (self.threshold - before.state[:, :-2])[moving]
+        source = self.source[moving]
+        gained = counted[source] - used
+        room = before.counts[source] - before.state[moving, :-2] - used
+        if (room[gained > 0] < 0).any():
+            return 0
+        most = self._until_others(before, grown, counted)
+        if (gained < 0).any():
+            most = min(most, (room[gained < 0] // -gained[gained < 0]).min())
+        for place in moving.tolist() if most > 0 else ():
+            most = min(most, self._alike(place, before, grown[place], counted))
+        return int(most)
+
+    def _alike(self, place: int, before: SimpleNamespace, grown: Any, counted: Array) -> Any:
+        """Return how often a stream goes on as since `before`, by its pieces."""
+        pieces, now, then = self._t.pieces[place], int(self.piece[place]), int(before.piece[place])
+        if now == then:
+            return (self.left[place] - 1) // grown
+        shift, rest = self.slot[place] - before.state[place, -2], 0
+        gained = counted[self.source[place]].tolist()
+        for (piece, needs), (earlier, needed) in zip(pieces[now - 1 :], pieces[then - 1 :], strict=False):
+            same = replace(earlier, slot=earlier.slot + shift, needs=piece.needs) == piece
+            if not same or [(at, wanted + gained[at], grows) for at, wanted, grows in needed] != needs:
+                break
+            rest += piece.count if rest else int(self.left[place])
+        return (rest - 1) // grown
+
+    def _until_others(self, before: SimpleNamespace, grown: Array, counted: Array) -> Any:
+        """Return for how many repetitions no stream that stands still may begin, and lanes choose as before."""
+        shape = self.keys.shape
+        slot, moves = self.slot.reshape(shape), (grown > 0).reshape(shape)
+        by = (self.slot - before.state[:, -2]).reshape(shape)
+        most, least = np.where(moves, by, -1).max(1), np.where(moves, by, NEVER).min(1)
+        goes = moves.any(1)
+        if (most != least)[goes].any():
+            return 0
+        # Until a need is met that is not met yet.
+        missing, grows = self.threshold - self.counts[self.source] - 1, counted[self.source]
+        waits = np.where(missing < 0, -1, np.where(grows > 0, missing // np.maximum(grows, 1), NEVER)).max(1)
+        waits = waits.reshape(shape)
+        # Until the slots of the others have grown to its slot.
+        latest = np.where(moves, slot, -1).max(1)
+        overtaken = np.where(goes, (slot.T - latest - 1) // np.maximum(most, 1), -1).T
+        if self._t.streams.fixed:
+            head = slot == slot.min(1)[:, None]
+            rest = np.where(goes[:, None], overtaken, np.where(head, waits, NEVER))
+        else:
+            rest = np.maximum(waits, overtaken)
+        return np.where(~moves & (slot < NEVER), rest, NEVER).min()
+
+    def _repeat(self, before: SimpleNamespace, times: int) -> None:
+        """Add what repeats, so many times."""
+        shift, live = times * (self.now - before.now), self.live - before.live
+        pieces, state = self.piece - before.piece, self.state - before.state
+        same = pieces == 0
+        self.counts += times * (self.counts - before.counts)
+        self.left[same] += times * state[same, -1]
+        self.state[:, :-1] += times * state[:, :-1]
+        for place in np.flatnonzero(pieces).tolist():
+            first = int(self.piece[place])
+            self.piece[place] += times * pieces[place]
+            counts = [piece.count for piece, _ in self._t.pieces[place][first : int(self.piece[place])]]
+            self.loaded[place] += sum(counts)
+        self.until[self.running >= 0] += shift
+        self.until[-1] = NEVER
+        self.now += shift
+        self.repeated += shift
+        self.queues = [deque((time + shift, sent) for time, sent in queue) for queue in self.queues]
+        self.live += times * live
+        self.high += times * np.maximum(live, 0)
+        self._look(np.arange(self.slot.size))
+
+    def figures(self) -> Figures:
+        t, spec = self._t, self._t.streams.spec
+        busy: list[Any] = [0] * spec.num_workers
+        for stream in t.stream:
+            if stream and stream.last.kind.resource == RESOURCES[0]:
+                busy[stream.worker] += sum(piece.count * t.costs[piece.cost] for piece in stream.pieces)
+        first: dict[int, Any] = {}
+        last: dict[int, Any] = {}
+        peaks = [0] * spec.num_workers
+        held = np.maximum(self.peak, self.high).tolist()
+        for worker, begin, end, most in zip(t.lane_worker, self.first.tolist(), self.last.tolist(), held, strict=False):
+            first[worker] = min(first.get(worker, begin), begin)
+            last[worker] = max(last.get(worker, end), end)
+            peaks[worker] = max(peaks[worker], most)
+        span = max((end - first[worker] for worker, end in last.items() if end), default=0)
+        return Figures(busy, self.ends[:-1].tolist(), self.last.max().item(), span, peaks, int(self.repeated))
