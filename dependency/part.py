@@ -116,10 +116,12 @@ class Part:
         route_of = routes(spec)
         #: by shard, and by stage: the ends of its update
         updates: dict[Any, list[Action]] = {}
-        for action in self.number:
-            if action.kind is U or (action.kind is A and spec.parallelism.zero):
-                for key in (action.stage, action.index), action.stage:
-                    updates.setdefault(key, []).append(action)
+        for stage, kind, index in self.number:
+            if kind is U:
+                # A step that only adds up gradients takes no weights from their owners, the one before it may.
+                ends = [U(stage, index), A(stage, index)] if spec.parallelism.zero else [U(stage, index)]
+                for key in (stage, index), stage:
+                    updates.setdefault(key, []).extend(ends)
         for number, entry in enumerate(self.entries):
             stage, kind, index = entry.action
             if kind.way == 1:

@@ -133,7 +133,7 @@ class ReductionTree:
             return [node], [G(s, join_route(number, r, routes)) for s, r in holders if (s, r) != node]
         if kind is U:
             awaited = self.awaited(self.spec.place(*node))
-            sums = self.sums(*node, number)
+            sums = self._completing(*node, number)
             return ([], sums + awaited) if sums else ([node], awaited)
         if kind is P:
             return [], [self.update_of(action)]
@@ -155,8 +155,8 @@ class ReductionTree:
         first = [shard for shard in held if shard[1] == 0 or self.spec.parallelism.zero or self._reductions.commits]
         if self._reductions.validated:
             return [], below + [U(*shard) for shard in first]  # U has noted the norms before it freed the gradients
-        sums = [each for shard in first for each in self.sums(*shard)]
-        alone = [shard for shard in first if not self.sums(*shard)]
+        sums = [each for shard in first for each in self._completing(*shard)]
+        alone = [shard for shard in first if not self._completing(*shard)]
         return alone, below + list(dict.fromkeys(sums))
 
     def awaited(self, worker: int) -> list[Action]:
@@ -210,6 +210,14 @@ class ReductionTree:
         owners = ((piece.number, piece.owner) for piece in self.pieces(stage, step))
         return [S(owner[0], join_route(number, owner[1], self.spec.num_routes)) for number, owner in owners
                 if not self.spec.parallelism.zero or owner == (stage, route)]  # fmt: skip
+
+    def _completing(self, stage: int, route: int, step: int = 0) -> list[Action]:
+        """Return the exchange of gradients behind which a shard has those alone that its update takes.
+
+        With ZeRO gradients of parameters that others own have to leave first: the norm and the divisor are not theirs.
+        """
+        gives = self.given(G, stage, route, step) if self.spec.parallelism.zero else []
+        return self.sums(stage, route, step) + gives
 
     def given(self, kind: Kind, stage: int, route: int, step: int = 0) -> list[Action]:
         """Return what a replica gives: gradients to the owners of pieces (`G`), or as one sums (`S`) or parameters."""

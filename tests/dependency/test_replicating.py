@@ -7,7 +7,22 @@ import pytest
 from random_specs import random_spec
 from refusals import refused
 
-from rpc_pipe.dependency import B, ConfigError, F, PipeError, ScheduleError, check_all
+from rpc_pipe.dependency import (
+    NO_REDUCTIONS,
+    A,
+    B,
+    ConfigError,
+    F,
+    G,
+    N,
+    Part,
+    PipeError,
+    ScheduleError,
+    U,
+    check_all,
+    entries,
+    reduction_tree,
+)  # fmt: skip
 from rpc_pipe.dependency.parallelism import Parallelism
 from rpc_pipe.dependency.replicating import replicated
 from rpc_pipe.dependency.spec import overrides
@@ -172,3 +187,17 @@ def test_a_mistake_in_a_schedule_of_ones_own_names_the_method():
 
 def test_what_a_schedule_does_not_say_stays_unsaid():
     assert not overrides(replicated(OneFOneB, Parallelism(replicas=2)), "splits")
+
+
+def test_gradients_leave_before_their_norm_is_taken_and_weights_come_before_a_forward():
+    """With zero=1 a norm could count gradients of an owner elsewhere, which were then divided before they left.
+
+    And the forward behind a step that only adds up gradients did not wait for the weights of the update before it.
+    """
+    spec = make_spec("1f1b", 4, 8, {"replicas": 2, "zero": 1})
+    tree = reduction_tree(spec, NO_REDUCTIONS._replace(weight=True, norms=True, buckets=(1, 1)))
+    gives = set(tree.given(G, 1, 1))
+    assert gives <= set(tree.needs(N(1, 1))[1]) and gives <= set(tree.needs(U(1, 1))[1])
+    adding = NO_REDUCTIONS._replace(weight=True, updates=False)
+    part = Part(spec, 2, entries(spec, 2, reductions=adding))
+    assert A(1, 0) in part.inherited[0] and part.inherited[0][A(1, 0)] == part.inherited[0][U(1, 0)]
