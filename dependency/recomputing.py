@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator
 from typing import ClassVar
 
 from .action import Action
-from .errors import ConfigError
+from .crossings import refuse_kinds
 from .kinds import R
-from .spec import Spec, Transformation, overrides, transformed
+from .spec import Spec, Transformation, transformed
 
 
 def recomputing(base: type[Spec], stages: frozenset[int] | None) -> type[Spec]:
@@ -22,12 +22,7 @@ def recomputing(base: type[Spec], stages: frozenset[int] | None) -> type[Spec]:
         ConfigError: the schedule recomputes by itself, has updates that steps overtake, or adds kinds; in words
             that follow its name.
     """
-    if base.recompute:
-        raise ConfigError("recomputes by itself; leave it out")
-    if not base.synchronous:
-        raise ConfigError("lets steps overlap; only synchronous ones recompute")
-    if overrides(base, "actions"):
-        raise ConfigError("says by `actions` what is done with a microbatch; leave it out")
+    refuse_kinds("recompute", base)
     said = "all" if stages is None else "+".join(map(str, sorted(stages)))
     return transformed(Recomputing, base, f"recompute {said}", _recomputed=stages)
 

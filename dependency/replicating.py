@@ -18,12 +18,13 @@ from functools import cached_property
 from typing import ClassVar
 
 from .action import Action
+from .crossings import refuse_kinds
 from .declared import Order
 from .errors import ConfigError
 from .indexes import join_replica, join_slice, join_step, split_replica, split_route, split_slice, split_step
 from .kinds import F
 from .parallelism import Parallelism
-from .spec import Spec, Transformation, overrides, transformed
+from .spec import Spec, Transformation, transformed
 
 
 def replicated(base: type[Spec], parallelism: Parallelism) -> type[Spec]:
@@ -35,10 +36,7 @@ def replicated(base: type[Spec], parallelism: Parallelism) -> type[Spec]:
     """
     if parallelism.replicas == 1:
         return base
-    own_routes = overrides(base, "num_routes") or overrides(base, "averaging_pull")
-    if not base.synchronous and (base.update_every == "microbatch" or own_routes):
-        why = "after every microbatch" if base.update_every == "microbatch" else "its pipelines one after the other"
-        raise ConfigError(f"updates {why}, not all at once; take pipedream-2bw, or a synchronous one such as 1f1b")
+    refuse_kinds("replicas", base)
     parallelism = replace(parallelism, slices=base.parallelism.slices)
     zero, bucket, spread = parallelism.zero, parallelism.bucket, parallelism.spread
     said = f", zero {zero}" * (zero > 0) + f", bucket {bucket:g}" * (bucket != Parallelism.bucket)

@@ -26,6 +26,7 @@ from functools import cached_property
 from typing import ClassVar
 
 from .action import Action
+from .crossings import refuse_kinds
 from .declared import Order
 from .errors import ConfigError
 from .indexes import join_slice, slice_in, split_slice
@@ -46,14 +47,7 @@ def sliced(base: type[Spec], sizes: tuple[int, ...]) -> type[Spec]:
     Raises:
         ConfigError: the schedule cannot be sliced, and why, in words that follow its name.
     """
-    for why_not, is_so in {
-        "has several replicas of every stage": overrides(base, "num_routes"),
-        "recomputes by itself": base.recompute,
-        "says by `actions` what is done with a microbatch": overrides(base, "actions"),
-        "splits some backwards and others not": overrides(base, "splits"),
-    }.items():
-        if is_so:
-            raise ConfigError(f"{why_not}; 1f1b, zb-h1 and zb-v can be sliced")
+    refuse_kinds("slices", base)
     return transformed(
         Sliced, base, f"slices {'+'.join(map(str, sizes))}", parallelism=Parallelism(slices=sizes), whole=base
     )

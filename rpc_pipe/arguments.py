@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from .dependency import ConfigError, Disagreement, PipeError, ScheduleError, Spec, WorkerFailure, refuse_below
+from .dependency.crossings import refuse_together
 from .model.shard_maker import refuse_sums
-from .model.sharding import Sharing
 from .planning.specs import MICROBATCH_ORDERS
 from .schedules import name_of
 from .workers.compute.updating import Training
@@ -97,7 +97,7 @@ def refuse_options(order: object, stall_s: object, num_workers: object, num_micr
         raise ConfigError(f"order {order!r}: must be ready or fixed, or None for the schedule's own")
 
 
-def _refuse_training(loss_fn: object, training: Training) -> None:
+def refuse_training(loss_fn: object, training: Training) -> None:
     """Refuse factories that cannot be called, objects in their place, and impossible numbers."""
     optimizer: object = training.optimizer
     lr_scheduler: object = training.lr_scheduler
@@ -131,28 +131,11 @@ def _refuse_training(loss_fn: object, training: Training) -> None:
         raise ConfigError(f"grad_scaler {scaler!r}: must be a torch.amp.GradScaler, which says how the scale begins")
 
 
-def refuse_untrainable(spec: Spec, loss_fn: object, training: Training, sharing: Sharing) -> None:
-    """Refuse training options that are impossible, or that the schedule or members of a worker cannot honour."""
-    _refuse_training(loss_fn, training)
-    sharing.refuse(spec, training)
-    if training.log_grad_norm and not spec.takes_steps:
-        raise ConfigError(
-            f"log_grad_norm: schedule {name_of(spec)} updates stage by stage, so no gradients of a whole step have a "
-            "norm; leave it out"
-        )
-    for name in ("accumulate", "grad_scaler", "deferred_batch_norm"):
-        if not spec.synchronous and getattr(training, name) != getattr(Training, name):
-            raise ConfigError(f"{name}: schedule {name_of(spec)} updates stage by stage; use a synchronous one")
-
-
 def refuse_shared(spec: Spec, shared: Mapping[str, Sequence[int]]) -> None:
     """Refuse weights of several stages in asynchronous schedules, where these update at different times."""
     if shared and not spec.synchronous:
-        stages = next(iter(shared.values()))
-        raise ConfigError(
-            f"schedule {name_of(spec)}: stages {', '.join(map(str, stages))} share weights, but each updates its "
-            "own at another time; use a synchronous schedule, such as 1f1b, or do not tie the weights"
-        )
+        stages = ", ".join(map(str, next(iter(shared.values()))))
+        refuse_together({"asynchronous": f"schedule={name_of(spec)}", "shared weights": f"weights of stages {stages}"})
 
 
 def settle_plan(plan: PlanLike | None, settings: Settings) -> Settings:

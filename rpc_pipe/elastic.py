@@ -19,7 +19,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from .checkpoints.newcomer import Journal, Repetition
-from .dependency import ConfigError, EpochEnds, PeerLost, PipeError, Spec, Stalled, ends_epoch
+from .dependency import EpochEnds, PeerLost, PipeError, Stalled, ends_epoch
 from .heir import Heir
 from .launching import epoch_boards, epochs
 from .launching import launcher_link as link
@@ -27,7 +27,6 @@ from .launching.job import Job
 from .launching.joining import drop, join
 from .launching.meeting_place import place_of, root_of
 from .model.batches.accumulated import Accumulated
-from .schedules import name_of
 from .system.at_exit import at_exit
 from .workers.actor import WorkerActor
 from .workers.compute.result import Result
@@ -36,31 +35,8 @@ from .workers.surviving import completed
 if TYPE_CHECKING:
     from .model.shard_maker import ShardMaker
     from .session import Session
-    from .workers.compute.updating import Training
 
 R = TypeVar("R")
-
-
-def refuse_inelastic(spec: Spec, job: Job, training: Training) -> None:
-    """Refuse a job that cannot go on without a worker.
-
-    Raises:
-        ConfigError: and why.
-    """
-    if job.transport != "zmq":
-        raise ConfigError(f"transport={job.transport}: begins once in the life of a process; with --elastic take zmq")
-    if not link.present():
-        raise ConfigError("--elastic: torchrun ends all workers when one dies; start the job by rpc-pipe run")
-    if job.members > 1:
-        raise ConfigError(f"members={job.members}: --elastic replaces no worker of several; leave members out")
-    if spec.num_routes == 1:
-        raise ConfigError("replicas=1: --elastic needs the weights of a dead worker on another one; take 2 or more")
-    if not spec.synchronous:
-        raise ConfigError(f"schedule={name_of(spec)}: its steps overlap; with --elastic take another one, as 1f1b")
-    if spec.parallelism.zero:
-        raise ConfigError("zero=1: an optimizer state would die with its one worker; with --elastic leave zero out")
-    if training.post_validation:
-        raise ConfigError("post_validation=True: updates come before all have committed; with --elastic leave it out")
 
 
 def _next_epoch(error: PipeError) -> epochs.Roster:

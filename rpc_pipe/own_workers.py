@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from .elastic import Recovery
     from .model.shard_maker import ShardMaker
     from .session import Session
-    from .workers.compute.updating import Training
 
 
 def checked_workers(spec: Spec, job: Job | None) -> list[int]:
@@ -51,17 +50,12 @@ def make_actors(
     return [WorkerActor(*parts, {}, max_grad_norm=max_grad_norm, stall_s=stall_s) for parts in made]
 
 
-def elasticity(spec: Spec, job: Job | None, training: Training) -> Callable[[Session, ShardMaker], Recovery] | None:
-    """Return the call that makes an elastic job's recovery when shards are made; None: the job is not elastic.
-
-    Raises:
-        ConfigError: it cannot go on without a worker.
-    """
+def elasticity(job: Job | None) -> Callable[[Session, ShardMaker], Recovery] | None:
+    """Return the call that makes an elastic job's recovery when shards are made; None: the job is not elastic."""
     if job is None or not job.elastic:
         return None
-    from .elastic import Recovery, refuse_inelastic  # few jobs are
+    from .elastic import Recovery  # few jobs are
 
-    refuse_inelastic(spec, job, training)
     if job.shapes is None:
         return partial(Recovery, job)
     from .morphing import Morphing

@@ -17,7 +17,7 @@ from .arguments import (
     compile_options,
     make_ordering,
     refuse_options,
-    refuse_untrainable,
+    refuse_training,
     settle_plan,
     settle_training,
     shown_plainly,
@@ -36,6 +36,7 @@ from .model.batches.step_inputs import StepEnd
 from .model.shard_maker import Model, make_partition
 from .model.sharding import ShardFn, settle_sharing
 from .own_workers import checked_workers, elasticity, make_actors
+from .planning.features import refuse_job
 from .planning.specs import ScheduleLike, make_spec
 from .session import Session
 from .workers.actor import WorkerActor
@@ -141,15 +142,16 @@ class Pipeline(Inspected):
         settings = overrides.current.over(settle_plan(plan, overrides.Settings(*said, *more)))
         schedule, schedule_options, num_microbatches, num_workers, split, order, device, seed, transport = settings[:9]
         self._plan, microbatch_order = settings[9:11]
-        sharing = settle_sharing(*settings[11:14], microbatch_order)
+        sharing = settle_sharing(*settings[11:14])
         job, self.num_workers = own_part(transport, num_workers, sharing.count)
         refuse_options(order, stall_s, self.num_workers, num_microbatches, seed)
         spec = make_spec(schedule, self.num_workers, sharing.microbatches(num_microbatches), schedule_options)
-        refuse_untrainable(spec, loss_fn, training, sharing)
+        refuse_training(loss_fn, training)
+        refuse_job(spec, sharing, order, training, job, link.present())
         workers = checked_workers(spec, job)
         partition = make_partition(model, loss_fn, spec.num_stages, split, training, blocks=blocks, seed=seed)
         ordering = make_ordering(microbatch_order, asked, microbatch_cost, is_called=partition.whole is not None)
-        end = StepEnd(spec, training, commits=(recover := elasticity(spec, job, training)) is not None)
+        end = StepEnd(spec, training, commits=(recover := elasticity(job)) is not None)
         actors = make_actors(job, workers, device, training.max_grad_norm, stall_s)
         self._compile = compile_options(settings.compile, on_host=actors[0].backend.in_step)
         self._session = Session(

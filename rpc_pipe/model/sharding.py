@@ -11,14 +11,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ..dependency import ConfigError, Order, Spec
+from ..dependency import ConfigError, Order
 from ..dependency.parallelism import FSDP
 
 if TYPE_CHECKING:
     from torch import nn
 
     from ..workers.compute.slices import Divide
-    from ..workers.compute.updating import Training
 
 logger = logging.getLogger(__name__)
 
@@ -53,13 +52,7 @@ class Sharing:
         return self.count if rows is True else rows or 1
 
     def order(self, asked: Order | None, usual: Order) -> Order:
-        """Return the order of actions.
-
-        Raises:
-            ConfigError: members cannot run in the order asked for.
-        """
-        if self.count > 1 and asked == "ready":
-            raise ConfigError(f'order="ready" members={self.count}: members need one order; leave order out')
+        """Return the order of actions."""
         return "fixed" if self.count > 1 else asked or usual
 
     def microbatches(self, count: int) -> int:
@@ -71,21 +64,6 @@ class Sharing:
         if count % self.planes:
             raise ConfigError(f"num_microbatches={count} members={self.count}: each takes as many; take a multiple")
         return count // self.planes
-
-    def refuse(self, spec: Spec, training: Training | None = None) -> None:
-        """Refuse what members cannot do.
-
-        Raises:
-            ConfigError: a schedule or an option is of that kind.
-        """
-        if self.count == 1:
-            return
-        if not spec.takes_steps or not spec.synchronous:
-            raise ConfigError(f"members={self.count}: members meet in one update a step; take a synchronous schedule")
-        options = {"slices": len(spec.parallelism.slices) > 1}
-        options |= {name: bool(getattr(training, name, False)) for name in ("deferred_batch_norm", "post_validation")}
-        for name in [name for name, is_given in options.items() if is_given]:
-            raise ConfigError(f"members={self.count} {name}: not both; leave {name} out")
 
     def divide(self, mesh: Any) -> Divide:
         """Return the function that divides a layer or block among the members of a mesh."""
@@ -118,7 +96,7 @@ class Sharing:
         return lambda module, name, model: function(module, mesh)
 
 
-def settle_sharing(members: int, shard: str | ShardFn | None, reduce: str, microbatch_order: str = "given") -> Sharing:
+def settle_sharing(members: int, shard: str | ShardFn | None, reduce: str) -> Sharing:
     """Return how members share stages.
 
     Raises:
@@ -134,6 +112,4 @@ def settle_sharing(members: int, shard: str | ShardFn | None, reduce: str, micro
         if shard is not None:
             logger.warning("shard=%s: divides nothing, as each worker is one process; add members=2", shard)
         return Sharing()  # the same script runs on one process a worker
-    if microbatch_order != "given":
-        raise ConfigError(f"members={members} microbatch_order={microbatch_order}: not both; leave the order out")
     return Sharing(members, shard, reduce == "microbatch")

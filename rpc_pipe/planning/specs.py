@@ -19,6 +19,7 @@ from ..dependency.parallelism import Parallelism
 from ..model.cut import cut
 from ..model.sharding import Sharing
 from ..schedules import SCHEDULES
+from .features import refuse_job
 
 #: a schedule as `Pipeline` and the command line take it
 ScheduleLike = str | type[Spec]
@@ -288,6 +289,5 @@ class PipeOptions:
         """
         sharing, workers = Sharing(self.members, self.shard), workers_of(self.workers, self.members)
         spec = make_spec(self.schedule, workers, sharing.microbatches(self.microbatches), self.schedule_options)
-        sharing.order(self.order, spec.order)
-        sharing.refuse(spec)
+        refuse_job(spec, sharing, self.order)
         return spec

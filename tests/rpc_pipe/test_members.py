@@ -312,8 +312,6 @@ def test_impossible_members_are_refused(options):
 
 def test_members_are_processes_that_take_actions_in_one_order():
     sharing = settle_sharing(2, "fsdp", "step")
-    with refused("order"):
-        sharing.order("ready", "ready")
     assert sharing.order(None, "ready") == "fixed"
     with refused("num_microbatches"):
         sharing.microbatches(5)

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from ...dependency import (
     NO_REDUCTIONS,
-    BatchError,
     Order,
     Part,
     Reductions,
@@ -31,9 +30,6 @@ class StepEnd:
         training: its `post_validation` decides whether updates may precede the norm of all gradients (and be undone);
             None: the schedule's choice.
         commits: whether no worker updates before all hold the needs of their updates, so that a step can be undone.
-
-    Raises:
-        BatchError: post-validation is wanted and impossible.
     """
 
     def __init__(self, spec: Spec, training: Training, commits: bool = False) -> None:
@@ -41,11 +37,6 @@ class StepEnd:
         scaled = training.grad_scaler is not None and training.grad_scaler.is_enabled()
         self._max_norm, self._accumulate = max_grad_norm, training.accumulate
         possible = spec.synchronous and training.measures_norm and not scaled and not spec.parallelism.zero
-        if post_validation and not possible:
-            raise BatchError(
-                "post_validation: needs max_grad_norm or log_grad_norm, a synchronous schedule, and neither "
-                "grad_scaler nor zero; leave it out"
-            )
         asked = spec.post_validation if post_validation is None else post_validation
         self._validates = possible and not commits and asked
         #: how parameters that several hold are divided into pieces; known when the model has been cut
