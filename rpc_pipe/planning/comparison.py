@@ -17,7 +17,6 @@ from ..dependency import (
     R,
     Spec,
     W,
-    check_all,
     worker_staleness,
     worker_weight_copies,
 )
@@ -25,16 +24,20 @@ from ..dependency.parallelism import REPLICAS
 from ..model.cut import cut
 from ..system.sizes import format_bytes
 from .footprint import Size, num_messages, peak_bytes, weight_bytes
+from .parallel import in_parallel
 from .plan import schedule_label
 from .profile import SUMMED, TIMED, Chain, LayerCost
 from .relation import Relation
 from .search import VARIANTS
-from .simulator import Cost, simulate
+from .simulator import Cost, Simulation, simulate
 from .slice_costs import SliceCosts
-from .specs import make_spec
+from .specs import check_some, make_spec
+from .steady import Priced, price
 
 #: number of steps that are simulated in sequence for the time of a step in a stream
 _STEPS = 4
+#: forwards of a worker's share from which on schedules are priced by several processes
+_MANY = 4096
 
 
 @dataclass(frozen=True)
@@ -148,25 +151,26 @@ def compare(
         run: `comm` and `order`, as of `simulate`.
     """
     variants = [*VARIANTS, also] if also and also not in VARIANTS else VARIANTS
-    rows = []
-    for name, own in variants:
+
+    def row(number: int) -> Row:
+        name, own = variants[number]
         parameters = {**own, **replicas}
         try:
             spec = make_spec(name, model.num_workers, num_microbatches, parameters, slices)
             lengths, by_microbatch = unequal(spec)
             stages = model.stages(spec.num_stages)
-            check_all(spec)
+            check_some(spec)
             if members > 1 and not (spec.synchronous and spec.takes_steps):
                 raise ConfigError("members meet in one update a step")
             cost = _cost(spec, stages, attention, by_microbatch)
+            found = _row(name, parameters, spec, lengths, stages if model.sizes else None, cost, run)
         except PipeError as error:
-            rows.append(Row(name, parameters, refused=str(error)))
-        else:
-            row = _row(name, parameters, spec, lengths, stages if model.sizes else None, cost, run)
-            needs = row.peak_memory
-            refused = f"needs {format_bytes(needs)}" if limit is not None and needs and needs > limit else ""
-            rows.append(replace(row, refused=refused))
-        tell(len(rows) / len(variants))
+            return Row(name, parameters, refused=str(error))
+        needs = found.peak_memory
+        return replace(found, refused=f"needs {format_bytes(needs)}" if limit and needs and needs > limit else "")
+
+    many = model.num_workers * num_microbatches > _MANY
+    rows = in_parallel(row, len(variants), tell, cores=None if many else 1)
     return sorted(rows, key=lambda row: (bool(row.refused), not row.synchronous, row.makespan, row.peak_activations))
 
 
@@ -184,18 +188,22 @@ def _row(
     cost: Cost,
     run: Any,
 ) -> Row:
-    result, workers = simulate(Relation(spec, lengths=lengths), cost, **run), range(spec.num_workers)
-    sizes = None if stages is None else [stage.size for stage in stages]
+    workers, sizes = range(spec.num_workers), None if stages is None else [stage.size for stage in stages]
+    result: Priced | Simulation
+    if sizes is None:
+        result = price(spec, cost, **run)
+    else:
+        result = simulate(Relation(spec, lengths=lengths), cost, **run)
     return Row(
         name,
         parameters,
         result.order,
         result.makespan,
-        simulate(spec, cost, steps=_STEPS, **run).step_time,
+        price(spec, cost, steps=_STEPS, **run).step_time,
         result.bubble,
         max(result.peak_activations) * spec.num_workers / spec.num_stages,
-        None if sizes is None else max(peak_bytes(result, sizes)),
-        num_messages(result),
+        max(peak_bytes(result, sizes)) if sizes and isinstance(result, Simulation) else None,
+        num_messages(result) if isinstance(result, Simulation) else result.messages,
         spec.synchronous,
         [worker_staleness(spec, worker) for worker in workers],
         [worker_weight_copies(spec, worker) for worker in workers],

@@ -30,7 +30,7 @@ MAX_STAGES = 1_000_000
 #: most forwards that are simulated action by action, in 3 GB
 MAX_SIMULATED = 1_000_000
 #: most forwards of which every worker's part is checked before a simulation
-MAX_CHECKED = 20_000
+MAX_CHECKED = 5_000
 #: options of the command line that are arguments of `Pipeline` by the same name
 _OF_PIPELINE = (
     "schedule", "schedule_options", "split", "order", "microbatch_order", "device", "seed", "members", "shard",

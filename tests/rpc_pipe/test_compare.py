@@ -14,6 +14,7 @@ from bench.measured_layers import measure_layers
 from rpc_pipe.commands.compare import table
 from rpc_pipe.commands.main import main
 from rpc_pipe.dependency import B, F, I, R, W
+from rpc_pipe.planning import comparison
 from rpc_pipe.planning.comparison import ModelCosts, compare, complete_costs, verdict
 from rpc_pipe.planning.footprint import Size, num_messages, peak_bytes
 from rpc_pipe.planning.search import VARIANTS
@@ -104,6 +105,13 @@ def test_how_much_is_done_is_told_after_each_schedule():
     told = []
     compare(ModelCosts(2, [COST]), 2, tell=told.append)
     assert len(told) == len(VARIANTS) and told == sorted(told) and told[-1] == 1
+
+
+def test_several_processes_price_what_one_prices(monkeypatch):
+    """`compare --workers 64 --microbatches 256` had done 64 % after 280 s, on one core."""
+    alone = compare(ModelCosts(4, [COST]), 6)
+    monkeypatch.setattr(comparison, "_MANY", 0)
+    assert compare(ModelCosts(4, [COST]), 6) == alone
 
 
 def test_what_does_not_fit_is_left_out():
