@@ -42,6 +42,7 @@ def _measured(
     pair = None if metric is None else session.partition.pair_for_metric
     cut = session.cut(batch, microbatches, pair, whole=True)
     if session.results.behind:
+        cut.finished()
         return session.results.evaluated()
     result = session.evaluate(cut, metric)
     found = result.measured

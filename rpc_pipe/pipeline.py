@@ -207,6 +207,7 @@ class Pipeline(Inspected):
         cut = self._session.cut(batch, microbatches)
         if self.replaying:
             loss, self._stopped = self.checkpoints.skip_step(label_of(batch), self.actors, cut.rows)
+            cut.finished()  # the loader's position goes on
             return loss
         return self._record(self._session.run(cut, train=True), label_of(batch))
 

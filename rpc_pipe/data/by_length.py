@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import islice
 from typing import Any
 from zlib import crc32
@@ -27,7 +27,7 @@ _A_STAGE = 4
 
 
 def batches_by_length(
-    rows: Iterable[Row],
+    rows: Iterable[Row] | Mapping[str, Sequence[Any]],
     *,
     batch: int,
     most_tokens: int,
@@ -44,6 +44,8 @@ def batches_by_length(
     targets) must return (sum, weight) for the same.
 
     Args:
+        rows: dicts of lists of numbers or tensors, or (inputs, targets); or a dict of lists of all rows, as a tokenizer
+            gives.
         batch: rows of a step; the last batch may have fewer.
         most_tokens: of a microbatch, padding included: the limit of memory.
         num_stages: of the pipeline.
@@ -56,6 +58,8 @@ def batches_by_length(
         ConfigError: a row has more tokens than `most_tokens`.
     """
     refuse_below(1, batch=batch, most_tokens=most_tokens, num_stages=num_stages)
+    if isinstance(rows, Mapping):  # a list of rows by each name, as a tokenizer gives
+        rows = map(dict, map(partial(zip, list(rows)), zip(*rows.values(), strict=True)))
     how, each = LengthNeeds(num_stages, least, 1), iter(rows)
     while taken := list(islice(each, batch)):
         lengths = tuple(_length(row, number) for number, row in enumerate(taken))

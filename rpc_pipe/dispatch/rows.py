@@ -24,6 +24,8 @@ class WorkerRow:
     """The statistics of a worker."""
 
     worker: int
+    #: its number for the system
+    process: str
     state: str
     action: str
     stages: str
@@ -70,6 +72,7 @@ def _row(view: View, worker: int, records: list[Any], idle_share: float) -> Work
         waits_for = "the result" if live.missing is None else f"{live.missing} of {live.peer}"
     return WorkerRow(
         worker=worker,
+        process=view.headers[worker]["process"].partition("/")[0],
         state="gone" if worker in view.latest.gone and live.state is not State.LEFT else STATES[live.state],
         action=str(live.action) if live.state is State.RUNNING else "",
         stages=",".join(map(str, sorted({stage for stage, *_ in view.headers[worker]["shards"]}))),

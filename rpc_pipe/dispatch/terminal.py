@@ -79,13 +79,15 @@ class Screen:
 
     def _table(self, rows: list[WorkerRow], width: int) -> Table:
         table = Table(box=None, padding=(0, 1, 0, 0), width=width, header_style="dim", show_edge=False)
-        for name in ("worker", "state", "stage", "step", "ms/act", "idle", "waits for", "since", "peak MB", "out"):
+        figures = "stage", "step", "ms/act", "idle", "waits for", "since", "peak MB", "out"
+        for name in ("worker", "process", "state", *figures):
             right = name not in ("state", "waits for")
             table.add_column(name, justify="right" if right else "left", no_wrap=True, overflow="ellipsis")
         for row in rows:
             colour = _COLOURS.get(row.state, "")
             table.add_row(
                 str(row.worker),
+                row.process,
                 Text(f"{row.state} {row.action}".strip(), style=colour),
                 row.stages,
                 str(row.step),

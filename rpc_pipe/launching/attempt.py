@@ -100,7 +100,7 @@ class Attempt:
         #: workers' reports that may be due to another worker
         self._consequences: dict[int, Cause] = {}
         self._failed_at = self._looked_at = self._joining_at = 0.0
-        self._told_stall = self._told_joining = False
+        self._told_stall = self._told_joining = self._told_first = False
         #: whether the layout has been printed
         self.told_layout = False
         #: the started processes
@@ -349,6 +349,9 @@ class Attempt:
         if not (self.told_layout or self._ended or self._done) and (told := layout(self._view.headers)):
             self.told_layout = True
             self._reporter.text(told)
+        if self._view.first_step_line and not self._told_first:
+            self._told_first = True
+            self._reporter.text(self._view.first_step_line)
         if self._view.stalled and not self._told_stall:
             self._reporter.roll_call(self._view.roll_call(), self._view.hanging(self._boards)[1])
         self._told_stall = self._view.stalled

@@ -100,6 +100,7 @@ def hold_leash() -> None:
     parent is only a thread of the launcher that ends.
     """
     ctypes.CDLL(None).prctl(1, signal.SIGCONT)  # PR_SET_PDEATHSIG of prctl(2)
+    ctypes.CDLL(None).prctl(15, f"worker {os.environ.get('RANK')}".encode())  # PR_SET_NAME, which top and ps show
     # A separate descriptor, because a script may close the other.
     args = os.dup(_own_end()), Path(os.environ[FOLDER])
     threading.Thread(target=_follow, args=args, name="leash", daemon=True).start()

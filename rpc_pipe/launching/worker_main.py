@@ -46,8 +46,12 @@ def _failed(error: BaseException) -> int:
     wrong_input = (ConfigError, ScheduleError)
     # The cause is an error in the configuration that only computing has shown.
     wrong = error.__cause__ if isinstance(error, PipeError) and not isinstance(error, wrong_input) else error
+    here = Path(__file__).parents[1]
     if isinstance(wrong, wrong_input):
-        link.tell(kind="wrong input", text=str(wrong))
+        places = traceback.extract_tb(error.__traceback__)
+        own = [each for each in places if here not in Path(each.filename).parents and each.filename[0] != "<"]
+        where = f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
+        link.tell(kind="wrong input", text=f"{wrong}{where}")
         return WRONG_INPUT
     if isinstance(error, PipeError):
         link.tell(kind="failure", error=type(error).__name__, text=str(error.args[0]))
@@ -56,7 +60,6 @@ def _failed(error: BaseException) -> int:
         well = isinstance(error, SystemExit) and error.code in (None, 0)
         if well or link.stopping() or not link.present():
             raise error
-    here = Path(__file__).parents[1]
     frames = leading_to_user(error, lambda file: file == "<frozen runpy>" or here in Path(file).parents)
     text = shortened("".join(traceback.format_exception(type(error), error, frames)), MOST_TRACEBACK)
     link.tell(kind="failure", error=type(error).__name__, text=text)

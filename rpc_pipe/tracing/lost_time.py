@@ -86,7 +86,11 @@ class LostTime:
 
 
 def attribute_lost_time(
-    trace: Trace, shards: Sequence[Sequence[Sequence[int]]], cores: int | None = None, one_process: bool = False
+    trace: Trace,
+    shards: Sequence[Sequence[Sequence[int]]],
+    cores: int | None = None,
+    one_process: bool = False,
+    core_wait: float = 0.0,
 ) -> LostTime:
     """Attribute the time of a step of `trace`, which should have several steps.
 
@@ -95,16 +99,23 @@ def attribute_lost_time(
             equally long.
         cores: cores of the machine, if all workers compute on the CPU of one machine.
         one_process: whether the workers are threads of one process, which take turns.
+        core_wait: share of the time in which a worker could have run and had no core, by the kernel.
     """
-    return _Case(trace, shards, cores, one_process).lost()
+    return _Case(trace, shards, cores, one_process, core_wait).lost()
 
 
 class _Case:
     def __init__(
-        self, trace: Trace, shards: Sequence[Sequence[Sequence[int]]], cores: int | None, one_process: bool
+        self,
+        trace: Trace,
+        shards: Sequence[Sequence[Sequence[int]]],
+        cores: int | None,
+        one_process: bool,
+        core_wait: float,
     ) -> None:
         self._spec, self._usual, self._step_ms = trace.spec, trace.cost(), trace.step_ms
         self._numbers = trace.numbers or range(trace.spec.num_workers)
+        self._core_wait_ms = core_wait * trace.step_ms
         self._records = [trace.steps[step] for step in sorted(trace.steps)]
         #: of the last steps, the length of each microbatch relative to the median of all; empty: they are equal
         self._lengths = trace.lengths(_STEPS)
@@ -172,6 +183,8 @@ class _Case:
         if cause == "data":
             worker, waits = _largest(self._waits)
             what, advice = _DATA[lost.data_cause]
+            if not lost.data_cause and (self._crowded is not None or self._core_wait_ms > _KNOWN * waits):
+                advice = "processes on fewer cores take turns, the script's own work between steps, too"
             return f"worker {self._numbers[worker]} waits {waits:.1f} ms for data between steps ({what})", advice
         if self._one_process:
             what = "the workers are threads of one process and take turns"
@@ -182,6 +195,9 @@ class _Case:
             # A worker that waits for a core looks slow, and so does a link to it: which one changes from run to run.
             workers = self._spec.num_workers
             return "the workers wait for a core", f"{workers} workers share {self._crowded} cores of one machine"
+        if cause != "imbalance" and self._core_wait_ms > _KNOWN * lost.parts[cause]:
+            share = _percent(self._core_wait_ms / self._step_ms)
+            return f"a worker waits for a core in {share} of the time", "other programs hold the cores"
         if cause == "slow worker":
             worker, times = _largest(self._slowness)
             what = f"worker {self._numbers[worker]} takes {times:.1f} x as long as others for stages of the same form"
@@ -212,7 +228,8 @@ class _Case:
         a_step = sum(long) / len(self._records) / self._spec.num_workers
         if a_step > lost_ms * _KNOWN:
             what = f"{len(long)} of {len(lengths)} actions took more than {_LONG} x their usual time"
-            if any(record.observations for records in self._records for record in records):
+            first, last = ({r.worker: r.observations for r in self._records[at]} for at in (0, -1))
+            if any(last[worker] > first[worker] for worker in last):  # not in the first look at a model
                 return what, "new shapes are looked at once: pad sequences to a few lengths"
             return what, "other programs ran on the cores, or memory was short"
         typical, count = median(usual for _, usual in lengths), len(lengths) // len(self._records)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import socket
 import time
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,7 @@ from typing import Any
 from ..dependency import Spec
 from ..drawing.timeline import row_names
 from ..workers.hooks import StepRecord
+from . import run_folders
 from .board import State
 from .boards import RunBoards, RunUpdate
 from .listed_relation import spec_of_listings
@@ -82,7 +84,9 @@ RECENT = 8
 _ATTRIBUTE_EVERY_S = 2.0
 #: a stall: nothing has finished for this many seconds, and this many times a usual step
 _STALL_S, _STALL_STEPS = 10.0, 10
-#: factor of both if no worker has been called
+#: ns of training from which waits for cores are known
+_LEAST_NS = 5 * 10**8
+#: factor of both if no worker has been called, and in the first step
 _MORE_BETWEEN = 6
 #: a step is reported as slow above this multiple of the usual time, and this many ms more
 _SLOW_STEP, _SLOWER_MS = 2.0, 50.0
@@ -117,6 +121,10 @@ class View:
         #: the epoch of an elastic job, and the first step that it has completed
         self.epoch, self.first_step = 0, 0
         self._progress_ns = self._longest_ns = 0
+        #: by process, its first and last `core_time` while it trains
+        self._core_times: dict[int, tuple[tuple[int, int], tuple[int, int]]] = {}
+        #: the line about a first step that takes long; "": it does not
+        self.first_step_line = ""
 
     # --- news
 
@@ -163,6 +171,10 @@ class View:
             self.note(f"the run {update.ending}".splitlines()[0], warning=True)
         if update.dropped and not before.dropped:
             self.note("some steps are left out: they come too fast, or are too large", warning=True)
+        for rank, found in self.headers.items() if self._steps else ():
+            is_here = found["host"] == socket.gethostname() and "clock_error_ms" not in found
+            if is_here and (core_time := run_folders.core_time(found["process"])) is not None:
+                self._core_times[rank] = self._core_times.get(rank, (core_time, core_time))[0], core_time
         self._watch_for_stall()
 
     def note(self, text: str, *, warning: bool = False) -> None:
@@ -187,6 +199,12 @@ class View:
         idle = all(live.state in (State.STARTING, State.LEFT) for live in lives)
         patience = max(_STALL_S * 1e9, _STALL_STEPS * self._longest_ns)
         if all(live.state is State.BETWEEN for live in lives):  # perhaps saving or loading data
+            patience *= _MORE_BETWEEN
+        elif not self._longest_ns and (worker := self.culprit()) is not None:  # a model is looked at, or compiled
+            for_ns = self.latest.now_ns - self.latest.lives[worker].since_ns
+            if not self.first_step_line and self.latest.now_ns - latest > patience:
+                self.first_step_line = f"worker {worker} runs its first step, for {duration(for_ns)} so far"
+                self.note(self.first_step_line)
             patience *= _MORE_BETWEEN
         if latest > self._progress_ns or idle or self.latest.gone.issuperset(self.latest.lives):
             self._progress_ns = max(latest, self._progress_ns)
@@ -309,7 +327,9 @@ class View:
                 # Copied headers name the process that has copied them.
                 seen_here = all("clock_error_ms" not in header for header in headers)
                 one = seen_here and len(headers) > 1 and len({header["process"] for header in headers}) == 1
-                lost = attribute_lost_time(trace, [header["shards"] for header in headers], cores, one)
+                pairs = [(b[0] - a[0], b[1] - a[1]) for a, b in self._core_times.values()]
+                waits = max((waited / took for took, waited in pairs if took > _LEAST_NS), default=0.0)
+                lost = attribute_lost_time(trace, [header["shards"] for header in headers], cores, one, waits)
                 self._lost = time.monotonic(), complete[0], lost
         return lost
 

@@ -93,6 +93,14 @@ def test_the_last_batch_may_be_smaller_and_classes_have_no_length():
     assert labels == list(range(8)) and "num_items_in_batch" not in first[0]
 
 
+def test_rows_are_what_a_tokenizer_gives():
+    """A dict of lists ended in `new(): invalid data type 'str'`."""
+    rows = drawn()
+    by_name = {"input_ids": [row.tolist() for row in rows], "labels": [row.tolist() for row in rows]}
+    (given,), (expected,) = by_length(by_name), by_length([{"input_ids": row, "labels": row} for row in rows])
+    assert all(torch.equal(a[name], b[name]) for a, b in zip(given, expected, strict=True) for name in b)
+
+
 def test_impossible_rows_are_refused():
     for row, error in (({"a": [1, 2], "b": [1]}, BatchError), ({"a": 1}, BatchError), ({"a": [0] * 17}, ConfigError)):
         with pytest.raises(error):

@@ -128,6 +128,32 @@ def test_waits_of_milliseconds_on_one_machine_are_no_slow_link():
     assert parts(attribute_lost_time(trace, SHARDS, cores=8))["link"] == 0
 
 
+def test_other_programs_on_the_cores_are_named_for_short_actions_too():
+    """97 % of a step were said to be the runtime itself, where other programs held the cores."""
+    brief = trace_of(cost=lambda action: 0.1, pause_ms=0)
+    late = {step: [replace(r, end_ns=r.end_ns + 40 * 10**6 * step) for r in rs] for step, rs in brief.steps.items()}
+    for core_wait, told in ((0.9, "waits for a core in 90 % of the time"), (0.0, "the runtime itself")):
+        found = attribute_lost_time(Trace(brief.spec, late), SHARDS, core_wait=core_wait)
+        assert told in found.sentence, found
+    paused = trace_of(pause_ms=150.0)
+    sentences = [attribute_lost_time(paused, SHARDS, core_wait=wait).sentence for wait in (0.0, 0.9)]
+    assert ["num_workers" in sentence for sentence in sentences] == [True, False]
+
+
+@pytest.mark.parametrize("growth, told", [(0, "other programs ran on the cores"), (1, "pad sequences")])
+def test_the_first_look_at_a_model_is_no_new_shape(growth, told):
+    """Records count all looks so far, so every whole model was told to pad its sequences."""
+    trace, steps = trace_of(), {}
+    for step, records in trace.steps.items():
+        steps[step] = []
+        for record in records:
+            *actions, last, update = record.actions
+            actions += [last._replace(end_ns=last.end_ns + 400 * 10**6), update]
+            end_ns = record.end_ns + 400 * 10**6 * step
+            steps[step].append(replace(record, actions=actions, end_ns=end_ns, observations=2 + growth * step))
+    assert told in attribute_lost_time(Trace(trace.spec, steps), SHARDS).sentence
+
+
 def test_a_slow_link_is_named():
     links = {(a, b): Link(20.0 if (a, b) == (1, 2) else 0.4) for a in range(4) for b in range(4) if abs(a - b) == 1}
     lost = attribute_lost_time(trace_of(links=links), SHARDS)

@@ -99,6 +99,20 @@ def test_a_stall_is_told_once_with_a_roll_call_and_ends():
     assert not view.stalled
 
 
+def test_a_slow_first_step_is_told_in_a_line():
+    """A healthy job that looked at its model for 11 s printed a roll-call and stacks of the interpreter."""
+    lives = {w: Live(State.WAITING, 1, F(w, 0), F(w - 1, 0), w - 1, 10**9) for w in (1, 2, 3)}
+    lives[0] = Live(State.RUNNING, 1, F(0, 0), since_ns=10**9)
+    view, told = View(), []
+    for seconds in (5, 12, 30, 65):
+        news = news_of(SPEC, records_of(SPEC), lives)
+        news.records, news.now_ns = [], (1 + seconds) * 10**9
+        view.take(news)
+        told.append((bool(view.first_step_line), view.stalled))
+    assert told == [(False, False), (True, False), (True, False), (True, True)]
+    assert view.first_step_line.startswith("worker 0 runs its first step, for 12 s")
+
+
 def test_a_worker_that_dies_is_told():
     view = view_of()
     news = RunUpdate(view.headers, view.latest.listings, view.latest.lives, gone=frozenset({2}))

@@ -313,7 +313,19 @@ def rows_of_parts(rows: int, parts: int) -> list[range]:
     return [range(*each) for each in pairwise(begins)]
 
 
+def _named(tree: Tree, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a tree, each with the name that it has in a dict, and a space."""
+    if isinstance(tree, dict):
+        for key, value in tree.items():
+            yield from _named(value, f"{key} ")
+    elif isinstance(tree, (tuple, list)):
+        for value in tree:
+            yield from _named(value, name)
+    else:
+        yield from ((name, tensor) for tensor in tensors_of(tree))
+
+
 def shapes_in(tree: Tree) -> str:
     """Write the types and shapes of all tensors, or that there is none."""
-    found = ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors_of(tree))
+    found = ", ".join(f"{name}{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for name, t in _named(tree))
     return found or "no tensor (numpy's arrays and lists of numbers are none; torch.as_tensor makes one)"

@@ -153,7 +153,7 @@ def _split(tree: Tree, rows: Sequence[int], own: Sequence[int]) -> list[Tree]:
     return [piece(number) for number in range(len(rows))]
 
 
-def refuse_lists(tree: Tree, rows: int) -> None:
+def refuse_lists(tree: Tree, rows: int, name: str = "batch") -> None:
     """Refuse a list with an item for each row, such as strings, which every microbatch would get whole.
 
     Raises:
@@ -161,13 +161,15 @@ def refuse_lists(tree: Tree, rows: int) -> None:
     """
     if not isinstance(tree, (list, tuple, dict)) or isinstance(tree, torch.Size):
         return
-    parts = tree.values() if isinstance(tree, dict) else tree
-    if isinstance(tree, dict) or any(tensor.dim() and tensor.shape[0] == rows for tensor in tensors_of(tree)):
-        for part in parts:
-            refuse_lists(part, rows)
-    elif len(tree) == rows > 2 and any(part is not None for part in parts):
+    if isinstance(tree, dict):
+        for key, part in tree.items():
+            refuse_lists(part, rows, f"batch[{key!r}]")
+    elif any(tensor.dim() and tensor.shape[0] == rows for tensor in tensors_of(tree)):
+        for part in tree:
+            refuse_lists(part, rows, name)
+    elif len(tree) == rows > 2 and any(part is not None for part in tree):
         raise BatchError(
-            f"batch: a {type(tree).__name__} of {rows} beside {rows} rows would go whole to every microbatch; make it "
+            f"{name}: a {type(tree).__name__} of {rows} beside {rows} rows would go whole to every microbatch; make it "
             "a tensor, or pass microbatches=, a list of batches that are split"
         )
 
