@@ -19,7 +19,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from .checkpoints.newcomer import Journal, Repetition
-from .dependency import EpochEnds, PeerLost, PipeError, Stalled, ends_epoch
+from .dependency import EpochEnds, PeerLost, PipeError, StageLost, Stalled, ends_epoch
 from .heir import Heir
 from .launching import epoch_boards, epochs
 from .launching import launcher_link as link
@@ -100,8 +100,14 @@ class Recovery:
             return
         self._heir.tell_ready()
         _heed_eviction()
-        # When a worker trains, all are ready; and a peer without a message would count as one that has left.
-        self.call(lambda actor: actor.exchange("elastic", None))
+
+    def begin(self) -> None:
+        """Wait until all workers are ready; a death meanwhile finds the pipeline made, with the options of its script.
+
+        And a peer without a message would count as one that has left.
+        """
+        if not self.repeats:
+            self.call(lambda actor: actor.exchange("elastic", None))
 
     @property
     def repeats(self) -> bool:
@@ -164,6 +170,8 @@ class Recovery:
                 own = step, self._made, self._ended, self._heir.changes, self._known, self._session.facts
                 told = actor.exchange("epoch", [*own])
                 top, *_, known, facts = max(told, key=lambda each: int(each[0]))
+                if top < 0:
+                    raise StageLost("no live worker has weights: go on from a checkpoint (--max-restarts does)")
                 comes = {who for who, each in zip(sorted(actor.carrier.workers), told, strict=True) if each[0] < 0}
                 if actor.worker in comes:
                     self._begin_at(top, known, facts)

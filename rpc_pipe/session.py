@@ -162,6 +162,8 @@ class Session:
         if self._recover is not None:
             self.recovery = self._recover(self, maker)
         self.made()
+        if self.recovery is not None:
+            self.recovery.begin()
 
     # --- steps
 

@@ -250,12 +250,16 @@ class Epochs:
             return
         comes, goes_now = self._coming(), {each for each in self._evicted if each not in self._now.gone}
         lines = [f"worker {each} is back" for each in sorted(comes)]
-        if self._loses_a_stage((self._now.gone - comes) | goes_now):
+        waits: dict[int, str] = {}
+        if self._loses_a_stage(self._now.gone | goes_now):  # newcomers have no state yet
             lines += [f"worker {each} is to go (SIGTERM)" for each in sorted(goes_now)]
-            lines.append("a stage would have no worker, so all stop after a step")
+            if self._loses_a_stage((self._now.gone - comes) | goes_now):
+                lines.append("a stage would have no worker, so all stop after a step")
+                for worker in self._workers:
+                    worker.order(STOP)
+            else:
+                waits = {each: self._evicted[each] for each in goes_now}
             goes_now = set()
-            for worker in self._workers:
-                worker.order(STOP)
         gone = (self._now.gone - comes) | goes_now
         places, why = self._shapes.chosen(comes, gone)
         leave = [f"worker {each} goes ({self._evicted[each]})" for each in sorted(goes_now)]
@@ -264,7 +268,7 @@ class Epochs:
         self._ended -= comes
         self._caught_up -= comes
         self._begin(gone, planned=True, places=places)
-        self._evicted.clear()
+        self._evicted = waits
 
     def _loses_a_stage(self, gone: Collection[int]) -> bool:
         """Return whether no worker but `gone` has a stage."""

@@ -65,6 +65,15 @@ def test_a_stream_begins_again_at_the_repeated_step(kills, undisturbed, tmp_path
     assert made == undisturbed["train"]
 
 
+def test_a_death_while_all_make_their_pipelines_costs_no_option(undisturbed, tmp_path):
+    """The survivors went on by the next epoch, and forgot what was typed: no checkpoint was written."""
+    typed = ["--checkpoint-every", "4", "--checkpoint-folder", tmp_path / "series"]
+    done, made = trained(tmp_path, "step", "1:0:begin", more=typed)
+    assert done.returncode == 0 and "epoch 1 without [1]" in done.stdout, done.stderr
+    assert made == undisturbed["step"]
+    assert sorted(path.name for path in (tmp_path / "series").glob("step-*")) == ["step-00000004", "step-00000008"]
+
+
 def test_gradients_of_steps_before_the_update_are_computed_once_more(tmp_path):
     whole = trained(tmp_path / "whole", "step", steps=7, ACCUMULATE="3")[1]
     done, made = trained(tmp_path / "again", "step", "2:5:B", steps=7, ACCUMULATE="3")

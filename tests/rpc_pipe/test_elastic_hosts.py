@@ -11,7 +11,7 @@ import zmq
 from processes import ROOT, rpc_pipe, start
 
 from rpc_pipe.launching import hosts as of_hosts
-from rpc_pipe.launching.epochs import CAUGHT_UP, LEAVES_WORD, RESTS, Epochs
+from rpc_pipe.launching.epochs import CAUGHT_UP, EVICTED, LEAVES_WORD, REST, RESTS, RESUMED, Epochs
 from rpc_pipe.launching.hosts import Hosts, launcher_keys, make_socket, open_journal
 from rpc_pipe.launching.interfaces import make_key
 
@@ -60,6 +60,31 @@ def test_a_lost_host_ends_one_epoch_and_another_takes_its_places(epochs, workers
     for rank in (0, 2):
         epochs.takes(rank, {"kind": RESTS, "goes": False})
     assert workers[0].rosters[1:] == workers[2].rosters[1:] == [[2, [], True, 0]]
+
+
+def test_the_last_worker_of_a_stage_waits_for_a_newcomer_to_have_its_state(epochs, workers):
+    """Spot machines end and come so: the newcomer came, and the only worker with its state went, in one epoch."""
+    for rank in range(4):
+        epochs.takes(rank, {"kind": "ready", "stages": [rank // 2]})
+
+    def rest(*ranks):
+        for rank in ranks:
+            epochs.takes(rank, {"kind": RESTS, "goes": ""})
+
+    assert epochs.survives([1], -9, READY)
+    epochs.comes(1)
+    for rank, kind in (1, CAUGHT_UP), (0, EVICTED):
+        epochs.takes(rank, {"kind": kind})
+    rest(0, 2, 3)
+    assert workers[0].rosters[-1] == [2, [], True, 0]
+    asked = workers[0].orders.count(REST)
+    epochs.takes(2, {"kind": RESUMED, "step": 5})
+    assert workers[0].orders.count(REST) == asked + 1
+    rest(0, 1, 2, 3)
+    assert workers[0].rosters[-1] == [3, [0], True, 0] and b"s" not in workers[0].orders
+    epochs.takes(1, {"kind": EVICTED})  # nobody else has the stage now
+    rest(1, 2, 3)
+    assert workers[1].rosters[-1] == [4, [0], True, 0] and b"s" in workers[1].orders
 
 
 @pytest.mark.parametrize("order", [(1, 2), (2, 1)])

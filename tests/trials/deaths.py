@@ -190,7 +190,10 @@ def shapes(count: int, seed: int, schedules: list[str], how: str, models: list[s
     for number in range(seed, seed + count):
         draw = random.Random(number)
         schedule, back = draw.choice(schedules), draw.random() < 0.5
-        bounds, kill = draw.choice(["2:4", "3:4", "2:2"]), f"{draw.randrange(1, 4)}:{draw.randrange(2, 9)}:F"
+        bounds, kill = (
+            draw.choice(["2:4", "3:4"] + ["2:2"] * (not back)),
+            f"{draw.randrange(1, 4)}:{draw.randrange(2, 9)}:F",
+        )
         os.environ["MODEL"] = model = draw.choice(models)
         os.environ.pop("WAITS", None)
         steps = 40 if back else _STEPS

@@ -2,7 +2,8 @@
 
 HOW: `step`, or `train` with an evaluation, a prediction and a checkpoint within its loop. KILLS: `worker:step:what`
 with commas, `what` a kind of action, `meet` (within a recovery), or a part of the loop: `evaluate`, `predict`,
-`pretrained`, `save`, `write` (within a checkpoint); `evict`: SIGTERM; or `cut`: the connection to another worker
+`pretrained`, `save`, `write` (within a checkpoint); of step 0 (-1: behind it) a function in the making of the
+pipeline; `evict`: SIGTERM; or `cut`: the connection to another worker
 breaks. With WAITS=on in the environment a step takes 100 ms (`long`: 500 ms) more while a worker is missing, so that
 a newcomer can come; with `shape` it waits until all rest for another shape, with `back` also for a newcomer.
 ACCUMULATE: steps of an update.
@@ -24,8 +25,12 @@ from torch import Tensor, nn
 
 import rpc_pipe.elastic
 from rpc_pipe import Pipeline, Training
+from rpc_pipe.checkpoints import resume_options
+from rpc_pipe.checkpoints.facade import Checkpoints
 from rpc_pipe.checkpoints.writing import Snapshot
 from rpc_pipe.dependency import Action
+from rpc_pipe.heir import Heir
+from rpc_pipe.model.shard_maker import ShardMaker
 from rpc_pipe.workers.hooks import Listener
 
 FOLDER, HOW, STEPS, STAGES, KILLS = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5:]
@@ -103,6 +108,30 @@ def written(snapshot: Snapshot, place: Path) -> None:
     WRITE(snapshot, place)
 
 
+def mortally(owner: Any, name: str) -> None:
+    """Let a function that makes the pipeline die, before or behind it."""
+    usual = getattr(owner, name)
+
+    def dies(*args: Any, **more: Any) -> Any:
+        (FOLDER / f"{name}-{RANK}").touch()
+        while name == "begin" and (0, name) in kills and len([*FOLDER.glob("begin-*")]) < int(os.environ["WORLD_SIZE"]):
+            time.sleep(0.01)  # until all are ready
+        die_if(0, name)
+        done = usual(*args, **more)
+        die_if(-1, name)
+        return done
+
+    setattr(owner, name, dies)
+
+
+mortally(ShardMaker, "hosted")
+mortally(Heir, "tell_ready")
+mortally(rpc_pipe.elastic, "_heed_eviction")
+mortally(resume_options, "follow")
+mortally(Checkpoints, "claim")
+mortally(Checkpoints, "every")
+mortally(rpc_pipe.elastic.Recovery, "begin")
+(FOLDER / f"begun-{RANK}").write_text(str(os.getpid()))
 step_now = [0]
 vars(rpc_pipe.elastic)["join"] = joined
 setattr(Snapshot, "write", written)  # noqa: B010
