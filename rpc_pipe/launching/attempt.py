@@ -155,6 +155,8 @@ class Attempt:
 
     def _take_remote(self, event: WorkerEvent) -> None:
         """Take an event of another host."""
+        from .host_messages import understood  # few jobs have several hosts
+
         if event.what == "printed":
             self._how[2].write(event.worker, f"{event.detail}\n".encode())
         if event.what == "lost":
@@ -162,7 +164,8 @@ class Attempt:
         elif event.what == "come":
             self._comes(*event.detail)
         else:
-            self._take(event)
+            with understood(f"the host of worker {event.worker}"):
+                self._take(event)
 
     def _comes(self, ranks: list[int], name: str) -> None:
         """Start newcomers on a host that has come."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -13,12 +12,14 @@ from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from typing import Any
 
+import msgspec
 import zmq
 
 from ..dependency import ConfigError
 from ..tracing import run_folders
 from . import hosts
 from .attempt import How
+from .host_messages import frames_of, read, understood, write_journal
 from .interfaces import interface_towards
 from .job import FAILED, Job, seconds
 from .launcher import PROGRAM, RESTARTS, Launcher
@@ -26,6 +27,8 @@ from .report import Reporter
 from .worker_process import Logs, WorkerProcess, hear
 
 _POLL_S = 0.01
+#: attempt, numbers of workers and hosts, arguments of `rpc-pipe`, workers of this host
+_Begin = tuple[int, int, int, list[str], list[int]]
 _GONE = (
     "the first host, {0}, is gone, or cut off from this one: the workers of this host are ended. If the job goes on "
     "there, rpc-pipe join {0} takes part again; if not, start it again on all hosts, with --resume auto if it can"
@@ -44,6 +47,7 @@ class HostLauncher(Launcher):
         self._address = address
         self._here: list[WorkerProcess] = []
         self._journal = self._has = self._number = -1
+        self._ranks: list[int] = []
         self._code: int | None = None
 
     def _attempts(self, logs: Logs) -> int:
@@ -78,7 +82,7 @@ class HostLauncher(Launcher):
 
     def _send(self, *message: Any) -> None:
         with suppress(zmq.Again):  # the first host is lost
-            self._socket.send(json.dumps(message).encode(), zmq.DONTWAIT)
+            self._socket.send_multipart(frames_of(message), zmq.DONTWAIT)
 
     def _turn(self, of_attempt: ExitStack) -> None:
         """Pass on what this host's workers do, and follow the first host."""
@@ -88,33 +92,44 @@ class HostLauncher(Launcher):
             if event is not None:
                 self._send("event", self._number, event.worker, event.what, event.detail)
         for message in self._messages():
-            match message:
-                case ["begin", attempt, world, count, told, here]:
-                    of_attempt.close()
-                    self._begin(of_attempt, attempt, world, told)
-                    self._count, self._ranks = count, here
-                case ["worker", rank, newcomer] if not self._signals:
-                    self._start(rank, {run_folders.NEWCOMER: "on"} if newcomer else {})
-                case ["journal", at, data]:
-                    self._has = max(self._has, at + os.pwrite(self._journal, bytes.fromhex(data), at))
-                case [("order" | "kill") as what, rank, *order]:
-                    for worker in self._here:
-                        if worker.rank == rank:
-                            worker.order(order[0].encode()) if what == "order" else worker.kill()
-                case ["end", code, text]:
-                    self._code = code
-                    if text:
-                        self._reporter.text(text)
-                    return  # the next message may be of the loss of the first host
+            with understood(f"the first host, {self._address},"):
+                self._obey(of_attempt, message)
+            if self._code is not None:
+                return  # the next message may be of the loss of the first host
         self._tick()
         if self._signals and all(worker.ended for worker in self._here):
             self._code = 128 + self._signals[0]
+
+    def _obey(self, of_attempt: ExitStack, message: list[Any]) -> None:
+        """Follow a message of the first host."""
+        match message:
+            case []:
+                pass  # it is there
+            case ["begin", *told]:
+                attempt, world, self._count, arguments, self._ranks = msgspec.convert(told, _Begin)
+                of_attempt.close()
+                self._begin(of_attempt, attempt, world, arguments)
+            case ["worker", int(rank), bool(newcomer)] if rank in self._ranks:
+                if not self._signals:
+                    self._start(rank, {run_folders.NEWCOMER: "on"} if newcomer else {})
+            case ["journal", at, data]:
+                self._has = max(self._has, write_journal(self._journal, at, data))
+            case [("order" | "kill") as what, int(rank), *order]:
+                for worker in self._here:
+                    if worker.rank == rank:
+                        worker.order(order[0].encode()) if what == "order" else worker.kill()
+            case ["end", int(code), str(text)]:
+                self._code = code
+                if text:
+                    self._reporter.text(text)
+            case [kind, *_]:
+                raise ValueError(f"{kind}")
 
     def _messages(self) -> Iterator[list[Any]]:
         """Yield the messages of the first host; the last one is of its loss."""
         there = not self._broken.poll(0)
         while self._socket.poll(0):
-            yield json.loads(self._socket.recv())
+            yield read(self._socket.recv_multipart(), f"the first host, {self._address},")
         if not there and self._number < 0:
             yield ["end", FAILED, f"--meet {self._address}: no answer; name a job of several hosts with the same key"]
         elif not there:

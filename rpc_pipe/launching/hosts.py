@@ -12,7 +12,6 @@ RPC_PIPE_LOST_AFTER. A host without a connection counts as dead, and ends its wo
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +25,8 @@ try:
 except ImportError as error:
     raise ConfigError("--hosts: needs zmq; pip install '.[zmq]'") from error
 
-from ..workers.transport.keys import Keys, KeyServer
+from ..workers.transport.keys import HANDSHAKE_MS, Keys, KeyServer
+from .host_messages import MOST_FRAME_BYTES, event_of, frames_of, read, understood, write_journal
 from .interfaces import interface_towards, read_key, resolved
 from .job import HOSTS, KEY, Job, seconds
 from .worker_process import WorkerEvent
@@ -34,7 +34,7 @@ from .worker_process import WorkerEvent
 LOST_AFTER, JOIN_TIMEOUT = "RPC_PIPE_LOST_AFTER", "RPC_PIPE_JOIN_TIMEOUT"
 #: seconds between looks whether connections are there
 LOOK_EVERY_S = 0.25
-_GOODBYE_MS, _MOST_READ = 1000, 2**30
+_GOODBYE_MS, _MOST_READ = 1000, 2**20
 
 
 class RemoteWorker:
@@ -68,7 +68,7 @@ class Host:
     def send(self, *message: Any) -> bool:
         """Send its launcher a message; return whether the connection is there."""
         try:
-            self.hosts.socket.send_multipart([self._identity, json.dumps(message).encode()], zmq.DONTWAIT)
+            self.hosts.socket.send_multipart([self._identity, *frames_of(message)], zmq.DONTWAIT)
         except zmq.ZMQError:
             return False
         return True
@@ -170,11 +170,10 @@ class Hosts:
             vacant: workers in whose places processes may be started.
         """
         for host, message in self._messages():
-            match message:
-                case ["event", attempt, rank, what, detail] if attempt == self._begun[1]:
-                    yield WorkerEvent(what, rank, detail)
-                case ["journal", at, data]:
-                    host.has = max(host.has, at + os.pwrite(self.journal, bytes.fromhex(data), at))
+            with understood(f"host {host.name}"):
+                found = self._event(host, *message)
+            if found is not None:
+                yield found
         if time.monotonic() < self._looked_at + LOOK_EVERY_S:
             return
         self._looked_at = time.monotonic()
@@ -189,15 +188,28 @@ class Hosts:
             self._begin_on(host)
             yield WorkerEvent("come", -1, (ranks, host.name))
 
+    def _event(self, host: Host, kind: str, *rest: Any) -> WorkerEvent | None:
+        """Take a message of another host, which may be an event of one of its workers."""
+        if kind == "journal":
+            host.has = max(host.has, write_journal(self.journal, *rest))
+            return None
+        attempt, rank, what, detail = rest
+        if kind != "event" or (attempt == self._begun[1] and self._of.get(rank) is not host):
+            raise ValueError(f"{kind} of worker {rank}")
+        return event_of(rank, what, detail) if attempt == self._begun[1] else None
+
     def _messages(self) -> Iterator[tuple[Host, list[Any]]]:
         while self.socket.poll(0):
-            identity, text = self.socket.recv_multipart()
-            message = json.loads(text)
-            if message[:1] == ["hello"]:
-                self._known[identity] = Host(self, identity, message[1])
-                self._waiting.append(self._known[identity])
-            elif identity in self._known:
-                yield self._known[identity], message
+            identity, *frames = self.socket.recv_multipart()
+            host = self._known.get(identity)
+            match read(frames, "another host" if host is None else f"host {host.name}"):
+                case ["hello", str(name)] if host is None:
+                    self._known[identity] = Host(self, identity, name)
+                    self._waiting.append(self._known[identity])
+                case message if host is not None:
+                    yield host, message
+                case ["hello", *_]:
+                    raise ConfigError(f"--meet {self._address}: another host says hello without its name")
 
     def _lost(self) -> list[tuple[Host, list[int]]]:
         """Forget the hosts without a connection; return them with their workers."""
@@ -253,6 +265,8 @@ def make_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socke
     lost_after_ms = 1000 * seconds(os.environ, LOST_AFTER, Job.lost_after_s)
     socket.ipv6 = True
     socket.sndhwm = socket.rcvhwm = 0
+    socket.maxmsgsize = MOST_FRAME_BYTES
+    socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
     socket.linger = _GOODBYE_MS
     socket.setsockopt(zmq.RECONNECT_IVL, -1)
     socket.setsockopt(zmq.HEARTBEAT_IVL, max(1, int(lost_after_ms / 8)))
@@ -267,10 +281,10 @@ def open_journal(folder: Path) -> int:
 
 def share(journal: int, has: int, send: Callable[..., object]) -> int:
     """Send another host what it does not have of the journal, behind `has` bytes; return how many it has then."""
-    data = os.pread(journal, _MOST_READ, has) if journal >= 0 else b""
-    if data:
+    while journal >= 0 and (data := os.pread(journal, _MOST_READ, has)):
         send("journal", has, data.hex())
-    return has + len(data)
+        has += len(data)
+    return has
 
 
 def variables(count: int, interface: str, here: Sequence[int], rank: int) -> dict[str, str]:

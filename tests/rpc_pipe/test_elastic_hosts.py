@@ -10,8 +10,10 @@ import pytest
 import zmq
 from processes import ROOT, rpc_pipe, start
 
+from rpc_pipe.dependency import ConfigError
 from rpc_pipe.launching import hosts as of_hosts
 from rpc_pipe.launching.epochs import CAUGHT_UP, EVICTED, LEAVES_WORD, REST, RESTS, RESUMED, Epochs
+from rpc_pipe.launching.host_messages import frames_of, read
 from rpc_pipe.launching.hosts import Hosts, launcher_keys, make_socket, open_journal
 from rpc_pipe.launching.interfaces import make_key
 
@@ -140,7 +142,7 @@ class Other:
 
     def hear(self):
         """Return the next message that is no sign of life."""
-        while not (message := json.loads(self.socket.recv())):
+        while not (message := json.loads(b"".join(self.socket.recv_multipart()))):
             pass
         return message
 
@@ -191,6 +193,49 @@ def test_a_launcher_without_the_key_is_not_heard(first, tmp_path, monkeypatch):
         kinds.add(int.from_bytes(stranger.monitor.recv_multipart()[0][:2], "little"))
     assert not list(first.events([1, 3])) and zmq.EVENT_HANDSHAKE_SUCCEEDED not in kinds
     stranger.end()
+
+
+EVENT = "event", 0, 1
+FOREIGN = {
+    "no JSON": b"{",
+    "no text": b"\xff\xfe",
+    "no list": b"{}",
+    "a name twice": ["hello", "h1"],
+    "no kind": [[1]],
+    "too few parts": ["event"],
+    "a worker of another host": ["event", 0, 2, "ended", 0],
+    "a rank that is a list": ["event", 0, [1], "ended", 0],
+    "an end by a text": [*EVENT, "ended", "-9"],
+    "a line that is a number": [*EVENT, "printed", 5],
+    "a message without a kind": [*EVENT, "told", {}],
+    "stages that are a text": [*EVENT, "told", {"kind": "ready", "stages": "x"}],
+    "a journal with a gap": ["journal", 2**60, "00"],
+    "a journal that is no hexadecimal": ["journal", 0, "zz"],
+}
+
+
+@pytest.mark.parametrize("case", FOREIGN)
+def test_what_no_launcher_sends_ends_the_job_with_a_sentence(case, first, tmp_path):
+    """Whoever has the key may send it; most of these were tracebacks."""
+    other = Other(first)
+    first.begin(["run", "train.py"], 0, tmp_path, lambda: None)
+    foreign = FOREIGN[case]
+    other.socket.send(foreign) if isinstance(foreign, bytes) else other.say(*foreign)
+    try:
+        with pytest.raises(ConfigError) as refused:
+            events(first)
+        assert refused.value.subject == "--meet"
+    finally:
+        other.end()
+
+
+def test_a_stranger_can_keep_little_of_a_port():
+    """The first host's launcher kept whatever a stranger sent as one frame, for 30 s."""
+    with zmq.Context() as context, make_socket(context, zmq.ROUTER) as socket:
+        assert socket.maxmsgsize <= 2**15 and socket.getsockopt(zmq.HANDSHAKE_IVL) <= 10_000
+        message = ["x" * 100_000]
+        assert max(map(len, frames_of(message))) <= socket.maxmsgsize / 2
+        assert read(frames_of(message), "this host") == message
 
 
 @pytest.mark.parametrize(

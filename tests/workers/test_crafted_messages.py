@@ -139,6 +139,7 @@ FORMS = {
     "a sparse tensor in another": form_with(TWO, Sparse("torch.sparse_coo", (Sparse("x", (), False),), False)),
     "sparse indices out of range": form_with(TWO, Sparse("torch.sparse_coo", SPARSE_PARTS, False)),
     "sparse without parts": form_with(TWO, Sparse("torch.sparse_coo", (), False)),
+    "a sparse tensor of a list": form_with(TWO, Sparse("torch.sparse_coo", (*SPARSE_PARTS, [1]), False)),
     "a compressed tensor of odd parts": form_with(TWO, Sparse("torch.sparse_csr", SPARSE_PARTS, False)),
 }
 

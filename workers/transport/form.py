@@ -187,6 +187,7 @@ def _refuse_places(tree: Any, looks: tuple[Look, ...], *, in_sparse: bool = Fals
     elif kind is Sparse:
         if in_sparse or tree.layout not in SPARSE or type(tree.parts) is not tuple or type(tree.owes_grad) is not bool:
             raise Malformed("malformed message: a sparse tensor of another kind")
+        hash(tree)  # `unpack` looks for it
         _refuse_places(tree.parts, looks, in_sparse=True)
     elif isinstance(tree, (tuple, list, dict)):
         for child in tree.values() if isinstance(tree, dict) else tree:

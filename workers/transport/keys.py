@@ -13,6 +13,8 @@ from collections.abc import Iterable
 import zmq
 from zmq.utils import z85
 
+#: milliseconds until a peer without a proof of identity is disconnected
+HANDSHAKE_MS = 10_000
 _DOMAIN = b"rpc-pipe"
 _ZAP_VERSION = b"1.0"
 

@@ -27,7 +27,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from ...dependency import ConfigError, Malformed
 from .form import Look, copy_memory
-from .keys import Keys
+from .keys import HANDSHAKE_MS, Keys
 
 #: congestion controls that are tried for a listener, in order: ones that do not pace bursts. Under BBR, the default of
 #: many servers, a message that is alone on its way takes twice as long as under reno. Cubic leaves slow start too early
@@ -44,8 +44,8 @@ _MOST_FRAME_BYTES = 2 * PIECE_BYTES
 _UNIX_BUFFER_BYTES = 2**22
 _RECONNECT_MS, _RECONNECT_MOST_MS = 20, 500
 _CONNECT_MS = 5000
-#: seconds until a peer without a proof of identity is disconnected
-_HANDSHAKE_MS = 10_000
+#: most of a frame that comes to the listening socket, which hears proofs of identity alone: a stranger's may be kept
+_MOST_PROOF_BYTES = 2**12
 _BACKLOG = 1024
 _ADDRESS = re.compile(r"tcp://([0-9]{1,3}(?:\.[0-9]{1,3}){3}|\[[0-9a-f:.]{2,45}\]):([0-9]{1,5})")
 #: how libzmq spells an address of IPv4 when it reconnects from a socket that may have IPv6
@@ -82,6 +82,7 @@ class Sockets:
             _set(socket, lost_after_s)
         self._speaks.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._hears.setsockopt(zmq.ROUTING_ID, str(worker).encode())
+        self._speaks.maxmsgsize = _MOST_PROOF_BYTES
         if keys is not None:
             keys.listen(self._speaks, worker)
         self.monitors = self._speaks.get_monitor_socket(_CAME), self._hears.get_monitor_socket(zmq.EVENT_DISCONNECTED)
@@ -291,7 +292,7 @@ def _set(socket: Socket, lost_after_s: float | None) -> None:
     socket.setsockopt(zmq.BACKLOG, _BACKLOG)
     socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MOST_MS)
-    socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
     if lost_after_s is None:
         socket.setsockopt(zmq.SNDBUF, _UNIX_BUFFER_BYTES)
     else:
