@@ -100,7 +100,6 @@ def _all_cuts(request: PlanRequest, candidate: Candidate, num_blocks: int) -> It
         ends = (0, *inner, num_blocks)
         stages = [blocks[a:b] for a, b in pairwise(ends)]
         sizes = [_sum([block.size for block in stage]) for stage in stages]
-        sizes = [replace(size, state=slicing.state * size.activations) for size in sizes]
         # The first stage owes nobody a gradient: of a backward in two parts it does all in W.
         sizes[0] = replace(sizes[0], after_inputs=sizes[0].activations + sizes[0].outputs)
 

@@ -24,7 +24,7 @@ from ..launching.job import Job, current_job
 from ..launching.launcher import launch
 from ..launching.report import Reporter
 from ..launching.worker_main import as_worker
-from ..planning.length_cost import LengthCost
+from ..planning.length_cost import LengthCost, refuse_without
 from ..planning.profile import Profile
 from ..planning.profile_file import as_json, from_json
 from ..system.files import read_json, refused
@@ -203,7 +203,7 @@ def find_profile(
         if known.signature == name:
             wanted = sorted({*wanted, *known.measured})
             if known.num_blocks >= at_least:
-                kept = {field: getattr(known, field) for field in ("slicing", "by_length", "length")}
+                kept = {field: getattr(known, field) for field in ("by_length", "length")}
     if together and "estimate" not in typed:
         _measure_together(typed, wanted, together, path, reporter)
         profile = read_profile(path)
@@ -219,7 +219,7 @@ def find_profile(
 
 
 def with_slices(typed: Mapping[str, Any], profile: Profile, path: Path, most: int, reporter: Reporter) -> Profile:
-    """Return the profile with the costs of slices of sequences, measured in this process, once.
+    """Return the profile with times by the length of rows, which price slices of sequences.
 
     Args:
         most: the largest number of slices.
@@ -227,20 +227,15 @@ def with_slices(typed: Mapping[str, Any], profile: Profile, path: Path, most: in
     Raises:
         ConfigError: there is no model to measure, or its sequences are shorter.
     """
-    if most > 1 and not profile.slicing and "estimate" not in typed:
-        if "model" not in typed:
-            raise ConfigError(f"--slices {most}: {path} has no times of slices; name the model as well, FILE.py:make")
-        from ..planning.measuring.slice_times import measure_slices
+    if most > 1 and not profile.by_length and "model" in typed:
+        from ..model.batches.sequences import length_of
 
-        rows = min(profile.measured)
-        reporter.progress(f"measuring slices of sequences, {rows} rows a microbatch")
-        activations = sum(cost.size.activations for cost in profile.at(rows))
-        found = measure_slices(load(typed)[0], rows, activations, typed.get("device", "cpu"))
-        profile = replace(profile, slicing=(found,))
-        _keep(profile, path)
-    length = min((each.length for each in profile.slicing), default=most)
-    if 1 < length < most:
-        raise ConfigError(f"--slices {most}: sequences have {length} places; take at most {length}")
+        length = length_of(load(typed)[0].batch)
+        profile = _with_lengths({**typed, "lengths": [length, length // 2, length // 4]}, profile, path, reporter)
+    if most > 1:
+        refuse_without(profile, f"--slices {most}: {path}")
+    if 1 < profile.length < most:
+        raise ConfigError(f"--slices {most}: sequences have {profile.length} places; take at most {profile.length}")
     return profile
 
 

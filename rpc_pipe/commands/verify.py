@@ -88,5 +88,7 @@ def _checked(typed: dict[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"{model}: must be {', '.join(BUILT_IN)}, or path/to/file.py:make")
     else:
         refuse_typed(typed, ["rows", "dropout"], f"is of the built-in models; {model} says it itself")
+    if "slices" in typed:
+        refuse_typed(typed, ["dropout"], "slices draw other numbers than whole sequences; leave one of the two out")
     blocks = {"blocks": ",".join(typed["blocks"]).split(",")} if "blocks" in typed else {}
     return {**typed, **blocks}

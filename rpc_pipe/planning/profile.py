@@ -96,8 +96,6 @@ class Profile:
     per_step: float = field(default=0, metadata=json_field("per_step_ms"))
     #: compute time that a worker loses to each MiB that it sends or receives; 0 for a GPU
     per_mib: float = field(default=0, metadata=json_field("per_mib_ms"))
-    #: costs of slices of sequences, one value; empty: not measured
-    slicing: tuple[SliceCosts, ...] = ()
     #: terms of each block's times by the length of rows; empty: not measured
     by_length: tuple[LengthTerms, ...] = ()
     #: length of the rows of the model's example batch; 0: unknown
@@ -303,7 +301,6 @@ class Chain:
             kept_inputs=first.kept_inputs,
             kept_outputs=last.kept_outputs,
             tied=sum(tie.gradients for tie in ties),
-            state=self.slicing.state * summed["activations"],
         )
 
     def separated_ties(self, ends: Sequence[int]) -> Iterator[tuple[int, int, Tie]]:

@@ -17,6 +17,7 @@ from ..dependency.parallelism import with_parallelism
 from ..schedules import SCHEDULES
 from .cut_search import CutFound, CutSearch
 from .grouping import ALONE, Grouping
+from .length_cost import LengthCost
 from .plan import Plan, schedule_label, with_recompute
 from .profile import Chain, Machines, Profile
 from .slice_costs import SliceCosts
@@ -46,7 +47,7 @@ class PlanRequest:
     replicas: tuple[int, ...] = (1,)
     #: how these exchange gradients, by the names in `Parallelism`
     exchange: Mapping[str, Any] = field(default_factory=dict)
-    #: into how many slices sequences may be cut; each number but 1 needs a profile that has measured slices
+    #: into how many slices sequences may be cut; each number but 1 needs a profile with times by length
     slices: tuple[int, ...] = (1,)
     #: how processes may be workers
     groupings: tuple[Grouping, ...] = (ALONE,)
@@ -77,8 +78,10 @@ class PlanRequest:
 
     @property
     def slicing(self) -> SliceCosts:
-        """Costs of slices of sequences."""
-        return next(iter(self.profile.slicing), SliceCosts())
+        """Costs of slices of sequences, by the measured times of rows of several lengths."""
+        cost, rows, length = LengthCost.of(self.profile), min(self.profile.measured), self.profile.length
+        whole = cost.seconds(rows, length)
+        return SliceCosts(cost.fixed / whole, cost.attention * rows * length**2 / whole) if whole else SliceCosts()
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""The time and memory of slices of sequences: causal attention costs more at the end. Loads without torch."""
+"""The time of slices of sequences: causal attention costs more at the end. Loads without torch."""
 
 from __future__ import annotations
 
@@ -16,16 +16,12 @@ _PARTS = 128
 
 @dataclass(frozen=True)
 class SliceCosts:
-    """Which part of a microbatch's costs does not simply grow with the length of a slice. Shares from 0 to 1."""
+    """Which part of a microbatch's time does not simply grow with the length of a slice. Shares from 0 to 1."""
 
     #: share of a whole sequence's time that each slice takes, however short it is
     fixed: float = 0
     #: of a whole sequence's time: causal attention
     attention: float = 0
-    #: share of a microbatch's activations that a slice leaves for later ones, such as keys and values
-    state: float = 0
-    #: of the sequences that were measured
-    length: int = 0
 
     def shares(self, sizes: Sequence[int], *, attends: bool = True) -> list[float]:
         """Return the time of each slice as a share of a whole sequence's.

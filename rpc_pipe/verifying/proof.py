@@ -112,7 +112,7 @@ def _load(options: VerifyOptions) -> tuple[UserModel, list[Tree]]:
         return made, [made.batch] * options.steps
     # The number of stages is needed for the size of the model, before there is a pipeline.
     spec = options.spec(num_layers=10**9) if options.split is None else options.spec(sum(options.split))
-    layers, loss_fn, rows = built_in(options.model, options.dropout, spec.num_stages)
+    layers, loss_fn, rows = built_in(options.model, 0.0 if options.slices else options.dropout, spec.num_stages)
     generator = torch.Generator().manual_seed(options.seed)
     batches: list[Tree]
     if options.lengths is None:

@@ -18,19 +18,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..dependency import Spec, local_order, microbatches_of, update_of
+from ..dependency import ConfigError, Spec, local_order, microbatches_of, update_of
 from ..model.batches.microbatches import Microbatches, update_shares, with_means
 from ..model.batches.ordering import Ordering
-from ..model.batches.sequences import length_of, ranges_of
 from ..model.observe.trees import mapped
 from ..model.observed_partition import ObservedPartition
 from ..model.partition import LayerPartition
 from ..workers.compute.batch_norm import Statistics, defer
 from ..workers.compute.module_state import KeptTensor, ModuleState
-from ..workers.compute.randomness import Randomness, Seed, preserved
+from ..workers.compute.noted_draws import NotedDraws
+from ..workers.compute.randomness import Randomness, preserved
 from ..workers.compute.shard import LossFn
 from ..workers.compute.stage_state import shown
-from ..workers.compute.whole_draws import WholeDraws
 from ..workers.transport.payload import Tree
 from .keyed import Keyed, Shares
 
@@ -96,7 +95,7 @@ class Reference:
     """Trains whole models in a schedule's order.
 
     Args:
-        spec: with the versions of weights that microbatches use, and the slices that draw random numbers.
+        spec: with the versions of weights that microbatches use, and the slices of sequences.
         replicas: one for each route, with equal weights.
         cut: which parameters each stage has, and which modules are blocks.
         optimizer, lr_scheduler, max_grad_norm, deferred_batch_norm: as for `Pipeline`.
@@ -201,20 +200,16 @@ class Reference:
 
     def _loss(self, replica: Replica, m: int, inputs: Any, target: Any) -> Any:
         args, kwargs = ((inputs,), {}) if isinstance(self._cut, LayerPartition) else inputs
-        seed, mode = self._draws(m, (inputs, target))
-        with mode, Keyed(replica.module, self._cut.block_names, seed, replica.shares):
+        seed, noted = partial(self._randomness.seed_forward, self.num_steps, m), NotedDraws()
+        with (
+            noted if len(self._slices) > 1 else nullcontext(),
+            Keyed(replica.module, self._cut.block_names, seed, replica.shares),
+        ):
             output = replica.module(*args, **kwargs)
+        if noted.found:
+            cause = "dropout and noise draw other numbers for slices than for whole sequences"
+            raise ConfigError(f"slices: {cause}; verify the model without them")
         return replica.loss_fn(output, target)
-
-    def _draws(self, m: int, batch: Any) -> tuple[Seed, AbstractContextManager[Any]]:
-        """Return the seed of a microbatch's forward, and the mode in which its random numbers are drawn."""
-        seed = partial(self._randomness.seed_forward, self.num_steps)
-        if len(self._slices) < 2:
-            return partial(seed, m), nullcontext()
-        length = length_of(batch)
-        places = [(*each, length) for each in ranges_of(self._slices, length)]
-        draws = WholeDraws(places, lambda j, *key: seed(m * len(places) + j, *key), self._randomness.generators)
-        return draws.seed, draws
 
     def _forth_and_back(self, spec: Spec, step: _StepSums, m: int) -> list[Grads]:
         """Run one microbatch and return the gradients by stage; `m` is counted through the stream."""

@@ -59,10 +59,10 @@ def test_the_plan_is_near_the_best_of_all_numbers_of_replicas(seed):
 
 
 @pytest.mark.parametrize("seed", range(3000, 3003))
-def test_the_plan_is_near_the_best_of_all_numbers_of_slices(seed):
+def test_the_plan_is_near_the_best_of_all_numbers_of_slices(seed, monkeypatch):
     request = replace(instance(seed), slices=(1, 2, 3), schedules=("1f1b", "zb-h1", "interleaved"))
-    costs = SliceCosts(*[(0.0, 0.0, 0.0), (0.0, 0.4, 0.1), (0.1, 0.2, 0.0)][seed % 3])
-    request = replace(request, profile=replace(request.profile, slicing=(costs,)))
+    costs = SliceCosts(*[(0.0, 0.0), (0.0, 0.4), (0.1, 0.2)][seed % 3])
+    monkeypatch.setattr(PlanRequest, "slicing", costs)
     assert is_near_the_best(request)
 
 
@@ -338,8 +338,9 @@ def test_gradients_are_priced_bucket_by_bucket():
 def test_remarks_name_shared_cores_copies_of_the_weights_and_slices_that_do_not_pay():
     """A plan was silent on its two copies of the weights, on shared cores, and on slices that were asked for."""
     costs = [block(1.0, weights=10, activations=10, outputs=1) for _ in range(8)]
-    slicing = (SliceCosts(fixed=0.5, length=64),)
-    profile = Profile({1: costs}, {}, (), "model", "", "cpu", 8, slicing=slicing)
+    half = dict.fromkeys((F, B), 1.0)
+    by_length = (LengthTerms(half, {kind: 1000 / 64 for kind in half}),) * 8
+    profile = Profile({1: costs}, {}, (), "model", "", "cpu", 8, by_length=by_length, length=64)
     request = PlanRequest(profile, Machines(4), 8, (8,), schedules=("chimera", "1f1b"), slices=(1, 2), recompute=False)
     result = search(request)
     found = {plan.name: plan for plan in result.plans}

@@ -11,8 +11,9 @@ from rpc_pipe.dependency import B, F, W
 from rpc_pipe.model.user_model import load_user_model
 from rpc_pipe.pipeline import Pipeline
 from rpc_pipe.planning.footprint import Size, peak_bytes
-from rpc_pipe.planning.measuring.slice_times import _fitted, measure_slices
 from rpc_pipe.planning.plan import read_plan
+from rpc_pipe.planning.profile import LayerCost, LengthTerms, Machines, Profile
+from rpc_pipe.planning.search import PlanRequest
 from rpc_pipe.planning.simulator import simulate
 from rpc_pipe.planning.slice_costs import SliceCosts
 from rpc_pipe.planning.specs import make_spec
@@ -52,10 +53,11 @@ def test_balanced_slices_take_equally_long(fixed, attention, count):
     assert sum(took) == pytest.approx(1 + (count - 1) * fixed)
 
 
-@given(st.floats(0, 0.3), st.floats(0, 0.7), st.floats(1, 1e9))
-def test_shares_are_found_from_the_times_of_slices(fixed, attention, whole):
-    times = [[share * whole for share in SliceCosts(fixed, attention).shares([1] * k)] for k in (2, 4)]
-    assert _fitted(times) == pytest.approx((fixed, attention), abs=1e-6)
+def test_times_by_length_price_slices():
+    """A row of 100 tokens: half of its time is fixed, a fifth attention."""
+    terms = LengthTerms({F: 5.0, B: 5.0}, {F: 30.0, B: 30.0}, {F: 200.0, B: 200.0})
+    request = PlanRequest(Profile({1: [LayerCost({}, Size())]}, by_length=(terms,), length=100), Machines(2), 1, (1,))
+    assert request.slicing == SliceCosts(pytest.approx(0.5), pytest.approx(0.2))
 
 
 def test_slices_leave_state_from_the_first_forward_to_the_last_backward():
@@ -66,13 +68,6 @@ def test_slices_leave_state_from_the_first_forward_to_the_last_backward():
     assert plain == (100,)
     # All activations but state, the state, and, when the first backward runs, the gradients of the state.
     assert peak_bytes(run, [Size(activations=100, state=20)]) == (80 + 20 + 20,)
-
-
-def test_a_model_is_measured_by_training_it_on_slices(model):
-    found = measure_slices(load_user_model(model), 2, activations=1e6)
-    # Four layers leave two states of 2 rows of 8 numbers behind each of three slices.
-    assert found.state == pytest.approx(4 * 3 * 2 * 2 * 8 * 4 / 1e6) and found.length == 32
-    assert min(found.fixed, found.attention) >= 0 and found.fixed + found.attention <= 1 + 1e-12, "rounded"
 
 
 def test_a_plan_chooses_slices_and_trains_by_them(model, tmp_path, capsys):

@@ -38,12 +38,14 @@ BATCH = {"input_ids": IDS, "labels": LABELS}
 STOCK = """
 import transformers as hf
 
+STILL = dict(resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, dropout=0)
 SMALL = dict(vocab_size=31, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
              intermediate_size=32, max_position_embeddings=32)
 
 
 def gpt2(layers=4):
-    return hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=31, n_embd=16, n_layer=layers, n_head=2, n_positions=32)), BATCH
+    shape = dict(vocab_size=31, n_embd=16, n_layer=layers, n_head=2, n_positions=32)
+    return hf.GPT2LMHeadModel(hf.GPT2Config(**shape, **STILL)), BATCH
 
 
 def gpt2_on_longer_sequences_in_float64():
@@ -56,7 +58,7 @@ def gpt2_on_longer_sequences_in_float64():
 def opt():
     # It counts positions by a mask of tokens, so a mask of pairs alone is not enough.
     shape = dict(vocab_size=31, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, ffn_dim=32)
-    return hf.OPTForCausalLM(hf.OPTConfig(**shape, max_position_embeddings=32, word_embed_proj_dim=16)), BATCH
+    return hf.OPTForCausalLM(hf.OPTConfig(**shape, max_position_embeddings=32, word_embed_proj_dim=16, **STILL)), BATCH
 
 
 def llama_that_divides():
@@ -81,10 +83,10 @@ OWN = """
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
-        self.norm, self.lstm, self.drop = nn.LayerNorm(8), nn.LSTM(8, 8, batch_first=True), nn.Dropout(0.1)
+        self.norm, self.lstm = nn.LayerNorm(8), nn.LSTM(8, 8, batch_first=True)
 
     def forward(self, x):
-        return x + self.drop(self.lstm(self.norm(x))[0])
+        return x + self.lstm(self.norm(x))[0]
 
 
 class Average(nn.Module):
@@ -236,16 +238,19 @@ def on_whole_sequences(kind, steps):
 
 
 class Dropping(Attention):
-    """Drops out scores, rows and tokens as one dimension, and outputs, and adds noise, in evaluation too."""
+    """Drops out scores, rows and tokens as one dimension, and outputs, and adds noise."""
+
+    keeps_on = False
 
     def forward(self, x, state=None):
         q, k, v = self.qkv(x).chunk(3, -1)
         if state is not None:
             k, v = torch.cat([state[0], k], 1), torch.cat([state[1], v], 1)
         mask = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).tril(k.shape[1] - q.shape[1])
-        found = scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=0.3)
-        found = dropout(found.flatten(0, 1), 0.4).view_as(x) + 0.1 * torch.randn_like(x)
-        return x + dropout(found, 0.2), (k, v)
+        found = scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=0.3 * self.training)
+        if self.training or self.keeps_on:
+            found = dropout(found.flatten(0, 1), 0.4).view_as(x) + 0.1 * torch.randn_like(x)
+        return x + dropout(found, 0.2, self.training), (k, v)
 
 
 def dropping_layers():
@@ -255,7 +260,7 @@ def dropping_layers():
 
 
 @pytest.mark.parametrize(("slices", "schedule_options"), [("4", {"recompute": "all"}), ("5,4,4", {})])
-def test_slices_draw_the_same_numbers_with_any_cut_and_a_whole_forward_can_join_them(slices, schedule_options):
+def test_slices_draw_the_same_numbers_with_any_cut(slices, schedule_options):
     """Each slice drew the whole sequence's numbers and dropped most: GPT-2 took 1.6 times as long as without slices."""
     found = []
     for workers in (1, 2):
@@ -264,14 +269,17 @@ def test_slices_draw_the_same_numbers_with_any_cut_and_a_whole_forward_can_join_
         with pipeline(dropping_layers(), slices=slices, **options) as pipe:
             losses = [pipe.step((IDS, TARGETS)) for _ in range(2)]
             found.append((losses, pipe.weights.state_dict()))
-            sizes = ",".join(map(str, pipe.spec.parallelism.slices))
     assert found[0][0] == found[1][0]
     assert all(found[0][1][name].equal(weight) for name, weight in found[1][1].items())
-    torch.manual_seed(3)
-    expected_losses, expected = by_whole_sequences(dropping_layers(), make_spec("gpipe", 1, 3, {}, sizes))
-    assert found[0][0] == pytest.approx(expected_losses, rel=1e-12)
-    for name, weight in expected.items():
-        torch.testing.assert_close(found[0][1][name], weight, rtol=1e-9, atol=1e-12)
+
+
+def test_draws_of_slices_are_not_compared_with_those_of_whole_sequences():
+    with refused("slices"):
+        by_whole_sequences(dropping_layers(), make_spec("gpipe", 1, 3, {}, "4"))
+    drawing = dropping_layers()
+    drawing[2].keeps_on = True
+    with pipeline(drawing) as pipe, refused("slices", WorkerFailure):
+        pipe.step((IDS, TARGETS))
 
 
 def by_whole_sequences(built, spec, split=None, loss=loss, steps=2):

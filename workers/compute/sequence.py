@@ -24,13 +24,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from ...dependency import ConfigError
 from ...dependency.indexes import split_slice
 from ..transport.payload import Payload, Tree, distinct_tensors, map_tensors, tensors_of
 from .borders import ForwardArgs
+from .noted_draws import NotedDraws
 from .slice_check import compare, refused
 from .slices import Slice, has_own_state, note, output_alone, place_of_state
 from .torch_internals import BatchNorm, no_view, without_torch_function
-from .whole_draws import NotedDraws, WholeDraws
 
 
 class SliceInput(NamedTuple):
@@ -307,19 +308,16 @@ class SliceStore:
 
     def _compare(self, shard: Any, noted: Sequence[ForwardArgs], step: int) -> None:
         """Refuse layers that do not go with slices, by a look at the first microbatch."""
-        left, places = SliceState(), list(self._left[0].places.values())
+        left, again = SliceState(), NotedDraws()
         left.places.update(self._left[0].places)
-        draws = WholeDraws(places, partial(shard.randomness.seed_forward, step), shard.randomness.generators)
 
         def run(number: int | None, inputs: Tree, fields: Tree) -> Tree:
             if isinstance(inputs, tuple) and inputs and isinstance(inputs[-1], str):  # where it was made, once
                 inputs = inputs[:-1]
-            given = map_tensors(inputs, torch.clone)
-            if number is None:
-                with self._carrier.carrying(None), draws:
-                    return shard.slice.forward(given, fields, draws.seed)
-            with self._carrier.carrying(SliceInput(left, number, self._count)):
-                return shard.slice.forward(given, fields, partial(shard.randomness.seed_forward, step, number))
+            piece = None if number is None else SliceInput(left, number, self._count)
+            with self._carrier.carrying(piece), again if drew else nullcontext():
+                seed = partial(shard.randomness.seed_forward, step, number or 0)
+                return shard.slice.forward(map_tensors(inputs, torch.clone), fields, seed)
 
         if any(isinstance(module, BatchNorm) and module.training for module in shard.slice.own):
             raise refused("takes means over whole sequences")
@@ -331,7 +329,13 @@ class SliceStore:
         if drew:
             shard.train(False)  # without dropout
         with shard.randomness.lock, shard.changing.before(whole_step=True).restored(), how:
-            compare(noted, run, shard.loss_fn)
+            try:
+                compare(noted, run, shard.loss_fn)
+            except ConfigError as error:
+                if again.found:
+                    cause = "draws random numbers in evaluation, too, so its slices cannot be compared with the whole"
+                    raise ConfigError(f"slices: a layer {cause}; let it draw in training alone") from error
+                raise
         if drew:
             shard.train(True)
 

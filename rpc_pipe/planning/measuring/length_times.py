@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import combinations
 from typing import Any
+
+import torch
 
 from ...dependency import B, F, I, Kind, R, W
 from ...model.batches.sequences import length_of
 from ...model.user_model import UserModel, resized
 from ..profile import THOUSAND, LayerCost, LengthTerms
 from .profiling import profile_model
-from .slice_times import fitted
 
 
 def times_by_length(user_model: UserModel, rows: int, lengths: Sequence[int], **settings: Any) -> dict[str, Any]:
@@ -36,3 +38,18 @@ def times_by_length(user_model: UserModel, rows: int, lengths: Sequence[int], **
                 term[kind] = value
         found.append(LengthTerms(*terms))
     return {"by_length": tuple(found), "length": length_of(user_model.batch)}
+
+
+def fitted(points: Sequence[Sequence[float]], times: Sequence[float]) -> list[float]:
+    """Return the factors of three terms that fit times: the least squares, none below 0."""
+    wanted = torch.tensor(times, dtype=torch.float64)[:, None]
+    found: list[tuple[float, list[float]]] = []
+    for some in (some for count in (1, 2, 3) for some in combinations(range(3), count)):
+        terms = torch.tensor(points, dtype=torch.float64)[:, some]
+        solved = torch.linalg.lstsq(terms, wanted).solution
+        if bool((solved >= 0).all()):
+            factors = [0.0, 0.0, 0.0]
+            for term, value in zip(some, solved.flatten().tolist(), strict=True):
+                factors[term] = value
+            found.append((float(((terms @ solved - wanted) ** 2).sum()), factors))
+    return min(found)[1]
