@@ -16,10 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import cache
+from math import ceil
 
 from .action import Action
 from .declared import Declared
-from .indexes import slice_in
+from .indexes import slice_in, split_slice
 from .kinds import F, U
 from .reductions import NO_REDUCTIONS, Reductions, on_route, reduction_tree
 from .versions import before_forward, before_update
@@ -40,6 +41,46 @@ class Spec(Declared):
         if len(sizes) == 1 or not action.kind.per_microbatch:
             return 1
         return sizes[slice_in(action.index, len(sizes))] / sum(sizes)
+
+    def extent(self, action: Action) -> tuple[float, float]:
+        """Return where in its microbatch's sequence an action begins and ends: 0 to 1, unless sequences are sliced."""
+        sizes = self.parallelism.slices
+        if len(sizes) == 1 or not action.kind.per_microbatch:
+            return 0, 1
+        number = slice_in(action.index, len(sizes))
+        return sum(sizes[:number]) / sum(sizes), sum(sizes[: number + 1]) / sum(sizes)
+
+    def whole_microbatch(self, action: Action) -> int:
+        """Return the number, within its step, of the microbatch of whole sequences that an action is of."""
+        return split_slice(action.index, len(self.parallelism.slices))[0] % self.num_whole
+
+    @property
+    def num_whole(self) -> int:
+        """The number of microbatches of whole sequences in a step."""
+        return self.num_microbatches // len(self.parallelism.slices)
+
+    def index_text(self, action: Action) -> str:
+        """Return the index of an action as text; of slice 1 of microbatch 3 `3.1`."""
+        slices = len(self.parallelism.slices)
+        if slices == 1 or not action.kind.per_microbatch:
+            return str(action.index)
+        return ".".join(map(str, split_slice(action.index, slices)))
+
+    @property
+    def counted(self) -> str:
+        """How many microbatches a step has, and of how many slices each, as text."""
+        slices = len(self.parallelism.slices)
+        return f"{self.num_whole} microbatches" + (f" of {slices} slices" if slices > 1 else "")
+
+    @property
+    def state_share(self) -> float:
+        """Which part of a stage's optimizer states each of its replicas keeps."""
+        return 1 / self.num_routes if self.parallelism.zero else 1.0
+
+    def num_buckets(self, num_bytes: float) -> int:
+        """Return into how many buckets each route's part of gradients of `num_bytes` is divided."""
+        most = self.parallelism.bucket * 2**20
+        return max(1, ceil(num_bytes / self.num_routes / most)) if self.num_routes > 1 else 1
 
     def origin(self, action: Action) -> Action | None:
         """Return the action of a neighbouring stage that sends the input of `action`; None if there is none."""

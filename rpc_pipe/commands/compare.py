@@ -60,7 +60,7 @@ def command(typed: dict[str, Any], argv: list[str]) -> int:
     # Otherwise every row would be refused for it.
     plain = replace(options, schedule="gpipe", schedule_options={**replicas, **({"slices": slices} if slices else {})})
     spec, unequal = plain.of_plane(), typed_lengths(typed)
-    count = spec.num_microbatches // len(spec.parallelism.slices)
+    count = spec.num_whole
     unequal(spec)
     with progress(reporter, "simulating") as tell:
         rows = compare(

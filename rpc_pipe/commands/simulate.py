@@ -13,7 +13,7 @@ from ..dependency import Action, ConfigError, G, Kind, Spec, worker_staleness, w
 from ..drawing.chrome import write_chrome
 from ..drawing.page import draw_page
 from ..drawing.svg import Picture, draw_svg
-from ..drawing.timeline import count_microbatches, draw, row_names
+from ..drawing.timeline import draw, row_names
 from ..launching.report import Reporter
 from ..planning.comparison import describe_staleness
 from ..planning.grouping import Grouping
@@ -92,8 +92,8 @@ def command(typed: dict[str, Any], argv: list[str]) -> int:
         print(json.dumps(_report(name, result, "actions" in typed) | {"members": typed.get("members", 1)}))
         return 0
     if isinstance(result, Simulation):
-        width, slices = reporter.console.width, len(spec.parallelism.slices)
-        picture = draw(result.spans, spec.num_workers, width=width, most_lines=_MOST_LINES, slices=slices)
+        width = reporter.console.width
+        picture = draw(result.spans, spec.num_workers, width=width, most_lines=_MOST_LINES, spec=spec)
         reporter.console.print(picture)
     first, further = ("first step", result.span) if steps == 1 else (f"{steps} steps", result.step_time)
     took = f"{first} {result.makespan:g}, each further step {further:g}, bubble {result.bubble:.1%}"
@@ -198,7 +198,7 @@ def _report(schedule: str, result: Priced | Simulation, with_actions: bool) -> d
         "parameters": spec.parameters(),
         "workers": spec.num_workers,
         "stages": spec.num_stages,
-        "microbatches": spec.num_microbatches // len(spec.parallelism.slices),
+        "microbatches": spec.num_whole,
         **({"slices": list(spec.parallelism.slices)} if len(spec.parallelism.slices) > 1 else {}),
         "order": result.order,
         "makespan": result.makespan,
@@ -217,9 +217,9 @@ def _report(schedule: str, result: Priced | Simulation, with_actions: bool) -> d
 
 
 def _write_pictures(typed: Mapping[str, Any], name: str, result: Simulation) -> None:
-    spec, slices = result.spec, len(result.spec.parallelism.slices)
-    title = f"{name}, {spec.num_workers} workers, {count_microbatches(spec)}"
-    picture = Picture(title, result.spans, spec.num_workers, slices=slices, num_stages=spec.num_stages)
+    spec = result.spec
+    title = f"{name}, {spec.num_workers} workers, {spec.counted}"
+    picture = Picture(title, result.spans, spec.num_workers, spec=spec, num_stages=spec.num_stages)
     if "svg" in typed:
         write(typed["svg"], draw_svg(picture))
     if "html" in typed:

@@ -54,8 +54,7 @@ class Screen:
         if trace is not None and 2 * len(rows) < free:
             yield _cropped(f"step {max(trace.steps)} as it ran", "bold")
             spec = trace.spec
-            slices, spans = len(spec.parallelism.slices), trace.spans(last=1)
-            yield draw(spans, spec.num_workers, width=width, slices=slices, numbers=trace.numbers)
+            yield draw(trace.spans(last=1), spec.num_workers, width=width, spec=spec, numbers=trace.numbers)
         if lost is not None:
             yield _cropped(lost.line(), "bold")
             yield Text(lost.sentence, overflow="fold")

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from html import escape
 from importlib.resources import files
+from itertools import accumulate
 from typing import Any
 
 from .svg import Picture, draw_svg
@@ -68,18 +69,12 @@ def _section(picture: Picture) -> str:
 
 def _most_held(picture: Picture) -> list[float]:
     """Return of each worker how many microbatches' activations it holds at most."""
-    changes: list[list[tuple[float, int]]] = [[] for _ in range(picture.num_workers)]
+    changes: list[list[tuple[float, float]]] = [[] for _ in range(picture.num_workers)]
     for span in picture.spans:
         if holds := span.action.kind.holds:
-            changes[span.worker].append((span.start if holds > 0 else span.end, holds))
-    found = []
-    for own in changes:
-        held = most = 0
-        for _, way in sorted(own):
-            held += way
-            most = max(most, held)
-        found.append(most / picture.slices)
-    return found
+            share = holds * (picture.spec.share(span.action) if picture.spec else 1)
+            changes[span.worker].append((span.start if holds > 0 else span.end, share))
+    return [max(accumulate((share for _, share in sorted(own)), initial=0.0)) for own in changes]
 
 
 def _table(picture: Picture) -> list[list[str]]:

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from xml.sax.saxutils import escape, quoteattr
 
-from ..dependency import Kind
+from ..dependency import Kind, Spec
 from ..planning.span import Span, Wait, critical_path
-from .timeline import held_stages, name_index, summarize, tell
+from .timeline import held_stages, index_text, summarize, tell
 
 #: width of the plot in pixels: wide enough for the labels of the shortest cells, within these bounds
 _NARROWEST, _WIDEST = 640, 1280
@@ -44,8 +44,8 @@ class Picture:
     gaps: str = "bubble"
     #: the result of `span.waits`, from which the critical path follows
     waits: Mapping[Span, Wait] = field(default_factory=dict)
-    #: number of slices of a microbatch's sequence
-    slices: int = 1
+    #: names slices of sequences; None: they are whole
+    spec: Spec | None = None
     #: sentences below the timeline
     notes: Sequence[str] = ()
     #: of each worker, its largest memory as text, where that was measured
@@ -93,8 +93,8 @@ class _Layout:
     """The layout, in pixels."""
 
     def __init__(self, picture: Picture) -> None:
-        spans, num_workers, slices = picture.spans, picture.num_workers, picture.slices
-        self.num_workers, self.slices, self.waits, self.gaps = num_workers, slices, picture.waits, picture.gaps
+        spans, num_workers, spec = picture.spans, picture.num_workers, picture.spec
+        self.num_workers, self.spec, self.waits, self.gaps = num_workers, spec, picture.waits, picture.gaps
         self.critical = {*critical_path(spans, picture.waits)} if picture.waits else set[Span]()
         self.names = picture.rows or [f"worker {worker}" for worker in range(num_workers)]
         #: first start, and time from there to the last end; 1 where no time passed
@@ -105,7 +105,7 @@ class _Layout:
         self.cell = self.pitch - 2 if self.pitch > 12 else self.pitch - 1
         #: largest size of text in cells, and characters of the longest
         self.font = min(12.0, max(_SMALLEST_TEXT, math.floor(self.cell * 1.5) / 2))
-        self.longest = max((len(_label(span, slices)) for span in spans), default=1)
+        self.longest = max((len(_label(span, spec)) for span in spans), default=1)
         #: left edge and width of the plot, and upper edge of the first row
         self.left = _MARGIN + max((_width(name, min(12.0, self.pitch)) for name in self.names), default=0.0) + 6
         shortest = min((span.end - span.start for span in spans if span.end > span.start), default=1.0)
@@ -178,7 +178,7 @@ def _cell(layout: _Layout, span: Span, stripe: float, free: float) -> str:
     """
     kind, stage = span.action.kind.letter, span.action.stage
     start, end = span.start - layout.first, span.end - layout.first
-    named = f"{stage}{kind}{name_index(span.action, layout.slices)}"
+    named = f"{stage}{kind}{index_text(layout.spec, span.action)}"
     told = f"{named}, stage {stage}, {tell(start)} to {tell(end)}"
     if (wait := layout.waits.get(span)) is not None:
         told += f"; waited {tell(wait.time)}"
@@ -196,7 +196,7 @@ def _cell(layout: _Layout, span: Span, stripe: float, free: float) -> str:
         parts.append(f'<path class="stripe" d="M{_number(x + edge)} {y}h{wide}v{_number(high)}h-{wide}z"/>')
     if span in layout.critical:
         parts.append(f'<path class="critical" d="M{_number(x)} 0h{_number(width)}v2h-{_number(width)}z"/>')
-    label = _label(span, layout.slices)
+    label = _label(span, layout.spec)
     # All labels count as long as the longest, so that equal cells have equal ones: narrow cells have no kind.
     for left_out in range(2):
         size = min(layout.font, (width - 1.5) / (max(1, layout.longest - left_out) * _CHARACTER))
@@ -235,9 +235,9 @@ def nice_step(length: float, most: float) -> float:
     return next(m * power for m in (1, 2, 5, 10, 20) if m * power >= least * (1 - 1e-9))
 
 
-def _label(span: Span, slices: int) -> str:
+def _label(span: Span, spec: Spec | None) -> str:
     """Return the kind and the microbatch as label; the kind alone if its index is a replica or an update."""
-    return span.action.kind.letter + (name_index(span.action, slices) if span.action.kind.per_microbatch else "")
+    return span.action.kind.letter + (index_text(spec, span.action) if span.action.kind.per_microbatch else "")
 
 
 def _width(text: str, size: float) -> float:

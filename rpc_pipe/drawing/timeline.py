@@ -84,17 +84,9 @@ def tell(time: float) -> str:
     return f"{time:.6g}" if abs(time) < 1e6 else f"{time:.0f}"
 
 
-def count_microbatches(spec: Spec) -> str:
-    """Return how many microbatches a step has, and of how many slices each, as text."""
-    slices = len(spec.parallelism.slices)
-    return f"{spec.num_microbatches // slices} microbatches" + (f" of {slices} slices" if slices > 1 else "")
-
-
-def name_index(action: Action, slices: int) -> str:
-    """Return the index of an action as text: of slice 1 of microbatch 3 `3.1`, if microbatches have several slices."""
-    if slices == 1 or not action.kind.per_microbatch:
-        return str(action.index)
-    return f"{action.index // slices}.{action.index % slices}"
+def index_text(spec: Spec | None, action: Action) -> str:
+    """Return the index of an action as text; without a spec sequences are whole."""
+    return str(action.index) if spec is None else spec.index_text(action)
 
 
 def draw(
@@ -103,7 +95,7 @@ def draw(
     *,
     width: int = 100,
     most_lines: int = 0,
-    slices: int = 1,
+    spec: Spec | None = None,
     numbers: Sequence[int] = (),
 ) -> Text:
     """Draw spans as a coloured grid at most `width` columns wide.
@@ -111,14 +103,14 @@ def draw(
     A cell shows kind and microbatch, before them the stage where a worker has several, if they fit; else colour alone
     shows the kind, and an underline a later stage of the worker. Gaps are bubbles. Names that do not fit side by side
     are drawn in several rows of time, one below the other, if these are at most `most_lines` lines. A legend below
-    explains cells that are too small for names. `slices` is the number of slices of a microbatch's sequence,
-    and `numbers` those of the workers if they are not from 0.
+    explains cells that are too small for names. Slices are named as `spec` does, and `numbers` are those of the workers
+    if they are not from 0.
     """
     if not spans:
         return Text("nothing ran")
     held = held_stages(spans, num_workers)
     several = any(len(stages) > 1 for stages in held)
-    names = {a: f"{a.stage if several else ''}{a.kind.letter}{name_index(a, slices)}" for _, a, *_ in spans}
+    names = {a: f"{a.stage if several else ''}{a.kind.letter}{index_text(spec, a)}" for _, a, *_ in spans}
     longest, label = max(map(len, names.values())), len(f"worker {num_workers - 1} ")
     # One column parts names; if none is left for that, the digits of the next name must not touch.
     scale, rows = _scale(spans, max(10, width - label), longest + several, longest + 1, most_lines // (num_workers + 1))

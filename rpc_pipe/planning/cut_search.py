@@ -79,7 +79,7 @@ class CutSearch:
 
     def _work(self, start: int, stop: int, *, splits: bool, again: float) -> float:
         """Return the time of these blocks in a step, as one stage; `again`: the share of them that recomputes."""
-        chain, count = self.chain, self.spec.num_microbatches / len(self.spec.parallelism.slices)
+        chain, count = self.chain, self.spec.num_whole
         kinds = (F, I, W) if splits else (F, B)
         once = sum(chain.time(kind, start, stop) for kind in kinds) + again * chain.time(R, start, stop)
         return count * once + chain.time(U, start, stop)
@@ -92,7 +92,10 @@ class CutSearch:
         """
         spec, chain = self.spec, self.chain
         count, depth = spec.num_microbatches, spec.num_stages
-        slow = [min(self.machines.slow(spec.place(s, r)) for r in range(spec.num_routes)) for s in range(depth)]
+        slow = [float("inf")] * depth
+        for worker in range(spec.num_workers):
+            for stage, _ in spec.hosted(worker):
+                slow[stage] = min(slow[stage], self.machines.slow(worker))
         split = [spec.splits(s, 0) for s in range(depth)]
         again = [spec.recomputes(s) for s in range(depth)]
         shares = [len(spec.hosted(spec.place(s, 0))) for s in range(depth)]
@@ -101,7 +104,7 @@ class CutSearch:
             return slow[stage] * self._work(a, b, splits=split[stage], again=again[stage])
 
         limits = [self.machines.limit(spec.place(s, 0)) for s in range(depth)]
-        share = min(spec.parallelism.slices) / sum(spec.parallelism.slices)
+        share = spec.num_whole / spec.num_microbatches
         held = [spec.peak_activations(spec.place(s, 0)) or count for s in range(depth)]
 
         def fits(stage: int, a: int, b: int) -> bool:

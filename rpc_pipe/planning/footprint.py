@@ -8,7 +8,6 @@ from dataclasses import astuple, dataclass, replace
 from itertools import accumulate
 
 from ..dependency import Action, B, F, G, I, P, R, S, Spec, U, W, weight_copies
-from ..dependency.indexes import slice_in
 from .simulator import Simulation
 from .span import Span
 
@@ -82,7 +81,6 @@ def peak_bytes(simulation: Simulation, sizes: Sequence[Size]) -> tuple[float, ..
     changes: list[dict[tuple[float, int], float]] = [defaultdict(float) for _ in range(spec.num_workers)]
     span_of = {span.action: span for span in simulation.spans}
     arrival = {(action, target): when for action, _, target, when in simulation.transfers}
-    slices = len(spec.parallelism.slices)
 
     def add(worker: int, time: float, amount: float) -> None:
         changes[worker][time, 0 if amount < 0 else 1] += amount  # at equal times memory is freed before it is allocated
@@ -102,9 +100,9 @@ def peak_bytes(simulation: Simulation, sizes: Sequence[Size]) -> tuple[float, ..
             add(worker, span.end, size.after_inputs - size.activations)
         elif action.kind in (B, W):
             add(worker, span.end, -(size.activations if action.kind is B else size.after_inputs))
-        if slices > 1 and action.kind.per_microbatch:
-            _add_state(add, span, sizes[action.stage].state, slices, simulation.portion(action))
-        amount = payload_bytes(action, size, spec.num_routes * simulation.buckets(action.stage))
+        if action.kind.per_microbatch and spec.extent(action) != (0, 1):
+            _add_state(add, span, sizes[action.stage].state, spec.extent(action), simulation.portion(action))
+        amount = payload_bytes(action, size, simulation.gradient_parts(action.stage))
         kept = 0 if action.kind is not F or spec.recomputes(action.stage) else min(amount, size.kept_outputs)
         for user in simulation.successors(action):
             at = spec.worker(user)
@@ -120,15 +118,9 @@ def peak_bytes(simulation: Simulation, sizes: Sequence[Size]) -> tuple[float, ..
     peaks, weights = [], weight_bytes(spec, sizes)
     for worker, change in enumerate(changes):
         hosted = [sizes[stage] for stage, _ in spec.hosted(worker)]
-        share = state_share(spec)
-        resident = sum(size.gradients + size.unsummed + size.optimizer * share for size in hosted) + weights[worker]
-        peaks.append(resident + max([0, *accumulate(change[key] for key in sorted(change))]))
+        resident = sum(size.gradients + size.unsummed + size.optimizer * spec.state_share for size in hosted)
+        peaks.append(resident + weights[worker] + max([0, *accumulate(change[key] for key in sorted(change))]))
     return tuple(peaks)
-
-
-def state_share(spec: Spec) -> float:
-    """Return which part of a stage's optimizer states each of its replicas keeps."""
-    return 1 / spec.num_routes if spec.parallelism.zero else 1.0
 
 
 def of_share(size: Size, share: float) -> Size:
@@ -140,18 +132,20 @@ def of_share(size: Size, share: float) -> Size:
     return replace(part, activations=part.activations - size.state * share)
 
 
-def _add_state(add: Callable[[int, float, float], None], span: Span, state: float, slices: int, share: float) -> None:
+def _add_state(
+    add: Callable[[int, float, float], None], span: Span, state: float, extent: tuple[float, float], share: float
+) -> None:
     """Add the state that the slices of a sequence leave on a stage, and its gradients.
 
     Each slice leaves its share of `state`. Gradients come with the last slice's backward, which is the first to run;
     all goes with the first slice's.
     """
-    number, kind = slice_in(span.action.index, slices), span.action.kind
+    kind = span.action.kind
     if kind is F:
         add(span.worker, span.start, state * share)
-    if number == slices - 1 and kind in (B, I):
+    if extent[1] == 1 and kind in (B, I):
         add(span.worker, span.start, state)
-    if number == 0 and kind in (B, W):
+    if extent[0] == 0 and kind in (B, W):
         add(span.worker, span.end, -2 * state)
 
 

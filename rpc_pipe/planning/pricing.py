@@ -5,13 +5,11 @@ Loads without torch.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise, permutations
 from typing import Any
 
 from ..dependency import NO_REDUCTIONS, Action, B, G, Kind, S, Spec, W
-from ..dependency.indexes import slice_in
 from .footprint import Size, num_messages, payload_bytes, peak_bytes
 from .plan import Plan
 from .profile import TIMED, Chain, Machines
@@ -47,23 +45,19 @@ class PricedSchedule:
         self.relation = Relation(spec, reductions=NO_REDUCTIONS._replace(buckets=self._buckets), lengths=lengths)
         self._with_buckets = {self._buckets: self}
         # Actions of one (stage, kind, worker, slice, length) cost the same, so each cost is computed once.
-        known: dict[tuple[int, Kind, int, int, float], int] = {}
+        known: dict[tuple[int, Kind, int, float, float], int] = {}
         like: list[tuple[Action, int]] = []
         self._ids: list[int] = []
-        slices = len(spec.parallelism.slices)
         chains: list[Chain] = []  # of each of these, with the times of its microbatch
         for a, worker in zip(self.relation.actions, self.relation.worker, strict=True):
             length = self.relation.length(a)
-            place = slice_in(a.index, slices) if a.kind.per_microbatch else 0
-            number = known.setdefault((a.stage, a.kind, worker, place, length), len(known))
+            number = known.setdefault((a.stage, a.kind, worker, spec.extent(a)[0], length), len(known))
             if number == len(like):
                 like.append((a, worker))
                 chains.append(chain.among([length]) if length else chain)
             self._ids.append(number)
         #: of each of these: its stage, its part of the payload, and `copy_times`
-        self._copy_times = [
-            (a.stage, self.relation.portion(a), *copy_times(spec, chain, a.stage, a.kind, w)) for a, w in like
-        ]
+        self._copy_times = [(a.stage, self.relation.portion(a), *copy_times(spec, chain, a, w)) for a, w in like]
         share = chain.slicing.time_share(spec)
         #: of each of these: which part of a microbatch's time its slice takes; W of the first stage is a whole backward
         self._shares = [share(a._replace(kind=B) if a.kind is W and not a.stage else a) for a, _ in like]
@@ -102,8 +96,7 @@ class PricedSchedule:
         if self._links is None:
             return simulate(self.relation, self.costs(ends), comm=self.machines.link.latency, order=self.machines.order)
         sizes, spec, machines = self.sizes(ends), self.spec, self.machines
-        of_part = [size.gradients / spec.num_routes / (spec.parallelism.bucket * 2**20) for size in sizes]
-        buckets = tuple(min(_MOST_BUCKETS, max(1, math.ceil(count))) if spec.num_routes > 1 else 1 for count in of_part)
+        buckets = tuple(min(_MOST_BUCKETS, spec.num_buckets(size.gradients)) for size in sizes)
         if buckets not in self._with_buckets:
             self._with_buckets[buckets] = PricedSchedule(
                 spec, self.chain, self.machines, self.relation.lengths, buckets
@@ -111,7 +104,7 @@ class PricedSchedule:
         priced = self._with_buckets[buckets]
 
         def payload(action: Action) -> float:
-            parts = spec.num_routes * buckets[action.stage]
+            parts = priced.relation.gradient_parts(action.stage)
             return payload_bytes(action, sizes[action.stage], parts) * priced.relation.portion(action)
 
         costs = priced.costs(ends)
@@ -133,13 +126,12 @@ class PricedSchedule:
         """
         simulation, spec = self.simulate(ends), self.spec
         memory, took = self.memory(simulation, ends), self.step_time(simulation, ends)
-        count = spec.num_microbatches // len(spec.parallelism.slices)
         return Plan(
             schedule, parameters, self.chain.counts(ends), recompute=recompute, predicted_ms=took,
             predicted_memory=max(memory), bubble=simulation.steady_bubble, memory_by_worker=memory,
             busy_by_worker=simulation.busy, messages=num_messages(simulation), model=self.chain.model,
             weights_by_stage=tuple(size.weights + size.elsewhere for size in self.sizes(ends)),
-            **{"num_workers": spec.num_workers, "num_microbatches": count, **listed},
+            **{"num_workers": spec.num_workers, "num_microbatches": spec.num_whole, **listed},
         )  # fmt: skip
 
     def tied_gradients_time(self, ends: Ends) -> float:
@@ -168,17 +160,16 @@ class PricedSchedule:
         return max([0.0, *(used - limit for used, limit in zip(memory, limits, strict=True) if limit is not None)])
 
 
-def copy_times(spec: Spec, chain: Chain, stage: int, kind: Kind, worker: int) -> tuple[float, float]:
+def copy_times(spec: Spec, chain: Chain, action: Action, worker: int) -> tuple[float, float]:
     """Return the compute time in ms a byte that payloads of the stage before, and of the one behind, cost a worker.
 
     It is 0 where the same worker has that stage.
     """
-    if not kind.way:
+    if not action.kind.way:
         return 0.0, 0.0
-    route = next(r for r in range(spec.num_routes) if spec.place(stage, r) == worker)
-    before = stage > 0 and spec.place(stage - 1, route) != worker
-    behind = stage + 1 < spec.num_stages and spec.place(stage + 1, route) != worker
-    return before * chain.per_byte, behind * chain.per_byte
+    near = [each for each in (spec.origin(action), *spec.successors(action)) if each is not None]
+    away = {each.stage - action.stage for each in near if spec.worker(each) != worker}
+    return (-1 in away) * chain.per_byte, (1 in away) * chain.per_byte
 
 
 def link_beside_copies(machines: Machines, chain: Chain, source: int, target: int) -> Link:

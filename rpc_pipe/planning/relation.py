@@ -21,7 +21,6 @@ from ..dependency import (
     entries,
     reduction_tree,
 )
-from ..dependency.indexes import split_slice
 from ..system.garbage import uncollected
 
 
@@ -82,13 +81,17 @@ class Relation:
         """Return the length of an action's microbatch; 0: all are equal, or it is the action of a step."""
         if not self.lengths or not action.kind.per_microbatch:
             return 0
-        microbatch, _ = split_slice(action.index, len(self.spec.parallelism.slices))
-        return self.lengths[microbatch % len(self.lengths)]
+        return self.lengths[self.spec.whole_microbatch(action)]
 
     def portion(self, action: Action) -> float:
         """Return the bytes of an action's activations relative to a mean microbatch's."""
         length = self.length(action)
         return self.spec.share(action) * (length * len(self.lengths) / sum(self.lengths) if length else 1)
+
+    def gradient_parts(self, stage: int) -> int:
+        """Return into how many parts the gradients of a stage are divided: a bucket or several for each route."""
+        buckets = self.reductions.buckets
+        return self.spec.num_routes * (buckets[stage] if buckets else 1)
 
     @property
     def num_lanes(self) -> int:

@@ -29,7 +29,7 @@ def predicted_ms(
         steps: the last steps of each worker.
         gradients, blocks: their bytes, and how many there are, by stage of these steps.
     """
-    slices = len(shapes[0].parallelism.slices)
+    slices = shapes[0].num_microbatches // shapes[0].num_whole
     found: dict[tuple[int, Kind], list[float]] = defaultdict(list)
     ends: dict[tuple[int, int, str], int] = {}
     for worker, own in steps.items():

@@ -127,9 +127,7 @@ class Simulation(Outcome):
 
         They are whole numbers, unless sequences are sliced: a slice counts as its share of a microbatch.
         """
-        sizes = self.spec.parallelism.slices
-        peaks = self._peaks(lambda action: sizes[action.index % len(sizes)])
-        return peaks if len(sizes) == 1 else tuple(most / sum(sizes) for most in peaks)
+        return tuple(round(most, 9) for most in self._peaks(self.spec.share))
 
     def _peaks(self, size: Callable[[Action], float]) -> tuple[float, ...]:
         relation, num_workers = self._relation, self.spec.num_workers
@@ -177,9 +175,9 @@ class Simulation(Outcome):
         """Return the bytes of an action's activations relative to a mean microbatch's."""
         return self._relation.portion(action)
 
-    def buckets(self, stage: int) -> int:
-        """Return into how many buckets each replica's part of the gradients of a stage is divided."""
-        return (self._relation.reductions.buckets or [1] * self.spec.num_stages)[stage]
+    def gradient_parts(self, stage: int) -> int:
+        """Return into how many parts the gradients of a stage are divided: a bucket or several for each route."""
+        return self._relation.gradient_parts(stage)
 
     def orders(self) -> list[list[Action]]:
         """Return the order of each worker's actions of microbatches."""

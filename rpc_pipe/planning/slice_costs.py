@@ -8,7 +8,6 @@ from itertools import accumulate, pairwise
 from math import sqrt
 
 from ..dependency import Action, Spec, W
-from ..dependency.indexes import slice_in
 
 #: least number of parts of a sequence to which the sizes of uneven slices are rounded
 _PARTS = 128
@@ -33,22 +32,22 @@ class SliceCosts:
             sizes: of the slices, in parts of the sequence.
             attends: whether the action computes attention; `W` does not, as attention has no weights.
         """
-        attention = self.attention if attends else 0
         borders = [at / sum(sizes) for at in accumulate(sizes, initial=0)]
-        linear = 1 - self.fixed - attention
-        return [self.fixed + (y - x) * (linear + attention * (x + y)) for x, y in pairwise(borders)]
+        return [self.share(each, attends=attends) for each in pairwise(borders)]
+
+    def share(self, extent: tuple[float, float], *, attends: bool = True) -> float:
+        """Return which part of a whole sequence's time the places from `extent[0]` to `extent[1]` take."""
+        (x, y), attention = extent, self.attention if attends else 0
+        return self.fixed + (y - x) * (1 - self.fixed - attention + attention * (x + y))
 
     def time_share(self, spec: Spec) -> Callable[[Action], float]:
         """Return which part of a whole sequence's time an action takes; 1 if sequences are not sliced."""
-        sizes = spec.parallelism.slices
-        if len(sizes) == 1 or not (self.fixed or self.attention):
+        if not (self.fixed or self.attention):
             return spec.share
-        attending, other = self.shares(sizes), self.shares(sizes, attends=False)
 
         def share(action: Action) -> float:
-            if not action.kind.per_microbatch:
-                return 1
-            return (other if action.kind is W else attending)[slice_in(action.index, len(sizes))]
+            extent = spec.extent(action)
+            return 1 if extent == (0, 1) else self.share(extent, attends=action.kind is not W)
 
         return share
 

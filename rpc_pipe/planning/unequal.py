@@ -17,7 +17,6 @@ from functools import lru_cache
 from itertools import accumulate
 
 from ..dependency import Action, ConfigError, Spec
-from ..dependency.indexes import split_slice
 from ..dependency.kinds import B, F, I, R, W
 from .relation import Relation
 from .simulator import simulate
@@ -120,15 +119,14 @@ def by_microbatch(
     Raises:
         ConfigError: there is not one length for each microbatch.
     """
-    whole, slices = spec.unsliced(), len(spec.parallelism.slices)
-    count = whole.num_microbatches
+    whole, count = spec.unsliced(), spec.num_whole
     if len(lengths) != count:
         raise ConfigError(f"lengths: has {len(lengths)} numbers for {count} microbatches; give one for each")
     numbers = balanced(whole, lengths, relative=relative) if order == "balanced" else range(count)
     time = relative or (lambda action, number: lengths[number])
 
     def factor(action: Action) -> float:
-        return time(action, numbers[split_slice(action.index, slices)[0] % count]) if action.kind.per_microbatch else 1
+        return time(action, numbers[spec.whole_microbatch(action)]) if action.kind.per_microbatch else 1
 
     return [lengths[m] for m in numbers], factor
 

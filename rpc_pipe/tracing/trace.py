@@ -11,10 +11,9 @@ from statistics import median
 from typing import NamedTuple
 
 from ..dependency import Action, ConfigError, F, Kind, Spec
-from ..dependency.indexes import slice_in, split_slice
 from ..drawing.chrome import write_chrome
 from ..drawing.svg import Picture
-from ..drawing.timeline import bubble, count_microbatches
+from ..drawing.timeline import bubble
 from ..planning.simulator import Cost, Simulation, simulate
 from ..planning.span import Span, waits
 from ..schedules import name_of
@@ -59,11 +58,10 @@ class Trace:
 
     def cost(self) -> Cost:
         """Return, for the simulator, the median ms of actions by worker, stage, kind and slice."""
-        times: dict[tuple[int, int, Kind, int], list[float]] = defaultdict(list)
-        slices = len(self.spec.parallelism.slices)
+        times: dict[tuple[int, int, Kind, float], list[float]] = defaultdict(list)
 
-        def key(worker: int, action: Action) -> tuple[int, int, Kind, int]:
-            return worker, action.stage, action.kind, slice_in(action.index, slices)
+        def key(worker: int, action: Action) -> tuple[int, int, Kind, float]:
+            return worker, action.stage, action.kind, self.spec.extent(action)[0]
 
         for span in self.spans():
             times[key(span.worker, span.action)].append(span.end - span.start)
@@ -75,17 +73,17 @@ class Trace:
 
         Times alone differ by noise: the payloads of unequal microbatches differ, too, or the run has put them in order.
         """
-        usual, slices, found = self.cost(), len(self.spec.parallelism.slices), list[list[float]]()
-        count, differ = self.spec.unsliced().num_microbatches, True
+        usual, spec, found = self.cost(), self.spec, list[list[float]]()
+        count, differ = spec.num_whole, True
         for records in (self.steps[step] for step in sorted(self.steps)[-last:]):
             ratios: dict[int, list[float]] = defaultdict(list)
             sent: dict[tuple[int, int], dict[int, int]] = defaultdict(lambda: defaultdict(int))
             for record in records:
                 for run in (run for run in record.actions if run.action.kind.per_microbatch and usual(run.action)):
-                    at = split_slice(run.action.index, slices)[0] % count
+                    at = spec.whole_microbatch(run.action)
                     ratios[at].append((run.end_ns - run.start_ns) / 1e6 / usual(run.action))
                 for action, _, num_bytes, _ in (arrived for arrived in record.arrivals if arrived.action.kind is F):
-                    sent[record.worker, action.stage][split_slice(action.index, slices)[0] % count] += num_bytes
+                    sent[record.worker, action.stage][spec.whole_microbatch(action)] += num_bytes
             bytes_differ = not sent or any(max(each.values()) > _LARGER * min(each.values()) for each in sent.values())
             differ &= bytes_differ or any(record.microbatch_order for record in records)
             found.append([median(ratios.get(m, [1.0])) for m in range(count)])
@@ -110,8 +108,8 @@ class Trace:
 
     def pictures(self) -> tuple[Picture, Picture]:
         """Return these steps as planned and as they ran, in milliseconds."""
-        spec, last, slices = self.spec, max(self.steps), len(self.spec.parallelism.slices)
-        schedule = f"{name_of(spec)}, {count_microbatches(spec)}"
+        spec, last = self.spec, max(self.steps)
+        schedule = f"{name_of(spec)}, {spec.counted}"
         planned, actual = self.simulated(len(self.steps)).spans, self.spans()
         why_planned, why_actual = (
             waits(spec, spans, slack=slack) if len(spans) <= _MOST_EXPLAINED else {}
@@ -121,17 +119,15 @@ class Trace:
         memory = [f"{record.peak_bytes / 1e6:,.0f} MB" for record in self.steps[last]] if measured else []
         ran = f"actual: step {last} of {self.run or 'the run'}, {schedule}"
         name, notes = f"this schedule with the measured times: {schedule}", [self.layout] if self.layout else []
-        made = Picture(name, planned, spec.num_workers, "ms", "idle", why_planned, slices, rows=self.rows)
+        made = Picture(name, planned, spec.num_workers, "ms", "idle", why_planned, spec, rows=self.rows)
         return made, replace(made, name=ran, spans=actual, waits=why_actual, notes=notes, memory=memory)
 
 
 def by_length(spec: Spec, usual: Cost, lengths: Sequence[float]) -> Cost:
     """Return the costs of actions, given the usual ones and each microbatch's time relative to the usual one."""
-    slices = len(spec.parallelism.slices)
 
     def cost(action: Action) -> float:
-        own = lengths[split_slice(action.index, slices)[0] % len(lengths)] if action.kind.per_microbatch else 1.0
-        return usual(action) * own
+        return usual(action) * (lengths[spec.whole_microbatch(action)] if action.kind.per_microbatch else 1.0)
 
     return cost
 

@@ -204,9 +204,9 @@ def test_bytes_of_slices_are_their_share():
 
 def test_every_picture_names_microbatch_and_slice():
     result = simulate(make_spec("1f1b", 2, 2, {}, "2"), uniform(COST))
-    drawn = draw(result.spans, 2, slices=2).plain.splitlines()
+    drawn = draw(result.spans, 2, spec=result.spec).plain.splitlines()
     assert drawn[0].split()[:5] == ["worker", "0", "F0.0", "F0.1", "F1.0"]
-    assert "<title>0B1.0, stage 0," in draw_svg(Picture("", result.spans, 2, slices=2))
+    assert "<title>0B1.0, stage 0," in draw_svg(Picture("", result.spans, 2, spec=result.spec))
     assert Action.parse("0F3") in {span.action for span in result.spans}
 
 
