@@ -61,10 +61,10 @@ class Spec(Declared):
 
     def index_text(self, action: Action) -> str:
         """Return the index of an action as text; of slice 1 of microbatch 3 `3.1`."""
-        slices = len(self.parallelism.slices)
-        if slices == 1 or not action.kind.per_microbatch:
-            return str(action.index)
-        return ".".join(map(str, split_slice(action.index, slices)))
+        whole = self.extent(action) == (0, 1)
+        return (
+            str(action.index) if whole else ".".join(map(str, split_slice(action.index, len(self.parallelism.slices))))
+        )
 
     @property
     def counted(self) -> str:

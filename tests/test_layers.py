@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from collections import Counter
 from functools import cache
 from pathlib import Path
 
@@ -268,3 +269,20 @@ def private_functions_of_torch(name):
 def test_private_functions_of_torch_are_used_in_few_places():
     used = {name: private_functions_of_torch(name) for name in FILES if name not in TORCH_INTERNALS}
     assert {name: functions for name, functions in used.items() if functions} == {}
+
+
+#: rooms that do not train, and the options of parallelism that they may read fewer and fewer times
+READERS = ("planning", "tracing", "drawing", "dispatch", "commands", "verifying")
+PARALLEL = {"parallelism", "slices", "members", "num_routes", "synchronous"}
+MOST_READS = 100
+
+
+def test_readers_ask_the_relation_and_not_for_options_of_parallelism():
+    """A new kind of parallelism had to be told to planner, watcher, comparison, verifier and command line."""
+    reads = Counter()
+    for room in READERS:
+        for path in (ROOT / "rpc_pipe" / room).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and node.attr in PARALLEL:
+                    reads[f"{path.relative_to(ROOT)} {node.attr}"] += 1
+    assert reads.total() <= MOST_READS, reads.most_common()

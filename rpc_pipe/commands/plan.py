@@ -180,9 +180,8 @@ def kept_plan(typed: dict[str, Any], reporter: Reporter) -> tuple[Path, str]:
             raise ConfigError("plan=auto: nothing fits; rpc-pipe plan says by how much, and what would")
         plan = result.plans[0]
         write(str(path), json.dumps({"plans": [plan.as_json()], "of": of}, indent=1))
-    cut = ",".join(map(str, plan.cut))
-    ms = f"{plan.predicted_ms:.4g} ms a step"
-    return path, f"{word}: {plan.name}, {plan.num_microbatches} microbatches, cut {cut}: {ms}"
+    how = f"{plan.num_microbatches} microbatches, cut {','.join(map(str, plan.cut))}"
+    return path, f"{word}: {plan.name}, {how}: {plan.predicted_ms:.4g} ms a step"
 
 
 def _request(typed: dict[str, Any], seconds: float, reporter: Reporter) -> tuple[PlanRequest, Path]:

@@ -74,7 +74,11 @@ def command(typed: dict[str, Any], argv: list[str]) -> int:
     show_loading(typed, reporter)
     profile, path = find_profile(typed, typed.get("rows"), reporter, at_least=max(1, workers), together=workers)
     if "lengths" in typed:
-        profile = _with_lengths(typed, profile, path, reporter)
+        lengths = sorted(set(typed["lengths"]))
+        if len(lengths) < 3 or "model" not in typed:
+            said = ",".join(map(str, lengths))
+            raise ConfigError(f"--lengths {said}: needs a model, and 3 lengths, such as 64,128,256")
+        profile = _with_lengths(lengths, typed, profile, path, reporter)
     if "json" in typed:
         print(json.dumps(as_json(profile)))
     else:
@@ -82,17 +86,16 @@ def command(typed: dict[str, Any], argv: list[str]) -> int:
     return 0
 
 
-def _with_lengths(typed: Mapping[str, Any], profile: Profile, path: Path, reporter: Reporter) -> Profile:
+def _with_lengths(
+    lengths: Sequence[int], typed: Mapping[str, Any], profile: Profile, path: Path, reporter: Reporter
+) -> Profile:
     """Return the profile with times by the length of rows, measured in this process.
 
     Raises:
-        ConfigError: there is no model to measure, it has no sequences, or there are too few lengths.
+        ConfigError: the model has no sequences.
     """
     from ..planning.measuring.length_times import times_by_length
 
-    lengths = sorted(set(typed["lengths"]))
-    if len(lengths) < 3 or "model" not in typed:
-        raise ConfigError(f"--lengths {','.join(map(str, lengths))}: needs a model, and 3 lengths, such as 64,128,256")
     settings = {**_settings(typed), "repeats": typed.get("repeats", 5), "at_least": profile.num_blocks}
     with progress(reporter, "measuring lengths") as tell:
         found = times_by_length(load(typed)[0], min(profile.measured), lengths, tell=tell, **settings)
@@ -228,10 +231,7 @@ def with_slices(typed: Mapping[str, Any], profile: Profile, path: Path, most: in
         ConfigError: there is no model to measure, or its sequences are shorter.
     """
     if most > 1 and not profile.by_length and "model" in typed:
-        from ..model.batches.sequences import length_of
-
-        length = length_of(load(typed)[0].batch)
-        profile = _with_lengths({**typed, "lengths": [length, length // 2, length // 4]}, profile, path, reporter)
+        profile = _with_lengths([], typed, profile, path, reporter)
     if most > 1:
         refuse_without(profile, f"--slices {most}: {path}")
     if 1 < profile.length < most:

@@ -35,9 +35,10 @@ def apply_plan(plan: PlanLike, settings: Any) -> Any:
     found = read_plan(plan)
     if settings.num_workers is not None and found.num_workers and settings.num_workers != found.num_workers:
         raise ConfigError(f"num_workers {settings.num_workers}: the plan is for {found.num_workers} workers")
-    if settings.members not in (1, found.members):
-        raise ConfigError(f"members={settings.members}: the plan is for {found.members}; leave members out")
-    shared = {"shard": settings.shard or found.shard, "reduce": found.reduce} if found.members > 1 else {}
+    asked, planned = settings.members, found.members
+    if asked not in (1, planned):
+        raise ConfigError(f"members={asked}: the plan is for {planned}; leave members out")
+    shared = {"shard": settings.shard or found.shard, "reduce": found.reduce} if planned > 1 else {}
     schedule: str | type[Spec] = program_of(found) if found.program else found.schedule
     return settings._replace(
         schedule=schedule,
@@ -46,7 +47,7 @@ def apply_plan(plan: PlanLike, settings: Any) -> Any:
         num_workers=settings.num_workers or found.num_workers or None,
         split=list(found.cut),
         plan=found,
-        members=found.members,
+        members=planned,
         **shared,
         **({"microbatch_order": found.microbatch_order} if found.microbatch_order != "given" else {}),
     )

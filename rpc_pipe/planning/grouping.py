@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ..dependency import B, F, G, I, Kind, R, U, W
 from ..dependency.parallelism import FSDP, FSDP_KEPT
@@ -30,6 +31,15 @@ class Grouping:
     reduce: str = "step"
     #: between the members of a worker
     link: Link = _NO_WAY
+
+    def workers(self, processes: int) -> int:
+        """Return how many workers processes are."""
+        return processes // self.members
+
+    @property
+    def planned(self) -> dict[str, Any]:
+        """The fields of a plan that say it."""
+        return {"members": self.members, "shard": self.shard, "reduce": self.reduce}
 
     @property
     def planes(self) -> int:

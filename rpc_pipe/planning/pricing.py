@@ -62,9 +62,9 @@ class PricedSchedule:
         #: of each of these: which part of a microbatch's time its slice takes; W of the first stage is a whole backward
         self._shares = [share(a._replace(kind=B) if a.kind is W and not a.stage else a) for a, _ in like]
         #: of the replicas' gradients each owner sums its part
-        summed = 1 - 1 / spec.num_routes
+        parts = self.relation.gradient_parts
         self._distinct = [
-            (own, a.stage, G, machines.slow(worker) * summed / self._buckets[a.stage])
+            (own, a.stage, G, machines.slow(worker) * (1 / self._buckets[a.stage] - 1 / parts(a.stage)))
             if a.kind is S
             else (own, a.stage, a.kind, machines.slow(worker) * (a.kind is not G))
             for own, (a, worker) in zip(chains, like, strict=True)
@@ -89,7 +89,7 @@ class PricedSchedule:
     def transfer_time(self, action: Action, size: Size, source: int, target: int) -> float:
         """Return the time of a payload from one worker to another; `size` is that of the action's stage."""
         link = link_beside_copies(self.machines, self.chain, source, target)
-        return link.latency + payload_bytes(action, size, self.spec.num_routes) / link.bandwidth
+        return link.latency + payload_bytes(action, size, self.relation.gradient_parts(action.stage)) / link.bandwidth
 
     def simulate(self, ends: Ends) -> Simulation:
         """Simulate a step of the model with this cut."""

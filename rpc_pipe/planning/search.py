@@ -189,14 +189,15 @@ class _Search:
                 best = better(search.climb(min(until, now + max(0.05, (until - now) / 8))))
 
     def _collect(self, result: PlanResult) -> None:
+        processes = self._request.machines.num_workers
         everything = [(*pair, found) for pair in self._searches for found in pair[1].found()]
         fitting = [each for each in everything if each[2].excess <= 0]
         fitting.sort(key=lambda each: (each[2].time, max(each[2].memory)))
         plans = {id(each[1]): each for each in reversed(fitting)}  # the fastest cut of each candidate
-        result.plans = [_plan(*each) for each in fitting if plans[id(each[1])] is each]
+        result.plans = [_plan(processes, *each) for each in fitting if plans[id(each[1])] is each]
         if not fitting:
             nearest = min(everything, key=lambda each: each[2].rank)
-            result.nearest, result.excess = _plan(*nearest), nearest[2].excess
+            result.nearest, result.excess = _plan(processes, *nearest), nearest[2].excess
         planned = {plan.schedule for plan in result.plans}
         named = {candidate.schedule for candidate, _ in self._searches}
         priced = {candidate.schedule for candidate, search in self._searches if search.was_priced}
@@ -205,15 +206,14 @@ class _Search:
         for each in fitting:
             if max(each[2].memory) < least * (1 - 1e-3):
                 least = max(each[2].memory)
-                result.front.append(_plan(*each))
+                result.front.append(_plan(processes, *each))
 
 
-def _plan(candidate: Candidate, search: CutSearch, found: CutFound) -> Plan:
+def _plan(processes: int, candidate: Candidate, search: CutSearch, found: CutFound) -> Plan:
     grouping = candidate.grouping
     return search.priced.plan(
         candidate.schedule, dict(candidate.parameters), found.ends, candidate.recompute,
-        num_microbatches=candidate.num_microbatches, num_workers=search.spec.num_workers * grouping.members,
-        members=grouping.members, shard=grouping.shard, reduce=grouping.reduce,
+        num_microbatches=candidate.num_microbatches, num_workers=processes, **grouping.planned,
     )  # fmt: skip
 
 
@@ -265,7 +265,7 @@ class Candidate:
             PipeError: there is no plan for this number of processes.
         """
         grouping = self.grouping
-        workers, count = processes // grouping.members, self.num_microbatches // grouping.planes
+        workers, count = grouping.workers(processes), self.num_microbatches // grouping.planes
         return make_spec(self.schedule, workers, count, self.options)
 
     @property

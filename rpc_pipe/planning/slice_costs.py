@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from math import sqrt
 
 from ..dependency import Action, Spec, W
@@ -22,21 +22,15 @@ class SliceCosts:
     #: of a whole sequence's time: causal attention
     attention: float = 0
 
-    def shares(self, sizes: Sequence[int], *, attends: bool = True) -> list[float]:
-        """Return the time of each slice as a share of a whole sequence's.
+    def share(self, extent: tuple[float, float], *, attends: bool = True) -> float:
+        """Return which part of a whole sequence's time its part from x to y takes.
 
-        A token attends to all tokens before it, so a slice from x to y of a sequence takes y² - x² of attention's time
-        and y - x of everything else's.
+        A token attends to all tokens before it, so that is y² - x² of attention's time and y - x of everything else's.
 
         Args:
-            sizes: of the slices, in parts of the sequence.
+            extent: x and y, from 0 to 1.
             attends: whether the action computes attention; `W` does not, as attention has no weights.
         """
-        borders = [at / sum(sizes) for at in accumulate(sizes, initial=0)]
-        return [self.share(each, attends=attends) for each in pairwise(borders)]
-
-    def share(self, extent: tuple[float, float], *, attends: bool = True) -> float:
-        """Return which part of a whole sequence's time the places from `extent[0]` to `extent[1]` take."""
         (x, y), attention = extent, self.attention if attends else 0
         return self.fixed + (y - x) * (1 - self.fixed - attention + attention * (x + y))
 

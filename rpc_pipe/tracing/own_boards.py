@@ -111,7 +111,7 @@ def _script() -> str:
 def header_of(training: Watchable, actor: WorkerActor, epoch: int = 0) -> dict[str, Any]:
     """Return the constant properties of a worker, in an epoch of an elastic job."""
     worker, plane, shards, live = actor.worker, actor.carrier.plane, actor.shards, list(training.spec.workers)
-    own = training.shards(worker) if shards else ()
+    own, how = training.shards(worker) if shards else (), training.spec.parallelism
     return {
         "worker": live.index(worker),
         "rank": plane.rank(worker),
@@ -125,8 +125,8 @@ def header_of(training: Watchable, actor: WorkerActor, epoch: int = 0) -> dict[s
         "device": str(training.actors[0].backend.device),
         "schedule": name_of(training.spec),
         "microbatches": training.spec.num_microbatches,
-        "replicas": training.spec.parallelism.replicas,
-        "zero": training.spec.parallelism.zero,
+        "replicas": how.replicas,
+        "zero": how.zero,
         "num_routes": training.spec.num_routes,
         "shards": [(*each, _form(shards[each[:2]])) for each in own],
         "parameters": [sum(part.numel() for _, part in shards[each[:2]].named_parameters()) for each in own],
@@ -307,11 +307,11 @@ def leave() -> None:
 def list_program(spec: Spec, worker: int, order: Order, program: Iterable[Entry]) -> dict[str, Any]:
     """Return, for JSON, the actions of `worker` in a step, in order, with their needs."""
     entries = [entry for entry in program if spec.orders(entry.action)]
-    overlaps = not spec.synchronous
+    overlaps, how = not spec.synchronous, spec.parallelism
     stream = {
         "period": period(spec),
         "update_every": spec.update_every,
-        "replicas": spec.parallelism.replicas,
+        "replicas": how.replicas,
         "slots": [spec.slot(entry.action) for entry in entries],
         "earlier": [[[back, str(need)] for back, need in reaches(spec, each.action, spec.needs)] for each in entries],
     } if overlaps else {}  # fmt: skip
@@ -322,7 +322,7 @@ def list_program(spec: Spec, worker: int, order: Order, program: Iterable[Entry]
         "worker": worker,
         "microbatches": spec.num_microbatches,
         "order": order,
-        "slices": spec.parallelism.slices,
+        "slices": how.slices,
         "shards": spec.hosted(worker),
         "routes": [spec.route(m) for m in range(spec.num_microbatches)] if spec.num_routes > 1 else [],
         "program": [

@@ -43,8 +43,9 @@ def prove(options: VerifyOptions) -> None:
     ours = options.model in BUILT_IN
     made, batches = _load(options)
     mine = [mapped(batch, torch.clone) for batch in batches]
-    divides = options.members > 1 and (options.shard not in FSDP or options.max_grad_norm is not None)
-    optimizer = _built_in_optimizer if ours and options.slices is None and not divides else _optimizer
+    count, slices = options.members, options.slices
+    divides = count > 1 and (options.shard not in FSDP or options.max_grad_norm is not None)
+    optimizer = _built_in_optimizer if ours and slices is None and not divides else _optimizer
     begin, begin_cpu = time.perf_counter(), time.process_time()
     asked: dict[str, Any] = {"max_grad_norm": options.max_grad_norm, "deferred_batch_norm": options.deferred_batch_norm}
     pipe = Pipeline(
@@ -55,7 +56,7 @@ def prove(options: VerifyOptions) -> None:
     initial = pipe.weights.state_dict()
     losses, norms = [], []
     held = {actor.worker: Held(actor.shards.values()) for actor in pipe.actors}
-    if options.slices is not None:
+    if slices is not None:
         pipe.listen(held.__getitem__)
     for loss in map(pipe.step, batches) if pipe.spec.synchronous else pipe.train(batches):
         losses.append(loss)
@@ -63,10 +64,10 @@ def prove(options: VerifyOptions) -> None:
     state = pipe.weights.state_dict()
     kept, copies = pipe.gather("optimizer", _optimizer_state), pipe.gather("routes", _routes)
     most = pipe.gather("held", lambda actor: held[actor.worker].most)
-    unlike = pipe.gather("unlike", lambda actor: actor.members.unlike(_all(actor)) if actor.members else 0)
+    unlike = pipe.gather("unlike", lambda actor: shared.unlike(_all(actor)) if (shared := actor.members) else 0)
     if initial is not None and state is not None and kept is not None and copies is not None:
         reference = _reference(options, pipe, optimizer, initial, asked)
-        with nullcontext() if options.slices is None else Floats() as floats:
+        with nullcontext() if slices is None else Floats() as floats:
             expected_losses = list(reference.train(mine))
         roundings = _roundings(options, pipe, reference.replicas[0].module) if divides else None
         compared = Compared(0.0 if floats is None else floats.precision, roundings)
@@ -78,7 +79,6 @@ def prove(options: VerifyOptions) -> None:
             expected = reference.state_dict(route)
             compared.tensors(tensors, {name: expected[name] for name in tensors}, f" on route {route}")
         about = {**cut, "blocks": len(pipe.partition.block_names), "split": [len(r) for r in pipe.partition.ranges]}
-        slices = options.slices
         if slices and most is not None:
             slices_held, kept_bytes = map(list, zip(*most, strict=True))
             bounds = [pipe.spec.peak_activations(worker) or None for worker in range(pipe.spec.num_workers)]
@@ -86,15 +86,15 @@ def prove(options: VerifyOptions) -> None:
             beyond = [max(0, n - (bound or n)) for n, bound in zip(slices_held, bounds, strict=True)]
             compared.numbers("slices held beyond the bound", beyond, [0.0] * len(beyond))
         because = summed_by_stages(list(pipe.partition.shared)) if slices is None else summed_by_slices(slices)
-        rows, count = rows_of(mine[0]), options.microbatches
+        rows, parts = rows_of(mine[0]), options.microbatches
         if isinstance(mine[0], SplitBatch):
-            rows, count = sum(map(rows_in, mine[0])), len(mine[0])
-        if options.members > 1 and unlike is not None:
+            rows, parts = sum(map(rows_in, mine[0])), len(mine[0])
+        if count > 1 and unlike is not None:
             compared.numbers("members that differ", list(map(float, unlike)), [0.0] * len(unlike))
             about |= {"members_alike": not any(unlike), "bound": compared.bound if divides else 0.0}
-        because = summed_by_members(options.members, compared.bound) if divides else because
+        because = summed_by_members(count, compared.bound) if divides else because
         exactly = ours and not slices and not divides
-        tell(compared, options, (rows, min(rows, count)), losses, exactly=exactly, because=because, more=about)
+        tell(compared, options, (rows, min(rows, parts)), losses, exactly=exactly, because=because, more=about)
     pipe.barrier()
 
 
@@ -193,4 +193,4 @@ def _routes(actor: WorkerActor) -> list[tuple[int, dict[str, Tensor]]]:
 
 def _whole_tensors(actor: WorkerActor, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return tensors, whole on the first member and none on the others, if members share them."""
-    return tensors if actor.members is None else actor.members.whole(tensors)
+    return tensors if (shared := actor.members) is None else shared.whole(tensors)

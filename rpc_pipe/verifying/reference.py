@@ -121,7 +121,7 @@ class Reference:
     ) -> None:
         self._declared, self._slices, self._ordering = spec, spec.parallelism.slices, ordering
         spec = spec.unsliced()
-        self._members, self._per_microbatch = members, per_microbatch
+        self._members, self._per_microbatch, self._overlaps = members, per_microbatch, not spec.synchronous
         self._spec, self._cut, self._randomness, self._max_norm = spec, cut, randomness, max_grad_norm
         self.replicas = list(replicas)
         names: list[list[str]] = [[] for _ in range(spec.num_stages)]
@@ -164,7 +164,7 @@ class Reference:
                     stage.newest, stage.versions = 0, {}
                     stage.note()
             scales = update_shares(spec, pieces.shares) or pieces.shares
-            step = _StepSums(0 if spec.synchronous else begin, pieces, scales, spec.takes_steps)
+            step = _StepSums(begin if self._overlaps else 0, pieces, scales, spec.takes_steps)
             with preserved(self._randomness.device):
                 self._step(spec, step)
             self._take_over_statistics()
@@ -217,7 +217,7 @@ class Reference:
         replica.shares.renew()
         used = [[replica.shares.of(parameter) for parameter in stage.own] for stage in replica.stages]
         with ExitStack() as stack:  # backward too, as a checkpoint computes again
-            if not spec.synchronous:
+            if self._overlaps:
                 for number, stage in enumerate(replica.stages):
                     stack.enter_context(stage.at(self._declared.version(number, m * len(self._slices))))
             loss = self._loss(replica, m, step.pieces.inputs[at], step.pieces.targets[at])
@@ -241,7 +241,7 @@ class Reference:
         """
         whole = range(step.begin, step.begin + spec.num_microbatches)
         for m in whole:
-            routes = range(spec.num_routes) if step.is_one else [spec.route(m)]
+            routes = range(len(self.replicas)) if step.is_one else [spec.route(m)]
             ready = []
             for number, grads in enumerate(self._forth_and_back(spec, step, m)):
                 update = update_of(spec, number, m)
@@ -258,7 +258,7 @@ class Reference:
                 for number in ready:
                     self._update(number, route)
         if not step.is_one:
-            for route in range(min(spec.num_microbatches, spec.num_routes), spec.num_routes):  # without microbatches
+            for route in range(len(self.replicas))[spec.num_microbatches :]:  # without microbatches
                 for number in range(spec.num_stages):
                     self._update(number, route)
 
@@ -318,7 +318,7 @@ class Reference:
                 parameter.sub_(pull)
                 self.pulled_to[number][name] += pull
         stage.newest += 1
-        if not self._spec.synchronous:
+        if self._overlaps:
             stage.note()
 
 

@@ -1,6 +1,7 @@
 """What slices of sequences cost, as measured, as priced, and as a plan says it."""
 
 import json
+from itertools import accumulate, pairwise
 
 import pytest
 from hypothesis import example, given
@@ -48,7 +49,7 @@ def model(tmp_path):
 def test_balanced_slices_take_equally_long(fixed, attention, count):
     costs = SliceCosts(fixed, attention)
     sizes = costs.balanced(count)
-    took = costs.shares(sizes)
+    took = [costs.share(each) for each in pairwise(at / sum(sizes) for at in accumulate(sizes, initial=0))]
     assert len(sizes) == count and max(took) - min(took) <= 2 * (1 + attention) * count / sum(sizes) / count + 1e-9
     assert sum(took) == pytest.approx(1 + (count - 1) * fixed)
 

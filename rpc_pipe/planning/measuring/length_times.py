@@ -20,14 +20,17 @@ def times_by_length(user_model: UserModel, rows: int, lengths: Sequence[int], **
     """Return the fields of a profile with each block's terms, measured with `rows` rows of several lengths.
 
     Args:
+        lengths: three at least; empty: a quarter, a half and all of the batch's.
         settings: of `profile_model`.
 
     Raises:
         ConfigError: the model, or its batch, has no sequences, or cannot be measured.
     """
     measured: list[Sequence[LayerCost]] = []
+    usual = length_of(user_model.batch)
+    lengths = lengths or (usual // 4, usual // 2, usual)
     for length in lengths:
-        batch = resized(user_model.batch, length_of(user_model.batch), length, dim=1)
+        batch = resized(user_model.batch, usual, length, dim=1)
         measured.append(profile_model(replace(user_model, batch=batch), [rows], **settings).measured[rows])
     points = [(1.0, rows * length / THOUSAND, rows * length**2 / THOUSAND**2) for length in lengths]
     found = []
@@ -37,7 +40,7 @@ def times_by_length(user_model: UserModel, rows: int, lengths: Sequence[int], **
             for term, value in zip(terms, fitted(points, [cost.times[kind] for cost in costs]), strict=True):
                 term[kind] = value
         found.append(LengthTerms(*terms))
-    return {"by_length": tuple(found), "length": length_of(user_model.batch)}
+    return {"by_length": tuple(found), "length": usual}
 
 
 def fitted(points: Sequence[Sequence[float]], times: Sequence[float]) -> list[float]:
