@@ -127,7 +127,9 @@ class Simulation(Outcome):
 
         They are whole numbers, unless sequences are sliced: a slice counts as its share of a microbatch.
         """
-        return tuple(round(most, 9) for most in self._peaks(self.spec.share))
+        sizes = self.spec.parallelism.slices
+        peaks = self._peaks(lambda action: sizes[action.index % len(sizes)])
+        return peaks if len(sizes) == 1 else tuple(most / sum(sizes) for most in peaks)
 
     def _peaks(self, size: Callable[[Action], float]) -> tuple[float, ...]:
         relation, num_workers = self._relation, self.spec.num_workers
