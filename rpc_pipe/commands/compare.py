@@ -15,7 +15,7 @@ from ..dependency.parallelism import REPLICAS, with_parallelism
 from ..launching.report import Reporter
 from ..planning.comparison import ModelCosts, Row, compare, verdict
 from ..planning.footprint import Size
-from ..planning.specs import PipeOptions, workers_of
+from ..planning.specs import PipeOptions
 from ..system.sizes import format_bytes
 from .options import (
     COSTS,
@@ -54,24 +54,23 @@ def command(typed: dict[str, Any], argv: list[str]) -> int:
     if "schedule" not in typed:
         refuse_typed(typed, ["set"], "is of the schedule that --schedule adds; name it")
     options, reporter, also = filled(PipeOptions, typed), Reporter(), _also(typed)
-    limit, model = _model(typed, options)
     replicas = with_parallelism(None, **{name: typed[name] for name in REPLICAS if name in typed}) or {}
     slices = typed.get("slices")
     # Otherwise every row would be refused for it.
     plain = replace(options, schedule="gpipe", schedule_options={**replicas, **({"slices": slices} if slices else {})})
-    spec, unequal = plain.of_plane(), typed_lengths(typed)
-    count = spec.num_whole
+    spec, unequal, members = plain.of_plane(), typed_lengths(typed), typed.get("members", 1)
+    limit, model = _model(typed, options, spec.num_workers)
     unequal(spec)
     with progress(reporter, "simulating") as tell:
         rows = compare(
-            model, count, comm=typed.get("comm", 0), limit=limit, order=options.run_order, also=also,
+            model, spec.num_whole, comm=typed.get("comm", 0), limit=limit, order=options.run_order, also=also,
             slices=slices, attention=typed_attention(typed), unequal=unequal, replicas=replicas, tell=tell,
-            members=options.members,
+            members=members,
         )  # fmt: skip
     if "json" in typed:
         print(json.dumps([{**dataclasses.asdict(row), "parameters": dict(row.parameters)} for row in rows]))
         return 0
-    said = f" of {options.members} members" * (options.members > 1) + f", {options.microbatches} microbatches"
+    said = f" of {members} members" * (members > 1) + f", {options.microbatches} microbatches"
     said += "".join(f", {name} {value}" for name, value in replicas.items())
     reporter.console.print(table(rows, f"{spec.num_workers} workers{said}"))
     for line in [verdict(rows, limit), *tell_exchange(spec, typed)]:
@@ -79,7 +78,7 @@ def command(typed: dict[str, Any], argv: list[str]) -> int:
     return 0
 
 
-def _model(typed: Mapping[str, Any], options: PipeOptions) -> tuple[float | None, ModelCosts]:
+def _model(typed: Mapping[str, Any], options: PipeOptions, workers: int) -> tuple[float | None, ModelCosts]:
     """Return the limit of memory, and the costs of --model as measured, or the typed costs."""
     sizes = {**typed.get("memory", {})}
     limit = sizes.pop("limit", None)
@@ -93,9 +92,7 @@ def _model(typed: Mapping[str, Any], options: PipeOptions) -> tuple[float | None
         if limit is not None and not sizes:
             raise ConfigError(f"--memory limit={limit:g}: needs sizes, such as activations=64MB, or --model")
         size = [Size(**sizes, outputs=sizes.get("inputs", 0))] if sizes else []
-        if options.members > 1:
-            size = [typed_grouping(typed).size(each, each.weights) for each in size]
-        workers = workers_of(options.workers, options.members)
+        size = [typed_grouping(typed).size(each, each.weights) for each in size]
         return limit, ModelCosts(workers, [gathered(typed, typed_costs(typed))], size)
     refuse_typed(typed, ["cost", "gather"], f"--model {typed['model']} is measured; leave one of the two out")
     from ..planning.measuring.profiling import profile_model
@@ -105,8 +102,7 @@ def _model(typed: Mapping[str, Any], options: PipeOptions) -> tuple[float | None
     link = SUMMING_MEMBERS if typed.get("shard") == "tp" else AMONG_MEMBERS
     grouping, profile = typed_grouping(typed, link=link), profile_model(user_model, [rows])
     refuse_unplanned(profile, grouping.shard)
-    blocks, workers = map(grouping.cost, profile.at(rows)), workers_of(options.workers, options.members)
-    times, held = zip(*((block.times, block.size) for block in blocks), strict=True)
+    times, held = zip(*((block.times, block.size) for block in map(grouping.cost, profile.at(rows))), strict=True)
     return limit, ModelCosts(workers, times, held, by_layer=True)
 
 

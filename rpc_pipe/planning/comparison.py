@@ -216,9 +216,10 @@ def verdict(rows: Sequence[Row], limit: float | None) -> str:
 
     Where the memory of weights is not given, none that holds several copies of them is recommended.
     """
-    overtaken = [row for row in rows if not row.refused and not row.synchronous]
-    whole = [row for row in rows if not row.refused and row.replicates and not any(row.weight_bytes or ())]
-    usable = [row for row in rows if not row.refused and row.synchronous and row not in whole]
+    fit = [row for row in rows if not row.refused]
+    overtaken = [row for row in fit if not row.synchronous]
+    whole = [row for row in fit if row.replicates and not any(row.weight_bytes or ())]
+    usable = [row for row in fit if row not in (*overtaken, *whole)]
     lines = []
     if usable:
         best = min(usable, key=lambda row: (row.step_time, row.peak_activations))

@@ -115,7 +115,8 @@ def make_spec(
     if parallelism.replicas > max(1, num_microbatches):
         raise ConfigError(f"replicas {parallelism.replicas}: needs as many microbatches (got {num_microbatches})")
     recomputed = frozenset() if "recompute" in known else _read_stages(parameters.pop("recompute", "none"))
-    num_microbatches *= len(parallelism.slices)
+    slices = len(parallelism.slices)
+    num_microbatches *= slices
     cls = _transformed(cls, name, recomputed, parallelism)
     values = _read_parameters(cls, name, parameters)
     try:
@@ -136,7 +137,7 @@ def make_spec(
         raise ConfigError(f"schedule {name}{asked}: has {num_stages} stages; the most are {MAX_STAGES}")
     a_worker = -(-num_stages // num_workers)
     if a_worker * num_microbatches > MAX_FORWARDS:
-        counted = "slices of microbatches" if len(parallelism.slices) > 1 else "microbatches"
+        counted = "slices of microbatches" if slices > 1 else "microbatches"
         forwards = f"{a_worker} stages times {num_microbatches} {counted}"
         raise ConfigError(f"schedule {name}{asked}: {forwards} are more than {MAX_FORWARDS} forwards of a worker")
     return spec
@@ -155,10 +156,10 @@ def _transformed(cls: type[Spec], name: str, recomputed: frozenset[int] | None, 
     """Return a schedule over slices of sequences, with recomputation, on replicas."""
     option = "slices"
     try:
-        if len(parallelism.slices) > 1:
+        if len(sizes := parallelism.slices) > 1:
             from ..dependency.slicing import sliced
 
-            cls = sliced(cls, parallelism.slices)
+            cls = sliced(cls, sizes)
         option = "recompute"
         if recomputed != frozenset():
             from ..dependency.recomputing import recomputing
