@@ -37,11 +37,13 @@ def own_rows(batch: Microbatches, members: Members) -> Microbatches:
         return batch
     if batch.scatter is not None:
         raise BatchError(f"members={members.count}: {batch.scatter.reader} alone can read a batch; let all workers")
-    if len(batch.inputs) % members.shares:
+    microbatches = range(len(batch.inputs) // members.slices)
+    if len(microbatches) % members.shares:
         raise BatchError(
-            f"members={members.count}: a batch makes {len(batch.inputs)} microbatches, and each member needs as many; "
+            f"members={members.count}: a batch makes {len(microbatches)} microbatches, and each member needs as many; "
             "give the batch more rows"
         )
-    sides = batch.inputs, batch.targets, batch.shares
-    inputs, targets, shares = (list(side[members.part :: members.shares]) for side in sides)
-    return replace(batch, inputs=inputs, targets=targets, shares=shares)
+    own = [members.in_whole(index, members.part) for index in range(len(batch.inputs) // members.shares)]
+    inputs, targets, shares = ([side[index] for index in own] for side in (batch.inputs, batch.targets, batch.shares))
+    places = None if batch.places is None else [batch.places[index] for index in own]
+    return replace(batch, inputs=inputs, targets=targets, shares=shares, places=places)

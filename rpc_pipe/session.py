@@ -98,6 +98,7 @@ class Session:
             from .own_members import make_members  # most workers are one process
 
             self._members, divide = make_members(job, sharing, actors[0].backend.device)
+            self._members.slices = len(spec.parallelism.slices)
         end.meets = self._members is not None
         for actor in actors:
             actor.members = self._members

@@ -206,7 +206,7 @@ def _parts(members: Members, of_planes: list[list[Mapping[str, Any]]]) -> list[d
     for plane, parts in enumerate(of_planes[:: members.alike]):
         for part in map(dict, parts):
             if "microbatches" in part:
-                numbers = [m * members.shares + plane for m in array("q", part["microbatches"])]
+                numbers = [members.in_whole(m, plane) for m in array("q", part["microbatches"])]
                 part["microbatches"] = array("q", numbers).tobytes()
             found.append(part)
     return found

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ...dependency import Disagreement
+from ...dependency.indexes import join_replica, join_slice, split_slice
 from .digest import digest
 from .divided import is_divided, local, place, whole_of
 from .randomness import Randomness
@@ -43,12 +44,19 @@ class Members:
         self.rows, self.alike = shares > 1, self.count // shares
         #: which part of the microbatches is this member's
         self.part = self.index // self.alike
+        #: into how many slices each microbatch is cut
+        self.slices = 1
         self.alone: set[str] = set()
         self.summing: set[int] = set()
         #: names of tensors of whose part this is the first member
         self._counted: set[str] = set()
         #: by name: members with the same part, one for each part of the rows, whose gradients are summed here
         self._adds: dict[str, list[int]] = {}
+
+    def in_whole(self, index: int, part: int) -> int:
+        """Return the index in the whole batch of a microbatch, or of its slice, of one part of the members."""
+        microbatch, number = split_slice(index, self.slices)
+        return join_slice(join_replica(microbatch, part, self.shares), number, self.slices)
 
     def exchange(self, value: Any) -> list[Any]:
         """Return the value of every member, in order. It is a collective."""
@@ -175,13 +183,13 @@ class PlaneRandomness(Randomness):
     def _of_all(self, microbatch: int) -> int:
         """Return the number of a microbatch among those of all planes; without training all planes run all."""
         one = self._members
-        return microbatch * one.shares + one.part if one.rows and torch.is_grad_enabled() else microbatch
+        return one.in_whole(microbatch, one.part) if one.rows and torch.is_grad_enabled() else microbatch
 
     def seed_forward(self, step: int, microbatch: int, layer: int, operation: int = 0) -> None:
         super().seed_forward(step, self._of_all(microbatch), layer, operation)
 
     def seed_backward(self, step: int, microbatch: int, layer: int, *, weights: bool = False) -> None:
-        microbatch = microbatch * self._members.shares + self._members.part
+        microbatch = self._members.in_whole(microbatch, self._members.part)
         super().seed_backward(step, microbatch, layer, weights=weights)
 
     def seed_loss(self, step: int, microbatch: int, *more: int) -> None:

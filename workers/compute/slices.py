@@ -183,7 +183,8 @@ def place_of_state(module: nn.Module) -> tuple[str, int] | None:
     """Return name and place of a forward's parameter for a state; None: it has none."""
     if isinstance(module, nn.RNNBase):
         return "hx", 1
-    if type(module).__module__.startswith("torch."):  # its forward may show no signature
+    # A forward of torch may show no signature; FSDP2 puts a class of torch before the user's.
+    if getattr(type(module).forward, "__module__", "torch.").startswith("torch."):
         return None
     names = list(inspect.signature(module.forward).parameters)
     return ("state", names.index("state")) if "state" in names else None
