@@ -268,12 +268,14 @@ class ObservedModel:
 
     def own_buffers(self, stage: int, cut: Sequence[range]) -> set[str]:
         """Return the names of the buffers with valid values on `stage`; the last has also the unused ones."""
-        owners = self._assigned(cut).buffers
-        names = [name for name, _ in self._skeleton.module.named_buffers(remove_duplicate=False)]
+        owners, first = self._assigned(cut).buffers, dict[int, str]()
+        named = self._skeleton.module.named_buffers(remove_duplicate=False)
+        # An event knows a buffer with several names by the first of them.
+        names = {name: first.setdefault(id(buffer), name) for name, buffer in named}
         # A module may write some of its buffers in its forward and compute further ones from them later.
         of_module = {name.rpartition(".")[0]: owner for name, owner in owners.items()}
         last = len(cut) - 1
-        return {name for name in names if owners.get(name, of_module.get(name.rpartition(".")[0], last)) == stage}
+        return {n for n, of in names.items() if owners.get(of, of_module.get(of.rpartition(".")[0], last)) == stage}
 
     def _real(
         self, name: str, parameter: nn.Parameter, device: torch.device, *, copied: bool, initialise: bool

@@ -123,7 +123,7 @@ class InputGradients:
     """
 
     def __init__(self) -> None:
-        self._hooks: list[dict[int, Callable[[Tensor], Tensor | None]]] = []
+        self._hooks: list[dict[int, Any]] = []
         #: leaves of the running backward, and gradients with other strides than their leaves
         self._leaves: Sequence[Tensor] = ()
         self._came: dict[int, Tensor] = {}
@@ -146,9 +146,10 @@ class InputGradients:
             return tuple([leaf.grad for leaf in leaves])
         return tuple([came.get(number, leaf.grad) for number, leaf in enumerate(leaves)])
 
-    def _look(self, number: int, grad: Tensor) -> Tensor | None:
-        # Only gradients with other strides are held: autograd copies a gradient that anybody holds.
-        if number < len(self._leaves) and grad.layout is torch.strided:
+    def _look(self, number: int, grad: Tensor | None) -> Tensor | None:
+        # Only gradients with other strides are held: autograd copies a gradient that anybody holds. A function of the
+        # user's may give None.
+        if grad is not None and number < len(self._leaves) and grad.layout is torch.strided:
             leaf = self._leaves[number]
             if leaf.layout is not torch.strided or grad.stride() != leaf.stride():
                 self._came[number] = grad

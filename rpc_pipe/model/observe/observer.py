@@ -20,7 +20,9 @@ from torch.overrides import TorchFunctionMode
 from ...dependency import ConfigError, ModelError
 from ...dependency.errors import first_sentence
 from ...workers.compute.torch_internals import OperatorMode
+from .autograd_functions import is_of_function, taken_by_functions
 from .frames import caller, checkpoint_frame, in_function, in_transform, name_of
+from .lost import lost
 from .observation import Depends, Event, Observation, SideEffect, Value
 from .output_contract import alias_given
 from .placeholder import (
@@ -49,8 +51,6 @@ _TESTS |= {Tensor.isfinite: True, Tensor.isnan: False, Tensor.isinf: False}
 _COMBINING = {torch.all, torch.any, Tensor.all, Tensor.any}
 #: larger tensors made from nothing in a block, such as masks, are placeholders
 _LARGE_NUMEL = 2**20
-#: functions that run backward inside a forward
-_BACKWARD = {torch.autograd.grad: "torch.autograd.grad", Tensor.backward: "backward"}
 
 
 logger = logging.getLogger(__name__)
@@ -78,8 +78,8 @@ class Observer(TorchFunctionMode):
         self._fields = given
         self._given = list(self.values.values())
         self._params = {id(p): name for name, p in skeleton.parameters.items()}
-        self._buffers = {id(b): name for name, b in skeleton.module.named_buffers(remove_duplicate=False)}
-        self._standing = [(b, name) for name, b in skeleton.module.named_buffers(remove_duplicate=False)]
+        self._standing = [(buffer, name) for name, buffer in skeleton.module.named_buffers()]
+        self._buffers = {id(buffer): name for buffer, name in self._standing}
         self._standing += [(parameter, name) for name, parameter in skeleton.parameters.items()]
         self._stored = {storage_of(tensor) for tensor, _ in self._standing}
         #: the event that runs now
@@ -96,6 +96,8 @@ class Observer(TorchFunctionMode):
         self._healthy: dict[int, bool] = {}
         #: id of a frame of `checkpoint` -> number of the call, and the frame, kept so that no id is reused
         self._checkpoints: dict[int, tuple[int, FrameType]] = {}
+        #: nodes of the graph behind the tensors so far
+        self._nodes: set[Any] = set()
         #: id of a tensor with data that a block has used or made -> its placeholder
         self._meant: dict[int, Tensor] = {}
         inside = {inner for block in skeleton.blocks for inner in block.modules()}
@@ -182,6 +184,11 @@ class Observer(TorchFunctionMode):
         if event.random:
             event.random = self._randoms = self._randoms + 1
 
+    def _read_by_functions(self, event: Event) -> None:
+        for tensor in taken_by_functions(event.trees, self.values.values(), self._nodes):
+            if any(id(tensor) in known for known in (self.values, self._params, self._buffers)):
+                self.read(event, tensor)
+
     def _depends(self, event: Event) -> Iterator[Depends]:
         for value, version in event.reads:
             yield max(value.depends, self.events[version].depends if version >= 0 else Depends.FIELDS)
@@ -196,6 +203,7 @@ class Observer(TorchFunctionMode):
             event.made.append(value)
         if event.depends:
             self._writer |= dict.fromkeys(event.writes, event)
+        self._read_by_functions(event)
 
     # --- blocks
 
@@ -296,29 +304,12 @@ class Observer(TorchFunctionMode):
             value = next((each for each in maker.made if storage_of(each.tensor) == storage_of(tensor)), None)
         if value is None:
             if (maker := self._made_by.get(key)) is not None or isinstance(tensor, Placeholder):
-                raise self._lost(tensor, maker)
+                raise lost(tensor, maker, self.current)
             value = self.values[key] = Value(tensor, Depends.FIELDS)
             self._born.add(storage_of(tensor))
         if event is not None:
             writer = self._writer.get(storage_of(tensor))
             event.reads.add((value, max(value.made, writer.index if writer else -1)))
-
-    def _lost(self, tensor: Tensor, maker: Event | None) -> ModelError:
-        if self.current is not None and (called := _BACKWARD.get(self.current.func)):
-            return ModelError(
-                f"model: {self.current.where} calls {called} through blocks, of which each stage has only some; let a "
-                "block do so for itself, or name a module that contains them with blocks="
-            )
-        what = f"a tensor of shape {tuple(tensor.shape)} that {caller()} takes"
-        if maker is not None and maker.is_block:
-            return ModelError(
-                f"model: {what} was made in block {maker.where} and left it otherwise than by its return value; "
-                "return it, or leave it in an attribute of the block"
-            )
-        return ModelError(
-            f"model: {what} was made by an operation that Python does not see, or is kept by an object that is no "
-            "module; put it inside a block, keep it in a module, or name a module that contains it with blocks="
-        )
 
     def ran(self, operator: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Record an operator in the event that runs now."""
@@ -349,6 +340,10 @@ class Observer(TorchFunctionMode):
         event.trees = [output]
         for tensor in tensors(output):
             self.read(event, tensor)
+        self._read_by_functions(event)
+        for value in self.values.values():  # torch makes a view of an input that a function returns, behind its forward
+            if is_of_function(value.tensor) and not self.events[value.made].is_block:
+                self.events[value.made].in_function = True
         changed = {storage for past in self.events for storage in past.writes}
         return Observation(
             self.events,

@@ -1,0 +1,39 @@
+"""Tensors that functions of autograd take: their backward may need them, or return gradients of them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+
+from .observation import Value
+from .trees import tensors
+
+
+def is_of_function(tensor: Tensor) -> bool:
+    """Return whether a function of autograd has returned a tensor."""
+    return isinstance(tensor.grad_fn, BackwardCFunction)
+
+
+def taken_by_functions(trees: Any, values: Collection[Value], known: set[Any]) -> Iterator[Tensor]:
+    """Yield the tensors that functions of autograd take, in the graph from `trees` back to nodes that are known.
+
+    No operator need have read them, such as the input of a straight-through estimator.
+
+    Args:
+        values: the tensors that passed between events.
+        known: nodes of the graph; those found are added.
+    """
+    waiting = [tensor.grad_fn for tensor in tensors(trees)]
+    while waiting:
+        if (node := waiting.pop()) is None or node in known:
+            continue
+        known.add(node)
+        before = [edge for edge in node.next_functions if edge[0] is not None]
+        waiting += [each for each, _ in before]
+        if isinstance(node, BackwardCFunction):
+            made = {(value.tensor.grad_fn, value.tensor.output_nr): value.tensor for value in values}
+            taken = [made.get(edge, getattr(edge[0], "variable", None)) for edge in before]
+            yield from tensors([taken, node.saved_tensors, vars(node)])
