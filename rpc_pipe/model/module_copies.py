@@ -1,7 +1,8 @@
 """Synchronisation of the copies of a user's modules with edits that the user makes between two calls.
 
 Stages of a whole model compute with copies of its modules, and so do replicas of a stage. Modes,
-plain attributes, weights and buffers that the user changes by hand are changed in the copies too. Versions and
+plain attributes, weights and buffers that the user changes by hand are changed in the copies too; the copies refer to
+containers that forwards only read. Versions and
 identities show a change; no number of a weight is read. Structural changes (parameters, modules, hooks, forwards)
 raise ModelError.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from typing import Any
 from weakref import ref
 
@@ -18,6 +20,7 @@ from torch import nn
 
 from ..dependency import ModelError
 from ..workers.compute.by_hand import HOOKS, OfWeight, fingerprint
+from ..workers.compute.module_state import OF_TORCH
 from .observe.model_kinds import is_placeholder
 
 #: returns the parts of a module that must stay, by the words that report a change
@@ -47,11 +50,14 @@ class _Followed:
     ) -> None:
         self._own, self._copy, self._structure, self._weights = ref(own), ref(copy), structure, weights
         self._mirrored, self._changes = mirrored, changes or bool(mirrored)
+        #: containers and objects that the copy refers to; their contents need no comparison
+        self._common = {name: value for name, value in vars(own).items() if _is_common(name, value, copy, own)}
 
     def note(self, anew: bool = False) -> None:
         """Record the state of the user's module if a call may have changed it."""
         if (anew or self._changes) and (own := self._own()) is not None:
             self._must_stay, self._noted = self._structure(own), self._state(own)
+            self._common = {name: vars(own).get(name) for name in self._common}
 
     def _state(self, own: nn.Module) -> dict[str, Any]:
         """Return the state that the copy follows, by name."""
@@ -73,12 +79,18 @@ class _Followed:
             ModelError: a weight was changed on a device where it is not trained.
         """
         own, made = self._own(), self._copy()
-        if own is None or made is None or (now := self._state(own)) == self._noted:
+        if own is None or made is None:
             return
-        before, self._noted = self._noted, now
-        for name in [name for name, value in now.items() if value != before.get(name)]:
+        for name, before in self._common.items():
+            if (value := vars(own).get(name)) is not before:
+                self._common[name] = value
+                setattr(made, name, value if vars(made).get(name) is before else deepcopy(value))
+        if (now := self._state(own)) == self._noted:
+            return
+        noted, self._noted = self._noted, now
+        for name in [name for name, value in now.items() if value != noted.get(name)]:
             if name in self._weights:
-                _follow_weight(name, before[name], own._parameters[name], made._parameters[name])
+                _follow_weight(name, noted[name], own._parameters[name], made._parameters[name])
             elif (buffer := own._buffers.get(name)) is None:
                 setattr(made, name, now[name])
             elif (held := made._buffers.get(name)) is not None and held is not buffer:
@@ -93,6 +105,12 @@ class _Followed:
                 with torch.no_grad():  # counted as a version, for other pipelines of the same model
                     theirs.data = theirs.data if theirs.shape == held.shape else torch.empty_like(held)
                     theirs.copy_(held)
+
+
+def _is_common(name: str, value: Any, copy: nn.Module, own: nn.Module) -> bool:
+    """Return whether a copy of a module has the same list, dict, set, tuple or object."""
+    is_held = isinstance(value, (list, dict, set, tuple)) or (hasattr(value, "__dict__") and not callable(value))
+    return copy is not own and name not in OF_TORCH and is_held and vars(copy).get(name) is value
 
 
 def _follow_weight(name: str, before: OfWeight, parameter: Any, copy: Any) -> None:

@@ -209,7 +209,7 @@ class ObservedModel:
         owners = {name: set(stages) for name, stages in self.holders(cut).items()}
         theirs = [] if copied or not initialise else self._own_blocks(stage, cut, owners, device)
         with uncollected():
-            skeleton = Skeleton(self._model, device, theirs)
+            skeleton = Skeleton(self._model, device, theirs, follows=True)
         without_caches(skeleton.module, theirs)
         skeleton.blocks = [skeleton.module.get_submodule(path) for path in self._block_paths]
         skeleton.marked = self._skeleton.marked

@@ -71,7 +71,8 @@ class Attributes:
                 del vars(module)[name]
             vars(module).update(held)
         for _, value, state in self._inside:
-            _set(value, state)
+            if not _same(_inside(value), state):  # other threads may read it
+                _set(value, state)
 
 
 class Tensors:

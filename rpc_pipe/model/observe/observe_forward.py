@@ -46,7 +46,8 @@ def observe_forward(skeleton: Skeleton, args: Sequence[Any], kwargs: Mapping[str
     cache = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)  # so that every operation casts its weights itself
     try:
-        with preserved(skeleton.device), skeleton.with_placeholders() as held, _eager(), quiet(), _saving():
+        state = skeleton.followed.observed(), skeleton.with_placeholders()
+        with preserved(skeleton.device), state[0], state[1] as held, _eager(), quiet(), _saving():
             python_too(partial(Randomness(0, skeleton.device).seed_forward, 0, 0))(0, 0)  # alike on all workers
             # in new dicts and lists, because the model may remove items
             hooks = {module: num_hooks(module) for module in skeleton.module.modules()}

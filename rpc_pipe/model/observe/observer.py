@@ -156,6 +156,7 @@ class Observer(TorchFunctionMode):
         return answer
 
     def _begin(self, **what: Any) -> Event:
+        self._skeleton.followed.look()
         frame = checkpoint_frame()
         group = 0 if frame is None else self._checkpoints.setdefault(id(frame), (len(self._checkpoints) + 1, frame))[0]
         event = Event(len(self.events), len(self.calls), checkpoint=group, **what)

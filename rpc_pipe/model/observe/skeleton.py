@@ -24,6 +24,7 @@ from ...workers.compute.module_state import OF_TORCH, Attributes
 from ...workers.compute.slices import Divide, refuse_untied
 from ...workers.compute.torch_internals import is_current
 from .closures import rebind
+from .containers import Followed, shared
 from .model_kinds import refuse_lazy
 from .placeholder import Placeholder, PlaceholderFactory
 from .trees import at, leaves, tensors
@@ -50,17 +51,23 @@ class Skeleton:
         model: not changed; its buffers are copied.
         device: device of placeholders and copied buffers.
         own: modules of the model to be used themselves, with their contents, in place of copies.
+        follows: whether the copies refer to the model's containers and configurations that forwards only read.
 
     Raises:
         ModelError: the model cannot be copied.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device, own: Sequence[nn.Module] = ()) -> None:
+    def __init__(
+        self, model: nn.Module, device: torch.device, own: Sequence[nn.Module] = (), *, follows: bool = False
+    ) -> None:
         self.placeholders = PlaceholderFactory()
         self.device = device
+        theirs = {part for module in own for part in module.modules()}
         memo: dict[int, Any] = {id(module): module for module in own}
-        self.module = self._copied(model, memo)
+        kept = shared(module for module in model.modules() if module not in theirs) if follows else {}
+        self.module = self._copied(model, memo, kept)
         modules = list(self.module.named_modules())
+        self.followed = Followed([made for _, made in modules if made not in theirs], set(map(id, kept.values())))
         #: name in the unsplit model (the first, if it has several) -> the present parameter
         self.parameters: dict[str, nn.Parameter] = {}
         self._places: dict[str, list[tuple[nn.Module, str]]] = {}
@@ -86,7 +93,7 @@ class Skeleton:
         #: hooks by which members of a worker share blocks, which do not run on shapes
         self.of_members = Hooks(())
 
-    def _copied(self, model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    def _copied(self, model: nn.Module, memo: dict[int, Any], kept: dict[int, Any]) -> nn.Module:
         modules = list(model.named_modules())  # once, since it is slow
         _refuse_modules(modules, type(model).__name__)
         for _, module in modules:
@@ -101,6 +108,7 @@ class Skeleton:
                 elif type(value) in (Tensor, list, dict, tuple):
                     computed = [tensor for tensor in tensors(value) if not tensor.is_leaf]
                     memo |= {id(tensor): tensor.detach().clone() for tensor in computed}
+        memo |= kept
         fill = rebind([module for _, module in modules if id(module) not in memo], memo)
         try:
             made = copy.deepcopy(model, memo)
@@ -204,6 +212,7 @@ class Skeleton:
             yield before
         finally:
             self.counting |= before.changed()
+            self.followed.look()
             before.put_back()
             self._buffer_copies = []
             self.of_members.swap()
