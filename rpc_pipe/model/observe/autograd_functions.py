@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from .observation import Value
+from .placeholder import storage_of, unobserved
 from .trees import tensors
 
 
@@ -36,4 +38,12 @@ def taken_by_functions(trees: Any, values: Collection[Value], known: set[Any]) -
         if isinstance(node, BackwardCFunction):
             made = {(value.tensor.grad_fn, value.tensor.output_nr): value.tensor for value in values}
             taken = [made.get(edge, getattr(edge[0], "variable", None)) for edge in before]
-            yield from tensors([taken, node.saved_tensors, vars(node)])
+            with unobserved():  # a tensor that went through hooks of saved tensors is another one on the same memory
+                saved = tensors([node.saved_tensors, vars(node)])
+            by_place = {_place(value.tensor): value.tensor for value in values} if saved else {}
+            yield from tensors([taken, [by_place.get(_place(tensor), tensor) for tensor in saved]])
+
+
+def _place(tensor: Tensor) -> Any:
+    is_strided = tensor.layout is torch.strided and not tensor.is_nested
+    return storage_of(tensor), (tensor.shape, tensor.stride(), tensor.storage_offset()) if is_strided else id(tensor)

@@ -97,7 +97,7 @@ def on_shapes(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if same is None:
             return Placeholder(tensor, next(iter(wrapped.values())).factory)
         if same.shape != tensor.shape or same.stride() != tensor.stride():  # as transpose_() does
-            with _unobserved():
+            with unobserved():
                 same.data = Placeholder(tensor, same.factory)
         return same
 
@@ -132,7 +132,7 @@ class PlaceholderFactory:
     ) -> Placeholder:
         """Return a placeholder of the dtype of `tensor`, and of its shape and strides unless these are given."""
         shape, strides = tensor.shape if shape is None else shape, tensor.stride() if strides is None else strides
-        with _unobserved(), torch.no_grad():
+        with unobserved(), torch.no_grad():
             made = torch.empty_strided(shape, strides, dtype=tensor.dtype, device="meta")
             # without its mode, which takes several times as long for a new shape
             return Placeholder(FakeTensor(self.fake_mode, made, device or tensor.device), self)
@@ -153,7 +153,7 @@ class PlaceholderFactory:
         return Placeholder(made, self) if isinstance(made, FakeTensor) else made
 
 
-def _unobserved() -> AbstractContextManager[None]:
+def unobserved() -> AbstractContextManager[None]:
     """Return a context that hides operators from dispatch modes."""
     return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
 
@@ -187,7 +187,7 @@ def draws_at_random(operator: Any, kwargs: Any) -> bool:
 
 def random_like(tensor: Tensor) -> Tensor:
     """Return a tensor with random data of the shape of a placeholder."""
-    with _unobserved(), torch.no_grad():
+    with unobserved(), torch.no_grad():
         made = torch.ones(tensor.shape, dtype=tensor.dtype, device=tensor.device)
         if made.is_floating_point():
             made.normal_(0, 0.02)
