@@ -23,6 +23,7 @@ from .workers.actor import WorkerActor
 from .workers.compute.randomness import preserved
 from .workers.compute.result import Result
 from .workers.compute.shard import LossFn, Shard
+from .workers.compute.slices import plain_name
 from .workers.compute.updating import Training
 from .workers.step import StepInput
 from .workers.threads import WorkerThreads
@@ -239,7 +240,9 @@ class Session:
         """Let members that train on other rows evaluate by the running statistics of the first, which is saved."""
         if self._members is not None and self._members.rows:
             states = ((shard.state_dict(), dict(shard.named_parameters())) for shard in self.shards)
-            self._members.adopt({n: t for state, trained in states for n, t in state.items() if n not in trained})
+            self._members.adopt(
+                {n: t for state, trained in states for n, t in state.items() if plain_name(n) not in trained}
+            )
 
     def predict(self, batch: Microbatches, to: int | Collection[int] | None) -> Tree:
         """Return the model's output for a batch on the workers that get it.

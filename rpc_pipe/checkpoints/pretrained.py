@@ -23,6 +23,7 @@ from ..system.files import refused, replacing, sync
 from ..workers.actor import WorkerActor
 from ..workers.compute.divided import local, part_of
 from ..workers.compute.shard import Shard
+from ..workers.compute.slices import plain_name
 from . import folder
 from .collective import agreed, everywhere, is_first_member, is_first_process, together
 from .json_values import by_file, opened, write
@@ -267,11 +268,12 @@ def save_whole(state: Mapping[str, Tensor], path: str | Path) -> None:
     """
     if Path(path).exists() and not Path(path).is_file():
         raise ConfigError(f"{path}: is not a regular file")
-    versions = {"versions": json.dumps(getattr(state, _VERSIONS))} if hasattr(state, _VERSIONS) else {}
+    by_module = {plain_name(f"{n}.").rstrip("."): each for n, each in getattr(state, _VERSIONS, {}).items()}
+    versions = {"versions": json.dumps(by_module)} if hasattr(state, _VERSIONS) else {}
     with refused(StorageError, f"{path}: cannot be written", "; what was there is as it was"):
         Path(path).absolute().parent.mkdir(parents=True, exist_ok=True)
         with replacing(Path(path).absolute()) as partial:
-            write(partial, {name: tensor.contiguous() for name, tensor in state.items()}, versions)
+            write(partial, {plain_name(name): tensor.contiguous() for name, tensor in state.items()}, versions)
 
 
 def save_adapters(actor: WorkerActor, where: Callable[[], Path], names: frozenset[str]) -> Path:

@@ -18,6 +18,7 @@ from ..dependency import ConfigError, Damaged, PipeError
 from ..system.files import DAMAGED
 from ..workers.actor import WorkerActor
 from ..workers.compute.divided import is_divided, part_of
+from ..workers.compute.slices import plain_name
 from . import folder
 from .collective import together
 from .json_values import NAMES, by_file, checksum, decoded, opened
@@ -60,8 +61,8 @@ class Checkpoint:
                 raise ValueError(f"step {self.step}")
             #: the user's values that were saved with it
             self.extra = decoded(manifest.get("extra"))
-            #: name of a tensor -> (file, dtype and shape), by use
-            self._tensors: dict[str, dict[str, tuple[str, list[Any]]]] = {"model": {}, "optimizer": {}}
+            #: name of a tensor -> (file, dtype and shape, name there: once it had names of wrappers), by use
+            self._tensors: dict[str, dict[str, tuple[str, list[Any], str]]] = {"model": {}, "optimizer": {}}
             #: names of the model's tensors
             self.names = self._tensors["model"].keys()
             self._sums: dict[str, dict[str, int]] = {}
@@ -69,7 +70,7 @@ class Checkpoint:
             for name, each in manifest["files"].items():
                 self._sums[name], sizes[name] = each.get("sums", {}), int(each["bytes"])
                 for key, form in each["tensors"].items():
-                    self._tensors[each["what"]].setdefault(key, (name, form))
+                    self._tensors[each["what"]].setdefault(plain_name(key), (name, form, key))
             #: number of routes with separate buffers, the first included
             self.num_routes = 1 + max((buffer_of(key)[0] for key in self._tensors["optimizer"]), default=0)
             told = dict(manifest["stages"])
@@ -95,7 +96,7 @@ class Checkpoint:
 
     def apart(self) -> list[str]:
         """Return the names of the buffers that differed between routes."""
-        sums = {key: each for of_file in self._sums.values() for key, each in of_file.items()}
+        sums = {plain_name(key): each for of_file in self._sums.values() for key, each in of_file.items()}
         named = [(key, *buffer_of(key)) for key in self._tensors["optimizer"]]
         return sorted({name for key, route, name in named if route and sums.get(key) != sums.get(name)})
 
@@ -108,7 +109,7 @@ class Checkpoint:
         for name, tensor in own.items():
             if name not in self._tensors["model"]:
                 raise ConfigError(f"checkpoint {self.path}: has no tensor {name}: it is of another model")
-            file, (dtype, *shape) = self._tensors["model"][name]
+            file, (dtype, *shape), _ = self._tensors["model"][name]
             expected = str(tensor.dtype).removeprefix("torch.")
             if tuple(shape) != tuple(tensor.shape) or dtype != expected:
                 raise ConfigError(
@@ -137,13 +138,14 @@ class Checkpoint:
         for name in names:
             if name not in self._tensors[what]:
                 raise Damaged(f"checkpoint {self.path}: is damaged: it has no tensor {name}")
-            files[name], _ = self._tensors[what][name]
+            files[name] = self._tensors[what][name][0]
         found: dict[str, Tensor] = {}
         for file, keys in by_file(files).items():
             with opened(self.path / file, Damaged) as tensors:
                 for name in keys:  # only one is whole at a time
-                    whole = tensors.get_tensor(name)
-                    if (stored := self._sums[file].get(name)) is not None and checksum(whole) != stored:
+                    there = self._tensors[what][name][2]
+                    whole = tensors.get_tensor(there)
+                    if (stored := self._sums[file].get(there)) is not None and checksum(whole) != stored:
                         raise Damaged(f"checkpoint {self.path / file}: tensor {name} is not what was written")
                     found[name] = _here(name, whole, own[name]) if name in own else whole
         return found

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..workers.compute.slices import plain_name
 from . import folder
 from .collective import everywhere
 from .folder import is_same, written_by
@@ -26,7 +27,7 @@ def job_of(actor: WorkerActor) -> dict[str, Any]:
     """Return the facts that a checkpoint keeps of its job. All workers make the same call."""
     shards = actor.shards.values()
     named = [(name, tensor) for shard in shards for name, tensor in shard.state_dict().items()]
-    forms = {zlib.crc32(f"{name} {getattr(tensor, 'shape', '')}".encode()) for name, tensor in named}
+    forms = {zlib.crc32(f"{plain_name(name)} {getattr(tensor, 'shape', '')}".encode()) for name, tensor in named}
     every = {form for told in everywhere(actor, "shapes of the model", sorted(forms)) for form in told}
     groups = [group for shard in shards if shard.optimizer is not None for group in shard.optimizer.param_groups]
     return {

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from ..dependency import ConfigError
 from ..workers.compute.shard import Shard
+from ..workers.compute.slices import plain_name
 from .json_values import decoded, encoded
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ def _checked(state: Mapping[str, Any]) -> dict[str, Tensor]:
     for name, tensor in state.items():
         if not isinstance(tensor, Tensor):
             raise ConfigError(f"{name}: must be a tensor in a checkpoint, and is a {type(tensor).__name__}")
-        found[name] = tensor
+        found[plain_name(name)] = tensor
     return found
 
 
@@ -103,7 +104,7 @@ def held_tensors(shard: Shard, route: int = 0) -> dict[str, Tensor]:
 def _sums(shard: Shard) -> dict[str, Tensor]:
     """Return the sums of batch normalisations since the last update, if that may be some steps ago."""
     found = shard.statistics.sums() if shard.updating.training.accumulate > 1 else []
-    names = {tensor.data_ptr(): name for name, tensor in shard.state_dict().items() if isinstance(tensor, Tensor)}
+    names = {tensor.data_ptr(): name for name, tensor in model_tensors(shard).items()}
     named = [(names.get(mean.data_ptr()), sums) for mean, sums in found]
     return {f"{_SUMS}{name}.{key}": tensor for name, sums in named if name for key, tensor in sums.items()}
 
@@ -180,10 +181,11 @@ class Stages:
             name: (stage, number)
             for stage, each in stages.items()
             for number, group in enumerate(each["groups"])
-            for name in group["parameters"]
+            for name in map(plain_name, group["parameters"])
         }
-        self._plain = {key: value for each in stages.values() for key, value in each.get("plain", {}).items()}
-        self._on_host = {key for each in stages.values() for key in each.get("on_host", ())}
+        every = stages.values()
+        self._plain = {plain_name(key): value for each in every for key, value in each.get("plain", {}).items()}
+        self._on_host = {plain_name(key) for each in every for key in each.get("on_host", ())}
         #: the values that all trained stages have in common
         self._told = next((each for each in stages.values() if each["groups"]), {})
         #: how often the weights had been updated

@@ -18,7 +18,7 @@ from ..dependency import ModelError
 from ..workers.compute.randomness import Randomness
 from ..workers.compute.result import NUM_ITEMS
 from ..workers.compute.shard import LossFn
-from ..workers.compute.slices import Divide, Slice
+from ..workers.compute.slices import Divide, Slice, plain_name
 from ..workers.transport.payload import Tree
 from .assign.assignment import BlocksNeeded
 from .call_form import CallForm, adds_terms, loss_of_output
@@ -136,9 +136,10 @@ class ObservedPartition:
         """Have the cut of an observed model."""
         self._observed = observed
         self._refuse_loss_of_attributes(observed)
-        self.shared, self.uses = observed.shared(self.ranges), observed.uses(self.ranges)
+        self.shared = {plain_name(name): stages for name, stages in observed.shared(self.ranges).items()}
+        self.uses = observed.uses(self.ranges)
         self.block_names = [block.path for block in observed.blocks]
-        self._stage_of = {name: stages[0] for name, stages in observed.holders(self.ranges).items()}
+        self._stage_of = {plain_name(name): stages[0] for name, stages in observed.holders(self.ranges).items()}
 
     def _cut(
         self, inputs: tuple[Sequence[Any], Mapping[str, Any]], blocks: str | Sequence[str] | None
@@ -165,7 +166,7 @@ class ObservedPartition:
 
     def first_stage_of(self, parameter: str) -> int:
         """Return the first stage that holds a parameter."""
-        return self._stage_of[parameter]
+        return self._stage_of[plain_name(parameter)]
 
     @property
     def whole(self) -> nn.Module:
@@ -292,5 +293,5 @@ def other_names(model: Any) -> frozenset[str]:
     found: set[str] = set()
     for several in names.values():
         made = [name for name in several if any(re.search(each, name) for each in tied)]
-        found.update(made if len(made) < len(several) else made[1:])
+        found.update(map(plain_name, made if len(made) < len(several) else made[1:]))
     return frozenset(found)

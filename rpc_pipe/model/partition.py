@@ -15,7 +15,7 @@ from ..dependency import BatchError, ModelError
 from ..dependency.errors import first_sentence
 from ..workers.compute.randomness import Randomness
 from ..workers.compute.shard import LossFn
-from ..workers.compute.slices import Divide, Layers, Slice
+from ..workers.compute.slices import Divide, Layers, Slice, plain_name
 from ..workers.transport.payload import Tree
 from .cut import cut
 from .module_copies import ModuleCopies, structure, unnamed_parts
@@ -108,7 +108,7 @@ class LayerPartition:
             from .sharing import Ties, shared_holders
 
             self._ties, self._holders = Ties(layers, self.ranges), shared_holders(layers, self.ranges, loss_fn)
-            self.shared = self._ties.shared
+            self.shared = {plain_name(name): stages for name, stages in self._ties.shared.items()}
         self.block_names = [str(layer) for layer in range(self.num_layers)]
         #: none: all parameters are inside layers
         self.uses: dict[tuple[int, int], int] = {}

@@ -18,6 +18,7 @@ from ..model.observe.trees import mapped
 from ..model.observed_partition import ObservedPartition
 from ..model.partition import LayerPartition
 from ..workers.compute.randomness import computing, python_too
+from ..workers.compute.slices import plain_name
 from ..workers.compute.torch_internals import OperatorMode, is_current, without_torch_function
 
 #: where a module has a parameter: the container, the key there, the parameter's number
@@ -70,7 +71,7 @@ class Shares:
     """
 
     def __init__(self, module: nn.Module, cut: LayerPartition | ObservedPartition) -> None:
-        parameters = dict(module.named_parameters())
+        parameters = {plain_name(name): parameter for name, parameter in module.named_parameters()}
         self._stages = {parameters[name]: stages for name, stages in cut.shared.items()}
         self._own = list(self._stages)
         self._places = places_of(module.modules(), {parameter: n for n, parameter in enumerate(self._own)})

@@ -29,6 +29,7 @@ from ..workers.compute.module_state import KeptTensor, ModuleState
 from ..workers.compute.noted_draws import NotedDraws
 from ..workers.compute.randomness import Randomness, preserved
 from ..workers.compute.shard import LossFn
+from ..workers.compute.slices import plain_name
 from ..workers.compute.stage_state import shown
 from ..workers.transport.payload import Tree
 from .keyed import Keyed, Shares
@@ -44,7 +45,7 @@ class _Stage:
         self, module: nn.Module, names: Sequence[str], optimizer: Callable[..., Optimizer], schedule: Any
     ) -> None:
         parameters = dict(module.named_parameters())
-        self.named = [(name, parameters[name]) for name in names]
+        self.named = [(plain_name(name), parameters[name]) for name in names]
         self.own = [parameter for _, parameter in self.named]
         trained = [(name, parameter) for name, parameter in self.named if parameter.requires_grad]
         self.optimizer = optimizer(trained) if trained else None

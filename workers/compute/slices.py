@@ -42,7 +42,7 @@ class Slice(Protocol):
     own: list[nn.Module]
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Return each parameter once, by its name in the unsplit model."""
+        """Return each parameter once, by its name in the unsplit model, without names of wrappers (`plain_name`)."""
 
     def expected_writes(self) -> tuple[Collection[tuple[nn.Module, str]], Collection[Tensor]]:
         """Return the buffers and weights that forwards are known to write, as far as forwards on shapes have shown."""
@@ -73,6 +73,11 @@ def versions_of(module: nn.Module) -> dict[str, dict[str, Any]]:
     """Return the metadata of torch's `state_dict`: of each module, by name, its version."""
     found = getattr(module.state_dict(keep_vars=True), "_metadata", {})
     return {name: dict(each) for name, each in found.items()}
+
+
+def plain_name(name: str) -> str:
+    """Return a name without those by which wrappers hold a module: of `torch.compile`, and of torch's checkpointing."""
+    return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
 
 
 def refuse_untied(before: Mapping[str, object], after: Mapping[str, nn.Parameter]) -> None:
@@ -148,7 +153,7 @@ class Layers:
         for index, module in self.layers:
             for name, parameter in module.named_parameters():
                 found.setdefault(parameter, self._names.get(f"{index}.{name}", f"{index}.{name}"))
-        return [(name, parameter) for parameter, name in found.items()]
+        return [(plain_name(name), parameter) for parameter, name in found.items()]
 
     def expected_writes(self) -> tuple[Collection[tuple[nn.Module, str]], Collection[Tensor]]:
         return (), ()

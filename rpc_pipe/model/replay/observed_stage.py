@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ...dependency import ConfigError, ModelError
 from ...workers.compute.module_state import Attributes, ChangingModules, Place
 from ...workers.compute.randomness import Seed
-from ...workers.compute.slices import note, versions_of
+from ...workers.compute.slices import note, plain_name, versions_of
 from ...workers.transport.payload import Tree
 from ..assign.assignment import Owners
 from ..observe.frames import name_of
@@ -62,7 +62,9 @@ class ObservedStage:
         self.index, self.first, self.buffers = index, cut[index].start, buffers
         self._names = [name for name, tensor in skeleton.parameters.items() if not isinstance(tensor, Placeholder)]
         held = ((name, owners.get(name, ())) for name in self._names)
-        self.shared: Mapping[str, Sequence[int]] = {name: sorted(stages) for name, stages in held if len(stages) > 1}
+        self.shared: Mapping[str, Sequence[int]] = {
+            plain_name(n): sorted(stages) for n, stages in held if len(stages) > 1
+        }
         self.observed = 0, 0
         self._skeleton = skeleton
         self._cut = list(cut)
@@ -79,7 +81,7 @@ class ObservedStage:
         self._writes: tuple[dict[Place, None], dict[nn.Parameter, None]] = {}, {}
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        return [(name, self._skeleton.parameters[name]) for name in self._names]
+        return [(plain_name(name), self._skeleton.parameters[name]) for name in self._names]
 
     def compile(self, options: Mapping[str, Any]) -> None:
         for block in dict.fromkeys(self._skeleton.blocks):
@@ -91,7 +93,7 @@ class ObservedStage:
         return self._writes
 
     def ranks(self) -> Mapping[str, int]:
-        return {name: place for place, name in enumerate(self._skeleton.parameters)}
+        return {plain_name(name): place for place, name in enumerate(self._skeleton.parameters)}
 
     def state_dict(self) -> dict[str, Tensor]:
         buffers = dict(self.module.named_buffers(remove_duplicate=False))
