@@ -24,7 +24,7 @@ from .trees import PLAIN
 
 _ATOMS = (*PLAIN, Enum, range, Number, PurePath, FunctionType, BuiltinFunctionType)
 #: how objects are pickled whose attributes are their whole state; that of others, such as generators, may lie elsewhere
-_BY_ATTRIBUTES = (object.__reduce__, SimpleNamespace.__reduce__)
+_BY_ATTRIBUTES: tuple[Any, ...] = (object.__reduce__, SimpleNamespace.__reduce__)
 #: forwards that are observed may write containers, which other threads read and observe
 _OBSERVING = RLock()
 
@@ -76,7 +76,7 @@ def _without_cache(config: Any) -> Any:
     """Return an object with the attributes of a configuration, also later ones, except that it uses no cache."""
     kind = type(config)
     own = {"use_cache": property(lambda _: False, lambda *_: None), "__module__": kind.__module__}
-    made = object.__new__(type(kind.__name__, (kind,), own))
+    made: Any = object.__new__(type(kind.__name__, (kind,), own))
     object.__setattr__(made, "__dict__", vars(config))
     return made
 
