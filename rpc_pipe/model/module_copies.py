@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from copy import deepcopy
 from typing import Any
 from weakref import ref
 
@@ -84,7 +83,8 @@ class _Followed:
         for name, before in self._common.items():
             if (value := vars(own).get(name)) is not before:
                 self._common[name] = value
-                setattr(made, name, value if vars(made).get(name) is before else deepcopy(value))
+                if vars(made).get(name) is before:  # else forwards write it, as those of the user's may
+                    setattr(made, name, value)
         if (now := self._state(own)) == self._noted:
             return
         noted, self._noted = self._noted, now
