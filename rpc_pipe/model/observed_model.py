@@ -30,6 +30,7 @@ from .observe.skeleton import MARK, Skeleton
 from .observe.trees import mapped, tensors
 from .parameter_hooks import copy_attachments, needs_rebinding, rebinding, refuse_hooks
 from .replay.observed_stage import ObservedStage
+from .shared_memory import refuse_parted
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +135,8 @@ class ObservedModel:
         for stage in range(len(cut)):
             assignment.role(stage)
         parameters = dict(self._model.named_parameters())
+        kept = self.holders(cut) if isinstance(self._source, nn.Module) else {}
+        refuse_parted({**parameters, **dict(self._model.named_buffers())}, kept, assignment.written)
         for name, stages in self.shared(cut).items():
             refuse_hooks(parameters[name], name, stages)
 
@@ -213,6 +216,7 @@ class ObservedModel:
         without_caches(skeleton.module, theirs)
         skeleton.blocks = [skeleton.module.get_submodule(path) for path in self._block_paths]
         skeleton.marked = self._skeleton.marked
+        refuse_parted(dict(self._model.named_parameters()) if copied else {}, {})
         change = rebinding(dict(zip(self._model.modules(), skeleton.module.modules(), strict=True)))
         held = {name: parameter for name, parameter in self._model.named_parameters() if stage in owners[name]}
 

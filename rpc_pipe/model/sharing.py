@@ -21,6 +21,7 @@ from .detachable_blocks import mentioned
 from .observe.closures import modules_in
 from .observe.trees import tensors
 from .parameter_hooks import refuse_hooks
+from .shared_memory import refuse_parted
 
 
 class Ties:
@@ -63,6 +64,7 @@ class Ties:
                         "choose a split that keeps them together"
                     )
         self.shared = {name: sorted(stages) for name, stages in held.items() if len(stages) > 1}
+        refuse_parted(parameters, held)
         for name, stages in self.shared.items():
             refuse_hooks(parameters[name], name, stages)
 

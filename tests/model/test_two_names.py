@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from refusals import refused
 from test_whole import SGD, assert_trains_alike, made
 from torch import Tensor, nn
 
@@ -69,3 +70,43 @@ def test_running_statistics_are_kept_under_all_names(kind, schedule):
         halves = [nn.functional.mse_loss(alone.eval()(half), half).item() for half in x.chunk(2)]
     assert pipe.evaluate((x, x)) == sum(halves) / 2
     assert all(torch.equal(tensor, alone.state_dict()[name]) for name, tensor in model.state_dict().items())
+
+
+class Transposed(Named):
+    """A decoder whose weight is a view of an encoder's, as a parameter, a buffer or an attribute."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        weight = self.blocks[0][0].weight
+        self.kind, self.decoder = kind, nn.Linear(8, 8)
+        if kind == "parameter":
+            self.decoder.weight = nn.Parameter(weight.t())
+        elif kind == "buffer":
+            self.register_buffer("view", weight.data)
+        else:
+            self.view = weight.t()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.decoder(super().forward(x))
+        return x if self.kind == "parameter" else nn.functional.linear(x, self.view)
+
+
+@pytest.mark.parametrize("kind", ["parameter", "buffer", "attribute"])
+def test_views_of_a_weight_that_stages_would_part_are_refused(kind):
+    """An update of one was none of the other: losses differed in silence."""
+    pipe = Pipeline(
+        made(lambda: Transposed(kind)),
+        nn.functional.mse_loss,
+        training=Training(SGD),
+        num_microbatches=2,
+        num_workers=2,
+    )
+    with refused("model"):
+        pipe.step((torch.ones(4, 8), torch.ones(4, 8)))
+
+
+def test_layers_with_views_of_one_weight_on_two_stages_are_refused():
+    layers = [nn.Linear(8, 8), nn.Linear(8, 8)]
+    layers[1].weight = nn.Parameter(layers[0].weight.t())
+    with refused("model"):
+        Pipeline(layers, nn.functional.mse_loss, training=Training(SGD), num_microbatches=2, num_workers=2)

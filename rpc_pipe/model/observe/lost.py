@@ -35,3 +35,11 @@ def lost(tensor: Tensor, maker: Event | None, current: Event | None) -> ModelErr
         f"model: {what} was made by an operation that Python does not see, or is kept by an object that is no "
         "module; put it inside a block, keep it in a module, or name a module that contains it with blocks="
     )
+
+
+def stale_view(tensor: Tensor) -> ModelError:
+    """Return the error about a view of a trained weight that an attribute keeps."""
+    return ModelError(
+        f"model: a tensor of shape {tuple(tensor.shape)} that {caller()} takes is a view of a weight, kept in an "
+        "attribute: no update reaches its copies on stages; compute it in the forward, as by weight.t()"
+    )

@@ -22,7 +22,7 @@ from ...dependency.errors import first_sentence
 from ...workers.compute.torch_internals import OperatorMode
 from .autograd_functions import is_of_function, taken_by_functions
 from .frames import caller, checkpoint_frame, in_function, in_transform, name_of
-from .lost import lost
+from .lost import lost, stale_view
 from .observation import Depends, Event, Observation, SideEffect, Value
 from .output_contract import alias_given
 from .placeholder import (
@@ -306,6 +306,8 @@ class Observer(TorchFunctionMode):
         if value is None:
             if (maker := self._made_by.get(key)) is not None or isinstance(tensor, Placeholder):
                 raise lost(tensor, maker, self.current)
+            if key in self._skeleton.views:
+                raise stale_view(tensor)
             value = self.values[key] = Value(tensor, Depends.FIELDS)
             self._born.add(storage_of(tensor))
         if event is not None:

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from ...dependency import ModelError
 from ...dependency.errors import first_sentence
+from ...workers.compute.borders import address
 from ...workers.compute.module_state import OF_TORCH, Attributes
 from ...workers.compute.slices import Divide, refuse_untied
 from ...workers.compute.torch_internals import is_current
@@ -62,6 +63,8 @@ class Skeleton:
     ) -> None:
         self.placeholders = PlaceholderFactory()
         self.device = device
+        #: by id, copies of views of trained weights in attributes, which updates do not reach
+        self.views: dict[int, Tensor] = {}
         theirs = {part for module in own for part in module.modules()}
         memo: dict[int, Any] = {id(module): module for module in own}
         kept = shared(module for module in model.modules() if module not in theirs) if follows else {}
@@ -95,6 +98,7 @@ class Skeleton:
 
     def _copied(self, model: nn.Module, memo: dict[int, Any], kept: dict[int, Any]) -> nn.Module:
         modules = list(model.named_modules())  # once, since it is slow
+        trained = {address(parameter) for parameter in model.parameters() if parameter.requires_grad}
         _refuse_modules(modules, type(model).__name__)
         for _, module in modules:
             for parameter in module._parameters.values():
@@ -106,14 +110,17 @@ class Skeleton:
                 if type(value) in (OrderedDict, set) and not value:
                     memo[id(value)] = type(value)()
                 elif type(value) in (Tensor, list, dict, tuple):
-                    computed = [tensor for tensor in tensors(value) if not tensor.is_leaf]
-                    memo |= {id(tensor): tensor.detach().clone() for tensor in computed}
+                    for tensor in tensors(value):
+                        is_view = address(tensor) in trained and not isinstance(tensor, nn.Parameter)
+                        if is_view or not tensor.is_leaf:
+                            memo[id(tensor)] = made = tensor.detach().clone()
+                            self.views |= {id(made): made} if is_view else {}
         memo |= kept
         fill = rebind([module for _, module in modules if id(module) not in memo], memo)
         try:
-            made = copy.deepcopy(model, memo)
+            whole = copy.deepcopy(model, memo)
             fill()
-            return made
+            return whole
         except (TypeError, RuntimeError) as error:
             raise ModelError(
                 f"model {type(model).__name__}: cannot be copied ({first_sentence(error)}); pass what makes it"
