@@ -13,6 +13,8 @@ from ...dependency import Disagreement, Malformed
 
 _CALL = "call "
 _FIELDS, _PARTS = "\x1f", "\x1e"
+#: marks a stage with the digest of weights that its forwards write
+WRITTEN = "*"
 #: number of calls that are remembered for workers that are behind
 _REMEMBERED = 1024
 
@@ -28,7 +30,7 @@ class Call(NamedTuple):
     #: form and digests of the arguments, from `compute.digest.describe`
     inputs: str = ""
     targets: str = ""
-    #: digests of the initial weights of stages that several workers hold, such as `0=5f3a 3=77bb`
+    #: digests of the initial weights of stages that several workers hold, such as `0=5f3a 3=77bb`, or of written ones
     weights: str = ""
     #: the run that rests while this call is made: the step that `train` has begun where the body of its loop is
     within: str = ""
@@ -92,6 +94,12 @@ def difference(call: Call, peer: int, told: str) -> Disagreement | None:
         )
     weights = [dict(pair.split("=") for pair in of.weights.split()) for of in (call, other)]
     for stage in weights[0].keys() & weights[1].keys():
+        if weights[0][stage] != weights[1][stage] and stage.endswith(WRITTEN):
+            return Disagreement(
+                f"{call.what}: workers {worker} and {peer} have different weights of stage {stage.rstrip(WRITTEN)}, which "
+                "a forward writes by the rows of each replica: let the model run once before it is given, or take "
+                "replicas=1"
+            )
         if weights[0][stage] != weights[1][stage]:
             return Disagreement(
                 f"{call.what}: workers {worker} and {peer} hold stage {stage} with different initial weights: seed "

@@ -16,11 +16,16 @@ from ...dependency import (
     known_reductions,
 )  # fmt: skip
 from ...workers.actor import MOST_PARTS, WorkerActor
+from ...workers.compute.digest import digest
+from ...workers.compute.divided import local
 from ...workers.compute.result import Result, clips
 from ...workers.compute.updating import Training
 from ...workers.step import StepData, StepInput
-from ...workers.transport.call import Call
+from ...workers.transport.call import WRITTEN, Call
 from .microbatches import Microbatches, update_shares
+
+#: number of first steps after which replicas compare the weights that forwards write
+_LOOKS = 2
 
 
 class StepEnd:
@@ -134,6 +139,8 @@ class StepInputs:
         reductions = self._step_end.reductions(self._spec, number, streamed=streamed) if train else NO_REDUCTIONS
         part = self.part(actor, len(batch.inputs), reductions, train=train)
         weights = self.weights if number == 0 else ""
+        if number and not streamed and (number <= _LOOKS or not train) and self._spec.num_routes > 1:
+            weights = _written(actor)
         order = " ".join(map(str, batch.order))
         call = Call(actor.worker, what or f"step {number + 1}", self.described, *batch.described, weights, order=order)
         scales = update_shares(part.spec, batch.shares) if train else None
@@ -143,3 +150,10 @@ class StepInputs:
             part, self._order, call, data,
             train=train, reductions=reductions, updates=self._step_end.updates(number), last=self._due(number + 1),
         )  # fmt: skip
+
+
+def _written(actor: WorkerActor) -> str:
+    """Return digests of the weights that forwards of each stage write."""
+    written = {stage: shard.state.weights for (stage, _), shard in actor.shards.items()}
+    digests = ((stage, digest(local(p).detach().cpu() for p in held)) for stage, held in written.items() if held)
+    return " ".join(f"{stage}{WRITTEN}={found:x}" for stage, found in digests)
