@@ -23,7 +23,7 @@ def overlapping(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, str]
         fake = getattr(tensor, "fake", None)  # of a placeholder
         if tensor.numel() and tensor.layout is torch.strided and (fake is not None or type(tensor) in _KINDS):
             storage = (tensor if fake is None else fake).untyped_storage()._cdata
-            begin = tensor.storage_offset() * tensor.itemsize
+            begin = int(tensor.storage_offset()) * tensor.itemsize
             spans.append((storage, begin, begin + extent(tensor.shape, tensor.stride()) * tensor.itemsize, name))
     last, end, of = None, 0, ""
     for storage, begin, reach, name in sorted(spans):

@@ -96,9 +96,9 @@ def difference(call: Call, peer: int, told: str) -> Disagreement | None:
     for stage in weights[0].keys() & weights[1].keys():
         if weights[0][stage] != weights[1][stage] and stage.endswith(WRITTEN):
             return Disagreement(
-                f"{call.what}: workers {worker} and {peer} have different weights of stage {stage.rstrip(WRITTEN)}, which "
-                "a forward writes by the rows of each replica: let the model run once before it is given, or take "
-                "replicas=1"
+                f"{call.what}: workers {worker} and {peer} have different weights of stage {stage.rstrip(WRITTEN)}, "
+                "which a forward writes by the rows of each replica: let the model run once before it is given, or "
+                "take replicas=1"
             )
         if weights[0][stage] != weights[1][stage]:
             return Disagreement(
