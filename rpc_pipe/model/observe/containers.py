@@ -16,7 +16,7 @@ from threading import RLock
 from types import BuiltinFunctionType, FunctionType, SimpleNamespace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ...workers.compute.module_state import OF_TORCH, Place
 from .side_effects import fill
@@ -53,8 +53,9 @@ def _inside(box: Any) -> Any:
     """Return the list, set or dict that has the present contents of a container or object; None: it is not known."""
     if isinstance(box, (list, set, MutableMapping)):
         return box
-    is_known = type(box).__reduce__ in _BY_ATTRIBUTES and not isinstance(box, nn.Module)
-    return vars(box) if is_known and hasattr(box, "__dict__") else None
+    kind: Any = type(box)
+    is_known = kind.__reduce__ in _BY_ATTRIBUTES and kind.__reduce_ex__ is object.__reduce_ex__
+    return vars(box) if is_known and hasattr(box, "__dict__") and not isinstance(box, (nn.Module, Tensor)) else None
 
 
 def _values(inside: Any) -> Iterable[Any]:
