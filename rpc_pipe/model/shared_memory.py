@@ -21,7 +21,7 @@ def overlapping(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, str]
     spans = []
     for name, tensor in named:
         fake = getattr(tensor, "fake", None)  # of a placeholder
-        if tensor.numel() and tensor.layout is torch.strided and (fake is not None or type(tensor) in _KINDS):
+        if (fake is not None or type(tensor) in _KINDS) and tensor.layout is torch.strided and tensor.numel():
             storage = (tensor if fake is None else fake).untyped_storage()._cdata
             begin = int(tensor.storage_offset()) * tensor.itemsize
             spans.append((storage, begin, begin + extent(tensor.shape, tensor.stride()) * tensor.itemsize, name))

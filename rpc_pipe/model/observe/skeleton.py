@@ -98,8 +98,8 @@ class Skeleton:
 
     def _copied(self, model: nn.Module, memo: dict[int, Any], kept: dict[int, Any]) -> nn.Module:
         modules = list(model.named_modules())  # once, since it is slow
-        trained = {address(parameter) for parameter in model.parameters() if parameter.requires_grad}
         _refuse_modules(modules, type(model).__name__)
+        trained = {address(parameter) for parameter in model.parameters() if parameter.requires_grad}
         for _, module in modules:
             for parameter in module._parameters.values():
                 if parameter is not None and id(parameter) not in memo:
