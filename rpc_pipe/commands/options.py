@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 #: most workers of a schedule, which are simulated in seconds
-MOST_WORKERS = 4096
+MOST_WORKERS = 100_000
 #: the rule for `path/to/file.py:make`
 MAKE = "a function that returns model, batch or model, batch, loss_fn"
 

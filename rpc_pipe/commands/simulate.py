@@ -6,7 +6,6 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import permutations
 from typing import Any
 
 from ..dependency import Action, ConfigError, G, Kind, Spec, worker_staleness, worker_weight_copies
@@ -17,11 +16,11 @@ from ..drawing.timeline import draw, row_names
 from ..launching.report import Reporter
 from ..planning.comparison import describe_staleness
 from ..planning.grouping import Grouping
-from ..planning.simulator import Cost, Link, Simulation, simulate
+from ..planning.simulator import Cost, Levels, Link, Simulation, simulate
 from ..planning.slice_costs import SliceCosts
 from ..planning.span import Span, waits
-from ..planning.specs import PipeOptions, check_some
-from ..planning.steady import Priced, price, refuse_many
+from ..planning.specs import PipeOptions
+from ..planning.steady import Priced, check_some, price, refuse_many
 from .options import (
     COSTS,
     MEMBERS,
@@ -38,7 +37,7 @@ from .options import (
     typed_spec,
 )
 from .output_files import try_files, write
-from .readers import numbers, positive, size, some, whole
+from .readers import link, numbers, positive, size, some, whole
 
 #: most forwards of a run that is simulated action by action, to be drawn
 _MOST_LISTED = 5_000
@@ -56,6 +55,10 @@ def add(commands: Any) -> None:
     slow = "make workers slower by a factor"
     parser.add_argument("--slow", action=Pairs, const=(positive, "1=1.5"), metavar="WORKER=FACTOR", help=slow)
     parser.take("link")
+    levels = "between workers of one group of SIZE neighbours: a node, a rack; the smallest group that has both counts"
+    parser.add_argument(
+        "--level", action=Pairs, const=(link, "8=0.1,64=1/1MB"), metavar="SIZE=TIME[/BYTES]", help=levels
+    )
     parser.add_argument("--uplink", type=some, metavar="BYTES", help="what a worker sends to all, a unit of time")
     payload = "size of a payload, for --uplink and bandwidths of --link"
     parser.add_argument("--payload", type=size, metavar="BYTES", help=payload)
@@ -171,16 +174,25 @@ def _cost(spec: Spec, typed: Mapping[str, Any], by_microbatch: Cost) -> Cost:
     return cost
 
 
-def _links(typed: Mapping[str, Any], num_workers: int) -> tuple[dict[tuple[int, int], Link], dict[int, float], float]:
+def _links(
+    typed: Mapping[str, Any], num_workers: int
+) -> tuple[Mapping[tuple[int, int], Link], dict[int, float], float]:
     """Return the typed links, the workers' uplinks, and the bytes of a payload."""
-    usual, links = typed_links(typed, num_workers)
-    links = dict.fromkeys(permutations(range(num_workers), 2) if usual else (), usual or Link()) | links
+    usual, others = typed_links(typed, num_workers)
+    levels = sorted((_read_group(size), way) for size, way in typed.get("level", {}).items())
+    links = Levels(num_workers, [*levels, *([(num_workers, usual)] if usual else [])], others)
     uplinks = dict.fromkeys(range(num_workers), typed["uplink"]) if "uplink" in typed else {}
-    if not uplinks and all(way.bandwidth == float("inf") for way in links.values()):
+    if not uplinks and all(way.bandwidth == float("inf") for way in links.kinds()):
         refuse_typed(typed, ["payload"], "needs a bandwidth: --link TIME/BANDWIDTH or --uplink BYTES")
     elif "payload" not in typed:
         raise ConfigError("--link, --uplink: a bandwidth needs the size of what is sent: --payload BYTES")
-    return links, uplinks, typed.get("payload", 0)
+    return links if links.kinds() else {}, uplinks, typed.get("payload", 0)
+
+
+def _read_group(size: str) -> int:
+    if not size.isdecimal() or int(size) < 2:
+        raise ConfigError(f"--level {size}: must be a number of neighbouring workers, at least 2, such as 8=0.1")
+    return int(size)
 
 
 def _refuse_idle(links: Mapping[tuple[int, int], Link], result: Priced | Simulation) -> None:

@@ -4,6 +4,11 @@
      "link": {"latency_ms": 0.2, "bandwidth": "1GB"},
      "links": {"0-1": {"latency_ms": 5, "bandwidth": "100MB"}}}
 
+Where many are alike, a worker has a "count", and links are by level, between any two of a group of so many neighbours:
+
+    {"workers": [{"count": 1024, "memory": "80GB"}], "link": {"latency_ms": 0.5, "bandwidth": "5GB"},
+     "levels": {"8": {"latency_ms": 0.01, "bandwidth": "200GB"}, "64": {"latency_ms": 0.1, "bandwidth": "25GB"}}}
+
 Bandwidths are bytes a second; an uplink's is a worker's rate to all other workers together. A link is given once for
 both ways, or `1-0` beside `0-1`.
 """
@@ -19,7 +24,7 @@ from typing import Any
 from ..dependency import ConfigError
 from ..planning.json_fields import from_json_value
 from ..planning.profile import Machines
-from ..planning.simulator import Link
+from ..planning.simulator import Levels, Link
 from ..system.files import DAMAGED, read_json
 from .options import read_worker
 from .readers import some
@@ -38,6 +43,7 @@ class _Worker:
     memory: str = ""
     speed: float = 1.0
     uplink: str = ""
+    count: int = 1
 
 
 @dataclass(frozen=True)
@@ -51,6 +57,7 @@ class _Topology:
     workers: tuple[_Worker, ...]
     link: _Direction = _Direction(HERE.latency, f"{HERE.bandwidth / 1e3:g}MB")
     links: Mapping[str, _Direction] = field(default_factory=dict)
+    levels: Mapping[str, _Direction] = field(default_factory=dict)
 
 
 def read_topology(path: str) -> Machines:
@@ -73,13 +80,14 @@ def machines_of(where: str, told: Any) -> Machines:
         found: _Topology = from_json_value(_Topology, told, "the topology")
     except DAMAGED as error:
         raise ConfigError(f"{where}: is no topology, such as {_EXAMPLE}: {error}") from None
-    count = len(found.workers)
+    workers = [worker for worker in found.workers for _ in range(worker.count)]
+    count = len(workers)
     if not count:
         raise ConfigError(f"{where}: workers: must list at least one")
     for worker in found.workers:
         if worker.speed <= 0:
             raise ConfigError(f"{where}: speed {worker.speed:g}: must be above 0")
-    limits = [_read(where, "memory", worker.memory) if worker.memory else None for worker in found.workers]
+    limits = [_read(where, "memory", worker.memory) if worker.memory else None for worker in workers]
     links = {}
     for ends, way in found.links.items():
         source, dash, target = ends.partition("-")
@@ -89,13 +97,16 @@ def machines_of(where: str, told: Any) -> Machines:
         links[a, b] = _link(where, way)
         if f"{b}-{a}" not in found.links:
             links[b, a] = links[a, b]
+    if wrong := [size for size in found.levels if not size.isdecimal() or int(size) < 2]:
+        raise ConfigError(f"{where}: level {wrong[0]!r}: must be a number of neighbouring workers, at least 2")
+    levels = sorted((int(size), _link(where, way)) for size, way in found.levels.items())
     return Machines(
         count,
-        tuple(1 / worker.speed for worker in found.workers) if {w.speed for w in found.workers} != {1.0} else (),
+        tuple(1 / worker.speed for worker in workers) if {w.speed for w in workers} != {1.0} else (),
         tuple(limits) if any(limit is not None for limit in limits) else (),
         _link(where, found.link),
-        links,
-        {at: _read(where, "uplink", worker.uplink) / 1e3 for at, worker in enumerate(found.workers) if worker.uplink},
+        Levels(count, levels, links) if levels else links,
+        {at: _read(where, "uplink", worker.uplink) / 1e3 for at, worker in enumerate(workers) if worker.uplink},
     )
 
 

@@ -102,9 +102,9 @@ def draw(
 
     A cell shows kind and microbatch, before them the stage where a worker has several, if they fit; else colour alone
     shows the kind, and an underline a later stage of the worker. Gaps are bubbles. Names that do not fit side by side
-    are drawn in several rows of time, one below the other, if these are at most `most_lines` lines. A legend below
-    explains cells that are too small for names. Slices are named as `spec` does, and `numbers` are those of the workers
-    if they are not from 0.
+    are drawn in several rows of time, one below the other; if these are more than `most_lines` lines, the first and the
+    last, with a mark between. A legend below explains cells that are too small for names. Slices are named as `spec`
+    does, and `numbers` are those of the workers if they are not from 0.
     """
     if not spans:
         return Text("nothing ran")
@@ -115,11 +115,16 @@ def draw(
     # One column parts names; if none is left for that, the digits of the next name must not touch.
     scale, rows = _scale(spans, max(10, width - label), longest + several, longest + 1, most_lines // (num_workers + 1))
     picture = Text()
+    until = rows[0][0]
     for first, last in rows:
+        if first > until:
+            picture.append(f"⋯ {tell(until)} to {tell(first)} is left out\n", style="dim")
+        until = last
         if len(rows) > 1:
             picture.append(f"{tell(first)} to {tell(last)}\n", style="dim")
+        shown = [span for span in spans if span.end > first and span.start < last]
         for worker in range(num_workers):
-            own = [span for span in spans if span.worker == worker and span.end > first and span.start < last]
+            own = [span for span in shown if span.worker == worker]
             picture.append(f"worker {numbers[worker] if numbers else worker} ".ljust(label), style="bold")
             picture.append_text(_line(own, names, held[worker], first, last, scale))
             picture.append("\n")
@@ -140,7 +145,7 @@ def _scale(
 
     Args:
         least, usual: columns that the shortest action needs, and takes if there is room.
-        most_rows: more rows are not drawn.
+        most_rows: of more rows the first and the last are drawn.
     """
     first, last = min(span.start for span in spans), max(span.end for span in spans)
     shortest = _shortest(spans)
@@ -148,10 +153,11 @@ def _scale(
     cell = math.floor(cell) if cell >= 1 else cell  # equal times get equal columns
     units = math.ceil((last - first) / shortest * (1 - 1e-9))
     count = math.ceil(units / max(1, columns // usual))
-    if cell >= least or count > most_rows:
+    if cell >= least or min(count, most_rows) < 2:
         return cell / shortest, [(first, last)]
     row = math.ceil(units / count) * shortest
-    return usual / shortest, list(pairwise([*(first + i * row for i in range(count)), last]))
+    rows = list(pairwise([*(first + i * row for i in range(count)), last]))
+    return usual / shortest, rows if count <= most_rows else rows[: -(-most_rows // 2)] + rows[-(most_rows // 2) :]
 
 
 def _line(

@@ -31,8 +31,8 @@ from .relation import Relation
 from .search import VARIANTS
 from .simulator import Cost, Simulation, simulate
 from .slice_costs import SliceCosts
-from .specs import check_some, make_spec
-from .steady import Priced, price
+from .specs import make_spec
+from .steady import Priced, check_some, price
 
 #: number of steps that are simulated in sequence for the time of a step in a stream
 _STEPS = 4

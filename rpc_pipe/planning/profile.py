@@ -194,15 +194,16 @@ class Machines:
         """Return workers of so many of these processes in a row; each is as slow and small as its worst process."""
         if members == 1:
             return self
-        count, near = self.num_workers // members, range(0, self.num_workers, members)
+        count = self.num_workers // members
+        near = range(0, count * members, members)  # fewer left over than a worker has stay idle
         limits = [self.memory[at : at + members] for at in near if self.memory]
         return Machines(
             count,
             tuple(max(self.slowness[at : at + members]) for at in near if self.slowness),
             tuple(min((x for x in limit if x is not None), default=None) for limit in limits),
             self.link,
-            {(a // members, b // members): self.links[a, b] for a, b in self.links if a % members == b % members == 0},
-            {at // members: rate for at, rate in self.uplinks.items() if at % members == 0},
+            {(a // members, b // members): self.links[a, b] for a in near for b in near if (a, b) in self.links},
+            {at // members: rate for at, rate in self.uplinks.items() if at in near},
             "fixed",
         )
 

@@ -14,11 +14,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 from ..dependency import RESOURCES, Action, Kind, Order, ScheduleError, Spec, U
 from ..dependency.indexes import split_step
 from ..system.garbage import uncollected
+from .links import Levels as Levels
+from .links import Link as Link
+from .links import different
 from .relation import Relation
 from .span import Span
 from .ticks import ticks
@@ -29,15 +32,6 @@ Cost = Callable[[Action], float]
 #: (number, start, end) of the actions that ran, by start; (action, source, target, arrival) of transfers
 _Ran = list[tuple[int, float, float]]
 _Transfers = list[tuple[Action, int, int, float]]
-
-
-class Link(NamedTuple):
-    """A link from one worker to another. It sends one payload at a time, in the order in which they were produced."""
-
-    #: time from the end of sending to arrival
-    latency: float = 0
-    #: bytes a unit of time
-    bandwidth: float = float("inf")
 
 
 class Outcome:
@@ -223,8 +217,9 @@ def simulate(
     order = order or relation.spec.order
     links, queued = links or {}, bool(links or uplinks)
     costs = [cost(action) for action in relation.actions] if callable(cost) else cost
-    timeless = not uplinks and all(link.bandwidth == float("inf") for link in links.values())
-    known = ticks([*{*costs}, comm, *(link.latency for link in links.values())]) if timeless else None
+    kinds = different(links)
+    timeless = not uplinks and all(link.bandwidth == float("inf") for link in kinds)
+    known = ticks([*{*costs}, comm, *(link.latency for link in kinds)]) if timeless else None
     scale, exact = known or (1, {})
     if exact:
         costs, comm = [exact[each] for each in costs], exact[comm]

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ..dependency import ConfigError, Order, Spec, check, check_all, schedule_errors
+from ..dependency import ConfigError, Order, Spec, check_all, schedule_errors
 from ..dependency.declared import NO_PARAMETERS
 from ..dependency.parallelism import Parallelism
 from ..model.cut import cut
@@ -27,10 +27,6 @@ ScheduleLike = str | type[Spec]
 MAX_FORWARDS = 20_000_000
 #: most stages: each is priced by itself
 MAX_STAGES = 1_000_000
-#: most forwards that are simulated action by action, in 3 GB
-MAX_SIMULATED = 1_000_000
-#: most forwards of which every worker's part is checked before a simulation
-MAX_CHECKED = 5_000
 #: options of the command line that are arguments of `Pipeline` by the same name
 _OF_PIPELINE = (
     "schedule", "schedule_options", "split", "order", "microbatch_order", "device", "seed", "members", "shard",
@@ -141,15 +137,6 @@ def make_spec(
         forwards = f"{a_worker} stages times {num_microbatches} {counted}"
         raise ConfigError(f"schedule {name}{asked}: {forwards} are more than {MAX_FORWARDS} forwards of a worker")
     return spec
-
-
-def check_some(spec: Spec) -> None:
-    """Check the part of every worker, of many forwards that of worker 0 alone: a run shows what cannot run.
-
-    Raises:
-        ScheduleError: a rule is broken.
-    """
-    check_all(spec) if spec.num_stages * spec.num_microbatches <= MAX_CHECKED else check(spec, 0)
 
 
 def _transformed(cls: type[Spec], name: str, recomputed: frozenset[int] | None, parallelism: Parallelism) -> type[Spec]:

@@ -8,14 +8,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from ..dependency import Action, ConfigError, Order, Spec
+from ..dependency import Action, ConfigError, Order, Spec, check, check_all
 from ..schedules import name_of
 from ..system.garbage import uncollected
 from . import waves
+from .links import different
 from .simulator import Cost, Link, Outcome, Simulation, in_time, simulate
-from .specs import MAX_SIMULATED
 from .streams import NotRegular, Streams
 from .ticks import ticks
+
+#: most forwards that are simulated action by action, in 3 GB
+MAX_SIMULATED = 1_000_000
+#: most forwards of which every worker's part is checked before a simulation
+MAX_CHECKED = 5_000
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,7 @@ def price(
         ScheduleError: the run cannot finish.
     """
     links, order = links or {}, order or spec.order
-    if not uplinks and all(link.bandwidth == float("inf") for link in links.values()):
+    if not uplinks and all(link.bandwidth == float("inf") for link in different(links)):
         try:
             with uncollected():
                 return _priced(spec, cost, comm, order, steps, links)
@@ -64,6 +69,15 @@ def price(
             pass
     refuse_many(spec, steps, f"schedule {name_of(spec)}")
     return simulate(spec, cost, comm=comm, order=order, steps=steps, links=links, payload=payload, uplinks=uplinks)
+
+
+def check_some(spec: Spec) -> None:
+    """Check the part of every worker, of many forwards that of worker 0 alone: a run shows what cannot run.
+
+    Raises:
+        ScheduleError: a rule is broken.
+    """
+    check_all(spec) if spec.num_stages * spec.num_microbatches <= MAX_CHECKED else check(spec, 0)
 
 
 def refuse_many(spec: Spec, steps: int, what: str) -> None:
@@ -84,7 +98,7 @@ def _priced(
     made = replace(spec, num_steps=steps) if of_stream else spec
     streams = Streams(made, cost, fixed=order == "fixed", steps=1 if of_stream else steps)
     costs = {piece.cost for stream in streams.streams for piece in stream.pieces}
-    late = {comm, *(link.latency for link in links.values())}
+    late = {comm, *(link.latency for link in different(links))}
     found = ticks([*costs, *late])
     scale, exact = found or (1, {value: value for value in costs | late})
 

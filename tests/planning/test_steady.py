@@ -8,10 +8,11 @@ from hypothesis import strategies as st
 from refusals import refused
 
 from rpc_pipe.commands.main import main
+from rpc_pipe.commands.topology import read_topology
 from rpc_pipe.dependency import B, ConfigError, F, I, PipeError, R, U, W
 from rpc_pipe.planning.along import ask, ends
 from rpc_pipe.planning.footprint import num_messages
-from rpc_pipe.planning.simulator import Link, simulate, uniform
+from rpc_pipe.planning.simulator import Levels, Link, simulate, uniform
 from rpc_pipe.planning.specs import make_spec
 from rpc_pipe.planning.steady import Priced, price
 from rpc_pipe.planning.ticks import ticks
@@ -106,6 +107,32 @@ def test_many_workers_are_priced_by_the_formula_of_their_schedule():
         assert [*found.peak_activations] == [peaks(64, w) for w in range(64)], name
 
 
+def test_links_by_level():
+    """A node of two workers, a rack of four, and the rest of the cluster; one link differs from all of them."""
+    spec = make_spec("1f1b", 6, 30)
+    levels = Levels(6, [(2, Link(1)), (4, Link(3))], {(1, 2): Link(2)})
+    assert {pair: levels[pair].latency for pair in levels if 0 in pair or pair == (1, 2)} == {
+        (0, 1): 1, (1, 0): 1, (0, 2): 3, (2, 0): 3, (0, 3): 3, (3, 0): 3, (1, 2): 2,
+    }  # fmt: skip
+    found = check_alike(spec, EVEN, comm=7, links=levels)
+    assert found == price(spec, EVEN, comm=7, links=dict(levels))
+
+
+def test_machines_by_level(tmp_path):
+    """A file listed each of 1,024 workers, and each pair of those that are near to each other."""
+    path = tmp_path / "racks.json"
+    near, far = {"latency_ms": 0.1, "bandwidth": "10GB"}, {"latency_ms": 5}
+    path.write_text(json.dumps({"workers": [{"count": 5, "memory": "8GB"}], "levels": {"2": near}, "link": far}))
+    machines = read_topology(str(path))
+    assert machines.num_workers == 5 and machines.memory == (8e9,) * 5
+    assert machines.between(2, 3) == Link(0.1, 1e7) and machines.between(1, 2).latency == 5
+    of_two = machines.grouped(2)
+    assert of_two.num_workers == 2 and of_two.between(0, 1).latency == 5, "the fifth is left over"
+    path.write_text(json.dumps({"workers": [{"count": 4}], "levels": {"one": near}}))
+    with refused("--topology"):
+        read_topology(str(path))
+
+
 def test_costs_of_single_microbatches_are_priced_one_by_one():
     """Nothing repeats, which is seen, not assumed."""
     spec = make_spec("1f1b", 3, 40)
@@ -130,6 +157,9 @@ def test_the_command_lists_actions_where_they_are_wanted(capsys):
     few = printed(capsys, "--workers", "2", "--microbatches", "3", "--actions")
     assert few["orders"][1] == ["1F0", "1B0", "1F1", "1B1", "1F2", "1B2"] and few["actions"] == 12
     many = printed(capsys, "--workers", "128", "--microbatches", "2048", "--link", "3-4=1")
+    near = printed(capsys, "--workers", "8", "--microbatches", "1", "--level", "2=0.1,4=0.5", "--comm", "3")
+    assert near["makespan"] == 8 * 3 + 2 * (4 * 0.1 + 2 * 0.5 + 3), "down the workers and back up"
+    assert main(["simulate", "--level", "1=2"]) == 2 and "--level 1" in capsys.readouterr().err
     assert "orders" not in many and many["actions"] == 2 * 128 * 2048 and many["repeated"] > 0
     asked = ["simulate", "--workers", "128", "--microbatches"]
     assert main([*asked, "9999", "--json", "--actions"]) == 2 and "--actions" in capsys.readouterr().err

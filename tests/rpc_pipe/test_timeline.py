@@ -41,6 +41,19 @@ def test_stages_of_a_worker_are_told_apart_in_rows_of_time():
     assert len(short) == 3 and "cells are too small for names" in short[2], "where that would be too long"
 
 
+def test_of_a_long_timeline_the_first_and_the_last_rows_are_drawn():
+    """One of 100 microbatches was a stripe of colours, and one of more than 4,000 actions was not drawn."""
+    spec = GPipe(num_workers=1, num_microbatches=50)
+    drawn = lines(simulate(spec, uniform({F: 1, B: 1})).spans, 1, width=49, most_lines=4)
+    assert drawn == [
+        "0 to 10",
+        "worker 0 F0  F1  F2  F3  F4  F5  F6  F7  F8  F9",
+        "⋯ 10 to 90 is left out",
+        "90 to 100",
+        "worker 0 B9  B8  B7  B6  B5  B4  B3  B2  B1  B0",
+    ]
+
+
 def test_an_action_goes_on_in_the_next_row():
     spans = [Span(0, F(0, 10), 0, 1), Span(0, B(0, 10), 1, 3), Span(0, F(0, 11), 3, 4)]
     assert lines(spans, 1, width=15, most_lines=9) == ["0 to 2", "worker 0 F10 B10", "2 to 4", "worker 0 …   F11"]
