@@ -74,8 +74,15 @@ def newest(path: Path) -> Path | None:
 def written_by(path: Path) -> dict[str, Any] | None:
     """Return the job that wrote a checkpoint; {} if it does not name one, None if it cannot be read."""
     with suppress(ConfigError, AttributeError, TypeError, ValueError):
-        return dict(read_json(path / MANIFEST).get("job") or {})
+        return _facts(read_json(path / MANIFEST).get("job"))
     return None
+
+
+def _facts(job: Any) -> dict[str, Any]:
+    """Return the facts of a job as they are written down, without a beginning that is no time: a file may be edited."""
+    found = dict(job or {})
+    begun = found.get("begun", 0)
+    return found if isinstance(begun, int) and 0 <= begun < 2**63 else found | {"begun": 0}
 
 
 def is_same(job: Mapping[str, Any], other: Mapping[str, Any] | None) -> bool:
@@ -264,5 +271,6 @@ def _written(path: Path) -> int:
 def noted(folder: Path) -> dict[str, Any]:
     """Return what the job has noted that has taken a folder last; {} if that is not known."""
     with suppress(ConfigError, TypeError, ValueError):
-        return dict(read_json(folder / _JOB))
+        note = dict(read_json(folder / _JOB))
+        return note | {"job": _facts(note.get("job"))}
     return {}

@@ -12,6 +12,7 @@ import argparse
 import os
 import re
 import sys
+import traceback
 from collections.abc import Iterator, Sequence
 from functools import partial
 from importlib import import_module
@@ -51,7 +52,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         Reporter().error(f"{error.filename}: cannot be written: {error.strerror}")
         return 2
-    except KeyboardInterrupt:  # before anything ran that could be stopped
+    except KeyboardInterrupt as stopped:  # before anything ran that could be stopped, or a model has raised it
+        *_, (frame, line) = traceback.walk_tb(stopped.__traceback__)
+        Reporter().progress(f"stopped by KeyboardInterrupt in {frame.f_code.co_filename}:{line}")
         return 130
 
 

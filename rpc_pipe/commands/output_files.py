@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..dependency import ConfigError
+from ..system.files import write as write
 
 
 def try_files(typed: Mapping[str, Any], names: Iterable[str]) -> None:
@@ -24,6 +25,8 @@ def try_files(typed: Mapping[str, Any], names: Iterable[str]) -> None:
         try:
             if path.is_dir() or option.endswith("/"):
                 raise ConfigError(f"{option}: is a folder; name a file in it")
+            if path.is_fifo() and not os.path.realpath(path).startswith("/proc/"):  # as /dev/stdout may be
+                raise ConfigError(f"{option}: is a pipe, which would wait for a reader; name a file")
             path.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=path.parent):  # a finished file may be moved to its place
                 pass
@@ -35,16 +38,3 @@ def try_files(typed: Mapping[str, Any], names: Iterable[str]) -> None:
             raise ConfigError(f"{option}: cannot be written: {error.strerror}") from error
         if (other := taken.setdefault(os.path.realpath(path), name)) != name:
             raise ConfigError(f"{option}: --{other} writes the same file")
-
-
-def write(path: str, text: str) -> None:
-    """Write a text file.
-
-    Raises:
-        OSError: it cannot be; the error names it.
-    """
-    try:
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        error.filename = path  # errors of a full disk name no file
-        raise

@@ -9,6 +9,7 @@ from typing import Any
 
 from ..dependency import Spec
 from ..planning.span import Span
+from ..system.files import write
 
 
 def write_chrome(
@@ -27,7 +28,7 @@ def write_chrome(
     """
     events = _events(spec, steps, device)
     whole = {"traceEvents": events, "otherData": {"clock_error_ms": clock_error_ms}}
-    Path(path).write_text(json.dumps(whole), encoding="utf-8")
+    write(path, json.dumps(whole))
 
 
 def _events(spec: Spec, steps: Mapping[int, Sequence[Span]], device: str) -> list[dict[str, Any]]:

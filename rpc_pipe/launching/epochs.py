@@ -39,6 +39,8 @@ EPOCH, REST, WORD = b"e", b"p", b"w"
 #: messages of a worker
 READY, CAUGHT_UP, EVICTED, RESTS, RESUMED, LEFT = "ready", "caught up", "evicted", "rests", "resumed", "left"
 LEAVES_WORD, CUT, SHAPE = "word", "cut", "shape"
+#: newcomers in a row that may die within so many steps of their coming, each after twice the pause of the last one
+_MOST_SHORT, _SHORT_STEPS = 5, 2
 #: seconds that the launcher may take to see the end of a process, which breaks connections at once
 _WORD_S = 10.0
 
@@ -106,6 +108,13 @@ class Epochs:
         self._shapes = ShapeChanges(num_processes)
         #: the stages of each worker
         self._stages: dict[int, list[int]] = {}
+        #: by place: before which step its newcomer has come; how many have died soon in a row; when the next one starts
+        self._came: dict[int, int] = {}
+        self._short: dict[int, int] = {}
+        self._later: dict[int, float] = {}
+        #: workers that have come, or died, since the workers went on last
+        self._back: set[int] = set()
+        self._died: set[int] = set()
         #: a line on each epoch, the cause of the present one first
         self._history: list[str] = []
         self._cause = ""
@@ -168,6 +177,7 @@ class Epochs:
         """
         dead = {rank for rank in ranks if not self._goes(rank)}
         self._ended |= dead
+        self._died |= dead
         # A worker that raises has failed; one that a signal kills has not.
         if not dead or code >= 0 or list(come.values()) != [READY] * self._num_processes:
             return not dead
@@ -219,8 +229,18 @@ class Epochs:
                 return next(worker for worker in self._workers if worker.rank == rank).kill()
 
     def _replace(self, rank: int) -> None:
-        """Start a newcomer in the place of a worker."""
-        if self._start is not None and self._start(rank):
+        """Start a newcomer in the place of a worker, later if the last ones have died soon."""
+        if short := self._short.get(rank, 0):
+            self._later[rank] = time.monotonic() + 2**short
+        elif self._start is not None and self._start(rank):
+            self.comes(rank)
+
+    def _start_late(self, rank: int) -> None:
+        """Start a newcomer after a pause, unless too many have died soon."""
+        if self._short[rank] >= _MOST_SHORT:
+            said = f"{self._short[rank]} newcomers for worker {rank} have died within {_SHORT_STEPS} steps"
+            self._tell(f"{said}: its place stays empty", True)
+        elif len(self._left | self._now.gone) < self._num_processes and self._start is not None and self._start(rank):
             self.comes(rank)
 
     def _order_rest(self) -> None:
@@ -232,6 +252,9 @@ class Epochs:
         """Let all rest for another shape where workers have been missing for long."""
         if self._shapes.falls_due(self._now.gone):
             self._order_rest()
+        for rank in [rank for rank, at in self._later.items() if time.monotonic() > at]:
+            del self._later[rank]
+            self._start_late(rank)
 
     def _coming(self) -> set[int]:
         """Return the newcomers that could take part now."""
@@ -265,6 +288,7 @@ class Epochs:
         leave = [f"worker {each} goes ({self._evicted[each]})" for each in sorted(goes_now)]
         self._cause = ", ".join(lines + why + leave)
         self._newcomers -= comes
+        self._back |= comes
         self._ended -= comes
         self._caught_up -= comes
         self._begin(gone, planned=True, places=places)
@@ -279,8 +303,13 @@ class Epochs:
         """The workers go on with a step."""
         took, why = f"{time.monotonic() - self._since:.2f} s", "rest" if self._now.planned else "death"
         self._tell(f"epoch {self._now.number}: goes on with step {step}, {took} after the {why}", False)
-        how = "no step repeated" if self._now.planned else f"step {step} repeated"
-        self._history.append(f"epoch {self._now.number}: {self._cause} before step {step}: {took}, {how}")
+        how = "no step repeated" if self._now.planned else "what had begun was repeated"
+        self._history.append(f"epoch {self._now.number}: {self._cause} after step {step - 1}: {took}, {how}")
+        for rank in self._died:
+            is_short = step - self._came.pop(rank, -_SHORT_STEPS) < _SHORT_STEPS
+            self._short[rank] = self._short.get(rank, 0) + 1 if is_short else 0
+        self._came |= dict.fromkeys(self._back - self._died, step)
+        self._back, self._died = set(), set()
         if self._coming() or self._evicted or self._shapes.is_due:
             self._order_rest()
 

@@ -14,6 +14,8 @@ from rich.console import Console
 
 #: a word that is too long to be read
 _ENDLESS = re.compile(r"\S{400,}")
+#: characters that a terminal follows
+_STEERING = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class _Output:
@@ -95,7 +97,7 @@ class Reporter:
         """Show the first cause, then its consequences in one line."""
         width = min(self.console.width, 100)
         self.console.print(f"── {title} ".ljust(width, "─"), style="bold red", markup=False)
-        self.console.print(text.rstrip(), markup=False)
+        self.console.print(_visible(text.rstrip()), markup=False)
         self.console.print("─" * width, style="bold red")
         if consequences:
             self.console.print(f"consequences: {'; '.join(consequences)}", markup=False)
@@ -103,12 +105,17 @@ class Reporter:
     def error(self, text: str) -> None:
         """Show wrong input, with long words cut."""
         shown = _ENDLESS.sub(lambda found: f"{found[0][:80]}... ({len(found[0])} characters)", Reporter.reword(text))
-        _console("stderr").print(f"error: {shown}", markup=False)
+        _console("stderr").print(f"error: {_visible(shown)}", markup=False)
 
     def roll_call(self, lines: Sequence[str], stacks: Sequence[str]) -> None:
         """Show the report on a stall."""
         for line in ["nothing has finished for a while:", *(f"  {line}" for line in lines), *stacks]:
             self.console.print(line, markup=False)
+
+
+def _visible(text: str) -> str:
+    """Return a text with its control characters, which would steer a terminal, as escapes."""
+    return _STEERING.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def _console(name: str) -> Console:

@@ -100,6 +100,19 @@ def load_module(path: Path, name: str, said: str, *, first: bool = False) -> Mod
     return module
 
 
+def write(path: str | Path, text: str) -> None:
+    """Write a text file.
+
+    Raises:
+        OSError: it cannot be; the error names it.
+    """
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        error.filename = str(path)  # errors of a full disk name no file
+        raise
+
+
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Give where to write a file that is at `path` whole or not at all, and then on the disk."""

@@ -158,3 +158,26 @@ def test_a_pipe_is_no_board(tmp_path):
     os.mkfifo(tmp_path / "worker-0")
     os.mkfifo(tmp_path / f"{run_folders._MEMBER}7")
     assert headers_in(tmp_path) == {} and run_folders.processes(tmp_path) == set()
+
+
+def test_a_file_that_cannot_take_what_is_written_is_named(here, capfd):
+    """A pipe waited for a reader, and a trace on a full disk was a traceback."""
+    os.mkfifo("pipe")
+    for option, path in ("--html", "pipe"), ("--chrome", "pipe"), ("--chrome", "/dev/full"):
+        assert main(["simulate", "--workers", "2", "--microbatches", "2", option, path]) == 2
+        assert capfd.readouterr().err.startswith(f"error: {option} {path}: ")
+
+
+def test_an_error_does_not_steer_the_terminal(here, capfd):
+    assert main(["run", "\x1b]0;title\x07\x1b[31mred.py"]) == 2
+    said = capfd.readouterr().err
+    assert "red.py" in said and not {"\x1b", "\x07"} & set(said)
+
+
+@pytest.mark.parametrize(
+    "batch", ["{'x': torch.ones(2, 2), 'y': object()}", "torch.nested.nested_tensor([torch.ones(2)])"]
+)
+def test_a_batch_of_what_cannot_travel_is_refused_before_it_is_measured(batch, here, capfd):
+    (here / "odd.py").write_text(f"import torch\ndef make():\n    return torch.nn.Linear(2, 2), {batch}\n")
+    assert main(["profile", "odd.py:make"]) == 2
+    assert "error: odd.py:make: " in capfd.readouterr().err

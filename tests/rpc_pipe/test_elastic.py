@@ -11,7 +11,7 @@ from small_pipeline import X, Y, pipeline
 from torch import nn
 
 from rpc_pipe.dependency import StageLost
-from rpc_pipe.launching.epochs import CUT, READY, Epochs
+from rpc_pipe.launching.epochs import CAUGHT_UP, CUT, READY, RESTS, RESUMED, Epochs
 from rpc_pipe.model.batches.accumulated import Accumulated
 from rpc_pipe.workers.compute.buffer_mirror import BufferMirror
 
@@ -217,3 +217,26 @@ def test_a_worker_that_has_ended_by_an_error_costs_no_other_one():
     epochs = Epochs(4, processes, lambda text, warning: None)
     assert not epochs.survives([3], 1, dict.fromkeys(range(4), READY))
     assert epochs.takes(2, {"kind": CUT, "peer": 3}) and not killed
+
+
+def test_newcomers_that_die_at_once_come_more_and_more_seldom(monkeypatch):
+    """Each came, died in its first step, as out of memory, and cost all a repeated step: for ever."""
+    now, started, told = [0.0], [], []
+    monkeypatch.setattr("rpc_pipe.launching.epochs.time.monotonic", lambda: now[0])
+    processes = [SimpleNamespace(rank=rank, kill=bool, order=bool) for rank in range(2)]
+    epochs = Epochs(2, processes, lambda text, warning: told.append(text), lambda rank: not started.append(now[0]))
+    for rank in range(2):
+        epochs.takes(rank, {"kind": READY, "stages": [0]})
+    for step in range(10, 17):
+        assert epochs.survives([1], -9, dict.fromkeys(range(2), READY))
+        epochs.takes(0, {"kind": RESUMED, "step": step})
+        for _ in range(100):
+            now[0] += 1
+            epochs.tick()
+        epochs.takes(1, {"kind": CAUGHT_UP})
+        epochs.takes(0, {"kind": RESTS, "goes": ""})
+        epochs.takes(0, {"kind": RESUMED, "step": step})
+        if "stays empty" in told[-1]:
+            break
+    pauses = [int(at) % 100 for at in started]
+    assert pauses == sorted(pauses) and len(started) == 5 and pauses[-1] > 8

@@ -79,3 +79,13 @@ def test_checkpoints_of_a_version_that_noted_no_job_are_gone_on_from(tmp_path, m
         job(tmp_path, 2)
     (tmp_path / ".job.json").unlink()
     assert "after 2 steps" in job(tmp_path, 0, resume="auto")[0]
+
+
+@pytest.mark.parametrize(
+    "note", ["[]", '{"job": [1]}', '{"job": {"begun": "noon"}}', '{"job": {"begun": 1e999}}', '"x"']
+)
+def test_a_note_that_was_edited_is_no_note(note, tmp_path):
+    begun = {"script": "s", "model": 1, "begun": 5}
+    (tmp_path / ".job.json").write_text(note)
+    assert series.last_series(tmp_path, begun) == [] == folders.claim(tmp_path, ["this one"], begun)
+    folders.release()
