@@ -24,6 +24,8 @@ from .observe.model_kinds import is_placeholder
 
 #: returns the parts of a module that must stay, by the words that report a change
 _Structure = Callable[[nn.Module], dict[str, Any]]
+#: name, module of the user, module of the copy
+Pairs = list[tuple[str, nn.Module, nn.Module]]
 
 
 class _Followed:
@@ -132,15 +134,14 @@ class ModuleCopies:
 
     def add(
         self,
-        own: nn.Module,
-        copy: nn.Module,
+        pairs: Pairs,
         *,
         runs: bool,
         used: Collection[nn.Module] | None = None,
         mirrored: Collection[str] = (),
         hooked: Collection[str] = (),
     ) -> None:
-        """Register `copy`, which has just been made of `own`, or shares modules with it.
+        """Register the modules of a copy, which has just been made or shares modules with the original.
 
         Args:
             runs: whether `own` computes too.
@@ -148,7 +149,6 @@ class ModuleCopies:
             mirrored: names of the copied buffers that are copied back after every call.
             hooked: names of the modules that forwards register hooks on, as each of them does for itself.
         """
-        pairs = [(path, module, made) for (path, module), made in zip(own.named_modules(), copy.modules(), strict=True)]
         weights = [_copied(module, made) for _, module, made in pairs]
         for (path, module, made), names in zip(pairs, weights, strict=True):
             if isinstance(module, torch.jit.ScriptModule):
@@ -185,6 +185,11 @@ class ModuleCopies:
                 module.mirror()
             for module in self._modules:
                 module.note()
+
+
+def paired(own: nn.Module, copy: nn.Module) -> Pairs:
+    """Return the modules of `own` by their names, with those of a copy."""
+    return [(path, module, made) for (path, module), made in zip(own.named_modules(), copy.modules(), strict=True)]
 
 
 def _copied(own: nn.Module, copy: nn.Module) -> list[str]:

@@ -184,7 +184,11 @@ class ObservedModel:
                 found[event.position, event.index + 1 - before] = stage
         return found
 
-    def build(
+    def build(self, stage: int, cut: Sequence[range], *where: Any, initialise: bool = True) -> ObservedStage:
+        """Return a stage with its parameters; as `begin`."""
+        return self.begin(stage, cut, *where, initialise=initialise)[1](None)
+
+    def begin(
         self,
         stage: int,
         cut: Sequence[range],
@@ -192,9 +196,8 @@ class ObservedModel:
         *,
         initialise: bool = True,
         copied: bool = False,
-        divide: Divide | None = None,
-    ) -> ObservedStage:
-        """Return a stage with its parameters.
+    ) -> tuple[nn.Module, Callable[[Divide | None], ObservedStage]]:
+        """Return a stage's modules without parameters, and the function that makes these and returns the stage.
 
         If the model was given as a module, they are the module's, so training the stage trains the module; of a
         parameter that several stages hold, the later stages have copies. Buffers are copies. Hooks that are methods
@@ -203,7 +206,10 @@ class ObservedModel:
         Args:
             initialise: False leaves the memory of parameters uninitialised, to be loaded.
             copied: copy all parameters, for a second replica of the stage.
-            divide: divides a block among the members of a worker, as soon as it has been made.
+
+        Returns:
+            The function takes what divides a block among members, as soon as it has been made. It may divide the
+            user's own blocks, so that all stages of a process are begun before one is made: copies are whole.
 
         Raises:
             ModelError: the model's parameters are on the meta device.
@@ -236,11 +242,15 @@ class ObservedModel:
         calls = self._observation.calls[cut[stage].start : cut[stage].stop]
         running = {self._skeleton.path_of(call.module) for call in calls if call.module is not None}
         foreign = [block for block, path in zip(skeleton.blocks, self._block_paths, strict=True) if path not in running]
-        if divide is not None:
-            skeleton.divide([block for block in skeleton.blocks if block not in foreign], list(held), make, divide)
-        else:
-            make(held)
-        return ObservedStage(skeleton, stage, cut, owners, foreign, self.own_buffers(stage, cut))
+
+        def finish(divide: Divide | None) -> ObservedStage:
+            if divide is not None:
+                skeleton.divide([block for block in skeleton.blocks if block not in foreign], list(held), make, divide)
+            else:
+                make(held)
+            return ObservedStage(skeleton, stage, cut, owners, foreign, self.own_buffers(stage, cut))
+
+        return skeleton.module, finish
 
     def _own_blocks(self, stage: int, cut: Sequence[range], owners: Owners, device: torch.device) -> list[nn.Module]:
         """Return the user's blocks that a stage can run themselves, so that all that is done to them holds.

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -25,11 +25,14 @@ from .call_form import CallForm, adds_terms, loss_of_output
 from .cut import cut
 from .deferred import DeferredModel
 from .detachable_blocks import mentioned
-from .module_copies import ModuleCopies
+from .module_copies import ModuleCopies, Pairs, paired
 from .observe.closures import modules_in
 from .observe.model_kinds import refuse_lazy
 from .observe.trees import tensors
 from .observed_model import ObservedModel, observe
+
+if TYPE_CHECKING:
+    from .replay.observed_stage import ObservedStage
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +93,8 @@ class ObservedPartition:
         #: path of each call's block; "" for the model itself
         self.block_names: list[str] = []
         self._stage_of: dict[str, int] = {}
+        #: by stage and route: slices that have been begun
+        self._begun: dict[tuple[int, int], tuple[Pairs, Callable[[Divide | None], ObservedStage]]] = {}
 
     def observe(self, inputs: tuple[Sequence[Any], Mapping[str, Any]], *, trained: bool) -> None:
         """Find the blocks and cut between them.
@@ -181,12 +186,22 @@ class ObservedPartition:
             route: 0 for the first replica in this process; other routes get copies.
         """
         assert self._observed is not None, "not observed, or released"
-        made = self._observed.build(stage, self.ranges, randomness.device, copied=route > 0, divide=divide)
+        if (stage, route) not in self._begun:
+            self.begin(stage, randomness, route)
+        pairs, finish = self._begun.pop((stage, route))
+        made = finish(divide)
         if isinstance(self._source, nn.Module):
             mirrored = made.buffers if route == 0 else ()
             used, hooked = set(made.own), self._observed.hooked
-            self.module_copies.add(self._source, made.module, runs=False, used=used, mirrored=mirrored, hooked=hooked)
+            self.module_copies.add(pairs, runs=False, used=used, mirrored=mirrored, hooked=hooked)
         return made
+
+    def begin(self, stage: int, randomness: Randomness, route: int = 0) -> None:
+        """Copy the modules of a stage, before `slice` divides some of the user's among members."""
+        assert self._observed is not None, "not observed, or released"
+        module, finish = self._observed.begin(stage, self.ranges, randomness.device, copied=route > 0)
+        pairs = paired(self._source, module) if isinstance(self._source, nn.Module) else []
+        self._begun[stage, route] = pairs, finish
 
     def only_inputs(self, inputs: Tree) -> tuple[Tree, Tree]:
         """Return a batch without targets."""

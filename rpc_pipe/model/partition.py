@@ -18,7 +18,7 @@ from ..workers.compute.shard import LossFn
 from ..workers.compute.slices import Divide, Layers, Slice, plain_name
 from ..workers.transport.payload import Tree
 from .cut import cut
-from .module_copies import ModuleCopies, structure, unnamed_parts
+from .module_copies import ModuleCopies, paired, structure, unnamed_parts
 from .observe.model_kinds import refuse_lazy
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ class LayerPartition:
 
             copies = dict(zip([*taken, *tied], [*copies_of(taken), *copies_of(tied, shared)], strict=True))
         for module, copy_of in copies.items():
-            self.module_copies.add(module, copy_of, runs=True)
+            self.module_copies.add(paired(module, copy_of), runs=True)
         for module in {module for layer, module in pairs if layer is module} - copies.keys():
             for part in module.modules():
                 self.module_copies.watch(part, unnamed_parts)
@@ -226,6 +226,9 @@ class LayerPartition:
 
     def observe(self, inputs: Tree, *, trained: bool) -> None:
         """Do nothing: layers are cut without a batch."""
+
+    def begin(self, stage: int, randomness: Randomness, route: int = 0) -> None:
+        """Do nothing: layers are divided one by one."""
 
     def first_stage_of(self, parameter: str) -> int:
         """Return the stage that holds a parameter."""

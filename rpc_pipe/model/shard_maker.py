@@ -136,6 +136,8 @@ class ShardMaker:
         first: dict[int, int] = {}
         for stage, route in chain.from_iterable(map(spec.hosted, here)):
             first[stage] = min(route, first.get(stage, route))
+        for stage, route in spec.hosted(worker) if self._divide is not None else ():
+            self.model.begin(stage, randomness, route - first[stage] + copied)
         made = {(s, r): self._make(spec, s, r, randomness, r - first[s] + copied) for s, r in spec.hosted(worker)}
         if spec.takes_steps and (spec.num_routes > 1 or self.model.shared):
             from ..workers.compute.ownership import divided

@@ -11,6 +11,11 @@ from torch import Tensor, nn
 
 from ...dependency import ConfigError
 
+#: what activation checkpoints, torch.compile and peft put between the parts of a path
+_WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod", "base_layer", "original_module")
+#: layers of a LoRA, and which styles of the adapted layer divide each
+_DIVIDED = {"lora_A": "rowwise", "lora_B": "colwise"}
+
 
 def divisible(module: nn.Module, name: str, model: nn.Module) -> dict[str, float]:
     """Return what members would divide of a layer or block, as a profile has it."""
@@ -29,7 +34,16 @@ def _plan_of(model: nn.Module) -> Any:
 
 
 def _style_of(plan: Any, path: str) -> str | None:
-    return next((style for pattern, style in plan.items() if fnmatch.fnmatchcase(path, pattern)), None)
+    """Return the style of a module, by its path without the parts that wrappers and adapters add.
+
+    Of the two layers of a LoRA one is divided: where the adapted layer is, at its outputs or inputs.
+    """
+    parts = [part for part in path.split(".") if part not in _WRAPPERS]
+    adapter = next((part for part in parts if part in _DIVIDED), None)
+    path = ".".join(parts[: parts.index(adapter)] if adapter else parts)
+    match = fnmatch.fnmatchcase
+    style = next((s for each, s in plan.items() if match(path, each) or match(path, f"*.{each}")), None)
+    return style if style is None or adapter is None or style.startswith(_DIVIDED[adapter]) else None
 
 
 def divide_by_plan(mesh: Any, module: nn.Module, name: str, model: nn.Module) -> None:
@@ -46,6 +60,7 @@ def divide_by_plan(mesh: Any, module: nn.Module, name: str, model: nn.Module) ->
         "rowwise": RowwiseParallel,
         "colwise_rep": lambda: ColwiseParallel(output_layouts=Replicate()),
         "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
+        "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate()),
     }
     plan = _plan_of(model)
     if not plan:
@@ -70,8 +85,22 @@ def divide_by_plan(mesh: Any, module: nn.Module, name: str, model: nn.Module) ->
         if style == "replicated_with_grad_allreduce":  # it sees this member's heads alone
             for parameter in part.parameters():
                 parameter.register_hook(summed)
+        if style is not None and isinstance(getattr(part, "base_layer", None), nn.Linear):
+            _refuse_adapter(part, path)
         if style is None or not isinstance(part, nn.Linear):
             continue
         if style not in styles:
             raise ConfigError(f"shard='tp': the plan wants {style} for {path}; known are {', '.join(styles)}")
         parallelize_module(part, mesh, styles[style]())
+
+
+def _refuse_adapter(layer: nn.Module, path: str) -> None:
+    """Refuse an adapted layer, unless two linear layers beside it are all that peft has added.
+
+    Raises:
+        ConfigError: an adapter holds another parameter.
+    """
+    for name, _ in layer.named_parameters():
+        first, owner = name.partition(".")[0], layer.get_submodule(name.rpartition(".")[0])
+        if first != "base_layer" and not (first in _DIVIDED and isinstance(owner, nn.Linear)):
+            raise ConfigError(f"shard='tp' {path}.{name}: no plan divides this kind of adapter; take LoRA, or fsdp")
