@@ -91,6 +91,12 @@ def divide_by_plan(mesh: Any, module: nn.Module, name: str, model: nn.Module) ->
             continue
         if style not in styles:
             raise ConfigError(f"shard='tp': the plan wants {style} for {path}; known are {', '.join(styles)}")
+        if style == "colwise" and (dim := getattr(model.get_submodule(path.rpartition(".")[0]), "head_dim", None)):
+            heads = part.out_features // dim
+            if heads % mesh.size():
+                raise ConfigError(
+                    f"shard='tp' members={mesh.size()}: {path} has {heads} heads; take a divisor, or fsdp"
+                )
         parallelize_module(part, mesh, styles[style]())
 
 
