@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
+from typing import Any
 
 import torch
+from torch import nn
 
 from .dependency import BatchError
 from .dependency.parallelism import FSDP, FSDP_KEPT
@@ -24,7 +27,17 @@ def make_members(job: Job, sharing: Sharing, device: torch.device) -> tuple[Memb
         identity = str(getattr(properties, "uuid", device))
     mesh = mesh_of_members(job, device.type, identity)
     kept = sharing.shard == FSDP_KEPT if sharing.shard in FSDP else None
-    return Members(mesh, sharing.planes, sharing.per_microbatch, kept), sharing.divide(mesh)
+    members, divide = Members(mesh, sharing.planes, sharing.per_microbatch, kept), sharing.divide(mesh)
+
+    def divided(module: nn.Module, name: str, model: nn.Module) -> Any:
+        made = divide(module, name, model)
+        if kept is None and "torch.distributed.fsdp" in sys.modules:
+            from .workers.compute.fsdp import sum_over_rows
+
+            sum_over_rows(made or module, {rank: n // members.alike for n, rank in enumerate(members.ranks)})
+        return made
+
+    return members, divided
 
 
 def own_rows(batch: Microbatches, members: Members) -> Microbatches:

@@ -46,6 +46,8 @@ from .workers.compute.updating import Training as Training
 from .workers.transport.payload import Tree
 
 if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
     from .checkpoints.facade import Checkpoints
     from .checkpoints.weights import Weights
     from .model.batches.ordering import MicrobatchCost
@@ -78,6 +80,7 @@ class Pipeline(Inspected):
         members: how many processes are one worker together, and share its stages; see docs/members.md.
         shard: `fsdp`, `fsdp-kept`, `tp`, or a function of (layer or block, mesh of the members) that divides it.
         reduce: `step` or `microbatch`: when members sum gradients, with `fsdp`.
+        mp_policy: torch's policy of the types in which `fsdp` computes, gathers and sums.
         compile: True: `torch.compile` compiles each layer or block alone; or its options, by name (docs/training.md).
         split: number of layers, or of calls of blocks, for each stage; even by default.
         blocks: names of the model's lists of blocks, or of single blocks; found automatically by default.
@@ -122,6 +125,7 @@ class Pipeline(Inspected):
         members: int = 1,
         shard: str | ShardFn | None = None,
         reduce: str = "step",
+        mp_policy: MixedPrecisionPolicy | None = None,
         compile: bool | Mapping[str, Any] = False,
         split: Sequence[int] | None = None,
         blocks: str | Sequence[str] | None = None,
@@ -142,7 +146,7 @@ class Pipeline(Inspected):
         settings = overrides.current.over(settle_plan(plan, overrides.Settings(*said, *more)))
         schedule, schedule_options, num_microbatches, num_workers, split, order, device, seed, transport = settings[:9]
         self._plan, microbatch_order = settings[9:11]
-        sharing = settle_sharing(*settings[11:14])
+        sharing = settle_sharing(*settings[11:14], mp_policy)
         job, self.num_workers = own_part(transport, num_workers, sharing.count)
         refuse_options(order, stall_s, self.num_workers, num_microbatches, seed)
         spec = make_spec(schedule, self.num_workers, sharing.microbatches(num_microbatches), schedule_options)

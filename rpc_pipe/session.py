@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -148,6 +148,10 @@ class Session:
 
     def make_shards(self) -> None:
         """Make the shards of this process's workers, when the model has been cut."""
+        with nullcontext() if self._members is None else self._members.as_world():
+            self._make_shards()
+
+    def _make_shards(self) -> None:
         maker, self._maker = self._maker, None
         assert maker is not None
         refuse_shared(self.spec, self.partition.shared)
@@ -328,6 +332,8 @@ class Session:
             stack.enter_context(preserved(*self._devices))
             if self._threads is not None:
                 stack.enter_context(self._threads.undoing())
+            if self._members is not None:
+                stack.enter_context(self._members.as_world())
             yield
 
     def outside_updates(self) -> list[OutsideUpdates]:

@@ -138,7 +138,8 @@ def _by_zmq(place: MeetingPlace, cancelled: Callable[[], None] | None) -> ZmqLin
 def mesh_of_members(job: Job, kind: str, identity: str) -> Any:
     """Return the mesh of the members of this process's worker, when all of them have come.
 
-    They are torch's default process group, unless the script has made one of all processes.
+    They are torch's default process group while the pipeline is called, unless the script has made one of all
+    processes. Elsewhere it has this process alone: metrics would add up what each member has of the same rows.
 
     Args:
         kind: of the device, such as `cuda`.
@@ -168,7 +169,10 @@ def mesh_of_members(job: Job, kind: str, identity: str) -> Any:
         timeout = timedelta(seconds=job.join_timeout_s)
         dist.init_process_group(store=store, rank=job.member, world_size=job.members, timeout=timeout)
         at_exit(dist.destroy_process_group)
-        return init_device_mesh(kind, (job.members,), mesh_dim_names=("member",))
+        mesh = init_device_mesh(kind, (job.members,), mesh_dim_names=("member",))
+        mesh.get_group()
+        dist.group.WORLD = dist.new_group([job.member], use_local_synchronization=True)
+        return mesh
     except (TimeoutError, RuntimeError, OSError) as error:
         raise NotMet(f"process {job.rank} could not meet the members of worker {job.worker}: {error}") from error
 

@@ -239,9 +239,7 @@ class ObservedModel:
         # Other forwards use a buffer on the same stage: one may write it, as in training.
         places = {name: {s for s in stages if s is not None} for name, stages in self._assigned(cut).users.items()}
         owners = {name: stages for name, stages in places.items() if len(stages) == 1} | owners
-        calls = self._observation.calls[cut[stage].start : cut[stage].stop]
-        running = {self._skeleton.path_of(call.module) for call in calls if call.module is not None}
-        foreign = [block for block, path in zip(skeleton.blocks, self._block_paths, strict=True) if path not in running]
+        foreign = self._foreign(skeleton, cut[stage])
 
         def finish(divide: Divide | None) -> ObservedStage:
             if divide is not None:
@@ -251,6 +249,12 @@ class ObservedModel:
             return ObservedStage(skeleton, stage, cut, owners, foreign, self.own_buffers(stage, cut))
 
         return skeleton.module, finish
+
+    def _foreign(self, skeleton: Skeleton, here: range) -> list[nn.Module]:
+        """Return the blocks that only other stages run."""
+        calls = self._observation.calls[here.start : here.stop]
+        running = {self._skeleton.path_of(call.module) for call in calls if call.module is not None}
+        return [block for block, path in zip(skeleton.blocks, self._block_paths, strict=True) if path not in running]
 
     def _own_blocks(self, stage: int, cut: Sequence[range], owners: Owners, device: torch.device) -> list[nn.Module]:
         """Return the user's blocks that a stage can run themselves, so that all that is done to them holds.

@@ -16,6 +16,7 @@ from ..dependency.parallelism import FSDP
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
     from ..workers.compute.slices import Divide
 
@@ -35,6 +36,8 @@ class Sharing:
     shard: str | ShardFn | None = None
     #: whether gradients are summed over members after each microbatch
     per_microbatch: bool = False
+    #: with which `fsdp` computes and sums; None: in the types of the parameters
+    policy: MixedPrecisionPolicy | None = None
 
     def __post_init__(self) -> None:
         if self.count > 1 and not self.shard:
@@ -86,7 +89,7 @@ class Sharing:
         if self.shard in FSDP:
             from ..workers.compute.fsdp import divide
 
-            return lambda module, name, model: divide(module, mesh)
+            return lambda module, name, model: divide(module, mesh, self.policy)
         if self.shard == "tp":
             from ..workers.compute.tensor_parallel import divide_by_plan
 
@@ -96,7 +99,9 @@ class Sharing:
         return lambda module, name, model: function(module, mesh)
 
 
-def settle_sharing(members: int, shard: str | ShardFn | None, reduce: str) -> Sharing:
+def settle_sharing(
+    members: int, shard: str | ShardFn | None, reduce: str, policy: MixedPrecisionPolicy | None = None
+) -> Sharing:
     """Return how members share stages.
 
     Raises:
@@ -108,8 +113,10 @@ def settle_sharing(members: int, shard: str | ShardFn | None, reduce: str) -> Sh
         raise ConfigError(f"reduce={reduce!r}: must be {' or '.join(REDUCES)}")
     if shard is not None and not callable(shard) and shard not in NAMES:
         raise ConfigError(f"shard={shard!r}: must be {', '.join(NAMES)} or a function of (module, mesh)")
+    if policy is not None and shard not in FSDP:
+        raise ConfigError(f"mp_policy shard={shard!r}: of fsdp alone; in a function pass it to fully_shard")
     if members == 1:
         if shard is not None:
             logger.warning("shard=%s: divides nothing, as each worker is one process; add members=2", shard)
         return Sharing()  # the same script runs on one process a worker
-    return Sharing(members, shard, reduce == "microbatch")
+    return Sharing(members, shard, reduce == "microbatch", policy)

@@ -12,9 +12,10 @@ from functools import cache, partial
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from rpc_pipe import Pipeline, Training
+from rpc_pipe.dependency import ConfigError
 
 grid = cache(lambda: init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns")))
 
@@ -26,20 +27,18 @@ class Block(nn.Module):
     def forward(self, x):
         return x + self.down(torch.tanh(self.up(self.norm(x))))
 
-def summing(layer, mesh):
-    made = fully_shard(layer, mesh=mesh)
-    made.set_gradient_divide_factor(1.0)
-    made.set_force_sum_reduction_for_comms(True)
-
 def columns(layer, mesh):
     parallelize_module(layer, grid()["columns"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
 
 def both(layer, mesh):
     columns(layer, mesh)
-    summing(layer, grid()["rows"])
+    fully_shard(layer, mesh=grid()["rows"])
 
 def hybrid(layer, mesh):
-    summing(layer, grid())
+    fully_shard(layer, mesh=grid())
+
+def silent(layer, mesh):
+    fully_shard(layer, mesh=mesh)
 
 def nothing(layer, mesh):
     pass
@@ -53,6 +52,19 @@ for shard in (columns, both, hybrid, nothing):
     training = Training(partial(torch.optim.SGD, lr=0.5), max_grad_norm=0.05)
     with Pipeline([Block, Block], nn.functional.mse_loss, training=training, **how) as pipe:
         found[shard.__name__] = [v for _ in range(3) for v in (pipe.step((x, x.flip(0))), float(pipe.grad_norm))]
+if "RANK" in os.environ:
+    assert torch.distributed.get_world_size() == 1
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    how |= {"training": Training(partial(torch.optim.SGD, lr=0.5))}
+    with Pipeline([Block, Block], nn.functional.mse_loss, **how | {"shard": "fsdp", "mp_policy": policy}) as pipe:
+        half = pipe.step((x, x.flip(0)))
+    assert 0 < abs(half - found["nothing"][0]) < 0.05, half
+    try:
+        Pipeline([Block, Block], nn.functional.mse_loss, **how | {"shard": silent})
+    except ConfigError as error:
+        assert "rows" in str(error)
+    else:
+        raise AssertionError("the gradients of the same rows were added up")
 print(json.dumps(found))
 """
 
@@ -60,7 +72,8 @@ print(json.dumps(found))
 def test_rows_along_one_axis_and_parameters_along_the_other_train_as_one_process(tmp_path):
     """Parts that some members hold alike counted as often in the norm, and nothing summed their gradients over rows.
 
-    All rows were on all members, whose gradients FSDP then summed; where a plane counted no parameter, it did not clip.
+    All rows were on all members, whose gradients FSDP then summed, or it took means of parts of a batch; where a plane
+    counted no parameter, it did not clip. Metrics of a script added up what each member has of the same rows.
     """
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -40,7 +41,8 @@ class Members:
 
     def __init__(self, mesh: Any, shares: int, per_microbatch: bool, kept: bool | None = None) -> None:
         self.mesh, self.shares, self.per_microbatch, self.kept = mesh, shares, per_microbatch, kept
-        self.index, self.count, self.group = mesh.get_local_rank(), mesh.size(), mesh.get_group()
+        self.count, self.group = mesh.size(), mesh.get_group()
+        self.index, self.ranks = self.group.rank(), mesh.mesh.flatten().tolist()
         self.rows, self.alike = shares > 1, self.count // shares
         #: which part of the microbatches is this member's
         self.part = self.index // self.alike
@@ -57,6 +59,20 @@ class Members:
         """Return the index in the whole batch of a microbatch, or of its slice, of one part of the members."""
         microbatch, number = split_slice(index, self.slices)
         return join_slice(join_replica(microbatch, part, self.shares), number, self.slices)
+
+    @contextmanager
+    def as_world(self) -> Iterator[None]:
+        """Return a context in which members are torch's default process group, as layers expect that divide or meet."""
+        world = torch.distributed.group
+        before = world.WORLD
+        if before is None or before.size() > 1:  # the script's own, of all processes
+            yield
+            return
+        world.WORLD = self.group
+        try:
+            yield
+        finally:
+            world.WORLD = before
 
     def exchange(self, value: Any) -> list[Any]:
         """Return the value of every member, in order. It is a collective."""
@@ -108,7 +124,8 @@ class Members:
             if same[0] == self.index:
                 self._counted.add(name)
             # Members of the tensor's own mesh sum by a collective of its layer.
-            firsts = {n // self.alike: n for n in reversed(same) if n // self.alike == self.part or n not in mesh}
+            outside = (n for n in reversed(same) if n // self.alike == self.part or self.ranks[n] not in mesh)
+            firsts = {n // self.alike: n for n in outside}
             if len(firsts) > 1:
                 self._adds[name] = sorted(firsts.values())
         here = [stage for stage, named in stages.items() if not self._adds.keys().isdisjoint(named)]
