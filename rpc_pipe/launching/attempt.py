@@ -16,12 +16,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..dependency import ConfigError
-from ..tracing.board import Live, State
+from ..tracing.board import Live, State, named
 from ..tracing.boards import RunBoards
 from ..tracing.run_folders import NEWCOMER, tell_event
 from ..tracing.run_summary import figures
 from ..tracing.view import View, layout
-from .causes import Cause, named, of_death, of_stall
+from .causes import Cause, of_death, of_stall
 from .job import INTERRUPTED, TRANSPORTS, WRONG_INPUT
 from .printed import PATIENCE_S, Printed
 from .report import Reporter
@@ -303,8 +303,8 @@ class Attempt:
     def _who_stalls(self, told: str) -> Cause:
         self._look()
         view = self._view
-        calls = [f"  {line}" for line in view.roll_call()]
         culprit, stacks = view.hanging(self._boards) if self._boards is not None else (view.culprit(), [])
+        calls = [f"  {line}" for line in view.roll_call(culprit)]
         return of_stall(told, culprit, view.latest.lives, [*calls, *stacks], view.latest.now_ns, view.members)
 
     def _blame_death(self, rank: int, code: int) -> None:
@@ -356,7 +356,8 @@ class Attempt:
             self._told_first = True
             self._reporter.text(self._view.first_step_line)
         if self._view.stalled and not self._told_stall:
-            self._reporter.roll_call(self._view.roll_call(), self._view.hanging(self._boards)[1])
+            culprit, stacks = self._view.hanging(self._boards)
+            self._reporter.roll_call(self._view.roll_call(culprit), stacks)
         self._told_stall = self._view.stalled
 
 

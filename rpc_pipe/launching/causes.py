@@ -6,7 +6,7 @@ import signal
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from ..tracing.board import Live, State
+from ..tracing.board import Live, State, named
 from ..tracing.stall_report import waits_for_unseen
 from .job import FAILED
 
@@ -17,15 +17,6 @@ class Cause(NamedTuple):
     title: str
     text: str
     code: int = FAILED
-
-
-def named(rank: int, members: int) -> str:
-    """Return the name of a process.
-
-    >>> named(3, 1), named(3, 2)
-    ('worker 3', 'process 3 (member 1 of worker 1)')
-    """
-    return f"worker {rank}" if members == 1 else f"process {rank} (member {rank % members} of worker {rank // members})"
 
 
 def of_death(who: str, code: int, live: Live | None, lines: Sequence[str], early: bool = False) -> Cause:
@@ -77,5 +68,5 @@ def of_stall(
         title = f"{who} is stopped"
         text = f"{who} was stopped by a signal, as Ctrl-Z sends it, in step {live.step}"
     else:
-        title, text = f"{who} hangs", f"{who} hangs: {live} for {for_s:.0f} s"
+        title, text = f"{who} hangs", f"{who} hangs: {live.told(members)} for {for_s:.0f} s"
     return Cause(title, "\n".join([text, told, "what the workers do:", *details]))

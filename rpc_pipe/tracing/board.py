@@ -68,6 +68,15 @@ class State(IntEnum):
     STOPPED = 5
 
 
+def named(rank: int, members: int) -> str:
+    """Return the name of a process.
+
+    >>> named(3, 1), named(3, 2)
+    ('worker 3', 'process 3 (member 1 of worker 1)')
+    """
+    return f"worker {rank}" if members == 1 else f"process {rank} (member {rank % members} of worker {rank // members})"
+
+
 class Live(NamedTuple):
     """The state of a worker at a moment."""
 
@@ -84,12 +93,17 @@ class Live(NamedTuple):
     thread: int = 0
 
     def __str__(self) -> str:
+        return self.told()
+
+    def told(self, members: int = 1) -> str:
+        """Return the state in words; `members`: of each worker, each of which is a process that is named."""
         if self.state is State.RUNNING:
             return f"running {self.action}, step {self.step}"
         if self.state is State.WAITING and self.missing is None:
             return f"waiting for the result of step {self.step}"
         if self.state is State.WAITING:
-            return f"waiting for {self.missing} of worker {self.peer} to run {self.action}, step {self.step}"
+            who = "a worker" if self.peer is None else named(self.peer, members)
+            return f"waiting for {self.missing} of {who} to run {self.action}, step {self.step}"
         if self.state is State.BETWEEN:
             return f"between steps, after step {self.step}"
         if self.state is State.STOPPED:

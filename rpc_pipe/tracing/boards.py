@@ -18,7 +18,7 @@ from typing import Any
 from ..dependency import Action, ConfigError, Kind
 from ..workers.hooks import Arrived, Record, StepRecord
 from . import run_folders
-from .board import COPY, HEAD, MAGIC, NONE, OWN, File, Live, State
+from .board import COPY, HEAD, MAGIC, NONE, OWN, File, Live, State, named
 from .run_folders import END, EVENTS, WATCHED, Ending
 
 #: how often a state that is being written is read again
@@ -293,7 +293,8 @@ class RunBoards:
             blocks = file.read_bytes()[before:].decode(errors="replace").split("\n\n")
             computing = f"{self._latest.lives[worker].thread:#018x}"
             found = [f"  {line}" for block in blocks if computing in block for line in block.strip().splitlines()]
-            return [f"stacks of worker {worker}, most recent call first:", *found] if found else []
+            who = named(worker, header.get("members", 1))
+            return [f"stacks of {who}, most recent call first:", *found] if found else []
         return []
 
 

@@ -5,23 +5,33 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from .board import Live, State
+from .board import Live, State, named
 
 
-def roll_call(lives: Mapping[int, Live], last_host: int, now_ns: int) -> list[str]:
-    """Return a line for each worker, and one with the chain of waits.
+def roll_call(
+    lives: Mapping[int, Live], last_host: int, now_ns: int, members: int = 1, culprit: int | None = None
+) -> list[str]:
+    """Return a line for each process, and one with the chain of waits.
 
     Args:
         last_host: the worker of the last stage, which has the result.
         now_ns: the present time of the workers' clock.
+        culprit: the process that hangs, if stacks have shown it.
     """
-    lines = [f"worker {worker} {live} for {duration(now_ns - live.since_ns)}" for worker, live in lives.items()]
-    chain = waiting_chain(lives, last_host)
-    names = " -> ".join(f"worker {worker}" for worker in chain)
+    lines = [
+        f"{named(rank, members)} {live.told(members)} for {duration(now_ns - live.since_ns)}"
+        for rank, live in lives.items()
+    ]
+    chain = [*waiting_chain(lives, last_host)]
+    if culprit is None:
+        culprit = behind(lives, chain[-1], members)
+    chain += [culprit] * (culprit not in chain)
+    names = " -> ".join(named(rank, members) for rank in chain)
     end = lives[chain[-1]]
     if (unseen := waits_for_unseen(lives, chain[-1])) is not None:
+        who = named(unseen, members)
         lines.append(
-            f"{names} -> worker {unseen}: everybody waits for worker {unseen}, of which nothing can be seen here: "
+            f"{names} -> {who}: everybody waits for {who}, of which nothing can be seen here: "
             "it has made no pipeline so far, or is on another host"
         )
     elif len(chain) > 1:
@@ -29,7 +39,7 @@ def roll_call(lives: Mapping[int, Live], last_host: int, now_ns: int) -> list[st
             # The checker has ruled out deadlocks of the schedule.
             lines.append(f"{names}: each waits for the other: a message was lost, or the machine is overloaded")
         else:
-            lines.append(f"{names}: everybody waits for worker {chain[-1]}, which is {end}")
+            lines.append(f"{names}: everybody waits for {named(chain[-1], members)}, which is {end.told(members)}")
     return lines
 
 
@@ -49,11 +59,19 @@ def waiting_chain(lives: Mapping[int, Live], last_host: int) -> Sequence[int]:
 
 
 def behind(lives: Mapping[int, Live], end: int, members: int) -> int:
-    """Return, of the running members of the worker that process `end` is of, the one whose action began first.
+    """Return, of the members of the worker that process `end` is of, the one that is behind.
 
-    Members run alike: the rest are further, and wait for this member in a collective.
+    Members run alike: the rest are further, and wait for this member in a collective. A member that is between two
+    steps, or stopped, is in none; of members that run an action the one that began first is behind.
     """
-    return next((rank for rank in running(lives) if rank // members == end // members), end)
+    here = [rank for rank in lives if rank // members == end // members]
+    apart = [rank for rank in here if lives[rank].state in (State.STARTING, State.BETWEEN, State.STOPPED)]
+    found = [*apart, *(rank for rank in running(lives) if rank in here)]
+
+    def place(rank: int) -> tuple[float, bool]:
+        return lives[rank].step + (lives[rank].state is State.BETWEEN) / 2, rank not in apart
+
+    return min(found, key=place, default=end)
 
 
 def running(lives: Mapping[int, Live]) -> list[int]:

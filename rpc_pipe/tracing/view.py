@@ -215,10 +215,10 @@ class View:
             for line in self.roll_call():
                 self.note(line, warning=True)
 
-    def roll_call(self) -> list[str]:
+    def roll_call(self, culprit: int | None = None) -> list[str]:
         """Return the lines of the stall report; none if no worker can be seen."""
-        lives = self.latest.lives
-        return roll_call(lives, self._last_host(), self.latest.now_ns) if lives else []
+        lives, now_ns = self.latest.lives, self.latest.now_ns
+        return roll_call(lives, self._last_host(), now_ns, self.members, culprit) if lives else []
 
     def culprit(self) -> int | None:
         """Return the worker at the end of the chain of waits; of its members, the one that is behind."""

@@ -75,6 +75,18 @@ def test_the_member_that_is_behind_is_blamed():
     assert behind(lives, 3, members=1) == 3
 
 
+def test_the_member_that_is_in_no_action_is_blamed_and_processes_are_named():
+    """The member that waited in a collective was said to hang; the list called processes workers, by their numbers."""
+    waiting, gathers = waits(B(0, 1), B(1, 1), 3), Live(State.RUNNING, 5, F(1, 0), since_ns=1 * S)
+    for state, step in ((State.BETWEEN, 4), (State.STOPPED, 4), (State.STOPPED, 5)):
+        lives = {0: waiting, 1: waiting, 2: Live(state, step, since_ns=2 * S), 3: gathers}
+        assert behind(lives, 3, members=2) == behind(lives, 2, members=2) == 2
+        *lines, chain = roll_call(lives, 3, 9 * S, members=2)
+        assert "process 3 (member 1 of worker 1)" in lines[0] and "everybody waits for process 2 (member 0" in chain
+    lives[2] = Live(State.BETWEEN, 5)
+    assert behind(lives, 3, members=2) == 3, "it has ended the step in which the other one is"
+
+
 @pytest.mark.parametrize(
     "innermost",
     ["torch/distributed/distributed_c10d.py", "torch/_ops.py"],
