@@ -102,8 +102,8 @@ class Grouping:
 
     def _time(self, rounds: float, amount: float) -> float:
         """Return the time in which so many bytes travel around the members, each of which has a part of them."""
-        others = self.members - 1
-        once = others * (self.link.latency + amount / self.members / self.link.bandwidth)
+        count = self.members
+        once = (count - 1) * (self.link.latency + amount / count / self.link.bandwidth)
         return rounds * once if amount else 0
 
 

@@ -57,11 +57,6 @@ class PlanRequest:
     #: how long to search at most
     seconds: float = float("inf")
 
-    def of(self, plan: Plan) -> tuple[Chain, Machines]:
-        """Return the blocks and the workers of a plan."""
-        grouping = next((each for each in self.groupings if each.members == plan.members), ALONE)
-        return self.chain(plan.num_microbatches, grouping), self.machines.grouped(plan.members)
-
     def chain(self, num_microbatches: int, grouping: Grouping = ALONE) -> Chain:
         """Return the blocks with their costs for a microbatch of `batch / num_microbatches` rows."""
         profile, rows = self.profile, self.batch / num_microbatches
@@ -135,7 +130,7 @@ class _Search:
             for candidate in candidates(
                 q.machines.num_workers, counts, recompute=q.recompute, most_stages=most_stages,
                 schedules=q.schedules, replicas=q.replicas, exchange=q.exchange, grouping=grouping,
-                slices=[q.slicing.balanced(count) for count in (q.slices if grouping.members == 1 else (1,))],
+                slices=[q.slicing.balanced(count) for count in (q.slices if grouping == ALONE else (1,))],
             ):  # fmt: skip
                 chain, spec = self._chains[candidate.num_microbatches, grouping], candidate.spec(q.machines.num_workers)
                 yield candidate, CutSearch(spec, chain, machines, q.ordered(spec))
