@@ -108,16 +108,16 @@ def _check_workers(spec: Spec, workers: Sequence[int]) -> None:
 
 def _check_parts(spec: Spec, workers: Sequence[int]) -> None:
     if spec.synchronous:
-        _check_runs(spec, workers)
+        check_runs(spec, workers)
         return
     from .check_stream import check_steps, check_versions
 
     check_versions(spec, workers)
-    _check_runs(spec, workers)
+    check_runs(spec, workers)
     check_steps(spec, workers)
 
 
-def _check_runs(spec: Spec, workers: Iterable[int]) -> None:
+def check_runs(spec: Spec, workers: Iterable[int]) -> None:
     """Check that the parts of `workers` can be run: each part alone if there are slots, else all together."""
     if has_slot(spec):
         for worker in workers:
@@ -148,8 +148,9 @@ def _check_needs(spec: Spec, worker: int, action: Action, *, slotted: bool) -> N
         wrong = _why_not_run(spec, need)
         if wrong:
             raise ScheduleError(f"after({action}) names {need}{wrong}")
-        # Where workers have gone, several may have the stages of one.
+        # Where workers have gone, several may have the stages of one. A payload may go on from the last stage.
         apart = abs(need.stage - action.stage) > 1 and spec.worker(need) != worker
+        apart = apart and action not in spec.successors(need)
         if apart and len(spec.workers) == spec.num_workers:
             from .draw import draw_edge
 
@@ -240,7 +241,7 @@ def _check_growth(memory: Memory, worker: int) -> None:
     for _ in range(2):
         try:
             memory = memory.of_more
-            _check_runs(memory.spec, [worker])
+            check_runs(memory.spec, [worker])
             wrong = _grows(memory, worker)
         except Exception:
             break  # the schedule does not run this many

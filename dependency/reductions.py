@@ -230,7 +230,8 @@ class ReductionTree:
         spec, last = self.spec, self.spec.last_stage
         routes = [route for stage, route in spec.carried(worker) if stage == last]
         every = (F(last, m) for route in routes for m in on_route(spec, range(spec.total_microbatches), route))
-        return [each for each in every if spec.num_routes == 1 or spec.worker(each) == worker]
+        here = (each for each in every if spec.num_routes == 1 or spec.worker(each) == worker)
+        return [each for each in here if spec.actions(last, each.index)]
 
     def successors(self, action: Action) -> list[Action]:
         """Return the actions that the payload of one that ends a step flows to."""

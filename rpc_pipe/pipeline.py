@@ -286,6 +286,19 @@ class Pipeline(Inspected):
         cut = self._session.cut(inputs, pair=self.partition.only_inputs, whole=True)
         return None if self.replaying else self._session.predict(cut, to)
 
+    @shown_plainly
+    def generate(self, inputs: Tree, max_new_tokens: int, **options: Any) -> Tree:
+        """Return prompts with new tokens on every worker, by a model of transformers; None if `replaying`.
+
+        Args:
+            inputs: tokens of shape (rows, length), or a dict of them and their mask; padded on the left.
+            options: as of transformers' `generate`, and `seed=`, `on_tokens=` (docs/huggingface.md).
+        """
+        from .generation import generate
+
+        stops = not self._stopped
+        return None if self.replaying else generate(self._session, inputs, max_new_tokens, stops=stops, **options)
+
     def gather(self, name: str, value: Callable[[WorkerActor], Tree]) -> list[Tree] | None:
         """Return `value(actor)` of all workers, in order, on worker 0; None on the others."""
         return self._session.gather(name, value)

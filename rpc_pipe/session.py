@@ -142,6 +142,11 @@ class Session:
         return self._members is None or self._members.index == 0
 
     @property
+    def is_alone(self) -> bool:
+        """Whether this process is all of its worker."""
+        return self._members is None
+
+    @property
     def shards(self) -> Iterator[Shard]:
         """The shards of this process."""
         return (shard for actor in self.actors for shard in actor.shards.values())

@@ -124,6 +124,7 @@ def folder(name):
         "step_report",
         "inspected",
         "evaluating",
+        "generation",
         "modifying",
         "arguments",
     ):

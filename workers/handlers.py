@@ -64,6 +64,8 @@ _NO_PAYLOAD = pack(())
 def _forward(ctx: ActionContext) -> Payload | None:
     worker, step, task = ctx.worker, ctx.step, ctx.task
     data, shard, at = step.batch.data, task.shard, task.entry.action.index
+    if data.decode is not None:
+        return data.decode(ctx)
     m = step.offsets.microbatch + at  # `ctx.microbatch`
     payload, fields = ctx.source(), None
     if shard.slice.takes_fields:

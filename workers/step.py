@@ -46,6 +46,8 @@ class StepData:
     scatter: Scatter | None = None
     #: if microbatches run in another order than given: their numbers as given, in the order of the run
     order: tuple[int, ...] = ()
+    #: of a round of generation: runs a forward in place of the shard's
+    decode: Handler | None = None
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from ..observe.frames import name_of
 from ..observe.observe_forward import observe_forward
 from ..observe.placeholder import Placeholder
 from ..observe.skeleton import COMPILED, Skeleton
+from .decoding_forward import DecodingForward
 from .script_family import ScriptFamily, sized_form
 from .scripted_forward import ScriptedForward
 from .stage_script import Departed, Diverged, Script
@@ -164,6 +165,15 @@ class ObservedStage:
             except Departed:
                 if script.is_new:  # a number of it may be wrong
                     scripts.remove(script)
+
+    def decode(self, arrived: Tree, inputs: Mapping[str, Any]) -> Any:
+        """Run the stage on tokens of generation; return the result of its last block, at the end the model's output.
+
+        Args:
+            arrived: the result of the last block of the stage before; None on the first stage.
+        """
+        calls = self._cut[self.index]
+        return DecodingForward(self._skeleton, calls, self.index == len(self._cut) - 1, arrived).run(inputs)
 
     def _followed(
         self, script: Script, payload: Sequence[Tensor], fields: Any, seed: Seed | None, *, is_first: bool

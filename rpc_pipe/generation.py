@@ -1,0 +1,335 @@
+"""Generation of text by a causal model of transformers, cut into stages (`dependency/decoding.py` has the relation).
+
+On every stage transformers prepares each group of sequences: cache, masks, logits processors, stopping criteria. The
+stage then runs its blocks for one token after the other, and keeps their keys and values. The last stage chooses.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate, chain
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from .dependency import ConfigError, F, Part, Spec
+from .dependency.decoding import Decoding, decoding_part
+from .workers.actor import WorkerActor
+from .workers.step import ActionContext, StepData, StepInput
+from .workers.transport.call import Call
+from .workers.transport.payload import Payload, Tree, pack, unpack
+
+if TYPE_CHECKING:
+    from .session import Session
+
+#: (numbers of rows, their new tokens of shape (rows, 1)) -> None
+OnTokens = Callable[[range, Tensor], None]
+#: rounds of tokens until all workers look again whether all texts have ended
+_ROUNDS = 64
+_REFUSED = {
+    "assistant_model": "assisted decoding needs a second model on one process",
+    "streamer": "a streamer takes one sequence; pass on_tokens, a function of rows and their tokens",
+    "custom_generate": "the pipeline decodes in its own loop",
+    "past_key_values": "keys and values stay with the stages",
+}
+#: the only values of these options that stages can follow
+_USUAL = {"return_dict_in_generate": False, "guidance_scale": 1, "prefill_chunk_size": 0}
+
+
+class Text:
+    """A group of sequences on one stage.
+
+    Args:
+        fields: the group's arguments of the model's `generate`.
+        options: its further arguments.
+        rows: numbers of the group's sequences among all.
+    """
+
+    def __init__(self, model: nn.Module, fields: Mapping[str, Any], options: Mapping[str, Any], rows: range) -> None:
+        whole: Any = model
+        self.new: list[Tensor] = []
+        self.ended, self._is_first = False, True
+
+        def prepared(
+            model: Any, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, **given: Any
+        ) -> Tensor:
+            self.model: Any = model
+            self.ids, self._processors, self._criteria = input_ids, logits_processor, stopping_criteria
+            self._config, self._inputs = given.pop("generation_config"), given
+            return input_ids
+
+        if not hasattr(whole, "can_generate") or not whole.can_generate() or whole.config.is_encoder_decoder:
+            raise ConfigError(f"generate: {type(whole).__name__} is no causal model of transformers")
+        whole.generate(**fields, **options, custom_generate=prepared)
+        self._refuse()
+        self.rows = range(rows.start * (n := len(self.ids) // len(rows)), rows.stop * n)
+        self._going = torch.ones(len(self.ids), dtype=torch.bool, device=self.ids.device)
+
+    def _refuse(self) -> None:
+        """Refuse a kind of decoding, or a state, that rounds of tokens do not have.
+
+        Raises:
+            ConfigError: there is one.
+        """
+        config, cache = self._config, self._inputs.get("past_key_values")
+        if (mode := config.get_generation_mode().value) not in ("greedy_search", "sample"):
+            raise ConfigError(f"generate: {mode} compares texts across groups; use greedy decoding or do_sample=True")
+        for name, usual in _USUAL.items():
+            if (value := getattr(config, name, None)) not in (None, usual):
+                raise ConfigError(
+                    f"generate: {name}={value}: stages hand on tokens of one forward a round; leave it out"
+                )
+        layers = {type(layer).__name__ for layer in getattr(cache, "layers", [cache])}
+        if not layers <= {"DynamicLayer", "DynamicSlidingWindowLayer"}:
+            raise ConfigError(f"generate: stages keep keys and values of attention alone; found {', '.join(layers)}")
+        ends_early = any(not hasattr(each, "max_length") for each in self._criteria)
+        if ends_early and config._pad_token_tensor is None:
+            raise ConfigError("generate: pad_token_id is needed, to fill rows behind texts that end early")
+        most, length = getattr(self.model.config, "max_position_embeddings", None), self._criteria.max_length
+        if most is not None and length > most:
+            raise ConfigError(f"generate: {length} tokens with the prompt: the model has positions for {most}")
+
+    @property
+    def pad(self) -> int | None:
+        """The token behind a text that has ended."""
+        pad = self._config._pad_token_tensor
+        return None if pad is None else int(pad)
+
+    @property
+    def newest(self) -> Tensor | None:
+        """The tokens that the stage has not seen; None: the prompts."""
+        return None if self._is_first else self.ids[:, -1:]
+
+    def append(self, tokens: Tensor) -> None:
+        """Take the newest token of each sequence, of shape (rows, 1)."""
+        self.new.append(tokens)
+        self.ids = torch.cat([self.ids, tokens], 1)
+
+    def inputs(self) -> Mapping[str, Any]:
+        """Return the model's arguments for the tokens that it has not seen."""
+        new = None if self._is_first else 1
+        prepare = self.model.prepare_inputs_for_generation
+        found = prepare(self.ids, next_sequence_length=new, is_first_iteration=self._is_first, **self._inputs)
+        self._is_first = False
+        return {**found, "return_dict": True}
+
+    def seen(self) -> None:
+        """Note that the model has seen all tokens, also in layers of other stages: masks are made by any layer."""
+        self._inputs = self.model._update_model_kwargs_for_generation({}, self._inputs)
+        cache, length = self._inputs["past_key_values"], self.ids.shape[1]
+        for number, layer in enumerate(cache.layers):
+            if missing := length - layer.get_seq_length():
+                stand_in = torch.zeros(1, 1, missing, 1, dtype=torch.uint8, device=self.ids.device)
+                cache.update(stand_in, stand_in, number)
+
+    def choose(self, logits: Tensor, seed: int) -> Tensor:
+        """Append the next token of each sequence and return them, of shape (rows, 1)."""
+        scores = self._processors(self.ids, logits[:, -1].to(copy=True, dtype=torch.float32))
+        if self._config.do_sample:
+            tokens = self._drawn(scores.softmax(-1), seed)
+        else:
+            tokens = scores.argmax(-1)
+        if (pad := self._config._pad_token_tensor) is not None:
+            tokens = torch.where(self._going, tokens, pad)
+        self.append(tokens[:, None])
+        self._going &= ~self._criteria(self.ids, None)
+        self.ended = not bool(self._going.any())
+        return tokens[:, None]
+
+    def _drawn(self, chances: Tensor, seed: int) -> Tensor:
+        """Draw a token for each sequence, by a key of the sequence and the token's number."""
+        generator, found = torch.Generator(chances.device), []
+        for row, own in zip(self.rows, chances, strict=True):
+            key = hashlib.blake2b(f"{seed} {row} {len(self.new)}".encode(), digest_size=8).digest()
+            generator.manual_seed(int.from_bytes(key, "little") >> 1)
+            found.append(torch.multinomial(own, 1, generator=generator))
+        return torch.cat(found)
+
+
+class Decoder:
+    """The texts on one worker.
+
+    Args:
+        spec: the relation of some rounds.
+        groups: the arguments of each group of sequences.
+        options: further arguments of transformers' `generate`.
+        seed: of all draws.
+    """
+
+    def __init__(
+        self,
+        actor: WorkerActor,
+        spec: Decoding,
+        groups: Sequence[Mapping[str, Any]],
+        options: Mapping[str, Any],
+        seed: int,
+        on_tokens: OnTokens | None,
+    ) -> None:
+        self._seed, self._on_tokens, self._last = seed, on_tokens, spec.last_stage
+        ends = [0, *accumulate(len(group["input_ids"]) for group in groups)]
+        #: by stage and group
+        self.texts: dict[tuple[int, int], Text] = {}
+        for stage, route in spec.hosted(actor.worker):
+            model = actor.shards[stage, route].slice.module  # type: ignore[attr-defined]
+            for number, fields in enumerate(groups):
+                if spec.route(number) == route:
+                    rows = range(ends[number], ends[number + 1])
+                    self.texts[stage, number] = Text(model, actor.backend.load(fields), options, rows)
+
+    def __call__(self, ctx: ActionContext) -> Payload | None:
+        """Run a round of a group on a stage; an empty payload: its texts have ended."""
+        (stage, _, index), spec = ctx.task.entry.action, ctx.step.batch.spec
+        assert isinstance(spec, Decoding)
+        text, (tokens, found) = self.texts[stage, index % spec.groups], self._arrived(ctx, index - spec.groups)
+        if tokens is not None:
+            if stage == 0 and self._on_tokens is not None:
+                self._on_tokens(text.rows, tokens)
+            if stage < self._last:  # the last one has chosen them
+                text.append(tokens)
+        text.ended |= found is True
+        if text.ended or index >= spec.num_microbatches - spec.groups:
+            return pack((None, True))
+        with ctx.task.shard.randomness.lock:
+            tokens = text.newest
+            output = ctx.task.shard.slice.decode(found, text.inputs())  # type: ignore[attr-defined]
+            text.seen()
+            if stage < self._last:
+                return pack((tokens, output))
+            return pack((text.choose(output.logits, self._seed), text.ended))
+
+    def _arrived(self, ctx: ActionContext, before: int) -> tuple[Tensor | None, Tree]:
+        """Return the newest tokens, and the result of the stage before; True: the texts have ended."""
+        payload = ctx.source()
+        if payload is None and (chosen := ctx.step.payloads.pop(F(self._last, before), None)) is not None:
+            payload = chosen if ctx.worker.backend.in_step else ctx.worker.backend.ready(chosen)
+        return (None, None) if payload is None else unpack(payload)
+
+    def chosen(self, since: int) -> list[Tree]:
+        """Return (group, tokens since a number of rounds, whether it has ended, padding) of texts that end here."""
+        own = [(group, text) for (stage, group), text in self.texts.items() if stage == self._last]
+        own = [(group, text) for group, text in own if len(text.new) > since]
+        return [(group, torch.cat(text.new[since:], 1), text.ended, text.pad) for group, text in own]
+
+
+def generate(
+    session: Session,
+    inputs: Tree,
+    max_new_tokens: int,
+    *,
+    stops: bool,
+    seed: int | None = None,
+    on_tokens: OnTokens | None = None,
+    **options: Any,
+) -> Tensor:
+    """Return prompts with new tokens, of shape (rows, length), on the host.
+
+    Args:
+        stops: whether to stop if the user asks to.
+        seed: of all draws; None: the pipeline's.
+        on_tokens: called on the worker of the first stage with each round of tokens.
+        options: of transformers' `generate`.
+
+    Raises:
+        ConfigError: the pipeline, or an option, does not go with generation.
+        KeyboardInterrupt: the user has asked to stop before all texts have ended.
+    """
+    given = {"input_ids": inputs} if isinstance(inputs, Tensor) else dict(inputs)
+    fields = {**given, **{name: value for name, value in options.items() if isinstance(value, Tensor)}}
+    options = {name: value for name, value in options.items() if name not in fields}
+    _refuse(session, fields, options)
+    cut = session.cut(fields, pair=session.partition.only_inputs, whole=True)
+    if session.recovery is not None or not session.is_alone:
+        what = "members" if session.recovery is None else "elastic"
+        raise ConfigError(f"generate: {what}: one process has a worker's keys and values, to the end; leave {what} out")
+    if strings := options.pop("stop_strings", None):
+        from transformers import StopStringCriteria
+
+        criteria = StopStringCriteria(options.pop("tokenizer", None), strings)
+        options["stopping_criteria"] = [*options.get("stopping_criteria", ()), criteria]
+    told = {"max_new_tokens": max_new_tokens, "seed": seed, **options}
+    name = "generate " + " ".join(f"{n}={v}" for n, v in told.items() if isinstance(v, (int, float, str, list)))
+    options = {**options, "max_new_tokens": max_new_tokens, "use_cache": True}
+    seed = session.seed if seed is None else seed
+
+    def generated(actor: WorkerActor) -> Tensor | None:
+        rounds = _Rounds(session.spec.unsliced(), actor, [kwargs for _, kwargs in cut.inputs], max_new_tokens)
+        decoder = Decoder(actor, rounds.spec, rounds.groups, options, seed, on_tokens)
+        data = StepData(cut.inputs, None, cut.shares, cut.rows, decode=decoder)
+        while not all(rounds.ended):
+            call = Call(actor.worker, name, session.described, *cut.described)
+            result = actor.run(StepInput(rounds.part, "ready", call, data, train=False))
+            rounds.take(decoder)
+            if stops and result.stop and not all(rounds.ended):
+                return None
+        return rounds.joined()
+
+    found = session.each(generated)[0]
+    cut.finished()
+    if found is None:
+        raise KeyboardInterrupt("generate: the user asked to stop before all texts had ended")
+    return found
+
+
+class _Rounds:
+    """The new tokens of all texts, which all workers have after some rounds.
+
+    Args:
+        placed: the schedule that places the stages.
+        groups: the arguments of each group of sequences.
+    """
+
+    def __init__(self, placed: Spec, actor: WorkerActor, groups: list[dict[str, Any]], most: int) -> None:
+        self.groups, self._placed, self._actor, self._left, self._done = groups, placed, actor, most, 0
+        self.ended = [False] * len(groups)
+        self._new: list[list[Tensor]] = [[] for _ in groups]
+        self._pad: int | None = None
+
+    @property
+    def part(self) -> Part:
+        """The worker's part of the next rounds."""
+        rounds = min(_ROUNDS, max(1, self._left))
+        return decoding_part(self._placed, self._actor.worker, len(self.groups), rounds)
+
+    @property
+    def spec(self) -> Decoding:
+        """The relation of the next rounds."""
+        spec = self.part.spec
+        assert isinstance(spec, Decoding)
+        return spec
+
+    def take(self, decoder: Decoder) -> None:
+        """Take the tokens of the rounds that have been run from the workers of the last stage."""
+        spec, workers = self.spec, self._actor.carrier.workers
+        senders = {spec.worker(F(spec.last_stage, group)) for group in range(spec.groups)}
+        found = self._actor.hand("new tokens", decoder.chosen(self._done), sorted(senders), workers)
+        for group, tokens, self.ended[group], self._pad in chain.from_iterable(found or []):
+            self._new[group].append(tokens)
+        rounds = spec.num_microbatches // spec.groups - 1
+        self._done, self._left = self._done + rounds, self._left - rounds
+
+    def joined(self) -> Tensor:
+        """Return prompts with new tokens, and padding behind groups that have ended early."""
+        new = [torch.cat(tokens, 1) for tokens in self._new]
+        longest = max(tokens.shape[1] for tokens in new)
+        pad = nn.functional.pad
+        joined = torch.cat([pad(tokens, (0, longest - tokens.shape[1]), value=self._pad or 0) for tokens in new])
+        prompts = torch.cat([group["input_ids"].cpu() for group in self.groups])
+        return torch.cat([prompts.repeat_interleave(len(joined) // len(prompts), 0), joined.cpu()], 1)
+
+
+def _refuse(session: Session, fields: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+    """Refuse a pipeline, or an option, that does not go with generation.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    for name, why in _REFUSED.items():
+        if options.get(name) is not None:
+            raise ConfigError(f"generate: {name}: {why}; leave it out")
+    ids = fields.get("input_ids")
+    if session.partition.config is None or not isinstance(ids, Tensor):
+        raise ConfigError("generate: needs a causal model of transformers as it is, and input_ids")
+    if ids.dim() != 2 or not ids.shape[1]:
+        raise ConfigError(f"generate: input_ids of shape {tuple(ids.shape)}: must be (rows, tokens), one token or more")

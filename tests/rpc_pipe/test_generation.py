@@ -1,0 +1,109 @@
+"""Text from a model in stages: the tokens that transformers generates on one process."""
+
+import pytest
+import torch
+from refusals import refused
+
+from rpc_pipe import Pipeline, generation
+from rpc_pipe.dependency import F
+from rpc_pipe.dependency.check import check_runs
+from rpc_pipe.dependency.decoding import Decoding
+from rpc_pipe.planning.specs import make_spec
+
+transformers = pytest.importorskip("transformers")
+PROMPTS = torch.randint(3, 97, (5, 9), generator=torch.Generator().manual_seed(3))
+MASK = torch.ones_like(PROMPTS)
+for row, missing in enumerate((0, 3, 6, 2, 5)):
+    MASK[row, :missing] = PROMPTS[row, :missing] = 0
+INPUTS = {"input_ids": PROMPTS, "attention_mask": MASK}
+SIZES = {
+    "vocab_size": 97, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "head_dim": 8,
+    "num_hidden_layers": 4, "num_key_value_heads": 1, "max_position_embeddings": 64, "initializer_range": 0.3,
+}  # fmt: skip
+OPTIONS = {
+    "GPT2": {"vocab_size": 97, "n_embd": 16, "n_layer": 4, "n_head": 2, "n_positions": 64, "initializer_range": 0.3},
+    "Llama": SIZES,
+    "Qwen3": SIZES,
+    "Mistral": {**SIZES, "sliding_window": 7},
+    "Gemma3": {**SIZES, "sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"] * 2},
+}
+
+
+def model(family="Llama"):
+    torch.manual_seed(0)
+    config = getattr(transformers, "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config")
+    kind = getattr(transformers, "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM")
+    return kind(config(**OPTIONS[family], pad_token_id=0, bos_token_id=2, eos_token_id=1)).eval()
+
+
+def pipeline(num_workers=2, schedule="1f1b", family="Llama", **options):
+    return Pipeline(model(family), num_microbatches=3, num_workers=num_workers, schedule=schedule, **options)
+
+
+@pytest.mark.parametrize(
+    ("family", "num_workers", "schedule"),
+    [
+        ("GPT2", 4, "1f1b"),
+        ("Llama", 2, "zb-v"),
+        ("Qwen3", 1, "1f1b"),
+        ("Mistral", 2, "pipedream"),
+        ("Gemma3", 3, "1f1b"),
+    ],
+)
+def test_the_tokens_are_those_of_one_process_also_over_borders_of_rounds(family, num_workers, schedule, monkeypatch):
+    """Prompts are ragged, windows slide, and rows end early: by a token that the first row has."""
+    monkeypatch.setattr(generation, "_ROUNDS", 5)
+    plain = model(family)
+    end = plain.generate(**INPUTS, max_new_tokens=7, do_sample=False)[0, -1].item()
+    how = {"do_sample": False, "eos_token_id": [end, 1], "repetition_penalty": 1.1}
+    pipe = pipeline(num_workers, schedule, family)
+    assert torch.equal(pipe.generate(INPUTS, 12, **how), plain.generate(**INPUTS, max_new_tokens=12, **how))
+
+
+def test_draws_depend_on_the_seed_and_not_on_workers_and_tokens_are_told():
+    how = {"do_sample": True, "temperature": 0.8, "top_k": 30, "top_p": 0.95}
+    told = {row: [] for row in range(5)}
+
+    def tell(rows, tokens):
+        for row, token in zip(rows, tokens[:, 0].tolist(), strict=True):
+            told[row].append(token)
+
+    pipe = pipeline(1)
+    texts = pipe.generate(INPUTS, 8, on_tokens=tell, **how)
+    assert all(texts[row, 9:].tolist()[: len(own)] == own for row, own in told.items()) and len(told[0]) > 2
+    assert torch.equal(texts, pipeline(4).generate(INPUTS, 8, **how))
+    assert not torch.equal(texts, pipe.generate(INPUTS, 8, seed=1, **how))
+
+
+def test_it_goes_between_steps_with_replicas_and_other_kinds_are_refused():
+    pipe = pipeline(4, replicas=2)
+    pipe.step({"input_ids": PROMPTS, "labels": PROMPTS})
+    plain = model()
+    plain.load_state_dict(pipe.weights.state_dict())
+    want = plain.generate(**INPUTS, max_new_tokens=4, do_sample=False)
+    assert torch.equal(pipe.generate(PROMPTS, 4, attention_mask=MASK, do_sample=False), want)
+    refusals = {"num_beams": 2, "assistant_model": plain, "guidance_scale": 2.0, "return_dict_in_generate": True}
+    for options in [*({name: value} for name, value in refusals.items()), {"max_new_tokens": 60}]:
+        with refused("generate"):
+            pipe.generate(INPUTS, **{"max_new_tokens": 4, **options})
+    with refused("generate"):
+        pipe.generate(PROMPTS[:, :0], 4)
+    assert torch.equal(pipe.generate(INPUTS, 4, do_sample=False), want), "it goes on"
+
+
+@pytest.mark.parametrize(("schedule", "groups"), [("1f1b", 8), ("1f1b", 3), ("zb-v", 8)])
+def test_groups_keep_all_workers_busy(schedule, groups):
+    """With as many groups as stages each worker computes in every slot but at the borders."""
+    placed = make_spec(schedule, 4, 8)
+    rounds = 20
+    spec = Decoding(num_workers=4, num_microbatches=(rounds + 1) * groups, placed=placed, groups=groups)
+    check_runs(spec, range(4))
+    actions = (F(s, m) for s in range(spec.num_stages) for m in range(rounds * groups))
+    ends, free = {}, [0] * 4
+    for action in sorted(actions, key=spec.slot):
+        worker = spec.worker(action)
+        begin = max([free[worker], *(ends[need] for need in spec.needs(action))])
+        ends[action] = free[worker] = begin + 1
+    stages = spec.num_stages
+    least = rounds * max(groups * stages // 4, stages)
+    assert least <= max(free) <= least * 1.1 + stages
