@@ -35,6 +35,7 @@ NOT_TOGETHER = (
     Refusal("deferred_batch_norm", "asynchronous", _BY_STAGE),
     Refusal("post_validation", "asynchronous", _BY_STAGE),
     Refusal("log_grad_norm", "updates in parts", "no gradients of a whole step have a norm; leave it out"),
+    Refusal("skip_update", "updates in parts", "no gradients of a whole step have a norm; leave it out"),
     Refusal("asynchronous", "shared weights", "each stage updates them at another time; take 1f1b, or do not tie them"),
     # updates that are undone where gradients were clipped
     Refusal("post_validation", "no norm", "an early update is checked by a norm; add max_grad_norm, or leave it out"),

@@ -124,6 +124,8 @@ def refuse_training(loss_fn: object, training: Training) -> None:
     max_norm = training.max_grad_norm
     if max_norm is not None and not (isinstance(max_norm, (int, float)) and max_norm > 0):
         raise ConfigError(f"max_grad_norm {max_norm!r}: must be a number above 0, or None")
+    if training.skip_update is not None and not callable(training.skip_update):
+        raise ConfigError(f"skip_update {training.skip_update!r}: must be a function of the norm, as lambda n: n > 100")
     decay, scaler = training.ema_decay, training.grad_scaler
     if decay is not None and not (isinstance(decay, (int, float)) and 0 <= decay < 1):
         raise ConfigError(f"ema_decay {decay!r}: must be a number from 0 to below 1, such as 0.999")

@@ -351,7 +351,7 @@ class Pipeline(Inspected):
 
     @property
     def grad_norm(self) -> float | None:
-        """Norm of the last gradients before clipping, by `max_grad_norm` or `log_grad_norm`; None without an update."""
+        """Norm of the last gradients before clipping; None without an update, or if it is not measured."""
         return None if self.replaying else self._session.results.norm
 
     @property

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from .model.partition import LayerPartition
     from .model.sharding import Sharing
     from .workers.compute.members import Members
-    from .workers.compute.outside_updates import OutsideUpdates
     from .workers.compute.slices import Divide
 
 T = TypeVar("T")
@@ -328,11 +327,14 @@ class Session:
             raise PipeError("pipeline: is closed; `close` comes last, also at the end of a `with` block")
         if self.awaits_batch and not uncut:
             raise ConfigError("example: the first batch cuts the model; to call this before, pass example= to Pipeline")
-        for moves in () if alone else self.outside_updates():
-            moves.refuse()
+        divided = self.shards if self.spec.parallelism.zero or self.spec.averaging_pull else ()
+        moves = [shard.outside_updates for shard in divided if shard.outside_updates is not None]
+        for each in () if alone else moves:
+            each.refuse()
         # Around all workers of this process at once: they share its generators, and the modules given.
         with ExitStack() as stack:
-            stack.callback(self.note_weights)
+            for each in moves:
+                stack.callback(each.note)
             stack.enter_context(self.partition.module_copies.around())
             stack.enter_context(preserved(*self._devices))
             if self._threads is not None:
@@ -340,15 +342,6 @@ class Session:
             if self._members is not None:
                 stack.enter_context(self._members.as_world())
             yield
-
-    def outside_updates(self) -> list[OutsideUpdates]:
-        """Return the records of weights that no optimizer may move outside of updates."""
-        return [shard.outside_updates for shard in self.shards if shard.outside_updates is not None]
-
-    def note_weights(self) -> None:
-        """Know that the present weights were put there by the pipeline."""
-        for moves in self.outside_updates():
-            moves.note()
 
     def gather(self, name: str, value: Callable[[WorkerActor], Tree]) -> list[Tree] | None:
         """Return `value(actor)` of all workers, in order, on the first worker; None on the others.

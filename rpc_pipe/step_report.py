@@ -14,7 +14,7 @@ class StepReport(NamedTuple):
     #: training steps done, this one too
     step: int
     loss: float
-    #: before clipping; None without `max_grad_norm` or `log_grad_norm`
+    #: before clipping; None if it is not measured
     grad_norm: float | None
     #: of the next update
     learning_rate: float | None

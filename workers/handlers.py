@@ -33,7 +33,7 @@ from ..dependency.indexes import route_in, split_route
 from .compute.borders import ForwardArgs
 from .compute.result import Result, clips, total_norm
 from .compute.shard import Shard
-from .step import ActionContext, Handler
+from .step import ActionContext, Handler, Step
 from .transport.payload import Payload, Tree, pack, unpack
 
 if TYPE_CHECKING:
@@ -198,7 +198,7 @@ def _update(ctx: ActionContext) -> None:
     if step.batch.reductions.validated:
         if index == 0:
             step.end.own_norms |= shard.updating.gradient_norms()
-        if worker.max_grad_norm is None:
+        if worker.max_grad_norm is None and step.batch.skips is None:
             shard.update()
         else:
             step.end.early[shard] = shard.update_early()
@@ -211,22 +211,24 @@ def _update(ctx: ActionContext) -> None:
             shard.updating.clip(worker.max_grad_norm, worker.backend.load(result.norm_tensor))
         elif not spec.takes_steps:
             shard.updating.clip_by_own_norm(worker.max_grad_norm)
-    # The only synchronisation of host and device, and only with a scaled loss.
-    shard.update(finite=result is None or result.finite_tensor is None or bool(result.finite_tensor))
+    # The only synchronisations of host and device, and only with a scaled loss or a rule to skip by.
+    finite = result is None or result.finite_tensor is None or bool(result.finite_tensor)
+    shard.update(finite=finite, skipped=_is_skipped(step))
     if spec.averaging_pull and shard.versions is not None:
         shard.versions.exchange(spec.averaging_pull)
 
 
 @carries_out(V)
 def _validate(ctx: ActionContext) -> None:
-    """Redo an early update if the gradients have to be clipped. Synchronises with the device to read the norm."""
+    """Redo an early update if gradients have to be clipped, or skip it. Synchronises with the device for the norm."""
     step, shard, max_norm = ctx.step, ctx.task.shard, ctx.worker.max_grad_norm
-    if max_norm is None:  # the norm is measured alone
+    before = step.end.early.pop(shard, None)
+    if before is None:  # the norm is measured alone
         return
-    before = step.end.early.pop(shard)
     assert step.tally.result is not None and step.tally.result.norm_tensor is not None
-    if clips(max_norm, step.tally.result.norm_tensor):
-        shard.update_again(before, max_norm, ctx.worker.backend.load(step.tally.result.norm_tensor))
+    skipped = _is_skipped(step)
+    if skipped or clips(max_norm, step.tally.result.norm_tensor):
+        shard.update_again(before, max_norm, ctx.worker.backend.load(step.tally.result.norm_tensor), skipped)
         step.end.taken_back = True
 
 
@@ -300,6 +302,14 @@ def complete_gradients(ctx: ActionContext, shard: Shard, route: int) -> None:
         step.end.finite[shard] = shard.updating.unscale()
     if spec.synchronous:
         shard.updating.tell_gradients()
+
+
+def _is_skipped(step: Step) -> bool:
+    """Return whether the user's rule leaves the update of a step out."""
+    result, skips = step.tally.result, step.batch.skips
+    if skips is not None and result is not None and result.norm is not None:
+        result.skipped = skips(step.number, result.norm)
+    return result is not None and result.skipped
 
 
 def _is_first_node(ctx: ActionContext) -> bool:

@@ -302,7 +302,7 @@ class Stream:
         self._ended |= step.tally.result.stop
         self._confirm(step)
         if step.batch.train and step.tally.result.loss is not None and not math.isfinite(step.tally.result.loss):
-            self._not_finite(step, step.tally.result.loss)
+            self._not_finite(step, step.tally.result, step.tally.result.loss)
         return step.tally.result
 
     def _confirm(self, step: Step) -> None:
@@ -321,7 +321,7 @@ class Stream:
                 self._worker.running, self._worker.running_step = other.end.failed, other.ordinal
                 raise other.end.failure
 
-    def _not_finite(self, step: Step, loss: float) -> None:
+    def _not_finite(self, step: Step, result: Result, loss: float) -> None:
         """Stop, or warn: every worker finds the same, so one reports. A scaler goes on while it can shrink its scale.
 
         Raises:
@@ -334,6 +334,8 @@ class Stream:
         scale = next(iter(worker.shards.values())).updating.scale
         if scale.enabled:  # an update by such gradients is left out, unless it never ends
             spoilt = "" if scale.scale else "grad_scaler has come down to 0"
+        elif result.skipped or (step.batch.skips is not None and not step.batch.updates):
+            spoilt = ""
         if worker.nan == "stop" and spoilt:
             raise NotFinite(
                 f"step {number}: the loss is {loss}, as {cause}"

@@ -60,6 +60,8 @@ class StepInput:
     call: Call
     data: StepData
     train: bool = True
+    #: (number of a training step, norm of all gradients) -> whether the update is left out; None: it never is
+    skips: Callable[[int, float], bool] | None = None
     #: results of other stages that an update waits for; `part` was compiled for them
     reductions: Reductions = NO_REDUCTIONS
     #: whether the step ends with an update; False while gradients accumulate over several steps

@@ -52,9 +52,6 @@ class Run(Protocol):
     def each(self, call: Callable[[WorkerActor], Any]) -> list[Any]:
         """Call a function for every worker of this process, at the same time."""
 
-    def note_weights(self) -> None:
-        """Know that the present weights were put there by the pipeline."""
-
     def gather(self, name: str, value: Callable[[WorkerActor], Any]) -> list[Any] | None:
         """Return `value(actor)` of all workers, in order, on the first worker; None on any other."""
 

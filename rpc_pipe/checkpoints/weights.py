@@ -138,13 +138,11 @@ class Weights:
         from ..workers.compute.average import swap  # few runs have one
 
         swap(found)
-        self._run.note_weights()
         self._run.results.averaged = True
         try:
             yield
         finally:
             swap(found)
-            self._run.note_weights()
             self._run.results.averaged = False
 
 

@@ -42,6 +42,7 @@ def refuse_job(
         usual, scaler = type(training)(), training.grad_scaler
         found = {name: getattr(training, name) for name in _OF_TRAINING}
         given |= {name: f"{name}={value}" for name, value in found.items() if value and value != getattr(usual, name)}
+        given["skip_update"] = "" if training.skip_update is None else "skip_update"
         given["grad_scaler"] = "grad_scaler" if scaler is not None and scaler.is_enabled() else ""
         given["no norm"] = "" if training.measures_norm else "max_grad_norm=None"
     if job is not None and job.elastic:

@@ -64,7 +64,7 @@ class Guest(Shard):
         super().abandon()
         self.lodging.turn(self.lodging.host)
 
-    def update(self, *, finite: bool = True) -> None:
+    def update(self, *, finite: bool = True, skipped: bool = False) -> None:
         self.statistics.commit()
         updating = self.updating  # its host has the sums, and updates
         updating.held, updating.weight = {}, 0.0

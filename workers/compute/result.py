@@ -126,6 +126,8 @@ class Result:
         self.norm_tensor: Tensor | None = None
         #: whether no gradient has overflowed, once it is known, if the loss was scaled
         self.finite_tensor: Tensor | None = None
+        #: whether `skip_update` has left the update out
+        self.skipped = False
         self.summed = any(part.get("summed", False) for part in self.parts)
 
     @cached_property

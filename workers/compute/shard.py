@@ -330,15 +330,16 @@ class Shard:
             if store is not None:
                 store.forget()
 
-    def update(self, *, finite: bool = True) -> None:
+    def update(self, *, finite: bool = True, skipped: bool = False) -> None:
         """Apply one optimizer step and drop the gradients.
 
         Args:
             finite: whether the gradients of all stages are finite; if not, the weights are left unchanged.
+            skipped: whether they are left unchanged in any case.
         """
         self.recomputation.check()
         self.statistics.commit()
-        self.updating.update(finite)
+        self.updating.update(finite, skipped)
         self.num_updates += 1
 
     def update_early(self) -> BeforeUpdate:
@@ -347,11 +348,12 @@ class Shard:
         self.update()
         return before
 
-    def update_again(self, before: BeforeUpdate, max_norm: float, norm: Tensor) -> None:
-        """Roll back an early update and apply it with clipped gradients."""
+    def update_again(self, before: BeforeUpdate, max_norm: float | None, norm: Tensor, skipped: bool = False) -> None:
+        """Roll back an early update; unless it is skipped, apply it with clipped gradients."""
         before.put_back()
-        self.updating.clip(max_norm, norm)
-        self.updating.update(finite=True)
+        if max_norm is not None:
+            self.updating.clip(max_norm, norm)
+        self.updating.update(finite=True, skipped=skipped)
 
     def hold(self, weight: float) -> None:
         """Keep the gradients for a later update; `weight`: of a loss that is a sum, known only now."""

@@ -48,6 +48,8 @@ class Training:
         max_grad_norm: clip the gradients of the whole model to this norm before an update, with the bits of
             `torch.nn.utils.clip_grad_norm_`; see `Pipeline.grad_norm`.
         log_grad_norm: measure that norm for `Pipeline.grad_norm` also without clipping.
+        skip_update: that norm, before clipping -> whether the update is left out: then neither weights nor learning
+            rates change. Every process calls it once for an update, with the same bits, and must get the same answer.
         post_validation: whether steps of `train` update before that norm is known, and repeat the update if gradients
             must be clipped, with the same bits; by default if the schedule gains by it. See docs/training.md.
         untrained: names of parameters that no optimizer has on purpose, such as `*.bias`; any other is refused.
@@ -63,6 +65,7 @@ class Training:
     deferred_batch_norm: bool = False
     max_grad_norm: float | None = None
     log_grad_norm: bool = False
+    skip_update: Callable[[float], bool] | None = None
     post_validation: bool | None = None
     untrained: Sequence[str] = ()
     check: Literal["first", "always"] = "first"
@@ -70,7 +73,7 @@ class Training:
     @property
     def measures_norm(self) -> bool:
         """Whether the norm of all gradients is measured."""
-        return self.log_grad_norm or self.max_grad_norm is not None
+        return self.log_grad_norm or self.max_grad_norm is not None or self.skip_update is not None
 
 
 #: required arguments of `step` that a pipeline cannot give
@@ -125,7 +128,8 @@ class Updating:
         #: of steps since then: gradients by parameter, as they were after the last of them, and the loss's weight
         self.held: dict[str, Tensor] = {}
         self.weight = 0.0
-        self._finite = True
+        #: whether the last update has changed weights
+        self._counts = True
         #: functions of the user, called with whole gradients before they are clipped and applied
         self.on_gradients: list[Callable[[Mapping[str, nn.Parameter]], object]] = []
         #: whether it is known that the loss depends on no other parameters
@@ -196,15 +200,15 @@ class Updating:
             held = self.held.get(name)
             parameter.grad = None if held is None else held.clone()
 
-    def update(self, finite: bool) -> None:
-        """Let the optimizer make one step, unless gradients have overflowed, and forget them."""
+    def update(self, finite: bool, skipped: bool = False) -> None:
+        """Let the optimizer make one step, unless gradients have overflowed or it is skipped, and forget them."""
         self.held, self.weight = {}, 0.0
-        self._finite = finite
+        self._counts = finite and not skipped
         if self.scale.enabled:  # also where nothing is trained: there the loss may be computed
             self.scale.update(finite)
         if self.optimizer is None:
             return
-        if finite:
+        if self._counts:
             with autocast.without():
                 self._randomness.seed_update(self.count, self._first)
                 self.optimizer.step()
@@ -220,7 +224,7 @@ class Updating:
 
     def adopted(self) -> None:
         """Average the weights, some of which other holders have updated."""
-        if self.average is not None and self.average.tensors and self._finite:
+        if self.average is not None and self.average.tensors and self._counts:
             self.average.update()
         autocast.forget_casts()  # of weights as they were
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from threading import Lock
 
 from ...dependency import (
     NO_REDUCTIONS,
@@ -41,6 +42,10 @@ class StepEnd:
         max_grad_norm, post_validation = training.max_grad_norm, training.post_validation
         scaled = training.grad_scaler is not None and training.grad_scaler.is_enabled()
         self._max_norm, self._accumulate = max_grad_norm, training.accumulate
+        self._rule, self._deciding = training.skip_update, Lock()
+        #: (number of a training step, norm) -> whether its update is left out: workers that are threads ask for one
+        self._skipped: dict[tuple[int, str], bool] = {}
+        self.skips = None if training.skip_update is None else self._skips
         possible = spec.synchronous and training.measures_norm and not scaled and not spec.parallelism.zero
         asked = spec.post_validation if post_validation is None else post_validation
         self._validates = possible and not commits and asked
@@ -70,12 +75,22 @@ class StepEnd:
         tied, buckets = self.divided.tied, self.divided.buckets
         return known_reductions(spec, reductions._replace(tied=tied, buckets=buckets))
 
+    def _skips(self, number: int, norm: float) -> bool:
+        """Return whether the user's rule leaves out the update of a training step; it is asked once."""
+        assert self._rule is not None
+        with self._deciding:
+            key = number, norm.hex()  # a NaN equals none
+            if key not in self._skipped:
+                self._skipped = dict([*self._skipped.items()][-1:]) | {key: bool(self._rule(norm))}
+            return self._skipped[key]
+
     def observe_result(self, result: Result) -> None:
         """Record the result of a step: after a clipped step the next is likely to be clipped too."""
         quiet = (
             self._validates
             and not self.meets
             and result.norm_tensor is not None
+            and not result.skipped
             and not clips(self._max_norm, result.norm_tensor)
         )
         self._reductions = self._reductions._replace(weight=result.summed or self.meets, validated=quiet)
@@ -149,6 +164,7 @@ class StepInputs:
         return StepInput(
             part, self._order, call, data,
             train=train, reductions=reductions, updates=self._step_end.updates(number), last=self._due(number + 1),
+            skips=self._step_end.skips,
         )  # fmt: skip
 
 
