@@ -67,6 +67,7 @@ def observe(
     blocks: str | Sequence[str] | None = None,
     at_least: int = 1,
     seed: int = 0,
+    watched: dict[str, Any] | None = None,
 ) -> ObservedModel:
     """Find the blocks of a model and the tensors that pass between them, by observing a forward on shapes.
 
@@ -77,13 +78,14 @@ def observe(
         blocks: names of blocks, or of lists of blocks; by default they are found.
         at_least: number of calls of blocks wanted; with fewer, parts of blocks become blocks if possible.
         seed: seed of the initial weights of a model made by a function.
+        watched: containers by name, of which `filled_before_last` tells.
 
     Raises:
         ModelError: the model cannot be cut; the text names the tensor or the module.
     """
     source = model if isinstance(model, (nn.Module, DeferredModel)) else DeferredModel(model, seed)
     skeleton = Skeleton(source if isinstance(source, nn.Module) else source.model, torch.device("cpu"))
-    notes = without_caches(skeleton.module)
+    skeleton.watched, notes = watched or {}, without_caches(skeleton.module)
     args, kwargs = tuple(args), dict(kwargs or {})
     if not all(tensor.is_cpu for tensor in tensors((args, kwargs))):  # placeholders of weights are on the CPU
         args, kwargs = mapped((args, kwargs), torch.Tensor.cpu)
@@ -111,6 +113,13 @@ class ObservedModel:
         self._observation = observation
         self._assignment: tuple[list[range], Assignment] | None = None
         self._block_paths = [skeleton.path_of(block) for block in skeleton.blocks]
+        inside = {part for block in skeleton.blocks for part in block.modules()}
+        for module in skeleton.module.modules():
+            if type(module).__name__ == "OptimizedModule" and module not in inside:
+                raise ModelError(
+                    f"model: {skeleton.name_of(module)} is torch.compile of a part around blocks, where several stages "
+                    "run; pass that part as it is, and compile blocks, as compile=True does"
+                )
         #: names of the modules that a forward registers hooks on
         self.hooked = {skeleton.path_of(module) for module in observation.hooked}
         #: changes in the copies of the model, as sentences for the user
@@ -146,6 +155,10 @@ class ObservedModel:
         left = [(effect.module, effect.name) for event in calls for effect in event.effects if effect.name]
         paths = [(self._skeleton.path_of(module), name) for module, name in left if module is not None]
         return [(self._model.get_submodule(path), f"{path}.{name}") for path, name in paths]
+
+    def filled_before_last(self, cut: Sequence[range]) -> list[str]:
+        """Return the names of watched containers that blocks of stages before the last fill."""
+        return [name for event in self._observation.calls[: cut[-1].start] for name in event.fills]
 
     def made_before_last(self, found: Sequence[torch.Tensor], cut: Sequence[range]) -> bool:
         """Return whether stages before the last have made one of these tensors in the observation."""

@@ -151,16 +151,16 @@ class ObservedPartition:
     ) -> ObservedModel:
         """Observe the model and cut it between its blocks, or the named ones."""
         assert self._source is not None, "released"
-        observed = observe(self._source, *inputs, blocks=blocks, at_least=self._num_stages)
+        how: Any = {"blocks": blocks, "at_least": self._num_stages, "watched": self._boxes_of_loss()}
+        observed = observe(self._source, *inputs, **how)
         self.ranges = cut(observed.num_blocks, self._num_stages, self._split)
         observed.check(self.ranges)
         return observed
 
     def _refuse_loss_of_attributes(self, observed: ObservedModel) -> None:
         """Raise if a loss function refers to tensors that blocks leave on stages before the last."""
-        names = mentioned(self.loss_fn)
-        boxes = {name: box for name, box in names.items() if isinstance(box, (list, dict))}  # which hooks may fill
-        found = [name for name, box in boxes.items() if observed.made_before_last(tensors(box), self.ranges)]
+        names, boxes, found = mentioned(self.loss_fn), self._boxes_of_loss(), observed.filled_before_last(self.ranges)
+        found += [name for name, box in boxes.items() if observed.made_before_last(tensors(box), self.ranges)]
         referred = {part for module in modules_in(names.values(), 3) for part in module.modules()}
         found += [name for module, name in observed.left_before_last(self.ranges) if module in referred]
         if found:
@@ -168,6 +168,10 @@ class ObservedPartition:
                 f"loss_fn: refers to {found[0]}, which a block of a stage before the last fills, and the last computes "
                 "the loss: let the model return it, or refer to blocks of the last stage alone (split=)"
             )
+
+    def _boxes_of_loss(self) -> dict[str, Any]:
+        """Return the containers that a loss function refers to, which hooks may fill."""
+        return {name: box for name, box in mentioned(self.loss_fn).items() if isinstance(box, (list, dict))}
 
     def first_stage_of(self, parameter: str) -> int:
         """Return the first stage that holds a parameter."""

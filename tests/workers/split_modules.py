@@ -196,6 +196,51 @@ class Products(nn.Module):
         return torch.baddbmm(self.bias, x, self.a) @ (self.b @ self.b)
 
 
+class Equilibrium(nn.Module):
+    """A fixed point, with a gradient that is one as well: a hook runs a graph of its own again and again."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(16, 16), nn.Linear(16, 16)
+        nn.init.normal_(self.inner.weight, std=0.1)
+
+    def forward(self, x):
+        found = torch.tanh(self.inner(self.outer(x)) + self.outer(x))
+        at = found.detach().requires_grad_()
+        after = torch.tanh(self.inner(at) + self.outer(x.detach()))
+
+        def solve(grad):
+            total = grad
+            for _ in range(3):
+                total = torch.autograd.grad(after, at, total, retain_graph=True)[0] + grad
+            return total
+
+        found.register_hook(solve)
+        return found
+
+
+class Implicit(torch.autograd.Function):
+    """The same in a user's own function."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        with torch.enable_grad():
+            ctx.leaves = [tensor.detach().requires_grad_() for tensor in (x, weight)]
+            ctx.after = torch.tanh(ctx.leaves[0] @ ctx.leaves[1])
+        return ctx.after.detach()
+
+    @staticmethod
+    def backward(ctx, grad):
+        for _ in range(3):
+            found = torch.autograd.grad(ctx.after, ctx.leaves, grad, retain_graph=True)
+        return found
+
+
+class ImplicitLayer(Own):
+    def forward(self, x):
+        return Implicit.apply(x, self.weight) * self.scale
+
+
 MODULES = {
     "linear": (lambda: nn.Linear(16, 8), (4, 5, 16)),
     "attention": (encoder, (2, 5, 16)),
@@ -208,6 +253,8 @@ MODULES = {
     "handed on": (HandedOn, (2, 16)),
     "twice": (Twice, (2, 16)),
     "hooked": (Hooked, (2, 16)),
+    "equilibrium": (Equilibrium, (2, 16)),
+    "implicit": (ImplicitLayer, (2, 16)),
     "slices": (Slices, (2, 16)),
     "several outputs": (Outputs, (2, 16)),
     "embedding": (lambda: nn.Embedding(10, 16), None),

@@ -18,7 +18,7 @@ from training_options import pipeline_with
 
 from rpc_pipe import Pipeline, Training, own_workers
 from rpc_pipe.arguments import compile_options
-from rpc_pipe.dependency import ModelError
+from rpc_pipe.dependency import ModelError, PipeError
 from rpc_pipe.dependency.errors import WorkerFailure
 from rpc_pipe.dependency.kinds import C, D
 from rpc_pipe.planning.specs import make_spec
@@ -50,6 +50,43 @@ def compiled():
 def test_compiled_blocks_run_where_backward_is_split():
     """It ended in torch's own error about donated buffers."""
     assert losses(compiled(), "zb-h1") == losses(compiled(), "1f1b")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_split_backward_keeps_what_compiled_blocks_save():
+    """The compiler took the versions of saved tensors for constants: one "was changed in place"."""
+
+    def in_place():
+        torch.manual_seed(0)
+        make = lambda: nn.Sequential(nn.Linear(6, 6), nn.ReLU(inplace=True))  # noqa: E731
+        return [torch.compile(make(), backend="aot_eager"), nn.Softplus(), *[make() for _ in range(2)]]
+
+    assert losses(in_place(), "zb-h1") == losses(in_place(), "1f1b")
+
+
+class Around(nn.Module):
+    """Calls a compiled part, or function, around its blocks."""
+
+    def __init__(self, part):
+        super().__init__()
+        self.blocks, self.compiled = (
+            nn.ModuleList(nn.Linear(6, 6) for _ in range(4)),
+            torch.compile(part, backend="eager"),
+        )
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.compiled(x)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("part", [nn.Linear(6, 6), torch.tanh])
+def test_compiled_code_around_blocks_is_refused(part):
+    """The refusal was that a forward goes another way each time."""
+    with refused("model", PipeError) as raised:
+        losses(Around(part), "1f1b")
+    assert "compile" in str(raised.value)
 
 
 class Block(nn.Module):

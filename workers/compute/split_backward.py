@@ -34,7 +34,7 @@ from torch.utils.hooks import RemovableHandle
 from ...dependency import ConfigError
 from .autograd_graph import children_first, packed
 from .borders import address, strided_copy
-from .torch_internals import without_torch_function
+from .torch_internals import keep_uncompiled, without_torch_function
 
 #: nodes with a formula that computes the gradient of each operand separately, and only on demand
 _SEPARABLE = frozenset((
@@ -69,13 +69,18 @@ class Saved:
         self.hooked |= RemovableHandle.next_id != num_registered
 
     @contextmanager
-    def freeing(self, later: Iterable[Node], several_times: Iterable[Node]) -> Iterator[None]:
+    def freeing(self, later: Iterable[Node], graph: _Graph) -> Iterator[None]:
         """Free each tensor when it has been used, and at the end all but the tensors of the nodes `later`.
 
-        Tensors of the nodes `several_times` are freed only at the end.
+        Hooks, and nodes written in Python, may run graphs of their own again and again. So the tensors that they may
+        read are freed only at the end.
         """
         kept = {handle for node in later for handle in _handles(node)}
-        self._kept = kept | {handle for node in several_times for handle in _handles(node)}
+        several = set(self._handles if self.hooked or graph.written_in_python else ())
+        if not self.hooked:
+            of_others = (node for node in graph.nodes if node not in graph.written_in_python)
+            several.difference_update(handle for node in of_others if several for handle in _handles(node))
+        self._kept = kept | several
         try:
             yield
         finally:
@@ -125,6 +130,10 @@ class Saved:
         return tensor
 
 
+keep_uncompiled(Saved._save)
+keep_uncompiled(Saved._load)
+
+
 class _Handle:
     __slots__ = ("tensor", "version")
 
@@ -168,7 +177,7 @@ def backward_inputs(
     wanted = [*((_leaf_node(leaf), 0) for leaf in inputs), *((leaf, 0) for leaf in weights), *cut]
     found: Sequence[Tensor | None] = [None] * len(wanted)
     if along:
-        with saved.freeing((node for branch in later for node in branch.nodes), graph.written_in_python):
+        with saved.freeing((node for branch in later for node in branch.nodes), graph):
             found = _run(along, wanted, retain_graph=True)
     for leaf in inputs:
         # The graph that leads here stays until W; the leaf in it would hold the activation.
@@ -280,7 +289,7 @@ class _Graph:
     def __init__(self, roots: Sequence[_Edge], inputs: set[Node]) -> None:
         self.nodes = children_first(node for node, _ in roots)
         #: nodes that may read their saved tensors several times
-        self.written_in_python = [node for node in self.nodes if isinstance(node, BackwardCFunction)]
+        self.written_in_python = {node for node in self.nodes if isinstance(node, BackwardCFunction)}
         #: nodes that lead to an input
         self.to_inputs: set[Node] = set()
         #: among them, nodes with a path that reaches only weights -> its first nodes

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._dynamo import eval_frame
 from torch.autograd.graph import _engine_run_backward
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.batchnorm import _NormBase as NormBase
@@ -69,6 +70,15 @@ def keep_donated_buffers() -> None:
     from torch._functorch import config
 
     config._config["donated_buffer"].default = False  # type: ignore[attr-defined]
+
+
+def keep_uncompiled(function: Any) -> None:
+    """Let a function that compiled code calls, as hooks of saved tensors, run as it is written: versions are numbers.
+
+    The compiler is not imported for it.
+    """
+    skip = eval_frame._FrameAction.SKIP
+    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
 
 
 def keep_device_guard() -> None:

@@ -70,6 +70,8 @@ class Event:
     #: the trees of tensors that it leaves: its result, then that of each side effect of a block
     trees: list[Any] = field(default_factory=list)
     effects: list[SideEffect] = field(default_factory=list)
+    #: names of watched containers with other contents behind it
+    fills: list[str] = field(default_factory=list)
     #: the result that a later forward on the same path must have again: a number, or the shape of a tensor
     answer: Any = None
     made: list[Value] = field(default_factory=list)

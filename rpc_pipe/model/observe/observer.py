@@ -39,7 +39,7 @@ from .placeholder import (
     without_masks,
     written,
 )
-from .side_effects import LeftAttributes, boxes, contents, fill, hooked, left_in, watching
+from .side_effects import LeftAttributes, boxes, contents, differ, fill, hooked, left_in, watching
 from .skeleton import Skeleton, is_mark
 from .trees import at, leaves, mapped, replaced, tensors
 
@@ -221,6 +221,7 @@ class Observer(TorchFunctionMode):
         # even if the forward does not use them, hooks may write them
         event.buffers = {self._buffers[id(b)] for b in module.buffers() if id(b) in self._buffers}
         held, attributes = boxes((args, kwargs)), LeftAttributes(module.modules(), self._around)
+        watched = [(name, box, contents(box)) for name, box in self._skeleton.watched.items()]
         self.current = event
         try:
             with watching(hooked(module)) as calls:
@@ -237,6 +238,7 @@ class Observer(TorchFunctionMode):
         finally:
             self.current = None
         seen = [(tree, SideEffect(inner)) for inner, tree in calls] + list(left_in(held))
+        event.fills = [name for name, box, before in watched if differ(contents(box), before)]
         seen += attributes.left(partial(self._is_of, event), [result, *(tree for tree, _ in seen)])
         trees = self._on_shapes(event, [result, *(tree for tree, _ in seen)])
         # copies, since the model and later calls may change the lists and dicts

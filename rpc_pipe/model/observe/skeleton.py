@@ -85,6 +85,8 @@ class Skeleton:
         self.mark = nn.Identity()
         self.marked = False
         self._names[id(self.mark)] = MARK
+        #: containers that the loss function refers to, by name
+        self.watched: dict[str, Any] = {}
         #: the running forward; None: blocks run by themselves
         self.run: RunningForward | None = None
         #: copies of buffers that are in use during `with_placeholders`

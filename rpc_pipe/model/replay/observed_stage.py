@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -145,6 +147,11 @@ class ObservedStage:
             accepting = [each for each in scripts if each in observed or not each.refusal(payload)]
             script = next((each for each in accepting if all(map(each.allows, divergences))), None)
             if script is None:
+                if len(observed) == _MOST_TRIES and _is_compiled(divergences[-1]):
+                    raise ModelError(
+                        "model: calls code of torch.compile around its blocks, where several stages run; compile "
+                        "blocks alone, as compile=True does"
+                    )
                 if len(observed) == _MOST_TRIES:
                     raise ModelError(
                         f"model: its forward goes another way each time on the same inputs (now to "
@@ -229,6 +236,12 @@ class ObservedStage:
         autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
         grad = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         return grad, tuple([module.training for module in self.modules]), autocast
+
+
+def _is_compiled(diverged: Diverged) -> bool:
+    """Return whether a forward has gone another way inside of compiled code."""
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(diverged.__traceback__)]
+    return any("_dynamo" in Path(file).parts for file in files)
 
 
 def _recent(held: dict[Any, _Held], form: Any, make: Callable[[], _Held]) -> _Held:
