@@ -27,7 +27,7 @@ from ..system.files import sync
 from ..workers.compute.digest import memory_of
 from .folder import umask
 
-_TUPLE, _PAIRS, _TENSOR, _BYTES, _ARRAY = "$tuple", "$pairs", "$tensor", "$bytes", "$array"
+_TUPLE, _PAIRS, _TENSOR, _DTYPE, _BYTES, _ARRAY = "$tuple", "$pairs", "$tensor", "$dtype", "$bytes", "$array"
 #: most bytes of a tensor among plain values: a generator's state has 5,056
 _MOST_BYTES = 2**20
 _PREFIX = "random."
@@ -56,6 +56,8 @@ def encoded(value: Any, what: str) -> Any:
         if all(isinstance(key, str) and not key.startswith("$") for key in value):
             return {key: encoded(each, what) for key, each in value.items()}
         return {_PAIRS: [[encoded(key, what), encoded(each, what)] for key, each in value.items()]}
+    if isinstance(value, torch.dtype):
+        return {_DTYPE: str(value).removeprefix("torch.")}
     if isinstance(value, bytes) and len(value) <= _MOST_BYTES:
         return {_BYTES: b64encode(value).decode()}
     if isinstance(value, (numpy.ndarray, numpy.generic)) and value.dtype.kind in "biufc":
@@ -79,6 +81,8 @@ def decoded(value: Any) -> Any:
         return tuple(decoded(each) for each in value[_TUPLE])
     if _PAIRS in value:
         return {decoded(key): decoded(each) for key, each in value[_PAIRS]}
+    if _DTYPE in value:
+        return getattr(torch, value[_DTYPE])
     if _BYTES in value:
         return b64decode(value[_BYTES])
     if _ARRAY in value:

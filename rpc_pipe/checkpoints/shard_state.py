@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from ..dependency import ConfigError
 from ..workers.compute.shard import Shard
 from ..workers.compute.slices import plain_name
+from . import flattened
 from .json_values import decoded, encoded
 
 if TYPE_CHECKING:
@@ -79,7 +80,8 @@ def _checked(state: Mapping[str, Any]) -> dict[str, Tensor]:
 
 def state_tensors(shard: Shard) -> dict[str, Tensor]:
     """Return the tensors of the optimizer's state themselves."""
-    return {key: value for key, value, _ in _state(shard) if isinstance(value, Tensor)}
+    found = (flattened.parts(key, value) for key, value, _ in _state(shard) if isinstance(value, Tensor))
+    return {name: part for each in found for name, part in each}
 
 
 def optimizer_tensors(shard: Shard) -> dict[str, Tensor]:
@@ -146,6 +148,7 @@ def _described(shard: Shard) -> dict[str, Any]:
         "plain": {
             key: encoded(value, f"{what}: {key}") for key, value, _ in _state(shard) if not isinstance(value, Tensor)
         },
+        "whole": flattened.forms(((key, value) for key, value, _ in _state(shard)), what),
         # Such as Adam's count of steps, which stays on the CPU.
         "on_host": [key for key, value, p in _state(shard) if isinstance(value, Tensor) and value.device != p.device],
         "scheduler": None if scheduler is None else encoded(scheduler.state_dict(), type(scheduler).__name__),
@@ -185,6 +188,8 @@ class Stages:
         }
         every = stages.values()
         self._plain = {plain_name(key): value for each in every for key, value in each.get("plain", {}).items()}
+        #: of tensors that consist of plain ones, how
+        self._whole = {plain_name(key): form for each in every for key, form in each.get("whole", {}).items()}
         self._on_host = {plain_name(key) for each in every for key in each.get("on_host", ())}
         #: the values that all trained stages have in common
         self._told = next((each for each in stages.values() if each["groups"]), {})
@@ -195,7 +200,7 @@ class Stages:
         self._held = {key: key.partition(".")[2] for key in tensors if key.startswith((_HELD, _PART))}
         #: of each parameter, the state of its optimizer
         self._state: dict[str, list[str]] = {}
-        for key in (*set(tensors) - self._beside, *self._plain):
+        for key in {*map(flattened.of_part, set(tensors) - self._beside), *self._plain}:
             self._state.setdefault(key.removeprefix("state.").rpartition(".")[0], []).append(key)
 
     def wanted(self, shard: Shard, route: int, num_routes: int) -> list[str]:
@@ -207,7 +212,7 @@ class Stages:
         beside = [*self._of_sums(shard, route, num_routes), *(_AVERAGE + name for name in on_this)]
         held = [key for key, name in self._held.items() if name in on_this]
         return [
-            *(key for key in state if key not in self._plain),
+            *(name for key in state if key not in self._plain for name in flattened.names(self._whole.get(key), key)),
             *(key for key in beside if key in self._beside),
             *(key for key in held if self._takes(key, shard, num_routes) == (shard.stage, route)),
         ]
@@ -315,7 +320,8 @@ class Stages:
         on_host = key in self._on_host
         if key.endswith(".step"):  # where torch wants it, whatever device the checkpoint was written on
             on_host = not (group.get("fused") or group.get("capturable"))
-        return tensors[key] if on_host else tensors[key].to(parameter.device)
+        found = flattened.joined(self._whole.get(key), key, tensors)
+        return found if on_host else found.to(parameter.device)
 
     def _scheduler(self, shard: Shard, origins: list[tuple[str, int]]) -> Any:
         """Return the state of this stage's scheduler, which may have groups of several stages; None: there is none."""

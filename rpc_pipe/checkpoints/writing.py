@@ -18,13 +18,14 @@ from typing import Any
 
 from torch import Tensor
 
-from ..dependency import EpochEnds, Stalled, StorageError
+from ..dependency import ConfigError, EpochEnds, Stalled, StorageError
 from ..system.at_exit import at_exit
 from ..system.files import refused
 from ..workers.actor import WorkerActor
 from ..workers.compute.divided import local
 from ..workers.compute.shard import Shard
 from . import folder
+from .flattened import is_plain
 from .json_values import checksum, random_state, write
 from .shard_state import (
     column,
@@ -109,7 +110,11 @@ class Snapshot:
         """
         mine = tensors.items() if self._members is None or apart else self._members.taken(tensors, first)
         # Several names may share memory, which safetensors refuses, and training goes on while this is written.
-        return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in mine}
+        copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in mine}
+        for name, tensor in copies.items():
+            if not is_plain(tensor):
+                raise ConfigError(f"{name}: is a {type(tensor).__name__}, and safetensors has plain tensors alone")
+        return copies
 
     @property
     def is_first(self) -> bool:
