@@ -212,9 +212,9 @@ class ReductionTree:
                 if not self.spec.parallelism.zero or owner == (stage, route)]  # fmt: skip
 
     def _completing(self, stage: int, route: int, step: int = 0) -> list[Action]:
-        """Return the exchange of gradients behind which a shard has those alone that its update takes.
+        """Return the exchange of gradients that leaves a shard with the gradients of its update.
 
-        With ZeRO gradients of parameters that others own have to leave first: the norm and the divisor are not theirs.
+        With ZeRO the gradients for another owner leave first: norm and divisor are of the rest.
         """
         gives = self.given(G, stage, route, step) if self.spec.parallelism.zero else []
         return self.sums(stage, route, step) + gives

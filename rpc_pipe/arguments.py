@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from .dependency import ConfigError, Disagreement, PipeError, ScheduleError, Spec, WorkerFailure, refuse_below
-from .dependency.crossings import refuse_together
 from .model.shard_maker import refuse_sums
 from .planning.specs import MICROBATCH_ORDERS
 from .schedules import name_of
@@ -136,6 +135,8 @@ def refuse_training(loss_fn: object, training: Training) -> None:
 def refuse_shared(spec: Spec, shared: Mapping[str, Sequence[int]]) -> None:
     """Refuse weights of several stages in asynchronous schedules, where these update at different times."""
     if shared and not spec.synchronous:
+        from .dependency.crossings import refuse_together
+
         stages = ", ".join(map(str, next(iter(shared.values()))))
         refuse_together({"asynchronous": f"schedule={name_of(spec)}", "shared weights": f"weights of stages {stages}"})
 

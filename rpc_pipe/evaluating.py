@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from .checkpoints.resumption import Skipped
 from .dependency import BatchError
-from .model.batches.loaders import is_loader, mean_over
+from .model.batches.loaders import CouldBeOne, has_batches
 from .session import Session
 from .workers.compute.shard import LossFn
 from .workers.compute.unlabelled import unlabelled
-from .workers.transport.payload import Tree
+from .workers.transport.payload import Tree, tensors_of
 
 
 def evaluate(
@@ -53,3 +53,45 @@ def _measured(
     if session.recovery is not None:
         session.recovery.write_down(found)
     return found
+
+
+def is_loader(given: Any, known: Any, could_be_one: CouldBeOne) -> bool:
+    """Return whether `given` is iterated over for batches, as a DataLoader or a list of batches.
+
+    Args:
+        known: the form of a batch that was taken before; None: there was none.
+
+    Raises:
+        BatchError: it may be one batch or several.
+    """
+    found = has_batches(given, known, could_be_one)
+    if found is None:
+        rows = [{tensor.shape[0] for tensor in tensors_of(each) if tensor.dim()} for each in given]
+        if any(len(sizes) != 1 for sizes in rows) or len(set.union(*rows)) == 1:
+            raise BatchError(
+                f"batch: a {type(given).__name__} of {len(given)} may be one batch or a list of batches; pass "
+                "iter(batches), or for one microbatches=[batch]"
+            )
+        found = True  # as a shorter last batch
+    return found
+
+
+def mean_over(found: Iterable[Mapping[str, tuple[float, float]]]) -> dict[str, float]:
+    """Return the mean of (value, weight) pairs by name; nan if the weights are 0.
+
+    Raises:
+        BatchError: there is none, or names differ.
+    """
+    batches = list(found)
+    if not batches:
+        raise BatchError("loader: gave no batch: a generator can be used once, so make it anew for each call")
+    if any(each.keys() != batches[0].keys() for each in batches):
+        raise BatchError("metric: returned other names for another batch; return the same for all")
+    return {name: _mean([each[name] for each in batches]) for name in batches[0]}
+
+
+def _mean(pairs: Sequence[tuple[float, float]]) -> float:
+    if len(pairs) == 1:
+        return pairs[0][0]  # with its bits
+    total = sum(weight for _, weight in pairs)
+    return sum(value * weight for value, weight in pairs if weight) / total if total else float("nan")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .dependency import ConfigError
+from .dependency import ConfigError, Entry
 from .session import Session
 from .workers.actor import WorkerActor
 from .workers.hooks import Listener
@@ -126,3 +126,12 @@ class Inspected:
     def loss_scale(self) -> float:
         """What the loss is scaled with; 1 without `grad_scaler`."""
         return next(iter(self._session.actors[0].shards.values())).updating.scale.scale
+
+    def program(self, worker: int, num_microbatches: int) -> list[Entry]:
+        """Return the entries of `worker` in a training step of `num_microbatches` microbatches."""
+        return self._session.program(worker, num_microbatches)
+
+    def shards(self, worker: int) -> list[tuple[int, int, int]]:
+        """Return (stage, route, number of layers) of every shard that `worker` holds."""
+        spec, ranges = self._session.spec, self._session.partition.ranges
+        return [(stage, route, len(ranges[stage])) for stage, route in spec.hosted(worker)]

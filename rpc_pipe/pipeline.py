@@ -22,7 +22,7 @@ from .arguments import (
     settle_training,
     shown_plainly,
 )
-from .dependency import Entry, Order, Spec
+from .dependency import Order, Spec
 from .dependency.parallelism import Parallelism, with_parallelism
 from .inspected import Inspected
 from .launching import launcher_link as link
@@ -373,14 +373,6 @@ class Pipeline(Inspected):
     def partition(self) -> LayerPartition | ObservedPartition:
         """The model, cut into stages."""
         return self._session.partition
-
-    def program(self, worker: int, num_microbatches: int) -> list[Entry]:
-        """Return the entries of `worker` in a training step of `num_microbatches` microbatches."""
-        return self._session.program(worker, num_microbatches)
-
-    def shards(self, worker: int) -> list[tuple[int, int, int]]:
-        """Return (stage, route, number of layers) of every shard that `worker` holds."""
-        return [(stage, route, len(self.partition.ranges[stage])) for stage, route in self.spec.hosted(worker)]
 
     def request_stop(self) -> None:
         """Ask all workers to stop after the same step, soon after the one that runs now. For any thread."""

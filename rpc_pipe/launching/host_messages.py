@@ -20,7 +20,7 @@ from .worker_process import WorkerEvent
 #: a stranger may send one frame before it has proved the key, so frames are small; encryption adds less than that
 _FRAME_BYTES = 2**14
 MOST_FRAME_BYTES = 2 * _FRAME_BYTES
-#: what a worker's process may do, and how its launcher tells
+#: actions of a worker's process, and the words of its launcher
 _DETAILS = {"printed": str, "ended": int, "told": dict}
 #: errors of reading that a message of other types causes
 _UNREADABLE = LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError, StopIteration

@@ -28,7 +28,7 @@ _Structure = Callable[[nn.Module], dict[str, Any]]
 Pairs = list[tuple[str, nn.Module, nn.Module]]
 
 
-class _Followed:
+class _ModuleCopy:
     """A module of the user's model and its copy. References are weak, so that neither is kept alive.
 
     Args:
@@ -130,7 +130,7 @@ class ModuleCopies:
     """All copies of a user's modules that this process computes with."""
 
     def __init__(self) -> None:
-        self._modules: list[_Followed] = []
+        self._modules: list[_ModuleCopy] = []
 
     def add(
         self,
@@ -160,11 +160,11 @@ class ModuleCopies:
             stays = stays if used is None or made in used else _nothing
             buffers = [name for name in module._buffers if (f"{path}.{name}" if path else name) in mirrored]
             changes = runs or any(weights)
-            self._modules.append(_Followed(module, made, stays, weights=names, changes=changes, mirrored=buffers))
+            self._modules.append(_ModuleCopy(module, made, stays, weights=names, changes=changes, mirrored=buffers))
 
     def watch(self, module: nn.Module, structure: _Structure) -> None:
         """Refuse changes of a user's module that other stages would not have; calls may make them themselves."""
-        self._modules.append(_Followed(module, module, structure))
+        self._modules.append(_ModuleCopy(module, module, structure))
 
     def begin(self) -> None:
         """Record the state of all modules, when every copy has been made."""
@@ -188,7 +188,7 @@ class ModuleCopies:
 
 
 def paired(own: nn.Module, copy: nn.Module) -> Pairs:
-    """Return the modules of `own` by their names, with those of a copy."""
+    """Return the modules of `own` by name, with the modules of a copy."""
     return [(path, module, made) for (path, module), made in zip(own.named_modules(), copy.modules(), strict=True)]
 
 

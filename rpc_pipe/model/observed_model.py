@@ -220,9 +220,8 @@ class ObservedModel:
             initialise: False leaves the memory of parameters uninitialised, to be loaded.
             copied: copy all parameters, for a second replica of the stage.
 
-        Returns:
-            The function takes what divides a block among members, as soon as it has been made. It may divide the
-            user's own blocks, so that all stages of a process are begun before one is made: copies are whole.
+        The function takes the division of blocks among members. It may divide the blocks of the user, so all stages of
+        a process are begun before one is made: copies are whole.
 
         Raises:
             ModelError: the model's parameters are on the meta device.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from ..dependency import Order, Spec
-from ..dependency.crossings import refuse_together
 from ..model.sharding import Sharing
 from ..schedules import name_of
 
@@ -30,13 +29,14 @@ def refuse_job(
     Raises:
         ConfigError: there is such a pair.
     """
-    schedule, parallelism = f"schedule={name_of(spec)}", spec.parallelism
+    schedule = f"schedule={name_of(spec)}"
+    zero = spec.parallelism.zero
     given = {
         "asynchronous": "" if spec.synchronous else schedule,
         "updates in parts": "" if spec.takes_steps else schedule,
         "members": f"members={sharing.count}" if sharing.count > 1 else "",
         "order=ready": f"order={order}" if order == "ready" else "",
-        "zero": f"zero={parallelism.zero}" if parallelism.zero else "",
+        "zero": f"zero={zero}" if zero else "",
     }
     if training is not None:
         usual, scaler = type(training)(), training.grad_scaler
@@ -49,4 +49,7 @@ def refuse_job(
         given |= {"elastic": "--elastic", "no launcher": "" if is_launched else "torchrun"}
         given["carrier"] = "" if job.transport == "zmq" else f"transport={job.transport}"
         given["one replica"] = "replicas=1" if spec.num_routes == 1 else ""
-    refuse_together(given)
+    if sum(map(bool, given.values())) > 1:
+        from ..dependency.crossings import refuse_together  # most jobs have one feature at most
+
+        refuse_together(given)

@@ -108,16 +108,17 @@ class Streams:
 
     def __init__(self, spec: Spec, cost: Callable[[Action], float], *, fixed: bool, steps: int = 1) -> None:
         self.spec, self.fixed, self.steps, self._cost = spec, fixed, steps, cost
-        slices = len(spec.parallelism.slices)
+        parallelism = spec.parallelism
+        slices = len(parallelism.slices)
         limited = any(spec.activation_limit(worker) is not None for worker in spec.workers)
-        irregular = not spec.synchronous and (spec.parallelism.zero or spec.parallelism.replicas > 1)
+        irregular = not spec.synchronous and (parallelism.zero or parallelism.replicas > 1)
         if not has_slot(spec) or spec.handovers or irregular:
             raise NotRegular
         if not fixed and (limited or slices > 1 or not is_uniform(spec)):
             raise NotRegular
         self._routes = spec.num_routes
         in_turn = not overrides(type(spec), "route")
-        self._residues = slices * (self._routes if in_turn else spec.parallelism.replicas)
+        self._residues = slices * (self._routes if in_turn else parallelism.replicas)
         self.streams: list[ActionStream] = []
         #: payloads between workers in a step
         self.messages = 0

@@ -204,7 +204,7 @@ class _Moments:
         self._look(chosen)
 
     def _finish(self) -> None:
-        """Count what ends or arrives now."""
+        """Count the actions and payloads that end now."""
         lanes = np.flatnonzero(self.until == self.now)
         ended = self.running.take(lanes)
         if ended.size:
@@ -231,7 +231,7 @@ class _Moments:
         self.keys.ravel()[ready] = self.slot.take(ready)
         self.touched[ready // self._t.width] = True
 
-    # --- what repeats
+    # --- the repeated period
 
     def _note(self) -> SimpleNamespace:
         self.peak, self.high = np.maximum(self.peak, self.high), self.live.copy()
@@ -257,7 +257,7 @@ class _Moments:
         ):
             return 0
         counted = self.counts - before.counts
-        # What is needed has grown as what waits for it; else it is there in time, and was so all the time.
+        # A need has grown as its waiting action has; else it is met in time, always.
         used = (self.threshold - before.state[:, :-2])[moving]
         source = self.source[moving]
         gained = counted[source] - used

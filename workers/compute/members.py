@@ -65,7 +65,7 @@ class Members:
         """Return a context in which members are torch's default process group, as layers expect that divide or meet."""
         world = torch.distributed.group
         before = world.WORLD
-        if before is None or before.size() > 1:  # the script's own, of all processes
+        if before is None or before.size() > 1:  # made by the script, of all processes
             yield
             return
         world.WORLD = self.group
@@ -123,7 +123,7 @@ class Members:
             same = [number for number, each in enumerate(places) if name in each and each[name][0] == at]
             if same[0] == self.index:
                 self._counted.add(name)
-            # Members of the tensor's own mesh sum by a collective of its layer.
+            # Members of the tensor's mesh sum by a collective of its layer.
             outside = (n for n in reversed(same) if n // self.alike == self.part or self.ranks[n] not in mesh)
             firsts = {n // self.alike: n for n in outside}
             if len(firsts) > 1:

@@ -258,7 +258,7 @@ def _accumulate(leaf: Node, grad: Tensor) -> None:
     weight: Tensor = leaf.variable  # type: ignore[attr-defined]
     if weight.grad is None:
         # A copy: a gradient of autograd may be shared, with another weight or with a received one.
-        made = torch.empty_like(weight, dtype=grad.dtype)  # as of `grad_dtype`, to which the engine casts
+        made = torch.empty_like(weight, dtype=grad.dtype)  # `grad_dtype`: the engine casts to it
         weight.grad = grad.clone() if grad.is_sparse else made.copy_(grad)
     elif weight.grad.is_sparse and not grad.is_sparse:
         weight.grad = grad + weight.grad

@@ -127,7 +127,7 @@ def is_current(mode: TorchFunctionMode) -> bool:
 
 
 def divisor_of(node: Any) -> float | None:
-    """Return the number by which a node of a graph divides; None: it does something else, or is not known."""
+    """Return the divisor of a node of a graph; None: it does something else, or is not known."""
     divisor = getattr(node, "_saved_other", None) if node.name().startswith("DivBackward") else None
     return float(divisor) if isinstance(divisor, Tensor) and divisor.numel() == 1 else None
 

@@ -12,7 +12,7 @@ from .result import IGNORED, NUM_ITEMS
 
 
 def unlabelled(inputs: Sequence[Tree], targets: Sequence[Tree]) -> str:
-    """Return a sentence about the microbatches whose labels are all ignored; "" if there are none."""
+    """Return a sentence about the microbatches without a counted label; "" if there are none."""
     found = [str(m) for m, each in enumerate(zip(inputs, targets, strict=True)) if any(map(_is_empty, _labels(each)))]
     if not found:
         return ""

@@ -1,4 +1,4 @@
-"""Loaders and lists of batches: how they are recognised, and the mean over their batches."""
+"""Loaders and lists of batches: how they are recognised."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 from torch import Tensor
 
 from ...dependency import BatchError
-from ...workers.transport.payload import tensors_of
 from .lazy_batch import LazyBatch
 from .microbatches import SplitBatch
 
@@ -30,28 +29,7 @@ def form_of(batch: Any) -> Any:
 CouldBeOne = Callable[[Sequence[Any]], bool]
 
 
-def is_loader(given: Any, known: Any, could_be_one: CouldBeOne) -> bool:
-    """Return whether `given` is iterated over for batches, as a DataLoader or a list of batches.
-
-    Args:
-        known: the form of a batch that was taken before; None: there was none.
-
-    Raises:
-        BatchError: it may be one batch or several.
-    """
-    found = _has_batches(given, known, could_be_one)
-    if found is None:
-        rows = [{tensor.shape[0] for tensor in tensors_of(each) if tensor.dim()} for each in given]
-        if any(len(sizes) != 1 for sizes in rows) or len(set.union(*rows)) == 1:
-            raise BatchError(
-                f"batch: a {type(given).__name__} of {len(given)} may be one batch or a list of batches; pass "
-                "iter(batches), or for one microbatches=[batch]"
-            )
-        found = True  # as a shorter last batch
-    return found
-
-
-def _has_batches(given: Any, known: Any, could_be_one: CouldBeOne) -> bool | None:
+def has_batches(given: Any, known: Any, could_be_one: CouldBeOne) -> bool | None:
     """Return whether `given` has batches; None: its form does not tell."""
     if type(given) not in (tuple, list):
         return isinstance(given, Iterable) and not isinstance(given, _BATCHES) and not is_dataclass(given)
@@ -77,7 +55,7 @@ def refuse_batches(call: str, given: Any, could_be_one: CouldBeOne) -> None:
     Raises:
         BatchError: it is one.
     """
-    if _has_batches(given, None, could_be_one):
+    if has_batches(given, None, could_be_one):
         what = f"{type(given).__name__}" + (f" of {len(given)} batches" if isinstance(given, (list, tuple)) else "")
         raise BatchError(f"{call}: takes one batch, and was given a {what}; call it for each")
 
@@ -90,24 +68,3 @@ def refuse_batch(given: Any) -> None:
     """
     if isinstance(given, (Tensor, Mapping, str, LazyBatch, SplitBatch)) or not isinstance(given, Iterable):
         raise BatchError(f"train: takes batches one after the other, not a {type(given).__name__}; pass [batch]")
-
-
-def mean_over(found: Iterable[Mapping[str, tuple[float, float]]]) -> dict[str, float]:
-    """Return the mean of (value, weight) pairs by name; nan if the weights are 0.
-
-    Raises:
-        BatchError: there is none, or names differ.
-    """
-    batches = list(found)
-    if not batches:
-        raise BatchError("loader: gave no batch: a generator can be used once, so make it anew for each call")
-    if any(each.keys() != batches[0].keys() for each in batches):
-        raise BatchError("metric: returned other names for another batch; return the same for all")
-    return {name: _mean([each[name] for each in batches]) for name in batches[0]}
-
-
-def _mean(pairs: Sequence[tuple[float, float]]) -> float:
-    if len(pairs) == 1:
-        return pairs[0][0]  # with its bits
-    total = sum(weight for _, weight in pairs)
-    return sum(value * weight for value, weight in pairs if weight) / total if total else float("nan")
