@@ -1,10 +1,14 @@
 """What the README and the documentation show is executed."""
 
 import re
+from functools import partial
 
 import pytest
 import torch
 from processes import ROOT, python, unmerged
+from torch import nn
+
+from rpc_pipe import Pipeline, Training
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "CONTRIBUTING.md"]
 
@@ -40,6 +44,16 @@ def test_the_training_script_runs_alone_and_launched(tmp_path):
 def test_the_model_that_is_planned_is_verified(tmp_path):
     (tmp_path / "my_model.py").write_text(python_block("my_model.py"))
     assert "identical" in run(rpc_pipe("verify my_model.py:make --workers 2 --transport local"), tmp_path)
+
+
+def test_the_loop_of_a_lightning_module_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = {"partial": partial, "torch": torch, "nn": nn, "Pipeline": Pipeline, "Training": Training}
+    exec(python_block("after\ndef accuracy"), names)
+    torch.manual_seed(0)
+    batches = [(x, (x.sum(1) > 0).long()) for x in torch.randn(4, 16, 8)]
+    with names["fit"](nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 2)), batches, batches[:2], patience=1) as pipe:
+        assert pipe.evaluate(batches, metric=names["accuracy"])["accuracy"] > 0.5
 
 
 def test_the_loss_of_a_whole_batch_trains_as_in_one_process(capsys):
