@@ -22,12 +22,9 @@ _PAUSE_S = 0.005
 
 
 class CallResult(NamedTuple):
-    """The result of a call: of a training step its loss and norm, of an evaluation its value and weight.
+    """The result of a call: of a training step its loss and norm."""
 
-    Before the values of several metrics stands an entry of their names.
-    """
-
-    #: 0: an evaluation; negative: as many bytes of names follow
+    #: negative: an evaluation, of which so many bytes follow
     step: int
     value: float
     beside: float
@@ -50,20 +47,17 @@ class Journal:
         self._at += _RECORD.size
 
     def write_evaluation(self, found: Mapping[str, tuple[float, float]]) -> None:
-        """Write the next values of an evaluation, by the names of its metrics."""
-        if "" not in found:
-            names = json.dumps(list(found)).encode()
-            self._at += os.pwrite(self._file, _RECORD.pack(-len(names), 0.0, 0.0) + names, self._at)
-        for value, weight in found.values():
-            self.write(0, value, weight)
+        """Write the values of an evaluation as the next entry."""
+        text = json.dumps(found).encode()
+        self._at += os.pwrite(self._file, _RECORD.pack(-len(text), 0.0, 0.0) + text, self._at)
 
-    def names(self, size: int) -> list[str] | None:
-        """Return the names that stand before the next entry, and go behind them; None: they are not complete yet."""
-        found = os.pread(self._file, size, self._at + _RECORD.size)
-        if len(found) < size:
+    def evaluation(self, size: int) -> dict[str, tuple[float, float]] | None:
+        """Return the values in the next entry, of so many bytes, and go behind it; None: they are not complete yet."""
+        text = os.pread(self._file, size, self._at + _RECORD.size)
+        if len(text) < size:
             return None
         self._at += _RECORD.size + size
-        return list(json.loads(found))
+        return {name: (value, weight) for name, (value, weight) in json.loads(text).items()}
 
     def read(self) -> CallResult | None:
         """Return the next entry; None: there is none yet."""
@@ -114,13 +108,8 @@ class Repetition(Resumption):
         entry = self._next()
         if entry.step > 0:
             return super().evaluated()
-        found, names = {}, None if entry.step else [""]
-        while names is None and (names := self._journal.names(-entry.step)) is None:
+        while (found := self._journal.evaluation(-entry.step)) is None:
             self._wait()
-        for name in names:
-            entry = self._next()
-            found[name] = entry.value, entry.beside
-            self._journal.advance()
         return found
 
     def _next(self) -> CallResult:

@@ -86,12 +86,9 @@ class LostTime:
 
 
 def attribute_lost_time(
-    trace: Trace,
-    shards: Sequence[Sequence[Sequence[int]]],
-    cores: int | None = None,
-    one_process: bool = False,
+    trace: Trace, shards: Sequence[Sequence[Sequence[int]]], cores: int | None = None, one_process: bool = False,
     core_wait: float = 0.0,
-) -> LostTime:
+) -> LostTime:  # fmt: skip
     """Attribute the time of a step of `trace`, which should have several steps.
 
     Args:
@@ -106,13 +103,9 @@ def attribute_lost_time(
 
 class _Case:
     def __init__(
-        self,
-        trace: Trace,
-        shards: Sequence[Sequence[Sequence[int]]],
-        cores: int | None,
-        one_process: bool,
+        self, trace: Trace, shards: Sequence[Sequence[Sequence[int]]], cores: int | None, one_process: bool,
         core_wait: float,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._spec, self._usual, self._step_ms = trace.spec, trace.cost(), trace.step_ms
         self._numbers = trace.numbers or range(trace.spec.num_workers)
         self._core_wait_ms = core_wait * trace.step_ms

@@ -49,6 +49,15 @@ class LossLast(nn.Module):
         return x, nn.functional.mse_loss(x, targets)
 
 
+def test_parameters_that_no_forward_uses_get_one_line(caplog):
+    model = made(LossLast)
+    model.spare, model.frozen = nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)
+    pipe = Pipeline(model, training=Training(SGD), num_workers=2, num_microbatches=2)
+    for _ in range(2):
+        pipe.step((floats(4, 4), floats(4, 4)))
+    assert [each.getMessage().partition(":")[0] for each in caplog.records] == ["parameter spare.weight and 1 more"]
+
+
 def test_the_only_number_in_a_tuple_is_the_loss_wherever_it_stands():
     model = made(LossLast)
     expected = model(x := floats(4, 4), y := floats(4, 4))[1].item()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -23,17 +23,14 @@ def unlabelled(inputs: Sequence[Tree], targets: Sequence[Tree]) -> str:
     )
 
 
-def _labels(side: Any, name: str = "") -> Iterator[Tensor]:
-    """Yield the labels in a microbatch's (inputs, targets): tensors of that name, and targets of a loss function."""
+def _labels(side: Any, name: str = "") -> list[Tensor]:
+    """Return the labels in a microbatch's (inputs, targets): tensors of that name, and targets of a loss function."""
     if isinstance(side, Tensor):
-        if name == "labels":
-            yield side
-    elif isinstance(side, dict):
-        for key, value in side.items():
-            yield from _labels(value, "labels" if key == "labels" else "")
-    elif isinstance(side, (tuple, list)):
-        for place, value in enumerate(side):
-            yield from _labels(value, "labels" if name == "labels" or place == 1 else "")
+        return [side] if name == "labels" else []
+    parts: Any = side.items() if isinstance(side, dict) else ()
+    if isinstance(side, (tuple, list)):
+        parts = [("labels" if place == 1 else name, each) for place, each in enumerate(side)]
+    return [labels for key, each in parts for labels in _labels(each, str(key))]
 
 
 def _is_empty(labels: Tensor) -> bool:

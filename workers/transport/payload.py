@@ -313,16 +313,12 @@ def rows_of_parts(rows: int, parts: int) -> list[range]:
     return [range(*each) for each in pairwise(begins)]
 
 
-def _named(tree: Tree, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a tree, each with the name that it has in a dict, and a space."""
-    if isinstance(tree, dict):
-        for key, value in tree.items():
-            yield from _named(value, f"{key} ")
-    elif isinstance(tree, (tuple, list)):
-        for value in tree:
-            yield from _named(value, name)
-    else:
-        yield from ((name, tensor) for tensor in tensors_of(tree))
+def _named(tree: Tree, name: str = "") -> list[tuple[str, Tensor]]:
+    """Return the tensors of a tree, each with the name that it has in a dict, and a space."""
+    if isinstance(tree, (tuple, list, dict)):
+        parts = tree.items() if isinstance(tree, dict) else [(name.rstrip(), each) for each in tree]
+        return [found for key, each in parts for found in _named(each, f"{key} " if key != "" else "")]
+    return [(name, tensor) for tensor in tensors_of(tree)]
 
 
 def shapes_in(tree: Tree) -> str:

@@ -6,7 +6,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -208,38 +207,30 @@ def with_means(found: Microbatches) -> Microbatches:
 
     Each loss is then a mean of its microbatch. Terms that are means already, as a router's, would be added up else.
     """
-    if not any(NUM_ITEMS in side for side in _dicts(found.inputs[0], found.targets[0])):
+    if not (_has_items(found.inputs[0]) or _has_items(found.targets[0])):
         return found
-    shares = found.shares
+    shares = factors = found.shares  # where a loss function, or a metric, is given the number
     if divides_sums(found.inputs[0], found.targets[0]):
         rows: list[float] = [rows_in(inputs) for inputs in found.inputs]
-        if found.places is not None:
-            rows = [
-                each * (end - begin) / length for each, (begin, end, length) in zip(rows, found.places, strict=True)
-            ]
+        for m, (begin, end, length) in enumerate(found.places or ()):
+            rows[m] *= (end - begin) / length
         shares = [each / sum(rows) for each in rows]
         factors = [share / before for share, before in zip(shares, found.shares, strict=True)]
-    else:  # a loss function, or a metric, is given the number
-        factors = shares
-    sides = ([_multiplied(*each) for each in zip(side, factors, strict=True)] for side in (found.inputs, found.targets))
-    inputs, targets = sides
-    return replace(found, inputs=inputs, targets=targets, shares=shares)
+    sides = [[_multiplied(*each) for each in zip(side, factors, strict=True)] for side in (found.inputs, found.targets)]
+    return replace(found, inputs=sides[0], targets=sides[1], shares=shares)
 
 
-def _dicts(*sides: Tree) -> Iterator[dict[str, Any]]:
-    """Yield the named parts of a microbatch: a dict, and that of (args, kwargs)."""
-    for side in sides:
-        named = side[1] if isinstance(side, tuple) and len(side) == 2 else side
-        if isinstance(named, dict):
-            yield named
+def _has_items(side: Tree) -> bool:
+    named = side[1] if isinstance(side, tuple) and len(side) == 2 else side
+    return isinstance(named, dict) and named.get(NUM_ITEMS) is not None
 
 
 def _multiplied(side: Tree, factor: float) -> Tree:
     """Return a side of a microbatch with another `NUM_ITEMS`, a tensor, so that no forward differs by a number."""
-    if isinstance(side, tuple) and len(side) == 2:
-        return side[0], _multiplied(side[1], factor)
-    if not isinstance(side, dict) or side.get(NUM_ITEMS) is None:
+    if not _has_items(side):
         return side
+    if isinstance(side, tuple):
+        return side[0], _multiplied(side[1], factor)
     return {**side, NUM_ITEMS: torch.as_tensor(side[NUM_ITEMS] * factor)}
 
 
