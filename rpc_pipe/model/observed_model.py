@@ -30,7 +30,7 @@ from .observe.skeleton import MARK, Skeleton
 from .observe.trees import mapped, tensors
 from .parameter_hooks import copy_attachments, needs_rebinding, rebinding, refuse_hooks
 from .replay.observed_stage import ObservedStage
-from .shared_memory import refuse_parted
+from .weight_views import refuse_parted
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from .detachable_blocks import mentioned
 from .observe.closures import modules_in
 from .observe.trees import tensors
 from .parameter_hooks import refuse_hooks
-from .shared_memory import refuse_parted
+from .weight_views import refuse_parted
 
 
 class Ties:
