@@ -80,7 +80,6 @@ def test_a_worker_is_as_slow_and_small_as_its_worst_process():
         "--workers 8 --members 2 --shard fsdp --microbatches 9",
         "--workers 8 --members 2 --shard fsdp --order ready",
         "--workers 8 --members 2 --shard fsdp --schedule pipedream",
-        "--workers 8 --members 2 --shard fsdp --slices 2",
     ],
 )
 def test_what_members_cannot_do_is_one_sentence(typed, capsys):
