@@ -27,6 +27,7 @@ from ...workers.compute.torch_internals import is_current
 from .closures import rebind
 from .containers import Followed, shared
 from .model_kinds import refuse_lazy
+from .padded_encoder import fill_padding
 from .placeholder import Placeholder, PlaceholderFactory
 from .trees import at, leaves, tensors
 
@@ -122,6 +123,7 @@ class Skeleton:
         try:
             whole = copy.deepcopy(model, memo)
             fill()
+            fill_padding(each for (_, old), each in zip(modules, whole.modules(), strict=True) if each is not old)
             return whole
         except (TypeError, RuntimeError) as error:
             raise ModelError(
