@@ -60,8 +60,6 @@ class Text:
             self._config, self._inputs = given.pop("generation_config"), given
             return input_ids
 
-        if not hasattr(whole, "can_generate") or not whole.can_generate() or whole.config.is_encoder_decoder:
-            raise ConfigError(f"generate: {type(whole).__name__} is no causal model of transformers")
         whole.generate(**fields, **options, custom_generate=prepared)
         self._refuse()
         self.rows = range(rows.start * (n := len(self.ids) // len(rows)), rows.stop * n)
@@ -329,7 +327,7 @@ def _refuse(session: Session, fields: Mapping[str, Any], options: Mapping[str, A
         if options.get(name) is not None:
             raise ConfigError(f"generate: {name}: {why}; leave it out")
     ids = fields.get("input_ids")
-    if session.partition.config is None or not isinstance(ids, Tensor):
-        raise ConfigError("generate: needs a causal model of transformers as it is, and input_ids")
+    if not getattr(session.partition.config, "generates", False) or not isinstance(ids, Tensor):
+        raise ConfigError("generate: needs a causal model of transformers, no encoder, and input_ids")
     if ids.dim() != 2 or not ids.shape[1]:
         raise ConfigError(f"generate: input_ids of shape {tuple(ids.shape)}: must be (rows, tokens), one token or more")

@@ -288,6 +288,8 @@ class Configuration:
         self._config, self._name, self._dtype = given.config, type(model).__name__, getattr(given, "dtype", None)
         generates = hasattr(model, "can_generate") and given.can_generate()
         self._generation = getattr(model, "generation_config", None) if generates else None
+        #: whether the model gives tokens behind its inputs
+        self.generates = generates and not getattr(given.config, "is_encoder_decoder", False)
 
     def write(self, folder: Path) -> None:
         """Write both; a warning says which of them cannot be: the weights do not depend on it."""

@@ -89,6 +89,10 @@ def test_it_goes_between_steps_with_replicas_and_other_kinds_are_refused():
     with refused("generate"):
         pipe.generate(PROMPTS[:, :0], 4)
     assert torch.equal(pipe.generate(INPUTS, 4, do_sample=False), want), "it goes on"
+    translates = transformers.T5Config(vocab_size=97, d_model=8, d_kv=4, d_ff=8, num_layers=2, num_heads=2)
+    for other in (transformers.T5ForConditionalGeneration(translates), [torch.nn.Linear(4, 4)]):
+        with refused("generate"):
+            Pipeline(other, torch.nn.functional.mse_loss, num_microbatches=1, num_workers=1).generate(INPUTS, 4)
 
 
 @pytest.mark.parametrize(("schedule", "groups"), [("1f1b", 8), ("1f1b", 3), ("zb-v", 8)])
