@@ -4,9 +4,14 @@ A new version of torch is tried by `tests/test_torch_names.py` first: it says wh
 """
 
 import inspect
+from importlib import import_module
 
 import torch
 from torch import nn
+
+
+def _source(module):
+    return inspect.getsource(import_module(module))
 
 
 def _group():
@@ -89,12 +94,15 @@ NAMES = {
     "_softmax": (lambda: torch.ops.aten, "2.11", None),
     "_unsafe_view": (lambda: torch.ops.aten, "2.11", None),
     "_checkpoint_wrapped_module": (
-        lambda: inspect.getsource(torch.distributed.algorithms._checkpoint.checkpoint_wrapper), "2.11", None
+        lambda: _source("torch.distributed.algorithms._checkpoint.checkpoint_wrapper"), "2.11", None
     ),
-    "_orig_mod": (lambda: inspect.getsource(torch._dynamo.OptimizedModule), "2.11", None),
-    "_qualified_op_name": (lambda: inspect.getsource(torch._ops), "2.11", None),
-    "_is_param": (lambda: inspect.getsource(nn.parameter), "2.11", None),
+    "_orig_mod": (lambda: _source("torch._dynamo.eval_frame"), "2.11", None),
+    "_qualified_op_name": (lambda: _source("torch._ops"), "2.11", None),
+    "_is_param": (lambda: _source("torch.nn.parameter"), "2.11", None),
     "torch._C._distributed_rpc._invoke_rpc_python_udf": (None, "2.11", None),
+    "torch._C._dynamo.eval_frame": (None, "2.11", None),
+    "_FrameAction": (lambda: torch._C._dynamo.eval_frame, "2.11", None),
+    "_FrameExecStrategy": (lambda: torch._C._dynamo.eval_frame, "2.11", None),
     "torch._functorch.config": (None, "2.11", None),
     "torch._subclasses.fake_tensor.DataDependentOutputException": (None, "2.11", None),
     "torch._subclasses.fake_tensor.DynamicOutputShapeException": (None, "2.11", None),
@@ -112,5 +120,6 @@ NAMES = {
 #: private names of others: the standard library, numpy, Hugging Face, and beginnings of names
 OTHERS = {
     "_SubParsersAction", "_asdict", "_attn_implementation", "_bit_generator", "_current_frames", "_exit", "_getframe",
-    "_option_string_actions", "_rand", "_tied_weights_keys", "_tp_plan", "_raw_saved_",
+    "_option_string_actions", "_pad_token_tensor", "_rand", "_tied_weights_keys", "_tp_plan", "_raw_saved_",
+    "_update_model_kwargs_for_generation",
 }  # fmt: skip
