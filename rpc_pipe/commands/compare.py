@@ -16,6 +16,7 @@ from ..launching.report import Reporter
 from ..planning.comparison import ModelCosts, Row, compare, verdict
 from ..planning.footprint import Size
 from ..planning.specs import PipeOptions
+from ..planning.steady import refuse_long
 from ..system.sizes import format_bytes
 from .options import (
     COSTS,
@@ -54,6 +55,7 @@ def command(typed: dict[str, Any], argv: list[str]) -> int:
     if "schedule" not in typed:
         refuse_typed(typed, ["set"], "is of the schedule that --schedule adds; name it")
     options, reporter, also = filled(PipeOptions, typed), Reporter(), _also(typed)
+    refuse_long(options.microbatches)
     replicas = with_parallelism(None, **{name: typed[name] for name in REPLICAS if name in typed}) or {}
     slices = typed.get("slices")
     # Otherwise every row would be refused for it.

@@ -20,7 +20,7 @@ from ..planning.simulator import Cost, Levels, Link, Simulation, simulate
 from ..planning.slice_costs import SliceCosts
 from ..planning.span import Span, waits
 from ..planning.specs import PipeOptions
-from ..planning.steady import Priced, check_some, price, refuse_many
+from ..planning.steady import Priced, check_some, price, refuse_long, refuse_many
 from .options import (
     COSTS,
     MEMBERS,
@@ -72,6 +72,7 @@ def add(commands: Any) -> None:
 def command(typed: dict[str, Any], argv: list[str]) -> int:
     spec = typed_spec(typed)
     steps, name = typed.get("steps", 1), typed.get("schedule", "1f1b")
+    refuse_long(spec.num_microbatches, steps)
     _, by_microbatch = typed_lengths(typed)(spec)
     cost = _cost(spec, typed, by_microbatch)
     links, uplinks, sent = _links(typed, spec.num_workers)

@@ -19,6 +19,8 @@ from .ticks import ticks
 
 #: most forwards that are simulated action by action, in 3 GB
 MAX_SIMULATED = 1_000_000
+#: most microbatches of all steps that are priced, in seconds: each takes some moments of a run
+MOST_PRICED = 100_000
 #: most forwards of which every worker's part is checked before a simulation
 MAX_CHECKED = 5_000
 
@@ -78,6 +80,17 @@ def check_some(spec: Spec) -> None:
         ScheduleError: a rule is broken.
     """
     check_all(spec) if spec.num_stages * spec.num_microbatches <= MAX_CHECKED else check(spec, 0)
+
+
+def refuse_long(num_microbatches: int, steps: int = 1) -> None:
+    """Refuse to price more microbatches than can be, whatever their schedule.
+
+    Raises:
+        ConfigError: there are too many.
+    """
+    if (count := num_microbatches * steps) > MOST_PRICED:
+        said = f"--microbatches {num_microbatches}" + f" --steps {steps}" * (steps > 1)
+        raise ConfigError(f"{said}: {count} microbatches are more than {MOST_PRICED}, the most; steps are alike")
 
 
 def refuse_many(spec: Spec, steps: int, what: str) -> None:

@@ -40,7 +40,6 @@ def refused(capfd, typed):
     [
         "simulate --microbatches 1000000",
         "simulate --microbatches 8 --steps 100000",
-        "simulate --workers 1000 --microbatches 1001",
         "compare --microbatches 1000000",
     ],
 )
