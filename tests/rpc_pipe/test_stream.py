@@ -298,7 +298,8 @@ class Late(Listener):
 def test_an_evaluation_between_steps_sees_no_weights_that_the_next_step_has_written():
     """Forwards of the next step may have run by then, or not: what was evaluated depended on time."""
     batches = [(x, x) for x in X.repeat(4, 1, 1)]
-    one, other = (pipeline("dualpipe", [nn.Identity, Bounded, Bounded], M=5, seed=3, order="ready") for _ in range(2))
+    layers = [nn.Identity, Bounded, Bounded, nn.Identity]
+    one, other = (pipeline("dualpipev", layers, M=5, seed=3, order="ready") for _ in range(2))
     apart = [(one.step(batch), one.evaluate(batch)) for batch in batches]
     other.listen(Late)
     assert [(loss, other.evaluate(batches[n])) for n, loss in enumerate(other.train(batches))] == apart
@@ -327,8 +328,8 @@ class Noting(nn.Module):
 @pytest.mark.parametrize("layer", [Table, Noting])
 def test_an_evaluation_that_changes_what_the_next_step_has_read_is_told(layer):
     """The next step's forwards had begun, and what the evaluation wrote was lost."""
-    layers = [partial(nn.Linear, 8, 8), layer, layer]
-    one, other = (pipeline("dualpipe", layers, M=5, seed=3, order="ready") for _ in range(2))
+    layers = [partial(nn.Linear, 8, 8), layer, layer, nn.Identity]
+    one, other = (pipeline("dualpipev", layers, M=5, seed=3, order="ready") for _ in range(2))
     batches = [(x[:7], x[:7]) for x in X[:4]]
     apart = [(one.step(batch), one.evaluate((X[5], X[5]))) for batch in batches]
     other.listen(Late)

@@ -189,7 +189,8 @@ def place_of_state(module: nn.Module) -> tuple[str, int] | None:
     if isinstance(module, nn.RNNBase):
         return "hx", 1
     # A forward of torch may show no signature; FSDP2 puts a class of torch before the user's.
-    if getattr(type(module).forward, "__module__", "torch.").startswith("torch."):
+    owner = next(cls for cls in type(module).__mro__ if "forward" in vars(cls))
+    if owner.__module__.startswith("torch."):
         return None
     names = list(inspect.signature(module.forward).parameters)
     return ("state", names.index("state")) if "state" in names else None
