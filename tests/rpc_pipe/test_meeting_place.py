@@ -6,6 +6,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -55,11 +56,15 @@ def held(folder):
 def test_members_meet_beside_the_boards_of_a_run(tmp_path, monkeypatch):
     """Their folder had the name of the first member's board, so that a run with members could not be watched."""
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda *_, **__: None)
-    monkeypatch.setattr(torch.distributed.device_mesh, "init_device_mesh", lambda *_, **__: tmp_path.iterdir())
+    found = Mock(side_effect=lambda *_, **__: Mock(found=list(tmp_path.iterdir())))
+    monkeypatch.setattr(torch.distributed.device_mesh, "init_device_mesh", found)
+    monkeypatch.setattr(torch.distributed, "new_group", lambda *_, **__: None)
+    monkeypatch.setattr(type(torch.distributed.group), "WORLD", None)
     monkeypatch.setattr(joining, "at_exit", lambda _: None)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     job = Job(0, 2, f"file://{tmp_path}/rendezvous", "lo", 20, members=2)
-    assert not [path for path in joining.mesh_of_members(job, "cpu", "") if path.name.startswith((OWN, COPY))]
+    mesh = joining.mesh_of_members(job, "cpu", "")
+    assert not [path for path in mesh.found if path.name.startswith((OWN, COPY))]
 
 
 def ten_epochs(folder):
