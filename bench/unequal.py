@@ -27,9 +27,10 @@ from torch import Tensor, nn
 
 from bench import devices
 from rpc_pipe.dependency import Action
+from rpc_pipe.dependency.pipeline_options import MICROBATCH_ORDERS
 from rpc_pipe.pipeline import Pipeline, SplitBatch, Training
 from rpc_pipe.planning.simulator import simulate
-from rpc_pipe.planning.specs import MICROBATCH_ORDERS, make_spec
+from rpc_pipe.planning.specs import make_spec
 from rpc_pipe.planning.unequal import by_microbatch
 
 _WORKERS, _MICROBATCHES, _LAYERS, _TOKENS, _WIDTH = 4, 16, 8, 64, 8

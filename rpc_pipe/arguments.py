@@ -19,15 +19,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from .dependency import ConfigError, Disagreement, PipeError, ScheduleError, Spec, WorkerFailure, refuse_below
+from .dependency.pipeline_options import Options
 from .model.shard_maker import refuse_sums
-from .planning.specs import MICROBATCH_ORDERS
 from .schedules import name_of
 from .workers.compute.updating import Training
 
 if TYPE_CHECKING:
-    from .launching.overrides import Settings
     from .model.batches.ordering import Ordering
-    from .planning.apply_plan import PlanLike
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -81,21 +79,6 @@ def _plain(error: PipeError) -> PipeError:
     return error
 
 
-def refuse_options(order: object, stall_s: object, num_workers: object, num_microbatches: object, seed: object) -> None:
-    """Refuse impossible numbers, and an unknown order."""
-    if num_microbatches == 0:
-        raise ConfigError(
-            "num_microbatches 0: must be a whole number, at least 1; without a plan there is no default: the more, the "
-            "smaller the bubble, such as 4 times the workers"
-        )
-    refuse_below(1, num_workers=num_workers, num_microbatches=num_microbatches)
-    refuse_below(0, seed=seed)
-    if not isinstance(stall_s, (int, float)) or isinstance(stall_s, bool) or not stall_s > 0:
-        raise ConfigError(f"stall_s {stall_s!r}: must be a number of seconds above 0")
-    if order not in (None, "ready", "fixed"):
-        raise ConfigError(f"order {order!r}: must be ready or fixed, or None for the schedule's own")
-
-
 def refuse_training(loss_fn: object, training: Training) -> None:
     """Refuse factories that cannot be called, objects in their place, and impossible numbers."""
     optimizer: object = training.optimizer
@@ -141,29 +124,13 @@ def refuse_shared(spec: Spec, shared: Mapping[str, Sequence[int]]) -> None:
         refuse_together({"asynchronous": f"schedule={name_of(spec)}", "shared weights": f"weights of stages {stages}"})
 
 
-def settle_plan(plan: PlanLike | None, settings: Settings) -> Settings:
-    """Return the settings of a pipeline with the decisions of its plan.
-
-    Raises:
-        ConfigError: it is no plan, or decides a setting that was given as well.
-    """
-    if plan is None:
-        return settings
-    from .planning.apply_plan import apply_plan
-
-    found: Settings = apply_plan(plan, settings)
-    return found
-
-
-def compile_options(said: object, *, on_host: bool) -> Mapping[str, Any] | None:
+def compile_options(said: Any, *, on_host: bool) -> Mapping[str, Any] | None:
     """Return the options of `torch.compile` for each layer or block; None: nothing is compiled.
 
     Raises:
-        ConfigError: the options have no names, or ask for graphs of a device.
+        ConfigError: the options ask for graphs of a device.
     """
-    options = {} if said is True else said
-    if options is not None and not isinstance(options, Mapping):
-        raise ConfigError(f"compile={said!r}: must be True, False, or options of torch.compile by name")
+    options: Mapping[str, Any] | None = {} if said is True else said or None
     if options and not on_host and _asks_for_graphs(options):
         raise ConfigError(
             f"compile={said!r}: CUDA graphs overwrite what other microbatches in flight need (docs/gpu.md); "
@@ -178,17 +145,16 @@ def _asks_for_graphs(options: Mapping[str, Any]) -> bool:
     return bool(by_option or by_mode) or options.get("backend") == "cudagraphs"
 
 
-def make_ordering(said: object, asked: object, cost: Any, *, is_called: bool) -> Ordering | None:
+def make_ordering(options: Options, asked: str, *, is_called: bool) -> Ordering | None:
     """Return the ordering of the microbatches of training steps; None: they run as they come, of whatever size.
 
     Args:
-        said, asked: the order that holds, and that of the script, which a plan or the command line may change.
+        asked: the order of the script, which a plan or the command line may change.
 
     Raises:
-        ConfigError: there is no such order, or the cost is neither a function nor a profile, or of no use.
+        ConfigError: the cost is neither a function nor a profile, or of no use.
     """
-    if said not in MICROBATCH_ORDERS:
-        raise ConfigError(f"microbatch_order={said!r}: must be {' or '.join(MICROBATCH_ORDERS)}")
+    said, cost = options.microbatch_order, options.microbatch_cost
     if cost is not None and said == asked == "given":
         raise ConfigError("microbatch_cost: is of no use as microbatches come; add microbatch_order='balanced'")
     if cost is not None and not callable(cost):
@@ -217,7 +183,8 @@ def begin_training(what: str, forgot_optimizer: bool) -> bool:
     return False
 
 
-def describe(spec: Spec, ranges: Sequence[range], seed: int) -> str:
+def describe(spec: Spec, ranges: Sequence[range], seed: int, options: Options) -> str:
     """Return, in one short line, the settings that must be equal on all workers."""
-    text = f"{re.sub(' at 0x[0-9a-f]+', '', repr(spec))}, split {'+'.join(str(len(r)) for r in ranges)}, seed {seed}"
+    said = f"{spec!r}, split {'+'.join(str(len(r)) for r in ranges)}, seed {seed}{options.alike()}"
+    text = re.sub(" at 0x[0-9a-f]+", "", said)
     return text if len(text) < 200 else f"{text[:180]}... {zlib.crc32(text.encode()):x}"

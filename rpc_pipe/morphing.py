@@ -204,7 +204,7 @@ class ShapedHeir(Heir):
         """Have the shards of another shape."""
         session, (self._number, self._whole, self._maker, shards) = self._session, cut
         session.partition, session.end.divided = self._maker.model, self._maker.divided
-        session.described = describe(self._whole, session.partition.ranges, self._maker.seed)
+        session.described = describe(self._whole, session.partition.ranges, self._maker.seed, session.options)
         self._actor.host(shards, shards)
         self._last.records.clear()  # stages were others
         self._maker.end([*shards.values()])

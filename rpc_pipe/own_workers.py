@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from .dependency import Spec, check
+from .dependency.pipeline_options import Options
 from .launching.job import Job
 from .workers.actor import WorkerActor
 from .workers.compute.backends import backend_for, usual_device
@@ -28,10 +29,10 @@ def checked_workers(spec: Spec, job: Job | None) -> list[int]:
 
 
 def make_actors(
-    job: Job | None, workers: Sequence[int], device: str | None, max_grad_norm: float | None, stall_s: float
+    job: Job | None, workers: Sequence[int], max_grad_norm: float | None, options: Options
 ) -> list[WorkerActor]:
     """Return the workers of this process, which have no shards yet."""
-    if device is None:
+    if (device := options.device) is None:
         device = usual_device(job.processes_here if job else len(workers))
     backends = [backend_for(device, place) for place in ([job.place] if job else workers)]
     if len(backends) == 1:
@@ -47,7 +48,7 @@ def make_actors(
     for carrier, backend in zip(carriers, backends, strict=True):
         carrier.post.use_device(backend.way())
     made = zip(carriers, backends, strict=True)
-    return [WorkerActor(*parts, {}, max_grad_norm=max_grad_norm, stall_s=stall_s) for parts in made]
+    return [WorkerActor(*parts, {}, max_grad_norm=max_grad_norm, options=options) for parts in made]
 
 
 def elasticity(job: Job | None) -> Callable[[Session, ShardMaker], Recovery] | None:

@@ -16,14 +16,13 @@ from .arguments import (
     begin_training,
     compile_options,
     make_ordering,
-    refuse_options,
     refuse_training,
-    settle_plan,
     settle_training,
     shown_plainly,
 )
 from .dependency import Order, Spec
-from .dependency.parallelism import Parallelism, with_parallelism
+from .dependency.parallelism import Parallelism
+from .dependency.pipeline_options import Options
 from .inspected import Inspected
 from .launching import launcher_link as link
 from .launching import overrides
@@ -54,6 +53,12 @@ if TYPE_CHECKING:
     from .model.observed_partition import ObservedPartition
     from .model.partition import LayerPartition
     from .planning.apply_plan import PlanLike
+
+
+def _planned(options: Options) -> Options:
+    from .planning.apply_plan import apply_plan  # few jobs have a plan
+
+    return apply_plan(options)
 
 
 class Pipeline(Inspected):
@@ -138,29 +143,24 @@ class Pipeline(Inspected):
         transport: str | None = None,
         stall_s: float = 300.0,
     ) -> None:
+        asked = Options.taken(locals())
         self._forgot_optimizer, training = training is None, settle_training(training)
-        divided = {"replicas": replicas, "slices": slices, "zero": zero, "bucket": bucket}
-        schedule_options = with_parallelism(schedule_options, spread=spread, **divided)
-        said = schedule, schedule_options, num_microbatches, num_workers, split, order, device, seed, transport, plan
-        more = (asked := microbatch_order), members, shard, reduce, compile or None
-        settings = overrides.current.over(settle_plan(plan, overrides.Settings(*said, *more)))
-        schedule, schedule_options, num_microbatches, num_workers, split, order, device, seed, transport = settings[:9]
-        self._plan, microbatch_order = settings[9:11]
-        sharing = settle_sharing(*settings[11:14], mp_policy)
-        job, self.num_workers = own_part(transport, num_workers, sharing.count)
-        refuse_options(order, stall_s, self.num_workers, num_microbatches, seed)
-        spec = make_spec(schedule, self.num_workers, sharing.microbatches(num_microbatches), schedule_options)
+        options = overrides.current.over(asked if plan is None else _planned(asked)).checked()
+        sharing, self._plan = settle_sharing(options), options.plan
+        job, self.num_workers = own_part(options.transport, options.num_workers, sharing.count)
+        each = sharing.microbatches(options.num_microbatches)
+        spec = make_spec(options.schedule, self.num_workers, each, options.schedule_options)
         refuse_training(loss_fn, training)
-        refuse_job(spec, sharing, order, training, job, link.present())
+        refuse_job(spec, sharing, options.order, training, job, link.present())
         workers = checked_workers(spec, job)
-        partition = make_partition(model, loss_fn, spec.num_stages, split, training, blocks=blocks, seed=seed)
-        ordering = make_ordering(microbatch_order, asked, microbatch_cost, is_called=partition.whole is not None)
+        partition = make_partition(model, loss_fn, spec.num_stages, training, options)
+        ordering = make_ordering(options, asked.microbatch_order, is_called=partition.whole is not None)
         end = StepEnd(spec, training, commits=(recover := elasticity(job)) is not None)
-        actors = make_actors(job, workers, device, training.max_grad_norm, stall_s)
-        self._compile = compile_options(settings.compile, on_host=actors[0].backend.in_step)
+        actors = make_actors(job, workers, training.max_grad_norm, options)
+        self._compile = compile_options(options.compile, on_host=actors[0].backend.in_step)
         self._session = Session(
-            spec, sharing.order(order, spec.order), partition, end, actors,
-            training=training, seed=seed, job=job, sharing=sharing, ordering=ordering, recover=recover,
+            spec, sharing.order(options.order, spec.order), partition, end, actors,
+            training=training, options=options, job=job, sharing=sharing, ordering=ordering, recover=recover,
         )  # fmt: skip
         self._session.made, self._stopped = self._made, False
         link.attach(self)  # a model may hang while it is cut

@@ -14,6 +14,7 @@ import torch
 from .arguments import describe, refuse_shared
 from .checkpoints.resumption import Resumption
 from .dependency import BatchError, ConfigError, Entry, Order, PipeError, Spec, most_open
+from .dependency.pipeline_options import Options
 from .model.batches.batch_reader import BatchReader
 from .model.batches.loaders import form_of, refuse_batches
 from .model.batches.microbatches import Microbatches, Outputs, Pair, Prefetcher, with_means
@@ -72,7 +73,7 @@ class Session:
         actors: Sequence[WorkerActor],
         *,
         training: Training,
-        seed: int,
+        options: Options,
         job: Job | None = None,
         sharing: Sharing | None = None,
         ordering: Ordering | None = None,
@@ -88,7 +89,8 @@ class Session:
         #: of the first batch with its targets; None: there was none
         self.form: Any = None
         self._recover = recover
-        self.seed, self.stall_s, self.described, self.name = seed, actors[0].stall_s, "", ""
+        self.options, self.seed, self.stall_s = options, options.seed, options.stall_s
+        self.described = self.name = ""
         self.config: Any = None
         self._threads = WorkerThreads(actors) if job is None else None
         self._devices = {actor.backend.device for actor in actors}
@@ -113,7 +115,7 @@ class Session:
         self.process = 0 if job is None else job.rank
         #: None when the shards are made
         keeps = job is not None and job.shapes is not None
-        self._maker: ShardMaker | None = ShardMaker(partition, seed, training, self._members, divide, keeps)
+        self._maker: ShardMaker | None = ShardMaker(partition, self.seed, training, self._members, divide, keeps)
         self.begin(spec)
 
     def begin(self, spec: Spec) -> None:
@@ -163,7 +165,7 @@ class Session:
         for actor in self.actors:
             actor.shards.update(maker.hosted(self.spec, actor.worker, actor.backend.device, here))
         # The pipeline, and the replicas' initial weights, must be equal on all workers, and are compared.
-        self.described = self._inputs.described = describe(self.spec, self.partition.ranges, maker.seed)
+        self.described = self._inputs.described = describe(self.spec, self.partition.ranges, maker.seed, self.options)
         self._inputs.weights, self.end.divided = maker.weights, maker.divided
         self.name, self.config = self.partition.name, self.partition.config
         if self._members is not None:

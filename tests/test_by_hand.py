@@ -13,6 +13,7 @@ from torch.nn.utils import prune
 from torch.nn.utils.parametrizations import weight_norm
 
 from rpc_pipe.dependency import F, WorkerFailure
+from rpc_pipe.dependency.pipeline_options import Options
 from rpc_pipe.model.shard_maker import ShardMaker, make_partition
 from rpc_pipe.pipeline import Pipeline
 from rpc_pipe.planning.specs import make_spec
@@ -278,7 +279,7 @@ def test_the_users_modules_compute_in_a_process_that_has_one_replica(whole):
     model = Whole() if whole else nn.Sequential(*(Scaled() for _ in range(4)))
     own = {parameter.data_ptr() for parameter in model.parameters()}
     spec = make_spec("chimera", 2, 2, {})
-    cut = make_partition(model, nn.functional.mse_loss, 2, None, Training(), blocks=None, seed=0)
+    cut = make_partition(model, nn.functional.mse_loss, 2, Training(), Options())
     cut.observe(((X[0],), {}), trained=True)
     shards = ShardMaker(cut, 0, Training()).hosted(spec, 1, torch.device("cpu"), [1])
     assert sorted(shards) == [(0, 1), (1, 0)]

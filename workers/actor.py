@@ -23,6 +23,7 @@ from torch.nn.modules import module
 
 from ..dependency import Action, Disagreement, NotFinite, Part, PeerLost, PipeError, Stalled, WorkerFailure, ends_epoch
 from ..dependency.errors import leading_to_user
+from ..dependency.pipeline_options import Options
 from ..system.allocator import keep_freed_memory
 from .compute.device import DeviceBackend
 from .compute.module_state import may_count
@@ -41,6 +42,8 @@ _HERE = Path(__file__).parent
 #: files through which the calls of a module and of a context manager go
 _CALLERS = Path(module.__file__), Path(contextlib.__file__)
 
+#: the options of a pipeline that says none
+USUAL = Options()
 #: compiled parts that are kept
 MOST_PARTS = 64
 
@@ -51,7 +54,7 @@ class WorkerActor(Context):
     Args:
         shards: by (stage, route).
         max_grad_norm: norm to which the gradients of the whole model are clipped.
-        stall_s: seconds without an arrival, while nothing can run, that count as a failure.
+        options: of the pipeline.
     """
 
     def __init__(
@@ -61,13 +64,13 @@ class WorkerActor(Context):
         shards: dict[tuple[int, int], Shard],
         *,
         max_grad_norm: float | None = None,
-        stall_s: float = 300.0,
+        options: Options = USUAL,
     ) -> None:
-        super().__init__(carrier.worker, backend, Mailbox(carrier, backend, stall_s), shards, max_grad_norm)
+        super().__init__(carrier.worker, backend, Mailbox(carrier, backend, options.stall_s), shards, max_grad_norm)
         self.carrier = carrier
         #: the shards whose steps end here, each on one worker alone
         self.homes = self.shards
-        self.stall_s = stall_s
+        self.options, self.stall_s = options, options.stall_s
         #: names the hanging worker, where no launcher does
         self.roll_call: Callable[[], str] | None = None
         self._bound: dict[Part, Bound] = {}

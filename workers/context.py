@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from ..dependency.pipeline_options import Options
 from .compute.device import DeviceBackend
 from .compute.shard import Shard
 from .hooks import Listeners
@@ -26,6 +27,8 @@ class Context:
     shards: dict[tuple[int, int], Shard]
     #: the gradients of the whole model are clipped to this norm; None: no clipping
     max_grad_norm: float | None = None
+    #: of the pipeline
+    options: Options = field(default_factory=Options)
     #: reaction to a loss that is not finite: "stop", "warn" or "ignore"
     nan: str = "stop"
     listeners: Listeners = field(default_factory=Listeners)

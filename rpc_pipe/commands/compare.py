@@ -55,7 +55,7 @@ def command(typed: dict[str, Any], argv: list[str]) -> int:
     if "schedule" not in typed:
         refuse_typed(typed, ["set"], "is of the schedule that --schedule adds; name it")
     options, reporter, also = filled(PipeOptions, typed), Reporter(), _also(typed)
-    refuse_long(options.microbatches)
+    refuse_long(options.num_microbatches)
     replicas = with_parallelism(None, **{name: typed[name] for name in REPLICAS if name in typed}) or {}
     slices = typed.get("slices")
     # Otherwise every row would be refused for it.
@@ -72,7 +72,7 @@ def command(typed: dict[str, Any], argv: list[str]) -> int:
     if "json" in typed:
         print(json.dumps([{**dataclasses.asdict(row), "parameters": dict(row.parameters)} for row in rows]))
         return 0
-    said = f" of {members} members" * (members > 1) + f", {options.microbatches} microbatches"
+    said = f" of {members} members" * (members > 1) + f", {options.num_microbatches} microbatches"
     said += "".join(f", {name} {value}" for name, value in replicas.items())
     reporter.console.print(table(rows, f"{spec.num_workers} workers{said}"))
     for line in [verdict(rows, limit), *tell_exchange(spec, typed)]:
@@ -100,7 +100,7 @@ def _model(typed: Mapping[str, Any], options: PipeOptions, workers: int) -> tupl
     from ..planning.measuring.profiling import profile_model
 
     user_model, of_batch = load(typed)
-    rows = max(1, of_batch // options.microbatches)
+    rows = max(1, of_batch // options.num_microbatches)
     link = SUMMING_MEMBERS if typed.get("shard") == "tp" else AMONG_MEMBERS
     grouping, profile = typed_grouping(typed, link=link), profile_model(user_model, [rows])
     refuse_unplanned(profile, grouping.shard)

@@ -19,8 +19,8 @@ from importlib import import_module
 from shlex import quote
 
 from ..dependency import ConfigError, ScheduleError
+from ..dependency.pipeline_options import TYPED
 from ..launching.report import Reporter
-from ..launching.typed_options import OPTION_OF
 from .options import Parser, with_listed
 
 _COMMANDS = (
@@ -113,7 +113,7 @@ def as_typed(text: str, argv: Sequence[str]) -> str:
     if any(re.search(rf"{option}(?![\w-])", text) for option, _ in typed):
         return text
     lead = re.match(r"\w+", text)
-    name = OPTION_OF.get(lead[0], lead[0]).replace("_", "-") if lead else ""
+    name = TYPED.get(lead[0], lead[0]).replace("_", "-") if lead else ""
     if lead and (found := [value for option, value in typed if option == f"--{name}"]):
         shown, colon, rule = text[lead.end() :].partition(": ")
         same = colon and _bare(shown) in ("", _bare(found[-1]))  # a list or a text is typed in another form

@@ -14,20 +14,21 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from ..dependency import Action, B, ConfigError, F, I, Kind, Spec, W
-from ..dependency.parallelism import FSDP, OPTIONS, REPLICAS
-from ..launching.job import ELASTIC, REJOINS, TRANSPORT, TRANSPORTS, TRUST, Job, current_job
+from ..dependency.parallelism import OPTIONS, REPLICAS
+from ..dependency.pipeline_options import MOST_WORKERS as MOST_WORKERS
+from ..dependency.pipeline_options import ROWS, TYPED
+from ..launching.job import ELASTIC, REJOINS, TRANSPORT, TRUST, Job, current_job
 from ..launching.launcher_link import NAN, NANS
 from ..planning.listed_schedule import ListedSchedule
-from ..planning.specs import MICROBATCH_ORDERS, PipeOptions, find_schedule
-from .readers import device, fraction, link, number, numbers, whole, wholes
+from ..planning.specs import PipeOptions, find_schedule
+from . import readers
+from .readers import fraction, link, number, numbers, whole
 
 if TYPE_CHECKING:
     from ..planning.simulator import Link
 
 T = TypeVar("T")
 
-#: most workers of a schedule, which are simulated in seconds
-MOST_WORKERS = 100_000
 #: the rule for `path/to/file.py:make`
 MAKE = "a function that returns model, batch or model, batch, loss_fn"
 
@@ -40,8 +41,8 @@ class Parser(argparse.ArgumentParser):
         self.set_defaults(parser=self)
 
     def take(self, *names: str) -> None:
-        """Add options of the table that commands share."""
-        for name in names:
+        """Add options of the table that commands share, each once."""
+        for name in dict.fromkeys(names):
             self.add_argument(f"--{name}", **_SHARED[name])
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -108,35 +109,30 @@ SCHEDULE = ("schedule", "set", "window", "workers", "microbatches", *REPLICAS)
 MEMBERS = ("members", "shard", "reduce")
 #: what a simulation costs
 COSTS = ("cost", "comm", *MEMBERS, "gather")
+
+
+def _typed(
+    least: int | None = None, most: int | None = None, reader: str | None = None, **settings: Any
+) -> dict[str, Any]:
+    """Return the arguments of an option; `least` and `most` of a whole number, or the name of a reader."""
+    if least is not None:
+        return {"type": whole(least, most), **settings}
+    return settings if reader is None else {"type": getattr(readers, reader), **settings}
+
+
+#: the options of `Pipeline`
+_OF_PIPELINE = {row.name: _typed(**row.typed) for row in ROWS.values() if row.typed} | {
+    name: _typed(**option.typed) for name, option in OPTIONS.items()
+}
 #: options that make a pipeline
-PIPELINE = (
-    *SCHEDULE, "slices", *MEMBERS, "order", "microbatch-order", "json", "split", "device", "seed", "threads",
-    "transport", "nan",
-    "trust-network", "port",
-)  # fmt: skip
-
-
-def _typed(least: int | None = None, **settings: Any) -> dict[str, Any]:
-    """Return the arguments of an option; `least` of a whole number."""
-    return settings if least is None else {"type": whole(least), **settings}
-
-
-_SHARED: dict[str, dict[str, Any]] = {
-    "schedule": dict(help="name or path/to/file.py:ClassName (1f1b)"),
+PIPELINE = ("schedule", "set", "window", *_OF_PIPELINE, "json", "threads", "nan", "trust-network", "port")
+_SHARED: dict[str, dict[str, Any]] = _OF_PIPELINE | {
     "set": dict(action=Pairs, const=(str, "chunks=2"), metavar="NAME=VALUE", help="set a parameter of the schedule"),
     "window": dict(type=whole(), help="microbatches in flight, where the schedule has a window"),
-    "workers": dict(type=whole(1, MOST_WORKERS), help="number of workers (2)"),
-    "microbatches": dict(type=whole(1), help="microbatches of a step, of all replicas together (8)"),
-    **{name: _typed(**option.typed) for name, option in OPTIONS.items()},
-    "members": dict(type=whole(1), help="processes that are one worker together, of those of --workers (1)"),
-    "shard": dict(choices=(*FSDP, "tp"), help="how members share a stage: FSDP2, gathered once a step, or tp_plan"),
-    "reduce": dict(choices=("step", "microbatch"), help="when members sum gradients of fsdp (step)"),
     "attention": dict(
         type=fraction, metavar="SHARE",
         help="share of a sequence's time that is causal attention, dearer for later slices (0)",
     ),
-    "order": dict(choices=("ready", "fixed"), help="run what is ready, or in a fixed order (as the schedule says)"),
-    "microbatch-order": dict(choices=MICROBATCH_ORDERS, help="balanced: in an order that keeps workers busy (given)"),
     "lengths": dict(type=numbers, metavar="L,L,...", help="relative time of each microbatch, such as 1,4,2,1 (equal)"),
     "gather": dict(type=number, help="time in which members gather a stage's weights, or sum up its results (0)"),
     "length-cost": dict(metavar="FILE", help="of profile --lengths: the numbers of --lengths are tokens"),
@@ -150,12 +146,7 @@ _SHARED: dict[str, dict[str, Any]] = {
         help="travel time (plan: in ms) and bytes a unit of time (plan: a second), of all links or one",
     ),
     "comm": dict(type=number, help="time of a payload between two workers (0)"),
-    "split": dict(type=wholes, help="layers of each stage, such as 3,2,2,3 (even)"),
-    "compile": dict(action="store_true", help="let torch.compile compile each layer or block alone"),
-    "device": dict(type=device, help="cpu, cuda or the like (each worker of a host its own GPU), or cuda:N (cpu)"),
-    "seed": dict(type=whole(0, 2**63 - 1), help="seed of everything random (0)"),
     "threads": dict(type=whole(1, 4096), help="torch threads of a worker (1)"),
-    "transport": dict(choices=TRANSPORTS, help="torch RPC, ZeroMQ, or all in one process (rpc)"),
     "nan": dict(choices=NANS, help="what to do if the loss is not finite (stop)"),
     "trust-network": dict(action="store_true", help="let workers listen where anybody who reaches them can run code"),
     "port": dict(type=whole(1, 65535), help="meet at this TCP port instead of in a file"),
@@ -253,8 +244,8 @@ def set_transport(typed: Mapping[str, Any]) -> None:
 
 def filled(cls: type[T], typed: Mapping[str, Any]) -> T:
     """Return the dataclass `cls` with the typed options, and defaults for the rest."""
-    names = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    values = {name: value for name, value in typed.items() if name in names}
+    names = {TYPED.get(field.name, field.name): field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    values = {names[name]: value for name, value in typed.items() if name in names}
     if "schedule_options" in names:
         values["schedule_options"] = schedule_options(typed)
     return cls(**values)

@@ -59,7 +59,7 @@ def add(commands: Any) -> None:
     """Add `run` to the command line."""
     parser: Parser = commands.add_parser("run", help="train: the built-in GPT on text, or your own script")
     parser.add_argument("script", nargs="?", help="your script, its own arguments after -- (a built-in GPT is trained)")
-    parser.take(*PIPELINE, "compile")
+    parser.take(*PIPELINE)
     parser.add_argument("--model", metavar="FILE.py:make", help=f"train a model of yours on its batch: {MAKE}")
     parser.add_argument("--plan", metavar="FILE|auto", help="what rpc-pipe plan wrote; auto: plan for --model")
     parser.add_argument("--memory", type=memory, metavar="BYTES", help="of each worker, for --plan auto (no limit)")
@@ -157,7 +157,7 @@ def how(typed: Mapping[str, Any]) -> How:
     from ..launching.attempt import How  # a worker starts none
 
     transport = os.environ.get(TRANSPORT, TRANSPORTS[0])
-    shown, workers = typed.get("log_workers"), typed.get("workers", PipeOptions.workers)
+    shown, workers = typed.get("log_workers"), typed.get("workers", PipeOptions.num_workers)
     if beyond := [worker for worker in shown or () if worker >= workers]:
         refuse_typed({"log_workers": beyond}, ["log_workers"], f"there are workers 0 to {workers - 1}")
     least, most = map(int, typed["elastic"].split(":")) if typed.get("elastic", True) is not True else (2, 2)
@@ -240,7 +240,7 @@ def _run_script(typed: dict[str, Any], argv: list[str], job: Job | None) -> int:
     reporter = Reporter("json" in typed)
     if job is None:
         refuse_device(typed.get("device", "cpu"))
-        workers = typed.get("workers", PipeOptions.workers)
+        workers = typed.get("workers", PipeOptions.num_workers)
         of_most = {name: typed[name] for name in ("replicas", "slices") if name in typed}
         known: Any = options if "schedule" in typed else of_most  # other options are the script's
         microbatches = typed.get("microbatches", typed.get("replicas", 1))

@@ -21,7 +21,7 @@ from ..launching.typed_options import TypedOptions
 from ..pipeline import Pipeline
 from ..tracing.own_boards import collect, record, write_out
 from ..tracing.run_summary import FILES, figures, last_steps, summary
-from .options import CHECKPOINTS, refuse_typed, typed_checkpoints
+from .options import CHECKPOINTS, MEMBERS, PIPELINE, refuse_typed, typed_checkpoints
 
 #: below which the scripts are that `run` has itself: of `run --model`, and the built-in GPT
 _PACKAGE = Path(__file__).parents[1]
@@ -29,10 +29,9 @@ _PACKAGE = Path(__file__).parents[1]
 _OF_STEPS = ("trace", "html", "json")
 _PATHS = (*FILES, "checkpoint_folder", "resume")
 #: options that have no effect without a pipeline
-_OF_PIPELINE = (
-    "schedule", "set", "window", "microbatches", "split", "order", "microbatch_order", "compile", "device",
-    "save", "checkpoint_every", "resume", *_OF_STEPS,
-)  # fmt: skip
+_OF_PIPELINE = (*PIPELINE, "save", "checkpoint_every", "resume", *_OF_STEPS)
+#: options that have one without
+_OF_JOB = {"workers", "seed", "threads", "transport", "nan", "trust_network", "port", *MEMBERS}
 
 
 def run_script(
@@ -126,7 +125,8 @@ class _ScriptEnd(TypedOptions):
         """Save and report; every worker must call it."""
         pipe, typed = self._pipe, self._asked
         if pipe is None:
-            refuse_typed(typed, _OF_PIPELINE, f"{typed['script']} made no Pipeline")
+            named = [name for each in _OF_PIPELINE if (name := each.replace("-", "_")) not in _OF_JOB]
+            refuse_typed(typed, named, f"{typed['script']} made no Pipeline")
             if self._job.worker == 0 and self._job.num_workers > 1:
                 said = f"made no Pipeline: {self._job.num_workers} workers ran all of it, each by itself"
                 link.tell(kind="text", text=f"{typed['script']} {said}")

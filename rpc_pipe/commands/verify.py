@@ -22,7 +22,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "model", nargs="?", metavar="FILE.py:make", help=f"gpt, conv, mlp, or {MAKE} ({VerifyOptions.model})"
     )
-    parser.take(*PIPELINE)
+    parser.take(*(name for name in PIPELINE if name != "compile"))  # which rounds otherwise
     parser.add_argument("--plan", metavar="FILE", help="verify what rpc-pipe plan wrote")
     parser.add_argument("--steps", type=whole(1, 10**6), help=f"training steps ({VerifyOptions.steps})")
     parser.add_argument("--blocks", action="append", help="names of lists of blocks, or of blocks, with commas")
@@ -51,7 +51,7 @@ def command(typed: dict[str, Any], argv: list[str]) -> int:
 
         return as_worker(lambda: list_blocks(options), reporter)
     if job is None and options.transport != "local":
-        return launch(argv, options.workers, reporter, started)
+        return launch(argv, options.num_workers, reporter, started)
 
     def work() -> None:
         from ..verifying.proof import prove

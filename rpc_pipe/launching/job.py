@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..dependency import ConfigError
+from ..dependency.pipeline_options import TRANSPORTS as TRANSPORTS
 from ..tracing.run_folders import NEWCOMER
 from . import LOOPBACK
 
@@ -29,7 +30,6 @@ RESHAPE_AFTER = "RPC_PIPE_RESHAPE_AFTER"
 REJOINS = "RPC_PIPE_REJOIN"
 TRANSPORT, TRUST, PORT, KEY = "RPC_PIPE_TRANSPORT", "RPC_PIPE_TRUST_NETWORK", "RPC_PIPE_PORT", "RPC_PIPE_KEY_FILE"
 #: the carriers of messages between workers; the first is the default
-TRANSPORTS = ("rpc", "zmq", "local")
 
 
 @dataclass(frozen=True)

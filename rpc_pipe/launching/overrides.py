@@ -2,38 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-from ..dependency import Order, Spec
-
-
-class Settings(NamedTuple):
-    """The arguments of `Pipeline` that the command line can override."""
-
-    schedule: str | type[Spec]
-    schedule_options: Mapping[str, Any] | None
-    num_microbatches: int
-    num_workers: int | None
-    split: Sequence[int] | None
-    order: Order | None
-    device: str | None
-    seed: int
-    transport: str | None = None
-    #: the plan that decides the other settings
-    plan: Any = None
-    microbatch_order: str = "given"
-    members: int = 1
-    shard: Any = None
-    reduce: str = "step"
-    compile: Any = None
+from ..dependency.pipeline_options import Options
 
 
 class Overrides:
     """Follows every pipeline of this process; by default a pipeline is as the script says."""
 
-    def over(self, said: Settings) -> Settings:
-        """Return the settings of a new pipeline."""
+    def over(self, said: Options) -> Options:
+        """Return the options of a new pipeline."""
         return said
 
     def made(self, pipe: Any) -> None:

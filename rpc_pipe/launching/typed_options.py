@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from ..dependency.parallelism import OPTIONS
-from .overrides import Overrides, Settings
-
-#: argument -> option, if the names differ
-OPTION_OF = {"num_microbatches": "microbatches", "num_workers": "workers"}
+from ..dependency.pipeline_options import TYPED, Options
+from .overrides import Overrides
 
 
 class TypedOptions(Overrides):
@@ -23,18 +22,17 @@ class TypedOptions(Overrides):
     def __init__(
         self, typed: Mapping[str, Any], schedule_options: Mapping[str, str], tell: Callable[[str], None]
     ) -> None:
-        options = {name: OPTION_OF.get(name, name) for name in Settings._fields}
-        self._typed = {name: typed[option] for name, option in options.items() if option in typed}
+        self._typed = {name: typed[option] for name, option in TYPED.items() if option in typed}
         self._schedule_options = dict(schedule_options)
         self._tell = tell
         self._told: set[str] = set()
 
-    def over(self, said: Settings) -> Settings:
-        """Return the settings of a pipeline with the typed options in place of the script's."""
+    def over(self, said: Options) -> Options:
+        """Return the options of a pipeline with the typed options in place of the script's."""
         options = dict(said.schedule_options or {})
         for name, value in self._typed.items():
             shown = ",".join(map(str, value)) if isinstance(value, list) else str(value)
-            self._replaced(OPTION_OF.get(name, name), shown, name, getattr(said, name), value)
+            self._replaced(TYPED[name], shown, name, getattr(said, name), value)
         if self._typed.get("schedule", said.schedule) != said.schedule:
             kept = {name: value for name, value in options.items() if name in OPTIONS}
             if options != kept:
@@ -44,7 +42,7 @@ class TypedOptions(Overrides):
         for name, value in self._schedule_options.items():
             self._replaced("set", f"{name}={value}", name, options.get(name), value)
         options |= self._schedule_options
-        return said._replace(**self._typed)._replace(schedule_options=options)
+        return replace(said, **{**self._typed, "schedule_options": options})
 
     def _replaced(self, option: str, shown: str, name: str, old: Any, new: Any) -> None:
         option = option.replace("_", "-")

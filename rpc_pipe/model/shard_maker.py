@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ..dependency import NO_REDUCTIONS, ModelError, Spec
+from ..dependency.pipeline_options import Options
 from ..workers.compute.batch_norm import Statistics, defer
 from ..workers.compute.by_hand import fingerprint
 from ..workers.compute.digest import digest
@@ -39,11 +40,8 @@ def make_partition(
     model: Model,
     loss_fn: LossFn | None,
     num_stages: int,
-    split: Sequence[int] | None,
     training: Training,
-    *,
-    blocks: str | Sequence[str] | None,
-    seed: int,
+    options: Options,
 ) -> LayerPartition | ObservedPartition:
     """Return the partition of a model: between its layers, or where its forward calls its blocks.
 
@@ -55,15 +53,16 @@ def make_partition(
     if needs_observation(model):
         from .observed_partition import ObservedPartition  # it loads the modules that observe and replay forwards
 
-        whole = ObservedPartition(model, num_stages, split, loss_fn, blocks=blocks, seed=seed)  # type: ignore[arg-type]
+        cut = options.split, loss_fn
+        whole = ObservedPartition(model, num_stages, *cut, blocks=options.blocks, seed=options.seed)  # type: ignore[arg-type]
         if training.deferred_batch_norm:
             defer(whole.whole.modules())
         return whole
-    if blocks is not None:
-        raise ModelError(f"blocks {blocks!r}: the model is a list of layers, which are its blocks; leave it out")
+    if options.blocks is not None:
+        raise ModelError(f"blocks {options.blocks!r}: a list of layers is cut between its layers; leave it out")
     if loss_fn is None:
         raise ModelError("loss_fn is None: layers compute no loss; pass one, such as nn.functional.cross_entropy")
-    return LayerPartition(model, num_stages, split, loss_fn)  # type: ignore[arg-type]
+    return LayerPartition(model, num_stages, options.split, loss_fn)  # type: ignore[arg-type]
 
 
 @contextmanager

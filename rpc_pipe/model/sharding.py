@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..dependency import ConfigError, Order
 from ..dependency.parallelism import FSDP
+from ..dependency.pipeline_options import Options
 
 if TYPE_CHECKING:
     from torch import nn
@@ -24,7 +25,6 @@ logger = logging.getLogger(__name__)
 
 #: (a layer or block, the mesh of the members) -> nothing, or the module to use in its place
 ShardFn = Callable[["nn.Module", Any], Any]
-NAMES, REDUCES = (*FSDP, "tp"), ("step", "microbatch")
 
 
 @dataclass(frozen=True)
@@ -99,24 +99,16 @@ class Sharing:
         return lambda module, name, model: function(module, mesh)
 
 
-def settle_sharing(
-    members: int, shard: str | ShardFn | None, reduce: str, policy: MixedPrecisionPolicy | None = None
-) -> Sharing:
+def settle_sharing(options: Options) -> Sharing:
     """Return how members share stages.
 
     Raises:
-        ConfigError: an option is impossible.
+        ConfigError: the options do not go together.
     """
-    if not isinstance(members, int) or isinstance(members, bool) or members < 1:
-        raise ConfigError(f"members={members!r}: must be a whole number of at least 1")
-    if reduce not in REDUCES:
-        raise ConfigError(f"reduce={reduce!r}: must be {' or '.join(REDUCES)}")
-    if shard is not None and not callable(shard) and shard not in NAMES:
-        raise ConfigError(f"shard={shard!r}: must be {', '.join(NAMES)} or a function of (module, mesh)")
-    if policy is not None and shard not in FSDP:
-        raise ConfigError(f"mp_policy shard={shard!r}: of fsdp alone; in a function pass it to fully_shard")
-    if members == 1:
-        if shard is not None:
-            logger.warning("shard=%s: divides nothing, as each worker is one process; add members=2", shard)
+    if options.mp_policy is not None and options.shard not in FSDP:
+        raise ConfigError(f"mp_policy shard={options.shard!r}: of fsdp alone; in a function pass it to fully_shard")
+    if options.members == 1:
+        if options.shard is not None:
+            logger.warning("shard=%s: divides nothing, as each worker is one process; add members=2", options.shard)
         return Sharing()  # the same script runs on one process a worker
-    return Sharing(members, shard, reduce == "microbatch", policy)
+    return Sharing(options.members, options.shard, options.reduce == "microbatch", options.mp_policy)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Union
 
 from ..dependency import ConfigError, Spec
+from ..dependency.pipeline_options import Options
 from .listed_schedule import program_of
 from .plan import Plan, read_plan
 
@@ -20,36 +22,36 @@ _TOLERANCE = 0.01
 PlanLike = Union["Plan", Mapping[str, Any], str, Path]
 
 
-def apply_plan(plan: PlanLike, settings: Any) -> Any:
-    """Return the settings of a pipeline with the plan's decisions.
-
-    Args:
-        settings: a named tuple with schedule, schedule_options, num_microbatches (0: not given), num_workers and split.
+def apply_plan(options: Options) -> Options:
+    """Return the options of a pipeline with the decisions of their plan.
 
     Raises:
         ConfigError: it is no plan, is for another number of workers, or decides a setting that was given as well.
     """
-    is_cut = settings.num_microbatches or settings.split is not None
-    if is_cut or settings.schedule != "1f1b" or settings.schedule_options:
+    usual = options.schedule == "1f1b" and not options.schedule_options
+    if options.num_microbatches or options.split is not None or not usual:
         raise ConfigError("plan: says schedule, schedule_options, num_microbatches and split; leave one of both out")
-    found = read_plan(plan)
-    if settings.num_workers is not None and found.num_workers and settings.num_workers != found.num_workers:
-        raise ConfigError(f"num_workers {settings.num_workers}: the plan is for {found.num_workers} workers")
-    asked, planned = settings.members, found.members
+    found = read_plan(options.plan)
+    if options.num_workers is not None and found.num_workers and options.num_workers != found.num_workers:
+        raise ConfigError(f"num_workers {options.num_workers}: the plan is for {found.num_workers} workers")
+    asked, planned = options.members, found.members
     if asked not in (1, planned):
         raise ConfigError(f"members={asked}: the plan is for {planned}; leave members out")
-    shared = {"shard": settings.shard or found.shard, "reduce": found.reduce} if planned > 1 else {}
+    shared: dict[str, Any] = (
+        {"shard": options.shard or found.shard, "reduce": found.reduce} if found.members > 1 else {}
+    )
     schedule: str | type[Spec] = program_of(found) if found.program else found.schedule
-    return settings._replace(
+    return replace(
+        options,
         schedule=schedule,
         schedule_options=found.schedule_options,
         num_microbatches=found.num_microbatches,
-        num_workers=settings.num_workers or found.num_workers or None,
+        num_workers=options.num_workers or found.num_workers or None,
         split=list(found.cut),
         plan=found,
         members=planned,
         **shared,
-        **({"microbatch_order": found.microbatch_order} if found.microbatch_order != "given" else {}),
+        microbatch_order=options.microbatch_order if found.microbatch_order == "given" else found.microbatch_order,
     )
 
 

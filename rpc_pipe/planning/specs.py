@@ -16,6 +16,7 @@ from typing import Any
 from ..dependency import ConfigError, Order, Spec, check_all, schedule_errors
 from ..dependency.declared import NO_PARAMETERS
 from ..dependency.parallelism import Parallelism
+from ..dependency.pipeline_options import ROWS, Options
 from ..model.cut import cut
 from ..model.sharding import Sharing
 from ..schedules import SCHEDULES
@@ -27,13 +28,6 @@ ScheduleLike = str | type[Spec]
 MAX_FORWARDS = 20_000_000
 #: most stages: each is priced by itself
 MAX_STAGES = 1_000_000
-#: options of the command line that are arguments of `Pipeline` by the same name
-_OF_PIPELINE = (
-    "schedule", "schedule_options", "split", "order", "microbatch_order", "device", "seed", "members", "shard",
-    "reduce",
-)  # fmt: skip
-#: orders of the microbatches of a step
-MICROBATCH_ORDERS = ("given", "balanced")
 
 
 def find_schedule(schedule: ScheduleLike) -> type[Spec]:
@@ -228,29 +222,20 @@ def workers_of(processes: int, members: int) -> int:
     return processes // members
 
 
-@dataclass(frozen=True, kw_only=True)
-class PipeOptions:
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PipeOptions(Options):
     """The options of the command line that make a pipeline."""
 
-    workers: int = 2
-    schedule: str = "1f1b"
     schedule_options: dict[str, str] = field(default_factory=dict)
-    microbatches: int = 8
-    order: Order | None = None
-    microbatch_order: str = "given"
-    split: list[int] | None = None
+    num_workers: int = 2
+    num_microbatches: int = 8
     device: str = "cpu"
-    seed: int = 0
     threads: int = 1
     steps: int = 100
-    members: int = 1
-    shard: str | None = None
-    reduce: str = "step"
 
     def for_pipeline(self) -> dict[str, Any]:
-        """Return the options as keyword arguments of `Pipeline`."""
-        named = {name: getattr(self, name) for name in _OF_PIPELINE}
-        return {"num_microbatches": self.microbatches, "num_workers": self.workers, **named}
+        """Return the options as keyword arguments of `Pipeline`, in a job that has its transport."""
+        return {name: getattr(self, name) for name in ROWS if name != "transport"}
 
     def spec(self, num_layers: int) -> Spec:
         """Make the spec and check it, before any worker is started.
@@ -275,7 +260,7 @@ class PipeOptions:
         Raises:
             ConfigError: an impossible option.
         """
-        sharing, workers = Sharing(self.members, self.shard), workers_of(self.workers, self.members)
-        spec = make_spec(self.schedule, workers, sharing.microbatches(self.microbatches), self.schedule_options)
+        sharing, workers = Sharing(self.members, self.shard), workers_of(self.num_workers, self.members)
+        spec = make_spec(self.schedule, workers, sharing.microbatches(self.num_microbatches), self.schedule_options)
         refuse_job(spec, sharing, self.order)
         return spec

@@ -28,7 +28,7 @@ def list_blocks(options: VerifyOptions) -> None:
         _list_layers(made, options)
         return
     args, kwargs = made.call(made.batch)
-    observed = observe(made.model, args, kwargs, blocks=options.blocks, at_least=options.workers)  # type: ignore[arg-type]
+    observed = observe(made.model, args, kwargs, blocks=options.blocks, at_least=options.num_workers)  # type: ignore[arg-type]
     cuts = [_payload(observed, after) for after in range(1, observed.num_blocks)]
     title = f"{type(made.model).__name__}: {observed.num_blocks} calls of blocks; behind each, what a cut there passes"
     notes = [*observed.notes, *(f"{name} is on both sides of every cut" for name in _always_shared(observed))]

@@ -50,7 +50,7 @@ def prove(options: VerifyOptions) -> None:
     asked: dict[str, Any] = {"max_grad_norm": options.max_grad_norm, "deferred_batch_norm": options.deferred_batch_norm}
     pipe = Pipeline(
         made.model, made.loss_fn, training=Training(optimizer, **asked),
-        example=made.batch, blocks=options.blocks, **options.for_pipeline()
+        **{**options.for_pipeline(), "example": made.batch}
     )  # fmt: skip
     cut = {"cut_s": time.perf_counter() - begin, "cut_cpu_s": time.process_time() - begin_cpu}
     initial = pipe.weights.state_dict()
@@ -86,7 +86,7 @@ def prove(options: VerifyOptions) -> None:
             beyond = [max(0, n - (bound or n)) for n, bound in zip(slices_held, bounds, strict=True)]
             compared.numbers("slices held beyond the bound", beyond, [0.0] * len(beyond))
         because = summed_by_stages(list(pipe.partition.shared)) if slices is None else summed_by_slices(slices)
-        rows, parts = rows_of(mine[0]), options.microbatches
+        rows, parts = rows_of(mine[0]), options.num_microbatches
         if isinstance(mine[0], SplitBatch):
             rows, parts = sum(map(rows_in, mine[0])), len(mine[0])
         if count > 1 and unlike is not None:

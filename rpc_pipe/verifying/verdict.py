@@ -17,7 +17,7 @@ _ROUNDINGS = 256
 #: tensors with all numbers below this part of the model's largest are compared with the largest
 _SMALL = 1e-2
 #: options that the report in JSON repeats
-_TOLD = "steps", "workers", "schedule", "order", "transport", "model"
+_TOLD = "steps", "schedule", "order", "transport", "model"
 
 
 class Compared:
@@ -119,6 +119,7 @@ def tell(
         "slices": options.slices or "1",
         "loss": losses[-1],
         **{name: getattr(options, name) for name in _TOLD},
+        "workers": options.num_workers,
         "microbatches": sizes[1],
         **more,
     }
@@ -130,7 +131,7 @@ def tell(
     apart = f"; worst {worst}: relative {relative[worst]:.1e}, absolute {compared.max_abs_error:.1e}"
     largest = "" if compared.identical else apart
     text = (
-        f"{options.schedule} on {options.workers} workers, {options.steps} steps of {sizes[0]} rows in "
+        f"{options.schedule} on {options.num_workers} workers, {options.steps} steps of {sizes[0]} rows in "
         f"{sizes[1]} microbatches: {said[verdict]} "
         f"({compared.num_same} of {compared.num_tensors} tensors bit for bit{largest})"
     )

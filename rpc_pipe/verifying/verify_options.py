@@ -12,7 +12,7 @@ BUILT_IN = "gpt", "conv", "mlp"
 CONTEXT = 16
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class VerifyOptions(PipeOptions):
     """The comparison with one process."""
 
@@ -25,8 +25,6 @@ class VerifyOptions(PipeOptions):
     dropout: float = 0.1
     max_grad_norm: float | None = None
     deferred_batch_norm: bool = False
-    #: names of the user's lists of blocks
-    blocks: list[str] | None = None
 
     @property
     def slices(self) -> str | None:
@@ -37,7 +35,7 @@ class VerifyOptions(PipeOptions):
     @property
     def batch_rows(self) -> int:
         """Rows of a batch: by default not a multiple of the microbatches, so that the last is ragged."""
-        return 2 * self.microbatches + 1 if self.rows is None else self.rows
+        return 2 * self.num_microbatches + 1 if self.rows is None else self.rows
 
     @property
     def microbatch_rows(self) -> int:

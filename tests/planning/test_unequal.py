@@ -7,7 +7,7 @@ from refusals import refused
 
 from rpc_pipe.commands.main import main
 from rpc_pipe.dependency import F, U
-from rpc_pipe.launching.overrides import Settings
+from rpc_pipe.dependency.pipeline_options import Options
 from rpc_pipe.planning.apply_plan import apply_plan
 from rpc_pipe.planning.relation import Relation
 from rpc_pipe.planning.specs import make_spec
@@ -100,10 +100,9 @@ def test_there_is_a_length_for_each_microbatch(command, capsys):
 
 def test_a_plan_carries_the_order_to_its_pipelines():
     plan = {"schedule": "1f1b", "cut": [1, 1], "num_microbatches": 2}
-    settings = Settings("1f1b", None, 0, None, None, None, None, 0, microbatch_order="balanced")
     for said in ("given", "balanced"):
-        assert apply_plan(plan, settings._replace(microbatch_order=said)).microbatch_order == said
-    planned = apply_plan({**plan, "microbatch_order": "balanced"}, settings._replace(microbatch_order="given"))
+        assert apply_plan(Options(plan=plan, microbatch_order=said)).microbatch_order == said
+    planned = apply_plan(Options(plan={**plan, "microbatch_order": "balanced"}))
     assert planned.microbatch_order == "balanced"
 
 

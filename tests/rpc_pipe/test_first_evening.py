@@ -7,6 +7,7 @@ from saved_training import BATCHES, pipeline
 from rpc_pipe import Pipeline
 from rpc_pipe.commands.main import as_typed, main
 from rpc_pipe.dependency import BatchError, WorkerFailure
+from rpc_pipe.dependency.pipeline_options import Options
 from rpc_pipe.model.batches.microbatches import Microbatches, rows_in
 from rpc_pipe.model.sharding import settle_sharing
 
@@ -85,7 +86,7 @@ def test_one_microbatch_is_a_batch_that_needs_no_cut():
 
 def test_the_form_of_members_that_are_not_there_is_warned_of(caplog):
     """`--shard fsdp` without `--members` trained undivided stages, and no line said so."""
-    assert settle_sharing(1, "fsdp", "step").count == 1
+    assert settle_sharing(Options(shard="fsdp")).count == 1
     assert [record.args for record in caplog.records] == [("fsdp",)]
     caplog.clear()
-    assert settle_sharing(1, None, "step").count == 1 and not caplog.records
+    assert settle_sharing(Options()).count == 1 and not caplog.records

@@ -13,6 +13,7 @@ from torch import nn
 
 from rpc_pipe.commands.main import main
 from rpc_pipe.dependency import B, ConfigError, F, I, ModelError, R, U, W
+from rpc_pipe.dependency.pipeline_options import Options
 from rpc_pipe.model.batches.lazy_batch import OwnRows
 from rpc_pipe.model.observed_partition import ObservedPartition
 from rpc_pipe.model.partition import LayerPartition
@@ -307,11 +308,11 @@ def test_a_norm_that_members_add_up_is_allowed_its_roundings_alone(tmp_path):
 )  # fmt: skip
 def test_impossible_members_are_refused(options):
     with pytest.raises(ConfigError):
-        settle_sharing(**{"shard": None, "reduce": "step", **options})
+        settle_sharing(Options(**options).checked())
 
 
 def test_members_are_processes_that_take_actions_in_one_order():
-    sharing = settle_sharing(2, "fsdp", "step")
+    sharing = settle_sharing(Options(members=2, shard="fsdp"))
     assert sharing.order(None, "ready") == "fixed"
     with refused("num_microbatches"):
         sharing.microbatches(5)
