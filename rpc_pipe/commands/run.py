@@ -190,7 +190,7 @@ def follow_plan(typed: dict[str, Any]) -> dict[str, Any]:
         "set": {key: str(value) for key, value in options.items()},
         "microbatches": plan.num_microbatches,
         "split": list(plan.cut),
-        **({"members": plan.members, "shard": plan.shard, "reduce": plan.reduce} if plan.members > 1 else {}),
+        **plan.sharing,
     }
     refuse_typed(typed, (*said, *MEMBERS, "window"), f"--plan {path} says it; leave one of the two out")
     if plan.num_workers:

@@ -44,7 +44,7 @@ def plans_table(plans: Sequence[Plan]) -> Table:
         drawn.add_column(heading, justify="right", no_wrap=True)
     shown: dict[str, Plan] = {}
     for plan in plans:
-        shown.setdefault(f"{plan.schedule} {sorted(plan.parameters.items())} {plan.members}", plan)
+        shown.setdefault(f"{plan.schedule} {sorted(plan.parameters.items())} {plan.sharing}", plan)
     for plan in list(shown.values())[:_MOST_PLANS]:
         drawn.add_row(
             plan.name,

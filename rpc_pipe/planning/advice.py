@@ -112,7 +112,7 @@ def changes_that_fit(request: PlanRequest, result: PlanResult) -> list[Advice]:
             break
     if result.nearest is not None:
         needs = enumerate(result.nearest.memory_by_worker)
-        machines = request.machines.grouped(result.nearest.members)
+        machines = request.machines.grouped(result.nearest.sharing.get("members", 1))
         limits = {worker: machines.limit(worker) for worker in range(machines.num_workers)}
         over = [f"worker {at} {format_bytes(used)}" for at, used in needs if used > (limits[at] or float("inf"))]
         change = f"memory for {', '.join(over)}"

@@ -34,12 +34,11 @@ def apply_plan(options: Options) -> Options:
     found = read_plan(options.plan)
     if options.num_workers is not None and found.num_workers and options.num_workers != found.num_workers:
         raise ConfigError(f"num_workers {options.num_workers}: the plan is for {found.num_workers} workers")
-    asked, planned = options.members, found.members
-    if asked not in (1, planned):
-        raise ConfigError(f"members={asked}: the plan is for {planned}; leave members out")
-    shared: dict[str, Any] = (
-        {"shard": options.shard or found.shard, "reduce": found.reduce} if found.members > 1 else {}
-    )
+    shared = found.sharing
+    if options.members not in (1, shared.get("members", 1)):
+        raise ConfigError(f"members={options.members}: the plan is for {shared.get('members', 1)}; leave members out")
+    if shared and options.shard:
+        shared["shard"] = options.shard
     schedule: str | type[Spec] = program_of(found) if found.program else found.schedule
     return replace(
         options,
@@ -49,7 +48,6 @@ def apply_plan(options: Options) -> Options:
         num_workers=options.num_workers or found.num_workers or None,
         split=list(found.cut),
         plan=found,
-        members=planned,
         **shared,
         microbatch_order=options.microbatch_order if found.microbatch_order == "given" else found.microbatch_order,
     )

@@ -26,7 +26,7 @@ _NO_WAY = Link()
 class Grouping:
     """How many processes are one worker, and how they share its stages."""
 
-    members: int = 1
+    count: int = 1
     shard: str = ""
     reduce: str = "step"
     #: between the members of a worker
@@ -34,17 +34,17 @@ class Grouping:
 
     def workers(self, processes: int) -> int:
         """Return how many workers processes are."""
-        return processes // self.members
+        return processes // self.count
 
     @property
     def planned(self) -> dict[str, Any]:
         """The fields of a plan that say it."""
-        return {"members": self.members, "shard": self.shard, "reduce": self.reduce}
+        return {"members": self.count, "shard": self.shard, "reduce": self.reduce}
 
     @property
     def planes(self) -> int:
         """Among how many members the microbatches of a step are divided."""
-        return Sharing(self.members, self.shard).planes
+        return Sharing(self.count, self.shard).planes
 
     @property
     def _gathers(self) -> bool:
@@ -58,7 +58,7 @@ class Grouping:
             total: time to add up the gradients of its parameters (fsdp), or of its inputs (tp).
             part: which part of its parameters the members divide.
         """
-        kept, found = 1 - part * (1 - 1 / self.members), dict(took)
+        kept, found = 1 - part * (1 - 1 / self.count), dict(took)
         divided = (U, G) if self._gathers else tuple(took)
         found |= {kind: took[kind] * kept for kind in divided if kind in took}
         once = gather if self.shard == FSDP_KEPT else 0
@@ -69,12 +69,12 @@ class Grouping:
             more |= {B: more[B] + total, W: total}
         else:
             more[U] += total
-        return found if self.members == 1 else found | {kind: found.get(kind, 0) + add for kind, add in more.items()}
+        return found if self.count == 1 else found | {kind: found.get(kind, 0) + add for kind, add in more.items()}
 
     def size(self, size: Size, divided: float) -> Size:
         """Return the bytes of a block on each member, of whose weights `divided` bytes are divided."""
         part = divided / size.weights if size.weights else 0
-        away = {name: getattr(size, name) * part * (1 - 1 / self.members) for name in RESIDENT}
+        away = {name: getattr(size, name) * part * (1 - 1 / self.count) for name in RESIDENT}
         here = {name: getattr(size, name) - amount for name, amount in away.items()} | {"elsewhere": away["weights"]}
         if self._gathers:
             kept = divided if self.shard == FSDP_KEPT else 0
@@ -84,7 +84,7 @@ class Grouping:
 
     def cost(self, cost: LayerCost) -> LayerCost:
         """Return the costs of a block, given those of one process."""
-        if self.members == 1:
+        if self.count == 1:
             return cost
         size, about = cost.size, cost.divided
         divided = about.get(self.shard, about.get("fsdp", size.weights))
@@ -93,7 +93,7 @@ class Grouping:
             around = size.gradients - divided * trained  # of parameters that each member keeps whole
             gather = self._time(1, divided)
             total = self._time(1, divided * trained)
-            total += self.members * (self.link.latency + around / self.link.bandwidth) if around else 0
+            total += self.count * (self.link.latency + around / self.link.bandwidth) if around else 0
         else:
             gather = self._time(2 * about.get("outputs", 0), size.outputs)
             total = self._time(2 * about.get("inputs", 0), size.inputs or size.outputs)
@@ -102,8 +102,7 @@ class Grouping:
 
     def _time(self, rounds: float, amount: float) -> float:
         """Return the time in which so many bytes travel around the members, each of which has a part of them."""
-        count = self.members
-        once = (count - 1) * (self.link.latency + amount / count / self.link.bandwidth)
+        once = (self.count - 1) * (self.link.latency + amount / self.count / self.link.bandwidth)
         return rounds * once if amount else 0
 
 

@@ -57,8 +57,15 @@ class Plan:
     @property
     def name(self) -> str:
         """The schedule with its parameters, as text."""
-        shared = {"members": self.members, "shard": self.shard} if self.members > 1 else {}
+        shared = {**self.sharing}
+        shared.pop("reduce", None)
         return schedule_label(self.schedule, {**self.parameters, **shared}, self.recompute)
+
+    @property
+    def sharing(self) -> dict[str, Any]:
+        """The options by which several processes are one worker; none if each is one."""
+        one = self.members == 1
+        return {} if one else {"members": self.members, "shard": self.shard, "reduce": self.reduce}
 
     @property
     def schedule_options(self) -> dict[str, Any]:

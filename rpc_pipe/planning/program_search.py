@@ -265,7 +265,7 @@ def _bases(request: PlanRequest, result: PlanResult) -> list[tuple[Plan, Spec]]:
     for plan in result.plans:
         spec = Candidate.of(plan).spec(request.machines.num_workers)
         recomputes = plan.recompute or type(spec).recompute
-        if not recomputes and plan.members == 1 and not {"replicas", "slices"} & plan.parameters.keys():
+        if not recomputes and not plan.sharing and not {"replicas", "slices"} & plan.parameters.keys():
             found.setdefault((*placement_of(spec), plan.num_microbatches), (plan, spec))
     return list(found.values())[:_BASES]
 

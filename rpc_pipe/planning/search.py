@@ -126,7 +126,7 @@ class _Search:
         most_stages = next(iter(self._chains.values())).num_blocks if self._chains else 0
         for grouping in q.groupings:
             counts = [count for count in q.microbatches if (count, grouping) in self._chains]
-            machines = q.machines.grouped(grouping.members)
+            machines = q.machines.grouped(grouping.count)
             for candidate in candidates(
                 q.machines.num_workers, counts, recompute=q.recompute, most_stages=most_stages,
                 schedules=q.schedules, replicas=q.replicas, exchange=q.exchange, grouping=grouping,
@@ -250,7 +250,7 @@ class Candidate:
     @classmethod
     def of(cls, plan: Plan) -> Candidate:
         """Return the candidate that a plan has cut."""
-        grouping = Grouping(plan.members, plan.shard, plan.reduce)
+        grouping = Grouping(*plan.sharing.values())
         return cls(plan.schedule, plan.parameters, plan.num_microbatches, plan.recompute, grouping)
 
     def spec(self, processes: int) -> Spec:

@@ -252,7 +252,12 @@ class PipeOptions(Options):
     @property
     def run_order(self) -> Order | None:
         """The order in which workers run actions; None: as the schedule says."""
-        return "fixed" if self.members > 1 else self.order
+        return "fixed" if self.sharing.count > 1 else self.order
+
+    @property
+    def sharing(self) -> Sharing:
+        """How many processes are one worker, and how they share its stages."""
+        return Sharing(self.members, self.shard)
 
     def of_plane(self) -> Spec:
         """Make the spec of a pipeline with one member of each worker.
@@ -260,7 +265,8 @@ class PipeOptions(Options):
         Raises:
             ConfigError: an impossible option.
         """
-        sharing, workers = Sharing(self.members, self.shard), workers_of(self.num_workers, self.members)
+        sharing = self.sharing
+        workers = workers_of(self.num_workers, sharing.count)
         spec = make_spec(self.schedule, workers, sharing.microbatches(self.num_microbatches), self.schedule_options)
         refuse_job(spec, sharing, self.order)
         return spec
