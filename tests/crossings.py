@@ -82,8 +82,6 @@ NEEDED = {
     *((("tied", "weight"), ("members", value)) for value in DIMENSIONS["members"][1:]),
     # torch.compile does not trace parts of a tensor whose slices have sizes of their own
     (("compile", "eager"), ("slices", "2"), ("members", "function")),
-    # a search may choose another order, which decides the replica of a row, and so its statistics
-    (("buffers", "norm"), ("lengths", "balanced"), ("replicas", "2")),
     # an owner's weights come when forwards of the next step have begun, which a whole model with buffers takes amiss
     (("zero", "1"), ("form", "whole"), ("call", "train"), ("evaluation", "between")),
     (("zero", "1"), ("form", "function"), ("call", "train"), ("evaluation", "between")),
@@ -343,7 +341,8 @@ def _order(case: Case, spec: Any, x: Tensor) -> list[int]:
     """Return the order in which microbatches run."""
     if case["lengths"] == "equal":
         return list(range(MICROBATCHES))
-    return balanced(spec.unsliced(), [cost(part) for part in x.split(ROWS // MICROBATCHES)])
+    seconds = [cost(part) for part in x.split(ROWS // MICROBATCHES)]
+    return balanced(spec.unsliced(), seconds, sum(seconds))
 
 
 def _put(parameters: Mapping[str, Tensor], values: list[Tensor]) -> None:
