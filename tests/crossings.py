@@ -325,8 +325,8 @@ def alone(case: Case, spec: Any, initial: Mapping[str, Tensor]) -> dict[str, Any
             found["norms"].append(None)
         if case["evaluation"] == "between":
             x, y = batch(100)
-            # Members evaluate by the statistics of the first.
-            first_plane = [copies[route] for route in routes] if planes > 1 else taken
+            # Each member evaluates all microbatches, by the statistics of the first.
+            first_plane = [copies[spec.route(m * slices)] for m in range(MICROBATCHES)]
             found["evaluated"].append(_evaluated(copies, first_plane, x, y, rows))
     found["weights"] = {**copies[0].state_dict()}
     if case["average"] == "on":

@@ -6,9 +6,10 @@ import copy
 import logging
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import is_dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,10 +27,10 @@ from .cut import cut
 from .deferred import DeferredModel
 from .detachable_blocks import mentioned
 from .module_copies import ModuleCopies, Pairs, paired
-from .observe.closures import modules_in
 from .observe.model_kinds import refuse_lazy
 from .observe.trees import tensors
 from .observed_model import ObservedModel, observe
+from .sharing import Holder, look, read_by
 
 if TYPE_CHECKING:
     from .replay.observed_stage import ObservedStage
@@ -84,6 +85,8 @@ class ObservedPartition:
         self._output_type: type = dict
         #: whether a loss may have terms beside its mean, or beside a sum divided by `NUM_ITEMS`
         self.adds_means = True
+        #: the objects that the loss function can reach, by id, and the names in its code
+        self._read: tuple[dict[int, Any], Collection[str]] = {}, ()
         #: calls of blocks of each stage; empty until the model has been cut
         self.ranges: list[range] = []
         #: parameters that several stages hold -> their stages
@@ -162,10 +165,10 @@ class ObservedPartition:
 
     def _refuse_loss_of_attributes(self, observed: ObservedModel) -> None:
         """Raise if a loss function refers to tensors that blocks leave on stages before the last."""
-        names, boxes, found = mentioned(self.loss_fn), self._boxes_of_loss(), observed.filled_before_last(self.ranges)
+        boxes, found = self._boxes_of_loss(), observed.filled_before_last(self.ranges)
         found += [name for name, box in boxes.items() if observed.made_before_last(tensors(box), self.ranges)]
-        referred = {part for module in modules_in(names.values(), 3) for part in module.modules()}
-        found += [name for module, name in observed.left_before_last(self.ranges) if module in referred]
+        self._read = read_by(self.loss_fn, set(self.whole.modules()))
+        found += [name for module, name in observed.left_before_last(self.ranges) if id(module) in self._read[0]]
         if found:
             raise ModelError(
                 f"loss_fn: refers to {found[0]}, which a block of a stage before the last fills, and the last computes "
@@ -197,6 +200,12 @@ class ObservedPartition:
             self.begin(stage, randomness, route)
         pairs, finish = self._begun.pop((stage, route))
         made = finish(divide)
+        read, names = self._read if stage < len(self.ranges) - 1 else ({}, ())
+        read_here = [(path, part) for path, module, part in pairs if id(module) in read]
+        if holders := [
+            Holder(f"block {path}", f"an attribute of {type(part).__name__}", part, names) for path, part in read_here
+        ]:
+            made.look = partial(look, holders)
         if isinstance(self._source, nn.Module):
             mirrored = made.buffers if route == 0 else ()
             used, hooked = set(made.own), self._observed.hooked
@@ -227,6 +236,7 @@ class ObservedPartition:
     def release(self) -> None:
         """Drop the reference to the model, so that parameters of other processes can be freed."""
         self._source = self._observed = None
+        self._read = {}, ()
 
     @property
     def adapters(self) -> frozenset[str]:

@@ -119,12 +119,11 @@ class LayerPartition:
         for _, module in layers:
             module.to(randomness.device)
         shared = {name: held for name, held in self.shared.items() if stage in held}
-        names, look = {} if self._ties is None else self._ties.names, None
+        found = Layers(layers, {} if self._ties is None else self._ties.names, shared)
         if holders := self._holders[stage]:
-            from .sharing import refuse_handed_on
+            from .sharing import look
 
-            look = partial(refuse_handed_on, holders)
-        found = Layers(layers, names, shared, look)
+            found.look = partial(look, holders)
         if divide is not None:
             found.divide(divide, self._divided)
         return found

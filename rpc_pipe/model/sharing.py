@@ -8,18 +8,19 @@ reach the layers of other stages, so these are refused.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..dependency import ModelError
+from ..workers.compute.digest import digest
 from ..workers.compute.module_state import OF_TORCH
 from .detachable_blocks import mentioned
-from .observe.closures import modules_in
-from .observe.trees import tensors
+from .observe.closures import inside
+from .observe.trees import PLAIN, tensors
 from .parameter_hooks import refuse_hooks
 from .weight_views import refuse_parted
 
@@ -85,47 +86,100 @@ class Ties:
         return list(dict.fromkeys(found)), parameters
 
 
+#: most objects in which a loss function is followed
+_MOST = 10_000
 _NO_HOLDERS = (nn.Module, Tensor, torch.Generator, type, FunctionType, BuiltinFunctionType, MethodType, ModuleType)
 
 
 class Holder(NamedTuple):
-    """A list, a dict or an object that a layer can put something into."""
+    """A list, a dict, an object or a module that a layer or block can put something into."""
 
-    layer: int
+    where: str
     name: str
-    #: a module that the loss function refers to is given by the dict of its attributes
     held: Any
+    #: names in the code of a loss function of another stage that has it, too; None: it has not
+    read: Collection[str] | None
+
+    def now(self) -> Any:
+        """Return the numbers that the loss function may read here, to compare them with later ones."""
+        if self.read is None:
+            return None
+        from .observe.output_contract import form_of  # few loss functions read layers
+
+        tree = self.held
+        if not isinstance(tree, (list, dict)):
+            held = vars(tree) | vars(tree).get("_buffers", {})
+            tree = {name: value for name, value in held.items() if name in self.read}
+        return form_of(tree, lambda tensor: (id(tensor), digest([tensor])))
 
 
 def shared_holders(layers: Sequence[Any], stages: Sequence[range], loss_fn: Any) -> list[list[Holder]]:
     """Return, by stage, objects of its layers that other stages, or the loss function on the last, hold too."""
-    users: dict[int, set[int]] = defaultdict(set)
-    found: list[list[Holder]] = []
-    for stage, indices in enumerate(stages):
-        parts = [(i, part) for i in indices if isinstance(layers[i], nn.Module) for part in layers[i].modules()]
-        holders = [Holder(index, *each) for index, part in parts for each in _holders(part)]
-        for holder in holders:
-            users[id(holder.held)].add(stage)
-        # a module's attributes count where the loss function refers to the module
-        found.append(holders + [Holder(i, f"an attribute of {type(part).__name__}", vars(part)) for i, part in parts])
-    values = list(mentioned(loss_fn).values())
-    for each in (*values, *[vars(part) for module in modules_in(values, 3) for part in module.modules()]):
-        users[id(each)].add(len(stages) - 1)
-    return [[holder for holder in of_stage if users[id(holder.held)] - {stage}] for stage, of_stage in enumerate(found)]
+    layered = [(stage, i, layers[i]) for stage, own in enumerate(stages) for i in own]
+    parts = [(stage, i, part) for stage, i, m in layered if isinstance(m, nn.Module) for part in m.modules()]
+    read, names = read_by(loss_fn, {part for _, _, part in parts})
+    found = [
+        (stage, Holder(f"layer {i}", name, held, names if id(held) in read else None))
+        for stage, i, part in parts
+        for name, held in (*_holders(part), *[(f"an attribute of {type(part).__name__}", part)] * (id(part) in read))
+    ]
+    users: dict[int, set[int]] = defaultdict(set, {each: {len(stages) - 1} for each in read})
+    for stage, holder in found:
+        users[id(holder.held)].add(stage)
+    return [[h for at, h in found if at == stage and users[id(h.held)] - {stage}] for stage in range(len(stages))]
 
 
-def refuse_handed_on(holders: Sequence[Holder]) -> None:
-    """Raise if an object that other stages hold too has a tensor with a graph, after a forward of the stage.
+def look(holders: Sequence[Holder]) -> Callable[[], None]:
+    """Look at objects that other stages hold too, before a forward of a stage; the returned function looks behind it.
 
-    Raises:
-        ModelError: there is one.
+    It raises ModelError if one has a tensor with a graph then, or if a loss function would read other numbers.
     """
-    for layer, name, held in holders:
-        if any(tensor.grad_fn is not None for tensor in tensors(held)):
-            raise ModelError(
-                f"model: layer {layer} leaves a tensor in {name}, which layers of other stages or the loss function "
-                "use too: return it beside the output, as in (x, extra), detach() it, or cut elsewhere (split=)"
-            )
+    before = [holder.now() for holder in holders]
+
+    def end() -> None:
+        for holder, was in zip(holders, before, strict=True):
+            tree = vars(holder.held) if isinstance(holder.held, nn.Module) else holder.held
+            if any(tensor.grad_fn is not None for tensor in tensors(tree)) or holder.now() != was:
+                raise ModelError(
+                    f"model: {holder.where} leaves a tensor or number in {holder.name}, which layers of other stages "
+                    "or the loss function use too: return it beside the output, as in (x, extra), or cut elsewhere "
+                    "(split=)"
+                )
+
+    return end
+
+
+def read_by(function: Any, parts: Collection[nn.Module]) -> tuple[dict[int, Any], set[str]]:
+    """Return the objects that a function can reach, by id, and the names in its code and in methods that it calls.
+
+    Args:
+        parts: modules of the model; of these, it calls the methods that it names.
+    """
+    found: dict[int, Any] = {}
+    names, todo = set[str](), [function]
+    for value in todo:
+        if id(value) in found or len(found) == _MOST or isinstance(value, (Tensor, ModuleType, *PLAIN)):
+            continue
+        found[id(value)] = value
+        if isinstance(value, FunctionType):
+            if not value.__module__.startswith("torch."):
+                todo += [value.__code__, value.__defaults__, value.__kwdefaults__, *mentioned(value).values()]
+        elif isinstance(value, CodeType):
+            names.update(value.co_names, (each for each in value.co_consts if isinstance(each, str)))
+            todo += [*value.co_consts, *(method for each in found.values() for method in _methods(each, names))]
+        elif isinstance(value, nn.Module) and value in parts:
+            found |= {id(part): part for part in value.modules()}
+            todo += _methods(value, names)
+        else:
+            more = [getattr(value, name, None) for name in ("__func__", "fget", "__dict__")]
+            todo += [*inside(value), *more, *_methods(value, names | {"forward", "__call__"})]
+    return found, names
+
+
+def _methods(value: Any, names: Collection[str]) -> list[Any]:
+    """Return the methods and properties of an object with one of these names."""
+    found = [getattr(type(value), name, None) for name in names]
+    return [each for each in found if isinstance(each, (FunctionType, property))]
 
 
 def _holders(part: nn.Module) -> Iterator[tuple[str, Any]]:

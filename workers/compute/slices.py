@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 
 from ...dependency import ConfigError
@@ -16,10 +15,10 @@ from .randomness import Seed, may_draw
 
 #: (a layer or block, its name in the model, the model) -> None, or the module to use in its place
 Divide = Callable[[nn.Module, str, nn.Module], Any]
+#: called before one of the first forwards; its result is called behind it
+Look = Callable[[], Callable[[], None]]
 #: bound of the ranks of parameters in one layer
 _MOST_IN_LAYER = 2**20
-#: number of forwards that are observed
-_LOOKS = 2
 
 
 class Slice(Protocol):
@@ -32,6 +31,7 @@ class Slice(Protocol):
         own: modules that compute here; a forward may write their buffers and attributes.
         shared: names of parameters that other stages hold too -> all their stages.
         observed: number of forwards that were observed so far, and the ns that this took.
+        look: refuses forwards that leave something for other stages beside their output; None: none could.
     """
 
     first: int
@@ -40,6 +40,7 @@ class Slice(Protocol):
     observed: tuple[int, int]
     modules: list[nn.Module]
     own: list[nn.Module]
+    look: Look | None
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return each parameter once, by its name in the unsplit model, without names of wrappers (`plain_name`)."""
@@ -103,21 +104,19 @@ class Layers:
         layers: (index in the whole model, module), in order.
         names: of parameters that the unsplit model calls by another layer, which has them too.
         shared: as in `Slice`.
-        look: called after the first forwards in training.
     """
 
     takes_fields = False
     observed = 0, 0
+    look: Look | None = None
 
     def __init__(
         self,
         layers: Sequence[tuple[int, nn.Module]],
         names: Mapping[str, str] = {},
         shared: Mapping[str, Sequence[int]] = {},
-        look: Callable[[], None] | None = None,
     ) -> None:
         self.layers = list(layers)
-        self._looks = [] if look is None else [look] * _LOOKS
         self._names, self.shared = names, shared
         self.first = self.layers[0][0]
         self.modules = list(dict.fromkeys(part for _, module in self.layers for part in module.modules()))
@@ -179,8 +178,6 @@ class Layers:
             except Exception as error:
                 note(error, f"in layer {index} ({type(module).__name__})")
                 raise
-        if self._looks and torch.is_grad_enabled():
-            self._looks.pop()()
         return tree
 
 

@@ -64,6 +64,7 @@ class StageState:
         self._weights_before = [(p, p.data, p._version, sample(p).clone()) for p in parameters]
         self._modes = [module.training for module in self._modules]
         self._before = Tensors(self._modules)
+        self._end_look = self._slice.look and self._slice.look()
 
     def end(self, again: bool) -> list[KeptTensor]:
         """Record the tensors that the forward has written, and go on with copies; return them, for `shown`.
@@ -76,6 +77,8 @@ class StageState:
         """
         if self.looks:
             self.looks -= 1
+            if self._end_look is not None:
+                self._end_look()
             self._note_written(again)
             self.watches = bool(self.looks or self._places or self.weights)
         left = list(map(KeptTensor.now, self.weights))

@@ -24,7 +24,7 @@ def rebind(modules: Iterable[nn.Module], memo: dict[int, Any]) -> Callable[[], N
 
     def visit(value: Any, depth: int) -> None:
         if not isinstance(value, FunctionType):
-            for each in _inside(value) if depth else ():
+            for each in inside(value) if depth else ():
                 visit(each, depth - 1)
         elif id(value) not in memo and reaches(value, depth):
             new = []
@@ -64,11 +64,12 @@ def modules_in(values: Iterable[Any], depth: int) -> Iterator[nn.Module]:
         elif isinstance(value, MethodType):
             yield from modules_in([value.__self__], depth)
         elif depth:
-            inside = [each for _, each in _closure(value)] if isinstance(value, FunctionType) else _inside(value)
-            yield from modules_in(inside, depth - 1)
+            held = [each for _, each in _closure(value)] if isinstance(value, FunctionType) else inside(value)
+            yield from modules_in(held, depth - 1)
 
 
-def _inside(value: Any) -> list[Any]:
+def inside(value: Any) -> list[Any]:
+    """Return what a partial function, a container or a bound method holds."""
     if isinstance(value, partial):
         return [value.func, *value.args, *value.keywords.values()]
     if isinstance(value, (list, tuple, set, dict)):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ...dependency import ConfigError, ModelError
 from ...workers.compute.module_state import Attributes, ChangingModules, Place
 from ...workers.compute.randomness import Seed
-from ...workers.compute.slices import note, plain_name, versions_of
+from ...workers.compute.slices import Look, note, plain_name, versions_of
 from ...workers.transport.payload import Tree
 from ..assign.assignment import Owners
 from ..observe.frames import name_of
@@ -69,6 +69,7 @@ class ObservedStage:
             plain_name(n): sorted(stages) for n, stages in held if len(stages) > 1
         }
         self.observed = 0, 0
+        self.look: Look | None = None
         self._skeleton = skeleton
         self._cut = list(cut)
         self._owners = owners
