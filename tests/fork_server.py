@@ -39,6 +39,9 @@ _ENVIRONMENT = {
 #: a file in memory of each fork, into which it writes the stacks of its threads when it is sent the signal
 STACKS, STACKS_SIGNAL = "stacks", signal.SIGRTMIN + 8
 
+#: modules that take seconds, by the name in scripts that need them
+_SLOW = {"transformers": "transformers.modeling_utils", "torch.distributed.tensor": "torch.distributed.tensor.parallel"}
+
 
 class Started:
     """A process that the server has started, with what tests use of `subprocess.Popen`."""
@@ -272,13 +275,13 @@ class _Serving:
 
 
 def _prepare_for(arguments: Sequence[str], folder: Path) -> None:
-    """Import transformers, which takes seconds, before the first script that names it; later forks have it too."""
-    if "transformers.modeling_utils" in sys.modules:
-        return
+    """Import what takes seconds before the first script that names it; later forks have it too."""
     scripts = [folder / argument.partition(":")[0] for argument in arguments if ".py" in argument]
-    if any(script.is_file() and "transformers" in script.read_text() for script in scripts):
-        importlib.import_module("transformers.modeling_utils")
-        _freeze()
+    texts = [script.read_text() for script in scripts if script.is_file()]
+    for name, module in _SLOW.items():
+        if module not in sys.modules and any(name in text for text in texts):
+            importlib.import_module(module)
+            _freeze()
 
 
 def _freeze() -> None:

@@ -103,20 +103,6 @@ def test_the_console_shows_what_is_printed(tmp_path):
         assert [line.rstrip() for line in printed.splitlines()] == shown.splitlines()
 
 
-def test_experts_divided_over_members_train_as_in_one_process(tmp_path):
-    """A checkpoint of two members, each with two of four experts, goes on in one process."""
-    (tmp_path / "experts.py").write_text(python_block("experts.py"))
-    launched = rpc_pipe("run experts.py --workers 2 --members 2 --transport zmq --checkpoint-every 2")
-    resumed = rpc_pipe("run experts.py --workers 1 --resume checkpoints")
-    alone, both, rest = (
-        re.findall(r"loss \d\.\d{5}", unmerged(run(arguments, tmp_path)))
-        for arguments in (["experts.py"], launched, resumed)
-    )
-    assert (
-        len(alone) == 3 and both[::2] == both[1::2] == alone and rest == alone[1:]
-    )  # the last step before the checkpoint gives its loss
-
-
 def test_the_picture_is_what_is_drawn(tmp_path):
     options = "--schedule zb-v --workers 4 --microbatches 8 --svg zb_v.svg"
     run(rpc_pipe(f"simulate {options}"), tmp_path)
