@@ -3,8 +3,8 @@
 from bisect import bisect_right
 from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from ..dependency import Action, B, I, Kind, Order, Spec, W
 
@@ -31,12 +31,11 @@ class Vee(Spec):
         return min(stage, self.last_stage - stage)
 
 
-@dataclass(frozen=True)
-class EqualSteps:
+class EqualSteps(NamedTuple):
     """Actions of a kind of a stage at equal distances: microbatches first, first + 1, ..., in slots `growth` apart."""
 
     first: int
-    count: int
+    times: int
     slot: int
     growth: int
 
@@ -59,7 +58,7 @@ class Listed(Spec):
         """Return the run that an action belongs to; None: it is not listed."""
         runs, turn = timetable(self, self.worker(a)).runs.get((a.kind, a.stage), ()), self.turn(a.index)
         found = bisect_right(runs, turn, key=lambda run: run.first)
-        return runs[found - 1] if found and turn < runs[found - 1].first + runs[found - 1].count else None
+        return runs[found - 1] if found and turn < runs[found - 1].first + runs[found - 1].times else None
 
     def slot(self, a: Action) -> int:
         run = self.run(a)
@@ -136,9 +135,9 @@ class Listing:
         runs = self.runs[kind, stage]
         if runs:
             last = runs[-1]
-            growth = run.slot - last.slot if last.count == 1 else last.growth
-            goes_on = run.first == last.first + last.count and run.slot == last.slot + last.count * growth
-            if goes_on and (run.count == 1 or run.growth == growth):
-                runs[-1] = replace(last, count=last.count + run.count, growth=growth)
+            growth = run.slot - last.slot if last.times == 1 else last.growth
+            goes_on = run.first == last.first + last.times and run.slot == last.slot + last.times * growth
+            if goes_on and (run.times == 1 or run.growth == growth):
+                runs[-1] = EqualSteps(last.first, last.times + run.times, last.slot, growth)
                 return
         runs.append(run)

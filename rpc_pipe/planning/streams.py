@@ -8,10 +8,11 @@ in its own order, as is checked, its next action is the only one of it that can 
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 from ..dependency import NO_REDUCTIONS, Action, G, R, S, Spec, U, W, reduction_tree
@@ -180,9 +181,11 @@ class Streams:
 
         def question(index: Any) -> tuple[int, Any, int, float, list[Action], int] | None:
             action = kind(stage, index)
+            if kind.per_microbatch and not uniform and action not in spec.actions(stage, index):
+                return None
+            # The schedule's formulas first: most divisions of the range are theirs.
+            slot, after = spec.slot(action), spec.after(action)
             if kind.per_microbatch:
-                if not uniform and action not in spec.actions(stage, index):
-                    return None
                 needs, route = [*spec.data(action)], spec.route(index)
             else:
                 route = index % self._routes
@@ -190,13 +193,13 @@ class Streams:
                 needs = [each for m in last for each in spec.actions(stage, m) if each.kind.accumulates]
                 before = index - spec.parallelism.replicas
                 needs += [U(stage, before)] if before >= 0 else []
-            needs += [need for need in spec.after(action) if need.index >= 0]
+            needs += [need for need in after if need.index >= 0]
             cost = self._cost(action)
             # A number for the whole range, or the range is divided.
             cost = cost.__index__() if isinstance(cost, Along) else cost
             route = route.__index__()
             takers = self._takers(action, spec.successors(action), route)
-            return route, spec.slot(action), (index // per_step).__index__(), cost, needs, takers
+            return route, slot, (index // per_step).__index__(), cost, needs, takers
 
         return [_Asked(at, n, *answer) for at, n, answer in ask(question, first, every, count) if answer is not None]
 
@@ -285,12 +288,12 @@ class Streams:
 
     def _check_order(self) -> None:
         """Raise NotRegular unless the actions of each stream can only run in its order."""
+        self._begins = [[0, *accumulate(piece.count for piece in stream.pieces)] for stream in self.streams]
         for number, stream in enumerate(self.streams):
             if stream.last.kind.accumulates:
                 continue  # each waits for the one before it
             before: dict[int, int] = {}
-            done = 0
-            for piece in stream.pieces:
+            for piece, done in zip(stream.pieces, self._begins[number], strict=False):
                 now = piece.counts(0)
                 if not (
                     self._implies(now, number, done, {})
@@ -298,7 +301,6 @@ class Streams:
                 ) or any(grows < 0 for _, _, grows in piece.needs):
                     raise NotRegular
                 before = piece.counts(piece.count - 1)
-                done += piece.count
 
     def _implies(self, needs: Mapping[int, int], number: int, wanted: int, seen: dict[int, int]) -> bool:
         """Return whether so many actions of a stream are finished if these counts are reached."""
@@ -308,14 +310,11 @@ class Streams:
             if self.streams[source].worker != self.streams[number].worker or seen.get(source, 0) >= count:
                 continue
             seen[source] = count
-            begin, known = 0, []
-            for piece in self.streams[source].pieces:
-                if begin >= count:
-                    break
-                known.append(piece.counts(min(piece.count, count - begin) - 1))
-                begin += piece.count
-            if any(self._implies(each, number, wanted, seen) for each in reversed(known)):
-                return True
+            pieces, begins = self.streams[source].pieces, self._begins[source]
+            for at in reversed(range(bisect_left(begins, count))):
+                done = pieces[at].counts(min(pieces[at].count, count - begins[at]) - 1)
+                if self._implies(done, number, wanted, seen):
+                    return True
         return False
 
     def _end_steps(self) -> None:

@@ -56,6 +56,10 @@ def run(
     return moments.figures()
 
 
+#: what a stream without a next action waits for
+_MORE = NEVER + 1
+#: an earlier moment is compared with until these shares of all moments are past
+_SHARES = 64, 8, 2
 #: what an earlier moment is known by
 _KEPT = "running", "until", "counts", "issued", "state", "piece", "live"
 
@@ -80,23 +84,24 @@ class _Moments:
         self.slot: Array = self.state[:, -2]
         self.threshold, self.left = self.state[:, :-2], self.state[:, -1]
         self.flat: Array = self.state.reshape(-1)
-        self.slot[:] = NEVER
+        self.state[:, :-1] = _MORE
         self.loaded: Array
-        self.loaded, self.piece, self.step = np.zeros((3, size), np.int64)
+        self.loaded, self.piece = np.zeros((2, size), np.int64)
         #: by stream: how many of these counts are too small
         self.unmet: Array = np.ones(size, np.int64)
         self.cost: Array = np.zeros(size, number)
         #: by lane and stream: the slots among which an idle worker chooses the least
         self.keys = np.full((lanes, tables.width), NEVER)
-        held = np.array([s.last.kind.holds * s.size if s else 0 for s in streams])
-        self.taken, self.freed = np.maximum(held, 0), np.minimum(held, 0)
+        self.flat_keys: Array = self.keys.reshape(-1)
+        self.holds: Array = np.array([s.last.kind.holds * s.size if s else 0 for s in streams])
         self.named = np.array([bool(s) and s.last.kind.per_microbatch for s in streams])
+        #: by lane: the stream whose action runs or ran last, and its end; NEVER: the lane is idle
         self.running, self.until = np.full(lanes, -1), np.full(lanes, NEVER, number)
-        self.running[-1] = size - 1
-        self.state[-tables.width :, 0] = -1
+        #: how many actions began at this moment
+        self.begun = 0
         self.touched: Array = np.ones(lanes, bool)
         self.first, self.last = np.full(lanes, NEVER, number), np.zeros(lanes, number)
-        self.live, self.high, self.peak, self.in_step = np.zeros((4, lanes), np.int64)
+        self.live, self.high, self.peak = np.zeros((3, lanes), np.int64)
         self.ends = np.zeros(
             max(tables.streams.steps, tables.streams.spec.num_steps) + 1, number
         )  # the last is of no step
@@ -118,12 +123,12 @@ class _Moments:
         """Begin the next piece of a stream; behind the last nothing is chosen."""
         pieces, number = self._t.pieces[place], self.piece[place]
         if number == len(pieces):
-            self.state[place, :-2], self.slot[place] = 0, NEVER
+            self.state[place, :-1] = _MORE
             return
         piece, needs = pieces[number]
         self.piece[place] += 1
         self.loaded[place] += piece.count
-        self.cost[place], self.step[place] = self._t.costs[piece.cost], piece.step
+        self.cost[place] = self._t.costs[piece.cost]
         state, grows = self.state[place], self.grows[place]
         state[:-2], grows[:-2] = 0, 0
         state[-2:], grows[-2:] = (piece.slot, piece.count), (piece.growth, -1)
@@ -134,12 +139,12 @@ class _Moments:
         """Note of some streams whether they have all that their next actions need."""
         state = self.state.take(streams, 0)
         short = self.counts.take(self.source.take(streams, 0)) < state[:, :-2]
-        slots = state[:, -2]
-        unmet = (slots == NEVER).astype(np.int64)
-        for each in short.T:
+        unmet = short[:, 0].astype(np.int64)
+        for each in short.T[1:]:
             unmet += each
         self.unmet[streams] = unmet
-        self.keys.ravel()[streams] = slots if self._t.streams.fixed else np.where(unmet, NEVER, slots)
+        slots = state[:, -2]
+        self.flat_keys[streams] = slots if self._t.streams.fixed else np.where(unmet, NEVER, slots)
 
     def run(self) -> None:
         moment = 0
@@ -164,20 +169,22 @@ class _Moments:
     def _compared(self, befores: list[tuple[int, SimpleNamespace]], moment: int) -> list[tuple[int, SimpleNamespace]]:
         """Add what repeats since one of two earlier moments; return the moments to compare with next."""
         for _, before in befores:
-            if np.array_equal(self.running, before.running) and (times := self._repeats(before)) > 0:
+            alike = self.begun == before.begun and np.array_equal(self.running, before.running)
+            if alike and (times := self._repeats(before)) > 0:
                 self._repeat(before, times)
                 befores = []
         if not befores:
-            return [(moment + max(32, moment // share), self._note()) for share in (8, 2)]
+            return [(moment, self._note())] * len(_SHARES)
         return [
             (moment + max(32, moment // share), self._note()) if until <= moment else (until, before)
-            for share, (until, before) in zip((8, 2), befores, strict=True)
+            for share, (until, before) in zip(_SHARES, befores, strict=True)
         ]
 
     def _begin(self) -> None:
         """Let idle workers choose."""
         t = self._t
-        lanes = np.flatnonzero(self.touched & (self.running < 0))
+        self.begun = 0
+        lanes = np.flatnonzero(self.touched & (self.until == NEVER))
         if not lanes.size:
             return
         self.touched[lanes] = False
@@ -186,49 +193,53 @@ class _Moments:
         lanes, chosen = lanes[good], chosen[good]
         if not lanes.size:
             return
+        self.begun = lanes.size
         cost = self.cost.take(chosen)
         end = self.now + cost
-        self.running[lanes], self.until[lanes], self.in_step[lanes] = chosen, end, self.step.take(chosen)
-        takes_time = cost > 0
-        self.last[lanes[takes_time]] = end[takes_time]
+        self.running[lanes], self.until[lanes] = chosen, end
         if self.unbegun:
-            begun = lanes[takes_time | self.named.take(chosen)]
+            begun = lanes[(cost > 0) | self.named.take(chosen)]
             begun = begun[self.first.take(begun) == NEVER]
             self.first[begun] = self.now
             self.unbegun -= begun.size
-        live = self.live[lanes] = self.live.take(lanes) + self.taken.take(chosen)
+        # What is held from its begin on, until its end, is counted at the begin of both: the lane is busy between.
+        live = self.live[lanes] = self.live.take(lanes) + self.holds.take(chosen)
         self.high[lanes] = np.maximum(self.high.take(lanes), live)
         state = self.state[chosen] = self.state.take(chosen, 0) + self.grows.take(chosen, 0)
-        for place in chosen[state[:, -1] == 0].tolist():
-            self._load(place)
+        for at in np.flatnonzero(state[:, -1] == 0).tolist():
+            self._end_piece(lanes[at], chosen[at], end[at])
         self._look(chosen)
+
+    def _end_piece(self, lane: int, place: int, end: Any) -> None:
+        """Go on with the next piece, as the last action of one begins."""
+        piece, _ = self._t.pieces[place][self.piece[place] - 1]
+        self.ends[piece.step] = max(self.ends[piece.step], end)
+        if end > self.now:
+            self.last[lane] = max(self.last[lane], end)
+        self._load(place)
 
     def _finish(self) -> None:
         """Count the actions and payloads that end now."""
         lanes = np.flatnonzero(self.until == self.now)
-        ended = self.running.take(lanes)
-        if ended.size:
-            self.running[lanes], self.until[lanes], self.touched[lanes] = -1, NEVER, True
-            self.counts[ended] += 1
-            self.ends[self.in_step[lanes]] = self.now
-            self.live[lanes] += self.freed.take(ended)
-            self._tell(ended)
+        if lanes.size:
+            ended = self.running.take(lanes)
+            self.until[lanes], self.touched[lanes] = NEVER, True
+            self._count(ended)
         for queue, (time, channels) in zip(self.queues, self._t.channels, strict=True):
-            if ended.size:
+            if lanes.size:
                 sent = channels[ended].ravel()
                 queue.append((self.now + time, sent[sent < self._t.num_counts]))
             while queue and queue[0][0] == self.now:
-                _, arrived = queue.popleft()
-                self.counts[arrived] += 1
-                self._tell(arrived)
+                self._count(queue.popleft()[1])
 
-    def _tell(self, counts: Array) -> None:
-        """Note which needs are met as these counts have grown by 1."""
+    def _count(self, counts: Array) -> None:
+        """Add 1 to these counts, and note which needs are met so."""
+        grown = self.counts[counts] = self.counts.take(counts) + 1
         needs = self._t.needed.take(counts, 0)
-        streams = needs[self.flat.take(needs) == self.counts.take(counts)[:, None]] // (self._t.columns + 2)
+        streams = needs[self.flat.take(needs) == grown[:, None]] // (self._t.columns + 2)
         np.subtract.at(self.unmet, streams, 1)
         ready = streams[self.unmet.take(streams) == 0]
-        self.keys.ravel()[ready] = self.slot.take(ready)
+        self.flat_keys[ready] = self.slot[ready]  # `take` would copy all slots first
         self.touched[ready // self._t.width] = True
 
     # --- the repeated period
@@ -236,21 +247,21 @@ class _Moments:
     def _note(self) -> SimpleNamespace:
         self.peak, self.high = np.maximum(self.peak, self.high), self.live.copy()
         kept = {name: getattr(self, name).copy() for name in _KEPT}
-        return SimpleNamespace(now=self.now, on_the_way=self._on_the_way(), **kept)
+        return SimpleNamespace(now=self.now, begun=self.begun, on_the_way=self._on_the_way(), **kept)
 
     def _on_the_way(self) -> list[tuple[Any, bytes]]:
         return [(time - self.now, sent.tobytes()) for queue in self.queues for time, sent in queue]
 
     def _repeats(self, before: SimpleNamespace) -> int:
         """Return how often the moments since `before` come again, at least."""
-        took, busy = self.now - before.now, self.running >= 0
-        busy[-1] = False
+        took, busy = self.now - before.now, self.until < NEVER
         grown = self.issued - before.issued
         moving = np.flatnonzero(grown)
         # Of streams in another piece than before, as many must be left as then.
         left = before.state[:, -1] - grown * (self.piece == before.piece)
         if (
             not moving.size
+            or not np.array_equal(busy, before.until < NEVER)
             or not (self.until[busy] - before.until[busy] == took).all()
             or not np.array_equal(self.left[moving], left[moving])
             or self._on_the_way() != before.on_the_way
@@ -321,8 +332,7 @@ class _Moments:
             self.piece[place] += times * pieces[place]
             counts = [piece.count for piece, _ in self._t.pieces[place][first : int(self.piece[place])]]
             self.loaded[place] += sum(counts)
-        self.until[self.running >= 0] += shift
-        self.until[-1] = NEVER
+        self.until[self.until < NEVER] += shift
         self.now += shift
         self.repeated += shift
         self.queues = [deque((time + shift, sent) for time, sent in queue) for queue in self.queues]
