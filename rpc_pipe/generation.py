@@ -6,6 +6,7 @@ stage then runs its blocks for one token after the other, and keeps their keys a
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, chain
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from .dependency import ConfigError, F, Part, Spec
 from .dependency.decoding import Decoding, decoding_part
+from .dependency.errors import first_sentence
 from .workers.actor import WorkerActor
 from .workers.step import ActionContext, StepData, StepInput
 from .workers.transport.call import Call
@@ -29,10 +31,10 @@ OnTokens = Callable[[range, Tensor], None]
 #: rounds of tokens until all workers look again whether all texts have ended
 _ROUNDS = 64
 _REFUSED = {
-    "assistant_model": "assisted decoding needs a second model on one process",
-    "streamer": "a streamer takes one sequence; pass on_tokens, a function of rows and their tokens",
-    "custom_generate": "the pipeline decodes in its own loop",
-    "past_key_values": "keys and values stay with the stages",
+    "streamer": "tokens come in groups of rows; pass on_tokens=lambda rows, tokens: streamer.put(tokens[:, 0].cpu())",
+    "assistant_model": "assisted decoding needs a second model on one process; leave it out",
+    "custom_generate": "the pipeline decodes in a loop of rounds; leave it out",
+    "past_key_values": "keys and values stay with the stages; leave it out",
 }
 #: the only values of these options that stages can follow
 _USUAL = {"return_dict_in_generate": False, "guidance_scale": 1, "prefill_chunk_size": 0}
@@ -60,7 +62,10 @@ class Text:
             self._config, self._inputs = given.pop("generation_config"), given
             return input_ids
 
-        whole.generate(**fields, **options, custom_generate=prepared)
+        try:
+            whole.generate(**fields, **options, custom_generate=prepared)
+        except (AttributeError, ImportError, TypeError, ValueError) as error:
+            raise ConfigError(f"generate: {first_sentence(error)}") from error
         self._refuse()
         self.rows = range(rows.start * (n := len(self.ids) // len(rows)), rows.stop * n)
         self._going = torch.ones(len(self.ids), dtype=torch.bool, device=self.ids.device)
@@ -73,7 +78,7 @@ class Text:
         """
         config, cache = self._config, self._inputs.get("past_key_values")
         if (mode := config.get_generation_mode().value) not in ("greedy_search", "sample"):
-            raise ConfigError(f"generate: {mode} compares texts across groups; use greedy decoding or do_sample=True")
+            raise ConfigError(f"generate: {mode} is not done in stages; use greedy decoding or do_sample=True")
         for name, usual in _USUAL.items():
             if (value := getattr(config, name, None)) not in (None, usual):
                 raise ConfigError(
@@ -81,13 +86,17 @@ class Text:
                 )
         layers = {type(layer).__name__ for layer in getattr(cache, "layers", [cache])}
         if not layers <= {"DynamicLayer", "DynamicSlidingWindowLayer"}:
-            raise ConfigError(f"generate: stages keep keys and values of attention alone; found {', '.join(layers)}")
+            raise ConfigError(
+                f"generate: stages keep keys and values alone, in dynamic caches; found {', '.join(layers)}"
+            )
         ends_early = any(not hasattr(each, "max_length") for each in self._criteria)
         if ends_early and config._pad_token_tensor is None:
             raise ConfigError("generate: pad_token_id is needed, to fill rows behind texts that end early")
         most, length = getattr(self.model.config, "max_position_embeddings", None), self._criteria.max_length
         if most is not None and length > most:
-            raise ConfigError(f"generate: {length} tokens with the prompt: the model has positions for {most}")
+            raise ConfigError(
+                f"generate: {length} tokens with the prompt: the model has positions for {most}; take fewer"
+            )
 
     @property
     def pad(self) -> int | None:
@@ -214,7 +223,7 @@ class Decoder:
 def generate(
     session: Session,
     inputs: Tree,
-    max_new_tokens: int,
+    max_new_tokens: int | None,
     *,
     stops: bool,
     seed: int | None = None,
@@ -241,14 +250,23 @@ def generate(
     if session.recovery is not None or not session.is_alone:
         what = "members" if session.recovery is None else "elastic"
         raise ConfigError(f"generate: {what}: one process has a worker's keys and values, to the end; leave {what} out")
+    if max_new_tokens is None:
+        max_new_tokens = _most(options, fields["input_ids"].shape[1])
     if strings := options.pop("stop_strings", None):
         from transformers import StopStringCriteria
 
-        criteria = StopStringCriteria(options.pop("tokenizer", None), strings)
+        if (tokenizer := options.pop("tokenizer", None)) is None:
+            raise ConfigError("generate: stop_strings needs tokenizer=, the one of the prompts")
+        criteria = StopStringCriteria(tokenizer, strings)
         options["stopping_criteria"] = [*options.get("stopping_criteria", ()), criteria]
     told = {"max_new_tokens": max_new_tokens, "seed": seed, **options}
     name = "generate " + " ".join(f"{n}={v}" for n, v in told.items() if isinstance(v, (int, float, str, list)))
-    options = {**options, "max_new_tokens": max_new_tokens, "use_cache": True}
+    settings = {"max_new_tokens": max_new_tokens, "use_cache": True}
+    if (config := options.get("generation_config")) is None:
+        options |= settings
+    else:  # transformers warns of settings beside it
+        options["generation_config"] = config = copy.deepcopy(config)
+        config.update(**settings, max_length=None)
     seed = session.seed if seed is None else seed
 
     def generated(actor: WorkerActor) -> Tensor | None:
@@ -317,6 +335,19 @@ class _Rounds:
         return torch.cat([prompts.repeat_interleave(len(joined) // len(prompts), 0), joined.cpu()], 1)
 
 
+def _most(options: dict[str, Any], length: int) -> int:
+    """Return the number of new tokens that `max_length`, or a configuration, says.
+
+    Raises:
+        ConfigError: neither does.
+    """
+    config = options.get("generation_config")
+    whole = options.pop("max_length", getattr(config, "max_length", None))
+    if (most := getattr(config, "max_new_tokens", None) or (whole and whole - length)) is None:
+        raise ConfigError("generate: max_new_tokens: nothing says how many; pass it")
+    return int(most)
+
+
 def _refuse(session: Session, fields: Mapping[str, Any], options: Mapping[str, Any]) -> None:
     """Refuse a pipeline, or an option, that does not go with generation.
 
@@ -325,7 +356,7 @@ def _refuse(session: Session, fields: Mapping[str, Any], options: Mapping[str, A
     """
     for name, why in _REFUSED.items():
         if options.get(name) is not None:
-            raise ConfigError(f"generate: {name}: {why}; leave it out")
+            raise ConfigError(f"generate: {name}: {why}")
     ids = fields.get("input_ids")
     if not getattr(session.partition.config, "generates", False) or not isinstance(ids, Tensor):
         raise ConfigError("generate: needs a causal model of transformers, no encoder, and input_ids")

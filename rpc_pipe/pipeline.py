@@ -287,7 +287,7 @@ class Pipeline(Inspected):
         return None if self.replaying else self._session.predict(cut, to)
 
     @shown_plainly
-    def generate(self, inputs: Tree, max_new_tokens: int, **options: Any) -> Tree:
+    def generate(self, inputs: Tree, max_new_tokens: int | None = None, **options: Any) -> Tree:
         """Return prompts with new tokens on every worker, by a model of transformers; None if `replaying`.
 
         Args:

@@ -79,6 +79,8 @@ class Weights:
     def load_pretrained(self, folder: str | Path, *, strict: bool = True) -> Loaded:
         """Read weights from a folder of safetensors as `save_pretrained` of Hugging Face writes it, or a checkpoint.
 
+        In a folder of checkpoints it is the newest.
+
         Each worker reads only its tensors, and converts them to the model's types. If the folder has a body and
         the model has a head, or the other way round, the name of the body is added or removed.
 
@@ -91,9 +93,10 @@ class Weights:
         Raises:
             ConfigError: it does not fit, or is damaged; nothing has changed.
         """
+        from .folder import newest
         from .pretrained import Loaded, load
 
-        where = path_of(folder)
+        where = newest(path_of(folder)) or path_of(folder)
         if self._run.recovery is not None and self._run.recovery.repeats:  # a newcomer gets the weights of now
             return Loaded([], [])
         return self._each(lambda actor: load(actor, where, strict))[0]  # type: ignore[no-any-return]

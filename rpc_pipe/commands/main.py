@@ -25,7 +25,7 @@ from .options import Parser, with_listed
 
 _COMMANDS = (
     "run", "plan", "profile", "verify", "watch", "simulate", "compare", "export", "schedules", "ranks",
-    "key", "join", "completion",
+    "generate", "key", "join", "completion",
 )  # fmt: skip
 
 #: arguments that are no options

@@ -102,7 +102,7 @@ def command(typed: dict[str, Any], argv: list[str]) -> int:
             from ..checkpoints.resume_options import try_checkpoints
 
             try_checkpoints(*typed_checkpoints(typed))
-    return _run_script(typed, argv, job)
+    return start_script(typed, argv, job, "json" in typed)
 
 
 def _planned(typed: dict[str, Any], job: Job | None) -> dict[str, Any]:
@@ -225,7 +225,8 @@ def refuse_idle(typed: dict[str, Any], job: Job | None) -> None:
     refuse_workers(typed, job)
 
 
-def _run_script(typed: dict[str, Any], argv: list[str], job: Job | None) -> int:
+def start_script(typed: dict[str, Any], argv: list[str], job: Job | None, as_json: bool) -> int:
+    """Start workers, or as one of them run the script; return the exit code."""
     script = typed["script"]
     if not Path(script).is_file():
         if Path(script).is_dir():
@@ -237,7 +238,7 @@ def _run_script(typed: dict[str, Any], argv: list[str], job: Job | None) -> int:
     of_gpt = f"is an option of the built-in GPT, but {script} runs; put the script's own options after --"
     refuse_typed(typed, (*_GPT, "beat_bigram"), of_gpt)
     options = schedule_options(typed)
-    reporter = Reporter("json" in typed)
+    reporter = Reporter(as_json)
     if job is None:
         refuse_device(typed.get("device", "cpu"))
         workers = typed.get("workers", PipeOptions.num_workers)

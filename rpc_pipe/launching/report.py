@@ -74,6 +74,8 @@ class Reporter:
             self.error(message["text"])
         elif kind == "progress":
             self.progress(message["text"])
+        elif kind == "piece":  # of a line that goes on
+            self.console.print(_visible(message["text"]), end="", markup=False)
         elif "text" in message:
             self.text(message["text"])
             if kind == "result" and self._json:

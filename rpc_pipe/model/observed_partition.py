@@ -297,7 +297,7 @@ class Configuration:
         given: Any = model
         self._config, self._name, self._dtype = given.config, type(model).__name__, getattr(given, "dtype", None)
         generates = hasattr(model, "can_generate") and given.can_generate()
-        self._generation = getattr(model, "generation_config", None) if generates else None
+        self.generation = getattr(model, "generation_config", None) if generates else None
         #: whether the model gives tokens behind its inputs
         self.generates = generates and not getattr(given.config, "is_encoder_decoder", False)
 
@@ -307,7 +307,7 @@ class Configuration:
         config.architectures = [self._name]
         if self._dtype is not None:
             config.dtype = str(self._dtype).removeprefix("torch.")
-        for each in (config, self._generation):
+        for each in (config, self.generation):
             try:
                 if each is not None:
                     each.save_pretrained(folder)

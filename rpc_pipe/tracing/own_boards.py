@@ -103,7 +103,7 @@ def _lister(training: Watchable, worker: int) -> ProgramLister:
 def _script() -> str:
     """Return the name of the script that this process runs."""
     name = Path(sys.argv[0]).name
-    if name == "own_train.py":  # of `rpc-pipe run --model`
+    if name in ("own_train.py", "own_generate.py"):  # of `rpc-pipe run --model`, and of `generate`
         return Path(sys.argv[1]).name
     return "built-in GPT" if Path(sys.argv[0]).parts[-2:] == ("demo", "train.py") else name or "python"
 

@@ -1,0 +1,56 @@
+"""`rpc-pipe generate`: text by a causal model in stages, from prompts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ..dependency import ConfigError
+from ..launching.job import current_job
+from .options import MAKE, SCHEDULE, Parser, set_transport
+from .readers import fraction, positive, whole
+from .run import refuse_idle, start_script
+
+
+def add(commands: Any) -> None:
+    """Add `generate` to the command line."""
+    parser: Parser = commands.add_parser("generate", help="text by a causal model of transformers, from prompts")
+    parser.add_argument("model", metavar="FILE.py:make", help=f"{MAKE}; the file may have a `tokenizer`, too")
+    parser.add_argument("--weights", metavar="FOLDER", help="of save_pretrained, or of checkpoints (those of make)")
+    parser.add_argument("--prompt", action="append", metavar="TEXT", help="text; without a tokenizer ids, as 5,17,3")
+    parser.add_argument("--prompts", metavar="FILE", help="more prompts, one a line")
+    of = "of transformers (beside the weights, or the `tokenizer` of the model's file, with encode and decode)"
+    parser.add_argument("--tokenizer", metavar="FOLDER", help=of)
+    parser.add_argument("--max-new-tokens", type=whole(1), metavar="N", help="most tokens behind a prompt (64)")
+    parser.add_argument("--temperature", type=positive, help="draw tokens (the likeliest one is taken)")
+    parser.add_argument("--top-k", type=whole(1), metavar="K", help="draw one of the K likeliest")
+    parser.add_argument("--top-p", type=fraction, metavar="P", help="draw one of the likeliest that make up this share")
+    parser.add_argument("--rows", type=whole(1), help="most prompts at once, which bounds keys and values (all)")
+    parser.take(*SCHEDULE, "json", "split", "device", "seed", "threads", "transport", "trust-network", "port")
+
+
+def command(typed: dict[str, Any], argv: list[str]) -> int:
+    """Generate and print; return the exit code."""
+    if ".py:" not in typed["model"]:
+        raise ConfigError(f"{typed['model']}: must be path/to/file.py:make, {MAKE}")
+    prompts = [*typed.get("prompt", []), *_lines(typed.get("prompts"))]
+    if not all(prompts) or not prompts:
+        raise ConfigError("--prompt: one is empty, or there is none; type --prompt TEXT, or --prompts FILE")
+    set_transport(typed)
+    job = current_job()
+    refuse_idle(typed, job)
+    more = {
+        "script": str(Path(__file__).with_name("own_generate.py")),
+        "arguments": [typed["model"], json.dumps({**typed, "prompt": prompts})],
+    }
+    return start_script({name: typed[name] for name in typed.keys() - {"json"}} | more, argv, job, "json" in typed)
+
+
+def _lines(path: str | None) -> list[str]:
+    if path is None:
+        return []
+    try:
+        return [line for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"--prompts {path}: cannot be read: {getattr(error, 'strerror', '') or error}") from error
