@@ -8,6 +8,7 @@ from typing import Any
 
 from .checkpoints.resumption import Skipped
 from .dependency import BatchError
+from .held_out import measured
 from .model.batches.loaders import CouldBeOne, has_batches
 from .session import Session
 from .workers.compute.shard import LossFn
@@ -45,7 +46,7 @@ def _measured(
         cut.finished()
         return session.results.evaluated()
     result = session.evaluate(cut, metric)
-    found = result.measured
+    found = measured(result)
     if metric is None and not result.summed and (items := cut.num_items) is not None:
         found = {"": (found[""][0], items)}
     if metric is None and math.isnan(found[""][0]) and (cause := unlabelled(cut.inputs, cut.targets)):

@@ -28,7 +28,6 @@ from .launching import launcher_link as link
 from .launching import overrides
 from .launching.job import own_part
 from .model.batches.lazy_batch import label_of
-from .model.batches.loaders import refuse_batch, refuse_batches
 from .model.batches.microbatches import Outputs
 from .model.batches.microbatches import SplitBatch as SplitBatch
 from .model.batches.step_inputs import StepEnd
@@ -226,6 +225,8 @@ class Pipeline(Inspected):
         Args:
             batches: each as for `step`; one is read ahead, or as many as steps overlap if the schedule is asynchronous.
         """
+        from .model.batches.loaders import refuse_batch
+
         refuse_batch(batches)
         batches = iter(batches)
         if self._session.awaits_batch:  # the model is cut with the first batch, and resumed then
@@ -282,6 +283,8 @@ class Pipeline(Inspected):
             to: the worker or workers that get the output; others get None. None: all workers.
         """
         Outputs(self.spec, to)  # before the batch is read
+        from .model.batches.loaders import refuse_batches
+
         refuse_batches("predict", inputs, self.partition.could_be_input)
         cut = self._session.cut(inputs, pair=self.partition.only_inputs, whole=True)
         return None if self.replaying else self._session.predict(cut, to)

@@ -10,16 +10,16 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from .arguments import describe, refuse_shared
 from .checkpoints.resumption import Resumption
 from .dependency import BatchError, ConfigError, Entry, Order, PipeError, Spec, most_open
 from .dependency.pipeline_options import Options
 from .model.batches.batch_reader import BatchReader
-from .model.batches.loaders import form_of, refuse_batches
-from .model.batches.microbatches import Microbatches, Outputs, Pair, Prefetcher, with_means
+from .model.batches.microbatches import Microbatches, Outputs, Pair, Prefetcher, has_items
 from .model.batches.step_inputs import StepEnd, StepInputs
-from .model.shard_maker import ShardMaker, with_metric
+from .model.shard_maker import ShardMaker
 from .workers.actor import WorkerActor
 from .workers.compute.randomness import preserved
 from .workers.compute.result import Result
@@ -28,7 +28,7 @@ from .workers.compute.slices import plain_name
 from .workers.compute.updating import Training
 from .workers.step import StepInput
 from .workers.threads import WorkerThreads
-from .workers.transport.payload import Tree
+from .workers.transport.payload import Tree, map_tensors
 
 if TYPE_CHECKING:
     from .launching.job import Job
@@ -197,15 +197,20 @@ class Session:
         how, cuts = pair or self.partition.pair, self.awaits_batch
         first = self.form is None and pair is None
         if first and not whole and microbatches is None:
-            refuse_batches("step", batch, self.partition.could_be_one)
+            if not isinstance(next(iter(batch), None) if isinstance(batch, (tuple, list)) else batch, Tensor):
+                from .model.batches.loaders import refuse_batches
+
+                refuse_batches("step", batch, self.partition.could_be_one)
         found = self._reader.cut(batch, microbatches, how, whole=whole, cuts_model=cuts)
         if first and found.lazy is None:
-            self.form = form_of(batch if microbatches is None else microbatches[0])
+            self.form = map_tensors(batch if microbatches is None else microbatches[0], lambda tensor: tensor.dtype)
         if cuts:
             with torch.inference_mode(False):  # parameters that are made now are trained later
                 self.partition.observe(found.inputs[0], trained=pair is None)
                 self.make_shards()
-        if self.partition.adds_means and self.spec.takes_steps:
+        if self.partition.adds_means and self.spec.takes_steps and any(map(has_items, found.first)):
+            from .model.batches.with_means import with_means  # few batches have the number
+
             found = with_means(found)
         if self._recover is not None and found.lazy is not None:
             found = replace(found, now_read=self._again(found, partial(self.cut, batch, microbatches, pair, whole)))
@@ -242,6 +247,8 @@ class Session:
 
     def evaluate(self, batch: Microbatches, metric: LossFn | None) -> Result:
         """Return the result of a batch, with `metric` in place of the loss."""
+        from .held_out import with_metric  # a run that measures nothing does without
+
         self._adopt()
         with with_metric(lambda: self.shards, metric):
             return self.run(batch, what="evaluate")

@@ -125,6 +125,7 @@ def folder(name):
         "inspected",
         "evaluating",
         "generation",
+        "held_out",
         "modifying",
         "arguments",
     ):

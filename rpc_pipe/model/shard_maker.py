@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,6 @@ from ..workers.compute.by_hand import fingerprint
 from ..workers.compute.digest import digest
 from ..workers.compute.divided import local
 from ..workers.compute.randomness import Randomness
-from ..workers.compute.result import as_loss, several
 from ..workers.compute.shard import LossFn, Shard
 from ..workers.compute.slices import Divide, Slice
 from ..workers.compute.updating import Training, Updating
@@ -63,31 +61,6 @@ def make_partition(
     if loss_fn is None:
         raise ModelError("loss_fn is None: layers compute no loss; pass one, such as nn.functional.cross_entropy")
     return LayerPartition(model, num_stages, options.split, loss_fn)  # type: ignore[arg-type]
-
-
-@contextmanager
-def with_metric(shards: Callable[[], Iterable[Shard]], metric: LossFn | None) -> Iterator[None]:
-    """Return a context that lets the last stage compute `metric` instead of the loss; None: the loss.
-
-    Args:
-        shards: returns the shards of this process, which may have more of them on leaving.
-    """
-    refuse_sums(metric, "metric")
-    last = {} if metric is None else {shard: shard.loss_fn for shard in shards() if shard.loss_fn is not None}
-
-    def measured(output: Any, target: Any) -> Any:
-        assert metric is not None
-        found = metric(output, target)
-        return several(found) if isinstance(found, Mapping) else as_loss(found)
-
-    try:
-        for shard in last:
-            shard.loss_fn = measured
-        yield
-    finally:
-        for shard in shards() if last else ():
-            if shard.loss_fn is measured:
-                shard.loss_fn = last.get(shard) or next(iter(last.values()))
 
 
 class ShardMaker:

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..dependency import ConfigError, Spec, local_order, microbatches_of, update_of
-from ..model.batches.microbatches import Microbatches, update_shares, with_means
+from ..model.batches.microbatches import Microbatches, has_items, update_shares
 from ..model.batches.ordering import Ordering
+from ..model.batches.with_means import with_means
 from ..model.observe.trees import mapped
 from ..model.observed_partition import ObservedPartition
 from ..model.partition import LayerPartition
@@ -156,7 +157,7 @@ class Reference:
             count = len(pieces.inputs)
             if not self.num_steps and not isinstance(self._cut, LayerPartition):  # the pipeline has observed one, too
                 self._settle(pieces)
-            if self._cut.adds_means and self._spec.takes_steps:
+            if self._cut.adds_means and self._spec.takes_steps and any(map(has_items, pieces.first)):
                 pieces = with_means(pieces)
             if spec is None or count != spec.num_microbatches:
                 spec, begin = replace(self._spec, num_microbatches=count), 0

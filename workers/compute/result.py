@@ -79,27 +79,6 @@ class MetricWeights(dict[str, Any]):
     """The weights of several metrics by name; None of means."""
 
 
-def several(found: Mapping[str, Any]) -> tuple[Tensor, MetricWeights]:
-    """Return a metric of several values, each a mean or (sum, weight): their numbers, and weights; None of means.
-
-    Raises:
-        ConfigError: there is none, or one is no number.
-    """
-    if not found or not all(isinstance(name, str) for name in found):
-        raise ConfigError(f"metric returned {dict(found)!r}: its names must be texts, at least one")
-    pairs = {name: sum_and_weight(as_loss(each), 1.0) for name, each in found.items()}
-    device = next((total.device for total, _ in pairs.values() if not total.is_cpu), None)
-    totals = torch.stack([total.detach().to(device, torch.float64) for total, _ in pairs.values()])
-    return totals, MetricWeights(
-        {name: pairs[name][1] if isinstance(each, tuple) else None for name, each in found.items()}
-    )
-
-
-def as_loss(found: Any) -> Any:
-    """Return a metric's value in the form of a loss: a tensor, or (tensor, weight)."""
-    return (torch.as_tensor(found[0]), *found[1:]) if isinstance(found, tuple) else torch.as_tensor(found)
-
-
 def _shape(value: Any) -> str:
     return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
@@ -141,34 +120,6 @@ class Result:
                 weights = array("d", told) if isinstance(told, bytes) else map(float, told)
                 found += zip(microbatches, sums, weights, strict=True)
         return [(loss, weight) for _, loss, weight in sorted(found)]
-
-    @property
-    def measured(self) -> dict[str, tuple[float, float]]:
-        """Value and weight by the name of a metric, which is "" of a loss, or of a metric that is one number.
-
-        Raises:
-            ConfigError: a metric has given other names for other microbatches.
-        """
-        weights = [weight for part in self.parts for weight in part.get("weights", ())]
-        if not weights or not isinstance(weights[0], dict):
-            assert self.loss is not None
-            return {"": (self.loss, self.divisor if self.summed else self.rows)}
-        if any(list(each) != list(weights[0]) for each in weights):
-            raise ConfigError("metric: returned other names for another microbatch; return the same for all")
-        each = {name: self._one(place, name) for place, name in enumerate(weights[0])}
-        return {name: value for name, one in each.items() for value in one.measured.values()}
-
-    def _one(self, place: int, name: str) -> Result:
-        """Return the result of one of several metrics."""
-        parts = []
-        for part in self.parts:
-            if "weights" in part:
-                weights = [each[name] for each in part["weights"]]
-                part = {**part, "sums": part["sums"][:, place], "weights": weights, "summed": weights[0] is not None}
-                if not part["summed"]:
-                    del part["weights"]
-            parts.append(part)
-        return Result(parts, {}, self.rows)
 
     @property
     def known(self) -> tuple[Any, ...]:

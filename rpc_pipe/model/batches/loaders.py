@@ -1,4 +1,4 @@
-"""Loaders and lists of batches: how they are recognised."""
+"""Loaders and lists of batches in the place of a batch: how they are recognised, and refused."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import is_dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ...dependency import BatchError
@@ -22,7 +23,7 @@ def form_of(batch: Any) -> Any:
         return {name: form_of(value) for name, value in batch.items()}
     if isinstance(batch, (tuple, list)):
         return form_of(batch[0]) if isinstance(batch, SplitBatch) else [form_of(each) for each in batch]
-    return batch.dtype if isinstance(batch, Tensor) else type(batch)
+    return batch.dtype if isinstance(batch, Tensor) else batch if isinstance(batch, torch.dtype) else type(batch)
 
 
 #: whether a model could take a list of containers as one batch
@@ -37,7 +38,7 @@ def has_batches(given: Any, known: Any, could_be_one: CouldBeOne) -> bool | None
         return True
     if not all(isinstance(each, (Mapping, tuple, list)) or is_dataclass(each) for each in given):
         return False  # such as a pair of tensors
-    forms = [form_of(each) for each in given]
+    forms, known = [form_of(each) for each in given], form_of(known)
     as_one, as_many = form_of(given) == known, all(form == known for form in forms)
     if as_one != as_many:
         return as_many

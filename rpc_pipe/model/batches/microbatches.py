@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count
 
 import torch
@@ -100,6 +100,11 @@ class Microbatches(StepData):
             if divides_sums(inputs, target) and not getattr(inputs[1][NUM_ITEMS], "is_meta", False):
                 return float(inputs[1][NUM_ITEMS]) / share
         return None
+
+    @property
+    def first(self) -> tuple[Tree, Tree]:
+        """Inputs and targets of the first one."""
+        return self.inputs[0], self.targets[0]
 
     def read_now(self) -> Microbatches:
         """Return these microbatches as this worker reads them now."""
@@ -202,36 +207,10 @@ def _shares(rows: Sequence[int], inputs: Tree, target: Tree) -> list[float]:
     return [1.0] * len(rows) if divides_sums(inputs, target) else [count / sum(rows) for count in rows]
 
 
-def with_means(found: Microbatches) -> Microbatches:
-    """Return microbatches whose `NUM_ITEMS` is that of their share of rows, for losses with terms beside such sums.
-
-    Each loss is then a mean of its microbatch. Terms that are means already, as a router's, would be added up else.
-    """
-    if not (_has_items(found.inputs[0]) or _has_items(found.targets[0])):
-        return found
-    shares = factors = found.shares  # where a loss function, or a metric, is given the number
-    if divides_sums(found.inputs[0], found.targets[0]):
-        rows: list[float] = [rows_in(inputs) for inputs in found.inputs]
-        for m, (begin, end, length) in enumerate(found.places or ()):
-            rows[m] *= (end - begin) / length
-        shares = [each / sum(rows) for each in rows]
-        factors = [share / before for share, before in zip(shares, found.shares, strict=True)]
-    sides = [[_multiplied(*each) for each in zip(side, factors, strict=True)] for side in (found.inputs, found.targets)]
-    return replace(found, inputs=sides[0], targets=sides[1], shares=shares)
-
-
-def _has_items(side: Tree) -> bool:
+def has_items(side: Tree) -> bool:
+    """Return whether a side of a microbatch has `NUM_ITEMS`: by name, or in (args, kwargs)."""
     named = side[1] if isinstance(side, tuple) and len(side) == 2 else side
     return isinstance(named, dict) and named.get(NUM_ITEMS) is not None
-
-
-def _multiplied(side: Tree, factor: float) -> Tree:
-    """Return a side of a microbatch with another `NUM_ITEMS`, a tensor, so that no forward differs by a number."""
-    if not _has_items(side):
-        return side
-    if isinstance(side, tuple):
-        return side[0], _multiplied(side[1], factor)
-    return {**side, NUM_ITEMS: torch.as_tensor(side[NUM_ITEMS] * factor)}
 
 
 def update_shares(spec: Spec, shares: Sequence[float]) -> list[float] | None:
