@@ -250,27 +250,13 @@ def generate(
     if session.recovery is not None or not session.is_alone:
         what = "members" if session.recovery is None else "elastic"
         raise ConfigError(f"generate: {what}: one process has a worker's keys and values, to the end; leave {what} out")
-    if max_new_tokens is None:
-        max_new_tokens = _most(options, fields["input_ids"].shape[1])
-    if strings := options.pop("stop_strings", None):
-        from transformers import StopStringCriteria
-
-        if (tokenizer := options.pop("tokenizer", None)) is None:
-            raise ConfigError("generate: stop_strings needs tokenizer=, the one of the prompts")
-        criteria = StopStringCriteria(tokenizer, strings)
-        options["stopping_criteria"] = [*options.get("stopping_criteria", ()), criteria]
-    told = {"max_new_tokens": max_new_tokens, "seed": seed, **options}
-    name = "generate " + " ".join(f"{n}={v}" for n, v in told.items() if isinstance(v, (int, float, str, list)))
-    settings = {"max_new_tokens": max_new_tokens, "use_cache": True}
-    if (config := options.get("generation_config")) is None:
-        options |= settings
-    else:  # transformers warns of settings beside it
-        options["generation_config"] = config = copy.deepcopy(config)
-        config.update(**settings, max_length=None)
+    most = _settle(options, fields["input_ids"].shape[1], max_new_tokens)
+    told = {"seed": seed, **options, "max_new_tokens": most}  # objects have other names in other processes
+    name = "generate " + " ".join(f"{n}={v}" for n, v in told.items() if isinstance(v, (int, float, str)))
     seed = session.seed if seed is None else seed
 
     def generated(actor: WorkerActor) -> Tensor | None:
-        rounds = _Rounds(session.spec.unsliced(), actor, [kwargs for _, kwargs in cut.inputs], max_new_tokens)
+        rounds = _Rounds(session.spec.unsliced(), actor, [kwargs for _, kwargs in cut.inputs], most)
         decoder = Decoder(actor, rounds.spec, rounds.groups, options, seed, on_tokens)
         data = StepData(cut.inputs, None, cut.shares, cut.rows, decode=decoder)
         while not all(rounds.ended):
@@ -335,17 +321,35 @@ class _Rounds:
         return torch.cat([prompts.repeat_interleave(len(joined) // len(prompts), 0), joined.cpu()], 1)
 
 
-def _most(options: dict[str, Any], length: int) -> int:
-    """Return the number of new tokens that `max_length`, or a configuration, says.
+def _settle(options: dict[str, Any], length: int, most: int | None) -> int:
+    """Return the number of new tokens; put it, and criteria of strings, into the options of transformers.
+
+    Args:
+        length: of the prompts.
+        most: of new tokens; None: as `max_length` or the configuration says.
 
     Raises:
-        ConfigError: neither does.
+        ConfigError: it is not said, or strings are, without their tokenizer.
     """
-    config = options.get("generation_config")
+    config = copy.deepcopy(options.pop("generation_config", None))
     whole = options.pop("max_length", getattr(config, "max_length", None))
-    if (most := getattr(config, "max_new_tokens", None) or (whole and whole - length)) is None:
+    most = most if most is not None else getattr(config, "max_new_tokens", None) or (whole and whole - length)
+    if most is None:
         raise ConfigError("generate: max_new_tokens: nothing says how many; pass it")
-    return int(most)
+    if strings := options.pop("stop_strings", None):
+        from transformers import StopStringCriteria
+
+        if (tokenizer := options.pop("tokenizer", None)) is None:
+            raise ConfigError("generate: stop_strings needs tokenizer=, the one of the prompts")
+        criteria = StopStringCriteria(tokenizer, strings)
+        options["stopping_criteria"] = [*options.get("stopping_criteria", ()), criteria]
+    settings = {"max_new_tokens": most, "use_cache": True}
+    if config is None:
+        options |= settings
+    else:  # transformers warns of settings beside it
+        config.update(**settings, max_length=None)
+        options["generation_config"] = config
+    return most
 
 
 def _refuse(session: Session, fields: Mapping[str, Any], options: Mapping[str, Any]) -> None:

@@ -111,3 +111,56 @@ def test_groups_keep_all_workers_busy(schedule, groups):
     stages = spec.num_stages
     least = rounds * max(groups * stages // 4, stages)
     assert least <= max(free) <= least * 1.1 + stages
+
+
+class Only(transformers.LogitsProcessor):
+    """Leaves even tokens alone."""
+
+    def __call__(self, input_ids, scores):
+        return scores.masked_fill(torch.arange(scores.shape[1]) % 2 == 1, -torch.inf)
+
+
+class Letters:
+    """The tokenizer of a stranger: token n is the n-th letter."""
+
+    def get_vocab(self):
+        return {chr(97 + n): n for n in range(97)}
+
+    def convert_tokens_to_string(self, tokens):
+        return "".join(tokens)
+
+    def __call__(self, text, add_special_tokens=False):
+        return {"input_ids": [ord(letter) - 97 for letter in text]}
+
+    def _convert_id_to_token(self, token):
+        return chr(97 + token)
+
+
+def test_it_takes_what_transformers_takes_or_says_so():
+    pipe, plain, words = pipeline(2), model(), Letters()
+    config = transformers.GenerationConfig(do_sample=False, pad_token_id=0, eos_token_id=[1, 90], max_new_tokens=9)
+    told = []
+    usual = {"do_sample": False, "max_new_tokens": 9}
+    for options in (
+        {"generation_config": config},
+        {"do_sample": False, "max_length": 15},
+        {**usual, "logits_processor": [Only()], "pad_token_id": 3, "eos_token_id": [*range(4, 40, 2)]},
+        {**usual, "min_new_tokens": 6, "no_repeat_ngram_size": 2, "bad_words_ids": [[5]], "use_cache": False},
+        {**usual, "stop_strings": [chr(97 + int(plain.generate(PROMPTS, **usual)[1, 12]))], "tokenizer": words},
+    ):
+        assert torch.equal(pipe.generate(INPUTS, **options), plain.generate(**INPUTS, **options)), options
+    texts = pipe.generate(
+        PROMPTS[:2], 4, do_sample=True, num_return_sequences=3, on_tokens=lambda *new: told.append(new)
+    )
+    assert len(texts) == 6 and sorted({row for rows, _ in told for row in rows}) == [*range(6)]
+    for options in (
+        {},
+        {**usual, "streamer": told},
+        {**usual, "stop_strings": ["a"]},
+        {**usual, "temprature": 0.5},
+        {**usual, "prompt_lookup_num_tokens": 3},
+        {**usual, "cache_implementation": "static"},
+        {"max_new_tokens": 0},
+    ):
+        with refused("generate"):
+            pipe.generate(INPUTS, **options)
