@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, fields
 from typing import Any, ClassVar, Literal, NamedTuple
 
 #: which resource of a worker an action occupies: its device, the copies between device and host, the network, or
@@ -36,7 +36,9 @@ class Kind(metaclass=_Rows):
         word: what an action of this kind does, in words.
         index: what the index of an action counts: microbatches, or the routes of a step (see `Spec.num_routes`).
         resource: what an action occupies. Actions of one worker on different resources overlap.
-        holds: 1 if the activations of a microbatch on the device begin their life with it, -1 if they end with it.
+        holds: 1 if what it `moves` begins its life on the device with it, -1 if that life ends with it.
+        moves: `activations` of a microbatch, as a forward leaves them, or a stage's `weights`. On `copy` they take
+            their bytes' time, if the bandwidth is known.
         way: where the payload goes: 1 to the next stage, -1 to the previous one, 0 nowhere.
         accumulates: whether it adds to the gradients of the stage's weights.
         colour, ink: its fill in pictures, and the colour of text on it.
@@ -50,6 +52,7 @@ class Kind(metaclass=_Rows):
     index: Literal["microbatch", "route"] = "microbatch"
     resource: Resource = "compute"
     holds: Literal[1, 0, -1] = 0
+    moves: Literal["activations", "weights"] = "activations"
     way: Literal[1, 0, -1] = 0
     accumulates: bool = False
     colour: str = "#999999"
@@ -60,7 +63,7 @@ class Kind(metaclass=_Rows):
         if not re.fullmatch("[A-Z]", letter):
             raise ValueError(f"kind {letter!r}: must be a capital letter; taken are {', '.join(self._rows)}")
         rules = {"index": ("microbatch", "route"), "resource": RESOURCES, "holds": (1, 0, -1), "way": (1, 0, -1)}
-        for name, known in rules.items():
+        for name, known in {**rules, "moves": ("activations", "weights")}.items():
             value = getattr(self, name)
             if value not in known:
                 raise ValueError(f"kind {letter}: {name} {value!r}: must be one of {', '.join(map(str, known))}")
@@ -69,6 +72,10 @@ class Kind(metaclass=_Rows):
                 raise ValueError(f"kind {letter}: {name} {shade!r}: must be such as #56b4e9")
         #: whether it is done with a microbatch, rather than once at the end of a step
         self.per_microbatch = self.index == "microbatch"
+        #: what it holds of activations
+        self.keeps = self.holds * (self.moves == "activations")
+        #: whether it needs the weights that the update before has made
+        self.takes_update = self.way == 1 or self.holds - self.keeps == 1
 
     @classmethod
     def of(cls, letter: str) -> Kind:
@@ -87,7 +94,7 @@ class Kind(metaclass=_Rows):
     @property
     def row(self) -> dict[str, Any]:
         """The row as plain values, for processes that do not run the code that made it; `learn` reads them."""
-        return {name: value for name, value in vars(self).items() if name != "per_microbatch"}
+        return {each.name: getattr(self, each.name) for each in fields(self)}
 
     @classmethod
     def learn(cls, rows: Iterable[Mapping[str, Any]]) -> None:

@@ -16,6 +16,7 @@ _NUMBERS = ("num_workers", "num_microbatches", "num_stages", "num_routes")
 _ASKED = (
     *("place", "route", "splits", "recomputes", "after", "slot", "program", "version", "order", "synchronous"),
     *("activation_limit", "peak_activations", "split_backward", "recompute", "update_every", *_NUMBERS),
+    *("actions", "origin", "successors", "moved", "peak_weights"),
 )
 
 

@@ -3,7 +3,8 @@
 1. every edge names an existing action of the same worker or of the same or a neighbouring stage;
 2. the slot grows along every edge and no two actions of a worker share one: nothing can deadlock;
 3. each action is placed on exactly one existing worker;
-4. the activations kept are within what the spec claims, in its order and at the worst timing, and bounded.
+4. the activations kept are within what the spec claims, in its order and at the worst timing, and bounded; so are
+   the stages' weights, if the spec claims a number.
 """
 
 from __future__ import annotations
@@ -209,22 +210,28 @@ def _check_listed_once(spec: Spec, programs: Mapping[int, list[Action]], worker:
 
 
 def _check_memory(memory: Memory, worker: int) -> None:
-    """Check that the relation bounds activations, at any timing."""
+    """Check that the relation bounds activations, at any timing, and weights if the spec claims a bound of them."""
     spec = memory.spec
+    if (claimed := spec.peak_weights(worker)) is not None:
+        _check_claim(memory, worker, claimed, "weights", "stages' weights", "Let an action that loads wait for a drop")
     claimed = spec.peak_activations(worker)
     if claimed is None:
         claimed = order_limit(spec, worker)
     if claimed is None:
         _check_growth(memory, worker)
         return
-    lives, is_exact = memory.at_any_timing(worker, lambda lives: lives.most[-1] <= claimed)
+    _check_claim(memory, worker, claimed, "activations", "microbatches of activations when gradients are late", WINDOW)
+
+
+def _check_claim(memory: Memory, worker: int, claimed: int, what: str, told: str, advice: str) -> None:
+    lives, is_exact = memory.at_any_timing(worker, lambda lives: lives.most[-1] <= claimed, what)
     if lives.most[-1] > claimed:
         from .draw import draw_held
 
         raise ScheduleError(
-            f"worker {worker} may keep {lives.most[-1]} microbatches of activations when gradients are late"
-            f"{UNSURE * (not is_exact)}, but peak_activations({worker}) promises {claimed}. {WINDOW}",
-            draw_held(lives.run_to_most(), claimed),
+            f"worker {worker} may keep {lives.most[-1]} {told}{UNSURE * (not is_exact)}, "
+            f"but peak_{what}({worker}) promises {claimed}. {advice}",
+            draw_held(lives.run_to_most(), claimed - lives.most[0]),
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -60,6 +60,8 @@ class Declared(_Frozen):
     post_validation: ClassVar[bool] = False
     #: for asynchronous schedules: how often weights are updated
     update_every: ClassVar[Literal["step", "microbatch"]] = "step"
+    #: parameters with which `plan` tries the schedule
+    variants: ClassVar[Sequence[Mapping[str, Any]]] = ({},)
     #: the workers with which the job began; None: these
     numbers: ClassVar[range | None] = None
     #: replicas and slices, which transformations of a schedule add
@@ -154,6 +156,17 @@ class Declared(_Frozen):
         None: no claim. The checker proves a claim.
         """
         return self.activation_limit(worker)
+
+    def peak_weights(self, worker: int) -> int | None:
+        """Return the bound on stages whose weights are on `worker` at once, at any timing; None: no claim.
+
+        For schedules with kinds that move weights. The checker proves a claim.
+        """
+        return None
+
+    def moved(self, action: Action) -> int:
+        """Return the stage whose activations or weights an action moves, if its kind moves any."""
+        return action.stage
 
     # --- where that puts what is run
 

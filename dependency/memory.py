@@ -35,11 +35,18 @@ class Lives:
     Args:
         relation: (whether the worker runs it, action, its needs), each after its needs. With fewer needs more lives
             overlap: a part of the relation gives an upper bound, and the whole gives the exact number.
+        what: of activations, or of stages' weights.
+        there: how many lives have begun before.
     """
 
-    def __init__(self, relation: Iterable[tuple[bool, Action, Iterable[Action | Milestone]]]) -> None:
+    def __init__(
+        self,
+        relation: Iterable[tuple[bool, Action, Iterable[Action | Milestone]]],
+        what: str = "activations",
+        there: int = 0,
+    ) -> None:
         #: by number of first microbatches, the most of these that may be held at once
-        self.most: list[int] = [0]
+        self.most: list[int] = [there]
         self.own: list[tuple[Action, Ends]] = []  # beginnings and ends, with the ends that are finished by then
         self._needed: list[Ends] = []  # by beginning
         self._length: list[int] = []  # of each chain
@@ -48,7 +55,7 @@ class Lives:
         needed: dict[Action | Milestone, Ends] = {}
         for own, action, needs in relation:
             ends = _united(needed.get(need) for need in needs)
-            held = action.kind.holds if own else 0
+            held = action.kind.holds if own and action.kind.moves == what else 0
             if held > 0:
                 self._begin(ends)
             elif held < 0:
@@ -98,6 +105,19 @@ class Lives:
         return False
 
 
+def loaded(spec: Spec, program: Iterable[Action]) -> set[tuple[int, int]]:
+    """Return (stage, route) of the shards whose weights are elsewhere when a step begins, until an action loads them.
+
+    Args:
+        program: a worker's actions, in order.
+    """
+    first: dict[tuple[int, int], int] = {}
+    for action in program:
+        if action.kind.holds and action.kind.moves == "weights":
+            first.setdefault((action.stage, spec.route(action.index)), action.kind.holds)
+    return {shard for shard, holds in first.items() if holds > 0}
+
+
 def _united(all_ends: Iterable[Ends | None]) -> Ends:
     """Return, for each chain, the most ends."""
     united: Ends = {}
@@ -141,15 +161,19 @@ class Memory:
             self._programs[worker] = [e for e in entries(self.spec, worker) if self.spec.orders(e.action)]
         return self._programs[worker]
 
-    def at_any_timing(self, worker: int, is_enough: Callable[[Lives], bool]) -> tuple[Lives, bool]:
+    def at_any_timing(
+        self, worker: int, is_enough: Callable[[Lives], bool], what: str = "activations"
+    ) -> tuple[Lives, bool]:
         """Return the lives on `worker`, apart as far as is enough or can be seen, and whether nothing was left out."""
-        program = self.program(worker)
-        lives = Lives((True, entry.action, entry.own) for entry in program)
+        program, there = self.program(worker), 0
+        if what == "weights":
+            there = len(self.spec.hosted(worker)) - len(loaded(self.spec, (entry.action for entry in program)))
+        lives = Lives(((True, entry.action, entry.own) for entry in program), what, there)
         if is_enough(lives) or self.spec.num_workers == 1:
             return lives, True
         if len(program) * self.spec.num_workers > _WHOLE:
             return lives, False
-        return Lives(self._whole(worker)), True
+        return Lives(self._whole(worker), what, there), True
 
     def _whole(self, own: int) -> Iterator[tuple[bool, Action, list[Action]]]:
         """Yield the actions of all workers, each after its needs: a run of all of them in their orders."""

@@ -124,7 +124,7 @@ class Part:
                     updates.setdefault(key, []).extend(ends)
         for number, entry in enumerate(self.entries):
             stage, kind, index = entry.action
-            if kind.way == 1:
+            if kind.takes_update:
                 # An evaluation has no updates. Where workers have gone, another replica may update the weights.
                 for before in updates.get((stage, route_of(index)), updates.get(stage, ())):
                     self.inherited[0].setdefault(before, []).append(number)

@@ -120,12 +120,17 @@ class _Flow:
         )
 
     def goes_forward(self, action: Action) -> bool:
-        """Return whether an evaluation runs `action`: all up to the payload for the next stage, and the step's end."""
+        """Return whether an evaluation runs `action`: all up to the payload for the next stage, and the step's end.
+
+        Weights that are dropped before a backward are dropped here, too, as a device may have no room for all.
+        """
         stage, kind, m = action
         if not kind.per_microbatch:
             return kind is C or kind is D
         kinds = self._kinds_of(stage, 0 if self._uniform else m)
-        return any(later.way == 1 for later in kinds[kinds.index(kind) :])
+        before, later = kinds[: kinds.index(kind)], kinds[kinds.index(kind) :]
+        drops = kind.holds < kind.keeps and not any(other.way < 0 or other.accumulates for other in before)
+        return drops or any(other.way == 1 for other in later)
 
     def _kinds_of(self, stage: int, m: int) -> tuple[Kind, ...]:
         found = self._kinds.get((stage, m))
@@ -166,8 +171,8 @@ def peaks_in_order(program: Iterable[Action]) -> list[int]:
     """Return the most microbatches held from F to B (or W) in the program's order, by how many have begun."""
     held, peaks = 0, [0]
     for action in program:
-        held += action.kind.holds
-        if action.kind.holds > 0:
+        held += action.kind.keeps
+        if action.kind.keeps > 0:
             peaks.append(max(peaks[-1], held))
     return peaks
 
@@ -215,7 +220,7 @@ class _OrderEdges:
                 return self._last_gradient(action)
             return self._gradients_before(action)
         before: Action | None = None
-        releases = self._limit is not None and kind.holds < 0
+        releases = self._limit is not None and kind.keeps < 0
         if kind.accumulates or releases:
             # With a limit the releases of the whole worker are one chain.
             shard = (stage, self._route(index)) if self._limit is None else _WHOLE_WORKER
@@ -230,7 +235,7 @@ class _OrderEdges:
             before = self._last_forward.get(shard)
             self._last_forward[shard] = action
         edges = [] if before is None else [before]
-        if kind.holds > 0 and self._limit is not None:
+        if kind.keeps > 0 and self._limit is not None:
             edges += self._released_before(action, self._limit)
         return edges
 

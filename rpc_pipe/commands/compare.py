@@ -32,7 +32,7 @@ from .options import (
     typed_spec,
 )
 from .profile import load, progress, refuse_unplanned
-from .readers import size
+from .readers import rate, size
 from .simulate import gathered, tell_exchange, typed_grouping
 from .topology import AMONG_MEMBERS, SUMMING_MEMBERS
 
@@ -44,9 +44,10 @@ def add(commands: Any) -> None:
     parser.take("schedule", "set", "workers", "microbatches", *REPLICAS, "slices", "attention", "order", "json")
     parser.take("microbatch-order", "lengths", "length-cost", *COSTS)
     parser.add_argument(
-        "--memory", metavar="WHAT=BYTES", action=Pairs, const=(size, "activations=64MB,limit=8GB"),
+        "--memory", metavar="WHAT=BYTES", action=Pairs, const=(size, "activations=64MB,limit=8GB", {"copy": rate}),
         help="bytes of a worker's share: weights, gradients, optimizer, activations, after_inputs (kept from I to W), "
-        "inputs (between stages), working (while an action runs); limit=BYTES leaves out what does not fit",
+        "inputs (between stages), working (while an action runs); limit=BYTES leaves out what does not fit; copy=BYTES "
+        "a unit of time, or BYTES/s where times are milliseconds, as of --model: kinds that move some take their time",
     )  # fmt: skip
     parser.add_argument("--model", metavar="FILE.py:make", help=f"measure the blocks of your model here: {MAKE}")
 
@@ -83,19 +84,19 @@ def command(typed: dict[str, Any], argv: list[str]) -> int:
 def _model(typed: Mapping[str, Any], options: PipeOptions, workers: int) -> tuple[float | None, ModelCosts]:
     """Return the limit of memory, and the costs of --model as measured, or the typed costs."""
     sizes = {**typed.get("memory", {})}
-    limit = sizes.pop("limit", None)
+    limit, copy = sizes.pop("limit", None), sizes.pop("copy", float("inf"))
     known = [field.name for field in dataclasses.fields(Size) if field.name != "outputs"]
     for key, value in sizes.items():
         if key not in known:
-            raise ConfigError(f"--memory {key}: known are {', '.join(known)}, limit")
+            raise ConfigError(f"--memory {key}: known are {', '.join(known)}, limit, copy")
         if "model" in typed:
             raise ConfigError(f"--memory {key}={value:g}: --model measures it; leave one out")
     if "model" not in typed:
-        if limit is not None and not sizes:
-            raise ConfigError(f"--memory limit={limit:g}: needs sizes, such as activations=64MB, or --model")
+        for key, value in typed.get("memory", {}).items() if not sizes else ():
+            raise ConfigError(f"--memory {key}={value:g}: needs sizes, such as activations=64MB, or --model")
         size = [Size(**sizes, outputs=sizes.get("inputs", 0))] if sizes else []
         size = [typed_grouping(typed).size(each, each.weights) for each in size]
-        return limit, ModelCosts(workers, [gathered(typed, typed_costs(typed))], size)
+        return limit, ModelCosts(workers, [gathered(typed, typed_costs(typed))], size, copy=copy)
     refuse_typed(typed, ["cost", "gather"], f"--model {typed['model']} is measured; leave one of the two out")
     from ..planning.measuring.profiling import profile_model
 
@@ -105,7 +106,7 @@ def _model(typed: Mapping[str, Any], options: PipeOptions, workers: int) -> tupl
     grouping, profile = typed_grouping(typed, link=link), profile_model(user_model, [rows])
     refuse_unplanned(profile, grouping.shard)
     times, held = zip(*((block.times, block.size) for block in map(grouping.cost, profile.at(rows))), strict=True)
-    return limit, ModelCosts(workers, times, held, by_layer=True)
+    return limit, ModelCosts(workers, times, held, by_layer=True, copy=copy)
 
 
 def _also(typed: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:

@@ -77,8 +77,9 @@ def _hint(typed: str, known: Sequence[str]) -> str:
 
 
 class Pairs(argparse.Action):
-    """Reads `KEY=VALUE` texts, each possibly several with commas, into a dict; `const` is a reader and an example.
+    """Reads `KEY=VALUE` texts, each possibly several with commas, into a dict.
 
+    `const` is a reader, an example, and perhaps other readers by key.
     With a `metavar` of `[KEY=]VALUE` a value without a key has "" as key.
     """
 
@@ -94,7 +95,7 @@ class Pairs(argparse.Action):
                 before = f"{key}={pairs[key]}" if key else "another"
                 raise ArgumentError(self, f"{part}: {before} was given before; give it once")
             try:
-                pairs[key] = self.const[0](value)
+                pairs[key] = dict(*self.const[2:]).get(key, self.const[0])(value)
             except ArgumentTypeError as error:
                 raise ArgumentError(self, f"{key}={error}" if key else self._form(text)) from None
         setattr(namespace, self.dest, pairs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from argparse import ArgumentTypeError
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..dependency import ConfigError
-from ..dependency.parallelism import EXCHANGE, with_parallelism
+from ..dependency.parallelism import EXCHANGE, FSDP, with_parallelism
 from ..drawing.plans import front_svg, front_text, plans_table
 from ..launching.report import Reporter
 from ..planning.advice import Advice, binding_limits, changes_that_fit, remarks
@@ -52,7 +53,8 @@ def add(commands: Any) -> None:
     parser: Parser = commands.add_parser("plan", help="find the fastest schedule and cut for a model within memory")
     add_measuring(parser)
     parser.take("workers")
-    parser.add_argument("--memory", type=memory, metavar="BYTES", help="memory of each worker, such as 8GB (no limit)")
+    room = "memory of each worker, such as 8GB (no limit); or 8GB,copy=12GB/s, with its bandwidth to host memory"
+    parser.add_argument("--memory", type=memory, metavar="BYTES", help=room)
     parser.add_argument("--batch", type=whole(1), help="rows of a step's batch (those of the batch that make returns)")
     parser.add_argument("--microbatches", type=_counts, help="numbers of microbatches to try (workers x 1, 2, 4, 8)")
     lengths = "length of rows in each microbatch, such as 64,512,128 (all as measured)"
@@ -60,7 +62,8 @@ def add(commands: Any) -> None:
     parser.add_argument("--replicas", type=_counts, help="numbers of replicas of the pipeline to try, such as 1,2 (1)")
     parser.add_argument("--slices", type=_slices, help="numbers of slices to try, such as 1,4; auto: 1,2,4,8 (1)")
     parser.add_argument("--members", type=_counts, help="numbers of processes to try as one worker, such as 1,2 (1)")
-    parser.take("shard", "reduce", *EXCHANGE, "microbatch-order", "json")
+    parser.add_argument("--shard", type=_shards, metavar="fsdp,tp", help="how members may share a stage: one or more")
+    parser.take("reduce", *EXCHANGE, "microbatch-order", "json")
     parser.add_argument("--topology", metavar="FILE", help="JSON: memory and speed of each worker, links between them")
     parser.take("link")
     parser.add_argument("--member-link", type=link, metavar="MS[/BANDWIDTH]", help="between members (gloo's, measured)")
@@ -75,6 +78,14 @@ def add(commands: Any) -> None:
 
 def _counts(text: str) -> list[int]:
     return sorted(set(wholes(text)))
+
+
+def _shards(text: str) -> list[str]:
+    known = (*FSDP, "tp")
+    for each in (found := [*dict.fromkeys(text.split(","))]):
+        if each not in known:
+            raise ArgumentTypeError(f"{each}: known are {', '.join(known)}")
+    return found
 
 
 def _slices(text: str) -> list[int]:
@@ -132,10 +143,11 @@ def _machines(typed: dict[str, Any]) -> Machines:
         usual, links = typed_links(typed, machines.num_workers)
         links = {**machines.links, **{ends: _a_millisecond(way) for ends, way in links.items()}}
         machines = replace(machines, link=_a_millisecond(usual) if usual else machines.link, links=links)
-    if "memory" in typed:
+    room = {"copy": machines.copy, **typed.get("memory", {})}
+    if "limit" in room:
         own = machines.memory or (None,) * machines.num_workers
-        machines = replace(machines, memory=tuple(min(m or math.inf, typed["memory"]) for m in own))
-    return machines
+        machines = replace(machines, memory=tuple(min(m or math.inf, room["limit"]) for m in own))
+    return replace(machines, copy=room["copy"])
 
 
 def _a_millisecond(way: Link) -> Link:
@@ -207,8 +219,9 @@ def _request(typed: dict[str, Any], seconds: float, reporter: Reporter) -> tuple
     replicas: list[int] = typed.get("replicas", [1])
     exchange = {name: typed[name] for name in EXCHANGE if name in typed}
     members: list[int] = typed.get("members", [1])
-    planes = {size: Grouping(size, typed.get("shard", "")).planes for size in members}
-    if lengths and planes[max(members)] > 1:
+    shards: list[str] = typed.get("shard", [""])
+    planes = {size: min(Grouping(size, shard).planes for shard in shards) for size in members}
+    if lengths and any(Grouping(max(members), shard).planes > 1 for shard in shards):
         refuse_typed(typed, ["shard"], "divides microbatches, of which --lengths tells no part; leave one out")
     for each, size in product(replicas, members):  # otherwise all their candidates would be left out
         options = with_parallelism(exchange if each == max(replicas) else None, replicas=each)
@@ -219,13 +232,15 @@ def _request(typed: dict[str, Any], seconds: float, reporter: Reporter) -> tuple
     if lengths:
         refuse_without(profile, f"--profile {path}")
     refuse_too_few(profile, least)
-    refuse_unplanned(profile, typed.get("shard", ""))
+    for shard in shards:
+        refuse_unplanned(profile, shard)
     if profile.workers not in (0, workers):
         advice = f"profile --workers {workers} --again measures for {workers}"
         reporter.text(f"--profile {path}: measured while {profile.workers} workers were busy: {advice}")
-    usual = SUMMING_MEMBERS if typed.get("shard") == "tp" else AMONG_MEMBERS
-    way = _a_millisecond(typed["member_link"]) if "member_link" in typed else usual
-    shared = typed.get("shard", ""), typed.get("reduce", "step"), way
+    ways = {shard: SUMMING_MEMBERS if shard == "tp" else AMONG_MEMBERS for shard in shards}
+    if "member_link" in typed:
+        ways = dict.fromkeys(shards, _a_millisecond(typed["member_link"]))
+    shared = [(shard, typed.get("reduce", "step"), way) for shard, way in ways.items()]
     request = PlanRequest(
         profile,
         _as_measured(machines, profile, typed),
@@ -236,7 +251,7 @@ def _request(typed: dict[str, Any], seconds: float, reporter: Reporter) -> tuple
         replicas=tuple(replicas),
         exchange=exchange,
         slices=tuple(slices),
-        groupings=tuple(Grouping(each, *shared) if each > 1 else ALONE for each in members),
+        groupings=tuple(dict.fromkeys(Grouping(n, *how) if n > 1 else ALONE for n in members for how in shared)),
         lengths=tuple(lengths),
         order=typed.get("microbatch_order", "given"),
         seconds=seconds,

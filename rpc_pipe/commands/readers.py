@@ -98,10 +98,23 @@ def size(text: str) -> float:
     return found
 
 
-def memory(text: str) -> float:
-    """Read the memory of a worker, with a unit if it is small: 40 bytes hold no model."""
-    found = some(text)
-    _need(found >= 1e6 or not text.isdecimal(), text, f"is {text} bytes; write a unit, such as {text}GB")
+def rate(text: str) -> float:
+    """Read a bandwidth in bytes a unit of time, or in bytes a second, such as 12GB/s, where that is a millisecond."""
+    return some(text.removesuffix("/s")) / (1e3 if text.endswith("/s") else 1)
+
+
+def memory(text: str) -> dict[str, float]:
+    """Read the memory of a worker, `limit`, and with `copy=` its bandwidth to host memory, or one of the two.
+
+    A small limit needs a unit: 40 bytes hold no model.
+    """
+    found: dict[str, float] = {}
+    for part in text.split(","):
+        name, equals, value = part.rpartition("=")
+        _need(name == "copy" or not equals, part, "must be a number of bytes, such as 8GB, or copy=12GB/s")
+        found[name or "limit"] = rate(value) if name else some(part)
+        small = not name and found["limit"] < 1e6 and part.isdecimal()
+        _need(not small, part, f"is {part} bytes; write a unit, such as {part}GB")
     return found
 
 

@@ -71,7 +71,7 @@ def _most_held(picture: Picture) -> list[float]:
     """Return of each worker how many microbatches' activations it holds at most."""
     changes: list[list[tuple[float, float]]] = [[] for _ in range(picture.num_workers)]
     for span in picture.spans:
-        if holds := span.action.kind.holds:
+        if holds := span.action.kind.keeps:
             share = holds * (picture.spec.share(span.action) if picture.spec else 1)
             changes[span.worker].append((span.start if holds > 0 else span.end, share))
     return [max(accumulate((share for _, share in sorted(own)), initial=0.0)) for own in changes]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..dependency import (
+    Action,
     B,
     ConfigError,
     F,
@@ -23,7 +24,7 @@ from ..dependency import (
 from ..dependency.parallelism import REPLICAS
 from ..model.cut import cut
 from ..system.sizes import format_bytes
-from .footprint import Size, num_messages, peak_bytes, weight_bytes
+from .footprint import Size, copy_time, num_messages, peak_bytes, weight_bytes
 from .parallel import in_parallel
 from .plan import schedule_label
 from .profile import SUMMED, TIMED, Chain, LayerCost
@@ -54,6 +55,8 @@ class ModelCosts:
     #: bytes, likewise; empty: memory is not computed
     sizes: Sequence[Size] = ()
     by_layer: bool = False
+    #: bytes a unit of time of the copies of kinds that move some
+    copy: float = float("inf")
 
     def stages(self, num_stages: int) -> list[LayerCost]:
         """Return the costs of each stage; without given sizes, of 0 bytes."""
@@ -98,6 +101,8 @@ class Row:
     peak_activations: float = 0
     #: peak bytes of the worker that holds most; None: no sizes were given
     peak_memory: float | None = None
+    #: peak bytes of each worker
+    memory_by_worker: Sequence[float] = ()
     #: payloads between workers in a step
     messages: int = 0
     #: False: asynchronous, so the trained parameters differ
@@ -162,7 +167,7 @@ def compare(
             check_some(spec)
             if members > 1 and not (spec.synchronous and spec.takes_steps):
                 raise ConfigError("members meet in one update a step")
-            cost = _cost(spec, stages, attention, by_microbatch)
+            cost = _cost(spec, stages, attention, by_microbatch, model.copy)
             found = _row(name, parameters, spec, lengths, stages if model.sizes else None, cost, run)
         except PipeError as error:
             return Row(name, parameters, refused=str(error))
@@ -174,9 +179,16 @@ def compare(
     return sorted(rows, key=lambda row: (bool(row.refused), not row.synchronous, row.makespan, row.peak_activations))
 
 
-def _cost(spec: Spec, stages: Sequence[LayerCost], attention: float, by: Cost) -> Cost:
+def _cost(spec: Spec, stages: Sequence[LayerCost], attention: float, by: Cost, copy: float) -> Cost:
     share = SliceCosts(attention=attention).time_share(spec)
-    return lambda action: stages[action.stage].times.get(action.kind, 0) * share(action) * by(action)
+
+    def cost(action: Action) -> float:
+        took = stages[action.stage].times.get(action.kind)
+        if took is None:
+            took = copy_time(action.kind, stages[spec.moved(action)].size, copy)
+        return took * share(action) * by(action)
+
+    return cost
 
 
 def _row(
@@ -194,6 +206,7 @@ def _row(
         result = price(spec, cost, **run)
     else:
         result = simulate(Relation(spec, lengths=lengths), cost, **run)
+    memory = peak_bytes(result, sizes) if sizes and isinstance(result, Simulation) else ()
     return Row(
         name,
         parameters,
@@ -202,7 +215,8 @@ def _row(
         price(spec, cost, steps=_STEPS, **run).step_time,
         result.bubble,
         max(result.peak_activations) * spec.num_workers / spec.num_stages,
-        max(peak_bytes(result, sizes)) if sizes and isinstance(result, Simulation) else None,
+        max(memory, default=None),
+        memory,
         num_messages(result) if isinstance(result, Simulation) else result.messages,
         spec.synchronous,
         [worker_staleness(spec, worker) for worker in workers],

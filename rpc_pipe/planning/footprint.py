@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, replace
 from itertools import accumulate
 
-from ..dependency import Action, B, F, G, I, P, R, S, Spec, U, W, weight_copies
+from ..dependency import Action, B, F, G, I, Kind, P, R, S, Spec, U, W, weight_copies
+from ..dependency.kinds import BUILT_IN
+from ..dependency.memory import loaded
 from .simulator import Simulation
 from .span import Span
 
@@ -77,7 +79,9 @@ def peak_bytes(simulation: Simulation, sizes: Sequence[Size]) -> tuple[float, ..
         simulation: of one step.
         sizes: by stage.
     """
-    spec = simulation.spec
+    spec, weights = simulation.spec, weight_bytes(simulation.spec, sizes)
+    for shard in loaded(spec, (span.action for span in simulation.spans)):
+        weights[spec.place(*shard)] -= sizes[shard[0]].weights
     changes: list[dict[tuple[float, int], float]] = [defaultdict(float) for _ in range(spec.num_workers)]
     span_of = {span.action: span for span in simulation.spans}
     arrival = {(action, target): when for action, _, target, when in simulation.transfers}
@@ -88,6 +92,7 @@ def peak_bytes(simulation: Simulation, sizes: Sequence[Size]) -> tuple[float, ..
     for span in simulation.spans:
         worker, action = span.worker, span.action
         size = of_share(sizes[action.stage], simulation.portion(action))
+        moved = size if action.kind in BUILT_IN else of_share(sizes[spec.moved(action)], simulation.portion(action))
         if action.kind.per_microbatch:
             working = _working(action, size)
             add(worker, span.start, working)
@@ -100,9 +105,12 @@ def peak_bytes(simulation: Simulation, sizes: Sequence[Size]) -> tuple[float, ..
             add(worker, span.end, size.after_inputs - size.activations)
         elif action.kind in (B, W):
             add(worker, span.end, -(size.activations if action.kind is B else size.after_inputs))
+        elif action.kind.holds:
+            time = span.start if action.kind.holds > 0 else span.end
+            add(worker, time, action.kind.holds * moved_bytes(action.kind, moved))
         if action.kind.per_microbatch and spec.extent(action) != (0, 1):
             _add_state(add, span, sizes[action.stage].state, spec.extent(action), simulation.portion(action))
-        amount = payload_bytes(action, size, simulation.gradient_parts(action.stage))
+        amount = payload_bytes(action, moved, simulation.gradient_parts(action.stage))
         kept = 0 if action.kind is not F or spec.recomputes(action.stage) else min(amount, size.kept_outputs)
         for user in simulation.successors(action):
             at = spec.worker(user)
@@ -114,8 +122,8 @@ def peak_bytes(simulation: Simulation, sizes: Sequence[Size]) -> tuple[float, ..
             new = amount if at != worker else amount - kept
             add(at, there, new)
             # From its start a forward's input counts as activations; a gradient is held until the backward has ended.
-            add(at, used.start if user.kind is F else used.end, -new)
-    peaks, weights = [], weight_bytes(spec, sizes)
+            add(at, used.start if user.kind.holds > 0 else used.end, -new)
+    peaks = []
     for worker, change in enumerate(changes):
         hosted = [sizes[stage] for stage, _ in spec.hosted(worker)]
         resident = sum(size.gradients + size.unsummed + size.optimizer * spec.state_share for size in hosted)
@@ -168,6 +176,16 @@ def weight_bytes(spec: Spec, sizes: Sequence[Size]) -> list[float]:
     return [sum(held(*each) for each in spec.hosted(worker)) for worker in range(spec.num_workers)]
 
 
+def moved_bytes(kind: Kind, size: Size) -> float:
+    """Return the bytes that a kind of a user's own moves, if it does; `size` is of the stage that `moved` names."""
+    return size.weights if kind.moves == "weights" else size.activations
+
+
+def copy_time(kind: Kind, size: Size, bandwidth: float) -> float:
+    """Return the time of a copy by its bytes; 0 of another action."""
+    return moved_bytes(kind, size) / bandwidth if kind.holds and kind.resource == "copy" else 0.0
+
+
 def payload_bytes(action: Action, size: Size, num_parts: int = 1) -> float:
     """Return the bytes of an action's payload for other stages or routes.
 
@@ -179,7 +197,9 @@ def payload_bytes(action: Action, size: Size, num_parts: int = 1) -> float:
         return size.outputs
     if action.kind in (G, S, P):
         return size.gradients / num_parts
-    return size.inputs if action.kind in (B, I) else 0
+    if action.kind in (B, I):
+        return size.inputs
+    return moved_bytes(action.kind, size) if action.kind.holds < 0 else 0
 
 
 def num_messages(simulation: Simulation) -> int:

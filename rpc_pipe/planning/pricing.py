@@ -10,7 +10,7 @@ from itertools import pairwise, permutations
 from typing import Any
 
 from ..dependency import NO_REDUCTIONS, Action, B, G, Kind, S, Spec, W
-from .footprint import Size, num_messages, payload_bytes, peak_bytes
+from .footprint import Size, copy_time, num_messages, payload_bytes, peak_bytes
 from .plan import Plan
 from .profile import TIMED, Chain, Machines
 from .relation import Relation
@@ -69,6 +69,12 @@ class PricedSchedule:
             else (own, a.stage, a.kind, machines.slow(worker) * (a.kind is not G))
             for own, (a, worker) in zip(chains, like, strict=True)
         ]
+        #: of each of these that copies: its number, its kind, the stage that it moves, its part of a microbatch
+        self._copies = [
+            (at, a.kind, spec.moved(a), self.relation.portion(a))
+            for at, (a, _) in enumerate(like)
+            if a.kind.holds and a.kind.resource == "copy" and machines.copy < float("inf")
+        ]
         self._links: dict[tuple[int, int], Link] | None = None
         if not machines.links_are_plain:
             pairs = permutations(range(spec.num_workers), 2)
@@ -84,6 +90,8 @@ class PricedSchedule:
         if chain.per_byte:
             for at, (stage, part, before, behind) in enumerate(self._copy_times):
                 costs[at] += part * (before * chain.inputs(ends[stage]) + behind * chain.outputs(ends[stage + 1]))
+        for at, kind, stage, part in self._copies:
+            costs[at] = part * copy_time(kind, chain.size(ends[stage], ends[stage + 1]), self.machines.copy)
         return [costs[i] for i in self._ids]
 
     def transfer_time(self, action: Action, size: Size, source: int, target: int) -> float:
@@ -105,7 +113,7 @@ class PricedSchedule:
 
         def payload(action: Action) -> float:
             parts = priced.relation.gradient_parts(action.stage)
-            return payload_bytes(action, sizes[action.stage], parts) * priced.relation.portion(action)
+            return payload_bytes(action, sizes[spec.moved(action)], parts) * priced.relation.portion(action)
 
         costs = priced.costs(ends)
         return simulate(

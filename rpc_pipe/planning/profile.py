@@ -170,6 +170,8 @@ class Machines:
     links: Mapping[tuple[int, int], Link] = field(default_factory=dict)
     #: bytes a millisecond that a worker sends to all other workers together; a missing worker has no limit
     uplinks: Mapping[int, float] = field(default_factory=dict)
+    #: bytes a millisecond that a worker copies between its device and host memory, for kinds that move some
+    copy: float = float("inf")
     #: the order in which they run actions; None: as the schedule says
     order: Order | None = None
 
@@ -204,6 +206,7 @@ class Machines:
             self.link,
             {(a // members, b // members): self.links[a, b] for a in near for b in near if (a, b) in self.links},
             {at // members: rate for at, rate in self.uplinks.items() if at in near},
+            self.copy,
             "fixed",
         )
 

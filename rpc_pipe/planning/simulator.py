@@ -130,13 +130,13 @@ class Simulation(Outcome):
         # At equal times ends come before starts; an action without duration starts and ends in its turn.
         events: list[tuple[float, bool, int, int]] = []
         for turn, (number, start, end) in enumerate(self._ran):
-            holds = relation.actions[number].kind.holds
+            holds = relation.actions[number].kind.keeps
             if holds:
                 events.append((start, True, turn, number) if holds > 0 else (end, end == start, turn, number))
         live, peak = [0.0] * num_workers, [0.0] * num_workers
         for _, _, _, n in sorted(events):
             worker, action = relation.worker[n], relation.actions[n]
-            live[worker] += action.kind.holds * size(action)
+            live[worker] += action.kind.keeps * size(action)
             peak[worker] = max(peak[worker], live[worker])
         return tuple(peak)
 

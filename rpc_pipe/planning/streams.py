@@ -364,7 +364,7 @@ class Streams:
         for stream in self.streams:
             stage, kind, _ = stream.last
             before: list[Action] = []
-            if kind.way == 1:
+            if kind.takes_update:
                 before = [U(stage, stream.route), A(stage, stream.route)]
             elif kind in (G, S):
                 before = [U(stage, stream.route)]

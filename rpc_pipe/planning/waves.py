@@ -93,7 +93,7 @@ class _Moments:
         #: by lane and stream: the slots among which an idle worker chooses the least
         self.keys = np.full((lanes, tables.width), NEVER)
         self.flat_keys: Array = self.keys.reshape(-1)
-        self.holds: Array = np.array([s.last.kind.holds * s.size if s else 0 for s in streams])
+        self.holds: Array = np.array([s.last.kind.keeps * s.size if s else 0 for s in streams])
         self.named = np.array([bool(s) and s.last.kind.per_microbatch for s in streams])
         #: by lane: the stream whose action runs or ran last, and its end; NEVER: the lane is idle
         self.running, self.until = np.full(lanes, -1), np.full(lanes, NEVER, number)

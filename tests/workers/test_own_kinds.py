@@ -3,11 +3,13 @@
 Each is a row of the table and a function; all else, checker, simulator, timeline and trace included, follows.
 """
 
+import sys
 import threading
 from functools import partial
 
 import pytest
 import torch
+from processes import ROOT
 from refusals import failed, refused
 from torch import nn
 
@@ -25,6 +27,10 @@ from rpc_pipe.dependency import (
 from rpc_pipe.drawing.timeline import draw
 from rpc_pipe.model.user_model import load_user_model
 from rpc_pipe.pipeline import Pipeline, Training
+from rpc_pipe.planning.comparison import ModelCosts, compare
+from rpc_pipe.planning.footprint import Size, peak_bytes
+from rpc_pipe.planning.pricing import PricedSchedule
+from rpc_pipe.planning.profile import Chain, LayerCost, Machines
 from rpc_pipe.planning.simulator import simulate, uniform
 from rpc_pipe.planning.specs import find_schedule, make_spec
 from rpc_pipe.schedules import OneFOneB
@@ -255,3 +261,49 @@ def test_a_file_with_kinds_is_run_once_and_a_model_may_stand_in_it(tmp_path):
     assert Kind("Q", "mark", resource="copy") is Kind.of("Q")
     with pytest.raises(ValueError):
         Kind("Q", "another", resource="copy")
+
+
+MOBIUS = f"{ROOT / 'docs' / 'examples' / 'mobius.py'}:Mobius"
+
+
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_weights_that_come_and_go_are_proved_counted_and_timed(ahead):
+    """Kinds of a user's own had no bytes and no time: a schedule that swaps looked as large as one that does not."""
+    made = find_schedule(MOBIUS)
+    spec = make_spec(MOBIUS, 2, 3, {"ahead": ahead})
+    check_all(spec)
+    less = type("Less", (made,), {"peak_weights": lambda self, worker: self.ahead - 1})
+    with refused("worker", ScheduleError):
+        check_all(less(num_workers=2, num_microbatches=3, ahead=ahead))
+    chain = Chain([LayerCost({F: 1, B: 2}, Size(weights=60))] * 6)
+    priced = PricedSchedule(spec, chain, Machines(2, copy=30))
+    simulation = priced.simulate((0, 1, 2, 3, 4, 5, 6))
+    copies = {span.end - span.start for span in simulation.spans if span.action.kind.resource == "copy"}
+    assert copies == {2} and peak_bytes(simulation, [Size(weights=60)] * 6) == (60 * ahead, 60 * ahead)
+    free = PricedSchedule(spec, chain, Machines(2)).simulate((0, 1, 2, 3, 4, 5, 6))
+    assert simulation.makespan > free.makespan
+    model = ModelCosts(2, [{F: 3, B: 6}], [Size(weights=180)], copy=30)
+    row = next(r for r in compare(model, 3, also=(MOBIUS, {"ahead": ahead})) if r.schedule == MOBIUS)
+    assert row.makespan == simulation.makespan and row.memory_by_worker == (60 * ahead, 60 * ahead)
+
+
+@pytest.mark.parametrize("clip", [None, 0.1])
+def test_weights_that_come_and_go_train_the_same_bits(clip):
+    """A load did not wait for the update of the step before, and an evaluation dropped nothing."""
+    x, seen = torch.randn(12, 8, generator=torch.Generator().manual_seed(0)), []
+    made = find_schedule(MOBIUS)
+    held = sys.modules[made.__module__].Weights
+    held.most = held.now = 0
+    for schedule, workers in ((OneFOneB, 6), (made, 2)):
+        torch.manual_seed(0)
+        layers = [nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)) for _ in range(6)]
+        training = Training(partial(torch.optim.AdamW, lr=1e-2), max_grad_norm=clip)
+        how = dict(training=training, schedule=schedule, num_workers=workers, num_microbatches=3)
+        with Pipeline(layers, nn.functional.mse_loss, **how) as pipe:
+            losses = [pipe.step((x, x)), pipe.evaluate((x, x))]
+            losses += [*pipe.train([(x, x)] * 3)]
+            seen.append((losses, pipe.evaluate((x, x)), pipe.weights.state_dict()))
+    assert seen[0][:2] == seen[1][:2]
+    assert all(torch.equal(seen[0][2][name], tensor) for name, tensor in seen[1][2].items())
+    stage = sum(p.nbytes for p in layers[0].parameters())
+    assert held.most <= 2 * 2 * stage, "two stages on each of two workers, of three"
