@@ -36,9 +36,9 @@ class Kind(metaclass=_Rows):
         word: what an action of this kind does, in words.
         index: what the index of an action counts: microbatches, or the routes of a step (see `Spec.num_routes`).
         resource: what an action occupies. Actions of one worker on different resources overlap.
-        holds: 1 if what it `moves` begins its life on the device with it, -1 if that life ends with it.
-        moves: `activations` of a microbatch, as a forward leaves them, or a stage's `weights`. On `copy` they take
-            their bytes' time, if the bandwidth is known.
+        holds: 1 if the life of activations or weights on the device begins with the action, -1 if that life ends.
+        moves: the object of `holds`: `activations` of a microbatch, as a forward leaves them, or a stage's `weights`.
+            An action on `copy` takes the time of these bytes, if the bandwidth is known.
         way: where the payload goes: 1 to the next stage, -1 to the previous one, 0 nowhere.
         accumulates: whether it adds to the gradients of the stage's weights.
         colour, ink: its fill in pictures, and the colour of text on it.
@@ -72,9 +72,9 @@ class Kind(metaclass=_Rows):
                 raise ValueError(f"kind {letter}: {name} {shade!r}: must be such as #56b4e9")
         #: whether it is done with a microbatch, rather than once at the end of a step
         self.per_microbatch = self.index == "microbatch"
-        #: what it holds of activations
+        #: `holds` of activations
         self.keeps = self.holds * (self.moves == "activations")
-        #: whether it needs the weights that the update before has made
+        #: whether an action needs the weights of the update before
         self.takes_update = self.way == 1 or self.holds - self.keeps == 1
 
     @classmethod

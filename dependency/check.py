@@ -3,8 +3,8 @@
 1. every edge names an existing action of the same worker or of the same or a neighbouring stage;
 2. the slot grows along every edge and no two actions of a worker share one: nothing can deadlock;
 3. each action is placed on exactly one existing worker;
-4. the activations kept are within what the spec claims, in its order and at the worst timing, and bounded; so are
-   the stages' weights, if the spec claims a number.
+4. the activations kept are within what the spec claims, in its order and at the worst timing, and bounded; and
+   so are stages' weights, if the spec claims a number.
 """
 
 from __future__ import annotations
@@ -210,7 +210,7 @@ def _check_listed_once(spec: Spec, programs: Mapping[int, list[Action]], worker:
 
 
 def _check_memory(memory: Memory, worker: int) -> None:
-    """Check that the relation bounds activations, at any timing, and weights if the spec claims a bound of them."""
+    """Check that the relation bounds activations, at any timing, and weights if the spec claims a bound."""
     spec = memory.spec
     if (claimed := spec.peak_weights(worker)) is not None:
         _check_claim(memory, worker, claimed, "weights", "stages' weights", "Let an action that loads wait for a drop")

@@ -165,7 +165,7 @@ class Declared(_Frozen):
         return None
 
     def moved(self, action: Action) -> int:
-        """Return the stage whose activations or weights an action moves, if its kind moves any."""
+        """Return the stage whose activations or weights an action moves."""
         return action.stage
 
     # --- where that puts what is run

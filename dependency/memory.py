@@ -106,7 +106,7 @@ class Lives:
 
 
 def loaded(spec: Spec, program: Iterable[Action]) -> set[tuple[int, int]]:
-    """Return (stage, route) of the shards whose weights are elsewhere when a step begins, until an action loads them.
+    """Return (stage, route) of the shards without weights on the device until an action of the step loads these.
 
     Args:
         program: a worker's actions, in order.

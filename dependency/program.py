@@ -122,7 +122,7 @@ class _Flow:
     def goes_forward(self, action: Action) -> bool:
         """Return whether an evaluation runs `action`: all up to the payload for the next stage, and the step's end.
 
-        Weights that are dropped before a backward are dropped here, too, as a device may have no room for all.
+        An evaluation also drops weights, if a step drops these before a backward: a device may have no room for all.
         """
         stage, kind, m = action
         if not kind.per_microbatch:

@@ -79,7 +79,7 @@ def _hint(typed: str, known: Sequence[str]) -> str:
 class Pairs(argparse.Action):
     """Reads `KEY=VALUE` texts, each possibly several with commas, into a dict.
 
-    `const` is a reader, an example, and perhaps other readers by key.
+    `const` is a reader, an example, and perhaps a dict of readers by key.
     With a `metavar` of `[KEY=]VALUE` a value without a key has "" as key.
     """
 

@@ -196,6 +196,15 @@ def kept_plan(typed: dict[str, Any], reporter: Reporter) -> tuple[Path, str]:
     return path, f"{word}: {plan.name}, {how}: {plan.predicted_ms:.4g} ms a step"
 
 
+def _groupings(typed: dict[str, Any], members: list[int], shards: list[str]) -> tuple[Grouping, ...]:
+    """Return how processes may be workers, each way once."""
+    ways = {shard: SUMMING_MEMBERS if shard == "tp" else AMONG_MEMBERS for shard in shards}
+    if "member_link" in typed:
+        ways = dict.fromkeys(shards, _a_millisecond(typed["member_link"]))
+    shared = [(shard, typed.get("reduce", "step"), way) for shard, way in ways.items()]
+    return tuple(dict.fromkeys(Grouping(size, *how) if size > 1 else ALONE for size in members for how in shared))
+
+
 def _request(typed: dict[str, Any], seconds: float, reporter: Reporter) -> tuple[PlanRequest, Path]:
     """Return the request, with a profile for the microbatches to try, and the profile's file."""
     if "model" not in typed and "profile" not in typed:
@@ -237,10 +246,6 @@ def _request(typed: dict[str, Any], seconds: float, reporter: Reporter) -> tuple
     if profile.workers not in (0, workers):
         advice = f"profile --workers {workers} --again measures for {workers}"
         reporter.text(f"--profile {path}: measured while {profile.workers} workers were busy: {advice}")
-    ways = {shard: SUMMING_MEMBERS if shard == "tp" else AMONG_MEMBERS for shard in shards}
-    if "member_link" in typed:
-        ways = dict.fromkeys(shards, _a_millisecond(typed["member_link"]))
-    shared = [(shard, typed.get("reduce", "step"), way) for shard, way in ways.items()]
     request = PlanRequest(
         profile,
         _as_measured(machines, profile, typed),
@@ -251,7 +256,7 @@ def _request(typed: dict[str, Any], seconds: float, reporter: Reporter) -> tuple
         replicas=tuple(replicas),
         exchange=exchange,
         slices=tuple(slices),
-        groupings=tuple(dict.fromkeys(Grouping(n, *how) if n > 1 else ALONE for n in members for how in shared)),
+        groupings=_groupings(typed, members, shards),
         lengths=tuple(lengths),
         order=typed.get("microbatch_order", "given"),
         seconds=seconds,

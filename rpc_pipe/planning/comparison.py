@@ -55,7 +55,7 @@ class ModelCosts:
     #: bytes, likewise; empty: memory is not computed
     sizes: Sequence[Size] = ()
     by_layer: bool = False
-    #: bytes a unit of time of the copies of kinds that move some
+    #: bytes a unit of time that an action on `copy` moves
     copy: float = float("inf")
 
     def stages(self, num_stages: int) -> list[LayerCost]:

@@ -5,15 +5,19 @@ First a balanced cut, then hill climbing. Loads without torch.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise, product
+from itertools import combinations, pairwise, product, takewhile
 
 from ..dependency import B, F, I, R, Spec, U, W
 from .footprint import of_share
 from .pricing import Ends, PricedSchedule
 from .profile import Chain, Machines
+
+#: the most cuts of which all are simulated
+_FEW = 128
 
 
 @dataclass(frozen=True)
@@ -101,7 +105,7 @@ class CutSearch:
         shares = [len(spec.hosted(spec.place(s, 0))) for s in range(depth)]
 
         def load(stage: int, a: int, b: int) -> float:
-            return slow[stage] * self._work(a, b, splits=split[stage], again=again[stage])
+            return slow[stage] * shares[stage] * self._work(a, b, splits=split[stage], again=again[stage])
 
         limits = [self.machines.limit(spec.place(s, 0)) for s in range(depth)]
         share = spec.num_whole / spec.num_microbatches
@@ -132,9 +136,13 @@ class CutSearch:
     def climb(self, until: float) -> CutFound:
         """Return the result of hill climbing from the first cut until `time.monotonic()` is `until`.
 
-        A move brings blocks from one stage to another, nearby stages first.
+        A move brings blocks from one stage to another, nearby stages first. If there are few cuts, all are simulated.
         """
-        best = self.first_cut()
+        best, blocks, depth = self.first_cut(), self.chain.num_blocks, self.spec.num_stages
+        if math.comb(blocks - 1, depth - 1) <= _FEW:
+            inner = takewhile(lambda _: time.monotonic() < until, combinations(range(1, blocks), depth - 1))
+            every = (self.price((0, *ends, blocks)) for ends in inner)
+            return min((found for found in (best, *every) if found is not None), key=lambda found: found.rank)
         step = max(1, self.chain.num_blocks // (4 * self.spec.num_stages))
         while step:
             better: CutFound | None = best

@@ -177,7 +177,7 @@ def weight_bytes(spec: Spec, sizes: Sequence[Size]) -> list[float]:
 
 
 def moved_bytes(kind: Kind, size: Size) -> float:
-    """Return the bytes that a kind of a user's own moves, if it does; `size` is of the stage that `moved` names."""
+    """Return the bytes that an action of a kind with `holds` moves; `size` is of the stage `Spec.moved`."""
     return size.weights if kind.moves == "weights" else size.activations
 
 

@@ -69,7 +69,7 @@ class PricedSchedule:
             else (own, a.stage, a.kind, machines.slow(worker) * (a.kind is not G))
             for own, (a, worker) in zip(chains, like, strict=True)
         ]
-        #: of each of these that copies: its number, its kind, the stage that it moves, its part of a microbatch
+        #: (number there, kind, stage of the moved bytes, part of a microbatch) of actions that copy
         self._copies = [
             (at, a.kind, spec.moved(a), self.relation.portion(a))
             for at, (a, _) in enumerate(like)

@@ -170,7 +170,7 @@ class Machines:
     links: Mapping[tuple[int, int], Link] = field(default_factory=dict)
     #: bytes a millisecond that a worker sends to all other workers together; a missing worker has no limit
     uplinks: Mapping[int, float] = field(default_factory=dict)
-    #: bytes a millisecond that a worker copies between its device and host memory, for kinds that move some
+    #: bytes a millisecond that a worker copies between device and host memory
     copy: float = float("inf")
     #: the order in which they run actions; None: as the schedule says
     order: Order | None = None

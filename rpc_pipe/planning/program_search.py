@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..dependency import Action, B, F, I, PipeError, Spec, W, check_all
+from ..dependency.spec import overrides
 from .footprint import Size
 from .listed_schedule import ListedSchedule, listed_schedule
 from .plan import Plan
@@ -264,8 +265,8 @@ def _bases(request: PlanRequest, result: PlanResult) -> list[tuple[Plan, Spec]]:
     found: dict[tuple[object, ...], tuple[Plan, Spec]] = {}
     for plan in result.plans:
         spec = Candidate.of(plan).spec(request.machines.num_workers)
-        recomputes = plan.recompute or type(spec).recompute
-        if not recomputes and not plan.sharing and not {"replicas", "slices"} & plan.parameters.keys():
+        other = plan.recompute or type(spec).recompute or overrides(type(spec), "actions")
+        if not other and not plan.sharing and not {"replicas", "slices"} & plan.parameters.keys():
             found.setdefault((*placement_of(spec), plan.num_microbatches), (plan, spec))
     return list(found.values())[:_BASES]
 

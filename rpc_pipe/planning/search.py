@@ -14,6 +14,7 @@ from typing import Any
 
 from ..dependency import ConfigError, PipeError, Spec
 from ..dependency.parallelism import with_parallelism
+from ..dependency.spec import overrides
 from ..schedules import SCHEDULES
 from .cut_search import CutFound, CutSearch
 from .grouping import ALONE, Grouping
@@ -22,6 +23,7 @@ from .plan import Plan, schedule_label, with_recompute
 from .profile import Chain, Machines, Profile
 from .slice_costs import SliceCosts
 from .specs import find_schedule, make_spec
+from .steady import check_some
 from .unequal import by_microbatch
 
 #: called with the share of the search that is done, 0 to 1, and a note of its size
@@ -226,13 +228,12 @@ def refuse_unknown(names: Iterable[str]) -> None:
     """Raise if plans cannot be made for a name.
 
     Raises:
-        ConfigError: a name is unknown (the nearest is offered), or that of an asynchronous schedule.
+        ConfigError: a name is unknown (the nearest is offered), or the schedule is a list or asynchronous.
     """
     for name in names:
-        find_schedule(name)
-        if name not in SCHEDULES:
-            raise ConfigError(f"--schedule {name}: plans are made of {', '.join(SCHEDULES)}")
-        if not SCHEDULES[name].synchronous:
+        if name.endswith((".csv", ".json")):
+            raise ConfigError(f"--schedule {name}: has its number of microbatches; run --schedule {name} needs no plan")
+        if not find_schedule(name).synchronous:
             raise ConfigError(f"--schedule {name}: is asynchronous, so it trains other numbers; plans leave it out")
 
 
@@ -287,14 +288,18 @@ def candidates(
 
     Args:
         most_stages: the most stages that the model can be cut into.
-        schedules: names; None: all synchronous ones, as asynchronous ones train other parameters.
+        schedules: names and files; None: all synchronous ones, as asynchronous ones train other parameters.
         replicas: how many replicas of the pipeline may share the workers.
         exchange: how several exchange gradients, by the names in `Parallelism`.
         slices: the possible cuts of a sequence: sizes of slices, in parts of it.
         grouping: how processes are workers.
+
+    Raises:
+        PipeError: a schedule in a file has no variant that runs.
     """
-    seen = set()
-    for (name, own), number, sizes in product(VARIANTS, replicas, slices):
+    seen, wrong = set(), dict[str, PipeError]()
+    more = [(name, own) for name in schedules or () if name not in SCHEDULES for own in find_schedule(name).variants]
+    for (name, own), number, sizes in product([*VARIANTS, *more], replicas, slices):
         if schedules is not None and name not in schedules:
             continue
         sliced = None if len(sizes) == 1 else ",".join(map(str, sizes)) if len(set(sizes)) > 1 else len(sizes)
@@ -304,13 +309,23 @@ def candidates(
             plain = Candidate(name, parameters, count, grouping=grouping)
             try:
                 spec = plain.spec(processes)
-            except PipeError:
+                if (name, own) in more:
+                    check_some(spec)
+                    if not all(map(spec.hosted, spec.workers)):
+                        raise ConfigError(
+                            f"--schedule {name}: leaves one of {len(spec.workers)} workers without stages"
+                        )
+            except PipeError as error:
+                wrong[name] = error
                 continue
-            if not spec.synchronous or spec.num_stages > most_stages or spec in seen:
+            if not spec.synchronous or spec.num_stages > most_stages or (name, spec) in seen:
                 continue
-            seen.add(spec)
+            seen.add((name, spec))
             yield plain
-            if recompute and not type(spec).recompute:
+            if recompute and not type(spec).recompute and not overrides(type(spec), "actions"):
                 depth = spec.num_stages
                 for first in sorted({1, depth // 2, depth - 1, depth} - {0}):
                     yield Candidate(name, parameters, count, tuple(range(first)), grouping)
+    for name in dict(more).keys() - {name for name, _ in seen}:
+        if name in wrong:
+            raise wrong[name]
