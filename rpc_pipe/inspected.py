@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Mapping
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
@@ -15,6 +17,34 @@ from .workers.hooks import Listener
 
 if TYPE_CHECKING:
     from .step_report import StepReport, StepReports
+
+
+logger = logging.getLogger(__name__)
+
+
+@cache
+def _warn_of_dropped(stage: int) -> None:
+    logger.warning(
+        "on_gradients: leaves out the update of stage %d, and decides by this stage alone: Training(skip_update=) "
+        "decides by the norm of the whole model, on all stages alike",
+        stage,
+    )
+
+
+def _of_a_stage(stage: int, function: Callable[..., object], parameters: Mapping[str, nn.Parameter]) -> None:
+    """Call a user's function; a decision by the gradients of one stage depends on the number of stages."""
+    had = any(parameter.grad is not None for parameter in parameters.values())
+    function(parameters)
+    if had and all(parameter.grad is None for parameter in parameters.values()):
+        _warn_of_dropped(stage)
+
+
+class Optimizers(list[Optimizer]):
+    """The optimizers of a process."""
+
+    def values(self) -> list[list[Optimizer]]:
+        """Return lists of them, as scripts of version 0.1 walk them."""
+        return [[each] for each in self]
 
 
 class Inspected:
@@ -60,10 +90,12 @@ class Inspected:
             most = self._session.spec.num_stages - 1
             raise ConfigError(f"on_gradients {stage!r}, {function!r}: takes a stage from 0 to {most}, and a function")
 
+        one_of_many = partial(_of_a_stage, stage, function) if self._session.spec.num_stages > 1 else function
+
         def add(actor: WorkerActor) -> None:
             for (each, _), shard in actor.shards.items():
                 if each == stage and not shard.is_guest:
-                    shard.updating.on_gradients.append(function)
+                    shard.updating.on_gradients.append(one_of_many)
 
         self._session.each(add)
 
@@ -112,15 +144,15 @@ class Inspected:
                     group["lr"] = rate
 
     @property
-    def optimizers(self) -> list[Optimizer]:
+    def optimizers(self) -> Optimizers:
         """The optimizers of this process, by stage and replica; a stage that trains nothing has none.
 
-        The names of parameters are in their groups (`param_names`).
+        The names of parameters are in their groups (`param_names`). `values()` are lists of one each.
         """
         shards = {key: shard for actor in self._session.actors for key, shard in actor.shards.items()}
-        return [
+        return Optimizers(
             each.optimizer for _, each in sorted(shards.items()) if each.optimizer is not None and not each.is_guest
-        ]
+        )
 
     @property
     def loss_scale(self) -> float:

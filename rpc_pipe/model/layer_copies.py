@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..dependency import ModelError
 from ..dependency.errors import first_sentence
+from .observe.containers import shared
 from .parameter_hooks import copy_attachments
 
 
@@ -28,6 +29,8 @@ def copies_of(layers: Sequence[nn.Module], parameters: Collection[int] | None = 
     values = [value for layer in layers for module in layer.modules() for value in vars(module).values()]
     computed = [value for value in values if isinstance(value, Tensor) and not value.is_leaf]
     memo: dict[int, Any] = {id(tensor): tensor.detach().clone() for tensor in computed}
+    read = shared(module for layer in layers for module in layer.modules())
+    memo |= {key: value for key, value in read.items() if key == id(value)}  # so that changes by hand hold in all
     if parameters is not None:
         common = (tensor for layer in layers for tensor in (*layer.parameters(), *layer.buffers()))
         memo |= {id(tensor): tensor for tensor in common if id(tensor) not in parameters}

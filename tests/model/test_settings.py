@@ -89,3 +89,30 @@ def test_a_configuration_that_a_forward_writes_is_a_copy():
     pipe = Pipeline(model := made(Classifier), mse_loss, training=Training(SGD), num_microbatches=2, num_workers=2)
     assert_trains_alike(pipe, made(Classifier), torch.randn(4, 8, generator=torch.Generator().manual_seed(1)))
     assert model.loose.scale == 1.0
+
+
+class Scaled(nn.Module):
+    """A layer that reads settings which it has in common with the others."""
+
+    def __init__(self, settings: dict[str, float]) -> None:
+        super().__init__()
+        self.inner, self.settings = nn.Linear(8, 8), settings
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) * self.settings["scale"]
+
+
+def test_settings_of_layers_hold_on_every_replica():
+    """The second replica of a list of layers, in one process, went on with a copy of the old settings."""
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+    losses = []
+    for replicas in 1, 2:
+        torch.manual_seed(0)
+        settings = {"scale": 1.0}
+        layers = nn.Sequential(Scaled(settings), Scaled(settings))
+        options = {"num_microbatches": 2, "num_workers": 2 * replicas, "replicas": replicas}
+        with Pipeline(layers, mse_loss, training=Training(SGD), **options) as pipe:
+            pipe.step((x, x))
+            settings["scale"] = 2.0
+            losses.append(pipe.step((x, x)))
+    assert losses[0] == losses[1]

@@ -115,3 +115,18 @@ def test_a_loss_that_is_no_number_ends_a_run_that_does_not_skip_it():
 def test_a_rule_needs_a_norm_of_whole_steps(rule, schedule):
     with refused("skip_update"):
         pipeline(rule, schedule=schedule)
+
+
+def test_a_decision_by_the_gradients_of_one_stage_is_told(caplog):
+    """`on_gradients` sees one stage: a script that left out updates in it trained differently on each cut, unseen."""
+
+    def leave_out(parameters):
+        for parameter in parameters.values():
+            parameter.grad = None
+
+    for workers in 1, 2:
+        with pipeline(None, num_workers=workers) as pipe:
+            pipe.on_gradients(0, leave_out)
+            pipe.step(BATCHES[0])
+            pipe.step(BATCHES[1])
+        assert len([record for record in caplog.records if record.name == "rpc_pipe.inspected"]) == workers - 1

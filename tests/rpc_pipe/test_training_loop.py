@@ -446,6 +446,7 @@ def test_parameters_that_no_optimizer_has_are_refused_by_name_in_the_first_step(
             for fall in falls:  # as was documented, where `pipe.optimizers` was a dict of lists
                 fall.step(1.0)
             assert pipe.learning_rate == pytest.approx(rate)
+        assert [each for (each,) in pipe.optimizers.values()] == pipe.optimizers, "as scripts of version 0.1 walk them"
 
 
 @pytest.mark.parametrize("loss_fn", [nn.functional.mse_loss, mse_sum])
