@@ -26,6 +26,7 @@ from .workers.compute.updating import Training
 
 if TYPE_CHECKING:
     from .model.batches.ordering import Ordering
+    from .model.sharding import Sharing
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -124,7 +125,7 @@ def refuse_shared(spec: Spec, shared: Mapping[str, Sequence[int]]) -> None:
         refuse_together({"asynchronous": f"schedule={name_of(spec)}", "shared weights": f"weights of stages {stages}"})
 
 
-def compile_options(said: Any, *, on_host: bool) -> Mapping[str, Any] | None:
+def compile_options(said: Any, sharing: Sharing, *, on_host: bool) -> Mapping[str, Any] | None:
     """Return the options of `torch.compile` for each layer or block; None: nothing is compiled.
 
     Raises:
@@ -136,6 +137,8 @@ def compile_options(said: Any, *, on_host: bool) -> Mapping[str, Any] | None:
             f"compile={said!r}: CUDA graphs overwrite what other microbatches in flight need (docs/gpu.md); "
             f"pass mode='max-autotune-no-cudagraphs', or no mode"
         )
+    if options is not None and sharing.is_parted:
+        options = {"dynamic": False, **options}  # torch finds no source of symbolic sizes of parts of a tensor
     return options
 
 

@@ -156,7 +156,7 @@ class Pipeline(Inspected):
         ordering = make_ordering(options, asked.microbatch_order, is_called=partition.whole is not None)
         end = StepEnd(spec, training, commits=(recover := elasticity(job)) is not None)
         actors = make_actors(job, workers, training.max_grad_norm, options)
-        self._compile = compile_options(options.compile, on_host=actors[0].backend.in_step)
+        self._compile = compile_options(options.compile, sharing, on_host=actors[0].backend.in_step)
         self._session = Session(
             spec, sharing.order(options.order, spec.order), partition, end, actors,
             training=training, options=options, job=job, sharing=sharing, ordering=ordering, recover=recover,

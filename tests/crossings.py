@@ -80,8 +80,6 @@ NEEDED = {
     (("buffers", "deferred"), ("slices", "2")),
     # layers of a worker that share a parameter would be divided apart
     *((("tied", "weight"), ("members", value)) for value in DIMENSIONS["members"][1:]),
-    # torch.compile does not trace parts of a tensor whose slices have sizes of their own
-    (("compile", "eager"), ("slices", "2"), ("members", "function")),
     # an owner's weights come when forwards of the next step have begun, which a whole model with buffers takes amiss
     (("zero", "1"), ("form", "whole"), ("call", "train"), ("evaluation", "between")),
     (("zero", "1"), ("form", "function"), ("call", "train"), ("evaluation", "between")),

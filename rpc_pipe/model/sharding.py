@@ -46,6 +46,11 @@ class Sharing:
             raise ConfigError(f"members={self.count} rows={self.planes}: parts of members; take a divisor, or True")
 
     @property
+    def is_parted(self) -> bool:
+        """Whether layers may compute with parts of a tensor."""
+        return self.count > 1 and self.shard not in FSDP
+
+    @property
     def planes(self) -> int:
         """Into how many parts members divide the microbatches of a step; neighbours that are alike have one part.
 
