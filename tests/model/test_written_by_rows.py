@@ -28,9 +28,10 @@ class Scaled(nn.Linear):
         return x * self.scale
 
 
+@pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("whole", [False, True])
-def test_replicas_that_a_first_forward_sets_apart_are_refused(whole):
-    """Each replica went on with a scale of its own rows, for good."""
+def test_replicas_that_a_first_forward_sets_apart_are_refused(whole, streamed):
+    """Each replica went on with a scale of its own rows, for good, or in a stream until an evaluation."""
     x = torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
     how: dict[str, Any] = {"training": Training(SGD), "num_microbatches": 2, "num_workers": 2, "replicas": 2}
 
@@ -41,9 +42,11 @@ def test_replicas_that_a_first_forward_sets_apart_are_refused(whole):
             model.forward = model.forward
         return Pipeline(model, nn.functional.mse_loss, **how)
 
+    def trained(pipe: Pipeline) -> list[float]:
+        return list(pipe.train([(x, x)] * 4)) if streamed else [pipe.step((x, x)) for _ in range(3)]
+
     with pipe(by_rows=False) as alike:
-        assert all(alike.step((x, x)) for _ in range(3))
+        assert all(trained(alike))
     apart = pipe(by_rows=True)
     with pytest.raises(Disagreement):
-        for _ in range(3):
-            apart.step((x, x))
+        trained(apart)

@@ -338,6 +338,7 @@ class Shard:
             skipped: whether they are left unchanged in any case.
         """
         self.recomputation.check()
+        self.state.note_first()
         self.statistics.commit()
         self.updating.update(finite, skipped)
         self.num_updates += 1
@@ -358,6 +359,7 @@ class Shard:
     def hold(self, weight: float) -> None:
         """Keep the gradients for a later update; `weight`: of a loss that is a sum, known only now."""
         self.recomputation.check()
+        self.state.note_first()
         self.statistics.hold()
         self.updating.hold(weight)
         self.num_updates += 1

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from ...dependency import ConfigError
 from .autocast import forget_casts
-from .digest import sample
+from .digest import digest, sample
+from .divided import local
 from .module_state import KeptTensor, Place, Tensors
 from .randomness import computing
 from .slices import Slice
@@ -48,6 +49,16 @@ class StageState:
         self.looks = _LOOKS
         #: whether anything has to be done around a forward: nothing, once it is known that forwards write nothing
         self.watches = True
+        #: digest of the weights that forwards write, behind those of the first step; "": they write none
+        self.first_written = ""
+
+    def note_first(self) -> None:
+        """Record the weights that the forwards of the first step have left; called before its update."""
+        self.first_written = self.first_written or self.written()
+
+    def written(self) -> str:
+        """Return a digest of the weights that forwards write, as they are now; "": they write none."""
+        return f"{digest(local(p).detach().cpu() for p in self.weights):x}" if self.weights else ""
 
     def look_at_modes(self) -> None:
         """Observe the next forward if modules have other modes now, because it may then write other tensors."""

@@ -17,8 +17,6 @@ from ...dependency import (
     known_reductions,
 )  # fmt: skip
 from ...workers.actor import MOST_PARTS, WorkerActor
-from ...workers.compute.digest import digest
-from ...workers.compute.divided import local
 from ...workers.compute.result import Result, clips
 from ...workers.compute.updating import Training
 from ...workers.step import StepData, StepInput
@@ -154,8 +152,8 @@ class StepInputs:
         reductions = self._step_end.reductions(self._spec, number, streamed=streamed) if train else NO_REDUCTIONS
         part = self.part(actor, len(batch.inputs), reductions, train=train)
         weights = self.weights if number == 0 else ""
-        if number and not streamed and (number <= _LOOKS or not train) and self._spec.num_routes > 1:
-            weights = _written(actor)
+        if number and (number <= _LOOKS or not train) and self._spec.num_routes > 1:
+            weights = _written(actor, now=not train)
         order = " ".join(map(str, batch.order))
         call = Call(actor.worker, what or f"step {number + 1}", self.described, *batch.described, weights, order=order)
         scales = update_shares(part.spec, batch.shares) if train else None
@@ -168,8 +166,8 @@ class StepInputs:
         )  # fmt: skip
 
 
-def _written(actor: WorkerActor) -> str:
-    """Return digests of the weights that forwards of each stage write."""
-    written = {stage: shard.state.weights for (stage, _), shard in actor.shards.items()}
-    digests = ((stage, digest(local(p).detach().cpu() for p in held)) for stage, held in written.items() if held)
-    return " ".join(f"{stage}{WRITTEN}={found:x}" for stage, found in digests)
+def _written(actor: WorkerActor, now: bool) -> str:
+    """Return digests of the weights that forwards of each stage write, as those of the first step left them, or now."""
+    states = ((stage, shard.state) for (stage, _), shard in actor.shards.items())
+    digests = ((stage, state.written() if now else state.first_written) for stage, state in states)
+    return " ".join(f"{stage}{WRITTEN}={found}" for stage, found in digests if found)
