@@ -34,7 +34,7 @@ setup(
         *("rpc_pipe." + room for room in ("workers", "workers.compute", "workers.transport")),
         *("rpc_pipe.model" + room for room in ("", ".observe", ".assign", ".replay", ".batches")),
         *("rpc_pipe." + room for room in ("planning", "drawing", "tracing", "launching", "checkpoints", "commands")),
-        *("rpc_pipe." + room for room in ("planning.measuring", "dispatch", "data", "demo", "verifying")),
+        *("rpc_pipe." + room for room in ("planning.measuring", "dispatch", "data", "demo", "elastic", "verifying")),
     ],
     package_data={
         "rpc_pipe": ["py.typed"],

@@ -15,7 +15,7 @@ from .workers.transport.carrier import Carrier
 from .workers.transport.local import local_carriers
 
 if TYPE_CHECKING:
-    from .elastic import Recovery
+    from .elastic.recovery import Recovery
     from .model.shard_maker import ShardMaker
     from .session import Session
 
@@ -55,10 +55,10 @@ def elasticity(job: Job | None) -> Callable[[Session, ShardMaker], Recovery] | N
     """Return the call that makes an elastic job's recovery when shards are made; None: the job is not elastic."""
     if job is None or not job.elastic:
         return None
-    from .elastic import Recovery  # few jobs are
+    from .elastic.recovery import Recovery  # few jobs are
 
     if job.shapes is None:
         return partial(Recovery, job)
-    from .morphing import Morphing
+    from .elastic.morphing import Morphing
 
     return partial(Morphing, job)

@@ -113,12 +113,9 @@ def folder(name):
     """Return the folder of a file as the table names it; the face has a line of its own."""
     if name in ("rpc_pipe", "rpc_pipe.__main__"):
         return "rpc_pipe"
-    if name.removeprefix("rpc_pipe.") in (
+    if name.startswith("rpc_pipe.elastic") or name.removeprefix("rpc_pipe.") in (
         "pipeline",
         "session",
-        "elastic",
-        "morphing",
-        "heir",
         "own_workers",
         "own_members",
         "step_report",

@@ -17,7 +17,12 @@ MOST_LINES = {"alone": 8_700, "as a worker of rpc-pipe run": 12_300}
 BESIDES = ("drawing", "dispatch", "planning/measuring", "verifying", "data", "model/assign", "model/replay")
 #: what a job does without that is not elastic
 OF_ELASTIC_JOBS = {
-    *("rpc_pipe.elastic", "rpc_pipe.heir", "rpc_pipe.model.batches.accumulated", "rpc_pipe.launching.epochs"),
+    *(
+        "rpc_pipe.elastic.recovery",
+        "rpc_pipe.elastic.heir",
+        "rpc_pipe.model.batches.accumulated",
+        "rpc_pipe.launching.epochs",
+    ),
     *("rpc_pipe.workers.compute.lodging", "rpc_pipe.workers.surviving", "rpc_pipe.launching.epoch_boards"),
 }
 SCRIPT = """

@@ -30,7 +30,7 @@ from .module_copies import ModuleCopies, Pairs, paired
 from .observe.model_kinds import refuse_lazy
 from .observe.trees import tensors
 from .observed_model import ObservedModel, observe
-from .sharing import Holder, look, read_by
+from .ties import Holder, look, read_by
 
 if TYPE_CHECKING:
     from .replay.observed_stage import ObservedStage

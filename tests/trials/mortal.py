@@ -23,13 +23,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import rpc_pipe.elastic
+import rpc_pipe.elastic.recovery
 from rpc_pipe import Pipeline, Training
 from rpc_pipe.checkpoints import resume_options
 from rpc_pipe.checkpoints.facade import Checkpoints
 from rpc_pipe.checkpoints.writing import Snapshot
 from rpc_pipe.dependency import Action
-from rpc_pipe.heir import Heir
+from rpc_pipe.elastic.heir import Heir
 from rpc_pipe.model.shard_maker import ShardMaker
 from rpc_pipe.workers.hooks import Listener
 
@@ -89,7 +89,7 @@ def batch(number: int) -> tuple[Tensor, Tensor]:
     return torch.randn(32, 16, generator=generator), torch.randint(4, (32,), generator=generator)
 
 
-JOIN: Any = vars(rpc_pipe.elastic)["join"]
+JOIN: Any = vars(rpc_pipe.elastic.recovery)["join"]
 
 
 def joined(place: Any, cancelled: Any = None) -> Any:
@@ -126,14 +126,14 @@ def mortally(owner: Any, name: str) -> None:
 
 mortally(ShardMaker, "hosted")
 mortally(Heir, "tell_ready")
-mortally(rpc_pipe.elastic, "_heed_eviction")
+mortally(rpc_pipe.elastic.recovery, "_heed_eviction")
 mortally(resume_options, "follow")
 mortally(Checkpoints, "claim")
 mortally(Checkpoints, "every")
-mortally(rpc_pipe.elastic.Recovery, "begin")
+mortally(rpc_pipe.elastic.recovery.Recovery, "begin")
 (FOLDER / f"begun-{RANK}").write_text(str(os.getpid()))
 step_now = [0]
-vars(rpc_pipe.elastic)["join"] = joined
+vars(rpc_pipe.elastic.recovery)["join"] = joined
 setattr(Snapshot, "write", written)  # noqa: B010
 MODEL = os.environ.get("MODEL", "")
 block = Residual if MODEL in ("conv", "deferred") else Noisy

@@ -16,22 +16,22 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .arguments import describe
-from .checkpoints.between_cuts import move
-from .dependency import ConfigError, PipeError, Spec, check
-from .dependency.reshaping import renumbered, reshaped
-from .elastic import Recovery
+from ..arguments import describe
+from ..checkpoints.between_cuts import move
+from ..dependency import ConfigError, PipeError, Spec, check
+from ..dependency.reshaping import renumbered, reshaped
+from ..launching import launcher_link as link
+from ..launching.epochs import SHAPE, Roster
+from ..workers.compute.buffer_mirror import mirror_of
+from ..workers.hooks import Listener, StepRecord
 from .heir import Heir, make_mirror
-from .launching import launcher_link as link
-from .launching.epochs import SHAPE, Roster
-from .workers.compute.buffer_mirror import mirror_of
-from .workers.hooks import Listener, StepRecord
+from .recovery import Recovery
 
 if TYPE_CHECKING:
-    from .launching.job import Job
-    from .model.shard_maker import ShardMaker
-    from .session import Session
-    from .workers.compute.shard import Shard
+    from ..launching.job import Job
+    from ..model.shard_maker import ShardMaker
+    from ..session import Session
+    from ..workers.compute.shard import Shard
 
 #: most shapes among which prices choose, and the number of measured steps of which they are
 _MOST_PRICED, _LAST_STEPS = 8, 4
@@ -142,7 +142,7 @@ class ShapedHeir(Heir):
         gradients = [(stage, sum(each.nbytes for each in shard.parameters())) for (stage, _), shard in shards]
         told = actor.hand("measured", json.dumps([self._last.steps(), gradients]), live, [decides])
         if told is not None:
-            from .planning.shape_prices import predicted_ms  # at a change alone
+            from ..planning.shape_prices import predicted_ms  # at a change alone
 
             of_all = {at: json.loads(each) for at, each in zip(live, told, strict=True) if at not in comes}
             steps = {worker: found for worker, (found, _) in of_all.items()}

@@ -18,23 +18,23 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from .checkpoints.newcomer import Journal, Repetition
-from .dependency import EpochEnds, PeerLost, PipeError, StageLost, Stalled, ends_epoch
+from ..checkpoints.newcomer import Journal, Repetition
+from ..dependency import EpochEnds, PeerLost, PipeError, StageLost, Stalled, ends_epoch
+from ..launching import epoch_boards, epochs
+from ..launching import launcher_link as link
+from ..launching.job import Job
+from ..launching.joining import drop, join
+from ..launching.meeting_place import place_of, root_of
+from ..model.batches.accumulated import Accumulated
+from ..system.at_exit import at_exit
+from ..workers.actor import WorkerActor
+from ..workers.compute.result import Result
+from ..workers.surviving import completed
 from .heir import Heir
-from .launching import epoch_boards, epochs
-from .launching import launcher_link as link
-from .launching.job import Job
-from .launching.joining import drop, join
-from .launching.meeting_place import place_of, root_of
-from .model.batches.accumulated import Accumulated
-from .system.at_exit import at_exit
-from .workers.actor import WorkerActor
-from .workers.compute.result import Result
-from .workers.surviving import completed
 
 if TYPE_CHECKING:
-    from .model.shard_maker import ShardMaker
-    from .session import Session
+    from ..model.shard_maker import ShardMaker
+    from ..session import Session
 
 R = TypeVar("R")
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
-from .checkpoints.between_cuts import move
-from .dependency import StageLost, check
-from .dependency.relocating import relocated
-from .launching import launcher_link as link
-from .launching.epochs import READY
-from .workers.compute.buffer_mirror import BufferMirror, mirror_of
-from .workers.compute.lodging import Lodging
+from ..checkpoints.between_cuts import move
+from ..dependency import StageLost, check
+from ..dependency.relocating import relocated
+from ..launching import launcher_link as link
+from ..launching.epochs import READY
+from ..workers.compute.buffer_mirror import BufferMirror, mirror_of
+from ..workers.compute.lodging import Lodging
 
 if TYPE_CHECKING:
-    from .model.shard_maker import ShardMaker
-    from .session import Session
-    from .workers.compute.shard import Shard
+    from ..model.shard_maker import ShardMaker
+    from ..session import Session
+    from ..workers.compute.shard import Shard
 
 
 class Heir:
