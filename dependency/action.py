@@ -1,4 +1,4 @@
-"""An action, one kind of work on a stage, written `2F0` as the field does; what a kind is; what workers know of one."""
+"""Actions, written `2F0` as the field does; kinds of actions; entries, which are a worker's view of its actions."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class Kind(metaclass=_Rows):
     """A kind of action: one row of the table in `kinds.py`. A kind is callable: `F(2, 0)` is the action `2F0`.
 
     The row determines what an action needs by data flow. Each of the actions of a microbatch on a stage
-    (`Spec.actions`) needs the one before it, and an action whose payload goes to a neighbouring stage needs the action
-    that sends it a payload in the same direction. A schedule may add rows of its own; `docs/schedules.md` shows one.
+    (`Spec.actions`) needs the one before it, and an action with a payload for a neighbouring stage needs the action that
+    sends it a payload in the same direction. A schedule may add rows; `docs/schedules.md` shows one.
 
     Args:
         letter: how the kind is written; no other kind has this letter.
-        word: what an action of this kind does, in words.
+        word: the work of an action of this kind, in words.
         index: what the index of an action counts: microbatches, or the routes of a step (see `Spec.num_routes`).
         resource: what an action occupies. Actions of one worker on different resources overlap.
         holds: 1 if the life of activations or weights on the device begins with the action, -1 if that life ends.
@@ -98,7 +98,7 @@ class Kind(metaclass=_Rows):
 
     @classmethod
     def learn(cls, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Make the kinds of these rows, except those whose letters are taken.
+        """Make the kinds of these rows, except where a letter is taken.
 
         Raises:
             KeyError, TypeError, ValueError: a row does not describe a kind.
@@ -127,7 +127,7 @@ class Action(NamedTuple):
 
     stage: int
     kind: Kind
-    #: the kind determines what this counts
+    #: counts microbatches, pieces or routes, as the kind determines
     index: int  # type: ignore[assignment]  # hides a method of tuples, which is not needed here
 
     @property
@@ -143,7 +143,7 @@ class Action(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """Read what `str` writes.
+        """Return the action with this text, as `str` writes it.
 
         Raises:
             ValueError: the text is not of the form stage, letter of a kind, index.
@@ -186,7 +186,7 @@ class Entry(NamedTuple):
     pulled: tuple[Pulled, ...]
     #: other workers that pull the payload of this action
     consumers: tuple[int, ...]
-    #: the actions whose payloads this one computes from, on this worker or others
+    #: the actions that give the payloads for this one, on any worker
     sources: tuple[Action, ...]
     #: whether an action of this worker computes from the payload of this one
     consumed_locally: bool

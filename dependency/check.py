@@ -3,8 +3,8 @@
 1. every edge names an existing action of the same worker or of the same or a neighbouring stage;
 2. the slot grows along every edge and no two actions of a worker share one: nothing can deadlock;
 3. each action is placed on exactly one existing worker;
-4. the activations kept are within what the spec claims, in its order and at the worst timing, and bounded; and
-   so are stages' weights, if the spec claims a number.
+4. the activations kept are bounded, and within the spec's claim, in its order and at the worst timing; so are stages'
+   weights, if the spec claims a number.
 """
 
 from __future__ import annotations
@@ -241,7 +241,7 @@ def _check_growth(memory: Memory, worker: int) -> None:
     A flush that holds everything is a choice; a bound that a late gradient removes is not.
 
     Raises:
-        ScheduleError: nothing bounds what is held.
+        ScheduleError: nothing bounds the activations that are held.
     """
     wrong = None
     # Twice, as the first number of microbatches may be too small for a wide window.

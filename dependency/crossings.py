@@ -24,7 +24,7 @@ class Refusal(NamedTuple):
 _SLICED = "; 1f1b, zb-h1 and zb-v can be sliced"
 _BY_STAGE = "updates come stage by stage, at different times; take a synchronous schedule, such as 1f1b"
 NOT_TOGETHER = (
-    # what several processes of a worker meet for
+    # members of a worker meet
     Refusal("members", "asynchronous", "members meet in one update a step; take a synchronous schedule, such as 1f1b"),
     Refusal("order=ready", "members", "members make collectives in one order; leave order out"),
     Refusal("members", "deferred_batch_norm", "the sums of a batch are of one member; leave deferred_batch_norm out"),

@@ -1,4 +1,4 @@
-"""What a schedule declares: placement, order, nominal time, versions. `Spec` (`spec.py`) says what follows from it."""
+"""A schedule's declarations: placement, order, nominal time, versions. `Spec` (`spec.py`) derives the rest."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Order = Literal["ready", "fixed"]
 #: of a replica that several workers run in parts: the action that adds to the gradients of a part last, the one that
 #: hands on these sums, and the one on the next worker that adds to them first
 Handover = tuple[Action, Action, Action]
-#: what every spec has
+#: parameters of every spec
 NO_PARAMETERS = ("num_workers", "num_microbatches", "num_steps")
 
 
@@ -39,7 +39,7 @@ class _Frozen:
 
 
 class Declared(_Frozen):
-    """The methods and properties that a schedule may override, and where it puts what it runs."""
+    """The methods and properties that a schedule may override, and the placement that follows from them."""
 
     num_workers: int
     num_microbatches: int
@@ -72,7 +72,7 @@ class Declared(_Frozen):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} {getattr(self, name)}: must be at least 1")
 
-    # --- what a schedule may declare
+    # --- declarations of a schedule
 
     @property
     def num_stages(self) -> int:
@@ -103,15 +103,15 @@ class Declared(_Frozen):
         return microbatch % self.num_routes
 
     def splits(self, stage: int, microbatch: int) -> bool:
-        """Tell whether this backward is `I` and `W` instead of `B`; a schedule may mix them."""
+        """Return whether this backward is `I` and `W` instead of `B`; a schedule may mix them."""
         return self.split_backward
 
     def recomputes(self, stage: int) -> bool:
-        """Tell whether `stage` keeps only its inputs and runs `R` before backward."""
+        """Return whether `stage` keeps only its inputs and runs `R` before backward."""
         return self.recompute
 
     def after(self, action: Action) -> Iterable[Action]:
-        """Return what must be finished before `action`, beyond data flow: windows, a flush, a lag.
+        """Return the actions to finish before `action`, beyond data flow: windows, a flush, a lag.
 
         It is called for the actions of microbatches, and for `U` if the schedule is asynchronous. It may name only
         actions of the same or a neighbouring stage, or of the same worker. Negative microbatches mean "before the
@@ -158,7 +158,7 @@ class Declared(_Frozen):
         return self.activation_limit(worker)
 
     def peak_weights(self, worker: int) -> int | None:
-        """Return the bound on stages whose weights are on `worker` at once, at any timing; None: no claim.
+        """Return the most stages that have weights on `worker` at once, at any timing; None: no claim.
 
         For schedules with kinds that move weights. The checker proves a claim.
         """
@@ -168,7 +168,7 @@ class Declared(_Frozen):
         """Return the stage whose activations or weights an action moves."""
         return action.stage
 
-    # --- where that puts what is run
+    # --- the placement that follows
 
     @property
     def workers(self) -> Collection[int]:
@@ -197,7 +197,7 @@ class Declared(_Frozen):
     def actions(self, stage: int, microbatch: int) -> tuple[Action, ...]:
         """Return the actions of a microbatch on a stage, in order of data flow: each needs the one before it.
 
-        A schedule with kinds of its own overrides this method.
+        A schedule that adds kinds overrides this method.
         """
         forward = (F(stage, microbatch), R(stage, microbatch)) if self.recomputes(stage) else (F(stage, microbatch),)
         if self.splits(stage, microbatch):
@@ -205,7 +205,7 @@ class Declared(_Frozen):
         return *forward, B(stage, microbatch)
 
     def updates(self, stage: int, route: int) -> Iterable[Action]:
-        """Return the updates of a replica of a stage: one for synchronous schedules, else as `update_every` says."""
+        """Return the updates of a replica of a stage: one for synchronous schedules, else by `update_every`."""
         if self.update_every == "microbatch" and not self.synchronous:
             return (U(stage, m) for m in range(self.total_microbatches // len(self.parallelism.slices)))
         return [U(stage, join_route(step, route, self.num_routes)) for step in range(self.num_steps)]
@@ -226,14 +226,14 @@ class Declared(_Frozen):
         return self.hosted(worker)
 
     def parameters(self) -> dict[str, Any]:
-        """Return the schedule's own parameters and their values."""
+        """Return the parameters that this schedule adds, and their values."""
         own = (field.name for field in fields(self))
         return {name: getattr(self, name) for name in own if name not in NO_PARAMETERS}
 
 
 @lru_cache(maxsize=16)
 def _hosts(spec: Declared) -> dict[int, list[tuple[int, int]]]:
-    """Return what each worker holds, found once: searching all stages for each of 10,000 workers takes minutes."""
+    """Return each worker's (stage, route) pairs. Cached: a search per worker takes minutes with 10,000 workers."""
     hosts: dict[int, list[tuple[int, int]]] = {}
     for stage in range(spec.num_stages):
         for route in range(spec.num_routes):

@@ -100,7 +100,7 @@ class Disagreement(PipeError, RuntimeError):
 
 
 class Malformed(PipeError, ValueError):
-    """A message is none that a worker of this version sends; the text says why."""
+    """No worker of this version sends such a message; the text gives the cause."""
 
 
 def shortened(text: str, most: int) -> str:

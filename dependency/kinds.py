@@ -1,10 +1,10 @@
 """The table of kinds: everything that a pipeline does. The colours suit colour-blind readers too (Okabe and Ito 2008).
 
-All kinds from `G` on end a synchronous step (see `reductions.py`). Replicas give their gradients (`G`) to those who sum
-them (`S`), or with ZeRO also update them, give the new parameters (`P`) and take those of others (`A`). The loss is
-collected towards the last stage (`C`) and distributed from there (`D`); if gradients are clipped, so are their norms
-(`N`, `T`). Stages update their weights (`U`). If an update does not wait for the norm, it is validated when the norm
-arrives (`V`).
+All kinds from `G` on end a synchronous step (see `reductions.py`). Replicas give their gradients (`G`) to the owners,
+which sum them (`S`); with ZeRO owners also update and give the new parameters (`P`), which replicas take (`A`). The
+loss is collected towards the last stage (`C`) and distributed from there (`D`); if gradients are clipped, so are their
+norms (`N`, `T`). Stages update their weights (`U`). If an update does not wait for the norm, it is validated when the
+norm arrives (`V`).
 """
 
 from .action import Kind
@@ -30,5 +30,5 @@ N = Kind("N", "collect norms of gradients", index="route", resource="control")
 T = Kind("T", "distribute the norm", index="route", resource="control")
 V = Kind("V", "validate the update", index="route", resource="control")
 
-#: the rows that every process has; the code of a schedule may add others
+#: the rows that every process has; the code of a schedule may add rows
 BUILT_IN = Kind.all()

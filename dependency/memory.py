@@ -35,7 +35,7 @@ class Lives:
     Args:
         relation: (whether the worker runs it, action, its needs), each after its needs. With fewer needs more lives
             overlap: a part of the relation gives an upper bound, and the whole gives the exact number.
-        what: of activations, or of stages' weights.
+        what: "activations", or "weights" of stages.
         there: how many lives have begun before.
     """
 

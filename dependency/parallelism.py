@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from .errors import ConfigError
 
-#: names of FSDP2 as the way in which members share a stage: gathered for each microbatch, or once a step
+#: names of FSDP2 as a stage's division over members: gathered for each microbatch, or once a step
 FSDP_KEPT = "fsdp-kept"
 FSDP = ("fsdp", FSDP_KEPT)
 #: most slices of a sequence, and parts of a slice
@@ -76,8 +76,7 @@ class Parallelism:
         "must be pipelines, each over all hosts, or stages, each pipeline on as few hosts as can be; take stages",
         True, help="stages: put the replicas of a stage far apart, not each pipeline (pipelines)",
     )  # fmt: skip
-    #: sizes of the slices of a sequence, in parts of it. With several a microbatch of the step is as many indices, one
-    #: for each of its slices; see `slicing.py`
+    #: sizes of the slices of a sequence, in parts of it. Each slice of a microbatch has an index; see `slicing.py`
     slices: tuple[int, ...] = _option(
         (1,), _sizes, lambda sizes: 1 <= min(sizes) and max(*sizes, len(sizes)) <= _MOST_SLICES,
         f"must be a number from 1 to {_MOST_SLICES}, or sizes, such as 8,6,5,4",
@@ -86,7 +85,7 @@ class Parallelism:
 
     @classmethod
     def taken_from(cls, parameters: dict[str, Any], own: Collection[str]) -> Parallelism:
-        """Take the options out of a schedule's parameters, except for its `own` ones of these names.
+        """Take the options out of a schedule's parameters, except the names in `own`.
 
         Raises:
             ConfigError: an option has an impossible value, or is of replicas, and there is one.

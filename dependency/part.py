@@ -38,13 +38,13 @@ class Part:
         self.pulls: list[Pulled] = []
         #: number of forwards
         self.num_forwards = 0
-        #: for each earlier step, the latest first: own action of that step -> entries of this step that wait for it
+        #: for each earlier step, the latest first: this worker's action in it -> entries of this step that wait for it
         self.inherited: list[dict[Action, list[int]]] = []
         #: resource -> numbers of its entries, in order
         self.queues: dict[Resource, list[int]] = {resource: [] for resource in RESOURCES}
         #: resource of each entry
         self.resources = [entry.action.kind.resource for entry in self.entries]
-        #: own action -> its number
+        #: action of this worker -> its number
         self.number = {entry.action: number for number, entry in enumerate(self.entries)}
         waiting, queues = self.waiting, self.queues
         for number, (action, own, pulled, _, _, _) in enumerate(self.entries):
@@ -58,7 +58,7 @@ class Part:
                 waiting.setdefault(pull.action, []).append(number)
             queues[self.resources[number]].append(number)
             self.num_forwards += action.kind.way == 1
-        #: of a stream: slots of computing entries, by which those of several steps are ordered
+        #: of a stream: slots of computing entries, which order the entries of several steps
         self.slots: list[int] = []
         if spec.synchronous:
             self.inherited.append({})
@@ -67,7 +67,7 @@ class Part:
             self._reach_back(chained)
 
     def _reach_back(self, chained: Collection[int]) -> None:
-        """Let actions of a stream wait for those of the steps before, and updates for all that ends the step before.
+        """Let actions of a stream wait for actions of earlier steps, and updates for the end of the step before.
 
         So when a step is complete on a worker no later one has updated its weights.
         """

@@ -18,7 +18,7 @@ from .parallelism import FSDP, OPTIONS, with_parallelism
 
 #: orders of the microbatches of a step
 MICROBATCH_ORDERS = ("given", "balanced")
-#: names of the ways in which members share a stage, and when they sum gradients
+#: names of the divisions of a stage over members, and the moments at which members sum gradients
 SHARDS, REDUCES = (*FSDP, "tp"), ("step", "microbatch")
 #: carriers of payloads between workers
 TRANSPORTS = ("rpc", "zmq", "local")
@@ -30,7 +30,7 @@ class OptionRow(NamedTuple):
     """How an option is read."""
 
     allows: Callable[[Any], object]
-    #: the values that are allowed, as an error says it
+    #: the values that are allowed, in the words of an error
     rule: str
     #: of the command line: its name without dashes; how it is read; texts may differ from those of scripts
     name: str
@@ -127,7 +127,7 @@ class Options:
 
     @classmethod
     def taken(cls, said: Mapping[str, Any]) -> Options:
-        """Return the options among the arguments of a call; those of `Parallelism` are the schedule's parameters."""
+        """Return the options among a call's arguments; options of `Parallelism` become parameters of the schedule."""
         own = {name: said[name] for name in ROWS}
         parameters = with_parallelism(own["schedule_options"], **{name: said[name] for name in OPTIONS})
         return cls(**{**own, "schedule_options": parameters})

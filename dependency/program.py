@@ -1,6 +1,6 @@
-"""A worker's part of the relation, compiled: its actions in order, each with what it waits for and what it serves.
+"""A worker's part of the relation, compiled: its actions in order, each with its needs, sources and consumers.
 
-Only this file turns a spec into what runs: the checker, the worker's state machine and the simulator all read the
+Only this file compiles a spec: the checker, the worker's state machine and the simulator all read the
 entries that it makes. The data flow is the same for all microbatches with the same kinds of actions, so the spec is
 asked about it once for each stage and kind.
 """
@@ -34,8 +34,8 @@ def entries(
     """Yield the program of `worker`, lazily.
 
     Args:
-        forward_only: keep only what goes forward, which is the program of an evaluation.
-        reductions: what the updates of the step depend on.
+        forward_only: keep forwards alone, for an evaluation.
+        reductions: the updates of the step depend on them.
         chained: stages whose forwards must keep the worker's order, because one reads what an earlier one wrote.
 
     Raises:
@@ -91,7 +91,7 @@ class _Flow:
         self._kinds: dict[tuple[int, int], tuple[Kind, ...]] = {}
 
     def entry(self, action: Action, own: Sequence[Action | Milestone], pulled: Sequence[Pulled]) -> Entry:
-        """Return the entry of `action`, which must also wait for `own` and `pulled`, by the schedule or the order."""
+        """Return the entry of `action`, which also waits for `own` and `pulled`, by the schedule or the order."""
         new = tuple.__new__  # twice as fast as the named tuple's constructor, where a compile spends most of its time
         stage, kind, m = action
         if not kind.per_microbatch:
@@ -178,7 +178,7 @@ def peaks_in_order(program: Iterable[Action]) -> list[int]:
 
 
 def order_limit(spec: Spec, worker: int) -> int | None:
-    """Return how many activations the worker's own order lets it hold; a listed program is its own limit."""
+    """Return how many activations the worker's order lets it hold; a listed program is a limit by itself."""
     limit = spec.activation_limit(worker)
     if limit is None and has_program(spec) and not has_slot(spec):
         limit = peaks_in_order(spec.program(worker))[-1]
@@ -186,13 +186,13 @@ def order_limit(spec: Spec, worker: int) -> int | None:
 
 
 class _OrderEdges:
-    """The edges that follow from a worker's own order, in addition to the schedule's.
+    """The edges that follow from a worker's order, in addition to the schedule's.
 
     Gradients of a shard are summed in this order, so each B or W waits for the one before it. The sum is then the same
     for any order of arrival, and no gradient has to be set aside. The forwards of a stage wait in the same way if they
-    write its buffers. With an activation limit L the k-th F of the worker (or whatever begins the life of activations)
-    waits for its (k-L)-th B or W (or whatever ends it). This edge points backwards in the order, so unlike a counter it
-    cannot deadlock.
+    write its buffers. With an activation limit L, the k-th F of the worker waits for its (k-L)-th B or W; other kinds
+    that begin and end the life of activations do the same. This edge points backwards in the order, so unlike a counter
+    it cannot deadlock.
     """
 
     def __init__(
@@ -208,7 +208,7 @@ class _OrderEdges:
         self._releases: list[Action] = []  # only if there is a limit
         self._last_release: dict[Replica, Action] = {}
         self._last_forward: dict[Replica, Action] = {}
-        #: update of a stream -> what adds to its gradients last
+        #: update of a stream -> the last action that adds to its gradients
         self._last_of: dict[Action, Action] = {}
         self._takes = not spec.synchronous
 
@@ -251,7 +251,7 @@ class _OrderEdges:
         return before if last is None else [last, *before]
 
     def _gradients_before(self, action: Action) -> list[Action | Milestone]:
-        """Return the last B or W of each shard with gradients that `action` needs: it waits for all others.
+        """Return the last B or W of each shard with gradients that `action` needs: it waits for all earlier ones.
 
         An exchange needs its piece alone, a milestone of that backward.
         """

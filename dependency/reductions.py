@@ -1,15 +1,15 @@
-"""The end of a step as actions: what must be known before an update, and how it reaches every worker.
+"""The end of a step as actions: gradients, losses and norms that updates need, and their way to every worker.
 
-    G, S  exchange gradients: each holder of parameters gives its gradients to the one who sums them, and takes the sums
-    P, A  with ZeRO the others take no sums, but the parameters when they have been updated
+    G, S  exchange gradients: each holder of parameters gives its gradients to their owner, and takes the sums
+    P, A  with ZeRO the holders take no sums, but the parameters when the owner has updated them
     C, N  collect along a tree whose root is the last stage: the loss, its weight and requests to stop; gradients' norms
     D, T  distribute the results down the same tree: the step's loss and whether to continue; the norm of all gradients
     V     validates an update that was made before the norm of all gradients was known: it stands, or is made again
 
 The tree has a node on every worker: it leads from the last stage back along one route until it has reached all workers
 of that route, then along the next route. So all edges are between neighbouring stages, and a worker that holds several
-stages receives each result once. An update waits only for what it needs: with a mean loss and without clipping it waits
-for no other worker. The loss is known when the last forward has run. Norms exist only if an update needs them, and are
+stages receives each result once. An update waits only for its needs: with a mean loss and without clipping it waits for
+no other worker. The loss is known when the last forward has run. Norms exist only if an update needs them; they are
 known when all backwards have run.
 """
 
@@ -32,7 +32,7 @@ Replica = tuple[int, int]
 
 
 def on_route(spec: Declared, microbatches: Iterable[int], route: int) -> Iterator[int]:
-    """Return those microbatches that take a route."""
+    """Return the microbatches that take a route."""
     return iter(microbatches) if spec.num_routes == 1 else (m for m in microbatches if spec.route(m) == route)
 
 
@@ -45,11 +45,11 @@ class Reductions(NamedTuple):
     norms: bool = False
     #: whether an update does not wait for them, and is validated when they are known (Qi et al. 2023, section 4)
     validated: bool = False
-    #: of parameters that several stages hold: (these stages, route on which the first of them owns the parameters)
+    #: of each tied parameter: (its stages, route on which the first stage owns it)
     tied: tuple[tuple[tuple[int, ...], int], ...] = ()
-    #: by stage, into how many buckets each replica's part of the parameters is divided; empty: one
+    #: by stage, the number of buckets in each replica's part of the parameters; empty: one
     buckets: tuple[int, ...] = ()
-    #: whether there is an update, for which gradients are exchanged
+    #: whether there is an update, which needs the exchange of gradients
     updates: bool = True
     #: whether a worker's `N` waits for all that its updates need: then `T` is the commit record of the step
     commits: bool = False
@@ -61,8 +61,8 @@ NO_REDUCTIONS = Reductions()
 class Bucket(NamedTuple):
     """Parameters whose gradients are exchanged together.
 
-    The replicas of a stage own a part of its parameters each, in buckets. The owner sums the gradients of the others,
-    and the others take the sums: together the bytes of a ring, in an order of sums that no timing changes.
+    Each replica of a stage owns a part of its parameters, in buckets. The owner sums the gradients of all replicas,
+    which take the sums: together the bytes of a ring, in an order of sums that no timing changes.
     """
 
     number: int
@@ -73,7 +73,7 @@ class Bucket(NamedTuple):
     step: int = 0
 
     def holders(self, num_routes: int) -> list[Replica]:
-        """Return who holds it, in the order in which gradients are summed."""
+        """Return the holders, in the order in which gradients are summed."""
         return [(stage, route) for stage in self.stages for route in range(num_routes)]
 
 
@@ -111,7 +111,7 @@ class ReductionTree:
                 above = self.parent[above]
 
     def actions(self, worker: int) -> list[Action]:
-        """Return what `worker` collects and distributes, in the order of the tree: to the root, and back."""
+        """Return the actions with which `worker` collects and distributes: towards the root, and back."""
         nodes = self._nodes.get(worker, [])
         found = [C(*node) for node in reversed(nodes) if node in self._of_loss] + [D(*node) for node in nodes]
         if self._reductions.norms:
@@ -121,7 +121,7 @@ class ReductionTree:
         return found
 
     def needs(self, action: Action) -> tuple[list[Replica], list[Action]]:
-        """Return what an action that ends a step needs: shards with all their gradients, and actions."""
+        """Return the needs of an action that ends a step: shards with all their gradients, and actions."""
         stage, kind, index = action
         routes = self.spec.num_routes
         number, route = split_route(index, routes)
@@ -160,14 +160,14 @@ class ReductionTree:
         return alone, below + list(dict.fromkeys(sums))
 
     def awaited(self, worker: int) -> list[Action]:
-        """Return the actions whose results the updates of `worker` need."""
+        """Return the actions with results that the updates of `worker` need."""
         own, known = self.own[worker], self._reductions
         if known.norms and not known.validated:
             return [T(*own)]
         return [D(*own)] if known.weight else []
 
     def pieces(self, stage: int, step: int | None = None) -> list[Bucket]:
-        """Return the pieces of a stage's parameters that others hold too; of tied stages they have equal numbers.
+        """Return the pieces of a stage's parameters that other shards hold too; tied stages number them alike.
 
         Args:
             step: of a stream; None: all.
@@ -177,13 +177,13 @@ class ReductionTree:
         return [p for p in self._pieces[stage] if step in (None, p.step)]
 
     def update_of(self, action: Action) -> Action:
-        """Return the update for which gradients are given or summed, or which makes the parameters that are given."""
+        """Return the update that takes an action's gradients, or that makes the parameters which the action gives."""
         number, route = split_route(action.index, self.spec.num_routes)
         step = next((p.step for p in self.pieces(action.stage) if p.number == number), 0)
         return action if action.kind is U else U(action.stage, join_route(step, route, self.spec.num_routes))
 
     def share(self, milestone: Milestone) -> float:
-        """Return at what share of a backward a piece is complete: the buckets of the last layers are first."""
+        """Return the share of a backward after which a piece is complete: the buckets of the last layers are first."""
         stage, number = milestone.action.stage, milestone.number - len(self._reductions.tied)
         bucket = split_route(number, self.spec.num_routes)[0] if number >= 0 and self._reductions.buckets else 0
         return (bucket + 1) / (self._reductions.buckets[stage] if self._reductions.buckets and number >= 0 else 1)
@@ -201,12 +201,12 @@ class ReductionTree:
         return found
 
     def _holders(self, stage: int, number: int) -> list[Replica]:
-        """Return who holds a piece; none of one that `reductions` do not know, as of a trace, which has none."""
+        """Return the holders of a piece; an empty list for a piece that `reductions` lack, as in a trace."""
         pieces = (piece for piece in self.pieces(stage) if piece.number == number)
         return [holder for piece in pieces for holder in piece.holders(self.spec.num_routes)]
 
     def sums(self, stage: int, route: int, step: int = 0) -> list[Action]:
-        """Return the sums of gradients that an update takes; none if nobody else holds its parameters."""
+        """Return the sums of gradients that an update takes; none if no other shard holds its parameters."""
         owners = ((piece.number, piece.owner) for piece in self.pieces(stage, step))
         return [S(owner[0], join_route(number, owner[1], self.spec.num_routes)) for number, owner in owners
                 if not self.spec.parallelism.zero or owner == (stage, route)]  # fmt: skip
@@ -220,7 +220,7 @@ class ReductionTree:
         return self.sums(stage, route, step) + gives
 
     def given(self, kind: Kind, stage: int, route: int, step: int = 0) -> list[Action]:
-        """Return what a replica gives: gradients to the owners of pieces (`G`), or as one sums (`S`) or parameters."""
+        """Return a replica's actions that give gradients to owners (`G`), or its sums (`S`) or parameters (`P`)."""
         node, routes = (stage, route), self.spec.num_routes
         return [kind(stage, join_route(piece.number, route, routes)) for piece in self.pieces(stage, step)
                 if (piece.owner == node) is (kind is not G)]  # fmt: skip
@@ -249,7 +249,7 @@ class ReductionTree:
             holders = [(s, first + r) for s, r in self._holders(stage, number)]
             if kind is P:
                 return [A(s, at) for s, at in holders if (s, at - first) != node]
-            # Norms are of route 0, on whose worker the sums are needed anyway.
+            # Norms are of route 0: its worker needs the sums anyway.
             return [] if self.spec.parallelism.zero else [U(*holder) for holder in holders]
         if kind in _COLLECTED:
             return [kind(*child) for child in self.children[stage, route]]
@@ -261,5 +261,5 @@ class ReductionTree:
 
 @lru_cache(maxsize=256)
 def reduction_tree(spec: Declared, reductions: Reductions = NO_REDUCTIONS) -> ReductionTree:
-    """Return the tree along which a step of `spec` ends, by what its updates depend on."""
+    """Return the tree along which a step of `spec` ends, with the reductions that its updates need."""
     return ReductionTree(spec, reductions)

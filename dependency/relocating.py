@@ -3,8 +3,8 @@
 Only the place of actions changes. The relation, the slots and the order of sums depend on the logical replica alone, so
 the proof that nothing deadlocks stays, and every bit stays.
 
-All live replicas of a stage share the microbatches of a dead one in parts, cut in the order in which gradients are
-summed. A part hands (`H`) its sums to the next part, which adds to them. The last part ends the step for the replica.
+All live replicas of a stage share the microbatches of a dead replica in parts, cut in the order of its gradients' sum.
+A part hands (`H`) its sums to the next part, which adds to them. The last part ends the step for the replica.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .spec import Spec, Transformation, transformed
 
 _Number = TypeVar("_Number", int, float)
 
-#: a worker, and the actions by which it adds to the gradients of a dead replica, in order
+#: a worker, and its actions that add to the gradients of a dead replica, in order
 Share = tuple[int, list[Action]]
 
 
@@ -109,13 +109,13 @@ class Relocated(Transformation):
         return found
 
     def _sums(self, stage: int, route: int) -> list[Action]:
-        """Return what adds to the gradients of a replica, in order."""
+        """Return the actions that add to the gradients of a replica, in order."""
         order = local_order(self._whole, self._whole.place(stage, route))
         return [a for a in order if a.kind.accumulates and a.stage == stage and self.route(a.index) == route]
 
     def _ends(self, stage: int, heirs: Sequence[int], count: int) -> list[int]:
-        """Return where the parts of `heirs` in `count` microbatches end, so that each runs as many with its own."""
-        slices = len(self.parallelism.slices)  # those of a microbatch stay together
+        """Return the ends of the heirs' parts in `count` microbatches, by which all heirs run equally many in total."""
+        slices = len(self.parallelism.slices)  # slices of a microbatch stay together
         own = Counter(self._whole.worker(F(stage, m)) for m in range(0, self.num_microbatches, slices))
         fair = (count // slices + sum(own[heir] for heir in heirs)) / len(heirs)
         ends = accumulate(max(0.0, fair - own[heir]) for heir in heirs)

@@ -1,13 +1,13 @@
 """A schedule with one update a step on several replicas of the pipeline: data parallelism as routes over other workers.
 
-Microbatch m belongs to replica m % replicas, which runs the schedule on its own microbatches. A worker is worker
+Microbatch m belongs to replica m % replicas, which runs the schedule on its microbatches. A worker is worker
 `rank // replicas` of replica `rank % replicas`: the replicas of a stage are neighbours, and the stages of a replica are
 `replicas` apart; if stages are spread, it is the other way round. Gradients are summed in each replica in the order of
 its microbatches, and then in the order of the replicas, as for every schedule with routes. Slices of a sequence
 (`slicing`) stay together: a replica has all of its microbatches' slices.
 
-Where steps overlap, all replicas count as many microbatches a step, of which the last may be missing: so a step is as
-long by the slots of all.
+Where steps overlap, all replicas count equally many microbatches a step, so that a step has the same length in slots on
+all. The last microbatch of a replica may then be missing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .spec import Spec, Transformation, transformed
 
 
 def replicated(base: type[Spec], parallelism: Parallelism) -> type[Spec]:
-    """Return `base`, whose slices it keeps, on as many times as many workers as there are replicas.
+    """Return `base` with replicas and with its slices kept; its workers are divided among the replicas.
 
     Raises:
         ConfigError: the schedule updates several times a step, and why, in words that follow its name; or, from the
@@ -46,7 +46,7 @@ def replicated(base: type[Spec], parallelism: Parallelism) -> type[Spec]:
 
 
 class Replicated(Transformation):
-    """A schedule on several replicas, each of which counts its own workers and microbatches."""
+    """A schedule on several replicas; each counts its workers and microbatches from 0."""
 
     #: the schedule of one replica
     of_one: ClassVar[type[Spec]]
@@ -62,7 +62,7 @@ class Replicated(Transformation):
                 f"replicas {replicas}: {workers} {'worker' if workers == 1 else 'workers'} cannot be divided among "
                 f"them; take {f'{less} or ' if less else ''}{more} workers, or replicas={nearest}"
             )
-        self._replicas[0]  # its own rules
+        self._replicas[0]  # checks the rules of the schedule of one replica
 
     @cached_property
     def _replicas(self) -> list[Spec]:
@@ -133,7 +133,7 @@ class Replicated(Transformation):
     # --- of an action
 
     def _inner(self, action: Action) -> tuple[int, Spec, Action]:
-        """Return the replica that runs `action`, its spec, and what the action is there."""
+        """Return the replica that runs `action`, its spec, and the action as that spec counts it."""
         if action.kind.per_microbatch:
             (step, index), slices = split_step(action.index, self.num_microbatches), len(self.parallelism.slices)
             microbatch, number = split_slice(index, slices)
@@ -145,9 +145,9 @@ class Replicated(Transformation):
         return replica, self._replicas[replica], action._replace(index=index)
 
     def _outer(self, replica: int, actions: Iterable[Action]) -> Iterator[Action]:
-        """Yield a replica's actions as the whole counts them: for one of a missing microbatch, that of the one before.
+        """Yield a replica's actions as the whole counts them.
 
-        What names the missing one, such as a window, then holds as many as it says.
+        An action of a missing microbatch becomes that of the microbatch before, so that windows keep their width.
         """
         count, own = self.num_microbatches, self._replicas[replica].num_microbatches
         replicas, slices = self.parallelism.replicas, len(self.parallelism.slices)

@@ -32,7 +32,7 @@ def renumbered(spec: Spec, workers: Sequence[int], numbers: range | None) -> Spe
 
 
 class Renumbered(Transformation):
-    """A schedule of several replicas whose workers have other numbers than 0 to `num_workers` - 1."""
+    """A schedule of several replicas in which the workers' numbers need not be 0 to `num_workers` - 1."""
 
     #: by worker of the schedule, its number in the job
     at: ClassVar[tuple[int, ...]]

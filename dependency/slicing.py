@@ -1,8 +1,8 @@
 """Any schedule over slices of a sequence (TeraPipe, Li et al. 2021; Seq1F1B, Sun et al. 2024, arXiv:2406.03488).
 
 Each microbatch is cut along its sequence into k slices, which run one by one: slice j of microbatch m has the index
-m*k + j. A later slice reads what earlier ones left (keys and values, a recurrent state), so beyond the schedule's own
-relation
+m*k + j. A later slice reads the keys and values, or the recurrent state, of earlier slices. So the relation gains the
+edges
 
     F(m,j) <- F(m,j-1)              B(m,j) <- B(m,j+1)              I and W as B
 
@@ -10,13 +10,13 @@ The schedule itself is asked about *units*. A forward of index i is its unit i. 
 last slice to the first, and the first of them needs the last forward: so backwards count from the last slice on, and
 k - 1 units later than forwards. The schedule's slots in these units grow along all edges, the two above included, and
 its windows become k - 1 slices wider. A unit that no slice has (the last k - 1 forwards, the first k - 1 backwards)
-hands on what it waits for.
+hands its needs on.
 
 In a stream without a flush, units are counted through the stream. All slices of a microbatch use one version of the
 weights: the newest that the schedule declares for its first unit and that backwards, which are late, have made by then.
 
-Workers keep to the order of these slots, unless the schedule says another order: in a window that is k - 1 slices wider
-a forward that arrives a moment late would be overtaken by a backward, for which the stages behind it would wait too.
+Workers keep to the order of these slots, unless the schedule declares another order. In a window that is k - 1 slices
+wider, a backward would overtake a forward that arrives a moment late, and the stages behind the forward would wait.
 """
 
 from __future__ import annotations
@@ -73,14 +73,14 @@ class Sliced(Transformation):
 
     @cached_property
     def _units(self) -> Spec:
-        """The spec that is asked about units: as many a step as there are."""
+        """The spec that is asked about units; it counts the units of a step as microbatches."""
         return self._of_whole(self.num_microbatches + self._shift * self.synchronous)
 
     @cached_property
     def _shift(self) -> int:
         """By how many units backwards are later.
 
-        0: they go from the last index to the first, as GPipe's do, so that each is its own unit.
+        0: they go from the last index to the first, as GPipe's do, so that an index is its unit.
         """
         return 0 if _goes_back(self._of_whole(self.num_microbatches)) else len(self.parallelism.slices) - 1
 
@@ -96,7 +96,7 @@ class Sliced(Transformation):
         return [*dict.fromkeys([*before, *self._said_after(action)])]
 
     def _said_after(self, action: Action) -> Iterator[Action]:
-        """Yield what the schedule adds to be itself."""
+        """Yield the schedule's edges; an edge to a unit without a slice becomes the edges of that unit."""
         todo, seen = list(self._units.after(self._unit(action))), set[Action]()
         while todo:
             need = todo.pop(0)

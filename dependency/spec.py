@@ -159,7 +159,7 @@ def _transformed(way: type[Transformation], base: type[Spec], said: str, **own: 
 
     Args:
         said: text behind the schedule's name.
-        own: class attributes of the result.
+        own: added class attributes of the result.
     """
     names = {"__module__": base.__module__, "__doc__": base.__doc__, "__qualname__": f"{base.__qualname__}[{said}]"}
     return type(base.__name__, (way, base), {**names, **own})
