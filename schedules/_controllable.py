@@ -1,15 +1,14 @@
 """How V-Half and V-Min are made from their building blocks: repeat, reorder, squeeze.
 
-A building block says at what time a microbatch does its four passes on each worker of a V: forward down, forward
-up, I up, I down. Repeated every six slots (two stages' F, I and W) it fills every worker's time, and the lifetimes in
+A building block lists the times of a microbatch's four passes on each worker of a V: forward down, forward up,
+I up, I down. Repeated every six slots (two stages' F, I and W) it fills every worker's time, and the lifetimes in
 it are the memory. The ends of the repetition have holes; passes are moved forward into them where the memory
 stays as it is, and the holes are squeezed out. Everything here is in slots of one action. Qi et al. 2024,
-arXiv:2405.15362, section 4; the greedy choices are those of the authors' code (zbv_greedy.py), so orders are
-equal.
+arXiv:2405.15362, section 4; the greedy choices and so the orders equal the authors' code (zbv_greedy.py).
 
 Between its ends a timetable repeats a period, and the ends are the same for any number of microbatches. So a timetable
-of few microbatches is made, in which two periods on all workers are alike. A period follows from the period before it,
-so any number of periods may stand there. The checker proves the longer timetable slot by slot.
+of few microbatches is made, with two equal periods on all workers. A period follows from the period before it, so any
+number of periods may stand there. The checker proves the longer timetable slot by slot.
 """
 
 from bisect import bisect, insort
@@ -30,7 +29,7 @@ _F_DOWN, _F_UP, _I_UP, _I_DOWN, _WEIGHTS, _IDLE = range(6)
 #: where the worker is that does the same pass before
 _BESIDE = {_F_DOWN: -1, _F_UP: 1, _I_UP: -1, _I_DOWN: 1}
 
-#: by worker, at what time a microbatch does each of its passes
+#: by worker, the time of each of a microbatch's passes
 Block = tuple[tuple[int, int, int, int], ...]
 #: the pass in each slot of a worker; the microbatch is the next of its pass
 _Slots = bytes | bytearray

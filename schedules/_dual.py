@@ -5,7 +5,7 @@ from ._vee import Listed, Listing
 
 
 class Dual(Listed):
-    """A schedule whose backward is split where the timetables of its workers say so."""
+    """A schedule with a split backward where the timetable of the worker lists `I`."""
 
     def splits(self, stage: int, microbatch: int) -> bool:
         return self.run(I(stage, microbatch)) is not None
@@ -14,9 +14,9 @@ class Dual(Listed):
 def dual_order(depth: int, count: int, worker: int, down: int, up: int) -> Listing:
     """Return the timetable of a worker on which the streams of stages `down` and `up` meet.
 
-    `worker` counts from the stream's ends, of which there are `depth`; each stream has `count` microbatches,
-    2 `depth` at least, numbered by stream. Where the published code overlaps a forward with a backward, they are
-    neighbours here, forward first. When there are no more forwards, their slots stay empty.
+    `worker` is the distance from the streams' ends, 0 to `depth` - 1. Each stream has `count` microbatches, at least
+    2 `depth`, numbered by stream. Where the published code overlaps a forward with a backward, they are neighbours
+    here, forward first. When there are no more forwards, their slots stay empty.
     """
     near, far = worker + 1, depth - worker - 1
     todo = Listing(begin=worker)
@@ -28,7 +28,7 @@ def dual_order(depth: int, count: int, worker: int, down: int, up: int) -> Listi
     todo.alternate([(B, up)], [(B, down)], near)
     first, second = (down, up) if near % 2 else (up, down)
     todo.alternate([(I, first)], [(I, second)], near)
-    # Of the waiting W the first to wait: those of the two in turn, then those down.
+    # The oldest waiting W first: from both streams in turn, then from the stream down.
     turns = min(near, far)
     todo.alternate([(W, first), (I, down)], [(W, second), (I, down)], turns)
     todo.add((W, down), (I, down), times=far - turns)

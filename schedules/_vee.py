@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ..dependency import Action, B, I, Kind, Order, Spec, W
 
-#: a kind on a stage, whose microbatch is the next there; None: a slot without an action
+#: a kind on a stage, for the next microbatch there; None: a slot without an action
 Listable = tuple[Kind, int] | None
 
 
@@ -51,7 +51,7 @@ class Listed(Spec):
         raise NotImplementedError
 
     def turn(self, microbatch: int) -> int:
-        """Return the number of a microbatch among those of its direction, by which timetables count."""
+        """Return the number of a microbatch in its direction; timetables count by it."""
         return microbatch
 
     def run(self, a: Action) -> EqualSteps | None:
@@ -69,12 +69,12 @@ class Listed(Spec):
 
 @lru_cache(maxsize=8)
 def timetable(spec: Listed, worker: int) -> "Listing":
-    """Return the timetable of `worker`; a check asks for those of a worker and its neighbours."""
+    """Return the timetable of `worker`. Cached: a check asks again for a worker and its neighbours."""
     return spec.timetable(worker)
 
 
 class Listing:
-    """Lists actions by kind and stage; the microbatch is the next there, of `W` the first of those split."""
+    """Lists actions by kind and stage; the microbatch is the next there, for `W` the first with its `I` listed."""
 
     def __init__(self, begin: int = 0) -> None:
         #: the slot of the next action; a whole backward takes two
@@ -94,7 +94,7 @@ class Listing:
         return sum(count for _, count in self._split[stage])
 
     def add(self, *listables: Listable, times: int = 1) -> None:
-        """List the next microbatch of each (kind, stage), so many times."""
+        """List the next microbatch of each (kind, stage), `times` times."""
         if len(set(listables)) < len(listables) and times > 1:
             for _ in range(times):
                 self.add(*listables)
@@ -114,7 +114,7 @@ class Listing:
                         self._split[stage].append((first, times))
                 slot += kind is B
             slot += 1
-        for stage, at in weights:  # of which some may follow an `I` that is listed here
+        for stage, at in weights:  # behind the `I`s listed above, which some of them follow
             left, queue = times, self._split[stage]
             while left:
                 first, count = queue.popleft()

@@ -1,14 +1,14 @@
-"""AvgPipe: several pipelines with weights of their own on the same workers, averaged elastically."""
+"""AvgPipe: several pipelines with separate weights on the same workers, averaged elastically."""
 
 from ..dependency import Action, B, ConfigError, U
 from .one_f_one_b import OneFOneB
 
 
 class AvgPipe(OneFOneB):
-    """AvgPipe: pipelines that fill each other's flush, each with its own weights, pulled to a common reference.
+    """AvgPipe: pipelines that fill each other's flush, with separate weights pulled to a common reference.
 
     A step's microbatches go to the pipelines in turn, as blocks: while one drains and updates, the next is under way.
-    So there is no bubble if the others have P - 1 microbatches. Timeline (P=4, M=4, 2 pipelines), updates left out:
+    There is no bubble if the other pipelines have P - 1 microbatches. Timeline (P=4, M=4, 2 pipelines) without updates:
 
         worker 0  F0 F1 F2 F3 .. .. .. B0 .. B1 .. B2 .. B3
         worker 1  .. F0 F1 F2 .. .. B0 F3 B1 .. B2 .. B3 ..
@@ -20,7 +20,7 @@ class AvgPipe(OneFOneB):
 
     Each pipeline is synchronous in itself. After its update x moves by a (r - x) and the reference r by a (x - r), with
     a = pull / pipelines, stage by stage and pipeline by pipeline, as in asynchronous elastic averaging; the reference
-    is what is evaluated and saved. The paper's constants and the order of blocks are reconstructed.
+    is evaluated and saved. The paper's constants and the order of blocks are reconstructed.
     """
 
     source = "Chen et al. 2023, Elastic Averaging for Efficient Pipelined DNN Training, PPoPP; Zhang et al. 2015, EASGD"

@@ -12,7 +12,7 @@ class DualPipe(Dual):
         worker 1  F1 F0 F3 B0 F2 B1 B2 I3 W3
 
     (P=2, M=4; even microbatches go down, odd ones up.) The gradients of the two replicas of a stage are summed
-    before the update. With few microbatches the same lists run without those that do not exist.
+    before the update. With few microbatches the same lists run without the missing microbatches.
 
         makespan = (3 * M + P / 2 - 1 + 2 * (M % 2)) * t_F if M >= 2 * P and t_F == t_I == t_W
         activations = P + 1 if M >= 2 * P and t_F == t_I == t_W

@@ -11,7 +11,7 @@ class DualPipeV(Dual, Vee):
         worker 1  .. F0 F0 F1 F1 B0 B0 .. B1 B1 ..
 
     (P=2, M=2.) The steady state is pairs F, B that kernels may overlap; backward is split where the pipeline fills
-    and drains. With few microbatches the same lists run without those that do not exist. In times and activations of a
+    and drains. With few microbatches the same lists run without the missing microbatches. In times and activations of a
     stage:
 
         makespan = (6 * M + P - 1) * t_F if M >= 2 * P and t_F == t_I == t_W

@@ -23,7 +23,7 @@ class Hanayo(Spec):
 
     @property
     def order(self) -> Order:
-        return "ready"  # with an odd number of microbatches, or slices, its slots leave gaps that others fill
+        return "ready"  # with an odd number of microbatches, or slices, its slots leave gaps that later actions fill
 
     @property
     def num_stages(self) -> int:

@@ -11,7 +11,7 @@ class Varuna(Spec):
         worker 2  .. .. F0 F1 R0 B0 F2 R1 B1 F3 R2 B2 R3 B3 .. ..
         worker 3  .. .. .. F0 B0 F1 B1 F2 B2 .. F3 B3 .. .. .. ..
 
-    No window on F, of which only the inputs are kept: forwards fill whatever a late gradient leaves free.
+    No window on F, as only a forward's inputs are kept: forwards fill the time that a late gradient leaves free.
 
         activations = min(M, max(1, 3 * (P - 1 - w))) if t_B == 2 * t_F
         activations <= M

@@ -10,7 +10,7 @@ class ZBV(Listed, Vee):
         worker 0  F0 F1 .. F0 I0 W0 F1 I1 W1 I0 W0 .. I1 W1
         worker 1  .. F0 F0 F1 F1 I0 W0 I0 W0 I1 W1 I1 W1 ..
 
-    (P=2, M=2.) With few microbatches the same lists run without those that do not exist. No worker waits between its
+    (P=2, M=2.) With few microbatches the same lists run without the missing microbatches. No worker waits between its
     first action and its last; that span is a step's time. In times and activations of a stage:
 
         makespan = (6 * M + P - 1) * t_F if M >= 2 * P and t_F == t_I == t_W

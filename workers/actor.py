@@ -42,7 +42,7 @@ _HERE = Path(__file__).parent
 #: files through which the calls of a module and of a context manager go
 _CALLERS = Path(module.__file__), Path(contextlib.__file__)
 
-#: the options of a pipeline that says none
+#: the options of a pipeline without any
 USUAL = Options()
 #: compiled parts that are kept
 MOST_PARTS = 64
@@ -53,7 +53,7 @@ class WorkerActor(Context):
 
     Args:
         shards: by (stage, route).
-        max_grad_norm: norm to which the gradients of the whole model are clipped.
+        max_grad_norm: the limit for the norm of all gradients of the model, which clipping enforces.
         options: of the pipeline.
     """
 
@@ -68,7 +68,7 @@ class WorkerActor(Context):
     ) -> None:
         super().__init__(carrier.worker, backend, Mailbox(carrier, backend, options.stall_s), shards, max_grad_norm)
         self.carrier = carrier
-        #: the shards whose steps end here, each on one worker alone
+        #: the shards that end their steps here, each on one worker alone
         self.homes = self.shards
         self.options, self.stall_s = options, options.stall_s
         #: names the hanging worker, where no launcher does
@@ -154,7 +154,7 @@ class WorkerActor(Context):
         self.carrier, self.mailbox = carrier, Mailbox(carrier, self.backend, self.stall_s)
 
     def host(self, shards: dict[tuple[int, int], Shard], homes: Collection[tuple[int, int]]) -> None:
-        """Have these shards from now on; steps of those of `homes` end here."""
+        """Have these shards from now on; the shards of `homes` end their steps here."""
         self.shards, self.homes = shards, {place: shards[place] for place in homes}
         self._bound.clear()
 

@@ -280,7 +280,7 @@ def _take_parameters(ctx: ActionContext) -> None:
     ctx.task.shard.updating.adopted()
 
 
-# --- what several handlers do
+# --- shared by several handlers
 
 
 def complete_gradients(ctx: ActionContext, shard: Shard, route: int) -> None:

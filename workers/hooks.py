@@ -87,7 +87,7 @@ class StepRecord:
 
 
 class Listener:
-    """Override what you want to hear. Called in the compute thread: be quick, never wait. Steps count from 1."""
+    """Override the events you want. Called in the compute thread: be quick, never wait. Steps count from 1."""
 
     def action_started(self, step: int, action: Action) -> None:
         """An action is about to run."""

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def joint(bound: Bound, part: Part, members: Members) -> Bound:
-    """Return the tasks of a part, with the members' own work around those that compute."""
+    """Return the tasks of a part, with the members' work around the computing ones."""
     order = [part.entries[number].action for number in part.queues["compute"]]
     gathered = {shard: _gathered(shard) for shard in {bound.tasks[action].shard for action in order}}
     backwards: dict[Shard, list[Action]] = {}
@@ -93,7 +93,7 @@ def _gathering(
 
 
 def held_layers(layers: Sequence[Any], kept: bool, kind: Kind, following: Kind | None) -> Sequence[Any]:
-    """Return the layers that stay whole behind an action: all, or the one with which it ends and the next one begins.
+    """Return the layers that stay whole behind an action: all, none, or the one between it and the next action.
 
     Args:
         following: kind of the worker's next action if it has the same shard, else U; None: the shard's last one.
@@ -117,7 +117,7 @@ class SummedGradients:
         self._aside: dict[str, Tensor] = {}
 
     def backward(self, handler: Handler, is_first: bool, is_last: bool, ctx: ActionContext) -> Payload | None:
-        """Run an action of backward, and sum what is complete."""
+        """Run an action of backward, and sum the gradients that are complete."""
         kind, each = ctx.task.entry.action.kind, self._members.per_microbatch
         split = kind in (I, W)
         if self._gathered is not None:
@@ -168,7 +168,7 @@ def _update(handler: Handler, members: Members, history: History | None, ctx: Ac
 
 
 def _meet(members: Members, ctx: ActionContext, checksum: int) -> None:
-    """Join what the planes know of a step: losses, requests to stop, norms, overflows.
+    """Join the planes' results of a step: losses, requests to stop, norms, overflows.
 
     Raises:
         Disagreement: members have run different actions, or hold different weights.
@@ -198,7 +198,7 @@ def _meet(members: Members, ctx: ActionContext, checksum: int) -> None:
 
 
 def _parts(members: Members, of_planes: list[list[Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """Return the parts of a result with those of all planes, each microbatch by its number in the whole batch."""
+    """Return the parts of a result over all planes, each microbatch by its number in the whole batch."""
     if not members.rows:  # all planes have the same losses
         stop = any(part["stop"] for parts in of_planes for part in parts)
         return [{**part, "stop": stop} for part in of_planes[members.index]]

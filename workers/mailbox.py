@@ -110,7 +110,7 @@ class Mailbox:
         return found
 
     def collect(self, run: int, what: str, peers: Iterable[int]) -> dict[int, Payload]:
-        """Pull `what` from each of `peers` and wait for all."""
+        """Pull the payloads of this name from `peers` and wait for all."""
         missing = set(peers)
         for peer in sorted(missing):
             self.pull(run, peer, [what])

@@ -1,7 +1,7 @@
 """A stream of steps that overlap as deep as the schedule asks: no barrier and no drain between them.
 
     step k      F F F F . . B U B U B U B U
-    step k+1            F F F F . . B U B U ...      as many are open as `most_open` says
+    step k+1            F F F F . . B U B U ...      at most `most_open` steps are open
     step k+2                    F F F F ...
 
 All workers open the same steps before they give the result of one. An update waits for the whole end of the step

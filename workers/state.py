@@ -22,8 +22,8 @@ class WorkerState:
 
     Args:
         part: the actions of the worker.
-        order: `fixed` waits for the next action in the order of each resource; `ready` runs the first action whose
-            needs have all been met.
+        order: `fixed` waits for the next action in the order of each resource; `ready` runs the first action with
+            all its needs met.
         before: the states of earlier steps that may still run, the latest first; this step waits for actions of them.
         apart: whether the next step waits for the end of this one, so that all members of a worker make the same
             collectives before a step's result is known.

@@ -1,4 +1,4 @@
-"""What a worker does where others have died: it runs actions of their replicas, and completes steps that stand."""
+"""Survivors of dead workers: they run actions of the dead replicas, and complete steps that stand."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def turning(handler: Handler, lodging: Lodges, shard: Shard, handed: Action | No
     """Return a handler during which the gradients of a shard are in place, as several shards have its weights.
 
     Args:
-        handed: gives the gradients to which the first backward of a part adds.
+        handed: gives the gradients that the first backward of a part adds to.
     """
 
     def handles(ctx: ActionContext) -> Payload | None:

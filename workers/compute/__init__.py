@@ -1,1 +1,1 @@
-"""What a worker computes: shards, backward in two, random numbers, the device."""
+"""A worker's computation: shards, backward in two, random numbers, the device."""

@@ -51,7 +51,7 @@ class Accelerator:
 
     @contextmanager
     def on(self, stream: Any) -> Iterator[None]:
-        """Let what is issued go to `stream`."""
+        """Return a context that issues work to `stream`."""
         # Not by `with stream`: a stream remembers one stream before it, and several threads use one.
         with torch.accelerator.device_index(self.device.index):
             before = self.current()
@@ -62,17 +62,17 @@ class Accelerator:
                 self.follow(before)
 
     def recorded(self, stream: Any) -> Any:
-        """Return an event, with its time, at the end of what has been issued to `stream`."""
+        """Return an event, with its time, behind the work that has been issued to `stream`."""
         event = torch.Event(self.device, enable_timing=True)
         event.record(stream)
         return event
 
     def has(self, tensor: Tensor) -> bool:
-        """Tell whether a tensor is on the device, not in the host's memory."""
+        """Return whether a tensor is on the device, not in the host's memory."""
         return tensor.device == self.device
 
     def down(self, tensor: Tensor) -> Tensor:
-        """Return a tensor in pinned memory to which the current stream copies; for dense layouts on the device."""
+        """Return a pinned copy that the current stream fills; for dense layouts on the device."""
         # empty_like with pinned memory keeps the strides, so the consumer sees the same layout
         copy = torch.empty_like(tensor, device="cpu", pin_memory=True)
         copy.copy_(tensor, non_blocking=True)
@@ -80,8 +80,8 @@ class Accelerator:
         return copy
 
     def up(self, tensor: Tensor) -> Tensor:
-        """Return a tensor on the device to which the current stream copies."""
-        # Of what repeats elements, as masks of a batch do, no pinned copy with the same strides can be made.
+        """Return a copy on the device that the current stream fills."""
+        # A tensor that repeats elements, such as a batch's mask, has no pinned copy with the same strides.
         pinnable = tensor.is_cpu and tensor.layout is torch.strided and is_dense(tensor) and not tensor.is_pinned()
         return (tensor.pin_memory() if pinnable else tensor).to(self.device, non_blocking=True)
 
@@ -90,7 +90,7 @@ class Accelerator:
         return to.copy_(source, non_blocking=True)
 
     def hold(self, tensor: Tensor, stream: Any) -> None:
-        """Keep the memory of `tensor` until `stream` is done with what it has been issued."""
+        """Keep the memory of `tensor` until `stream` is done with all work issued so far."""
         tensor.record_stream(stream)
 
     def peak_bytes(self) -> int:
@@ -276,10 +276,10 @@ class AcceleratorBackend(DeviceBackend):
     def resolve(self, timestamps: list[Any]) -> list[int]:
         if not timestamps:
             return []
-        for timestamp in timestamps:  # those of copies are noted when they are done, which may be late
+        for timestamp in timestamps:  # a copy's timestamp is noted when the copy is done, which may be late
             timestamp.synchronize()
         times = [self._origin_ns + round(self._origin.elapsed_time(timestamp) * 1e6) for timestamp in timestamps]
-        # The device tells a difference as a 32-bit float of ms, which is coarse after hours: measure from here next.
+        # The device gives a difference as a 32-bit float of ms, which is coarse after hours: measure from here next.
         self._origin_ns, self._origin = max(zip(times, timestamps, strict=True), key=lambda pair: pair[0])
         return times
 

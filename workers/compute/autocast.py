@@ -46,7 +46,7 @@ def casting(kinds: Iterable[tuple[str, torch.dtype]], *, cached: bool) -> Iterat
 
 
 def without() -> AbstractContextManager[Any]:
-    """Return a context in which this thread alone computes and nothing is cast, as behind the caller's `autocast`.
+    """Return a context without casts, as behind the caller's `autocast`; no other thread computes during it.
 
     Weights are cast anew from then on, as if each microbatch entered `autocast`: a checkpoint that computes again in
     backward must not use casts that were made without gradients.

@@ -46,7 +46,7 @@ def refuse_unowned(loss: Tensor, own: Iterable[Tensor]) -> None:
     Each replica of a stage would have a copy, and no replica scales, clips, divides or stores them.
 
     Args:
-        own: the parameters that an optimizer of this stage has, or could have.
+        own: the parameters of this stage that an optimizer has, or could have.
 
     Raises:
         ConfigError: there is one.

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from .torch_internals import BatchNorm
 
-#: names of the buffers with sums over microbatches, and of those that take them over
+#: names of the buffers with sums over microbatches, and of the buffers that take them over
 _SUMS = ("sums", "squares", "count")
 _RUNNING = ("running_mean", "running_var", "num_batches_tracked")
 

@@ -1,4 +1,4 @@
-"""Buffers that forwards change, such as running statistics: each replica of a stage has those of all replicas.
+"""Buffers that forwards change, such as running statistics: each replica of a stage has the buffers of all replicas.
 
 A replica gives its buffers with the gradients that its peers sum. So where a step commits, all replicas have them.
 """
@@ -133,7 +133,7 @@ class BufferMirror(Statistics):
         return any(not torch.equal(tensor, getattr(*places[key])) for key, tensor in own.items() if key in places)
 
     def parted(self, routes: Sequence[int]) -> tuple[list[Place], list[list[Tensor]]]:
-        """Return where the stage has buffers, and copies of those of some replicas."""
+        """Return where the stage has buffers, and copies of some replicas' buffers."""
         now = {key: getattr(*place) for key, place in self._places.items()}
         held = (self.held.get(route, {}) for route in routes)
         # A buffer may have several names.

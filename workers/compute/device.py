@@ -2,7 +2,7 @@
 
 Carriers take CPU tensors. On a CPU there is no road. From an accelerator a payload leaves through pinned buffers on a
 side stream, and is published by a helper thread when the copy is complete; it enters through pinned buffers
-on another side stream, for which the compute stream waits on the device. The compute thread never waits
+on another side stream. The compute stream waits for it on the device; the compute thread never waits
 for the device before the end of a step.
 """
 
@@ -21,14 +21,14 @@ from ..transport.payload import Payload, Staying, Tree
 if TYPE_CHECKING:
     from ..transport.ways import DeviceWay
 
-#: a point in time on the device; what it is depends on the backend
+#: a point in time on the device, of a type that depends on the backend
 Timestamp = Any
 
 
 class DeviceBackend:
-    """Moves payloads between device and outbox, batches to the device, and tells the device's time.
+    """Moves payloads between device and outbox, and batches to the device; measures the device's time.
 
-    This is that of a CPU, where compute and outbox share one memory; `accelerator` has that of GPUs and the like.
+    This is the backend of a CPU, where compute and outbox share one memory; the one of GPUs is in `accelerator`.
     """
 
     #: True if an action has been computed when its call returns
@@ -41,7 +41,7 @@ class DeviceBackend:
         """Let this thread compute on the device, also where a model names none."""
 
     def as_here(self) -> Callable[[], None]:
-        """Return what lets another thread compute where this one does: on the device, and in the same stream of it."""
+        """Return a function that lets another thread compute on this thread's device and stream."""
         return self.use
 
     def leave(self, payload: Payload, publish: Callable[[Payload], None], failed: Callable[[PipeError], None]) -> None:
@@ -65,7 +65,7 @@ class DeviceBackend:
         return payload
 
     def load(self, batch: Tree) -> Tree:
-        """Bring a part of the user's batch, or what has arrived on the host, to the device."""
+        """Bring a part of the user's batch, or an arrival on the host, to the device."""
         return batch
 
     #: the point in time that the compute issued so far ends; the function itself, as it is called twice an action

@@ -3,8 +3,8 @@
     producer: payload ── copy stream ──> block of a pool ─ event ─> in a record of the channel: form, block, handles
     consumer: in its channel's order    block, opened once ── copy stream, behind the event ──> tensors of its own
 
-Neither host waits: the consumer's event is waited for by its compute stream, and when the copy is done the consumer
-says so by a counter, from where the block is free. A pool belongs to one consumer.
+Neither host waits: the consumer's compute stream waits for its event. When the copy is done the consumer raises a
+counter, and the block is free. A pool belongs to one consumer.
 
 Blocks are memory of the device. Where another process cannot open such memory, since a driver forbids it, blocks are
 memory of the host (`host_memory.py`). Processes share no events there, so a record is written when the producer's copy
@@ -30,7 +30,7 @@ from .moving import Moving
 
 #: the part of a device's library that a backend needs, such as `accelerator.Cuda`
 _Device = Any
-#: where tensors begin in a block, as kernels read so many bytes at once
+#: tensors begin at multiples of it in a block, as kernels read this many bytes at once
 _ALIGNED = 512
 _PROOF_BYTES = 16
 #: of blocks, in this process
@@ -44,9 +44,9 @@ class _SharedBlock:
     memory: Tensor
     #: of the last copy to it, which other processes can wait for; None: of the host
     event: Any
-    #: what a consumer opens it with
+    #: the number and handles with which a consumer opens it
     shared: bytes
-    #: of the payload that is in it; it is free when the consumer has taken so many
+    #: of the payload that is in it; it is free when the consumer has taken the payloads up to this number
     number: int = 0
 
 
@@ -78,7 +78,7 @@ class DeviceMemory:
         self._cuda = cuda
 
     def block(self, size: int, number: int) -> tuple[Tensor, Any, bytes]:
-        """Return a new block: its memory, its event, and the number and handles by which a consumer opens it."""
+        """Return a new block: memory, event, and the encoded number and handles with which a consumer opens it."""
         cuda = self._cuda
         with torch.inference_mode(False):  # tensors of that mode cannot be written in another
             memory, event = torch.empty(size, dtype=torch.uint8, device=cuda.device), cuda.shared_event()
@@ -96,7 +96,7 @@ class BlockWay:
     """One end of the way, which every worker with a device makes for itself.
 
     Args:
-        out, entry: the streams on which payloads leave and enter.
+        out, entry: the streams of leaving and entering payloads.
     """
 
     name = "copied from device to device"
@@ -107,7 +107,7 @@ class BlockWay:
         self._proofs: list[_SharedBlock] = []
 
     def page(self) -> Any:
-        """Return plain values by which a consumer tries each memory; the error of a memory that fails."""
+        """Return, for each memory, plain values with which a consumer tries it, or the error if it fails."""
         return tuple([self._proof(memory) for memory in self._memories.values()])
 
     def _proof(self, memory: Any) -> tuple[bytes, bytes] | str:
@@ -128,7 +128,7 @@ class BlockWay:
         return BlockLending(self._cuda, self._out, self._memories[kind])
 
     def reach(self, page: Any) -> BlockFetching:
-        """Return what fetches a payload from the producer of this page, by where it lies.
+        """Return a function that fetches a payload of the producer of this page, by its place.
 
         Raises:
             OSError: no memory can be opened, and why.
@@ -205,7 +205,7 @@ class BlockLending:
             return _LaidOnHost(parts, form_of(form).skeleton, form, block, self._cuda.recorded(self._out))
 
     def told(self, block: _SharedBlock) -> int:
-        """Number the payload in a block, of which the consumer has a record."""
+        """Number the payload in a block that has a record for the consumer."""
         self._count += 1
         block.number = self._count
         return self._count

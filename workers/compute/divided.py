@@ -1,4 +1,4 @@
-"""Tensors of which each member of a worker holds a part: torch's DTensor."""
+"""Tensors that the members of a worker hold in parts: torch's DTensor."""
 
 from __future__ import annotations
 

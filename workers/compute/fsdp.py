@@ -1,4 +1,4 @@
-"""What members use of torch's FSDP2 that is not public: gradients of a split backward, sums in the order of members.
+"""The private parts of torch's FSDP2 that members use: gradients of a split backward, sums in the order of members.
 
 FSDP2 gathers a layer's parameters before its forward and backward, and sums gradients by hooks of a whole backward.
 """
@@ -37,7 +37,7 @@ def divide(module: nn.Module, mesh: Any, policy: MixedPrecisionPolicy | None = N
     """Let each member hold a part of every parameter of a layer or block."""
     if next(module.parameters(), None) is None:
         return
-    # True, as torch keeps what a root has gathered: each layer is a root of its own.
+    # True, since each layer is a root, and torch keeps a root gathered by default.
     policy = policy or MixedPrecisionPolicy()
     made: Any = fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
     _sum(made)
@@ -91,7 +91,7 @@ class Gathered:
         share_comm_ctx([module for module in self.layers if module not in inside])
 
     def expect(self, *, sums: bool, last: bool) -> None:
-        """Tell layers whether the next backward sums their gradients, and whether it is the last of the step."""
+        """Set whether the next backward sums the layers' gradients, and whether it is the last of the step."""
         for layer in self.layers:
             layer.set_requires_gradient_sync(sums, recurse=False)
             layer.set_is_last_backward(last)
@@ -107,7 +107,7 @@ class Gathered:
             layer._get_fsdp_state()._training_state = group._training_state
 
     def hold(self, held: Collection[Any]) -> None:
-        """Let some layers stay whole behind the next forward or backward, and the others be divided again."""
+        """Let some layers stay whole behind the next forward or backward; all other layers are divided again."""
         for layer, group in _groups(self.layers):
             group.post_forward_mesh_info = None if layer in held else group.mesh_info
             group.reshard_after_backward = layer not in held

@@ -37,7 +37,7 @@ class HostMemory:
         self._cuda, self._registers, self._warned = cuda, False, False
 
     def block(self, size: int, number: int) -> tuple[Tensor, Any, bytes]:
-        """Return a new block: its memory, no event, and the name by which a consumer opens it.
+        """Return a new block: memory, no event, and the encoded name with which a consumer opens it.
 
         Raises:
             OSError: the system gives no memory, or the device does not reach it.

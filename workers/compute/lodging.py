@@ -1,8 +1,8 @@
 """Weights of a stage on a worker that has several of its replicas: one replica updates them, the rest are its guests.
 
-Each replica has gradients of its own, and buffers, as it sees other rows. Those of one are in place at a time, those of
-the host between two actions. So a guest costs the memory of its gradients and buffers, and no second copy of weights or
-optimizer state.
+Each replica has separate gradients and buffers, as it sees different rows. The modules have one replica's set at a
+time, and the host's set between two actions. So a guest costs the memory of its gradients and buffers, and no second
+copy of weights or optimizer state.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ class Lodging:
     def __init__(self, host: Shard) -> None:
         self.host = host
         self._gradients = GradientSets(host)
-        #: where replicas have buffers of their own, and those of the replicas that are not in place
+        #: places of the buffers that differ between replicas; the buffers of the replicas that are not in place
         self._places: Sequence[Place] = ()
         self._buffers: dict[Shard, Sequence[Tensor | None]] = {}
 
     def part(self, places: Sequence[Place], buffers: dict[Shard, Sequence[Tensor | None]]) -> None:
-        """Let the guests have buffers of their own at some places."""
+        """Let the guests have separate buffers at some places."""
         self._places, self._buffers = places, buffers
 
     def turn(self, shard: Shard) -> Shard:
-        """Let modules have the gradients and buffers of a replica; return the replica that they were of."""
+        """Put a replica's gradients and buffers into the modules; return the replica that had them in place before."""
         before = self._gradients.turn(shard, shard.parameters())
         if before is not shard and self._places:
             self._buffers[before] = [module._buffers[name] for module, name in self._places]
@@ -45,7 +45,7 @@ class Lodging:
 
 
 class Guest(Shard):
-    """A shard of which another one on this worker, its host, has the modules, the weights and the optimizer."""
+    """A shard that shares the modules, weights and optimizer of another shard on this worker, its host."""
 
     lodging: Lodging
     is_guest = True

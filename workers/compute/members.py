@@ -1,7 +1,7 @@
-"""Several processes that are one worker: its members, and tensors of which each member holds a part.
+"""Several processes that are one worker: its members, and tensors that they hold in parts.
 
-Member i of every worker belongs to the i-th plane: a pipeline with a carrier of its own and the same relation. Members
-of a worker meet in the collectives of their layers, and once a step in the worker's first update.
+Member i of every worker belongs to the i-th plane: a pipeline with a separate carrier and the same relation. Members of
+a worker meet in the collectives of their layers, and once a step in the worker's first update.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class Members:
 
     Args:
         mesh: of the members, with one dimension.
-        shares: into how many parts members divide microbatches: each has its own (FSDP, experts), or all compute all
-            (tensor parallelism), or neighbours compute alike (both).
+        shares: number of parts into which members divide microbatches: one for each member (FSDP, experts), one in
+            all (tensor parallelism), or one for neighbours that compute alike (both).
         per_microbatch: whether gradients are summed over members after each microbatch, not once a step.
         kept: whether layers that FSDP2 gathers stay whole for a whole step; None: a function of the user divides them.
 
     Attributes:
-        alone: names of tensors that not all members have, such as those of experts.
-        summing: stages whose members sum gradients that no layer sums.
+        alone: names of tensors that not all members have, such as weights of experts.
+        summing: stages with gradients that members sum here, since no layer sums them.
     """
 
     def __init__(self, mesh: Any, shares: int, per_microbatch: bool, kept: bool | None = None) -> None:
@@ -50,9 +50,9 @@ class Members:
         self.slices = 1
         self.alone: set[str] = set()
         self.summing: set[int] = set()
-        #: names of tensors of whose part this is the first member
+        #: names of tensors with a part that this member is the first to hold
         self._counted: set[str] = set()
-        #: by name: members with the same part, one for each part of the rows, whose gradients are summed here
+        #: by name: members with the same part, one for each part of the rows, to sum gradients over
         self._adds: dict[str, list[int]] = {}
 
     def in_whole(self, index: int, part: int) -> int:
@@ -62,7 +62,7 @@ class Members:
 
     @contextmanager
     def as_world(self) -> Iterator[None]:
-        """Return a context in which members are torch's default process group, as layers expect that divide or meet."""
+        """Return a context that makes the members torch's default process group, which layers use to divide or meet."""
         world = torch.distributed.group
         before = world.WORLD
         if before is None or before.size() > 1:  # made by the script, of all processes
@@ -110,7 +110,7 @@ class Members:
         return [(name, t) for name, t in tensors.items() if name not in self.alone and not is_divided(t)]
 
     def look(self, stages: Mapping[int, Mapping[str, Tensor]]) -> None:
-        """Find which members have the same part of a tensor, and compare the initial values of those that all hold.
+        """Find which members have the same part of a tensor; compare the initial values of tensors that all hold whole.
 
         Args:
             stages: the tensors of each stage, by name.
@@ -137,7 +137,7 @@ class Members:
         return name in self._counted
 
     def sums(self, parameters: Mapping[str, nn.Parameter]) -> Iterable[tuple[str, nn.Parameter]]:
-        """Return the parameters whose gradients are summed over members here, since no layer does."""
+        """Return the parameters with gradients to sum over members here, since no layer does."""
         return [(name, parameter) for name, parameter in parameters.items() if name in self._adds]
 
     @torch.no_grad()
@@ -157,7 +157,7 @@ class Members:
         return found
 
     def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return whole tensors on the first member, with those that others alone have; none on the others."""
+        """Return whole tensors on the first member, with the tensors that it lacks itself; none elsewhere."""
         with torch.no_grad():
             each = ((name, whole_of(tensors[name])) for name in sorted(tensors))
             found = {name: tensor for name, tensor in each if self.index == 0 or self._is_alone(name)}
@@ -181,24 +181,24 @@ class Members:
         yield from (pair for pair in tensors.items() if self._is_alone(pair[0]))
 
     def _is_alone(self, name: str) -> bool:
-        """Return whether a tensor, or what an optimizer remembers of it, is this member's alone."""
+        """Return whether a tensor, or its state in an optimizer, is this member's alone."""
         if name.startswith(("average.", "gradient")):
             name = name.partition(".")[2]
         return any(name == each or name.startswith((f"state.{each}.", f"{each} ")) for each in self.alone)
 
 
-# --- what a shard has in the place of the usual parts
+# --- parts of a member's shard, in the place of the usual ones
 
 
 class PlaneRandomness(Randomness):
-    """The random numbers of a plane that trains on microbatches of its own: as one process draws them."""
+    """The random numbers of a plane that trains on a part of the microbatches: as one process draws them."""
 
     def __init__(self, seed: int, device: torch.device, members: Members) -> None:
         super().__init__(seed, device)
         self._members = members
 
     def _of_all(self, microbatch: int) -> int:
-        """Return the number of a microbatch among those of all planes; without training all planes run all."""
+        """Return the number of a microbatch over all planes; without training all planes run all microbatches."""
         one = self._members
         return one.in_whole(microbatch, one.part) if one.rows and torch.is_grad_enabled() else microbatch
 
@@ -219,7 +219,7 @@ class DividedUpdating(Updating):
     def __init__(self, members: Members, *parts: Any) -> None:
         super().__init__(*parts)
         self._members = members
-        # Parameters that FSDP2 gathers are of no layer: a look for those that no layer has would find them.
+        # Parameters that FSDP2 gathers belong to no layer: a search for parameters without a layer would find them.
         self._is_known = True
 
     def _counted(self) -> list[tuple[str, Tensor]]:

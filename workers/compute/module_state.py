@@ -43,7 +43,7 @@ class Attributes:
             (module, value, state)
             for module, held in self.held
             for name, value in held.items()
-            # A forward may register hooks, such as those that capture outputs.
+            # A forward may register hooks, such as hooks that capture outputs.
             if name not in OF_TORCH or name == "_modules" or "_hooks" in name or (buffers and name == "_buffers")
             if (state := _inside(value)) is not None
         ]
@@ -141,7 +141,7 @@ class ModuleState:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Return a context in which the modules have this state; on leaving it they get back the present one."""
+        """Return a context that gives the modules this state, and the present state again when it ends."""
         attributes, values = self._attributes.now(), list(map(KeptTensor.now, self._tensors.copies))
         self.put_back()
         try:

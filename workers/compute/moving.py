@@ -1,4 +1,4 @@
-"""Payloads on their way between host and devices: dense copies, and what they look like when they have arrived."""
+"""Payloads on their way between host and devices: dense copies, and the layouts to give them on arrival."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def look_of(tensor: Tensor) -> Look:
 
 @dataclass(slots=True)
 class Moving(Payload):
-    """A payload whose copies, dense ones, have been issued; what they look like there; `event`: when they are there."""
+    """A payload as dense copies that have been issued, with the layouts on arrival and the event of the arrival."""
 
     looks: list[Look]
     event: Any

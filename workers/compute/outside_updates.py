@@ -11,7 +11,7 @@ from .updating import Updating
 class OutsideUpdates:
     """Finds such moves of a shard's weights, where other copies of them stay behind.
 
-    With `zero=1` an optimizer has those that its replica owns; no optimizer has the reference that `avgpipe` evaluates.
+    With `zero=1` an optimizer has its replica's weights alone; no optimizer has the reference that `avgpipe` evaluates.
     """
 
     def __init__(self, stage: int, updating: Updating) -> None:

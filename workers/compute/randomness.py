@@ -82,7 +82,7 @@ class Randomness:
 
     @contextmanager
     def initial(self, layer: int) -> Iterator[None]:
-        """Return a context in which `layer` draws its initial weights; the generators are left as they were."""
+        """Return a context for `layer` to draw its initial weights; the generators are left as they were."""
         with self.lock, preserved(self.device):
             _seed_others(self._seed(_INITIAL, layer))
             yield

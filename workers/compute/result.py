@@ -17,7 +17,7 @@ from ..transport.payload import Tree
 from .borders import without_views
 from .torch_internals import by_type
 
-#: the argument by which Hugging Face's models divide a sum of losses, of which a whole batch has so many
+#: the argument by which Hugging Face's models divide a sum of losses: the number of labels in a whole batch
 NUM_ITEMS = "num_items_in_batch"
 #: label that losses of tokens ignore, in torch and Hugging Face alike
 IGNORED = -100

@@ -194,7 +194,7 @@ class StateCarrier:
     Args:
         modules: of the stage.
         layers: modules that are called with the output of the one before, and hand on their output alone.
-        whole: the module that calls all others; it may be called several times for a slice, on shapes first.
+        whole: the module that calls all modules; it may be called several times for a slice, on shapes first.
     """
 
     def __init__(self, modules: Sequence[nn.Module], layers: Sequence[nn.Module], whole: nn.Module | None) -> None:
@@ -322,7 +322,7 @@ class SliceStore:
         if any(isinstance(module, BatchNorm) and module.training for module in shard.slice.own):
             raise refused("takes means over whole sequences")
         drew = self._noting.found or shard.draws.found
-        # Without draws in the modes of training, for which a whole model has been observed; its graph keeps no tensor.
+        # Without draws, keep the modes of training, as a whole model was observed in them; its graph keeps no tensor.
         how = (
             torch.no_grad() if drew else saved_tensors_hooks(lambda tensor: tensor.new_empty(0), lambda tensor: tensor)
         )

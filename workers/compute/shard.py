@@ -114,7 +114,7 @@ class Shard:
         """Let the weights have this replica's gradients, where several replicas share them.
 
         Args:
-            update: the number of the update that takes the gradients, where those of later updates may be made.
+            update: the number of the update that takes the gradients, where gradients of later updates may exist too.
         """
         if self.lodging is not None:
             self.lodging.turn(self)

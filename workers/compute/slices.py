@@ -22,13 +22,13 @@ _MOST_IN_LAYER = 2**20
 
 
 class Slice(Protocol):
-    """A slice of the model: modules that own parameters by the unsplit model's names, and a forward.
+    """A slice of the model: modules with parameters by the unsplit model's names, and a forward.
 
     Attributes:
         first: its first unit (layer, or call of a block), the key of its random numbers.
         takes_fields: whether it wants the microbatch's fields; else they are the payload of the first stage.
         modules: all modules that follow the mode of a run.
-        own: modules that compute here; a forward may write their buffers and attributes.
+        own: the modules that compute here; a forward may write their buffers and attributes.
         shared: names of parameters that other stages hold too -> all their stages.
         observed: number of forwards that were observed so far, and the ns that this took.
         look: refuses forwards that leave something for other stages beside their output; None: none could.
@@ -77,7 +77,7 @@ def versions_of(module: nn.Module) -> dict[str, dict[str, Any]]:
 
 
 def plain_name(name: str) -> str:
-    """Return a name without those by which wrappers hold a module: of `torch.compile`, and of torch's checkpointing."""
+    """Return a name without the prefixes of wrappers: `torch.compile` and torch's checkpointing."""
     return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
 
 

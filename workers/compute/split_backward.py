@@ -72,8 +72,8 @@ class Saved:
     def freeing(self, later: Iterable[Node], graph: _Graph) -> Iterator[None]:
         """Free each tensor when it has been used, and at the end all but the tensors of the nodes `later`.
 
-        Hooks, and nodes written in Python, may run graphs of their own again and again. So the tensors that they may
-        read are freed only at the end.
+        Hooks, and nodes written in Python, may run inner graphs again and again. So the tensors that they may read are
+        freed only at the end.
         """
         kept = {handle for node in later for handle in _handles(node)}
         several = set(self._handles if self.hooked or graph.written_in_python else ())

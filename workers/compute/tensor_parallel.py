@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 from ...dependency import ConfigError
 
-#: what activation checkpoints, torch.compile and peft put between the parts of a path
+#: parts that activation checkpoints, torch.compile and peft add to a path
 _WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod", "base_layer", "original_module")
 #: layers of a LoRA, and which styles of the adapted layer divide each
 _DIVIDED = {"lora_A": "rowwise", "lora_B": "colwise"}
 
 
 def divisible(module: nn.Module, name: str, model: nn.Module) -> dict[str, float]:
-    """Return what members would divide of a layer or block, as a profile has it."""
+    """Return the bytes and layers of a layer or block that members would divide, as a profile has them."""
     found: dict[str, float] = {"fsdp": sum(p.nbytes for p in module.parameters())}
     if not (plan := _plan_of(model)):
         return found
@@ -47,7 +47,7 @@ def _style_of(plan: Any, path: str) -> str | None:
 
 
 def divide_by_plan(mesh: Any, module: nn.Module, name: str, model: nn.Module) -> None:
-    """Divide linear layers by columns or rows, as the plan of a Hugging Face model says.
+    """Divide linear layers by columns or rows, by the plan of a Hugging Face model.
 
     Raises:
         ConfigError: there is no plan, it has a style that is not known, or it names no linear layer of the model.

@@ -1,4 +1,4 @@
-"""Microbatches without labels that count, of which a mean is no number; looked for when a loss is not finite."""
+"""Microbatches without labels that count: their mean loss is NaN. The search runs when a loss is not finite."""
 
 from __future__ import annotations
 

@@ -163,7 +163,7 @@ class Updating:
         return {self._ranks[name]: norm.to(grad.dtype) for (name, grad), norm in zip(named, norms, strict=True)}
 
     def _counted(self) -> list[tuple[str, Tensor]]:
-        """Return the gradients whose norms this stage returns, by name."""
+        """Return the gradients that count in the norms of this stage, by name."""
         elsewhere = {name for name, stages in self._shared.items() if min(stages) < self._stage}
         return [(n, p.grad) for n, p in self.parameters.items() if p.grad is not None and n not in elsewhere]
 
@@ -223,7 +223,7 @@ class Updating:
             self.parameters[name].grad = None
 
     def adopted(self) -> None:
-        """Average the weights, some of which other holders have updated."""
+        """Average the weights, also the ones that other holders have updated."""
         if self.average is not None and self.average.tensors and self._counts:
             self.average.update()
         autocast.forget_casts()  # of weights as they were
