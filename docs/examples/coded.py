@@ -27,7 +27,7 @@ class _Encode(torch.autograd.Function):
     def forward(ctx, x):
         tiles = x.reshape(-1, TILE)
         exponent = torch.frexp(tiles.abs().amax(1, keepdim=True))[1].clamp(-120, 120)
-        numbers = torch.ldexp(tiles, 7 - exponent).round().clamp(-127, 127).to(torch.int8)
+        numbers = torch.ldexp(tiles, 7 - exponent).round_().clamp_(-127, 127).to(torch.int8)
         ctx.mark_non_differentiable(numbers, exponent := exponent.to(torch.int8))
         # The handle has the shape and, in bfloat16, the gradient of x: one number that is expanded, which travels once.
         return numbers, exponent, x.new_zeros((), dtype=torch.bfloat16).expand(x.shape)

@@ -162,9 +162,12 @@ def leave(module, args, *, mesh, way):
 
 def divide(layer, members, way):
     """Divide a block; the layers around blocks compute all rows on all members."""
-    n, side = members.size(), round(members.size() ** (1 / len(way.axes)))
-    shape = (n // side ** (len(way.axes) - 1), *[side] * (len(way.axes) - 1))
-    mesh = grid(members.device_type, shape, way.axes)
+    n, more = members.size(), len(way.axes) - 1
+    side = round(n ** (1 / (more + 1)))
+    depth = n // side**more
+    if depth * side**more != n or (depth != side and way is not WAYS["2.5d"]):
+        raise ValueError(f"--members {n}: must be the side of a mesh to the power of {more + 1}; 2.5d: times a depth")
+    mesh = grid(members.device_type, (depth, *[side] * more), way.axes)
     if isinstance(layer, Embed):
         layer.register_forward_hook(partial(enter, mesh=mesh, way=way))
     elif isinstance(layer, Head):
