@@ -20,13 +20,15 @@ from rpc_pipe import Pipeline, Training
 from rpc_pipe.workers.hooks import Listener
 
 TILE = 32
+NOT_FINITE = 127  # the exponent of a tile with nan or inf, all of which becomes nan
 
 
 class _Encode(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
         tiles = x.reshape(-1, TILE)
-        exponent = torch.frexp(tiles.abs().amax(1, keepdim=True))[1].clamp(-120, 120)
+        largest = tiles.abs().amax(1, keepdim=True)
+        exponent = torch.frexp(largest)[1].clamp(-120, 120).masked_fill(~largest.isfinite(), NOT_FINITE)
         numbers = torch.ldexp(tiles, 7 - exponent).round_().clamp_(-127, 127).to(torch.int8)
         ctx.mark_non_differentiable(numbers, exponent := exponent.to(torch.int8))
         # The handle has the shape and, in bfloat16, the gradient of x: one number that is expanded, which travels once.
@@ -40,7 +42,8 @@ class _Encode(torch.autograd.Function):
 class _Decode(torch.autograd.Function):
     @staticmethod
     def forward(ctx, numbers, exponent, handle):
-        return torch.ldexp(numbers.float(), exponent.int() - 7).view(handle.shape)
+        found = torch.ldexp(numbers.float(), exponent.int() - 7).masked_fill_(exponent == NOT_FINITE, torch.nan)
+        return found.view(handle.shape)
 
     @staticmethod
     def backward(ctx, grad):

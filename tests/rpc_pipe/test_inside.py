@@ -2,8 +2,10 @@
 
 import ast
 import re
+import runpy
 
 import pytest
+import torch
 from processes import ROOT, python
 from test_members import job
 
@@ -62,5 +64,11 @@ def test_a_codec_around_a_cut_saves_bytes(tmp_path):
     plain, coded = one(tmp_path, "coded.py", "--steps", 2).values()
     assert coded[0] == pytest.approx(plain[0], rel=1e-3) and coded[0] != plain[0]
     assert (plain[1] / coded[1], plain[2] / coded[2]) == (pytest.approx(3.87, abs=0.01), 2)
+    example = runpy.run_path(str(EXAMPLES / "coded.py"))
+    x = torch.randn(4, 32)
+    x[1, 0], x[2, 0] = torch.inf, torch.nan
+    y = example["Decode"]()(example["Encode"]()(x))
+    assert torch.equal(y.isnan().all(1), ~x.isfinite().all(1)), "a loss that is not finite is seen behind the cut"
+    assert (y - x)[[0, 3]].abs().max() <= x[[0, 3]].abs().max() / 127
     options = "--workers", 2, "--transport", "local", "--split", "2,2"
     assert "identical" in python("-m", "rpc_pipe", "verify", f"{EXAMPLES / 'coded.py'}:llama", *options).stdout
