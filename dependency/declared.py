@@ -22,8 +22,7 @@ else:
 
 
 Order = Literal["ready", "fixed"]
-#: of a replica that several workers run in parts: the action that adds to the gradients of a part last, the one that
-#: hands on these sums, and the one on the next worker that adds to them first
+#: between two workers' parts of a replica: the last backward of a part, its `H`, the first backward of the next part
 Handover = tuple[Action, Action, Action]
 #: parameters of every spec
 NO_PARAMETERS = ("num_workers", "num_microbatches", "num_steps")

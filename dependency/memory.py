@@ -51,7 +51,7 @@ class Lives:
         self._needed: list[Ends] = []  # by beginning
         self._length: list[int] = []  # of each chain
         self._partner: list[list[int]] = []  # chain -> the beginnings that its first ends are paired with
-        self._full: dict[int, int] = {}  # chain -> how many of its ends lead to no end without a partner
+        self._full: dict[int, int] = {}  # chain -> number of its ends that lead to no end without a partner
         needed: dict[Action | Milestone, Ends] = {}
         for own, action, needs in relation:
             ends = _united(needed.get(need) for need in needs)
@@ -164,7 +164,10 @@ class Memory:
     def at_any_timing(
         self, worker: int, is_enough: Callable[[Lives], bool], what: str = "activations"
     ) -> tuple[Lives, bool]:
-        """Return the lives on `worker`, apart as far as is enough or can be seen, and whether nothing was left out."""
+        """Return the lives on `worker` by its part alone if that `is_enough`, else by the whole relation.
+
+        The second value is False if the whole is too large: the lives are then an upper bound.
+        """
         program, there = self.program(worker), 0
         if what == "weights":
             there = len(self.spec.hosted(worker)) - len(loaded(self.spec, (entry.action for entry in program)))

@@ -1,6 +1,6 @@
-"""rpc-pipe: pipeline-parallel training in which a schedule is a relation and workers pull.
+"""rpc-pipe: pipeline-parallel training with a relation as the schedule, and workers that pull.
 
-What a script needs stands here and is loaded when it is looked up: planning and the command line do without torch.
+The names that scripts use stand here. Each is loaded when it is looked up: planning and the command line need no torch.
 """
 
 from importlib import import_module

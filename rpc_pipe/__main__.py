@@ -1,14 +1,14 @@
 """`python -m rpc_pipe` is `rpc-pipe`. The launcher starts workers by this file's path.
 
-Python puts the folder of a script, or with `-m` the current folder, before all others that it imports from. A worker
-must import from neither: a `zmq.py` in a shared folder would run in it as the user.
+Python imports first from the folder of a script, or with `-m` from the current folder. A worker must import from
+neither: a `zmq.py` in a shared folder would run in it as the user.
 """
 
 import sys
 from importlib import import_module
 from pathlib import Path
 
-if not __package__:  # by path: import the package that this file belongs to, whatever else is called rpc_pipe
+if not __package__:  # by path: import the package that this file belongs to, not another one named rpc_pipe
     __package__ = "rpc_pipe"
     if sys.path[0] == str(Path(__file__).parent):  # not so with PYTHONSAFEPATH
         del sys.path[0]

@@ -1,4 +1,4 @@
-"""Validation of the arguments of `Pipeline`: each error says in one sentence what is wrong and what to write."""
+"""Validation of the arguments of `Pipeline`: each error has cause and fix in one sentence."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 _HERE = Path(__file__).parent
-#: errors whose sentence says all, unless code of others led to them
+#: errors with a sentence that needs no traceback, unless code outside of rpc-pipe led to them
 _REFUSALS = (ConfigError, Disagreement, ScheduleError, WorkerFailure)
 
 
@@ -49,7 +49,7 @@ def settle_training(training: object) -> Training:
 
 
 def shown_plainly(method: Callable[..., T]) -> Callable[..., T]:
-    """Return a method whose refusals come without our frames: a dozen of them hid the sentence."""
+    """Return a method that raises refusals without frames of rpc-pipe: a dozen of them hid the sentence."""
 
     @wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -149,7 +149,7 @@ def _asks_for_graphs(options: Mapping[str, Any]) -> bool:
 
 
 def make_ordering(options: Options, asked: str, *, is_called: bool) -> Ordering | None:
-    """Return the ordering of the microbatches of training steps; None: they run as they come, of whatever size.
+    """Return the ordering of the microbatches of training steps; None: they run as they come, of any size.
 
     Args:
         asked: the order of the script, which a plan or the command line may change.
@@ -173,7 +173,7 @@ def make_ordering(options: Options, asked: str, *, is_called: bool) -> Ordering 
 
 
 def begin_training(what: str, forgot_optimizer: bool) -> bool:
-    """Refuse to train where nothing keeps a graph, and say once where nothing is updated; return that it was said."""
+    """Refuse to train without a graph; warn of a forgotten optimizer. Return False: the warning comes once."""
     if not torch.is_grad_enabled():
         mode = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
         raise ConfigError(f"{what}: trains, but is called under torch.{mode}: call it outside, or call `evaluate`")

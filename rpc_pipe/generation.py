@@ -326,10 +326,10 @@ def _settle(options: dict[str, Any], length: int, most: int | None) -> int:
 
     Args:
         length: of the prompts.
-        most: of new tokens; None: as `max_length` or the configuration says.
+        most: of new tokens; None: as `max_length` or the configuration has it.
 
     Raises:
-        ConfigError: it is not said, or strings are, without their tokenizer.
+        ConfigError: no length is given, or stop strings are, without their tokenizer.
     """
     config = copy.deepcopy(options.pop("generation_config", None))
     whole = options.pop("max_length", getattr(config, "max_length", None))

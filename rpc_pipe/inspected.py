@@ -66,7 +66,7 @@ class Inspected:
     def on_step(self, function: Callable[[StepReport], object]) -> None:
         """Call `function(report)` after each training step, in every process, before the step's loss is returned.
 
-        What it raises is raised by `step` and `train`, after the update.
+        `step` and `train` raise its error, after the update.
         """
         if not callable(function):
             raise ConfigError(f"on_step {function!r}: must be a function of one report")
@@ -100,14 +100,14 @@ class Inspected:
         self._session.each(add)
 
     def modify(self, function: Callable[[int, list[nn.Module]], object], *, summed: str | Collection[str] = ()) -> None:
-        """Call `function(stage, modules)` for each stage of each worker, between two steps, to change what is in them.
+        """Call `function(stage, modules)` for each stage of each worker, between two steps, to change the modules.
 
         All workers call this alike.
 
         Args:
             function: gets all modules of the stage, with those inside of them.
-            summed: names of modules' buffers that are summed over the replicas before, such as an expert's count of
-                tokens: `function` finds the sum in each replica, and sets it to 0 for the next step.
+            summed: names of modules' buffers to sum over the replicas first, such as an expert's count of tokens.
+                `function` finds the sum in each replica, and sets it to 0 for the next step.
 
         Raises:
             ConfigError: it raised something on another worker; on that one this is raised as it is. Or no module has
@@ -122,7 +122,7 @@ class Inspected:
         """Whether steps of a resumed script are skipped until it comes to its checkpoint.
 
         Until then `step` and `evaluate` return nan and `predict` returns None; the checkpoint's last step returns its
-        loss. In the body of a loop `if pipe.replaying: continue` leaves out what depends on numbers.
+        loss. In the body of a loop `if pipe.replaying: continue` leaves out code that depends on numbers.
         """
         return self._session.results.behind
 
@@ -156,7 +156,7 @@ class Inspected:
 
     @property
     def loss_scale(self) -> float:
-        """What the loss is scaled with; 1 without `grad_scaler`."""
+        """The factor of the loss; 1 without `grad_scaler`."""
         return next(iter(self._session.actors[0].shards.values())).updating.scale.scale
 
     def program(self, worker: int, num_microbatches: int) -> list[Entry]:

@@ -1,6 +1,6 @@
 """Moving of a model's state from shards to shards of another cut, or to newcomers: a checkpoint without a file.
 
-Tensors have the names of the unsplit model and their whole shapes, so each shard of the other cut asks for its own.
+Tensors have the names of the unsplit model and their whole shapes, so each shard of the other cut asks by name.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def move(
     All workers call this alike.
 
     Args:
-        stages_here: the stages of the other cut whose state this worker gives; no other one gives it.
+        stages_here: the stages of the other cut that this worker alone gives the state of.
         taken: the shards that take, by (stage, route) of their cut, of `num_routes`.
         same_cut: whether it is the cut of before: replicas have the buffers of all then.
 
@@ -85,6 +85,6 @@ def _tensors(shard: Shard) -> dict[str, Tensor]:
 
 
 def _told(shard: Shard) -> list[Any]:
-    """Return what a shard has beside the numbers in its tensors."""
+    """Return the state of a shard beside the numbers in its tensors."""
     scale = shard.updating.scale
     return [described(shard, None), shard.num_updates, scale.scale, scale.streak]

@@ -47,7 +47,7 @@ class Run(Protocol):
 
     @property
     def is_first(self) -> bool:
-        """Whether this process keeps and writes what all members of its worker have."""
+        """Whether this process keeps and writes the state that all members of its worker have."""
 
     def each(self, call: Callable[[WorkerActor], Any]) -> list[Any]:
         """Call a function for every worker of this process, at the same time."""
@@ -203,7 +203,7 @@ class Checkpoints:
     # --- called by the pipeline
 
     def rest(self) -> None:
-        """Complete what is being written, and leave the folder, before other processes take part."""
+        """Complete the checkpoint that is being written, and leave the folder, before other processes take part."""
         from . import folder
 
         self.settle()

@@ -1,6 +1,6 @@
 """Tensors of classes that consist of plain ones, such as an optimizer's quantised moments, as torch flattens them.
 
-The class is found by its name among those that the script has loaded: nothing that is read back can run code.
+The class is found by its name among the classes that the script has loaded: nothing that is read back can run code.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _MARK = "$"
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Return whether a tensor has numbers itself; so does a DTensor, of which members have parts."""
+    """Return whether a tensor has numbers itself; so does a member's part of a DTensor."""
     return not hasattr(tensor, "__tensor_flatten__") or hasattr(tensor, "_local_tensor")
 
 

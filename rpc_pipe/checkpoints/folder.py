@@ -134,7 +134,7 @@ def umask() -> int:
 def commit(place: Path, step: int, keep: int | None, job: Any = None) -> Path:
     """Give a complete checkpoint its name; remove all but this one and the newest earlier ones.
 
-    Earlier ones may be of an abandoned run that came further: this one is the newest, whatever its step.
+    An abandoned run may have left checkpoints of later steps: this one still counts as the newest.
 
     Args:
         keep: number of checkpoints that stay, this one included; None: all.
@@ -269,7 +269,7 @@ def _written(path: Path) -> int:
 
 
 def noted(folder: Path) -> dict[str, Any]:
-    """Return what the job has noted that has taken a folder last; {} if that is not known."""
+    """Return the note of the last job that has taken a folder; {} if there is none."""
     with suppress(ConfigError, TypeError, ValueError):
         note = dict(read_json(folder / _JOB))
         return note | {"job": _facts(note.get("job"))}

@@ -38,7 +38,7 @@ def encoded(value: Any, what: str) -> Any:
     """Return `value` in a form that `json` can write.
 
     Args:
-        what: name of the value, for the error.
+        what: the value's name in the error.
 
     Raises:
         ConfigError: something in it is no plain value.

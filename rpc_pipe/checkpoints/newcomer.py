@@ -24,7 +24,7 @@ _PAUSE_S = 0.005
 class CallResult(NamedTuple):
     """The result of a call: of a training step its loss and norm."""
 
-    #: negative: an evaluation, of which so many bytes follow
+    #: negative: minus the number of bytes of an evaluation, which follow
     step: int
     value: float
     beside: float
@@ -52,7 +52,7 @@ class Journal:
         self._at += os.pwrite(self._file, _RECORD.pack(-len(text), 0.0, 0.0) + text, self._at)
 
     def evaluation(self, size: int) -> dict[str, tuple[float, float]] | None:
-        """Return the values in the next entry, of so many bytes, and go behind it; None: they are not complete yet."""
+        """Return the values in the next entry, of `size` bytes, and go behind it; None: it is not complete yet."""
         text = os.pread(self._file, size, self._at + _RECORD.size)
         if len(text) < size:
             return None
@@ -92,7 +92,7 @@ class Repetition(Resumption):
         while entry.step <= 0:  # the script has left out an evaluation
             self.evaluated()
             entry = self._next()
-        if entry.step > self._asked:  # a step of before the checkpoint from which the job went on
+        if entry.step > self._asked:  # an earlier step than the checkpoint that the job resumed from
             return math.nan
         self._journal.advance()
         norm = None if math.isnan(entry.beside) else entry.beside

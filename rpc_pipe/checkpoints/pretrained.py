@@ -1,4 +1,4 @@
-"""Weights in a folder as Hugging Face's `save_pretrained` writes it, of which each worker reads its tensors alone.
+"""Weights in a folder as Hugging Face's `save_pretrained` writes it; each worker reads its tensors alone.
 
 Or in one file, put together from the tensors of all workers.
 """

@@ -133,7 +133,7 @@ class Checkpoint:
         return {name.removeprefix(prefix): tensor for name, tensor in found.items()}
 
     def tensors(self, what: str, names: Iterable[str], own: Mapping[str, Tensor] = {}) -> dict[str, Tensor]:
-        """Read these of the `model`'s or the `optimizer`s' tensors; of one whose `own` members share, the part here."""
+        """Read these tensors of the `model` or the `optimizer`s; of a tensor that members divide, the part here."""
         files = {}
         for name in names:
             if name not in self._tensors[what]:
@@ -152,7 +152,7 @@ class Checkpoint:
 
 
 def _here(name: str, whole: Tensor, own: Tensor) -> Tensor:
-    """Return the part of a tensor that is here, if members share `own`, the parameter that it belongs to.
+    """Return the part of a tensor that is here, if members divide `own`, the parameter that it belongs to.
 
     Raises:
         ConfigError: it is no number and has another shape than that.

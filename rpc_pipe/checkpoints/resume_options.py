@@ -56,7 +56,7 @@ def follow(
     # Before the folder is taken, which records its last job.
     named = None if resume in (None, "auto") else folders.newest(Path(str(resume)))
     typed = pipe.checkpoints.go_on_with(folder) if resume == "auto" else [] if named is None else [named]
-    # A restarted job goes on from its checkpoint, whatever options it began with.
+    # A restarted job goes on from its checkpoint, with any options that it began with.
     own = [] if every is None else pipe.checkpoints.claim(folder)
     if own or resume is not None:
         told = _newest_sound(pipe.checkpoints.resume, own, [path for path in typed if path not in own])

@@ -19,7 +19,7 @@ from .folder import is_same, written_by
 if TYPE_CHECKING:
     from ..workers.actor import WorkerActor
 
-#: settings of a job that go on as they were in the checkpoint, whatever the script's settings are now
+#: settings that a resumed job takes from the checkpoint, not from the script
 _SETTINGS = {"learning_rate": "learning rate", "lr_scheduler": "learning-rate schedule"}
 
 

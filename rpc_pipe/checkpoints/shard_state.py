@@ -29,7 +29,7 @@ _HOW = ("params", "param_names", "foreach", "fused", "capturable", "differentiab
 
 
 def shares(actor: WorkerActor) -> int:
-    """Return how many members of a worker have buffers of their own, as replicas have: they see other rows."""
+    """Return how many members of a worker have separate buffers, as replicas have: they see different rows."""
     return 1 if actor.members is None else actor.members.shares
 
 
@@ -167,7 +167,7 @@ class Stages:
     """The descriptions of a checkpoint's stages.
 
     Args:
-        stages: as `described`, by stage or, where several routes own parts of it, by stage and route.
+        stages: as `described`, by stage; by stage and route where several routes own parts of a stage.
         tensors: names of all tensors of optimizers.
         read: gives such tensors by name; of a tensor that members share, the part here.
     """
@@ -318,7 +318,7 @@ class Stages:
         if key in self._plain:
             return decoded(self._plain[key])
         on_host = key in self._on_host
-        if key.endswith(".step"):  # where torch wants it, whatever device the checkpoint was written on
+        if key.endswith(".step"):  # on torch's device for it, not on the device that wrote the checkpoint
             on_host = not (group.get("fused") or group.get("capturable"))
         found = flattened.joined(self._whole.get(key), key, tensors)
         return found if on_host else found.to(parameter.device)

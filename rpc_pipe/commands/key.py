@@ -1,4 +1,4 @@
-"""`rpc-pipe key`: make the secret with which workers on several hosts authenticate each other."""
+"""`rpc-pipe key`: make the secret by which workers on several hosts authenticate each other."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ def as_typed(text: str, argv: Sequence[str]) -> str:
 
 
 def _bare(value: str) -> str:
-    """Return a value without the signs by which Python shows its type."""
+    """Return a value without the signs that show its type in Python."""
     return re.sub(r"[]\s='\"()[]", "", value)
 
 
@@ -141,7 +141,7 @@ def _pairs(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def _tells(text: str, option: str, value: str) -> bool:
-    """Tell whether the text is about an option: it has the value, and beside a number the name of the option."""
+    """Return whether the text is about an option: it has the value, and beside a number the name of the option."""
     word = option[2:].replace("-", " ")
     if value.isdecimal():
         return bool(re.search(rf"\b({value} {word[:-1]}|{word} {value}\b)", text))

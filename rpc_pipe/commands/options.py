@@ -108,7 +108,7 @@ class Pairs(argparse.Action):
 SCHEDULE = ("schedule", "set", "window", "workers", "microbatches", *REPLICAS)
 #: how several processes are one worker
 MEMBERS = ("members", "shard", "reduce")
-#: what a simulation costs
+#: costs of a simulated schedule
 COSTS = ("cost", "comm", *MEMBERS, "gather")
 
 

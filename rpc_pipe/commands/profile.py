@@ -309,7 +309,7 @@ def read_profile(path: Path) -> Profile:
 
 
 def lines_of(say: Callable[[str], None], what: str) -> Callable[..., None]:
-    """Return a function that takes the progress, 0 to 1, and a note; a new note, and every few seconds, make a line."""
+    """Return a function of the progress, 0 to 1, and a note; it prints a line for a new note and every few seconds."""
     due, shown = time.monotonic() + _QUIET_S, ""
 
     def tell(done: float, note: str = "") -> None:

@@ -147,7 +147,7 @@ def typed_grouping(typed: Mapping[str, Any], **more: Any) -> Grouping:
 
 
 def gathered(typed: Mapping[str, Any], costs: Mapping[Kind, float]) -> Mapping[Kind, float]:
-    """Return the costs of a stage of several members by kind, given those in one process."""
+    """Return the costs of a stage of several members by kind, from the costs in one process."""
     if typed.get("members", 1) == 1:
         refuse_typed(typed, (*MEMBERS[1:], "gather"), "is of members; add --members, such as --members 2")
         return costs

@@ -4,7 +4,7 @@
      "link": {"latency_ms": 0.2, "bandwidth": "1GB"},
      "links": {"0-1": {"latency_ms": 5, "bandwidth": "100MB"}}}
 
-Where many are alike, a worker has a "count", and links are by level, between any two of a group of so many neighbours:
+Where many are alike, a worker has a "count", and a level gives the links inside each group of its number of neighbours:
 
     {"workers": [{"count": 1024, "memory": "80GB"}], "link": {"latency_ms": 0.5, "bandwidth": "5GB"},
      "levels": {"8": {"latency_ms": 0.01, "bandwidth": "200GB"}, "64": {"latency_ms": 0.1, "bandwidth": "25GB"}}}
@@ -33,7 +33,7 @@ from .readers import some
 HERE = Link(0.3, 1e6)
 #: measured collectives of FSDP2 between two processes of one machine, over gloo: its copies count as travel
 AMONG_MEMBERS = Link(1.5, 0.6e6)
-#: the same of the sums of tensor parallelism, with DTensor's work on a linear layer, and what members compute alike
+#: the same of the sums of tensor parallelism, with DTensor's work on a linear layer, and the work that members repeat
 SUMMING_MEMBERS = Link(1.2, 0.22e6)
 _EXAMPLE = '{"workers": [{"memory": "8GB", "speed": 1.0}], "links": {"0-1": {"latency_ms": 5, "bandwidth": "1GB"}}}'
 

@@ -60,7 +60,7 @@ class Dealt(NamedTuple):
 def _located(
     order: Order, shares: Dealt, start: int, own: SomeRows | None = None
 ) -> Iterator[list[tuple[Segment, list[Segmented]]]]:
-    """Yield, batch by batch and block by block, the places of a batch's samples, or of its `own` rows."""
+    """Yield the places of a batch's samples, or of the rows `own`, batch by batch and block by block."""
     share = shares.at(start)
     while share is not None:
         batches: list[Numbers] = []
@@ -110,7 +110,7 @@ class Reader:
         self._own: SomeRows | None = None
 
     def take(self, start: int, wanted: Wanted, own: SomeRows | None = None) -> tuple[tuple[Tree, Tree], int, Cause]:
-        """Return the batch that begins at `start` or its `own` rows, the ns waited, and the main cause of the wait.
+        """Return the batch that begins at `start`, or its rows `own`, the ns waited, and the main cause of the wait.
 
         Raises:
             DataError: a shard cannot be read.

@@ -1,6 +1,6 @@
 """A permutation of 0 … size-1 that is computed, not stored: a keyed Feistel network with cycle walking.
 
-A Feistel network permutes pairs (left, right) whatever its round function is (Luby & Rackoff 1988). Here the halves are
+A Feistel network permutes pairs (left, right) with any round function (Luby & Rackoff 1988). Here the halves are
 digits to the bases a and b with a b >= size and hardly more. A value outside is permuted again until it is inside:
 walking along the cycle of a permutation gives a permutation (Black & Rogaway 2002, "Ciphers with arbitrary finite
 domains").

@@ -36,10 +36,10 @@ def batches_by_length(
     least: int = 1,
     next_token: bool = True,
 ) -> Iterator[SplitBatch]:
-    """Yield batches for `Pipeline.step` and `train`, whose microbatches have rows of similar length.
+    """Yield batches for `Pipeline.step` and `train`, in microbatches with rows of similar length.
 
     Fields of a row with one dimension share the row's length and are padded to the microbatch's longest row: labels and
-    targets by -100, others by 0. Named rows get an `attention_mask`, and with labels of tokens the batch's number of
+    targets by -100, the rest by 0. Named rows get an `attention_mask`, and with labels of tokens the batch's number of
     labels that count, `num_items_in_batch`: so each token weighs as in the whole batch. A loss function of (inputs,
     targets) must return (sum, weight) for the same.
 
@@ -151,7 +151,7 @@ def joined(rows: Sequence[Any], lengths: Sequence[int], are_targets: bool = Fals
     Named inputs get the mask of their padding.
 
     Raises:
-        BatchError: a field of a row is not as long as `lengths` tells.
+        BatchError: a field of a row differs from its length in `lengths`.
     """
     if not isinstance(rows[0], Mapping):
         return _column("targets" if are_targets else "inputs", rows, lengths, are_targets)

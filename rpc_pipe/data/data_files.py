@@ -49,7 +49,7 @@ class DataFile(NamedTuple):
 
 
 def find_files(source: Paths, *endings: str) -> list[DataFile]:
-    """Return the files of `source`: in the given order, and those of a folder by name.
+    """Return the files of `source` in the given order; the files of a folder are in order of their names.
 
     Raises:
         ConfigError: there is none, or one is no file.

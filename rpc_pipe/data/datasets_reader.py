@@ -12,7 +12,7 @@ from ..dependency import ConfigError, DataError
 from .ranges import CHUNK_BYTES, Columns, RangeReader, Ranges, arrays, evenly, names
 from .source import Source
 
-#: rows that tell the identity of a dataset, and the bytes of a row of a stream
+#: rows that give the identity of a dataset, and the bytes of a row of a stream
 _LOOKED_AT = 64
 #: bytes of a chunk of a stream, about: the first batch waits for one
 _STREAMED_BYTES = 10**6
@@ -25,7 +25,7 @@ def hugging_face(samples: Any, inputs: Columns, targets: Columns, *, rows: int |
 
     Args:
         inputs, targets: a column, which is given as a tensor; or several, which are given as a dict.
-        rows: of a stream: how many an epoch has, if the dataset does not say so. A stream is not shuffled again.
+        rows: of a stream: how many an epoch has, if the dataset has no length. A stream is not shuffled again.
 
     Raises:
         ConfigError: it is no such dataset, or has no such column.

@@ -44,7 +44,7 @@ class Loader:
         source: the data, such as `tokens(...)`, or a sequence of (inputs, target).
         rows: rows of a batch, of all pipelines together.
         seed: seed of the order; every epoch has another order.
-        window: number of chunks in memory at a time, whose samples are mixed; by default the most that fit.
+        window: number of chunks in memory at a time, to mix samples of; by default the most that fit.
         memory: limit for chunks, chunks that come next, and batches made ahead; in bytes, or a text such as `2GB`.
         epochs: number of epochs before the iteration ends, with a smaller last batch if necessary; None: no end.
         shuffle: if False, samples come in the order in which they are stored.
@@ -240,7 +240,7 @@ class Loader:
         self._position = share.after
 
     def read(self, share: Share, wanted: Wanted, own: SomeRows | None = None) -> tuple[tuple[Tree, Tree], int, str]:
-        """Return the wanted part of a batch or of its `own` rows, the ns waited, and the main cause of the wait."""
+        """Return the wanted part of a batch, or of its rows `own`, the ns waited, and the main cause of the wait."""
         if self._reader is None:
             sizes = self.room, self.ahead_bytes
             self._reader = Reader(self.source, self.order, self._shares, *sizes, self.timeout_s)
@@ -325,7 +325,7 @@ class RowsByLength(NamedTuple):
 
 
 class BatchByLength(Batch, GroupedBatch):
-    """(inputs, targets), whose rows are grouped by length in a pipeline, and else padded to the longest."""
+    """(inputs, targets) with rows that a pipeline groups by length; elsewhere all are padded to the longest."""
 
     def grouped(self, inputs: bool, targets: bool, needs: LengthNeeds, own: OwnRows | None) -> Grouped:
         loader = self._loader

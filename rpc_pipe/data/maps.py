@@ -2,7 +2,7 @@
 
 Samples may draw random numbers, as crops and flips do. The numbers depend on the epoch and the sample alone, because
 several workers may each read a part of a sample, such as an image and its mask. Such samples are made on the calling
-thread: their generators are the process's, from which layers and the user's loop draw, too.
+thread: they draw from the process's generators, as layers and the user's loop do.
 """
 
 from __future__ import annotations
@@ -39,8 +39,7 @@ def dataset(
     """Return a map-style dataset (`len(samples)`, `samples[i]`) as a source; torch's, `datasets`', grain's alike.
 
     Args:
-        inputs, targets: a key of samples that are dicts, or several keys, whose values are given as a dict; other
-            samples are pairs.
+        inputs, targets: a key of samples that are dicts, or several keys, which give a dict; other samples are pairs.
         chunk: number of consecutive samples that are cheap to read together, such as the rows of a file; by default all
             samples are equally near, and the shuffle is over all.
         identity: distinguishes datasets of the same length; the class by default.

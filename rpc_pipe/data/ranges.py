@@ -16,7 +16,7 @@ from ..workers.transport.payload import Tree
 from .bijection import Numbers
 from .source import ALL, Busy, Cause, Source, Wanted, fields, need
 
-#: of one name, or of several, whose values are given as a dict
+#: a name, or several names, which give a dict
 Columns = str | Sequence[str]
 #: bytes of a chunk, about
 CHUNK_BYTES = 16 * 10**6

@@ -55,7 +55,7 @@ def widest_window(num_bytes: Numbers, room: int, memory: int) -> int:
 
 
 class Residency:
-    """Holds chunks, loads and drops them. Used by one thread; chunks are loaded by others.
+    """Holds chunks, loads and drops them. Used by one thread; other threads load chunks.
 
     Args:
         room: bytes that chunks may take.

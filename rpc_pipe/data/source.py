@@ -90,7 +90,7 @@ class Source:
     sample_bytes: int
     #: equal, almost surely, where the samples and their numbers are equal; in words, as errors show it
     identity: str
-    #: the cause to which reading is charged
+    #: the cause that reading counts as
     busy: Busy
     #: whether chunks come only one after the other, as from a stream
     in_order = False
@@ -101,7 +101,7 @@ class Source:
 
     @property
     def draws(self) -> bool:
-        """Whether to make a sample random numbers are drawn from generators that the process has for everybody."""
+        """Whether samples draw random numbers from the process's global generators."""
         return False
 
     def load(self, chunk: int, wanted: Wanted = ALL) -> Any:

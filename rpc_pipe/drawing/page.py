@@ -1,6 +1,6 @@
 """The page of a run or a schedule, for browsers: live as `rpc-pipe watch` serves it, or one file that holds all.
 
-The pictures are the SVG of `svg`; a run's state is JSON, from which the page's script makes the rest.
+The pictures are the SVG of `svg`; the page's script makes the rest from a run's state as JSON.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ _STYLE = (
 _MOST_PLANS = 10
 #: characters of the longest bar
 _BAR = 20
-#: most stages for which blocks are listed one by one
+#: most stages with blocks listed one by one
 _MOST_STAGES = 7
 
 

@@ -42,7 +42,7 @@ class Picture:
     unit: str = ""
     #: name of the time without an action: a schedule's `bubble`, or `idle` where times were measured
     gaps: str = "bubble"
-    #: the result of `span.waits`, from which the critical path follows
+    #: the result of `span.waits`, which gives the critical path
     waits: Mapping[Span, Wait] = field(default_factory=dict)
     #: names slices of sequences; None: they are whole
     spec: Spec | None = None
@@ -50,11 +50,11 @@ class Picture:
     notes: Sequence[str] = ()
     #: of each worker, its largest memory as text, where that was measured
     memory: Sequence[str] = ()
-    #: the names of the workers' rows, if they say more than the number
+    #: the names of the workers' rows, if they are more than the number
     rows: Sequence[str] = ()
     #: number of stages; None: as many as ran
     num_stages: int | None = None
-    #: least time that the axis has, so that pictures have one scale; 0: the picture's own
+    #: least time of the axis, so that pictures have one scale; 0: the picture's length
     length: float = 0.0
 
 
@@ -139,7 +139,7 @@ def _style(layout: _Layout, kinds: Sequence[Kind]) -> str:
 
 
 def _axis(layout: _Layout) -> Iterator[str]:
-    """Yield the tracks, whose visible part is the bubble, and a line and a number at round times."""
+    """Yield the tracks, which are visible where workers idle, and a line and a number at round times."""
     yield "<g>"
     for worker in range(layout.num_workers):
         yield _rect("bubble", layout.left, layout.top + worker * layout.pitch, layout.plot, layout.cell)

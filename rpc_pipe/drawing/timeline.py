@@ -47,7 +47,7 @@ def summarize(
 ) -> str:
     """Return workers, stages (where they differ from the workers), makespan and `gaps` in one line.
 
-    A schedule's idle time is its bubble; a measured run was idle, whatever the cause.
+    A schedule's idle time is its bubble; a measured run may be idle for other causes.
     """
     if not spans:
         return "nothing ran"
@@ -104,7 +104,7 @@ def draw(
     shows the kind, and an underline a later stage of the worker. Gaps are bubbles. Names that do not fit side by side
     are drawn in several rows of time, one below the other; if these are more than `most_lines` lines, the first and the
     last, with a mark between. A legend below explains cells that are too small for names. Slices are named as `spec`
-    does, and `numbers` are those of the workers if they are not from 0.
+    does; `numbers` are the workers' numbers if they are not from 0.
     """
     if not spans:
         return Text("nothing ran")

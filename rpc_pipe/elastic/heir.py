@@ -43,7 +43,7 @@ class Heir:
         link.tell(kind=READY, stages=[stage for stage, _ in self._whole.hosted(self._actor.worker)], **more)
 
     def _given(self, gone: frozenset[int], comes: Collection[int]) -> list[int]:
-        """Return the stages whose state this worker gives to others; none if it comes without."""
+        """Return the stages that this worker gives the state of to newcomers; none if it is a newcomer itself."""
         worker = self._actor.worker
         if worker in comes:
             return []

@@ -2,9 +2,9 @@
 
     rest ── epoch with places ── shards of the other cut ── tensors by the unsplit model's names ── "moved" ── go on
 
-One worker chooses, by the times of the last steps. The shards of before stay until every worker has told "moved", which
-is the commit. If no live worker has seen all tell it, the shape of before stays. If one has, all hold the state of the
-other shape, and take it. The batch and its microbatches stay, so losses are the same within rounding.
+One worker chooses, by the times of the last steps. The old shards stay until every worker has sent "moved", which is
+the commit. If no live worker has received "moved" from all, the old shape stays. If one has, all hold the state of the
+new shape, and take it. The batch and its microbatches stay, so losses are the same within rounding.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from ..session import Session
     from ..workers.compute.shard import Shard
 
-#: most shapes among which prices choose, and the number of measured steps of which they are
+#: most shapes that are priced, and the number of measured steps for the prices
 _MOST_PRICED, _LAST_STEPS = 8, 4
 #: part of the first choice's step below which another shape is chosen: measured times have noise
 _CLEARLY = 0.95
@@ -51,8 +51,8 @@ class _Cut(NamedTuple):
 def shapes(spec: Spec, least: int, most: int, num_layers: int) -> list[Spec]:
     """Return `spec` in all shapes for `least` to `most` workers, the first choice first.
 
-    A shape has a second replica of each stage. So the least workers have half as many stages, and the model fits into
-    so many; no shape has fewer. Among those with most workers the number of stages is nearest to that of `spec`.
+    A shape has two replicas at least, and a replica has `least // 2` workers at least: the model fits into these. Most
+    workers come first, and then the number of workers of a replica that is nearest to that of `spec`.
     """
     first = spec.num_workers // spec.parallelism.replicas
     pairs = [(n, r) for n in range(least // 2, most // 2 + 1) for r in range(2, most // n + 1) if n * r >= least]
@@ -97,7 +97,7 @@ class ShapedHeir(Heir):
     def __init__(self, bounds: tuple[int, int], session: Session, maker: ShardMaker) -> None:
         super().__init__(session, maker)
         self._numbers = range(session.spec.num_workers)
-        #: the epoch in which the shape began; 0: the job did
+        #: the epoch that began with the shape; 0: the start of the job
         self._number = 0
         #: shards of a shape that some workers may not have
         self._cut: _Cut | None = None
@@ -128,11 +128,11 @@ class ShapedHeir(Heir):
         self.leaving = without | (told.keys() - {*self._whole.workers} if top else set())
 
     def _fitting(self, live: int) -> list[Spec]:
-        """Return the shapes for so many live workers, the first choice first."""
+        """Return the shapes for at most `live` workers, the first choice first."""
         return [each for each in self._shapes if each.num_workers <= live]
 
     def _chosen(self, live: list[int], comes: Collection[int]) -> tuple[Spec, str]:
-        """Return the shape with a clearly shorter predicted step, or the first choice; and what is predicted.
+        """Return the shape with a clearly shorter predicted step, or the first choice; and the prediction in words.
 
         Where all workers are back, so is the typed shape: its sums have the order of the undisturbed run.
         """
@@ -201,12 +201,12 @@ class ShapedHeir(Heir):
         return _Cut(number, spec, maker, shards)
 
     def _take(self, cut: _Cut) -> None:
-        """Have the shards of another shape."""
+        """Switch to the shards of another shape."""
         session, (self._number, self._whole, self._maker, shards) = self._session, cut
         session.partition, session.end.divided = self._maker.model, self._maker.divided
         session.described = describe(self._whole, session.partition.ranges, self._maker.seed, session.options)
         self._actor.host(shards, shards)
-        self._last.records.clear()  # stages were others
+        self._last.records.clear()  # of other stages
         self._maker.end([*shards.values()])
         session.made()
 

@@ -1,12 +1,12 @@
 """Training goes on without workers that die (`rpc-pipe run --elastic`), with the bits of the undisturbed run.
 
-    death ── launcher: epoch n without w ──> survivors: meet anew ── tell what is complete ── take over ── repeat
+    death ── launcher: epoch n without w ──> survivors: meet anew ── report complete steps ── take over ── repeat
 
 `T` of a step exists only when every worker holds all that its updates need, and no update runs before it. So if no live
 worker knows `T`, none has updated, and the step is undone and repeated; if one knows it, all complete their updates.
 Newcomers come, and workers that are evicted go, between two steps: all rest after the same one, and none is repeated.
-Of any other call (an evaluation, a gather) a worker returns when all workers have made it. So a call that one worker
-has not made is made once more by all, where each worker stands in its script.
+Any other call (an evaluation, a gather) returns when all workers have made it. So a call that one worker has not made
+is made once more by all, where each worker stands in its script.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Recovery:
         self._made = self._ended = 0
         #: whether all workers have made the call under way, by the reports after a death
         self._all_made = False
-        #: the facts of that step's result, and the epoch in which it came
+        #: the facts of that step's result, and the epoch when it came
         self._known: Any = None
         self._noted_in = -1
         self._told_caught_up = self._is_gone = False
@@ -96,7 +96,7 @@ class Recovery:
         at_exit(self._leave)
         if job.newcomer and self.journal is not None:
             session.results = self.repetition = Repetition(self.journal, self._take_part, self._look)
-            session.process = actor.worker or -1  # a newcomer does not log what has been logged
+            session.process = actor.worker or -1  # a newcomer does not log again
             return
         self._heir.tell_ready()
         _heed_eviction()
@@ -191,7 +191,7 @@ class Recovery:
         """Decide whether the call that has been made here was made by all live workers, or is made once more.
 
         Args:
-            told: how many calls each has made, and knows to be made by all.
+            told: of each live worker, the number of calls that it has made, and of calls that it knows all have made.
         """
         if self._made > self._ended:
             all_made = max(min(made for made, _ in told), max(ended for _, ended in told))
@@ -243,11 +243,11 @@ class Recovery:
             self._rest("")
 
     def _rest(self, goes: str) -> None:
-        """Rest; `goes`: why this worker takes no part after that, if the launcher agrees."""
+        """Rest; `goes`: why this worker takes no part afterwards, if the launcher agrees."""
         self._made = self._ended = 0
         link.tell(kind=epochs.RESTS, goes=goes)
         late = Stalled(f"worker {self._actor.worker} rests after step {self._actor.step}, and another one does not")
-        epoch = epochs.next_epoch(late, self._actor.stall_s)  # until then others may need payloads of this worker
+        epoch = epochs.next_epoch(late, self._actor.stall_s)  # until then peers may need payloads of this worker
         if self._actor.worker in epoch.gone:
             drop(self._place)
             self._is_gone, self._session.process = True, -1

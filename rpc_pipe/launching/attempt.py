@@ -59,7 +59,7 @@ class How(NamedTuple):
     max_restarts: int = 0
     #: whether workers show boards, and there is a summary at the end
     watched: bool = True
-    #: the workers whose printed lines are shown; None: all
+    #: the workers with printed lines to show; None: all
     log_workers: Sequence[int] | None = None
     #: whether the job goes on without workers that die
     elastic: bool = False
@@ -226,7 +226,7 @@ class Attempt:
 
     @property
     def deaths(self) -> str:
-        """Lines on the epochs of an elastic job in which workers have died or come; "" if there are none."""
+        """Lines on an elastic job's epochs with deaths or newcomers; "" if there are none."""
         return "" if self._epochs is None else self._epochs.summary
 
     def figures(self) -> dict[str, Any] | None:

@@ -23,7 +23,7 @@ def of_death(who: str, code: int, live: Live | None, lines: Sequence[str], early
     """Return the cause when a worker's process has ended with `code`, as in `Popen.returncode`.
 
     Args:
-        who: its name.
+        who: the worker's name.
         live: its last state; None: unknown.
         lines: its last printed lines.
         early: whether an elastic job could not go on yet.

@@ -2,12 +2,12 @@
 
 launcher ──"e" and a line of JSON──> worker     another epoch begins: its number and the workers without which
 launcher ──"p"──> worker                        rest with all workers after a step, until another epoch begins
-launcher <──"ready"── worker                    it can go on without others from here on; its stages
+launcher <──"ready"── worker                    from here on it can go on without dead workers; its stages
 launcher <──"caught up"── newcomer              it has made the calls of the script so far, and can take part
 launcher <──"evicted"── worker                  it was sent SIGTERM, and goes when all rest
 launcher <──"cut"── worker                      it has lost the connection to a worker, and no epoch begins
 launcher <──"rests"── worker                    it has come to the end of the step
-launcher <──"shape"── worker                    the same one: what has become of stages and replicas
+launcher <──"shape"── worker                    the same one: the new stages and replicas
 launcher <──"resumed"── worker                  the lowest live one: the workers go on
 launcher <──"left"── worker                     it needs no other worker more
 launcher <──"word"── worker                     a record for all workers of several hosts, such as an address
@@ -39,14 +39,14 @@ EPOCH, REST, WORD = b"e", b"p", b"w"
 #: messages of a worker
 READY, CAUGHT_UP, EVICTED, RESTS, RESUMED, LEFT = "ready", "caught up", "evicted", "rests", "resumed", "left"
 LEAVES_WORD, CUT, SHAPE = "word", "cut", "shape"
-#: newcomers in a row that may die within so many steps of their coming, each after twice the pause of the last one
+#: most newcomers in a row that die early; steps that count as early. Each comes after twice the pause of the last one
 _MOST_SHORT, _SHORT_STEPS = 5, 2
 #: seconds that the launcher may take to see the end of a process, which breaks connections at once
 _WORD_S = 10.0
 
 
 class Roster(NamedTuple):
-    """The workers of an epoch, a period in which no worker comes or goes; the first one is 0 and has all workers."""
+    """The workers of an epoch, a period with a fixed roster; the first epoch is 0 and has all workers."""
 
     number: int
     gone: frozenset[int] = frozenset()
@@ -80,7 +80,7 @@ class Epochs:
 
     Args:
         workers: the processes of the job.
-        tell: shows the user a line, which may be a warning.
+        tell: function that shows the user a line, which may be a warning.
         start: starts a process in the place of a dead one, also in `workers`, and returns whether its host is there;
             None: the job goes on without.
     """
@@ -127,7 +127,7 @@ class Epochs:
 
     @property
     def vacant(self) -> list[int]:
-        """The workers without a process, in whose places processes may be started."""
+        """The workers without a process; processes may be started in their places."""
         return sorted(self._now.gone - self._newcomers)
 
     def comes(self, rank: int) -> None:
@@ -173,7 +173,7 @@ class Epochs:
         """Let the other workers go on without workers that have ended with `code`; return whether they can.
 
         Args:
-            what: has ended, if it is more than a worker.
+            what: the subject that has ended, if it is more than a worker.
         """
         dead = {rank for rank in ranks if not self._goes(rank)}
         self._ended |= dead
@@ -207,7 +207,7 @@ class Epochs:
         return True
 
     def _begin(self, gone: frozenset[int], planned: bool, places: int = 0) -> None:
-        """Begin the epoch without `gone`, of which a worker that goes is told, too."""
+        """Begin the epoch without `gone`; a live worker that goes now gets the order, too."""
         told, before = gone & self._now.gone, self._now
         self._now = Roster(before.number + 1, gone, planned, places)
         self._resting.clear()

@@ -36,10 +36,10 @@ _GONE = (
 
 
 class HostLauncher(Launcher):
-    """Runs the workers of this host in a job whose first host is at `address`.
+    """Runs the workers of this host in a job; its first host is at `address`.
 
     Args:
-        arguments: of `rpc-pipe`; empty: those of the first host.
+        arguments: of `rpc-pipe`; empty: the arguments of the first host.
     """
 
     def __init__(self, address: str, arguments: list[str], reporter: Reporter, how: How) -> None:
@@ -85,7 +85,7 @@ class HostLauncher(Launcher):
             self._socket.send_multipart(frames_of(message), zmq.DONTWAIT)
 
     def _turn(self, of_attempt: ExitStack) -> None:
-        """Pass on what this host's workers do, and follow the first host."""
+        """Pass on the events of this host's workers, and follow the first host."""
         for event in [*hear(self._here, _POLL_S), None]:
             # Before the word that workers rest.
             self._has = hosts.share(self._journal, self._has, self._send)

@@ -1,7 +1,7 @@
 """Messages between the launchers of several hosts: JSON in small frames, and nothing else. Loads without torch.
 
-Whoever has the key of the job may send them. So they are read as data of known types, and any other one ends the job by
-a sentence.
+Any holder of the job's key may send them. So they are read as data of known types, and any other message ends the job
+by a sentence.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def frames_of(message: Sequence[Any]) -> list[bytes]:
 
 @contextmanager
 def understood(who: str) -> Iterator[None]:
-    """Return a context that reads, or follows, a message of the launcher `who`.
+    """Return a context to read, or follow, a message of the launcher with the name `who`.
 
     Raises:
         ConfigError: it is none that a launcher of this version sends.
@@ -68,7 +68,7 @@ def understood(who: str) -> Iterator[None]:
 
 
 def read(frames: Sequence[bytes], who: str) -> list[Any]:
-    """Return a message of the launcher `who`.
+    """Return a message of the launcher with this name.
 
     Raises:
         ConfigError: it is none.
@@ -93,7 +93,7 @@ def write_journal(journal: int, at: int, data: str) -> int:
     """Write a part of a journal that a launcher has sent; return where it ends.
 
     Raises:
-        ValueError, TypeError: it does not follow what is there.
+        ValueError, TypeError: it does not follow the present end.
     """
     if journal < 0 or not 0 <= at <= os.fstat(journal).st_size:
         raise ValueError(f"a journal that begins at {at}")

@@ -74,7 +74,7 @@ class Host:
         return True
 
     def share(self) -> None:
-        """Send its launcher what it does not have of the journal."""
+        """Send its launcher the part of the journal that it lacks."""
         self.has = share(self.hosts.journal, self.has, self.send)
 
 
@@ -164,10 +164,10 @@ class Hosts:
         return variables(self._count, self._interface, range(0, self._num_workers, self._count), rank)
 
     def events(self, vacant: Sequence[int]) -> Iterator[WorkerEvent]:
-        """Yield events of other hosts: of their workers, and those whose workers are "lost" or "come".
+        """Yield events of other hosts: events of their workers, and "lost" or "come" for all workers of a host.
 
         Args:
-            vacant: workers in whose places processes may be started.
+            vacant: workers without a process; processes may be started in their places.
         """
         for host, message in self._messages():
             with understood(f"host {host.name}"):
@@ -249,7 +249,7 @@ def spelt(host: str, port: int) -> str:
 
 
 def launcher_keys() -> Keys:
-    """Return the keys of the first host's launcher (0) and of all others (1).
+    """Return the keys of the first host's launcher (0) and of all other launchers (1).
 
     Raises:
         ConfigError: the environment names no key file, or it holds no secret.
@@ -260,7 +260,7 @@ def launcher_keys() -> Keys:
 
 
 def make_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
-    """Return a socket of launchers, whose connections break for good."""
+    """Return a socket of launchers; its connections break for good."""
     socket = context.socket(kind)
     lost_after_ms = 1000 * seconds(os.environ, LOST_AFTER, Job.lost_after_s)
     socket.ipv6 = True
@@ -280,7 +280,7 @@ def open_journal(folder: Path) -> int:
 
 
 def share(journal: int, has: int, send: Callable[..., object]) -> int:
-    """Send another host what it does not have of the journal, behind `has` bytes; return how many it has then."""
+    """Send another host the journal behind `has` bytes; return how many bytes the host has then."""
     while journal >= 0 and (data := os.pread(journal, _MOST_READ, has)):
         send("journal", has, data.hex())
         has += len(data)
@@ -288,6 +288,6 @@ def share(journal: int, has: int, send: Callable[..., object]) -> int:
 
 
 def variables(count: int, interface: str, here: Sequence[int], rank: int) -> dict[str, str]:
-    """Return the environment variables of a worker, one of those `here`, of a job on several hosts."""
+    """Return the environment variables of a worker of a job on several hosts; `here`: the workers of its host."""
     of_host = {HOSTS: str(count), "LOCAL_RANK": str(here.index(rank)), "LOCAL_WORLD_SIZE": str(len(here))}
     return of_host | {"RPC_PIPE_INTERFACE": os.environ.get("RPC_PIPE_INTERFACE", interface)}

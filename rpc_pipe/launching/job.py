@@ -1,7 +1,7 @@
 """The job of this process: one worker, started by a launcher or torchrun, or all workers in one process.
 
-The launcher sets the same variables as torchrun (RANK, WORLD_SIZE) and its own (RPC_PIPE_*); under torchrun
-the workers meet at its store.
+The launcher sets the same variables as torchrun (RANK, WORLD_SIZE), and RPC_PIPE_*; under torchrun the workers meet at
+its store.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Job:
     num_processes: int
     #: where the workers meet, in the form of `init_rpc`
     init_method: str
-    #: the network interface by which others reach this worker; empty: it is chosen by workers of other hosts
+    #: the network interface by which peers reach this worker; empty: workers of other hosts choose it
     interface: str
     #: seconds to wait for the other workers at the start
     join_timeout_s: float = 120.0
@@ -50,25 +50,25 @@ class Job:
     transport: str = TRANSPORTS[0]
     #: whether all workers are on one host
     one_host: bool = True
-    #: whether the user accepts that everybody who reaches this host's network may run code in a worker
+    #: whether the user accepts that anybody in this host's network may run code in a worker
     trust_network: bool = False
     #: TCP port of worker 0; 0: any port, or none if none is needed
     port: int = 0
-    #: file with the secret of the job; who can read it may take part
+    #: file with the secret of the job; any reader of it may take part
     key_file: Path | None = None
-    #: seconds for which the connection to a worker of another host may be broken
+    #: seconds that the connection to a worker of another host may be broken
     lost_after_s: float = 20.0
-    #: number of this process among those of its host
+    #: number of this process on its host
     place: int = 0
     #: number of processes of the job on this host
     processes_here: int = 1
     #: number of processes that form a worker together
     members: int = 1
-    #: by which large payloads come from workers of the same host, the best first; of `workers/transport/ways.py`
+    #: ways for large payloads from workers of the same host, the best first; see `workers/transport/ways.py`
     ways: tuple[str, ...] = ("memory",)
     #: whether it goes on without workers that die
     elastic: bool = False
-    #: least and most workers for which stages and replicas are chosen anew; None: both stay
+    #: least and most workers after a change of stages and replicas; None: both stay
     shapes: tuple[int, int] | None = None
     #: whether processes come in the places of workers that have died
     rejoins: bool = False
@@ -165,7 +165,7 @@ def own_part(transport: str | None, num_workers: int | None, members: int = 1) -
 
 
 def _place(environ: Mapping[str, str], num_processes: int) -> tuple[str, bool]:
-    """Return the interface by which others reach this worker, and whether all workers are on this host."""
+    """Return the interface by which peers reach this worker, and whether all workers are on this host."""
     said = environ.get("RPC_PIPE_INTERFACE")
     from .interfaces import interface_towards  # of hosts of a cluster
 
@@ -175,7 +175,7 @@ def _place(environ: Mapping[str, str], num_processes: int) -> tuple[str, bool]:
         return interface, interface == LOOPBACK
     if here == str(num_processes):
         return environ.get("RPC_PIPE_INTERFACE", LOOPBACK), True
-    # On the first host its own name may resolve to loopback, as on Debian, where others cannot reach it.
+    # The first host may resolve its name to loopback, as Debian does, where peers cannot reach it.
     return said or ("" if interface == LOOPBACK else interface), False
 
 

@@ -1,4 +1,4 @@
-"""Joining a job: meeting the other workers over the chosen carrier, and the addresses at which each listens.
+"""Joining a job: meeting the other workers over the chosen carrier, and each worker's address.
 
 A process may join several places, one after the other; it leaves all of them when it ends.
 """
@@ -112,12 +112,12 @@ def _by_rpc(place: MeetingPlace) -> RpcLink:
             trust = f"--trust-network ({TRUST}=on) if nobody else is in this network, or use --transport zmq"
             raise ConfigError(f"transport rpc beyond this host: {_RPC_MEANS}; pass {trust}")
         _warn(job, f"--trust-network: {_RPC_MEANS}")
-    store = place.store()  # torch's own would meet where workers were before a restart
+    store = place.store()  # torch's default store would meet where workers were before a restart
     if not job.one_host:
         job, _ = _reached(job, Meeting(store))
-    # Both, because init_rpc builds a gloo group besides TensorPipe's own connections (pytorch#42879).
+    # Both, because init_rpc builds a gloo group besides TensorPipe's connections (pytorch#42879).
     os.environ["TP_SOCKET_IFNAME"] = os.environ["GLOO_SOCKET_IFNAME"] = job.interface
-    from ..workers.transport.rpc import RpcLink  # here, so that others do without
+    from ..workers.transport.rpc import RpcLink  # here, so that other transports do not load it
 
     return RpcLink(job.worker, place.workers, job.init_method, job.join_timeout_s, store=store)
 
@@ -139,7 +139,7 @@ def mesh_of_members(job: Job, kind: str, identity: str) -> Any:
     """Return the mesh of the members of this process's worker, when all of them have come.
 
     They are torch's default process group while the pipeline is called, unless the script has made one of all
-    processes. Elsewhere it has this process alone: metrics would add up what each member has of the same rows.
+    processes. Elsewhere it has this process alone: metrics would add up the members' values of the same rows.
 
     Args:
         kind: of the device, such as `cuda`.
@@ -185,7 +185,7 @@ def _network(place: MeetingPlace, cancelled: Callable[[], None] | None) -> Netwo
     from ..workers.transport.zeromq import Network
 
     job = place.job
-    secret = _secret(job)  # before others are waited for
+    secret = _secret(job)  # before the wait for peers
     meeting = place.meeting(cancelled)
     if place.on_this_host:
         host = address_of(job.interface, "127.0.0.1")
@@ -212,7 +212,7 @@ def _secret(job: Job) -> bytes | None:
 
 
 def _keys(place: MeetingPlace, meeting: Meeting, secret: bytes | None) -> Keys:
-    """Return the keys of the job; without a secret of its own the workers agree on one."""
+    """Return the keys of the job; without a secret from the user the workers agree on one."""
     from ..workers.transport.keys import Keys
 
     if secret is None:

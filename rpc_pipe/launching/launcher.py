@@ -218,7 +218,7 @@ class Launcher:
         if cause.code == WRONG_INPUT:
             self._reporter.error(cause.text)
         else:
-            first = cause.text.partition("\n")[0]  # a peer tells of the cause itself
+            first = cause.text.partition("\n")[0]  # a peer reports the cause itself
             consequences = [line for line in attempt.consequences if line not in cause.text and first not in line]
             self._reporter.failure(cause.title, cause.text, consequences)
 

@@ -96,8 +96,8 @@ def hold_leash() -> None:
 
     The thread of a process that is stopped (SIGSTOP, a debugger) sees nothing. So the kernel continues the process when
     its parent ends; if the parent has ended before, the thread reads the end of the socket at once. SIGCONT and not
-    SIGKILL: the thread also ends what this process has started, and clears up. And it does no harm to a worker whose
-    parent is only a thread of the launcher that ends.
+    SIGKILL: the thread also ends the children of this process, and clears up. And it does no harm to a worker if only
+    the launcher's thread that started it ends.
     """
     ctypes.CDLL(None).prctl(1, signal.SIGCONT)  # PR_SET_PDEATHSIG of prctl(2)
     ctypes.CDLL(None).prctl(15, f"worker {os.environ.get('RANK')}".encode())  # PR_SET_NAME, which top and ps show
@@ -141,7 +141,7 @@ def _pipelines() -> list[Watchable]:
 
 
 def heed(signals: Mapping[signal.Signals, object], do: Callable[[int], None]) -> None:
-    """Let the first of these signals call `do`, except those for which a script has a handler; a second one kills.
+    """Let the first of these signals call `do`, unless the script has a handler for it; a second one kills.
 
     Args:
         signals: with their usual handlers.

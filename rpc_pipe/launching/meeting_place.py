@@ -2,8 +2,8 @@
 
     root ── "plane 1" ── "epoch 2"
 
-The root is what the launcher, torchrun or a port gives to all processes of a job. A place inside another one has a
-folder and a prefix of its own, so nothing that was left in one place is found in another.
+The launcher, torchrun or a port gives all processes of a job the root. A place inside another one has a separate folder
+and prefix, so nothing that was left in one place is found in another.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ _FILE = "file://"
 
 @dataclass(frozen=True)
 class MeetingPlace:
-    """One place of a job; the processes that meet there make equal places, except for their own number."""
+    """One place of a job; the processes that meet there make equal places, except for their number."""
 
     job: Job
-    #: the numbers by which the processes of this place know each other
+    #: the numbers of the processes in this place
     workers: frozenset[int]
     #: names of the places from the root to this one, such as ("plane 1", "epoch 2")
     names: tuple[str, ...] = ()
 
     def sub(self, name: str, workers: Iterable[int] | None = None) -> MeetingPlace:
-        """Return a place inside this one, for the same workers unless others are given."""
+        """Return a place inside this one, for `workers`; None: the same workers."""
         found = self.workers if workers is None else frozenset(workers)
         return replace(self, names=(*self.names, name), workers=found)
 
@@ -82,9 +82,9 @@ class MeetingPlace:
         return path
 
     def leave(self) -> None:
-        """Remove what this process has left on the disk; the last process removes the folder."""
+        """Remove this process's files from the disk; the last process removes the folder."""
         if self.names:
-            with suppress(OSError):  # others are there
+            with suppress(OSError):  # other processes are there
                 self._folder().rmdir()
         elif not self.on_this_host:
             run_folders.leave(_torchrun_folder())

@@ -8,7 +8,7 @@ from ..dependency.pipeline_options import Options
 
 
 class Overrides:
-    """Follows every pipeline of this process; by default a pipeline is as the script says."""
+    """Follows every pipeline of this process; by default a pipeline is as the script writes it."""
 
     def over(self, said: Options) -> Options:
         """Return the options of a new pipeline."""

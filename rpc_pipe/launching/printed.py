@@ -20,7 +20,7 @@ class Printed:
     """Shows the lines of each worker in its order, and a line of all workers alike once.
 
     Args:
-        workers: the workers whose lines are shown.
+        workers: the workers with lines to show.
         show: shows one line: (the workers that printed it, text).
     """
 

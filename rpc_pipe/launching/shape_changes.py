@@ -8,7 +8,7 @@ from collections.abc import Collection, Set
 
 from .job import RESHAPE_AFTER, seconds
 
-#: seconds for which workers may be missing before the shape is chosen anew
+#: seconds that workers may be missing before the shape is chosen anew
 _AFTER_S = 60.0
 
 
@@ -75,6 +75,6 @@ class ShapeChanges:
             self._due, self.is_due = 0.0, False
 
     def changed(self, live: int, placed: int) -> None:
-        """Note for how many of the live workers the shape has places; 0: it has not changed, and never will."""
+        """Record how many of the live workers the shape uses; 0: it has not changed, and never will."""
         self._took |= {live: placed} if placed else dict.fromkeys(range(self._num_processes + 1), 0)
         self._is_other = self._is_other if placed else self._was_other

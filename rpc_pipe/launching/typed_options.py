@@ -16,7 +16,7 @@ class TypedOptions(Overrides):
 
     Args:
         schedule_options: from `--set`, `--window`, `--replicas` and `--slices`.
-        tell: shows a line to the user; called once for each difference.
+        tell: function that shows the user a line; called once for each difference.
     """
 
     def __init__(

@@ -70,7 +70,7 @@ def digest(tensors: Iterable[Tensor]) -> int:
 def memory_of(tensor: Tensor) -> memoryview:
     """Return the memory of a contiguous tensor of the host, not copied; the tensor must outlive it.
 
-    No array type of ctypes is made for it, which would be kept for ever for each size that there has been.
+    Not by array types of ctypes: each size would leave one type in memory for ever.
     """
     view: memoryview = _memory_view(tensor.data_ptr(), tensor.nbytes, _READ) if tensor.nbytes else memoryview(b"")
     return view

@@ -159,7 +159,7 @@ class Updating:
         """
         named = self._counted()
         norms = norms_of([grad for _, grad in named])
-        # Of the gradient's type, also if that is complex: `clip_grad_norm_` groups by it.
+        # Norms have the gradient's type, also if that is complex: `clip_grad_norm_` groups by it.
         return {self._ranks[name]: norm.to(grad.dtype) for (name, grad), norm in zip(named, norms, strict=True)}
 
     def _counted(self) -> list[tuple[str, Tensor]]:

@@ -1,1 +1,1 @@
-"""What carries payloads between workers, and the payloads themselves."""
+"""Payloads, and the carriers that bring them from worker to worker."""

@@ -109,7 +109,7 @@ class Delivery(Protocol):
         """Send `peer` a request: to confirm its payloads now, to report its clock, or its board."""
 
     def close(self) -> None:
-        """Say goodbye to all contacted peers."""
+        """Send a goodbye to all contacted peers."""
 
 
 class Carrier:

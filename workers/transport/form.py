@@ -96,7 +96,7 @@ class Form(NamedTuple):
     looks: tuple[Look, ...]
     #: whether all tensors travel as they are
     plain: bool
-    #: of all tensors that travel, and of those inside a message
+    #: of all tensors that travel, and of the tensors inside a message
     num_bytes: int
     inline_bytes: int
 
@@ -161,7 +161,7 @@ def _pair(value: Any) -> Any:
 
 
 def _checked_look(dtype: Any, shape: Any, strides: Any, conjugate: Any, reaches: Any) -> Look:
-    """Return the layout of a tensor with these values, all of which are checked."""
+    """Return the layout of a tensor with these values; check each of them."""
     if type(dtype) is not torch.dtype or type(shape) is not tuple or type(strides) is not tuple:
         raise Malformed("malformed message: the look of a tensor of other types")
     if len(shape) != len(strides) or any(type(each) is not int or each < 0 for each in shape + strides):

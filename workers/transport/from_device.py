@@ -73,13 +73,13 @@ class FromDevice:
     """Brings payloads from a device of another process.
 
     Args:
-        counters: the reader's, by which the writer learns what has been copied.
+        counters: the reader's; they show the writer which payloads have been copied.
     """
 
     def __init__(self, counters: memoryview) -> None:
         self._counters = counters
         self._fetching: Fetching | None = None
-        #: the events of copies that the writer has not been told
+        #: the events of copies that the counter does not show yet
         self.copying: deque[Any] = deque()
         self._settling = threading.Lock()
 
@@ -95,7 +95,7 @@ class FromDevice:
         return self._fetching.how
 
     def fetch(self, where: bytes, form: Form) -> Payload:
-        """Return a payload whose copy has begun; raise OSError if it cannot be copied."""
+        """Return a payload that is being copied; raise OSError if it cannot be copied."""
         if self._fetching is None:
             raise Malformed("malformed message: a payload lies on a device that this worker does not read")
         payload, copied = self._fetching(where, form)
@@ -103,7 +103,7 @@ class FromDevice:
         return payload
 
     def settle(self, *, wait: bool) -> None:
-        """Tell the writer how many of its payloads have been copied; `wait` for the rest."""
+        """Show the writer how many of its payloads have been copied; `wait` for the rest."""
         with self._settling:
             while self.copying and (wait or self.copying[0].query()):
                 self.copying[0].synchronize()

@@ -202,7 +202,7 @@ class Messages:
                 self._hand_on(asked.popleft(), waits=True)
 
     def close(self) -> None:
-        """Say goodbye to all contacted peers, with the last messages; wait until they have read them."""
+        """Send the last messages, and a goodbye to all contacted peers; wait until they have read them."""
         self._closed = True
         self._to_send.put(None)
         if self._sender.is_alive():
@@ -325,7 +325,7 @@ class Messages:
         """`peer` cannot be reached."""
         talk = self._talk(peer)
         if talk.closed and not self._closed:
-            return  # it has said goodbye
+            return  # its goodbye has arrived
         self._end(peer)
         # Only contacted peers get a goodbye.
         self._carrier.lose(peer, reason.strip().split("\n")[0] if talk.heard else LEFT)

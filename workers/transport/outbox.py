@@ -17,7 +17,7 @@ from .payload import Payload
 Key = tuple[int, str]
 #: suffix of an action's name, to pull its end without a payload
 DONE = " done"
-#: a payload, or None for an action without one, whose end alone counts
+#: a payload, or None where the end of the action alone counts
 Answer = Payload | None
 
 

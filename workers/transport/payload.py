@@ -68,7 +68,7 @@ class Payload:
 
     @property
     def num_bytes(self) -> int:
-        """Of the elements that travel: each once, however often a tensor repeats it."""
+        """Bytes of the elements that travel: each once, however often a tensor repeats it."""
         return sum([tensor.nbytes if tensor.is_contiguous() else _num_bytes(tensor) for tensor in self.tensors])
 
 

@@ -1,8 +1,8 @@
 """Memory of another process of this host, which the kernel reads: one copy, and its owner has nothing to do.
 
 `process_vm_readv(2)` needs the right to trace the owner. Processes of one user have it; where Yama grants it to a
-process's ancestors only, workers grant it to their launcher and whoever descends from that (`let_siblings_read`).
-Sandboxes may refuse it altogether, so it is tried on a proof: that a process has the number does not say whose it is.
+process's ancestors only, workers grant it to their launcher and its descendants (`let_siblings_read`). Sandboxes may
+refuse it altogether, so it is tried on a proof: a process with the right number may belong to another job.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _libc() -> Any:
 
 
 def let_siblings_read() -> None:
-    """Let the descendants of this process's parent read its memory, where Yama would let only its own ancestors."""
+    """Let the descendants of this process's parent read its memory, where Yama would let only its ancestors."""
     launcher = os.getppid()
     if launcher > _INIT:
         # A kernel without Yama does not know the option, and needs no leave.
@@ -75,7 +75,7 @@ class PeerMemory:
 
 
 def _fetched(process: int, where: bytes, looks: Iterable[Look]) -> list[Tensor]:
-    """Return tensors of another process, from where `lay` has said that they lie."""
+    """Return tensors of another process, from the addresses that its `lay` returned."""
     found = []
     for (address,), look in zip(struct.iter_unpack("<Q", where), looks, strict=True):
         if look.num_bytes:  # memory that is not there is not waited for with as much memory here

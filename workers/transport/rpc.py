@@ -8,9 +8,9 @@ backwards do, each costs one message of TensorPipe and not two.
        call: 0F5, asks ───────────────────────────> lies at 1
        <─────────────────── reply to it: 1B4, took 0F5
 
-One call of each side, once they talk, always lies at the other: if the peer dies, it breaks, and so tells. No call has
-a timeout: TCP delivers or breaks, and a large payload on a slow link may take long. That nothing at all arrives is the
-mailbox's to notice.
+Once two workers talk, one call of each always lies at the other: if the peer dies, the call breaks and shows it. No
+call has a timeout: TCP delivers or breaks, and a large payload on a slow link may take long. The mailbox notices if
+nothing at all arrives.
 
 Handing a message to TensorPipe takes 100 to 300 us, waking another thread 30 us and then some 100 us of latency.
 
@@ -54,7 +54,7 @@ from .wakeup import Wakeup
 #: handlers do not block, so few are enough for any number of workers
 _RPC_THREADS = 2
 _NO_TIMEOUT = 0.0
-#: so many calls may lie here, for want of anything to say
+#: most calls of a peer that lie here without a reply
 _MOST_HELD = 32
 #: of torch's levels of logging
 _ERROR = 2
@@ -85,11 +85,11 @@ class RpcLink:
     """Joins the group of workers and sends messages over RPC. One for the life of a process.
 
     Args:
-        worker: the number of this process among those that join.
+        worker: the number of this process among the joining ones.
         workers: the numbers of all that join.
         place: where they meet, for an error.
-        join_timeout_s: for how long to wait for the others.
-        store: torch's store in which they meet.
+        join_timeout_s: how long to wait for the other workers.
+        store: torch's store for the meeting.
     """
 
     sends_cheaply = False
@@ -126,7 +126,7 @@ class RpcLink:
             with warnings.catch_warnings():
                 # init_rpc itself uses a gloo group in a way that torch deprecates
                 warnings.filterwarnings("ignore", message="You are using a Backend")
-                # torch waits half an hour, whatever `options` say
+                # torch waits half an hour, regardless of `options`
                 meet = partial(rpc.init_rpc, _name(self._worker), rank=rank, world_size=count)
                 within(self._timeout_s, partial(meet, rpc_backend_options=options))
         except (RuntimeError, ValueError, TimeoutError) as error:
@@ -153,7 +153,7 @@ class RpcLink:
             future.add_done_callback(partial(self._replied, peer))
 
     def hear(self, peer: int, said: tuple[bytes, list[Tensor]], reply: Future[Any]) -> None:
-        """`peer` has said this, by a call that is to be replied to once."""
+        """Take a message of `peer` in; keep its call for one reply."""
         with self._ears.guard:
             with self._lock:
                 self._held[peer].append(reply)
@@ -188,8 +188,8 @@ class RpcLink:
         return self.wakeup.wait(timeout_s)
 
     def close(self) -> None:
-        # What lies here breaks: by that others notice, if an answer to their goodbye is still on its way and lost.
-        # Gracefully is a barrier over all workers, which hangs if one is gone (pytorch#63247).
+        # Calls that lie here break: so peers notice, also if the answer to their goodbye is lost on its way. A graceful
+        # shutdown is a barrier over all workers, which hangs if one is gone (pytorch#63247).
         rpc.shutdown(graceful=False)
 
 
@@ -216,7 +216,7 @@ def _keep_thread_state() -> None:
 
 
 def _invoke(to: str, *args: Any) -> Future[Any]:
-    """Call `_hear` at a worker: `rpc_async` less what it does for other functions, profilers and tensors inside (15 %).
+    """Call `_hear` at a worker: `rpc_async` without its work for profilers, other functions and inner tensors (15 %).
 
     Args:
         args: the last one is the tensors.

@@ -4,12 +4,12 @@
 
 A message of RPC wakes four threads one after the other: the network's thread here and there, an RPC thread, the
 compute thread. A channel wakes one, and only if it sleeps. Questions and everything between hosts go by RPC, which also
-tells when a peer dies. (TensorPipe's own shared memory polls: a core per process, see `rpc.py`.)
+notices the death of a peer. (TensorPipe's shared memory polls: a core per process, see `rpc.py`.)
 
     worker 0: tensor stays ── writes where it lies, wakes ──> worker 1: fetches it into a tensor of its own
 
-Of a large payload only the form and where it lies go through the channel: it is lent, and stays as it is until the
-reader is done with the record; see `ways.py`. Where no way works, what is larger than a channel takes goes by messages.
+For a large payload only its form and place go through the channel: it is lent, and stays unchanged until the reader is
+done with the record; see `ways.py`. Where no way works, payloads that are too large for a channel go by messages.
 
 The reader of a channel makes it and offers it to the writer, in memory without a name (memfd_create(2)): nothing is
 left behind, however a process ends, and the size of /dev/shm, 64 MB in many containers, does not matter.
@@ -48,20 +48,20 @@ from .ways import DeviceWay, Way, ways_here
 
 logger = logging.getLogger(__name__)
 
-#: what is larger is lent, where a way for it works
+#: larger payloads are lent, where a way works
 LENT_FROM = 2**21
-#: a channel takes payloads up to this size; who reads too slowly gets the rest by messages
+#: a channel takes payloads up to this size; a reader that is too slow gets the rest by messages
 LARGEST = SIZE // 4
-#: memory for payloads of up to so many bytes is found ahead
+#: tensors for payloads of up to this many bytes are made ahead
 _SMALL = 2**15
 #: size of the whole record, ns when it was written, run, sizes of: name, form (0: no payload), where the contents lie
 #: that are not in it
 _HEAD = struct.Struct("<QqqIIQ")
 _NONE = (-1, 0, 0, 0, 0, 0)
-#: name of a page, beside those of ways that users type; and a bit of the size of where contents lie
+#: name of the device's page, beside the ways that users type; the bit of a place's size that marks the device
 _DEVICE, _ON_DEVICE = "device", 1 << 63
-#: whether there can be channels here: others see what an x86 processor stores in the order in which it does, and loads
-#: are in theirs, but for a load behind a store; Python has no fence between these, but to release a lock is one
+#: whether there can be channels here: an x86 processor keeps its stores in order, and its loads; but a load may
+#: overtake an earlier store. Python has no fence between these, but the release of a lock is one
 POSSIBLE = sys.platform == "linux" and platform.machine() in ("x86_64", "AMD64") and hasattr(os, "memfd_create")
 
 
@@ -72,8 +72,8 @@ class Offer(NamedTuple):
     #: descriptors of that process: of the memory, and of the wakeup
     memory: int
     wakeup: int
-    #: of the memory, so that no other one is taken for it: by the reader's network, as who has another one counts as
-    #: another host, and by chance
+    #: of the memory, so that no other memory is mistaken for it: the reader's network, as a process in another network
+    #: counts as another host, and random digits
     name: str
 
 
@@ -101,13 +101,13 @@ class Channels:
         self._readers: tuple[tuple[int, _MappedReader, memoryview], ...] = ()
         self._writers: dict[int, _Writer] = {}
         self._gone: set[int] = set()
-        #: what has been lent: peer, its writer, the reader's counter and what it will have reached, key, tensors
+        #: lent payloads: peer, its writer, the reader's counter and its value when they are taken, key, tensors
         self.lent: deque[tuple[int, _Writer, int, int, Key, list[Tensor]]] = deque()
         #: of payloads that stay on this worker's device; None: it has none
         self.device: DeviceWay | None = None
 
     def offer(self, peer: int) -> Offer | None:
-        """Return a channel for what `peer` says otherwise, if it has not been offered one."""
+        """Return a channel for the answers of `peer`; None if one has been offered, or none is possible."""
         with self._lock, suppress(OSError):  # the system does not give any
             if POSSIBLE and peer not in self._offered:
                 self._offered.add(peer)
@@ -120,7 +120,7 @@ class Channels:
         return None
 
     def decided(self, peer: int, pages: Future[Any]) -> None:
-        """`peer` has said whether it writes the channel that it was offered, and what to try its ways with."""
+        """Take the reply of `peer` to an offer: None, or the pages with which to try its ways."""
         with self._lock:
             ((_, reader, _),) = (entry for entry in self._readers if entry[0] == peer)
             if pages.exception() is not None or pages.result() is None:  # it has left, or is on another host
@@ -154,7 +154,7 @@ class Channels:
         return None
 
     def write(self, peer: int, key: Key, answer: Answer) -> bool | None:
-        """Say `answer` to the question of `peer` for `key`, if this is the way: None if it is not. Thread-safe.
+        """Answer the question of `peer` for `key` through its channel; None if that cannot be. Thread-safe.
 
         Returns:
             Whether it is in the reader's memory; else it has been lent, and stays the writer's until `returned`.
@@ -179,7 +179,7 @@ class Channels:
         return None if writer is None else writer.to_device.lay_on_host(key, payload)
 
     def settle(self, *, wait: bool = False) -> None:
-        """Tell writers what has been copied from their devices; `wait` for the rest. For any thread."""
+        """Show writers which payloads have been copied from their devices; `wait` for the rest. For any thread."""
         for _, reader, _ in self._readers:
             reader.from_device.settle(wait=wait)
 
@@ -189,7 +189,7 @@ class Channels:
             reader.from_device.release()
 
     def returned(self) -> list[tuple[int, Key]]:
-        """Return what of that which was lent its readers have taken since the last call, by peer. For one thread."""
+        """Return the lent payloads, by peer, that readers have taken since the last call. For one thread."""
         found = []
         for _ in range(len(self.lent)):
             entry = self.lent.popleft()
@@ -207,7 +207,7 @@ class Channels:
     def read(self) -> list[tuple[int, Key, Answer | OSError, int]]:
         """Return (peer, key, answer, when it was written by the host's `perf_counter_ns`) of all that has come.
 
-        In place of an answer there is the reason why what `peer` has lent cannot be read. For one thread.
+        If a lent payload cannot be read, the cause is in the place of the answer. For one thread.
         """
         found: list[tuple[int, Key, Answer | OSError, int]] = []
         for peer, reader, counters in self._readers:
@@ -221,13 +221,13 @@ class Channels:
         """Have writers notify from now on; return whether there is something to read. For the thread that reads."""
         for _, reader, _ in self._readers:
             reader.prepare()
-        with self._lock:  # whose release is a fence: a writer sees that this sleeps, or this what has been written
+        with self._lock:  # its release is a fence: a writer sees that this sleeps, or this sees the new record
             for _, _, counters in self._readers:
                 counters[ASLEEP] = 1
         return any([counters[0] != counters[WRITTEN] for _, _, counters in self._readers])
 
     def wake(self) -> None:
-        """Have writers, each of whose notifications is a call of the system, notify no more."""
+        """Have writers notify no more: each notification is a call of the system."""
         for _, _, counters in self._readers:
             counters[ASLEEP] = 0
 
@@ -247,10 +247,10 @@ class _Writer(RingBuffer):
         self.to_device = ToDevice(device, self.counters, self._tell)
 
     def write(self, key: Key, answer: Answer) -> tuple[int, int, list[Tensor]] | None:
-        """Say `answer` to the question for `key`; None: no room.
+        """Write the answer to the question for `key`; None: no room.
 
         Returns:
-            The reader's counter that says when it has been taken, what it will have reached, and what was lent.
+            The reader's counter, its value when the record has been taken, and the lent tensors.
 
         Raises:
             ConfigError: the payload cannot travel.
@@ -274,7 +274,7 @@ class _Writer(RingBuffer):
     def _record(
         self, key: Key, form: bytes, where: bytes, said: int, tensors: Sequence[Tensor], contents: int
     ) -> int | None:
-        """Write a record, with the tensors' contents if it says not where they lie; return its end, None: no room."""
+        """Write a record, with the contents unless `where` is their place; return its end, None: no room."""
         run, name = key[0], key[1].encode()
         described = _HEAD.size + len(name) + len(form) + len(where)
         begin = described + -described % LINE
@@ -367,7 +367,7 @@ class _MappedReader(RingBuffer):
         return (run, name), answer, at_ns
 
     def _copied(self, form: Form, there: int) -> list[Tensor]:
-        """Return the tensors of a record, with what lies at an address one after the other."""
+        """Return the tensors of a record, with the contents that lie one after the other at an address."""
         found, self._prepared = self._prepared, []
         if form is not self._last:
             found, self._last = [], form if form.num_bytes <= _SMALL else None
@@ -379,6 +379,6 @@ class _MappedReader(RingBuffer):
         return found
 
     def prepare(self) -> None:
-        """Make the tensors for a record that looks like the last one, as most do, while nobody waits for it."""
+        """Make the tensors for a record like the last one, as most records are, while no worker waits for it."""
         if self._last is not None and not self._prepared:
             self._prepared = [look.empty() for look in self._last.looks]

@@ -44,7 +44,7 @@ _MOST_FRAME_BYTES = 2 * PIECE_BYTES
 _UNIX_BUFFER_BYTES = 2**22
 _RECONNECT_MS, _RECONNECT_MOST_MS = 20, 500
 _CONNECT_MS = 5000
-#: most of a frame that comes to the listening socket, which hears proofs of identity alone: a stranger's may be kept
+#: largest frame at the listening socket, which takes proofs of identity alone: a stranger's frame may be kept
 _MOST_PROOF_BYTES = 2**12
 _BACKLOG = 1024
 _ADDRESS = re.compile(r"tcp://([0-9]{1,3}(?:\.[0-9]{1,3}){3}|\[[0-9a-f:.]{2,45}\]):([0-9]{1,5})")
@@ -171,7 +171,7 @@ class Sockets:
 
     @property
     def descriptor(self) -> int:
-        """Readable when a message may have come since `hear` last returned None."""
+        """A descriptor that is readable when a message may have come since the last call of `hear` returned None."""
         return int(self._hears.getsockopt(zmq.FD))
 
     def hear(self) -> Frames | None:

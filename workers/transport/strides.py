@@ -1,7 +1,7 @@
 """Tensors that do not fill their memory: expanded ones repeat elements, slices leave some out.
 
-Kernels choose by strides how they go through a tensor, and so in which order they add up: the sum of an expanded
-column has other last bits than that of its contiguous copy. So a tensor keeps its strides wherever it goes, but each
+Kernels choose their way through a tensor, and so the order of a sum, by strides: the sum of an expanded column
+has other last bits than that of its contiguous copy. So a tensor keeps its strides wherever it goes, but each
 of its elements travels once: as a dense tensor, which is unfolded again where it arrives.
 """
 

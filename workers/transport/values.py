@@ -24,7 +24,7 @@ from .payload import tuple_of
 
 #: containers lie no deeper in each other
 _MOST_DEEP = 200
-#: values of fewer bytes take less than `_SPARE`, whatever they are
+#: values of fewer bytes take less than `_SPARE`, at any type
 _LITTLE = 2**13
 #: bytes that reading may take beside twice the size of a message
 _SPARE = 2**20
@@ -65,7 +65,7 @@ def decode_value(data: bytes) -> Any:
 
 
 def malformed(error: Exception) -> Malformed:
-    """Return the refusal of a message whose reading ended by `error`."""
+    """Return the refusal of a message that could not be read, because of `error`."""
     return error if isinstance(error, Malformed) else Malformed(f"malformed message: {error}")
 
 

@@ -1,4 +1,4 @@
-"""Wakeups, on which a compute thread sleeps until an arrival: notified by threads, and by other processes."""
+"""Wakeups: a compute thread sleeps until an arrival, of which threads and other processes notify it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Wakeup:
 
     @property
     def descriptor(self) -> int:
-        """Of this process, for `Notifier.of`."""
+        """The descriptor in this process, for `Notifier.of`."""
         return self._notifier.descriptor
 
     def notify(self) -> None:

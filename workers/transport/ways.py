@@ -1,8 +1,8 @@
-"""Ways for large payloads: the producer says where its tensors lie, and the consumer fetches what is in them.
+"""Ways for large payloads: the producer sends the place of its tensors, and the consumer fetches their contents.
 
-Nobody sends: a payload stays where it was made until its consumer has taken it, into memory of its own. When two
-workers meet, the producer tells a page of each way that it has, by name; the consumer tries those that it has too, in
-order, and takes the first that works. Which one that is changes no bit and no order.
+A payload stays where it was made until its consumer has copied it. When two workers meet, the producer sends a page for
+each of its ways, by name. The consumer tries the ways that both have, in order, and takes the first that works. The
+choice changes no bit and no order.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ HANDLES, ON_HOST = 1, 2
 
 
 class Way(Protocol):
-    """One end of a way, which every worker makes for itself: OSError says that its system does not have it."""
+    """One end of a way, which every worker makes for itself; raises OSError if its system does not have it."""
 
     #: how payloads come by it, in a sentence about them
     name: str
@@ -36,7 +36,7 @@ class Way(Protocol):
         """Return where these lie, which stay as they are until they have been taken."""
 
     def reach(self, page: Any) -> Fetch:
-        """Return what fetches from the producer of this page, by where its tensors lie.
+        """Return a function that fetches tensors of the producer of this page, by their place.
 
         Raises:
             OSError: this way does not work, and why.
@@ -47,7 +47,7 @@ class Lending(Protocol):
     """Memory that one consumer's device reads."""
 
     def lay(self, name: str, payload: Staying, taken: int) -> Laid:
-        """Return a payload in a block; raise RuntimeError or OSError if there is none. `taken`: so many are copied."""
+        """Return a payload in a block; raise RuntimeError or OSError if none. Blocks up to number `taken` are free."""
 
     def told(self, block: Any) -> int:
         """Return the number of the payload in a block that has a record for the consumer."""
@@ -84,7 +84,7 @@ class DeviceWay(Protocol):
         """Return memory for one consumer, of the kind that it has chosen."""
 
     def reach(self, page: Any) -> Fetching:
-        """Return what fetches from the producer of this page; raise OSError if this way does not work."""
+        """Return the fetching from the producer of this page; raise OSError if this way does not work."""
 
 
 #: by the names that users type
@@ -92,7 +92,7 @@ WAYS: dict[str, Callable[[], Way]] = {"memory": PeerMemory}
 
 
 def ways_here(wanted: Iterable[str]) -> dict[str, Way]:
-    """Return those of the `wanted` ways that this system has, the best first.
+    """Return the `wanted` ways that this system has, the best first.
 
     Raises:
         ConfigError: there is none of that name.

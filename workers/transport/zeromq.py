@@ -1,9 +1,9 @@
 """Workers as processes over ZeroMQ: no port and no key inside a host, proved and encrypted between hosts.
 
-    send ──> ROUTER ──────> the peer's DEALER ──> who hears there: see `hearing.py`
+    send ──> ROUTER ──────> the peer's DEALER ──> its hearing thread: see `hearing.py`
 
-Of a peer's death its connection tells: what goes over it arrives in order, or it breaks, and then the peer is lost.
-libzmq connects again to who is lost, which is for nobody.
+A peer's connection delivers messages in order, or breaks; then the peer is lost. libzmq connects to a lost peer again,
+and that connection is not used.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from .sockets import CONGESTION, Frames, Sockets
 from .wakeup import Wakeup
 
 _VERSION = 4
-#: version, what, who says so, size of the body
+#: version, type of the message, its worker, size of the body
 _HEAD = struct.Struct("<BBHQ")
-#: that one is there, and, once the other has been heard, that it has been; or a message
+#: types: a greeting; a greeting after the peer's has arrived; a message
 _THERE, _HEARD, _MESSAGE = 0, 1, 2
-#: how often those are told that one is there who have not been met yet
+#: seconds between greetings, while some peers have not been met
 _MEET_S = 0.02
-#: what a peer said last may still be on its way through this process when its connection has broken
+#: seconds for a peer's last messages, which may still be on their way through this process when its connection breaks
 _LAST_S = 0.3
 _ENDING_S = 1.0
 
@@ -61,15 +61,15 @@ class ZmqLink:
     """Joins the group of workers and sends messages over ZeroMQ.
 
     Args:
-        worker: the number of this process among those that join.
+        worker: the number of this process among the joining ones.
         workers: the numbers of all that join.
-        folder: of this host's workers, which nobody else may enter: their unix sockets are there.
+        folder: of the unix sockets of this host's workers; no other user may enter it.
         network: for workers of other hosts; None: there are none.
-        join_timeout_s: for how long to wait for the others.
+        join_timeout_s: how long to wait for the other workers.
         cancelled: raises an error when the workers cannot meet any more; None: they can.
     """
 
-    sends_cheaply = True  # libzmq's own thread does
+    sends_cheaply = True  # a thread of libzmq does the work
     look: Callable[[], None] | None = None
 
     def __init__(
@@ -85,13 +85,13 @@ class ZmqLink:
         self._worker, self._peers = worker, set(workers) - {worker}
         self._folder, self._network, self._timeout_s = folder, network, join_timeout_s
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        #: all that there are, and those by which each peer is talked to
+        #: all sockets, and the sockets by which each peer is reached
         self._all: list[Sockets] = []
         self._by: dict[int, Sockets] = {}
-        #: those heard, and those that have heard this worker
+        #: peers that this worker has heard, and peers that have heard this worker
         self._met: set[int] = set()
         self._met_by: set[int] = set()
-        #: why one of those that are met is none of this job
+        #: why a process that was met does not belong to this job
         self._misfit = ""
 
     def open(self, ears: LinkCallbacks) -> None:
@@ -121,7 +121,7 @@ class ZmqLink:
     # --- meeting
 
     def _connect(self, folder: Path | None, network: Network | None, deadline: float) -> None:
-        """Bind, tell the others where, and connect to them."""
+        """Bind, publish the addresses, and connect to the peers."""
         inside = outside = None
         if folder is not None:
             inside = self._sockets(None, None)
@@ -150,7 +150,7 @@ class ZmqLink:
         return self._all[-1]
 
     def _meet(self, deadline: float) -> None:
-        """Return when this worker has heard all others, and they it."""
+        """Return when this worker has heard all peers, and all peers have heard it."""
         while missing := self._peers - (self._met & self._met_by):
             if self._misfit:
                 raise ConfigError(self._misfit)
@@ -160,13 +160,13 @@ class ZmqLink:
                 self._cancelled()
             self._greet()
             time.sleep(_MEET_S)
-        self._greet()  # also those that are met: they may not know yet that they are
+        self._greet()  # again: a peer may not know yet that this worker has met it
 
     def _greet(self) -> None:
         for peer in self._peers:
             self._say(peer, _HEARD if peer in self._met else _THERE)
 
-    # --- saying
+    # --- sending
 
     def send(self, peer: int, message: Message) -> None:
         self._say(peer, _MESSAGE, *encode(message))
@@ -219,7 +219,7 @@ class ZmqLink:
             self._ears.on_lost(peer, "its process has ended, or the network is down: the connection broke")
 
     def close(self) -> None:
-        """Send what has been said, and end the threads."""
+        """Send the remaining messages, and end the threads."""
         for by in self._all:
             by.fall_silent()
         with suppress(TimeoutError):  # a thread may be at something that takes longer; it ends with the process
@@ -229,7 +229,7 @@ class ZmqLink:
 
 
 def _place(folder: Path) -> str:
-    """Return what two workers have alike if they see the same folder, whatever it is called."""
+    """Return an identity of the folder that is equal for two workers that see it, under any name."""
     found = folder.stat()
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {found.st_dev} {found.st_ino}"
