@@ -44,7 +44,7 @@ def _sum_buffers(actor: WorkerActor, names: Collection[str], num_routes: int) ->
         for name, buffer in module._buffers.items()
         if name in names and buffer is not None
     }
-    # Copies: workers that are threads would read what others have written already.
+    # Copies: workers that are threads would read values that other workers have written already.
     copies = {f"{stage}/{route}/{name}": buffer.clone() for (stage, route, name), buffer in own.items()}
     told = {key: copy for each in actor.exchange("buffers to sum", copies) for key, copy in each.items()}
     if missing := set(names) - {key.rpartition(".")[2] for key in told}:

@@ -20,7 +20,7 @@ from .workers.compute.slices import Divide
 
 
 def make_members(job: Job, sharing: Sharing, device: torch.device) -> tuple[Members, Divide]:
-    """Return this process among the members of its worker, and the function by which they divide layers."""
+    """Return this process among the members of its worker, and their function to divide layers."""
     identity = ""
     if device.type != "cpu":
         properties = torch.get_device_module(device).get_device_properties(device)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def checked_workers(spec: Spec, job: Job | None) -> list[int]:
-    """Return the workers of this process, whose parts in the schedule can run."""
+    """Return the workers of this process; check that their parts of the schedule can run."""
     workers = list(range(spec.num_workers)) if job is None else [job.worker]
     for worker in workers:
         check(spec, worker)
@@ -36,7 +36,7 @@ def make_actors(
         device = usual_device(job.processes_here if job else len(workers))
     backends = [backend_for(device, place) for place in ([job.place] if job else workers)]
     if len(backends) == 1:
-        backends[0].use()  # of several each computes on a thread of its own
+        backends[0].use()  # several workers compute on a thread each, which calls it
     carriers: Sequence[Carrier]
     if job:
         from .launching.joining import join

@@ -69,15 +69,15 @@ class Pipeline(Inspected):
             builder (see `partition.Builder`). With callables, weights depend on the seed, not on workers or cut.
         loss_fn: (output, target) -> mean over the microbatch, weighted by its rows, or (sum, weight): a step's loss is
             the sum of the sums divided by the sum of the weights. None: the model itself returns its loss.
-        training: what trains it: optimizer, learning rates, clipping, and more (see `Training`). Left out, gradients
-            are computed and nothing is trained, as the first step says.
+        training: optimizer, learning rates, clipping, and more (see `Training`). Left out, gradients are computed and
+            nothing is trained, and the first step warns of it.
         schedule, schedule_options: a name (`rpc-pipe schedules`), `file.py:Class` or a Spec class; its parameters.
         num_microbatches: number of parts of a batch, at most its rows. Required unless there is a plan.
-        plan: what `rpc-pipe plan` wrote (a file, its contents or a `Plan`), instead of schedule, microbatches and cut.
+        plan: result of `rpc-pipe plan` (a file, its contents or a `Plan`), instead of schedule, microbatches and cut.
         num_workers: 1 by default; in a job the number of its processes. Without a job more are threads that take turns,
             for looking and debugging: a step takes the sum of all work. `rpc-pipe run` gives each a process.
         replicas: how many replicas of the pipeline share the workers and each batch; see docs/replicas.md.
-        slices: into how many each sequence is cut, or their sizes, such as "8,6,5,4"; see docs/schedules.md.
+        slices: number of slices of each sequence, or their sizes, such as "8,6,5,4"; see docs/schedules.md.
         zero: 1: each replica keeps the optimizer states of its part of the parameters alone (ZeRO stage 1).
         bucket: the most gradients, in MiB, that replicas exchange at once.
         spread: "stages" puts the replicas of a stage far apart instead of the stages of a pipeline (docs/replicas.md).
@@ -89,16 +89,16 @@ class Pipeline(Inspected):
         split: number of layers, or of calls of blocks, for each stage; even by default.
         blocks: names of the model's lists of blocks, or of single blocks; found automatically by default.
         example: a batch with which the model is cut at once; by default the first batch cuts it.
-        order: `ready` or `fixed`; by default what the schedule prefers. The result is the same.
+        order: `ready` or `fixed`; by default the schedule's preference. The result is the same.
         microbatch_order: `balanced`: unequal microbatches train in an order that fills and drains the pipeline quickly,
             by their predicted times; sums follow this order (docs/training.md). `given`: as they come.
-        microbatch_cost: predicts them: called as the model is, with a microbatch, it returns seconds, or those of each
-            stage, alike on all workers. Or the file of `rpc-pipe profile --lengths`. None: tokens, or elements of the
-            first tensor, count.
+        microbatch_cost: predicts times: called as the model is, with a microbatch, it returns seconds, or a sequence of
+            seconds by stage, alike on all workers. Or the file of `rpc-pipe profile --lengths`. None: tokens, or
+            elements of the first tensor, count.
         device: `cpu`, `cuda:N`, or `cuda`: each worker of a host uses another GPU. Other accelerators that torch knows
             by their names. None: the accelerator if the host has one for each of its workers, else `cpu`.
         seed: for everything random: dropout, and initial weights of layers given as callables or of a model made by a
-            function, which are other numbers than those that the function would draw by itself.
+            function, which differ from the numbers that the function would draw by itself.
         transport: between the processes of a job: `rpc` (default) or `zmq`; `local`: all workers in one process.
         stall_s: fail if a worker waits and nothing arrives for this many seconds.
 
@@ -193,8 +193,8 @@ class Pipeline(Inspected):
 
         Args:
             batch: (inputs, targets), trees of tensors that share dimension 0, which is split into microbatches that
-                differ by at most one row; for a whole model, what it is called with (docs/models.md). A `SplitBatch` is
-                split already.
+                differ by at most one row; for a whole model, its arguments (docs/models.md). A `SplitBatch` is split
+                already.
             microbatches: instead of a batch, a list of batches that are split already; shapes may differ.
 
         Raises:
@@ -280,7 +280,7 @@ class Pipeline(Inspected):
         """Return the model's output for `inputs`, microbatches joined along dimension 0; None if `replaying`.
 
         Args:
-            to: the worker or workers that get the output; others get None. None: all workers.
+            to: the worker or workers that get the output; the rest get None. None: all workers.
         """
         Outputs(self.spec, to)  # before the batch is read
         from .model.batches.loaders import refuse_batches
@@ -303,7 +303,7 @@ class Pipeline(Inspected):
         return None if self.replaying else generate(self._session, inputs, max_new_tokens, stops=stops, **options)
 
     def gather(self, name: str, value: Callable[[WorkerActor], Tree]) -> list[Tree] | None:
-        """Return `value(actor)` of all workers, in order, on worker 0; None on the others."""
+        """Return `value(actor)` of all workers, in order, on worker 0; None on the rest."""
         return self._session.gather(name, value)
 
     def barrier(self) -> None:

@@ -1,4 +1,4 @@
-"""A run of one schedule: what the workers of this process do in a step, an evaluation or a prediction."""
+"""A run of one schedule: the steps, evaluations and predictions of this process's workers."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ class Session:
         sharing: how the members of this worker share its stages, if it has several.
 
     Attributes:
-        due: tells whether a checkpoint is written after so many steps.
+        due: function of the number of steps: whether a checkpoint is written after them.
         made: called when the shards are made.
         settle: called before workers come or go: completes a checkpoint that is being written.
         results: of the last steps, and which calls of a resumed script are skipped.
         facts: that all workers have agreed on, as JSON, by name; newcomers get them.
         described: the settings that must be equal on all workers, in one line.
-        name, config: of the model, as checkpoints tell; None before the shards are made.
+        name, config: of the model, for checkpoints; None before the shards are made.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Session:
         self.begin(spec)
 
     def begin(self, spec: Spec) -> None:
-        """Run `spec` from now on: the only holder of the schedule, and of what follows from it."""
+        """Run `spec` from now on. Only the session holds the schedule, and the values that follow from it."""
         self.spec = spec
         members, count = self._members, 1 if self._members is None else self._members.shares
         whole = replace(spec, num_microbatches=spec.num_microbatches * count) if count > 1 else spec
@@ -139,7 +139,7 @@ class Session:
 
     @property
     def is_first(self) -> bool:
-        """Whether this process is alone, or the first member of its worker: it keeps and writes what all have."""
+        """Whether this process is alone, or the first member of its worker, which writes the common state."""
         return self._members is None or self._members.index == 0
 
     @property
@@ -331,7 +331,7 @@ class Session:
 
     @contextmanager
     def _calling(self, uncut: bool = False, alone: bool = False) -> Iterator[None]:
-        """Return a context in which workers are called, of a model that has been cut unless `uncut`."""
+        """Return a context for calls of the workers; the model must have been cut, unless `uncut`."""
         if self.closed:
             raise PipeError("pipeline: is closed; `close` comes last, also at the end of a `with` block")
         if self.awaits_batch and not uncut:
@@ -353,7 +353,7 @@ class Session:
             yield
 
     def gather(self, name: str, value: Callable[[WorkerActor], Tree]) -> list[Tree] | None:
-        """Return `value(actor)` of all workers, in order, on the first worker; None on the others.
+        """Return `value(actor)` of all workers, in order, on the first worker; None on the rest.
 
         Raises:
             ConfigError: `value` is no function.

@@ -9,7 +9,7 @@ from .workers.hooks import Listener, StepRecord
 
 
 class StepReport(NamedTuple):
-    """A training step; `report._asdict()` is what TensorBoard and wandb take."""
+    """A training step; TensorBoard and wandb take `report._asdict()`."""
 
     #: training steps done, this one too
     step: int

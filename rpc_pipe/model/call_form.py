@@ -35,7 +35,7 @@ class CallForm:
         self._takes_one = self._names is not None and self._num_required == 1
         self._has_labels = any(p.name == "labels" for p in parameters)
         self.loss_is_inside = loss_fn is None
-        #: what the model does not take: some of Hugging Face's say so of `NUM_ITEMS`, and average
+        #: arguments that the model does not take: some of Hugging Face's models average, without `NUM_ITEMS`
         self._left_out = (NUM_ITEMS,) if getattr(model, "accepts_loss_kwargs", True) is False else ()
         self._wants_batch = False if loss_fn is None else _second_name(loss_fn) == "batch"
 
@@ -142,7 +142,7 @@ def loss_of_output(output: Any, target: Any = None) -> Tensor:
 def adds_terms(loss: Tensor, items: Any) -> bool:
     """Return whether a loss may have terms beside a mean, or a sum that is divided by `items`.
 
-    Its graph tells: a division by `items`, or without these one loss of torch's, with nothing added behind it.
+    Its graph shows it: a division by `items`, or without these one loss of torch's, with nothing added behind it.
     """
     node: Any = loss.grad_fn
     while node is not None:

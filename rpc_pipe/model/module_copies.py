@@ -32,7 +32,7 @@ class _ModuleCopy:
     """A module of the user's model and its copy. References are weak, so that neither is kept alive.
 
     Args:
-        copy: `own` itself, where a stage computes with it.
+        copy: the user's module itself, where a stage computes with it.
         structure: the parts of the user's module that must stay.
         weights: names of the parameters that `copy` has copies of.
         changes: whether calls change the user's module too.
@@ -85,7 +85,7 @@ class _ModuleCopy:
         for name, before in self._common.items():
             if (value := vars(own).get(name)) is not before:
                 self._common[name] = value
-                if vars(made).get(name) is before:  # else forwards write it, as those of the user's may
+                if vars(made).get(name) is before:  # else forwards write it, as forwards of the user's module may
                     setattr(made, name, value)
         if (now := self._state(own)) == self._noted:
             return
@@ -144,7 +144,7 @@ class ModuleCopies:
         """Register the modules of a copy, which has just been made or shares modules with the original.
 
         Args:
-            runs: whether `own` computes too.
+            runs: whether the user's module computes too.
             used: the modules of `copy` that its stage computes with; None: all.
             mirrored: names of the copied buffers that are copied back after every call.
             hooked: names of the modules that forwards register hooks on, as each of them does for itself.
@@ -188,7 +188,7 @@ class ModuleCopies:
 
 
 def paired(own: nn.Module, copy: nn.Module) -> Pairs:
-    """Return the modules of `own` by name, with the modules of a copy."""
+    """Return the modules of a module by name, with the modules of its copy."""
     return [(path, module, made) for (path, module), made in zip(own.named_modules(), copy.modules(), strict=True)]
 
 
@@ -203,7 +203,7 @@ def _nothing(module: nn.Module) -> dict[str, Any]:
 
 
 def structure(module: nn.Module) -> dict[str, Any]:
-    """Return the parts whose changes cannot be followed."""
+    """Return the parts with changes that cannot be followed."""
     held = module.__dict__
     return _parts(module) | {
         "the forward of a {} was set": id(held.get("forward")),

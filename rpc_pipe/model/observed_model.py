@@ -78,7 +78,7 @@ def observe(
         blocks: names of blocks, or of lists of blocks; by default they are found.
         at_least: number of calls of blocks wanted; with fewer, parts of blocks become blocks if possible.
         seed: seed of the initial weights of a model made by a function.
-        watched: containers by name, of which `filled_before_last` tells.
+        watched: containers by name, for `filled_before_last`.
 
     Raises:
         ModelError: the model cannot be cut; the text names the tensor or the module.

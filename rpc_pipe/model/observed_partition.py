@@ -302,7 +302,7 @@ class Configuration:
         self.generates = generates and not getattr(given.config, "is_encoder_decoder", False)
 
     def write(self, folder: Path) -> None:
-        """Write both; a warning says which of them cannot be: the weights do not depend on it."""
+        """Write both; warn of a file that cannot be written: the weights do not depend on it."""
         config = copy.deepcopy(self._config)
         config.architectures = [self._name]
         if self._dtype is not None:
@@ -318,7 +318,7 @@ class Configuration:
 
 
 def other_names(model: Any) -> frozenset[str]:
-    """Return, of tensors with several names, those that the model's class says are made of another."""
+    """Return the duplicate names of tensors that the model's class declares as tied."""
     tied = getattr(model, "all_tied_weights_keys", None) or getattr(model, "_tied_weights_keys", None) or ()
     names: dict[int, list[str]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():

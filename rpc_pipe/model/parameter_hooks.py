@@ -1,4 +1,4 @@
-"""What torch does not copy with parameters: hooks and type of the gradient, and attributes (`no_weight_decay`)."""
+"""Properties that torch does not copy with parameters: the gradient's hooks and type, and attributes."""
 
 from __future__ import annotations
 

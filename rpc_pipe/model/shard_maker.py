@@ -182,7 +182,7 @@ class ShardMaker:
 
 
 def _with_stores(spec: Spec, shard: Shard) -> Shard:
-    """Give a shard what few schedules need: several versions of weights, and the state of slices."""
+    """Give a shard the stores that few schedules need: several versions of weights, and the state of slices."""
     if not spec.synchronous:
         from ..workers.compute.stash import VersionStore
 

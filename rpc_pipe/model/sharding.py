@@ -36,7 +36,7 @@ class Sharing:
     shard: str | ShardFn | None = None
     #: whether gradients are summed over members after each microbatch
     per_microbatch: bool = False
-    #: with which `fsdp` computes and sums; None: in the types of the parameters
+    #: types in which `fsdp` computes and sums; None: the types of the parameters
     policy: MixedPrecisionPolicy | None = None
 
     def __post_init__(self) -> None:
@@ -52,9 +52,9 @@ class Sharing:
 
     @property
     def planes(self) -> int:
-        """Into how many parts members divide the microbatches of a step; neighbours that are alike have one part.
+        """Number of parts of a step's microbatches, for members to take; neighbours that are alike have one part.
 
-        A function says so by an attribute `rows`: a number, or True for as many parts as members.
+        A function sets it by an attribute `rows`: a number, or True for one part a member.
         """
         rows = True if self.shard in FSDP else getattr(self.shard, "rows", False)
         return self.count if rows is True else rows or 1

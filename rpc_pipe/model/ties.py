@@ -114,7 +114,7 @@ class Holder(NamedTuple):
 
 
 def shared_holders(layers: Sequence[Any], stages: Sequence[range], loss_fn: Any) -> list[list[Holder]]:
-    """Return, by stage, objects of its layers that other stages, or the loss function on the last, hold too."""
+    """Return the objects of each stage's layers that other stages, or the loss function on the last, hold too."""
     layered = [(stage, i, layers[i]) for stage, own in enumerate(stages) for i in own]
     parts = [(stage, i, part) for stage, i, m in layered if isinstance(m, nn.Module) for part in m.modules()]
     read, names = read_by(loss_fn, {part for _, _, part in parts})

@@ -1,6 +1,6 @@
 """Different weights and buffers of a model on the same memory, such as a weight that is another's transpose.
 
-In one process the update of one is an update of the other. Stages and copies have memory of their own.
+In one process the update of one is an update of the other. Stages and copies have separate memory.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from .simulator import Link
 
 #: number of the best schedules that are tried with a relaxed limit
 _NUM_SCHEDULES = 4
-#: scatter of measured times above which plans that differ by less cannot be told apart
+#: measured times that scatter by more than this cannot distinguish plans that differ by less than the scatter
 _SCATTERED = 0.15
 #: relative gain above which a limit counts as binding
 _LEAST_GAIN = 0.01

@@ -2,8 +2,8 @@
 
 The methods of a spec are formulas of whole numbers. Asked about `first + step * t` for all t of a range, most answer
 with another such number. A comparison that is true for a part of the range alone, or a quotient that changes within it,
-divides the range, and both parts are asked again. What cannot be said of a range (a table's row) is asked one by one.
-So the answers are those of the formulas themselves, for every microbatch, in steps as few as the formulas have cases.
+divides the range, and both parts are asked again. A formula without such an answer (a table's row) is asked one by one.
+So every microbatch has the answer of the formula itself, in as few steps as the formulas have cases.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def ends(number: Any) -> tuple[int, int]:
 
 
 def ask(question: Callable[[Any], Answer], first: int, step: int, count: int) -> Iterator[tuple[int, int, Answer]]:
-    """Yield (place, number, answer) for the parts of the range first + step * t in each of which the answer is one."""
+    """Yield (place, number, answer) for the parts of the range first + step * t with one answer each."""
     todo = [(0, count)]
     while todo:
         begin, number = todo.pop()

@@ -37,7 +37,7 @@ from .steady import Priced, check_some, price
 
 #: number of steps that are simulated in sequence for the time of a step in a stream
 _STEPS = 4
-#: forwards of a worker's share from which on schedules are priced by several processes
+#: with this many forwards in a worker's share, several processes price the schedules
 _MANY = 4096
 
 
@@ -152,7 +152,7 @@ def compare(
         unequal: `by_microbatch` of their lengths, if microbatches have several.
         replicas: parameters of every schedule: how many replicas, and their options, as for `make_spec`.
         members: how many processes are one worker; the costs are theirs.
-        tell: called after each schedule with the progress, 0 to 1.
+        tell: function of the progress, 0 to 1; called after each schedule.
         run: `comm` and `order`, as of `simulate`.
     """
     variants = [*VARIANTS, also] if also and also not in VARIANTS else VARIANTS

@@ -16,7 +16,7 @@ from .footprint import of_share
 from .pricing import Ends, PricedSchedule
 from .profile import Chain, Machines
 
-#: the most cuts of which all are simulated
+#: up to this number of cuts, all are simulated
 _FEW = 128
 
 

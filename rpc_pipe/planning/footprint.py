@@ -168,7 +168,7 @@ def _working(action: Action, size: Size) -> float:
 
 
 def weight_bytes(spec: Spec, sizes: Sequence[Size]) -> list[float]:
-    """Return, by worker, the bytes of weights: of all replicas and versions, and of an elastic average's reference."""
+    """Return each worker's bytes of weights: of all replicas and versions, and of an elastic average's reference."""
 
     def held(stage: int, route: int) -> float:
         return (weight_copies(spec, stage) + (route == 0 and spec.averaging_pull > 0)) * sizes[stage].weights

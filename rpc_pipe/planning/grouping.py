@@ -1,8 +1,8 @@
-"""The costs of a model whose workers are groups of members: parts of its bytes, gathers and sums beside its compute.
+"""The costs of a model on workers with members: parts of its bytes, gathers and sums beside its compute.
 
 By `fsdp` the members of a worker divide microbatches, and gather a block's parameters before each forward and backward,
 by `fsdp-kept` once a step.
-By `tp` all members compute all microbatches, and add up what each has computed of a block. Loads without torch.
+By `tp` all members compute all microbatches, and add up their parts of a block's results. Loads without torch.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Grouping:
 
     @property
     def planned(self) -> dict[str, Any]:
-        """The fields of a plan that say it."""
+        """The fields for a plan."""
         return {"members": self.count, "shard": self.shard, "reduce": self.reduce}
 
     @property
@@ -51,7 +51,7 @@ class Grouping:
         return self.shard in FSDP
 
     def times(self, took: Mapping[Kind, float], gather: float, total: float, part: float = 1) -> dict[Kind, float]:
-        """Return the times of a block or stage, given those of one process.
+        """Return the times of a block or stage, from the times of one process.
 
         Args:
             gather: time to gather its parameters (fsdp), or to add up its outputs (tp).
@@ -72,7 +72,7 @@ class Grouping:
         return found if self.count == 1 else found | {kind: found.get(kind, 0) + add for kind, add in more.items()}
 
     def size(self, size: Size, divided: float) -> Size:
-        """Return the bytes of a block on each member, of whose weights `divided` bytes are divided."""
+        """Return the bytes of a block on each member; members divide `divided` bytes of the weights."""
         part = divided / size.weights if size.weights else 0
         away = {name: getattr(size, name) * part * (1 - 1 / self.count) for name in RESIDENT}
         here = {name: getattr(size, name) - amount for name, amount in away.items()} | {"elsewhere": away["weights"]}
@@ -83,7 +83,7 @@ class Grouping:
         return replace(size, **here)
 
     def cost(self, cost: LayerCost) -> LayerCost:
-        """Return the costs of a block, given those of one process."""
+        """Return the costs of a block, from the costs of one process."""
         if self.count == 1:
             return cost
         size, about = cost.size, cost.divided
@@ -101,7 +101,7 @@ class Grouping:
         return replace(cost, times=self.times(cost.times, gather, total, part), size=self.size(size, divided))
 
     def _time(self, rounds: float, amount: float) -> float:
-        """Return the time in which so many bytes travel around the members, each of which has a part of them."""
+        """Return the time for `amount` bytes, of which each member has a part, to travel around the members."""
         once = (self.count - 1) * (self.link.latency + amount / self.count / self.link.bandwidth)
         return rounds * once if amount else 0
 

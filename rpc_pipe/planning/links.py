@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Link(NamedTuple):
-    """A link from one worker to another. It sends one payload at a time, in the order in which they were produced."""
+    """A link from one worker to another. It sends one payload at a time, in the order of their production."""
 
     #: time from the end of sending to arrival
     latency: float = 0
@@ -21,7 +21,7 @@ class Levels(Mapping[tuple[int, int], Link]):
 
     Args:
         levels: (neighbouring workers of a group, their links), the smallest groups first.
-        others: links that differ.
+        others: links that differ from their level's.
     """
 
     def __init__(

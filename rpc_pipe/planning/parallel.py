@@ -10,19 +10,19 @@ from typing import Any, TypeVar
 
 Result = TypeVar("Result")
 
-#: what a process of the pool calls
+#: the function that a process of the pool calls
 _work: Callable[[int], Any] | None = None
 
 
 def in_parallel(
     work: Callable[[int], Result], count: int, tell: Callable[[float], None], *, cores: int | None = None
 ) -> list[Result]:
-    """Return the results of `work` for each number below `count`, whose errors are raised.
+    """Return the results of `work` for each number below `count`; raise its errors.
 
     Args:
         work: may be a closure; its results are sent between processes.
-        tell: called after each result with the progress, 0 to 1.
-        cores: how many processes; 1: this one alone; None: as many as this process may use.
+        tell: function of the progress, 0 to 1; called after each result.
+        cores: number of processes; 1: this one alone; None: one for each core that this process may use.
     """
     cores = min(count, len(os.sched_getaffinity(0)) if cores is None else cores)
     found: dict[int, Result] = {}

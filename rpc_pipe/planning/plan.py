@@ -63,7 +63,7 @@ class Plan:
 
     @property
     def sharing(self) -> dict[str, Any]:
-        """The options by which several processes are one worker; none if each is one."""
+        """The options that make several processes one worker; none if each is one."""
         one = self.members == 1
         return {} if one else {"members": self.members, "shard": self.shard, "reduce": self.reduce}
 

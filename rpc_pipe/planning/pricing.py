@@ -121,7 +121,7 @@ class PricedSchedule:
         )
 
     def step_time(self, simulation: Simulation, ends: Ends) -> float:
-        """Return the time of a step among others, in milliseconds."""
+        """Return the time of a step in a sequence of steps, in milliseconds."""
         return simulation.span + self.tied_gradients_time(ends) + self.chain.per_step
 
     def plan(
@@ -145,7 +145,7 @@ class PricedSchedule:
     def tied_gradients_time(self, ends: Ends) -> float:
         """Return the time to exchange gradients of parameters that two stages share, at the end of a step.
 
-        The later stage's gradients arrive before the earlier stage has its last; those of the earlier come at its end.
+        The later stage's gradients arrive before the earlier stage has its last gradients, which travel at its end.
         """
         machines, spec, longest = self.machines, self.spec, 0.0
         for first, last, tie in self.chain.separated_ties(ends):
@@ -163,7 +163,7 @@ class PricedSchedule:
         return peak_bytes(simulation, self.sizes(ends))
 
     def excess(self, memory: Sequence[float]) -> float:
-        """Return by how many bytes the worst worker exceeds what it may use; 0: all fit."""
+        """Return by how many bytes the worst worker exceeds its limit; 0: all fit."""
         limits = map(self.machines.limit, range(self.spec.num_workers))
         return max([0.0, *(used - limit for used, limit in zip(memory, limits, strict=True) if limit is not None)])
 

@@ -172,7 +172,7 @@ class Machines:
     uplinks: Mapping[int, float] = field(default_factory=dict)
     #: bytes a millisecond that a worker copies between device and host memory
     copy: float = float("inf")
-    #: the order in which they run actions; None: as the schedule says
+    #: the workers' order of actions; None: the schedule's preference
     order: Order | None = None
 
     def __post_init__(self) -> None:
@@ -193,7 +193,7 @@ class Machines:
         return self.links.get((source, target), self.link)
 
     def grouped(self, members: int) -> Machines:
-        """Return workers of so many of these processes in a row; each is as slow and small as its worst process."""
+        """Return workers of `members` processes in a row; each is as slow and small as its worst process."""
         if members == 1:
             return self
         count = self.num_workers // members
@@ -227,7 +227,7 @@ class Chain:
         per_mib: compute time lost to each MiB that is sent or received.
         model: the name of the model.
         slicing: costs of slices of its sequences.
-        variants: the blocks by length of rows, of which `blocks` are the mean; empty: all rows have one length.
+        variants: the blocks by length of rows, with `blocks` as their mean; empty: all rows have one length.
     """
 
     def __init__(

@@ -29,18 +29,18 @@ class Relation:
 
     Args:
         steps: how many steps follow each other; a forward needs its stage's update of the step before.
-        reductions: what the updates of the step depend on.
+        reductions: the updates of the step depend on them.
         lengths: of the microbatches of a step, in the order of the run; empty: they are equal.
 
     Raises:
-        ScheduleError: an edge names an action that nobody runs, or a slot is taken twice.
+        ScheduleError: an edge names an action that no worker runs, or a slot is taken twice.
     """
 
     def __init__(
         self, spec: Spec, steps: int = 1, reductions: Reductions = NO_REDUCTIONS, lengths: Sequence[float] = ()
     ) -> None:
         if not spec.synchronous and steps > 1:
-            spec, steps = replace(spec, num_steps=steps), 1  # one stream, in whose order steps overlap
+            spec, steps = replace(spec, num_steps=steps), 1  # one stream; its order lets steps overlap
         self.spec, self.lengths = spec, lengths
         self.steps, self.reductions = steps, reductions
         workers = range(spec.num_workers)
@@ -98,7 +98,7 @@ class Relation:
         return len(RESOURCES) * self.spec.num_workers
 
     def _connect(self, parts: list[Part], step: int) -> None:
-        """Add the edges within one step, and those from the step before."""
+        """Add the edges within one step, and the edges from the step before."""
         starts = [first + step * len(part.entries) for first, part in zip(self.first, parts, strict=False)]
         own, others = self.own, self.others
         for start, part in zip(starts, parts, strict=True):

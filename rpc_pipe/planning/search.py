@@ -70,7 +70,7 @@ class PlanRequest:
         ).among(self.lengths)  # fmt: skip
 
     def ordered(self, spec: Spec) -> Sequence[float]:
-        """Return the lengths of microbatches in the order in which the schedule runs them; empty: as measured."""
+        """Return the lengths of microbatches, in their order in the schedule; empty: as measured."""
         return by_microbatch(spec, lengths=self.lengths, order=self.order)[0] if self.lengths else ()
 
     @property

@@ -53,7 +53,7 @@ def predicted_ms(
 
 
 def _link(moved: Sequence[tuple[float, float]]) -> Link:
-    """Return the link by which payloads of so many bytes took so many milliseconds."""
+    """Return the link that fits the measured pairs of a payload's bytes and milliseconds."""
     most = max((size for size, _ in moved), default=0)
     large = [each for each in moved if each[0] > _SMALL * most]
     latency = median([ms for size, ms in moved if size <= _SMALL * most] or [ms for _, ms in large] or [0.0])

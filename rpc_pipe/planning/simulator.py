@@ -1,4 +1,4 @@
-"""A discrete-event simulation of any schedule: what a step costs before anything runs.
+"""A discrete-event simulation of any schedule: the cost of a step before anything runs.
 
 An action takes its cost; its output reaches another worker after the link's transfer time (workers ask for it ahead of
 need); a worker sees all completions and arrivals of a moment before it chooses its next action; a started action is
@@ -35,7 +35,7 @@ _Transfers = list[tuple[Action, int, int, float]]
 
 
 class Outcome:
-    """The figures of a simulated run that follow from others."""
+    """The figures of a simulated run that follow from its basic figures."""
 
     spec: Spec
     order: Order
@@ -55,7 +55,7 @@ class Outcome:
 
     @property
     def bubble(self) -> float:
-        """Share of the makespan in which workers do not compute, 0 to 1."""
+        """Idle share of the workers' time in the makespan, 0 to 1."""
         return 1 - sum(self.busy) / (self.spec.num_workers * self.makespan) if self.makespan else 0.0
 
 
@@ -77,7 +77,7 @@ class Simulation(Outcome):
     _transfers: _Transfers | None = field(repr=False)
     #: time that was not simulated: none
     repeated: ClassVar[float] = 0
-    #: ticks in a unit of time, in which these are
+    #: ticks in a unit of time
     _scale: int = field(repr=False, default=1)
 
     @cached_property
@@ -117,7 +117,7 @@ class Simulation(Outcome):
 
     @cached_property
     def peak_activations(self) -> tuple[float, ...]:
-        """The most microbatches of a stage whose activations were on the device at once, by worker.
+        """The most microbatches of a stage with activations on the device at once, by worker.
 
         They are whole numbers, unless sequences are sliced: a slice counts as its share of a microbatch.
         """
@@ -142,9 +142,9 @@ class Simulation(Outcome):
 
     @cached_property
     def span(self) -> float:
-        """The time of a step among others: the largest over workers of last end minus first start.
+        """The time of a step in a sequence of steps: the largest over workers of last end minus first start.
 
-        A worker begins the next step when its part of this one has ended, even if others have not finished theirs.
+        A worker begins the next step when its part of this one has ended, even if its peers have not finished theirs.
         """
         worker, actions = self._relation.worker, self._relation.actions
         first: dict[int, float] = {}
@@ -205,13 +205,13 @@ def simulate(
     Args:
         cost: of an action; or the costs by number of action, for one relation and many costs.
         comm: transfer time between any two workers.
-        order: `ready` or `fixed`; the schedule's own preference by default.
+        order: `ready` or `fixed`; by default the schedule's preference.
         links: links that differ from that, by (source, target).
         payload: bytes of an action's output, for links and uplinks of limited bandwidth.
-        uplinks: bytes a unit of time that a worker sends to all others together, by worker.
+        uplinks: bytes a unit of time that a worker sends to all peers together, by worker.
 
     Raises:
-        ScheduleError: the run cannot finish; `dependency.check_all` says why.
+        ScheduleError: the run cannot finish; `dependency.check_all` finds the cause.
     """
     relation = Relation(what, steps) if isinstance(what, Spec) else what
     order = order or relation.spec.order
@@ -244,7 +244,7 @@ def simulate(
 
 
 def in_time(times: Iterable[float], scale: int) -> tuple[float, ...]:
-    """Return ticks in the unit of the costs, of which each has `scale`."""
+    """Return ticks in the unit of the costs, which is `scale` ticks."""
     return tuple(times) if scale == 1 else tuple(time / scale for time in times)
 
 
@@ -277,9 +277,9 @@ def _ends_in_stream(relation: Relation, ran: _Ran) -> tuple[float, ...]:
 
 
 class _LinkQueues:
-    """Arrival times over links that differ or have a limited bandwidth, each of which queues its payloads.
+    """Arrival times over links that differ or have a limited bandwidth. Each link queues its payloads.
 
-    So does the uplink of a worker, which its links to all others share.
+    So does the uplink of a worker, which its links to all peers share.
     """
 
     def __init__(
@@ -292,12 +292,12 @@ class _LinkQueues:
         self._comm = comm
         self._links, self._uplinks = links, uplinks
         self._payload = payload or (lambda _: 0)
-        #: when a link, or the uplink of a worker, has sent what it was given
+        #: when a link, or the uplink of a worker, has sent all payloads so far
         self._free: dict[tuple[int, int] | int, float] = {}
         self.transfers: _Transfers = []
 
     def arrivals(self, relation: Relation, number: int, now: float) -> Iterator[tuple[float, list[int]]]:
-        """Yield when each other worker has what left at `now`, and its actions that need it."""
+        """Yield for each other worker when the payload that left at `now` arrives, and the actions that need it."""
         action, source = relation.actions[number], relation.worker[number]
         for target, numbers in relation.targets(number):
             carries = (number, target) not in relation.signals
@@ -323,7 +323,7 @@ class _LinkQueues:
 def _run(relation: Relation, costs: Sequence[float], fixed: bool, comm: float, link_queues: _LinkQueues | None) -> _Ran:
     """Simulate event by event. A planner spends most of its time here."""
     missing, lanes, own, others = relation.num_needs.copy(), relation.lane, relation.own, relation.others
-    ready: list[list[int]] = [[] for _ in range(relation.num_lanes)]  # heaps of numbers whose needs are met
+    ready: list[list[int]] = [[] for _ in range(relation.num_lanes)]  # heaps of numbers with all needs met
     queues: list[list[int]] = [[] for _ in range(relation.num_lanes)]
     for number, lane in enumerate(lanes):
         queues[lane].append(number)

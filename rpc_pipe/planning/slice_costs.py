@@ -9,7 +9,7 @@ from math import sqrt
 
 from ..dependency import Action, Spec, W
 
-#: least number of parts of a sequence to which the sizes of uneven slices are rounded
+#: the sizes of uneven slices are whole numbers of parts; a sequence has at least this many parts
 _PARTS = 128
 
 

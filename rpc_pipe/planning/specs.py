@@ -215,7 +215,7 @@ def workers_of(processes: int, members: int) -> int:
     """Return the number of a schedule's workers.
 
     Raises:
-        ConfigError: the processes cannot be divided among workers of so many members.
+        ConfigError: the processes cannot be divided into workers of `members` each.
     """
     if processes % members:
         raise ConfigError(f"--members {members}: must divide the processes of --workers {processes}")
@@ -251,7 +251,7 @@ class PipeOptions(Options):
 
     @property
     def run_order(self) -> Order | None:
-        """The order in which workers run actions; None: as the schedule says."""
+        """The workers' order of actions; None: the schedule's preference."""
         return "fixed" if self.sharing.count > 1 else self.order
 
     @property

@@ -21,7 +21,7 @@ from .ticks import ticks
 MAX_SIMULATED = 1_000_000
 #: most microbatches of all steps that are priced, in seconds: each takes some moments of a run
 MOST_PRICED = 100_000
-#: most forwards of which every worker's part is checked before a simulation
+#: up to this number of forwards, every worker's part is checked before a simulation
 MAX_CHECKED = 5_000
 
 
@@ -41,7 +41,7 @@ class Priced(Outcome):
     num_actions: int
     #: (source, target) of workers that send to each other
     ways: frozenset[tuple[int, int]]
-    #: time that was not simulated moment by moment, as what repeats was added as a multiple
+    #: time that was not simulated moment by moment: repetitions that were added as a multiple
     repeated: float
 
 
@@ -74,7 +74,7 @@ def price(
 
 
 def check_some(spec: Spec) -> None:
-    """Check the part of every worker, of many forwards that of worker 0 alone: a run shows what cannot run.
+    """Check the part of every worker; with many forwards, of worker 0 alone: a run shows the faults of the rest.
 
     Raises:
         ScheduleError: a rule is broken.
@@ -83,7 +83,7 @@ def check_some(spec: Spec) -> None:
 
 
 def refuse_long(num_microbatches: int, steps: int = 1) -> None:
-    """Refuse to price more microbatches than can be, whatever their schedule.
+    """Refuse to price more microbatches than any schedule can be priced with.
 
     Raises:
         ConfigError: there are too many.

@@ -16,7 +16,7 @@ Array = Any
 
 
 class Tables:
-    """Streams as arrays. Those of a lane (a resource of a worker) stand together, filled up with empty ones."""
+    """Streams as arrays. The streams of a lane (a resource of a worker) stand together, filled up with empty ones."""
 
     def __init__(self, streams: Streams, costs: Mapping[float, float], latency: Callable[[int, int], Any]) -> None:
         self.streams = streams
@@ -34,7 +34,7 @@ class Tables:
         for number, place in self.at.items():
             self.stream[place] = streams.streams[number]
         self.costs, self._latency = costs, latency
-        #: after the streams' counts: one that is always enough, and counts of what has arrived elsewhere
+        #: after the streams' counts: one that is always enough, and counts of arrivals on other workers
         self.always, self.num_counts = size, size + 1
         self._counted: dict[tuple[int, int], int] = {}
         #: time on the way -> count there, by stream

@@ -3,7 +3,7 @@
 A stream is the actions of one kind of one shard, in the worker's order. The schedule's formulas are asked about ranges
 of microbatches (`along`), so a stream is a few pieces. Within a piece the slot and the needs grow by the same from
 action to action: the k-th waits until other streams have finished `threshold + k * growth` actions. If each stream runs
-in its own order, as is checked, its next action is the only one of it that can run next.
+in its order, as is checked, only its next action can run next.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class NotRegular(Exception):
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a stream: `count` actions, the k-th of which has slot + k * growth and waits for needs."""
+    """A part of a stream: `count` actions; the k-th has `slot + k * growth` and waits for its needs."""
 
     count: int
     slot: int
@@ -265,7 +265,7 @@ class Streams:
                 needs[stream, grows] = max(needs.get((stream, grows), 0), position + 1)
             else:
                 found = {(s, number, grows) for (s, grows), number in needs.items()}
-                # One that is reached before another of the same stream, at both ends, says nothing.
+                # A need that is met before another need of the same stream, at both ends, adds nothing.
                 found -= {
                     (s, n, grows) for s, n, grows in found for other, more, growth in found
                     if s == other and n <= more and n + grows * (count - 1) <= more + growth * (count - 1)
@@ -303,7 +303,7 @@ class Streams:
                 before = piece.counts(piece.count - 1)
 
     def _implies(self, needs: Mapping[int, int], number: int, wanted: int, seen: dict[int, int]) -> bool:
-        """Return whether so many actions of a stream are finished if these counts are reached."""
+        """Return whether a stream has finished `wanted` actions if these counts are reached."""
         if needs.get(number, 0) >= wanted:
             return True
         for source, count in needs.items():

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from fractions import Fraction
 from math import lcm
 
-#: costs have at most this denominator, and times at most so many ticks
+#: largest denominator of costs, and most ticks of a time
 _FINEST, _MOST = 10**6, 2**53
 #: more different costs than these are measured ones
 _DIFFERENT = 1000

@@ -46,21 +46,21 @@ def _ascending(seconds: Sequence[float]) -> list[int]:
     return sorted(range(len(seconds)), key=lambda m: (seconds[m], m))
 
 
-#: (action, number of its microbatch as given) -> its time relative to those of its kind
+#: (action, number of its microbatch as given) -> its time relative to actions of its kind
 Relative = Callable[[Action, int], float]
 
 
 def balanced(spec: Spec, seconds: Sequence[float], step_s: float = 0, relative: Relative | None = None) -> list[int]:
     """Return the order of a step's microbatches that the schedule runs fastest, as far as a short search finds it.
 
-    Equal microbatches stay as they are. Of two routes of opposite directions each has long microbatches at another
-    place, so ascending times are tried, too.
+    Equal microbatches stay as they are. Two routes of opposite directions need long microbatches at different places,
+    so ascending times are tried, too.
 
     Args:
         spec: a schedule over whole sequences; its number of microbatches may be another one.
         seconds: predicted time of each microbatch, in any unit.
-        step_s: predicted seconds of the step, of which the search takes `SEARCH_SHARE`; 0: no search behind `mountain`.
-        relative: times that differ from stage to stage; None: `seconds` are those of all stages.
+        step_s: predicted seconds of the step; the search takes `SEARCH_SHARE` of them. 0: no search behind `mountain`.
+        relative: times that differ from stage to stage; None: `seconds` hold for all stages.
     """
     if len(set(seconds)) < 2:
         return list(range(len(seconds)))
@@ -90,7 +90,7 @@ def balanced(spec: Spec, seconds: Sequence[float], step_s: float = 0, relative: 
 def span_of(
     relation: Relation, seconds: Sequence[float], order: Sequence[int], relative: Relative | None = None
 ) -> float:
-    """Return the simulated time of a step in a stream whose microbatches run in an order, in the unit of `seconds`."""
+    """Return the simulated time of a step in a stream with this order of microbatches, in the unit of `seconds`."""
     time = relative or (lambda action, number: seconds[number])
     costs = [
         time(action, order[action.index % len(order)]) * _RELATIVE.get(action.kind, 0.0)

@@ -1,9 +1,9 @@
-"""A simulation of streams: all workers at once, moment by moment, and what repeats only once.
+"""A simulation of streams: all workers at once, moment by moment, and repetitions only once.
 
 The same decisions as `simulator`'s, over arrays. At each moment the actions that end then are counted, and every idle
 worker chooses among the next actions of its streams. If all workers are as they were some moments before, but for the
 same growth of every count, then the moments between must come again, until a piece of a stream ends or an action that
-waits may begin: so as many repetitions are added at once. Loads without torch.
+waits may begin: these repetitions are added at once. Loads without torch.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ def run(
     return moments.figures()
 
 
-#: what a stream without a next action waits for
+#: a count that a stream without a next action waits for, and never gets
 _MORE = NEVER + 1
 #: an earlier moment is compared with until these shares of all moments are past
 _SHARES = 64, 8, 2
-#: what an earlier moment is known by
+#: attributes that describe an earlier moment
 _KEPT = "running", "until", "counts", "issued", "state", "piece", "live"
 
 
@@ -78,7 +78,7 @@ class _Moments:
         self.counts[tables.always] = NEVER
         self.source = np.full((size, needs), tables.always)
         self.source[: -tables.width] = tables.sources
-        #: by stream: what these must be, the slot, and how many actions are left of the piece; their growth
+        #: by stream: the needed counts, the slot, and the number of actions left of the piece; their growth
         self.state: Array = np.zeros((size, needs + 2), np.int64)
         self.grows: Array = np.zeros_like(self.state)
         self.slot: Array = self.state[:, -2]
@@ -95,7 +95,7 @@ class _Moments:
         self.flat_keys: Array = self.keys.reshape(-1)
         self.holds: Array = np.array([s.last.kind.keeps * s.size if s else 0 for s in streams])
         self.named = np.array([bool(s) and s.last.kind.per_microbatch for s in streams])
-        #: by lane: the stream whose action runs or ran last, and its end; NEVER: the lane is idle
+        #: by lane: the stream that runs or ran last, and the end of its action; NEVER: the lane is idle
         self.running, self.until = np.full(lanes, -1), np.full(lanes, NEVER, number)
         #: how many actions began at this moment
         self.begun = 0
@@ -167,7 +167,7 @@ class _Moments:
             raise ScheduleError(f"deadlock: {left} actions cannot run; `dependency.check_all` says why")
 
     def _compared(self, befores: list[tuple[int, SimpleNamespace]], moment: int) -> list[tuple[int, SimpleNamespace]]:
-        """Add what repeats since one of two earlier moments; return the moments to compare with next."""
+        """Add the repetitions since one of two earlier moments; return the moments to compare with next."""
         for _, before in befores:
             alike = self.begun == before.begun and np.array_equal(self.running, before.running)
             if alike and (times := self._repeats(before)) > 0:
@@ -202,7 +202,7 @@ class _Moments:
             begun = begun[self.first.take(begun) == NEVER]
             self.first[begun] = self.now
             self.unbegun -= begun.size
-        # What is held from its begin on, until its end, is counted at the begin of both: the lane is busy between.
+        # Activations held from the begin of an action, or until its end, count at the begin: the lane is busy between.
         live = self.live[lanes] = self.live.take(lanes) + self.holds.take(chosen)
         self.high[lanes] = np.maximum(self.high.take(lanes), live)
         state = self.state[chosen] = self.state.take(chosen, 0) + self.grows.take(chosen, 0)
@@ -257,7 +257,7 @@ class _Moments:
         took, busy = self.now - before.now, self.until < NEVER
         grown = self.issued - before.issued
         moving = np.flatnonzero(grown)
-        # Of streams in another piece than before, as many must be left as then.
+        # A stream in another piece than before must have the same number left as then.
         left = before.state[:, -1] - grown * (self.piece == before.piece)
         if (
             not moving.size
@@ -309,7 +309,7 @@ class _Moments:
         missing, grows = self.threshold - self.counts[self.source] - 1, counted[self.source]
         waits = np.where(missing < 0, -1, np.where(grows > 0, missing // np.maximum(grows, 1), NEVER)).max(1)
         waits = waits.reshape(shape)
-        # Until the slots of the others have grown to its slot.
+        # Until the slots of the moving streams have grown to its slot.
         latest = np.where(moves, slot, -1).max(1)
         overtaken = np.where(goes, (slot.T - latest - 1) // np.maximum(most, 1), -1).T
         if self._t.streams.fixed:
@@ -320,7 +320,7 @@ class _Moments:
         return np.where(~moves & (slot < NEVER), rest, NEVER).min()
 
     def _repeat(self, before: SimpleNamespace, times: int) -> None:
-        """Add what repeats, so many times."""
+        """Add the repetition `times` times."""
         shift, live = times * (self.now - before.now), self.live - before.live
         pieces, state = self.piece - before.piece, self.state - before.state
         same = pieces == 0

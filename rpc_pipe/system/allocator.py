@@ -2,11 +2,11 @@
 
 glibc gives large blocks, and the end of its heap, back to the system as soon as they are free, and each is faulted in
 and cleared again page by page when the next action asks for one as large: a tenth of a step of a transformer on a CPU.
-Each thread has a heap of at most 64 MiB, which goes back whole whatever the settings are; so threads share one heap.
+Each thread has a heap of at most 64 MiB, which goes back whole under any settings; so threads share one heap.
 
-torch asks for aligned blocks, whose ends glibc cuts off. The ends stay in its caches of small blocks, and up to glibc
-2.37 a free block between two of them does not fit the next request of its size: the heap of a worker that passes on
-payloads of 64 MiB became three times as large as its contents. Without these caches ends go back to the block.
+torch asks for aligned blocks, and glibc cuts off their ends. The ends stay in its caches of small blocks, and up to
+glibc 2.37 a free block between two of them does not fit the next request of its size: the heap of a worker that passes
+on payloads of 64 MiB became three times as large as its contents. Without these caches ends go back to the block.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def read_file(path: Path, said: str, encoding: str = "utf-8", most: int = MOST_B
 
 @contextmanager
 def refused(kind: type[PipeError], said: str, advice: str = "") -> Iterator[None]:
-    """Turn an error of the system in the body into a sentence: what is `said`, the cause, and an advice.
+    """Turn an error of the system in the body into a sentence: the option as `said`, the cause, and an advice.
 
     Raises:
         PipeError: as the type `kind`, instead of that error.
@@ -76,7 +76,7 @@ def load_module(path: Path, name: str, said: str, *, first: bool = False) -> Mod
     """Run a Python file of the user's and return it as a module; files beside it can be imported, as by a script.
 
     Args:
-        name: of the module, by which dataclasses and pickle find its classes.
+        name: of the module; dataclasses and pickle find its classes by it.
         said: the option as typed, for errors.
         first: whether files beside it precede installed packages.
 

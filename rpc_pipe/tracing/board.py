@@ -11,7 +11,7 @@ the launcher can report a dead worker's last action.
     {"kind": "header", ...}                                constant properties
     {"kind": "program", "number": 1, ...}                  `own_boards.list_program` for the most microbatches so far
     {"kind": "step", "number": 2, "record": {...}}         a step as it ran; times in ns of the worker's clock
-    {"kind": "evaluation", "number": 3, "step": 1, ...}    a held-out loss after so many steps
+    {"kind": "evaluation", "number": 3, "step": 1, ...}    a held-out loss after that number of steps
 
 The head is overwritten again and again, with a number before and behind it: a head that is read twice alike, with
 equal numbers, is whole.
@@ -96,7 +96,7 @@ class Live(NamedTuple):
         return self.told()
 
     def told(self, members: int = 1) -> str:
-        """Return the state in words; `members`: of each worker, each of which is a process that is named."""
+        """Return the state in words, with the number of a member if workers have several `members`."""
         if self.state is State.RUNNING:
             return f"running {self.action}, step {self.step}"
         if self.state is State.WAITING and self.missing is None:
@@ -149,7 +149,7 @@ class BoardWriter(Listener):
         self._most_listed = 0
         #: the last step, while it has not been written
         self._ended: StepRecord | None = None
-        #: apart from each other, as many evaluations would crowd out the steps
+        #: kept apart, since a large number of evaluations would crowd out the steps
         self._steps, self._evaluations = dict[int, bytes](), dict[int, bytes]()
         self._bytes = self._version = 0
         self._head: mmap.mmap | bytearray = bytearray(HEAD.size)

@@ -100,7 +100,7 @@ class BoardFile:
         self._open()
 
     def _open(self) -> None:
-        if not self._path.is_file():  # a pipe, say
+        if not self._path.is_file():  # such as a pipe
             raise OSError(f"{self._path} is not a regular file")
         self._file, self._at = File(self._path), HEAD.size
 
@@ -273,7 +273,7 @@ class RunBoards:
     def stacks(self, worker: int | None) -> list[str]:
         """Return lines with the stack of a worker's computing thread, which its process writes on a signal, if it can.
 
-        The signal's handler does nothing else, and interrupted calls go on.
+        The signal's handler only writes, and interrupted calls go on.
         """
         header = {} if worker is None else self._latest.headers[worker]
         number = header.get("process", "").partition("/")[0]

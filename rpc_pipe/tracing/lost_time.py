@@ -5,14 +5,14 @@ measured times, adding one cause at a time, and each cause is charged with the t
 
     limit                  all work / workers
     + bubble               the schedule with equal stages, free transfers
-    + imbalance            with each stage's own work
-    + slow worker          with each worker's own speed
-    + unequal microbatches with each microbatch's own length
-    + link                 with the measured transfer times, beyond the runtime's own
+    + imbalance            with the work of each stage
+    + slow worker          with the speed of each worker
+    + unequal microbatches with the length of each microbatch
+    + link                 with the measured transfer times, beyond the runtime's part
     + data                 the time between steps, and the time of reading a batch within a step
     + overhead             the rest up to the measured time: the runtime, jitter
 
-A worker counts as slow, and not as having more work, if stages like its own take less time elsewhere.
+A worker counts as slow, and not as having more work, if stages like its stages take less time elsewhere.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from .trace import Trace, by_length, transfers
 
 #: the cause that another order of microbatches makes smaller
 UNEQUAL = "unequal microbatches"
-#: the runtime's own part of a transfer: serialisation, and waking threads (bench/hops.py)
+#: the runtime's part of a transfer: serialisation, and waking threads (bench/hops.py)
 _RUNTIME_HOP_MS = 1.0
 #: a payload between CPU workers of one machine that takes less waits for a core, not for a link
 _SLOW_HERE_MS = 10.0
-#: ratio of times from which a worker counts as slow; less is noise
+#: least ratio of times for a worker to count as slow; less is noise
 _SLOW = 1.1
 #: number of steps simulated in sequence, as steps may overlap
 _STEPS = 3
@@ -46,9 +46,9 @@ _NEGLIGIBLE = 0.04
 _KNOWN = 0.5
 #: the bubble in a sentence
 _BUBBLE = "the schedule's own bubble"
-#: times its usual time from which an action counts as long, and ms below which it counts as small
+#: an action is long from this multiple of its usual time on, and small below this number of ms
 _LONG, _SMALL_MS = 3, 3.0
-#: by cause of waiting for data: what is waited for, and advice
+#: by cause of waiting for data: the awaited work, and advice
 _DATA = {
     "": (
         "or for what else the script does there",
@@ -66,9 +66,9 @@ class LostTime:
 
     step_ms: float
     limit_ms: float
-    #: the causes with their ms, in the order in which they are charged
+    #: the causes with their ms, in the order above
     parts: dict[str, float]
-    #: what data are waited for: disk, network or decode; empty: unknown
+    #: the cause of waiting for data: disk, network or decode; empty: unknown
     data_cause: str = ""
     #: the largest causes, with advice
     sentence: str = ""
@@ -96,7 +96,7 @@ def attribute_lost_time(
             equally long.
         cores: cores of the machine, if all workers compute on the CPU of one machine.
         one_process: whether the workers are threads of one process, which take turns.
-        core_wait: share of the time in which a worker could have run and had no core, by the kernel.
+        core_wait: share of the time that a worker waited for a core, by the kernel.
     """
     return _Case(trace, shards, cores, one_process, core_wait).lost()
 
@@ -114,7 +114,7 @@ class _Case:
         self._lengths = trace.lengths(_STEPS)
         #: mean length: actions take the median times so long on average
         self._mean = fmean(chain.from_iterable(self._lengths)) if self._lengths else 1.0
-        #: by worker, the ratio of its times to those of other workers for stages of the same form
+        #: by worker, the ratio of its times to other workers' times for stages of the same form
         self._slowness = self._compare(shards)
         #: (source, target) -> median transfer time in ms; and the least of a slow link
         self._delays = {pair: median(way.ms for way in found) for pair, found in transfers(self._records).items()}
@@ -259,7 +259,7 @@ class _Case:
         return simulate(self._spec, cost, steps=_STEPS, links=links).step_time
 
     def _data_waits(self) -> list[float]:
-        """Return, by worker, the median ms by which its calls were later than they could have been."""
+        """Return the median ms, by worker, that its calls were later than they could have been."""
         late: dict[int, list[float]] = defaultdict(list)
         for before, after in pairwise(self._records):
             ended = {record.worker: record.end_ns for record in before}
@@ -283,7 +283,7 @@ class _Case:
         return worst if ns / 1e6 > _KNOWN * between else ""
 
     def _compare(self, shards: Sequence[Sequence[Sequence[int]]]) -> list[float]:
-        """Return, by worker, the ratio of its times to those of other workers, for forms of stages that both have.
+        """Return the ratios, by worker, of its times to other workers' times, for forms of stages that both have.
 
         1 where that is not known.
         """

@@ -305,7 +305,7 @@ def leave() -> None:
 
 
 def list_program(spec: Spec, worker: int, order: Order, program: Iterable[Entry]) -> dict[str, Any]:
-    """Return, for JSON, the actions of `worker` in a step, in order, with their needs."""
+    """Return the actions of `worker` in a step, in order, with their needs, as values for JSON."""
     entries = [entry for entry in program if spec.orders(entry.action)]
     overlaps, how = not spec.synchronous, spec.parallelism
     stream = {

@@ -57,7 +57,7 @@ def root() -> Path:
     for above in (_MEMORY, Path(tempfile.gettempdir())):
         if os.access(above, os.W_OK):
             path = above / f"rpc-pipe-{os.getuid()}"
-            with suppress(OSError):  # a file, a pipe or a link of this name, or somebody else's folder
+            with suppress(OSError):  # a file, a pipe or a link of this name, or another user's folder
                 path.mkdir(mode=0o700, exist_ok=True)
                 there = path.lstat()
                 if stat.S_ISDIR(there.st_mode) and there.st_uid == os.getuid():
@@ -163,9 +163,9 @@ def identity() -> str:
 
 
 def core_time(process: str) -> tuple[int, int] | None:
-    """Return the time of a process of this host, and the part of it in which it waited for a core, in ns.
+    """Return the time of a process of this host, and the part that it waited for a core, in ns.
 
-    None: the kernel does not tell (proc(5), schedstat), or the process has ended.
+    None: the kernel does not measure it (proc(5), schedstat), or the process has ended.
     """
     with suppress(OSError, ValueError, IndexError):
         waited = int(Path("/proc", process.partition("/")[0], "schedstat").read_text().split()[1])

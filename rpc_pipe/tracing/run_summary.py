@@ -66,7 +66,7 @@ def _count(number: int, what: str) -> str:
 
 
 def summary(found: dict[str, Any], *more: str) -> str:
-    """Return what is told of a run at its end, from its figures; with lines of `more`."""
+    """Return the summary of a run, printed at its end, from its figures; with lines of `more`."""
     epoch = f"figures are of epoch {found['epoch']}, from step {found['first_step']}" if "epoch" in found else ""
     lines = [*more, epoch and f"{epoch}: workers were others before"]
     if "observations" in found:

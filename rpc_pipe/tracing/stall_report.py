@@ -59,10 +59,10 @@ def waiting_chain(lives: Mapping[int, Live], last_host: int) -> Sequence[int]:
 
 
 def behind(lives: Mapping[int, Live], end: int, members: int) -> int:
-    """Return, of the members of the worker that process `end` is of, the one that is behind.
+    """Return the member of `end`'s worker that is behind.
 
     Members run alike: the rest are further, and wait for this member in a collective. A member that is between two
-    steps, or stopped, is in none; of members that run an action the one that began first is behind.
+    steps, or stopped, is in none; among members that run an action, the one that began first is behind.
     """
     here = [rank for rank in lives if rank // members == end // members]
     apart = [rank for rank in here if lives[rank].state in (State.STARTING, State.BETWEEN, State.STOPPED)]

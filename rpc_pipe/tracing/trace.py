@@ -57,7 +57,7 @@ class Trace:
         return step_ms([self.steps[step] for step in sorted(self.steps)])
 
     def cost(self) -> Cost:
-        """Return, for the simulator, the median ms of actions by worker, stage, kind and slice."""
+        """Return the median ms of actions by worker, stage, kind and slice, as a cost for the simulator."""
         times: dict[tuple[int, int, Kind, float], list[float]] = defaultdict(list)
 
         def key(worker: int, action: Action) -> tuple[int, int, Kind, float]:
@@ -69,7 +69,7 @@ class Trace:
         return lambda action: medians.get(key(self.spec.worker(action), action), 0.0)
 
     def lengths(self, last: int = 1) -> list[list[float]]:
-        """Return, of a number of last steps, the times of microbatches relative to the usual one; []: all are equal.
+        """Return the times of microbatches in the last steps, relative to the usual one; []: all are equal.
 
         Times alone differ by noise: the payloads of unequal microbatches differ, too, or the run has put them in order.
         """

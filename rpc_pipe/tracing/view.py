@@ -84,7 +84,7 @@ RECENT = 8
 _ATTRIBUTE_EVERY_S = 2.0
 #: a stall: nothing has finished for this many seconds, and this many times a usual step
 _STALL_S, _STALL_STEPS = 10.0, 10
-#: ns of training from which waits for cores are known
+#: least ns of training to know the waits for cores
 _LEAST_NS = 5 * 10**8
 #: factor of both if no worker has been called, and in the first step
 _MORE_BETWEEN = 6

@@ -27,7 +27,7 @@ class Floats(OperatorMode):
 
     @property
     def precision(self) -> float:
-        """Of the coarsest of them."""
+        """The precision of the coarsest type that was seen."""
         return max(torch.finfo(dtype).eps for dtype in self._seen)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

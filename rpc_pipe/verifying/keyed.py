@@ -36,7 +36,7 @@ def places_of(modules: Iterable[nn.Module], number: Mapping[nn.Parameter, int]) 
 
 
 class Holding:
-    """A context, on this thread alone, in which modules have replaced weights, by number."""
+    """A context that replaces weights of modules, by number; no other thread computes during it."""
 
     def __init__(self, places: Iterable[Place], weights: Sequence[Tensor], own: Sequence[Tensor]) -> None:
         self._places, self._weights, self._own = places, weights, own

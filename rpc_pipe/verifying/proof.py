@@ -192,5 +192,5 @@ def _routes(actor: WorkerActor) -> list[tuple[int, dict[str, Tensor]]]:
 
 
 def _whole_tensors(actor: WorkerActor, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors, whole on the first member and none on the others, if members share them."""
+    """Return the tensors; if members share them, whole ones on the first member, and none on the rest."""
     return tensors if (shared := actor.members) is None else shared.whole(tensors)

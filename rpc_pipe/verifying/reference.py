@@ -59,7 +59,7 @@ class _Stage:
         self.versions[self.newest] = [parameter.detach().clone() for parameter in self.own]
 
     def at(self, version: int) -> AbstractContextManager[object]:
-        """Return a context in which the parameters hold a version; versions before it are dropped."""
+        """Return a context that gives the parameters a version; versions before it are dropped."""
         self.versions = {number: tensors for number, tensors in self.versions.items() if number >= version}
         pairs = zip(self.own, self.versions[version], strict=True)
         return shown([KeptTensor(parameter, tensor, parameter._version, None) for parameter, tensor in pairs])
@@ -137,7 +137,7 @@ class Reference:
             self._statistics.append(Statistics(modules))
             replica.shares = Shares(replica.module, cut)
             replica.stages = [_Stage(replica.module, own, optimizer, lr_scheduler) for own in names]
-        #: the reference weights of each stage, to which routes are pulled
+        #: the reference weights of each stage, which pull the routes' weights
         self.pulled_to = [{name: p.detach().clone() for name, p in stage.named} for stage in self.replicas[0].stages]
         #: norms of the gradients before clipping, by step, where a step has one
         self.norms: list[float] = []
@@ -239,7 +239,7 @@ class Reference:
     def _step(self, spec: Spec, step: _StepSums) -> None:
         """Train on a batch; an update comes as soon as its microbatches have been there and back.
 
-        An optimizer that takes a whole step serves all routes, whatever their gradients are.
+        If an update takes a whole step, all routes make it.
         """
         whole = range(step.begin, step.begin + spec.num_microbatches)
         for m in whole:
@@ -291,8 +291,10 @@ class Reference:
                 self.replicas[route].stages[number].own[n].grad = None if total is None else total.clone()
 
     def _groups(self, order: Sequence[int], begin: int) -> list[list[int]]:
-        """Return the microbatches of the whole batch in the groups that are added: those of each member, or those that
-        members compute at the same time. Without members they are one group."""
+        """Return the microbatches of the whole batch in groups, as their gradients are added.
+
+        A group has one microbatch of every member, or all microbatches of one member. Without members it has all.
+        """
         count = self._members
         if self._per_microbatch:
             return [[begin + m * count + member for member in range(count)] for m in order]

@@ -45,7 +45,7 @@ class Compared:
         """Compare tensors by name; a tensor missing on one side differs.
 
         Args:
-            what: printed behind the names; each group of tensors has a scale.
+            what: text behind the names; each group of tensors has a scale.
         """
         for name in expected.keys() | found.keys():
             there = [side[name].detach().cpu() if name in side else None for side in (found, expected)]

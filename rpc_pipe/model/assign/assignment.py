@@ -182,7 +182,7 @@ class Assignment:
         return possible[fewest_bytes(choice)]
 
     def _find_uses(self) -> list[set[str]]:
-        """Return, by event, the parameters and buffers that it reads, also through values made of weights alone."""
+        """Return the parameters and buffers that each event reads, also through values made of weights alone."""
         events = self._observation.events
         found = [event.params | event.buffers for event in events]
         placed: set[int] = set()

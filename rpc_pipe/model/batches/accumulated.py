@@ -1,4 +1,4 @@
-"""Gradients of steps since the last update: those of a dead replica are lost, so workers compute all of them again."""
+"""Gradients of steps since the last update; workers compute all of them again if a replica dies with its gradients."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class BatchReader:
 
             self._sequences = Sequences(spec, whole, loss_is_inside=loss_is_inside)
         self._peers, self._peer, self._is_whole = peers, peers[0], whole is not None
-        #: of batches whose rows are grouped by length
+        #: needs of batches with rows grouped by length
         self._needs: dict[str, Any] = {"loss_is_inside": loss_is_inside, "ordering": ordering}
         #: whether a batch with fewer rows than microbatches has been reported
         self._said_fewer = False
@@ -59,7 +59,7 @@ class BatchReader:
         """Read for `spec` from now on, the same schedule in perhaps another placement.
 
         Args:
-            members: how many members of a worker take its microbatches in turn; `spec` counts those of all.
+            members: how many members of a worker take its microbatches in turn; `spec` counts all microbatches.
         """
         self._needs["members"] = members
         self._spec, self._reader = spec.unsliced(), spec.place(0, 0)

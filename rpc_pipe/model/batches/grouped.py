@@ -31,7 +31,7 @@ class LengthNeeds(NamedTuple):
 
 
 class Grouped(NamedTuple):
-    """The microbatches of a batch whose rows have been grouped by length."""
+    """The microbatches of a batch with rows that have been grouped by length."""
 
     inputs: list[Tree]
     targets: list[Tree]
@@ -46,10 +46,10 @@ class Grouped(NamedTuple):
 
 
 class GroupedBatch(LazyBatch):
-    """A batch whose rows may be grouped by length."""
+    """A batch with rows that may be grouped by length."""
 
     def grouped(self, inputs: bool, targets: bool, needs: LengthNeeds, own: OwnRows | None) -> Grouped:
-        """Return the wanted sides of the batch in microbatches by length, perhaps its `own` alone."""
+        """Return the wanted sides of the batch in microbatches by length, perhaps the rows `own` alone."""
         raise NotImplementedError
 
 
@@ -64,7 +64,7 @@ def read_grouped(
     ordering: Ordering | None,
     own: OwnRows | None,
 ) -> Microbatches:
-    """Return the microbatches of a batch whose rows are grouped by length.
+    """Return the microbatches of a batch with rows grouped by length.
 
     Args:
         sides: whether this worker uses inputs and targets.

@@ -21,7 +21,7 @@ class OwnRows(NamedTuple):
 
     spec: Spec
     worker: int
-    #: the process among those that take microbatches in turn, and their number
+    #: the number of this process among the members that take microbatches in turn, and their count
     member: int = 0
     members: int = 1
 
@@ -50,7 +50,7 @@ class LazyBatch:
     waited_for: str = ""
 
     def read(self, inputs: bool, targets: bool, own: SomeRows | None = None) -> tuple[Tree, Tree]:
-        """Return the wanted ones of (inputs, targets), only their `own` rows; None for the unwanted."""
+        """Return the wanted ones of (inputs, targets), only the rows `own`; None for the unwanted."""
         raise NotImplementedError
 
     def follow(self) -> None:

@@ -31,7 +31,7 @@ CouldBeOne = Callable[[Sequence[Any]], bool]
 
 
 def has_batches(given: Any, known: Any, could_be_one: CouldBeOne) -> bool | None:
-    """Return whether `given` has batches; None: its form does not tell."""
+    """Return whether `given` has batches; None: its form does not show it."""
     if type(given) not in (tuple, list):
         return isinstance(given, Iterable) and not isinstance(given, _BATCHES) and not is_dataclass(given)
     if all(isinstance(each, (SplitBatch, LazyBatch)) for each in given):

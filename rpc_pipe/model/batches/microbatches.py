@@ -24,7 +24,7 @@ Pair = Callable[[Tree], tuple[Tree, Tree]]
 
 
 class SplitBatch(list[Tree]):
-    """A batch that is split already: a list of microbatches, whose shapes may differ."""
+    """A batch that is split already: a list of microbatches; shapes may differ."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Microbatches(StepData):
 
     @property
     def num_items(self) -> float | None:
-        """The `NUM_ITEMS` by which a whole model divides its loss; None: it takes a mean."""
+        """The `NUM_ITEMS` that divides a whole model's loss; None: it takes a mean."""
         for inputs, target, share in zip(self.inputs, self.targets, self.shares, strict=True):
             if divides_sums(inputs, target) and not getattr(inputs[1][NUM_ITEMS], "is_meta", False):
                 return float(inputs[1][NUM_ITEMS]) / share
@@ -120,7 +120,7 @@ class Microbatches(StepData):
         """Split the read part of a lazy batch.
 
         Args:
-            own: the rows that have been read, if not all; other replicas' microbatches are meta tensors.
+            own: the rows that have been read, if not all; microbatches of other replicas are meta tensors.
         """
         rows = [batch.rows // parts + (number < batch.rows % parts) for number in range(parts)]  # as split_rows does
         if own is None:
@@ -146,7 +146,7 @@ class Microbatches(StepData):
 
 
 def _split(tree: Tree, rows: Sequence[int], own: Sequence[int]) -> list[Tree]:
-    """Split the read part of a batch, the microbatches `own`; the other microbatches have forms alone."""
+    """Split the read part of a batch, the microbatches `own`; the rest of the microbatches have forms alone."""
     read = {id(t): dict(zip(own, t.split([rows[n] for n in own]), strict=True)) for t in tensors_of(tree)}
 
     def piece(number: int) -> Tree:
@@ -217,7 +217,7 @@ def update_shares(spec: Spec, shares: Sequence[float]) -> list[float] | None:
     """Return each microbatch's share of the rows of its update; None if updates take whole steps.
 
     Raises:
-        BatchError: losses are divided by a number of the whole batch, of which an update takes a part.
+        BatchError: losses are divided by a number of the whole batch, but an update takes a part of it.
     """
     if spec.takes_steps:
         return None

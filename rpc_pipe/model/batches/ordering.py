@@ -1,4 +1,4 @@
-"""The order in which the microbatches of a training step run, by their predicted times."""
+"""The order of a training step's microbatches, by their predicted times."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Ordering:
         self.seconds: Callable[[int, int], float] | None = getattr(cost, "seconds", None)
 
     def applied(self, spec: Spec, found: Microbatches) -> Microbatches:
-        """Return the microbatches in the order in which they will run.
+        """Return the microbatches in the order of their run.
 
         Args:
             spec: over whole sequences.

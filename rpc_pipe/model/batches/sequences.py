@@ -136,7 +136,7 @@ class SliceCache(TensorHolder):
 
     @property
     def whole(self) -> Mapping[str, Any]:
-        """The model's arguments by name for the whole sequence, of which few slices are asked."""
+        """The model's arguments by name for the whole sequence, which few slices ask for."""
         return reduce(map_tensors, self._changes, self._whole)
 
     def mapped(self, change: Callable[[Tensor], Any]) -> SliceCache:
@@ -174,8 +174,8 @@ class SliceCache(TensorHolder):
 def _masks(whole: Any, largest: float) -> Callable[[int, int, int], Tensor] | None:
     """Return the maker of the mask of a slice from `begin` to `end` of a sequence; None: the model makes the mask.
 
-    All layers save one mask for backward, and the masks of all slices are parts of one. Of a mask made by the model
-    each layer saves a copy: of 4,096 tokens in 8 slices 34 MB, a sixth of GPT-2's activations.
+    All layers save one mask for backward, and the masks of all slices are parts of one. Each layer would save a copy
+    of a mask made by the model: 34 MB for 4,096 tokens in 8 slices, a sixth of GPT-2's activations.
 
     Args:
         largest: the part of a sequence that is in its largest slice.

@@ -145,7 +145,7 @@ class StepInputs:
         """Return the input of a worker's next step.
 
         Args:
-            what: the call, if it is no training step.
+            what: name of the call, if it is no training step.
             streamed: whether the next step may begin before this one has ended.
         """
         number = actor.next_step

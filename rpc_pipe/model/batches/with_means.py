@@ -12,7 +12,7 @@ from .microbatches import Microbatches, divides_sums, has_items, rows_in
 
 
 def with_means(found: Microbatches) -> Microbatches:
-    """Return microbatches whose `NUM_ITEMS` is that of their share of rows, for losses with terms beside such sums.
+    """Return microbatches with the `NUM_ITEMS` of their share of rows, for losses with terms beside such sums.
 
     Each loss is then a mean of its microbatch. Terms that are means already, as a router's, would be added up else.
     """

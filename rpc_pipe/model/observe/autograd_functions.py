@@ -26,7 +26,7 @@ def taken_by_functions(trees: Any, values: Collection[Value], known: set[Any]) -
 
     Args:
         values: the tensors that passed between events.
-        known: nodes of the graph; those found are added.
+        known: nodes of the graph; the nodes found here are added.
     """
     waiting = [tensor.grad_fn for tensor in tensors(trees)]
     while waiting:

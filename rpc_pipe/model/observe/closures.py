@@ -69,7 +69,7 @@ def modules_in(values: Iterable[Any], depth: int) -> Iterator[nn.Module]:
 
 
 def inside(value: Any) -> list[Any]:
-    """Return what a partial function, a container or a bound method holds."""
+    """Return the contents of a partial function, a container or a bound method."""
     if isinstance(value, partial):
         return [value.func, *value.args, *value.keywords.values()]
     if isinstance(value, (list, tuple, set, dict)):

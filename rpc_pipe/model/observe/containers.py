@@ -23,14 +23,14 @@ from .side_effects import fill
 from .trees import PLAIN
 
 _ATOMS = (*PLAIN, Enum, range, Number, PurePath, FunctionType, BuiltinFunctionType)
-#: how objects are pickled whose attributes are their whole state; that of others, such as generators, may lie elsewhere
+#: pickling methods of objects with attributes as their whole state; other objects, such as generators, may have more
 _BY_ATTRIBUTES: tuple[Any, ...] = (object.__reduce__, SimpleNamespace.__reduce__)
 #: forwards that are observed may write containers, which other threads read and observe
 _OBSERVING = RLock()
 
 
 def readable(value: Any) -> dict[int, Any]:
-    """Return, by id, the containers and objects in a value of numbers, words and the like; none if it holds more."""
+    """Return the containers and objects, by id, in a value of numbers, words and the like; none if it holds more."""
     found: dict[int, Any] = {}
     waiting = [value]
     while waiting:
@@ -63,7 +63,7 @@ def _values(inside: Any) -> Iterable[Any]:
 
 
 def shared(modules: Iterable[nn.Module]) -> dict[int, Any]:
-    """Return, by id of an attribute's value, the object that copies of modules have in its place."""
+    """Return the objects that copies of modules have in the place of attributes, by id of the attribute's value."""
     found: dict[int, Any] = {}
     for value in (value for module in modules for name, value in vars(module).items() if name not in OF_TORCH):
         if id(value) not in found and (boxes := readable(value)):
@@ -99,7 +99,7 @@ class Followed:
 
     @contextmanager
     def observed(self) -> Iterator[None]:
-        """Return a context for an observed forward; the copy then has copies of those that it has written."""
+        """Return a context for an observed forward; afterwards the copy has copies of the containers that it wrote."""
         with _OBSERVING:
             boxes = {key: box for module, name in self._places for key, box in readable(vars(module)[name]).items()}
             insides = [(box, _inside(box)) for box in boxes.values()]

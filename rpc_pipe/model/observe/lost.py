@@ -1,4 +1,4 @@
-"""The error about a tensor that an observed forward takes, and whose maker is not known."""
+"""The error about a tensor of an unknown maker, which an observed forward takes."""
 
 from __future__ import annotations
 

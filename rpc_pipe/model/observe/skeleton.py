@@ -96,7 +96,7 @@ class Skeleton:
         self.counting: set[nn.Module] = set()
         #: buffers that a forward has replaced by other tensors
         self.exchanged: dict[tuple[nn.Module, str], None] = {}
-        #: hooks by which members of a worker share blocks, which do not run on shapes
+        #: hooks that divide blocks over members of a worker, which do not run on shapes
         self.of_members = Hooks(())
 
     def _copied(self, model: nn.Module, memo: dict[int, Any], kept: dict[int, Any]) -> nn.Module:
@@ -281,20 +281,20 @@ class Skeleton:
 
 
 class Hooks:
-    """Forward hooks of modules, to be swapped with those that the modules have at another time."""
+    """Forward hooks of modules, to be swapped with the hooks that the modules have at another time."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         tables = [table for m in modules for table in (m._forward_hooks, m._forward_pre_hooks)]
         self._held: list[tuple[dict[int, Any], dict[int, Any]]] = [(table, dict(table)) for table in tables]
 
     def added(self) -> Hooks:
-        """Return those of modules that have other hooks now."""
+        """Return the held hooks of the modules that have other hooks now."""
         found = Hooks(())
         found._held = [(table, held) for table, held in self._held if table.keys() != held.keys()]
         return found
 
     def swap(self) -> None:
-        """Put back the hooks that are held, and hold those that are replaced."""
+        """Put back the hooks that are held, and hold the replaced ones."""
         for number, (table, held) in enumerate(self._held):
             self._held[number] = table, dict(table)
             table.clear()
@@ -309,7 +309,7 @@ def is_mark(func: Any) -> bool:
 def wrap(block: nn.Module, around: Callable[..., Any]) -> Callable[[], None]:
     """Let `around(call, *args, **kwargs)` run in place of each call of a block; return the function that undoes it.
 
-    The call includes the hooks of the block, also those that the model registers in its first forward: they may need
+    The call includes the hooks of the block, also the ones that the model registers in its first forward: they may need
     numbers, and a stage may end with the call. A model may also call the block's `forward`, past its hooks.
     """
     held = vars(block)  # setattr on a compiled module would set the attribute of the module inside

@@ -47,7 +47,7 @@ class ObservedStage:
 
     Attributes:
         module: the whole model's modules. Parameters of other stages are placeholders.
-        own: modules that are not inside blocks of other stages only.
+        own: modules except the ones that are inside blocks of other stages only.
     """
 
     takes_fields = True

@@ -1,4 +1,4 @@
-"""The forward of one stage: the model's forward, in which a script replaces the events of other stages.
+"""The forward of one stage: the model's forward, with a script that replaces the events of other stages.
 
 Calls of torch functions and blocks are compared with the script in order. This stage's calls run; all other calls
 return placeholders, or the tensors that have come from the stage before.

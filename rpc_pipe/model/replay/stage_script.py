@@ -1,4 +1,4 @@
-"""The script of a stage: for every event of the forward, whether the stage runs it or what it returns in its place.
+"""The script of a stage: for every event of the forward, whether the stage runs it, or the value in its place.
 
 A script is made of one observation and followed by every microbatch of the same shapes (`scripted_forward`).
 """
@@ -84,7 +84,7 @@ class Script:
         self._choices = assignment.choices
         #: whether it was made for new sizes, and no forward has followed it yet
         self.is_new = False
-        #: whether the attributes have been compared that a forward leaves which ends with the stage's last event
+        #: whether the attributes after a first forward that ended with the stage's last event were compared
         self.is_settled = self.is_last or self._to_the_end
         #: names of the weights and buffers that are written here, even with equal values
         self.writes = {

@@ -73,7 +73,7 @@ def costs_of(
 
 
 def time_blocks(blocks: Sequence[TimedBlock], repeats: int, tell: Callable[[int], None] = lambda done: None) -> None:
-    """Time blocks that have run once, which warms up, in `repeats` more runs; `tell` their number after each group.
+    """Time blocks that have run once, which warms up, in `repeats` more runs; report their number after each group.
 
     All forwards of a group run before its backwards, as in a stage: the processor's caches no longer hold a
     forward's tensors when its backward reads them. A short disturbance then also affects few runs of any block.

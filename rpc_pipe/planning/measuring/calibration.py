@@ -1,7 +1,7 @@
 """Calibration of a job's workers: the time of the runtime for an action and for a step, and the links.
 
 A pipeline of sleeping layers is trained for a few steps. The runtime's time is the time of an action beyond its layers,
-and the gap between two actions if the second waited for nothing else, on processors that are not busy. Links are
+and the gap between two actions if the second waited for the first alone, on processors that are not busy. Links are
 measured by payloads that two workers send to and fro in the way of a step's payloads.
 """
 
@@ -35,7 +35,7 @@ _SCHEDULES = ("1f1b", "gpipe", "zb-h1", "chimera")
 _MEASURED = (F, B, I, W, G, U)
 #: payloads: small and large, bytes; how often each goes to and fro
 _SMALL, _LARGE, _ROUNDS = 4_096, 4_194_304, 15
-#: most workers for which every pair is measured; with more, neighbours only
+#: up to this number of workers every pair is measured; with more, neighbours only
 _ALL_PAIRS = 8
 #: payloads that move at once, bytes and count: the size of gradients, and of activations
 _GRADIENTS, _HANDED_ON = (8_388_608, 1), (1_048_576, 8)
@@ -200,7 +200,7 @@ def _lost(actor: WorkerActor, size: int, count: int) -> float:
     counts, because other programs may use the processors too.
 
     Args:
-        size: bytes of a payload, several of which move at once.
+        size: bytes of a payload; several payloads move at once.
     """
     me, num_workers = actor.worker, len(actor.carrier.workers)
     if num_workers == 1:

@@ -77,7 +77,7 @@ class TimedBlock:
         self.output: Tree = ()
         #: bytes of the last run that F keeps for backward, I for W, and F's parts in inputs and outputs
         self.kept = Size()
-        #: names of the operators whose backward has run, inputs first
+        #: names of the operators that have run backward, inputs first
         self._operators: tuple[str, ...] = ()
 
     @property
