@@ -26,6 +26,7 @@ from .dependency.pipeline_options import Options
 from .inspected import Inspected
 from .launching import launcher_link as link
 from .launching import overrides
+from .launching.attaching import attach
 from .launching.job import own_part
 from .model.batches.lazy_batch import label_of
 from .model.batches.microbatches import Outputs
@@ -162,7 +163,7 @@ class Pipeline(Inspected):
             training=training, options=options, job=job, sharing=sharing, ordering=ordering, recover=recover,
         )  # fmt: skip
         self._session.made, self._stopped = self._made, False
-        link.attach(self)  # a model may hang while it is cut
+        attach(self)  # a model may hang while it is cut
         self._session.cut_at_once(example)
 
     def _made(self) -> None:
@@ -177,7 +178,7 @@ class Pipeline(Inspected):
             self.predicted_ms = plan.predicted_ms
             warn_if_other_model(plan, self._session.name, [actor.shards for actor in self.actors])
         if not self._session.epoch:
-            link.attach(self)
+            attach(self)
             overrides.current.made(self)
 
     @property

@@ -22,6 +22,7 @@ from ..checkpoints.newcomer import Journal, Repetition
 from ..dependency import EpochEnds, PeerLost, PipeError, StageLost, Stalled, ends_epoch
 from ..launching import epoch_boards, epochs
 from ..launching import launcher_link as link
+from ..launching.ending import heed
 from ..launching.job import Job
 from ..launching.joining import drop, join
 from ..launching.meeting_place import place_of, root_of
@@ -54,7 +55,7 @@ def _heed_eviction() -> None:
     def tell(number: int) -> None:
         threading.Thread(target=link.tell, kwargs={"kind": epochs.EVICTED}, daemon=True).start()  # it has a lock
 
-    link.heed({signal.SIGTERM: signal.SIG_DFL}, tell)
+    heed({signal.SIGTERM: signal.SIG_DFL}, tell)
 
 
 class Recovery:

@@ -11,6 +11,7 @@ from pathlib import Path
 from ..dependency import ConfigError, PipeError, ScheduleError
 from ..dependency.errors import MOST_TRACEBACK, leading_to_user, shortened
 from . import launcher_link as link
+from . import leash
 from .job import FAILED, WRONG_INPUT
 from .report import Reporter
 
@@ -23,8 +24,8 @@ def as_worker(work: Callable[[], None], reporter: Reporter) -> int:
     if link.present():
         for number in (signal.SIGINT, signal.SIGUSR1):  # SLURM sends it to all processes, the launcher stops them
             signal.signal(number, signal.SIG_IGN)
-        link.hold_leash()
-        link.lodge_children()
+        leash.hold_leash()
+        leash.lodge_children()
     else:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # TensorPipe would warn when peers leave
         link.tell_instead(reporter.handle)
