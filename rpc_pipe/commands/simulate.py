@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..dependency import Action, ConfigError, G, Kind, Spec, worker_staleness, worker_weight_copies
+from ..dependency.decoding import Decoding
 from ..drawing.chrome import write_chrome
 from ..drawing.page import draw_page
 from ..drawing.svg import Picture, draw_svg
@@ -16,7 +17,7 @@ from ..drawing.timeline import draw, row_names
 from ..launching.report import Reporter
 from ..planning.comparison import describe_staleness
 from ..planning.grouping import Grouping
-from ..planning.simulator import Cost, Levels, Link, Simulation, simulate
+from ..planning.simulator import Cost, Levels, Link, Outcome, Simulation, simulate
 from ..planning.slice_costs import SliceCosts
 from ..planning.span import Span, waits
 from ..planning.specs import PipeOptions
@@ -43,6 +44,8 @@ from .readers import link, numbers, positive, size, some, whole
 _MOST_LISTED = 5_000
 #: most workers that are listed one by one
 _MOST_PEAKS = 64
+#: options of training, which `--generate` does without
+_OF_TRAINING = ("slices", "attention", "microbatch_order", "lengths", "length_cost", *MEMBERS, "gather", "steps")
 #: most lines of a picture that is too wide for one
 _MOST_LINES = 120
 
@@ -63,6 +66,10 @@ def add(commands: Any) -> None:
     payload = "size of a payload, for --uplink and bandwidths of --link"
     parser.add_argument("--payload", type=size, metavar="BYTES", help=payload)
     parser.add_argument("--steps", type=whole(1), help="number of consecutive steps (1)")
+    generate = "instead of a step: so many tokens behind prompts; --microbatches groups of sequences"
+    parser.add_argument("--generate", type=whole(1), metavar="TOKENS", help=generate)
+    cache = "with --generate: keys and values of one token of a group on a stage"
+    parser.add_argument("--cache", type=size, metavar="BYTES", help=cache)
     parser.add_argument("--actions", action="store_true", help="with --json: the order of each worker's actions, too")
     parser.add_argument("--svg", metavar="FILE", help="write the timeline as a picture")
     parser.add_argument("--html", metavar="FILE", help="write the timeline as a page to zoom and hover in")
@@ -75,6 +82,10 @@ def command(typed: dict[str, Any], argv: list[str]) -> int:
     refuse_long(spec.num_microbatches, steps)
     _, by_microbatch = typed_lengths(typed)(spec)
     cost = _cost(spec, typed, by_microbatch)
+    if "generate" in typed:
+        spec, cost = _decoding(spec, typed, cost)
+    else:
+        refuse_typed(typed, ["cache"], "is of --generate TOKENS; add it")
     links, uplinks, sent = _links(typed, spec.num_workers)
     try_files(typed, ("svg", "html", "chrome"))
     check_some(spec)
@@ -85,13 +96,16 @@ def command(typed: dict[str, Any], argv: list[str]) -> int:
     )  # fmt: skip
     drawn = [option for option in ("actions", "svg", "html", "chrome") if option in typed]
     result: Priced | Simulation
-    if drawn or spec.num_stages * spec.num_microbatches * steps <= _MOST_LISTED:
-        refuse_many(spec, steps, f"--{', --'.join(drawn)}")
+    if drawn or isinstance(spec, Decoding) or spec.num_stages * spec.num_microbatches * steps <= _MOST_LISTED:
+        refuse_many(spec, steps, f"--{', --'.join(drawn or ['generate'])}")
         result = simulate(spec, cost, **how)
         _write_pictures(typed, name, result)
     else:
         result = price(spec, cost, **how)
     _refuse_idle(typed_links(typed, spec.num_workers)[1], result)
+    if isinstance(spec, Decoding):
+        _tell_generation(reporter, name, result, typed)
+        return 0
     if "json" in typed:
         print(json.dumps(_report(name, result, "actions" in typed) | {"members": typed.get("members", 1)}))
         return 0
@@ -105,6 +119,33 @@ def command(typed: dict[str, Any], argv: list[str]) -> int:
     for line in [*_tell_unit(spec, typed), *tell_exchange(spec, typed), *describe_staleness(spec)]:
         reporter.text(line)
     return 0
+
+
+def _decoding(placed: Spec, typed: Mapping[str, Any], cost: Cost) -> tuple[Decoding, Cost]:
+    """Return the relation of generation on the workers of a schedule, and the cost of its actions."""
+    refuse_typed(typed, _OF_TRAINING, "is of training, and --generate of none; leave one of the two out")
+    groups, rounds = placed.num_microbatches, typed["generate"]
+    many = (rounds + 1) * groups
+    spec = Decoding(num_workers=placed.num_workers, num_microbatches=many, placed=placed, groups=groups)
+    return spec, lambda action: 0 if action.index >= rounds * groups else cost(action)
+
+
+def _tell_generation(reporter: Reporter, name: str, result: Outcome, typed: Mapping[str, Any]) -> None:
+    """Report the time of generation, and the keys and values of new tokens on each worker at the end."""
+    assert isinstance(result.spec, Decoding)
+    caches = _caches(result.spec, typed)
+    unit = "bytes" if "cache" in typed else "tokens of a group on a stage"
+    most = f"keys and values grow to {_tell_peaks(caches)} {unit}, and those of prompts"
+    reporter.text(f"{name}: {typed['generate']} tokens take {result.makespan:g}, bubble {result.bubble:.1%}, {most}")
+    if "json" in typed:
+        print(json.dumps({"schedule": name, "makespan": result.makespan, "bubble": result.bubble, "cached": caches}))
+
+
+def _caches(spec: Decoding, typed: Mapping[str, Any]) -> list[float]:
+    """Return the size of the keys and values of new tokens on each worker at the end."""
+    groups = Counter(spec.route(group) for group in range(spec.groups))
+    a_group = typed["generate"] * typed.get("cache", 1)
+    return [a_group * sum(groups[route] for _, route in spec.hosted(worker)) for worker in range(spec.num_workers)]
 
 
 def _tell_peaks(peaks: Sequence[float]) -> str:

@@ -1,5 +1,6 @@
 """`rpc-pipe generate`, and generation by processes: what is printed, and what is left when it fails."""
 
+import json
 import re
 import sys
 
@@ -104,6 +105,16 @@ def test_wrong_input_is_one_sentence(subject, typed, model, tmp_path, generate):
     name = typed.pop(0) if typed[:1] == ["numbers"] else "its_model"
     code, *_, err = generate(f"{tmp_path / name}.py:make", *typed)
     assert code == 2 and err.startswith(f"error: {subject}") and err.count("\n") == 1, err
+
+
+def test_the_time_and_the_keys_and_values_of_generation_are_simulated(capsys):
+    typed = "simulate", "--workers", "4", "--microbatches", "8", "--generate", "20"
+    assert main([*typed, "--cache", "64", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["makespan"] == 163 and found["cached"] == [20 * 8 * 64] * 4
+    assert main([*typed, "--schedule", "zb-v", "--replicas", "2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["cached"] == [20 * 4 * 2] * 4
+    assert main([*typed, "--lengths", "1,2"]) == 2
 
 
 RUN = """
