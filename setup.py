@@ -1,22 +1,49 @@
 """Packaging of rpc-pipe."""
 
+import re
+import subprocess
 from pathlib import Path
 
 from setuptools import setup
 
+
+def links():
+    """Return links of the repository that this checkout was cloned from; none without one."""
+    asked = ["git", "-C", str(Path(__file__).parent), "config", "remote.origin.url"]
+    try:
+        origin = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
+    except OSError:  # no git
+        return {}
+    if (found := re.fullmatch(r"(?:https://(?:[^/@]*@)?|git@)([^/:@]+)[/:](.+?)(?:\.git)?/?", origin)) is None:
+        return {}
+    home = f"https://{found[1]}/{found[2]}"
+    pages = {
+        "Source": "",
+        "Documentation": "/tree/main/docs",
+        "Changes": "/blob/main/CHANGELOG.md",
+        "Issues": "/issues",
+    }
+    return {name: home + path for name, path in pages.items()}
+
+
 setup(
     name="rpc-pipe",
-    version="0.1.0",
+    version="0.2.0",
     description="Decentralised pipeline-parallel training on torch.distributed.rpc",
     long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     author="the rpc-pipe authors",
+    project_urls=links(),
     classifiers=[
         "Development Status :: 4 - Beta",
         "Intended Audience :: Developers",
         "Intended Audience :: Science/Research",
         "Operating System :: POSIX :: Linux",
+        "Environment :: Console",
+        "Environment :: GPU :: NVIDIA CUDA",
         "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3 :: Only",
+        "Topic :: System :: Distributed Computing",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
         "Typing :: Typed",
     ],

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .workers.handlers import carries_out
     from .workers.hooks import Listener, StepRecord
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [  # noqa: F405
     "B", "F", "G", "I", "R", "U", "W", "Action", "BatchError", "ConfigError", "DataError", "Disagreement", "Kind",
     "Link", "Listener", "ModelError", "Order", "PeerLost", "PipeError", "Pipeline", "Plan", "ScheduleError", "Spec",
