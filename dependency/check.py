@@ -149,7 +149,7 @@ def _check_needs(spec: Spec, worker: int, action: Action, *, slotted: bool) -> N
         wrong = _why_not_run(spec, need)
         if wrong:
             raise ScheduleError(f"after({action}) names {need}{wrong}")
-        # Where workers have gone, several may have the stages of one. A payload may go on from the last stage.
+        # Where workers have died, several may have the stages of one. A payload may leave the last stage.
         apart = abs(need.stage - action.stage) > 1 and spec.worker(need) != worker
         apart = apart and action not in spec.successors(need)
         if apart and len(spec.workers) == spec.num_workers:

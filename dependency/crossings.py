@@ -1,4 +1,4 @@
-"""Which options and kinds of schedules do not go together, and why: a row for each pair.
+"""Pairs of options and kinds of schedules that cannot be combined, and why: a row for each pair.
 
 A feature is the name of an option, or of a kind of schedule that `kinds_of` finds. `Pipeline`, the command line and the
 transformations of schedules read this table. `tests/crossings.py` trains pairs that are not in it against one process.
@@ -72,7 +72,7 @@ def refuse_kinds(option: str, schedule: type[Spec]) -> None:
     """Refuse an option of a transformation for a schedule.
 
     Raises:
-        ConfigError: they do not go together, and why, in words that follow the schedule's name.
+        ConfigError: they cannot be combined, and why, in words that follow the schedule's name.
     """
     kinds = kinds_of(schedule)
     for first, second, why in NOT_TOGETHER:
@@ -87,7 +87,7 @@ def refuse_together(given: Mapping[str, object]) -> None:
         given: the features of a job, each with its text as typed; without a text the feature is off.
 
     Raises:
-        ConfigError: two features do not go together.
+        ConfigError: two features cannot be combined.
     """
     for first, second, why in NOT_TOGETHER:
         if given.get(first) and given.get(second):

@@ -173,7 +173,7 @@ class PeerLost(PipeError, ConnectionError):
 
 
 class EpochEnds(PipeError, ConnectionError):
-    """The launcher begins another epoch: a worker has died or come, and the live workers meet anew."""
+    """The launcher begins another epoch: a worker has died or joined, and the live workers meet again."""
 
 
 class StageLost(PipeError, ConnectionError):

@@ -242,7 +242,7 @@ class _OrderEdges:
     def _last_gradient(self, action: Action) -> list[Action]:
         """Return the last action that adds to the gradients of an update of a stream, and the update before it.
 
-        Of gradients that are exchanged for an update, the last action alone.
+        If gradients are exchanged for the update, the last action alone.
         """
         replicas = self._spec.parallelism.replicas
         update = self._tree.update_of(action)

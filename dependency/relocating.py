@@ -75,7 +75,7 @@ class Relocated(Transformation):
 
     @cached_property
     def _heirs(self) -> dict[Replica, tuple[int, ...]]:
-        """By dead replica, the workers that may run its microbatches, however many there are."""
+        """By dead replica, all workers that may run its microbatches."""
         replicas = ((stage, route) for stage in range(self.num_stages) for route in range(self.num_routes))
         return {each: self._heirs_of(*each) for each in replicas if self._whole.place(*each) in self.gone}
 

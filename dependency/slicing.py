@@ -78,7 +78,7 @@ class Sliced(Transformation):
 
     @cached_property
     def _shift(self) -> int:
-        """By how many units backwards are later.
+        """How many units later than forwards the backwards are.
 
         0: they go from the last index to the first, as GPipe's do, so that an index is its unit.
         """
@@ -154,7 +154,7 @@ class Sliced(Transformation):
         return action._replace(index=self._reversed(index) + self._shift)
 
     def _slice(self, unit: Action) -> Action | None:
-        """Return the slice's action that has this unit, of updates the last one up to it; None: there is none."""
+        """Return the slice's action that has this unit, or the last update up to it; None: there is none."""
         k, turn = len(self.parallelism.slices), unit.index - (0 if unit.kind is F else self._shift)
         if not unit.kind.per_microbatch:
             index = split_slice(turn - k + 1, k)[0] if self.update_every == "microbatch" else unit.index

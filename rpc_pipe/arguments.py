@@ -149,7 +149,7 @@ def _asks_for_graphs(options: Mapping[str, Any]) -> bool:
 
 
 def make_ordering(options: Options, asked: str, *, is_called: bool) -> Ordering | None:
-    """Return the ordering of the microbatches of training steps; None: they run as they come, of any size.
+    """Return the ordering of the microbatches of training steps; None: they run in the given order, of any size.
 
     Args:
         asked: the order of the script, which a plan or the command line may change.

@@ -239,7 +239,7 @@ def generate(
         options: of transformers' `generate`.
 
     Raises:
-        ConfigError: the pipeline, or an option, does not go with generation.
+        ConfigError: the pipeline, or an option, cannot be combined with generation.
         KeyboardInterrupt: the user has asked to stop before all texts have ended.
     """
     given = {"input_ids": inputs} if isinstance(inputs, Tensor) else dict(inputs)
@@ -353,7 +353,7 @@ def _settle(options: dict[str, Any], length: int, most: int | None) -> int:
 
 
 def _refuse(session: Session, fields: Mapping[str, Any], options: Mapping[str, Any]) -> None:
-    """Refuse a pipeline, or an option, that does not go with generation.
+    """Refuse a pipeline, or an option, that cannot be combined with generation.
 
     Raises:
         ConfigError: there is one.

@@ -119,7 +119,7 @@ class Inspected:
 
     @property
     def replaying(self) -> bool:
-        """Whether steps of a resumed script are skipped until it comes to its checkpoint.
+        """Whether steps of a resumed script are skipped until it reaches its checkpoint.
 
         Until then `step` and `evaluate` return nan and `predict` returns None; the checkpoint's last step returns its
         loss. In the body of a loop `if pipe.replaying: continue` leaves out code that depends on numbers.

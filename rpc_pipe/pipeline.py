@@ -92,7 +92,7 @@ class Pipeline(Inspected):
         example: a batch with which the model is cut at once; by default the first batch cuts it.
         order: `ready` or `fixed`; by default the schedule's preference. The result is the same.
         microbatch_order: `balanced`: unequal microbatches train in an order that fills and drains the pipeline quickly,
-            by their predicted times; sums follow this order (docs/training.md). `given`: as they come.
+            by their predicted times; sums follow this order (docs/training.md). `given`: as they are.
         microbatch_cost: predicts times: called as the model is, with a microbatch, it returns seconds, or a sequence of
             seconds by stage, alike on all workers. Or the file of `rpc-pipe profile --lengths`. None: tokens, or
             elements of the first tensor, count.
@@ -211,7 +211,7 @@ class Pipeline(Inspected):
         cut = self._session.cut(batch, microbatches)
         if self.replaying:
             loss, self._stopped = self.checkpoints.skip_step(label_of(batch), self.actors, cut.rows)
-            cut.finished()  # the loader's position goes on
+            cut.finished()  # the loader's position advances
             return loss
         return self._record(self._session.run(cut, train=True), label_of(batch))
 
@@ -262,8 +262,8 @@ class Pipeline(Inspected):
         """Return the loss of a batch, or its `metric`, on every worker, without training on it; nan if `replaying`.
 
         Args:
-            batch: as for `step`; or a loader, or a list of batches. Their mean goes by the weights of (sum, weight), by
-                the batches' `num_items_in_batch` where the model's loss is divided by it, else by rows.
+            batch: as for `step`; or a loader, or a list of batches. Their mean is weighted: by the weight of (sum,
+                weight), by `num_items_in_batch` where the model's loss is divided by it, else by rows.
             metric: like a loss_fn, (output, targets or batch) -> mean, or (sum, weight), or a dict of these by name: a
                 dict of numbers is returned. No output leaves its worker.
             progress: called after each batch with the number of batches that are done.
@@ -329,7 +329,7 @@ class Pipeline(Inspected):
 
     @property
     def checkpoints(self) -> Checkpoints:
-        """Writes checkpoints, and goes on from them."""
+        """Writes checkpoints, and resumes from them."""
         if self._checkpoints is None:
             from .checkpoints.facade import Checkpoints  # a run that saves nothing does without
 

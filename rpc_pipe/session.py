@@ -51,13 +51,13 @@ class Session:
         end: decides how steps end.
         actors: the workers of this process.
         job: of this process; None: they are all workers of the pipeline.
-        ordering: of the microbatches of training steps; None: as they come.
+        ordering: of the microbatches of training steps; None: the given order.
         sharing: how the members of this worker share its stages, if it has several.
 
     Attributes:
         due: function of the number of steps: whether a checkpoint is written after them.
         made: called when the shards are made.
-        settle: called before workers come or go: completes a checkpoint that is being written.
+        settle: called before workers join or leave: completes a checkpoint that is being written.
         results: of the last steps, and which calls of a resumed script are skipped.
         facts: that all workers have agreed on, as JSON, by name; newcomers get them.
         described: the settings that must be equal on all workers, in one line.
@@ -107,7 +107,7 @@ class Session:
         self._reader = BatchReader(spec, self.actors, partition.whole, partition.loss_is_inside, ordering)
         self._reader.counts = recover is None
         self.closed = False
-        #: the `Recovery` that lets the job go on without workers that die; None: it ends with them
+        #: the `Recovery` that lets the job continue without workers that die; None: it ends with them
         self.recovery: Any = None
         #: the number of workers' deaths so far
         self.epoch = 0

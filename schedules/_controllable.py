@@ -36,7 +36,7 @@ _Slots = bytes | bytearray
 
 
 def timetable(block: Block, count: int, worker: int) -> Listing:
-    """Return the timetable of a worker; of the waiting W, the up pass's go first."""
+    """Return the timetable of a worker; waiting W of the up pass are first."""
     up = 2 * len(block) - 1 - worker
     of_pass = {_F_DOWN: (F, worker), _F_UP: (F, up), _I_UP: (I, up), _I_DOWN: (I, worker)}
     todo = Listing()

@@ -86,7 +86,7 @@ class Listing:
         self._next: Counter[tuple[int, int]] = Counter()
 
     def count(self, kind: Kind, stage: int) -> int:
-        """Return how many are listed that go as `kind` does: forwards, or backwards of either kind."""
+        """Return how many forwards are listed, or backwards of either kind, as `kind` is."""
         return self._next[kind.way, stage]
 
     def waiting(self, stage: int) -> int:
@@ -131,7 +131,7 @@ class Listing:
         self.add(*first, times=count % 2)
 
     def _run(self, kind: Kind, stage: int, run: EqualSteps) -> None:
-        """Add a run; it may go on with the one before it."""
+        """Add a run; it may continue the run before it."""
         runs = self.runs[kind, stage]
         if runs:
             last = runs[-1]

@@ -51,7 +51,7 @@ class AvgPipe(OneFOneB):
             step, route = divmod(a.index, N)
             last = -(-min(route + 1, M) * M // min(N, M)) - 1
             return self.slot(B(a.stage, step * M + min(last, M - 1))) + 1 + route
-        stop = max(0, -(-M // N) + self.num_stages - 1 - M)  # a block comes round when its last backward is over
+        stop = max(0, -(-M // N) + self.num_stages - 1 - M)  # the next block waits for the last backward
         return (N + 1) * super().slot(a._replace(index=a.index + a.index // M * stop))
 
     def peak_activations(self, worker: int) -> int:

@@ -7,7 +7,7 @@ from .one_f_one_b import OneFOneB
 class PipeDream2BW(OneFOneB):
     """PipeDream-2BW: 1F1B without a flush, gradients coalesced over a step, two versions of the weights.
 
-    A step goes by the weights that the step before last has left, on all stages, so each gradient is one update late at
+    A step uses the weights that the step before last has left, on all stages, so each gradient is one update late at
     any depth. There is no bubble if a step has at least P microbatches. Timeline (P=4, M=4), updates left out:
 
         worker 0  F0 F1 F2 F3 .. .. .. B0 .. B1 .. B2 .. B3

@@ -39,7 +39,7 @@ from .transport.carrier import Carrier
 from .transport.payload import Tree, map_tensors, pack, shapes_in, unpack
 
 _HERE = Path(__file__).parent
-#: files through which the calls of a module and of a context manager go
+#: files with the frames between a caller and a module or context manager
 _CALLERS = Path(module.__file__), Path(contextlib.__file__)
 
 #: the options of a pipeline without any
@@ -78,7 +78,7 @@ class WorkerActor(Context):
         self._streams: list[Stream] = []
         #: whether a stream that an error breaks off stays as it is, to be looked at, until `abandon_broken`
         self.keeps_broken = False
-        #: whether training goes on without workers that die, so that no failure is reported here
+        #: whether training continues without workers that die, so that no failure is reported here
         self.elastic = False
         self.broken: Stream | None = None
 
@@ -165,7 +165,7 @@ class WorkerActor(Context):
                 stream.flush()
 
     def resume(self, carrier: Carrier, step: int) -> None:
-        """Forget begun steps and go on, over another carrier, after `step` complete steps."""
+        """Forget begun steps and continue, over another carrier, after `step` complete steps."""
         self.abandon()
         self.begin_epoch(carrier)
         self.running, self.step, self.next_step = "", step, step
@@ -196,7 +196,7 @@ class WorkerActor(Context):
     def hand(self, name: str, value: Tree, senders: Collection[int], takers: Collection[int]) -> list[Tree] | None:
         """Return the `value`s of the workers `senders`, in order, on the workers `takers`; None on any other.
 
-        They go straight from worker to worker, and are on the host of all takers alike. All workers call this alike.
+        They travel from worker to worker, and are on the host of all takers alike. All workers call this alike.
         """
         with self._telling_failures():
             if not self.backend.in_step:  # not by pinned memory: a whole model may be too large for it

@@ -32,7 +32,7 @@ class Context:
     #: reaction to a loss that is not finite: "stop", "warn" or "ignore"
     nan: str = "stop"
     listeners: Listeners = field(default_factory=Listeners)
-    #: whether training can go on after a failed step: if all workers are threads of one process
+    #: whether training can continue after a failed step: if all workers are threads of one process
     recovers: bool = False
     #: the processes that are this worker together; None: this one alone
     members: Members | None = None

@@ -106,7 +106,7 @@ class Listener:
 
 
 class Listeners:
-    """Calls several listeners; one that raises is reported once and removed, and the run goes on."""
+    """Calls several listeners; one that raises is reported once and removed, and the run continues."""
 
     def __init__(self) -> None:
         self._listeners: tuple[Listener, ...] = ()

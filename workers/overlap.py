@@ -55,7 +55,7 @@ class OverlappingStream(Stream):
     def abandon(self) -> None:
         super().abandon()
         for shard in self._worker.shards.values():
-            shard.abandon()  # and of the versions that only microbatches would use which do not come
+            shard.abandon()  # also versions for microbatches that will not arrive
 
     def _open_next(self) -> None:
         self._drains &= bool(self._steps)

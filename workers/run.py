@@ -1,6 +1,6 @@
 """A stream of steps through one worker: the state machines' instructions, carried out on the thread that computes.
 
-Of a stream two steps are open at most. The next one is opened when the last forward of this one has been started: its
+A stream has two open steps at most. The next one is opened when the last forward of this one has been started: its
 forwards wait only for their stage's update, so the pipeline stays full from step to step.
 """
 
@@ -101,7 +101,7 @@ class Stream:
         state = WorkerState(
             batch.part, batch.order, before, apart=self._worker.members is not None, awaits_inputs=bool(awaited)
         )
-        # In the middle of a stream, too, an evaluation draws the numbers of the step that would come next.
+        # In the middle of a stream, too, an evaluation draws the numbers of the step that would be next.
         number = self._worker.next_step if batch.train else self._worker.step
         undoable = self._undoable(batch)
         for shard in self._worker.shards.values() if batch.train else ():
@@ -296,7 +296,7 @@ class Stream:
                 shard.train(True)  # back to the modes that their owner gave them
             forget_casts()  # made without gradients
             worker.evaluated += 1
-        # The count goes up only after a training step, which this may not have been.
+        # The count grows only after a training step, which this may not have been.
         worker.listeners.tell("idle", worker.step)
         assert step.tally.result is not None
         self._ended |= step.tally.result.stop
@@ -322,7 +322,7 @@ class Stream:
                 raise other.end.failure
 
     def _not_finite(self, step: Step, result: Result, loss: float) -> None:
-        """Stop, or warn: every worker finds the same, so one reports. A scaler goes on while it can shrink its scale.
+        """Stop, or warn: every worker finds the same, so one reports. A scaler continues while it can shrink its scale.
 
         Raises:
             NotFinite: all stop here.

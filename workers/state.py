@@ -27,7 +27,7 @@ class WorkerState:
         before: the states of earlier steps that may still run, the latest first; this step waits for actions of them.
         apart: whether the next step waits for the end of this one, so that all members of a worker make the same
             collectives before a step's result is known.
-        awaits_inputs: whether forwards wait for parts of the batch that come from another worker.
+        awaits_inputs: whether forwards wait for parts of the batch from another worker.
     """
 
     def __init__(

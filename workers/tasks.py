@@ -85,8 +85,8 @@ def refuse_collectives(part: Part, order: Order, shards: Iterable[Shard]) -> Non
     """Refuse stages of several devices where their collectives would go wrong.
 
     Raises:
-        ConfigError: backward is split, which goes round the hooks of sharded parameters, or actions run in the order in
-            which inputs arrive, so that collectives of different microbatches would meet.
+        ConfigError: backward is split, which skips the hooks of sharded parameters; or actions run in the order of
+            arrivals, so that collectives of different microbatches would meet.
     """
     splits = any(entry.action.kind is W for entry in part.entries)
     for shard in shards if splits or order == "ready" else ():

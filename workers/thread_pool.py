@@ -26,9 +26,9 @@ from .compute.autocast import casting, enabled
 from .compute.torch_internals import keep_device_guard
 
 T = TypeVar("T")
-#: how long a worker may go on with an action when another has waited for too long
+#: how long a worker may continue with an action when another has waited for too long
 _PATIENCE_S = 2.0
-#: how often it is looked whether they come forward
+#: seconds between two checks that workers make progress
 _LOOK_S = 0.5
 _HERE = Path(__file__).parent
 logger = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""The workers of one process, if these are all there are: after an error of the user's code they go on from the last
+"""The workers of one process, if these are all there are: after an error of the user's code they continue from the last
 complete step."""
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ class WorkerThreads:
             raise
 
     def _undo(self) -> None:
-        """Let all workers go on from the last step that every stage has completed."""
+        """Let all workers continue from the last step that every stage has completed."""
         shards = [shard for actor in self._actors for shard in actor.shards.values()]
-        # A schedule that is not synchronous may update several times a step, and goes on from its last update.
+        # A schedule that is not synchronous may update several times a step, and continues from its last update.
         several = any(shard.versions is not None for shard in shards)
         done = min((s.num_updates for s in shards), default=0) if not several else min(a.step for a in self._actors)
         ahead = [] if several else [shard.stage for shard in shards if shard.num_updates > done]

@@ -1,1 +1,1 @@
-"""Checkpoints of a training run, so that it goes on anywhere: with any number of workers, cut and schedule."""
+"""Checkpoints of a training run, so that it resumes anywhere: with any number of workers, cut and schedule."""

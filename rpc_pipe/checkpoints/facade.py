@@ -25,7 +25,7 @@ class Run(Protocol):
 
     spec: Spec
     partition: Any
-    #: lets an elastic job go on without workers that die; None: it ends with them
+    #: lets an elastic job continue without workers that die; None: it ends with them
     recovery: Any
     #: the number of workers' deaths so far
     epoch: int
@@ -42,7 +42,7 @@ class Run(Protocol):
     config: Any
     #: whether a checkpoint is written after a number of steps
     due: Callable[[int], bool]
-    #: called before workers come or go
+    #: called before workers join or leave
     settle: Callable[[], object]
 
     @property
@@ -57,7 +57,7 @@ class Run(Protocol):
 
 
 class Checkpoints:
-    """A pipeline's checkpoints: all that its training needs to go on. All workers must see their folder."""
+    """A pipeline's checkpoints: all that its training needs to resume. All workers must see their folder."""
 
     def __init__(self, run: Run) -> None:
         self._run, self._each = run, run.each
@@ -65,7 +65,7 @@ class Checkpoints:
         self._writing: Writing | None = None
         #: after how many steps a checkpoint is written, where, and how many are kept
         self._every: tuple[int, Path, int | None] | None = None
-        #: of a script that starts from the top: the checkpoint that it goes on from, and whether it wrote that itself
+        #: of a script that starts from the top: the checkpoint that it resumes from, and whether it wrote that itself
         self._resumed: tuple[Path, bool] | None = None
         #: the claimed folder, and the claiming job
         self._claimed: tuple[Path, set[str], dict[str, Any]] | None = None
@@ -77,14 +77,14 @@ class Checkpoints:
     def save(self, folder: str | Path, *, keep: int | None = None, extra: Any = None, wait: bool = True) -> Path | None:
         """Write `folder/step-NNNNNNNN`, each worker its part; return its path on worker 0.
 
-        Where calls are skipped it has been written already. If the script goes on from it, all is restored once more:
+        Where calls are skipped it has been written already. If the script resumes from it, all is restored once more:
         changes that the script makes by hand just before are in it, and must not count twice.
 
         Args:
             keep: number of the newest checkpoints to keep in `folder`.
             extra: plain values to be saved with it, small tensors among them, such as a StatefulDataLoader's state.
-            wait: whether to return only when it is complete. Otherwise it is written while training goes on, and an
-                error is raised by the next checkpoint or `close`.
+            wait: whether to return only when it is complete. Otherwise it is written during training, and the next
+                checkpoint or `close` raises its error.
 
         Raises:
             StorageError: it cannot be written; checkpoints from before are as they were.
@@ -155,8 +155,8 @@ class Checkpoints:
     def resume(self, folder: str | Path) -> Restored:
         """Like `load`, for a script that makes all its calls again, from the first one on.
 
-        Batches of the steps that the checkpoint covers are read and skipped. Until they have all come,
-        `pipe.replaying` is True: `step`, `train` and `evaluate` give nan, `predict` gives None, and nothing is saved.
+        Batches of the steps that the checkpoint covers are read and skipped. Until then `pipe.replaying` is True:
+        `step`, `train` and `evaluate` give nan, `predict` gives None, and nothing is saved.
         """
         return self.load(folder, anew=True)
 
@@ -197,7 +197,7 @@ class Checkpoints:
             ConfigError: a number that is not at least 1.
         """
         refuse_below(1, steps=steps, keep=1 if keep is None else keep)
-        self._every = steps, path_of(folder).absolute(), keep  # a script may go to another one
+        self._every = steps, path_of(folder).absolute(), keep  # a script may change to another folder
         self._run.due = self.due
 
     # --- called by the pipeline

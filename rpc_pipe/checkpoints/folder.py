@@ -48,7 +48,7 @@ _MOST_NOTED = 300
 #: a starter of workers does not have this variable, and all its descendants do
 _OF_WORKERS = b"RANK="
 
-#: the locked folders, with the descriptors of their locks, which would go with the first one of a file that is closed
+#: the locked folders, with the descriptors of their locks: to close any descriptor of a file would release its lock
 _held: dict[tuple[int, int], int] = {}
 
 

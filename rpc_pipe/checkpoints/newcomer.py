@@ -52,7 +52,7 @@ class Journal:
         self._at += os.pwrite(self._file, _RECORD.pack(-len(text), 0.0, 0.0) + text, self._at)
 
     def evaluation(self, size: int) -> dict[str, tuple[float, float]] | None:
-        """Return the values in the next entry, of `size` bytes, and go behind it; None: it is not complete yet."""
+        """Return the values in the next entry, of `size` bytes, and move behind it; None: it is not complete yet."""
         text = os.pread(self._file, size, self._at + _RECORD.size)
         if len(text) < size:
             return None

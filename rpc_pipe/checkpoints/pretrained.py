@@ -191,7 +191,7 @@ def _move(place: Path, files: Mapping[str, Any]) -> None:
     """Move weights from a hidden folder into that around it, in the place of weights that are there.
 
     Readers look for a single file first, then for an index. The rename of one of these makes the new weights count,
-    and no file that the old ones need goes before it.
+    and no file that the old ones need is removed before it.
     """
     target, index = place.parent, place / folder.INDEX
     old = set()
@@ -264,7 +264,7 @@ def save_whole(state: Mapping[str, Tensor], path: str | Path) -> None:
 
     Raises:
         StorageError: it cannot be written.
-        ConfigError: a device, say, has that name, not a regular file; another file would take its place.
+        ConfigError: the name is that of a device or the like, which another file would replace.
     """
     if Path(path).exists() and not Path(path).is_file():
         raise ConfigError(f"{path}: is not a regular file")

@@ -1,6 +1,6 @@
 """Reading of a checkpoint: it is checked first, so that a mismatch is reported before anything has changed.
 
-All workers go on from it together, or none does.
+All workers resume from it together, or none does.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ def _here(name: str, whole: Tensor, own: Tensor) -> Tensor:
 
 
 class Restored(NamedTuple):
-    """The checkpoint that a pipeline went on from."""
+    """The checkpoint that a pipeline resumed from."""
 
     path: Path
     #: training steps done
@@ -199,7 +199,7 @@ def put_all(actor: WorkerActor, where: str | Path, separate: bool, num_routes: i
     def prepare() -> Prepared:
         checkpoint = Checkpoint(where)
         results = Resumption(checkpoint.about)
-        # Another number of routes goes on from their reference, with the state of the first one's optimizer.
+        # Another number of routes resumes from their reference, with the state of the first one's optimizer.
         apart = separate and len(checkpoint.routes) == len(own_routes(actor))
         for (_, route), shard in actor.shards.items():
             weights, stages = checkpoint.model(own[shard]), checkpoint.stages
@@ -229,7 +229,7 @@ def put_all(actor: WorkerActor, where: str | Path, separate: bool, num_routes: i
         actor.go_on_at(checkpoint.step, checkpoint.stages.updates)
         for shard in actor.shards.values():
             if shard.versions is not None:
-                shard.versions.reference = None  # from a checkpoint all routes go on alike
+                shard.versions.reference = None  # from a checkpoint all routes resume alike
         for refer in references:
             refer()
     return prepared

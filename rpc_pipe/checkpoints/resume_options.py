@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class _ResumedPipeline(Protocol):
     @property
     def checkpoints(self) -> Checkpoints:
-        """Writes checkpoints, and goes on from them."""
+        """Writes checkpoints, and resumes from them."""
 
 
 def try_checkpoints(every: int | None, folder: str, keep: int | None, resume: str | None) -> None:
@@ -46,7 +46,7 @@ def follow(
     """Apply the options to the new pipeline of a script that starts from its first call; return a line for the user.
 
     Args:
-        anew: whether the job begins; else this process comes into one, which has its folder, and its state.
+        anew: whether the job begins; else this process joins a running job, which has its folder and its state.
     """
     told = ""
     if not anew:
@@ -56,7 +56,7 @@ def follow(
     # Before the folder is taken, which records its last job.
     named = None if resume in (None, "auto") else folders.newest(Path(str(resume)))
     typed = pipe.checkpoints.go_on_with(folder) if resume == "auto" else [] if named is None else [named]
-    # A restarted job goes on from its checkpoint, with any options that it began with.
+    # A restarted job resumes from its checkpoint, with any options that it began with.
     own = [] if every is None else pipe.checkpoints.claim(folder)
     if own or resume is not None:
         told = _newest_sound(pipe.checkpoints.resume, own, [path for path in typed if path not in own])

@@ -69,7 +69,7 @@ class Resumption:
 
     @property
     def behind(self) -> bool:
-        """Whether the script has not come to the checkpoint yet."""
+        """Whether the script has not reached the checkpoint yet."""
         return self._asked < self._covered
 
     def steps_done(self, now: int) -> int:
@@ -101,7 +101,7 @@ class Resumption:
         return {"": (math.nan, 1.0)}
 
     def refuse_averaged(self, what: str) -> None:
-        """Raise if the weights are their average: training, or a checkpoint, would go on from it."""
+        """Raise if the weights are their average: training, or a checkpoint, would continue from it."""
         if self.averaged:
             raise ConfigError(f"{what}: the weights are their average here; call it outside of `averaged`")
 

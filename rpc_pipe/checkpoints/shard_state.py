@@ -94,7 +94,7 @@ def optimizer_tensors(shard: Shard) -> dict[str, Tensor]:
 def held_tensors(shard: Shard, route: int = 0) -> dict[str, Tensor]:
     """Return the gradients, and the sums of batch normalisations, kept for later themselves.
 
-    Of a parameter that several stages or routes hold each has a part: that of the first is called by the name alone.
+    If several stages or routes hold a parameter, each has a part; the first part has the parameter's name.
     """
     stage, found = shard.stage, {}
     for name, tensor in shard.updating.held.items():
@@ -225,7 +225,7 @@ class Stages:
         return held | state
 
     def _of_sums(self, shard: Shard, route: int, num_routes: int) -> dict[str, Tensor]:
-        """Return by key the sums that a route goes on from; the first also takes the sums of missing routes."""
+        """Return by key the sums that a route resumes from; the first also takes the sums of missing routes."""
         parts = [(key, *key.partition("/")[::2]) for key in self._beside if key.startswith(_SUMS)]
         return {
             key: sums
@@ -245,7 +245,7 @@ class Stages:
         return min(stages), 0
 
     def prepare(self, shard: Shard, route: int, num_routes: int = 1) -> Callable[[], None]:
-        """Check that training of `shard`, of `num_routes` routes, can go on from here; return the call that restores.
+        """Check that training of `shard`, of `num_routes` routes, can resume from here; return the call that restores.
 
         Raises:
             ConfigError: it has another optimizer, or groups other parameters together.

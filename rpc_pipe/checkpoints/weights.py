@@ -104,8 +104,8 @@ class Weights:
     def save_pretrained(self, folder: str | Path) -> None:
         """Write the weights as Hugging Face's `from_pretrained` reads them, and the model's config if it has one.
 
-        Of a model with adapters of peft these alone are written, as `PeftModel.from_pretrained` reads them. Each worker
-        writes its part, so all workers must see the folder. Existing weights are replaced: a crash leaves the
+        For a model with adapters of peft, only these are written, as `PeftModel.from_pretrained` reads them. Each
+        worker writes its part, so all workers must see the folder. Existing weights are replaced: a crash leaves the
         old ones or the new ones whole.
 
         Raises:

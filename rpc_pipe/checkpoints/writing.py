@@ -65,7 +65,7 @@ class Snapshot:
         self.epoch = epoch
         # Processes that write a part each: workers, or their members.
         self._members = members = actor.members
-        #: raises an error when a worker's list may not come any more
+        #: raises an error when a worker's list cannot arrive any more
         self.look = actor.carrier.look_for_fault
         count, index = (1, 0) if members is None else (members.count, members.index)
         self.process = actor.worker * count + index
@@ -109,7 +109,7 @@ class Snapshot:
             apart: whether each of several members writes its values of all.
         """
         mine = tensors.items() if self._members is None or apart else self._members.taken(tensors, first)
-        # Several names may share memory, which safetensors refuses, and training goes on while this is written.
+        # Several names may share memory, which safetensors refuses, and training continues while this is written.
         copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in mine}
         for name, tensor in copies.items():
             if not is_plain(tensor):
@@ -127,7 +127,7 @@ class Snapshot:
         return sum(tensor.nbytes for tensors in self._files.values() for tensor in tensors.values())
 
     def write(self, place: Path) -> None:
-        """Write the files and, when they are on the disk, the list of them. The copies are let go.
+        """Write the files and, when they are on the disk, the list of them. The copies are released.
 
         Raises:
             StorageError: a file cannot be written.
@@ -274,7 +274,7 @@ class Writing(threading.Thread):
 
         Raises:
             StorageError: the disk is full, or is not the same for all workers.
-            Stalled: a worker's list has not come.
+            Stalled: a worker's list has not arrived.
         """
         place, about = self.place, self._about
         files, stages = awaited_files(place, first.processes, self._deadline_s, first.look)

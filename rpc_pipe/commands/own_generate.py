@@ -1,4 +1,4 @@
-"""The script that `rpc-pipe generate` runs in every worker: the texts of prompts, the first one as it comes."""
+"""The script that `rpc-pipe generate` runs in every worker: the texts of prompts, the first one as it grows."""
 
 import json
 import sys
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 class _Shown:
-    """Shows the first text as its tokens come."""
+    """Shows the first text as its tokens arrive."""
 
     def __init__(self, tokenizer: Any, ends: Collection[int], prompt: str) -> None:
         self._tokenizer, self._ends, self._prompt, self._new = tokenizer, ends, prompt, list[int]()
@@ -81,7 +81,7 @@ class _Numbers:
 
     @staticmethod
     def decode(tokens: list[int]) -> str:
-        """Return a text to go behind another one."""
+        """Return a text to append to another one."""
         return "".join(f",{token}" for token in tokens)
 
 

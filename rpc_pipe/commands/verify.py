@@ -77,7 +77,7 @@ def _checked(typed: dict[str, Any]) -> dict[str, Any]:
     """Return the typed options with the names of blocks apart.
 
     Raises:
-        ConfigError: the model is unknown, or something does not go with it.
+        ConfigError: the model is unknown, or an option cannot be combined with it.
     """
     model = typed.get("model", VerifyOptions.model)
     if model != "gpt" or max(typed.get("lengths", [1])) > CONTEXT:

@@ -132,14 +132,14 @@ class Reader:
         return made, 0 if is_ready else time.perf_counter_ns() - begun, busy.worst(before)
 
     def _restart(self, start: int, wanted: Wanted, own: SomeRows | None) -> None:
-        if not self._end():  # the thread would go on to load chunks for batches that will not be taken
+        if not self._end():  # the thread would load more chunks, for batches that will not be taken
             raise Stalled(f"data {self._source.name}: a batch was not taken for {self._timeout_s:g} s; raise timeout_s")
         had = self.residency.wanted
         if self._source.loads_parts and (wanted.inputs > had.inputs or wanted.targets > had.targets):
             self.residency.drop()  # the resident chunks lack the part that is wanted now
         self._wanted, self._own, self.residency.wanted = wanted, own, wanted
         batches = map(self._made, _located(self._order, self._shares, start, own))
-        # A shard that does not come raises an error with its name before.
+        # A shard that does not arrive raises an error with its name before.
         self._batches = batches if self._source.draws else _Ahead(batches, self._num_ahead, 2 * self._timeout_s)
 
     def _end(self) -> bool:
@@ -148,7 +148,7 @@ class Reader:
         return not isinstance(batches, _Ahead) or batches.end(self._timeout_s)
 
     def _made(self, located: list[tuple[Segment, list[Segmented]]]) -> tuple[Tree, Tree]:
-        """Put the rows of a batch together, block by block, as chunks come and go."""
+        """Put the rows of a batch together, block by block, as chunks are loaded and dropped."""
         parts: list[Tree] = []
         places: list[Numbers] = []
         source = self._source
@@ -167,7 +167,7 @@ class Reader:
             return source.batch(_joined(parts, places), self._wanted)
 
     def close(self) -> None:
-        """End the thread and let go of all chunks."""
+        """End the thread and release all chunks."""
         self._end()
         self.residency.close()
 

@@ -47,7 +47,7 @@ class Loader:
         window: number of chunks in memory at a time, to mix samples of; by default the most that fit.
         memory: limit for chunks, chunks that come next, and batches made ahead; in bytes, or a text such as `2GB`.
         epochs: number of epochs before the iteration ends, with a smaller last batch if necessary; None: no end.
-        shuffle: if False, samples come in the order in which they are stored.
+        shuffle: if False, samples keep the order of the source.
         readers: `users`: every worker reads the parts that it uses. `first`: only the worker of the first stage reads,
             and other workers pull from it; the source may then be a function, which only the first worker calls.
         pipeline, pipelines: number of this pipeline among several that train on the same data, and their count; each

@@ -1,6 +1,6 @@
 """The chunks in memory: the chunks of the current block, and the most of the next ones that fit.
 
-The order of all later reads is known, so the chunk needed last goes first, which loads the fewest chunks (Belady 1966).
+The order of all later reads is known. To drop the chunk that is needed last loads the fewest chunks (Belady 1966).
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class Residency:
         self._bytes -= int(self._source.num_bytes[chunk])
 
     def drop(self) -> None:
-        """Let go of all chunks."""
+        """Release all chunks."""
         self._at = None
         for chunk in list(self._held):
             self._drop(chunk)

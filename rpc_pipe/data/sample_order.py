@@ -57,7 +57,7 @@ class Order:
     Args:
         sizes: samples of each chunk.
         window: how many chunks are resident at once, at most all; None: all, which is a full shuffle.
-        shuffle: otherwise samples come as they are stored.
+        shuffle: otherwise samples keep the order of the source.
     """
 
     def __init__(
@@ -159,14 +159,14 @@ class Epoch:
         return self.chunks[block : block + self.window]
 
     def _behind(self, places: Numbers, block: int) -> Numbers:
-        """Return how many samples of the chunks at `places`, which have come and not gone, come before `block`."""
+        """Return how many samples of the resident chunks at `places` are in blocks before `block`."""
         first = np.maximum(0, places - self.window + 1)
         last = np.minimum(places, self.num_blocks - 1)
         behind: Numbers = (block - first) * self._sizes[places] // (last - first + 1)
         return behind
 
     def _dealt(self, block: int) -> tuple[Numbers, Numbers]:
-        """Return how many samples of its chunks came in blocks before `block`, and have come with it."""
+        """Return how many samples of the block's chunks are in blocks before it, and up to it."""
         places = np.arange(block, block + self.window)
         return self._behind(places, block), self._behind(places, block + 1)
 

@@ -19,7 +19,7 @@ VOCABULARY = 256
 
 
 class Positions(nn.Module):
-    """Numbers the tokens of a sequence; its state is how many tokens have come."""
+    """Numbers the tokens of a sequence; its state is the number of tokens so far."""
 
     def forward(self, tokens: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
         count = torch.zeros((), dtype=torch.long, device=tokens.device) if state is None else state

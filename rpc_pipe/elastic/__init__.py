@@ -1,1 +1,1 @@
-"""Jobs that go on without workers that die, take newcomers, and change their shape (`rpc-pipe run --elastic`)."""
+"""Jobs that continue without workers that die, take newcomers, and change their shape (`rpc-pipe run --elastic`)."""

@@ -212,7 +212,7 @@ class ShapedHeir(Heir):
 
 
 class Morphing(Recovery):
-    """Goes on in another shape where workers have been missing for long, or have come."""
+    """Continues in another shape where workers have been missing for long, or have joined."""
 
     _heir: ShapedHeir
 

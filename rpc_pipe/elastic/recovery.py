@@ -1,10 +1,10 @@
-"""Training goes on without workers that die (`rpc-pipe run --elastic`), with the bits of the undisturbed run.
+"""Training continues without workers that die (`rpc-pipe run --elastic`), with the bits of the undisturbed run.
 
-    death ── launcher: epoch n without w ──> survivors: meet anew ── report complete steps ── take over ── repeat
+    death ── launcher: epoch n without w ──> survivors: meet again ── report complete steps ── take over ── repeat
 
 `T` of a step exists only when every worker holds all that its updates need, and no update runs before it. So if no live
 worker knows `T`, none has updated, and the step is undone and repeated; if one knows it, all complete their updates.
-Newcomers come, and workers that are evicted go, between two steps: all rest after the same one, and none is repeated.
+Newcomers join, and evicted workers leave, between two steps: all rest after the same one, and none is repeated.
 Any other call (an evaluation, a gather) returns when all workers have made it. So a call that one worker has not made
 is made once more by all, where each worker stands in its script.
 """
@@ -50,7 +50,7 @@ def _next_epoch(error: PipeError) -> epochs.Roster:
 
 
 def _heed_eviction() -> None:
-    """Let this worker go after the step when it is sent SIGTERM."""
+    """Let this worker leave after the step when it is sent SIGTERM."""
 
     def tell(number: int) -> None:
         threading.Thread(target=link.tell, kwargs={"kind": epochs.EVICTED}, daemon=True).start()  # it has a lock
@@ -59,7 +59,7 @@ def _heed_eviction() -> None:
 
 
 class Recovery:
-    """Makes the calls of a process's worker, and lets it go on in another epoch where a worker has died.
+    """Makes the calls of a process's worker, and lets it continue in another epoch where a worker has died.
 
     Args:
         session: with shards that have been made.
@@ -67,7 +67,7 @@ class Recovery:
 
     Attributes:
         accumulated: the batches of the steps since the last update.
-        journal: of the results of calls; None: no newcomer comes.
+        journal: of the results of calls; None: no newcomer joins.
         repetition: of a newcomer: the calls until it takes part.
 
     Raises:
@@ -212,11 +212,11 @@ class Recovery:
         return result
 
     def _meet(self, epoch: epochs.Roster) -> None:
-        """Meet the workers of an epoch, by a carrier over which nothing of an old epoch can come."""
+        """Meet the workers of an epoch, by a new carrier, so that nothing of an old epoch arrives."""
         drop(self._place)
         place = self._root.sub(f"epoch {epoch.number}", self._root.workers - epoch.gone)
         self._actor.begin_epoch(join(place, partial(epochs.refuse_old, epoch.number)))
-        self._actor.rest_requested = False  # before workers go on: the launcher then asks once more
+        self._actor.rest_requested = False  # before workers continue: the launcher then asks once more
         self._place = place
 
     def _begin_with(self, epoch: epochs.Roster, comes: Collection[int], changes: bool) -> None:
@@ -232,7 +232,7 @@ class Recovery:
         if session.process == 0:
             link.tell(kind=epochs.RESUMED, step=actor.step + 1)
 
-    # --- coming and going between two steps
+    # --- joining and leaving between two steps
 
     def rest(self) -> None:
         """Rest after a step with all workers, until the launcher begins another epoch."""
@@ -284,7 +284,7 @@ class Recovery:
             raise SystemExit(0)
 
     def _leave(self) -> None:
-        """Leave when all workers have come to the end of their scripts, and so have all that they need of this one."""
+        """Leave when all workers have reached the end of their scripts, and so have all that they need of this one."""
         if self._is_gone or self.repeats:
             return
         with suppress(PipeError):  # which is known already, or a consequence of it

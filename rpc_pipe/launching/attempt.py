@@ -1,6 +1,6 @@
 """One attempt of a job: its worker processes from start to end, and the first cause of a failure. Loads without torch.
 
-    launcher ──orders─> worker     a socket whose end, however it comes, ends the worker; a byte means "finish and stop"
+    launcher ──orders─> worker     a socket: if it closes, the worker ends; a byte means "finish and stop"
     launcher <─messages─ worker    through the same: progress, results, failure: one JSON object a line
     launcher <──board── worker     state and last steps; readable after its death, also by `rpc-pipe watch`
 
@@ -61,7 +61,7 @@ class How(NamedTuple):
     watched: bool = True
     #: the workers with printed lines to show; None: all
     log_workers: Sequence[int] | None = None
-    #: whether the job goes on without workers that die
+    #: whether the job continues without workers that die
     elastic: bool = False
     #: whether processes are started in the places of workers that die
     rejoins: bool = False
@@ -168,7 +168,7 @@ class Attempt:
                 self._take(event)
 
     def _comes(self, ranks: list[int], name: str) -> None:
-        """Start newcomers on a host that has come."""
+        """Start newcomers on a host that has joined."""
         assert self._epochs is not None
         self._tell_epoch(f"host {name} comes in the places of workers {ranks}", False)
         for rank in ranks:

@@ -26,7 +26,7 @@ def of_death(who: str, code: int, live: Live | None, lines: Sequence[str], early
         who: the worker's name.
         live: its last state; None: unknown.
         lines: its last printed lines.
-        early: whether an elastic job could not go on yet.
+        early: whether an elastic job could not continue yet.
     """
     text = f"{who} ended with exit code {code}"
     if code < 0:

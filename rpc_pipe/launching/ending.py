@@ -75,7 +75,7 @@ def _end_with_a_sentence(worker: int) -> None:
 
 
 def _end(worker: int) -> None:
-    end_calls()  # `sys.exit` may end one worker while other workers go on
+    end_calls()  # `sys.exit` may end one worker while other workers continue
     if link.present():
         return  # it has the boards of all workers, and prints the summary
     if worker == 0:

@@ -2,13 +2,13 @@
 
 launcher ──"e" and a line of JSON──> worker     another epoch begins: its number and the workers without which
 launcher ──"p"──> worker                        rest with all workers after a step, until another epoch begins
-launcher <──"ready"── worker                    from here on it can go on without dead workers; its stages
+launcher <──"ready"── worker                    from here on it can continue without dead workers; its stages
 launcher <──"caught up"── newcomer              it has made the calls of the script so far, and can take part
-launcher <──"evicted"── worker                  it was sent SIGTERM, and goes when all rest
+launcher <──"evicted"── worker                  it was sent SIGTERM, and leaves when all rest
 launcher <──"cut"── worker                      it has lost the connection to a worker, and no epoch begins
-launcher <──"rests"── worker                    it has come to the end of the step
+launcher <──"rests"── worker                    it has reached the end of the step
 launcher <──"shape"── worker                    the same one: the new stages and replicas
-launcher <──"resumed"── worker                  the lowest live one: the workers go on
+launcher <──"resumed"── worker                  the lowest live one: the workers continue
 launcher <──"left"── worker                     it needs no other worker more
 launcher <──"word"── worker                     a record for all workers of several hosts, such as an address
 launcher ──"w" and a line of JSON──> worker     the record
@@ -32,14 +32,14 @@ from .shape_changes import ShapeChanges
 if TYPE_CHECKING:
     from ..workers.transport.carrier import Carrier
 
-#: why a worker goes that has been asked to
+#: why a worker leaves on request
 _SIGTERM = "SIGTERM"
-#: orders of the launcher: another epoch begins, with a line of JSON; all workers rest after a step; a record comes
+#: orders of the launcher: another epoch begins, with a line of JSON; all workers rest after a step; a record follows
 EPOCH, REST, WORD = b"e", b"p", b"w"
 #: messages of a worker
 READY, CAUGHT_UP, EVICTED, RESTS, RESUMED, LEFT = "ready", "caught up", "evicted", "rests", "resumed", "left"
 LEAVES_WORD, CUT, SHAPE = "word", "cut", "shape"
-#: most newcomers in a row that die early; steps that count as early. Each comes after twice the pause of the last one
+#: most newcomers in a row that die early; steps that count as early. Each starts after twice the pause of the last one
 _MOST_SHORT, _SHORT_STEPS = 5, 2
 #: seconds that the launcher may take to see the end of a process, which breaks connections at once
 _WORD_S = 10.0
@@ -52,7 +52,7 @@ class Roster(NamedTuple):
     gone: frozenset[int] = frozenset()
     #: whether the workers rest between two steps when it begins, and none of the epoch before has died
     planned: bool = False
-    #: for how many workers stages and replicas are chosen anew; 0: they stay
+    #: number of workers that stages and replicas are chosen for; 0: they stay
     places: int = 0
 
     def order(self) -> bytes:
@@ -82,7 +82,7 @@ class Epochs:
         workers: the processes of the job.
         tell: function that shows the user a line, which may be a warning.
         start: starts a process in the place of a dead one, also in `workers`, and returns whether its host is there;
-            None: the job goes on without.
+            None: the job continues without.
     """
 
     def __init__(
@@ -101,18 +101,18 @@ class Epochs:
         #: newcomers that do not take part yet, and the newcomers that could
         self._newcomers: set[int] = set()
         self._caught_up: set[int] = set()
-        #: workers that rest, workers that go, and the time since which there is no step
+        #: workers that rest, workers that leave and why, and the time since the last step
         self._resting: set[int] = set()
         self._evicted: dict[int, str] = {}
         self._since = 0.0
         self._shapes = ShapeChanges(num_processes)
         #: the stages of each worker
         self._stages: dict[int, list[int]] = {}
-        #: by place: before which step its newcomer has come; how many have died soon in a row; when the next one starts
+        #: by place: the step before which its newcomer joined; number of early deaths in a row; start of the next one
         self._came: dict[int, int] = {}
         self._short: dict[int, int] = {}
         self._later: dict[int, float] = {}
-        #: workers that have come, or died, since the workers went on last
+        #: workers that have joined, or died, since the workers continued last
         self._back: set[int] = set()
         self._died: set[int] = set()
         #: a line on each epoch, the cause of the present one first
@@ -121,7 +121,7 @@ class Epochs:
 
     @property
     def summary(self) -> str:
-        """Lines on the epochs after the first, and on newcomers that came too late; "" if there are none."""
+        """Lines on the epochs after the first, and on newcomers that were too late; "" if there are none."""
         late = [f"the newcomer for worker {rank} had not taken part when the job ended" for rank in self._newcomers]
         return "\n".join([*self._history, *sorted(late)])
 
@@ -170,7 +170,7 @@ class Epochs:
         return True
 
     def survives(self, ranks: Collection[int], code: int, come: Mapping[int, str], what: str = "") -> bool:
-        """Let the other workers go on without workers that have ended with `code`; return whether they can.
+        """Let the other workers continue without workers that have ended with `code`; return whether they can.
 
         Args:
             what: the subject that has ended, if it is more than a worker.
@@ -207,7 +207,7 @@ class Epochs:
         return True
 
     def _begin(self, gone: frozenset[int], planned: bool, places: int = 0) -> None:
-        """Begin the epoch without `gone`; a live worker that goes now gets the order, too."""
+        """Begin the epoch without `gone`; a live worker that leaves now gets the order, too."""
         told, before = gone & self._now.gone, self._now
         self._now = Roster(before.number + 1, gone, planned, places)
         self._resting.clear()
@@ -264,7 +264,7 @@ class Epochs:
         """A worker rests; when all do, the next epoch begins.
 
         Args:
-            goes: why it goes then; "": it stays.
+            goes: why it leaves then; "": it stays.
         """
         self._since = time.monotonic() if not self._resting else self._since
         self._resting.add(rank)
@@ -300,7 +300,7 @@ class Epochs:
         return any(not live.issuperset(stages) for stages in self._stages.values())
 
     def _resumes(self, step: int) -> None:
-        """The workers go on with a step."""
+        """The workers continue with a step."""
         took, why = f"{time.monotonic() - self._since:.2f} s", "rest" if self._now.planned else "death"
         self._tell(f"epoch {self._now.number}: goes on with step {step}, {took} after the {why}", False)
         how = "no step repeated" if self._now.planned else "what had begun was repeated"
@@ -314,7 +314,7 @@ class Epochs:
             self._order_rest()
 
     def _leaves(self, rank: int) -> None:
-        """A worker has come to the end of its script; when all have, nothing is left for newcomers."""
+        """A worker has reached the end of its script; when all have, newcomers have no work left."""
         self._left.add(rank)
         if len(self._left | self._now.gone) == self._num_processes:
             for worker in self._workers:

@@ -159,7 +159,7 @@ class HostLauncher(Launcher):
         self._here = []
 
     def _order_stop(self) -> None:
-        """Let the workers of this host go after the step."""
+        """Let the workers of this host leave after the step."""
         for worker in self._here:
             if not worker.ended:
                 os.kill(worker.process.pid, signal.SIGTERM)

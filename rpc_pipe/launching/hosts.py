@@ -3,7 +3,7 @@
 first host's launcher ──begin, worker, order, kill, journal, end──> launcher of another host ──> its workers
 first host's launcher <──hello, event, journal── launcher of another host
 
-All messages come to the first host's launcher one after the other, and it alone begins epochs. So no two epochs have
+All messages reach the first host's launcher one after the other, and it alone begins epochs. So no two epochs have
 the same number. A step needs all workers of its epoch: on the side of a cut network without that launcher none trains.
 
 A connection proves the key of the job, and is never made again: it breaks when a launcher ends, or is silent for
@@ -116,13 +116,13 @@ class Hosts:
         self.journal = -1
 
     def begin(self, arguments: list[str], attempt: int, folder: Path, look: Callable[[], None]) -> None:
-        """Begin an attempt when all hosts have come.
+        """Begin an attempt when all hosts have joined.
 
         Args:
             look: called several times a second.
 
         Raises:
-            ConfigError: not all come.
+            ConfigError: a host is missing.
         """
         self.journal = open_journal(folder)
         self._begun = "begin", attempt, self._num_workers, self._count, arguments
@@ -141,7 +141,7 @@ class Hosts:
             self._begin_on(host)
 
     def _give(self, vacant: Sequence[int]) -> list[int]:
-        """Give a host that has come the places of one host without processes; return them."""
+        """Give a host that has joined the places of one host without processes; return them."""
         ranks = [rank for rank in vacant if rank % self._count == vacant[0] % self._count]
         self._of |= dict.fromkeys(ranks, self._waiting.pop(0))
         return ranks

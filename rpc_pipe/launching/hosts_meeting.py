@@ -18,7 +18,7 @@ class HostsMeeting(Meeting):
 
     Args:
         place: distinguishes the records of one place from another's.
-        cancelled: raises an error when no record can come any more; None: it can.
+        cancelled: raises an error when no record can arrive any more; None: it can.
     """
 
     def __init__(self, place: str, cancelled: Callable[[], None] | None) -> None:

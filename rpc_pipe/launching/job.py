@@ -22,11 +22,11 @@ FAILED, WRONG_INPUT, INTERRUPTED = 1, 2, 130
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 #: environment variable set by the launcher: where local workers meet
 INIT = "RPC_PIPE_INIT"
-#: environment variables: whether the job goes on without workers that die, and the number of hosts with launchers
+#: environment variables: whether the job continues without workers that die, and the number of hosts with launchers
 ELASTIC, HOSTS = "RPC_PIPE_ELASTIC", "RPC_PIPE_HOSTS"
-#: environment variable: for how many seconds workers are missing before stages and replicas are chosen anew
+#: environment variable: seconds that workers are missing before stages and replicas are chosen again
 RESHAPE_AFTER = "RPC_PIPE_RESHAPE_AFTER"
-#: environment variable set by `--rejoin`: whether processes come in their places
+#: environment variable set by `--rejoin`: whether newcomers take the places of workers that have died
 REJOINS = "RPC_PIPE_REJOIN"
 TRANSPORT, TRUST, PORT, KEY = "RPC_PIPE_TRANSPORT", "RPC_PIPE_TRUST_NETWORK", "RPC_PIPE_PORT", "RPC_PIPE_KEY_FILE"
 #: the carriers of messages between workers; the first is the default
@@ -66,13 +66,13 @@ class Job:
     members: int = 1
     #: ways for large payloads from workers of the same host, the best first; see `workers/transport/ways.py`
     ways: tuple[str, ...] = ("memory",)
-    #: whether it goes on without workers that die
+    #: whether it continues without workers that die
     elastic: bool = False
     #: least and most workers after a change of stages and replicas; None: both stay
     shapes: tuple[int, int] | None = None
-    #: whether processes come in the places of workers that have died
+    #: whether newcomers take the places of workers that have died
     rejoins: bool = False
-    #: whether this process comes in the place of a worker that has died
+    #: whether this process takes the place of a worker that has died
     newcomer: bool = False
 
     @property

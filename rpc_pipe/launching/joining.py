@@ -51,7 +51,7 @@ def join(place: MeetingPlace, cancelled: Callable[[], None] | None = None) -> Ca
         cancelled: of a later epoch: raises EpochEnds when its workers cannot meet any more.
 
     Raises:
-        ConfigError: strangers could come too, or the system allows too little.
+        ConfigError: strangers could join too, or the system allows too little.
         NotMet: not all came.
     """
     if (known := _carriers.get(place)) is not None:
@@ -136,7 +136,7 @@ def _by_zmq(place: MeetingPlace, cancelled: Callable[[], None] | None) -> ZmqLin
 
 @cache
 def mesh_of_members(job: Job, kind: str, identity: str) -> Any:
-    """Return the mesh of the members of this process's worker, when all of them have come.
+    """Return the mesh of the members of this process's worker, when all of them have joined.
 
     They are torch's default process group while the pipeline is called, unless the script has made one of all
     processes. Elsewhere it has this process alone: metrics would add up the members' values of the same rows.

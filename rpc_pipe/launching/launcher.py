@@ -118,7 +118,7 @@ class Launcher:
                 self._hosts.begin(self._arguments, restarts, folder, self._die_if_asked)
             self._workers = attempt.workers
             attempt.start(command, environment, logs)
-            if self._signals:  # a signal came during the start
+            if self._signals:  # a signal arrived during the start
                 self._order_stop()
             cause = attempt.watch(self._tick)
             if cause is not None:
@@ -193,7 +193,7 @@ class Launcher:
         self._order_stop()
 
     def _die_if_asked(self) -> None:
-        """Raise _Killed if a signal has come before there are workers."""
+        """Raise _Killed if a signal has arrived before there are workers."""
         if self._signals:
             raise _Killed(self._signals[0])
 

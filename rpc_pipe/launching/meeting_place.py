@@ -60,7 +60,7 @@ class MeetingPlace:
         """Return the records of this place; launchers of several hosts pass them on.
 
         Args:
-            cancelled: raises an error when no record can come any more.
+            cancelled: raises an error when no record can arrive any more.
         """
         if self.on_this_host and not self.job.one_host:
             from .hosts_meeting import HostsMeeting  # few jobs have several hosts and launchers

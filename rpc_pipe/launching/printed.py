@@ -34,7 +34,7 @@ class Printed:
             return
         same = None
         for line in self._waiting:
-            if worker in line.workers:  # the worker has printed this line, so its new one comes later
+            if worker in line.workers:  # the worker has printed this line, so its new one is later
                 same = None
             elif same is None and line.text == text:
                 same = line

@@ -19,7 +19,7 @@ _STEERING = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class _Output:
-    """A wrapper of stdout or stderr that survives write errors, so that training goes on."""
+    """A wrapper of stdout or stderr that survives write errors, so that training continues."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -74,7 +74,7 @@ class Reporter:
             self.error(message["text"])
         elif kind == "progress":
             self.progress(message["text"])
-        elif kind == "piece":  # of a line that goes on
+        elif kind == "piece":  # of an unfinished line
             self.console.print(_visible(message["text"]), end="", markup=False)
         elif "text" in message:
             self.text(message["text"])

@@ -8,7 +8,7 @@ from collections.abc import Collection, Set
 
 from .job import RESHAPE_AFTER, seconds
 
-#: seconds that workers may be missing before the shape is chosen anew
+#: seconds that workers may be missing before the shape is chosen again
 _AFTER_S = 60.0
 
 
@@ -17,7 +17,7 @@ class ShapeChanges:
 
     Attributes:
         places: by number of live workers, how many of them the best shape has places for; empty: the shape stays.
-        is_due: whether the shape is chosen anew when all rest next.
+        is_due: whether the shape is chosen again at the next rest.
     """
 
     def __init__(self, num_processes: int) -> None:
@@ -50,7 +50,7 @@ class ShapeChanges:
         return comes if not self._is_other or self._placed(gone - comes) > self._num_processes - len(gone) else set()
 
     def chosen(self, comes: Set[int], gone: Collection[int]) -> tuple[int, list[str]]:
-        """Return for how many workers the shape is chosen anew, and why; 0: it stays.
+        """Return the number of workers that a new shape is chosen for, and why; 0: the shape stays.
 
         Args:
             comes: workers that are back.
@@ -66,7 +66,7 @@ class ShapeChanges:
         Args:
             dies: workers that are missing from now on.
             gone: all workers that it is without.
-            places: for how many workers the shape is chosen anew in it; 0: it stays.
+            places: number of workers that a new shape is chosen for in it; 0: the shape stays.
         """
         self._missing = (self._missing | dies) & gone
         if places:

@@ -18,7 +18,7 @@ from . import launcher_link as link
 
 #: most bytes that are read at once; longer lines, as of progress bars, are shown in parts
 _LONGEST_LINE = 8192
-#: most that is read after the end of a process, as a child of it may go on printing
+#: most that is read after the end of a process, as a child of it may still print
 _LAST_WORDS = 256
 #: environment variable: folder of all logs; `off`: no logs
 LOGS = "RPC_PIPE_LOGS"
@@ -58,7 +58,7 @@ class WorkerProcess:
                 self._link.close()
                 raise
         assert self.process.stdout is not None
-        #: pipes that are read, with the part of a line that has come, until the process's end
+        #: pipes that are read, with the part of a line that has arrived, until the process's end
         self.pipes: dict[Any, bytes] = {self.process.stdout: b"", self._link: b""}
         for pipe in self.pipes:
             os.set_blocking(pipe.fileno(), False)

@@ -108,7 +108,7 @@ def settle_sharing(options: Options) -> Sharing:
     """Return how members share stages.
 
     Raises:
-        ConfigError: the options do not go together.
+        ConfigError: the options cannot be combined.
     """
     if options.mp_policy is not None and options.shard not in FSDP:
         raise ConfigError(f"mp_policy shard={options.shard!r}: of fsdp alone; in a function pass it to fully_shard")

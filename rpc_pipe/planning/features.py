@@ -20,7 +20,7 @@ def refuse_job(
     job: Any = None,
     is_launched: bool = True,
 ) -> None:
-    """Refuse options that do not go together, or with the schedule.
+    """Refuse options that cannot be combined, or not with the schedule.
 
     Args:
         training, job: a `Training` and a `Job`; None: not known yet.

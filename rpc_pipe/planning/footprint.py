@@ -145,8 +145,8 @@ def _add_state(
 ) -> None:
     """Add the state that the slices of a sequence leave on a stage, and its gradients.
 
-    Each slice leaves its share of `state`. Gradients come with the last slice's backward, which is the first to run;
-    all goes with the first slice's.
+    Each slice leaves its share of `state`. The last slice's backward, which is the first to run, adds the gradients;
+    the first slice's backward frees all.
     """
     kind = span.action.kind
     if kind is F:

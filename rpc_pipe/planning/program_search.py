@@ -157,7 +157,7 @@ def improve(shop: JobShop, order: Order, keep_on: Callable[[], bool]) -> tuple[f
     Moves that make the order up to 2 % longer than the best are accepted, so that it leaves local optima.
 
     Args:
-        keep_on: asked before every move whether to go on.
+        keep_on: asked before every move whether to continue.
     """
     draw = random.Random(0)
     ran = shop.evaluate(order)

@@ -57,7 +57,7 @@ def waits(spec: Spec, spans: Sequence[Span], *, slack: float = 0.0) -> dict[Span
 
 
 def critical_path(spans: Sequence[Span], found: Mapping[Span, Wait]) -> list[Span]:
-    """Return the actions that the last end hangs on, from first to last: each began when the one before had come.
+    """Return the actions that determine the last end, from first to last: each began when the one before was there.
 
     Before an action that waited stands the cause of its wait, before any other the worker's action just before.
     `found` is the result of `waits`.

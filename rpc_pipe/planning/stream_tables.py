@@ -10,7 +10,7 @@ import numpy as np
 
 from .streams import Piece, Streams
 
-#: a moment or a slot that never comes
+#: a moment or a slot that is never reached
 NEVER = np.int64(2**62)
 Array = Any
 

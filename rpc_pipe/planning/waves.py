@@ -2,7 +2,7 @@
 
 The same decisions as `simulator`'s, over arrays. At each moment the actions that end then are counted, and every idle
 worker chooses among the next actions of its streams. If all workers are as they were some moments before, but for the
-same growth of every count, then the moments between must come again, until a piece of a stream ends or an action that
+same growth of every count, then the moments between must repeat, until a piece of a stream ends or an action that
 waits may begin: these repetitions are added at once. Loads without torch.
 """
 
@@ -253,7 +253,7 @@ class _Moments:
         return [(time - self.now, sent.tobytes()) for queue in self.queues for time, sent in queue]
 
     def _repeats(self, before: SimpleNamespace) -> int:
-        """Return how often the moments since `before` come again, at least."""
+        """Return how often the moments since `before` repeat, at least."""
         took, busy = self.now - before.now, self.until < NEVER
         grown = self.issued - before.issued
         moving = np.flatnonzero(grown)
@@ -283,7 +283,7 @@ class _Moments:
         return int(most)
 
     def _alike(self, place: int, before: SimpleNamespace, grown: Any, counted: Array) -> Any:
-        """Return how often a stream goes on as since `before`, by its pieces."""
+        """Return how often a stream repeats its part since `before`, by its pieces."""
         pieces, now, then = self._t.pieces[place], int(self.piece[place]), int(before.piece[place])
         if now == then:
             return (self.left[place] - 1) // grown

@@ -65,7 +65,7 @@ class Board:
 
     def _begin(self, header: dict[str, Any], found: list[StepRecord]) -> None:
         Kind.learn(header.get("kinds", ()))  # before actions of these kinds are decoded
-        # The process has made another pipeline, or goes on in another epoch.
+        # The process has made another pipeline, or continues in another epoch.
         if any(self.header.get(name) != header.get(name) for name in ("clock_ns", "epoch")):
             found.clear()
             self.evaluations.clear()
@@ -254,7 +254,7 @@ class RunBoards:
 
     @property
     def over(self) -> bool:
-        """Whether nothing new will come."""
+        """Whether the boards are final."""
         # While the launcher lives, it may report the cause or restart the workers.
         return not run_folders.in_use(self.folder)
 
@@ -273,7 +273,7 @@ class RunBoards:
     def stacks(self, worker: int | None) -> list[str]:
         """Return lines with the stack of a worker's computing thread, which its process writes on a signal, if it can.
 
-        The signal's handler only writes, and interrupted calls go on.
+        The signal's handler only writes, and interrupted calls continue.
         """
         header = {} if worker is None else self._latest.headers[worker]
         number = header.get("process", "").partition("/")[0]

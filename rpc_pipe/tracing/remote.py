@@ -51,7 +51,7 @@ class Peer:
     def since(self, seen: int) -> bytes:
         """Return `BoardWriter.since` of its board, in this machine's clock and as if this process wrote it.
 
-        Nothing comes if it has left, or does not answer in time.
+        The answer is empty if it has left, or does not answer in time.
         """
         try:
             if time.monotonic() > self._compared + _COMPARE_EVERY_S:

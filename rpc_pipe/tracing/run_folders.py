@@ -26,7 +26,7 @@ from ..system.files import read_file
 #: environment variable: this run's folder; `off`: keep no boards
 FOLDER = "RPC_PIPE_BOARDS"
 OFF = "off"
-#: environment variable set by the launcher: whether a process comes in the place of a worker that has died
+#: environment variable set by the launcher: whether a newcomer takes the place of a worker that has died
 NEWCOMER = "RPC_PIPE_NEWCOMER"
 #: prefix of files that name processes which need a folder; the launcher's
 _MEMBER = "member-"

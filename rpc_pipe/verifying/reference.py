@@ -101,7 +101,7 @@ class Reference:
         replicas: one for each route, with equal weights.
         cut: which parameters each stage has, and which modules are blocks.
         optimizer, lr_scheduler, max_grad_norm, deferred_batch_norm: as for `Pipeline`.
-        ordering: of the microbatches of a step; None: they run as they come.
+        ordering: of the microbatches of a step; None: they run in the given order.
         members: how many members of a worker take its microbatches in turn.
         per_microbatch: whether gradients are added over members after each microbatch, not once a step.
     """
@@ -149,7 +149,7 @@ class Reference:
         """Train on one batch after the other and yield the loss of each; a call is one stream."""
         spec, begin = None, 0
         for batch in batches:
-            # Whole, as the model may change it: kernels go by where in memory a microbatch begins.
+            # Whole, as the model may change it: kernels depend on the address where a microbatch begins.
             batch = mapped(batch, partial(Tensor.to, device=self._randomness.device, copy=True))
             pieces = Microbatches.of(batch, None, self._spec.num_microbatches * self._members, 1, self._cut.pair)
             if self._ordering is not None:
@@ -237,7 +237,7 @@ class Reference:
         return grads
 
     def _step(self, spec: Spec, step: _StepSums) -> None:
-        """Train on a batch; an update comes as soon as its microbatches have been there and back.
+        """Train on a batch; an update runs as soon as all its microbatches have their gradients.
 
         If an update takes a whole step, all routes make it.
         """

@@ -209,7 +209,7 @@ class AcceleratorBackend(DeviceBackend):
             left = [self._left(tensor) for tensor in payload.tensors]
             looks = [look for _, look in left]
             moving = Moving([copy for copy, _ in left], payload.skeleton, looks, self._accelerator.recorded(self._out))
-        # The tensors are held until they are copied: the caller may let go of them.
+        # The tensors are held until they are copied: the caller may release them.
         self._leaving.put((moving, payload, publish, failed))
 
     def _left(self, tensor: Tensor) -> tuple[Tensor, Look]:
@@ -232,11 +232,11 @@ class AcceleratorBackend(DeviceBackend):
                 publish(moving.unfold())
             except BaseException as error:
                 failed(PipeError(f"{self.device}: a payload could not leave it: {type(error).__name__}: {error}"))
-            del leaving, moving, held, publish, failed  # not to be held until the next one comes
+            del leaving, moving, held, publish, failed  # not to be held until the next one arrives
 
     def enter(self, payload: Payload) -> Payload:
         if isinstance(payload, Moving):
-            return payload  # it has come from another device
+            return payload  # it is from another device
         if isinstance(payload, Staying):  # it is here: of a worker of this process, and nothing is copied
             return Moving(payload.tensors, payload.skeleton, [None] * len(payload.tensors), payload.event)
         with self._accelerator.on(self._in):

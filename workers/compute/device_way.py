@@ -211,7 +211,7 @@ class BlockLending:
         return self._count
 
     def untold(self, block: _SharedBlock) -> None:
-        """Note that the payload in a block goes another way, from the block if that is memory of the host."""
+        """Note that the payload in a block takes another way, from the block if that is memory of the host."""
         block.number = 0
         if block.event is None:
             self._blocks.remove(block)
@@ -233,7 +233,7 @@ class BlockFetching:
     Args:
         memory: opens the blocks.
         kind: number of the memory.
-        how: how payloads come, in a sentence about them.
+        how: how payloads travel, in a sentence about them.
     """
 
     def __init__(self, cuda: _Device, entry: Any, memory: Any, kind: int, how: str) -> None:
@@ -273,5 +273,5 @@ class BlockFetching:
         return _Fetched(contents, form.skeleton, [], there, form), there
 
     def release(self) -> None:
-        """Let go of the producer's memory."""
+        """Release the producer's memory."""
         self._opened.clear()

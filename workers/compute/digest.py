@@ -1,6 +1,6 @@
 """A few bytes that distinguish batches or weights, at a negligible cost. No device is waited for.
 
-Small tensors count in full. Of large ones a sample counts that touches every row while there are no more than 256:
+Small tensors count in full, and large ones by a sample, which touches every row while there are no more than 256:
 workers that drew, shuffled or sampled for themselves differ almost everywhere.
 """
 

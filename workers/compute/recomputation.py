@@ -38,7 +38,7 @@ class Recomputation:
         self._differ: list[Tensor] = []
 
     def first(self, forward: Callable[[], Tree]) -> tuple[Tree, FirstRun]:
-        """Run `forward` for the first time; its caller lets go of the graph, and of the activations in it."""
+        """Run `forward` for the first time; its caller releases the graph, and the activations in it."""
         module_state = self._changing.before()
         tree = forward()
         self._changing.note(module_state)

@@ -35,7 +35,7 @@ class Losses:
     def tree(self) -> Tree:
         """Return the part of them that all workers get. Stays on the device: no synchronisation.
 
-        Numbers by microbatch go as bytes: a tree of many values takes longer on its way than all the rest of a step.
+        Numbers by microbatch travel as bytes: a tree of many values takes longer on its way than the rest of a step.
         """
         totals = [total for total, _ in self.parts.values()]
         if len({total.dtype for total in totals}) > 1:
@@ -43,7 +43,7 @@ class Losses:
         sums = torch.stack(totals).double() if totals else torch.zeros(0)
         told = {"microbatches": array("q", self.parts).tobytes(), "sums": sums, "summed": self.summed}
         if not self.summed:
-            return told  # means come weighted
+            return told  # means are weighted already
         weights = [weight for _, weight in self.parts.values()]
         are_trees = any(isinstance(weight, (Tensor, dict)) for weight in weights)
         return told | {"weights": weights if are_trees else array("d", weights).tobytes()}
@@ -143,7 +143,7 @@ class Result:
             return None
         total = sum(loss for loss, _ in self._numbers)
         if not self.summed:
-            return total  # means come weighted by shares of 1, which as floats need not add up to 1
+            return total  # means are weighted by shares of 1, which as floats need not add up to 1
         return total / self.divisor if self.divisor else float("nan")
 
 

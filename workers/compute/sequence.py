@@ -43,7 +43,7 @@ class SliceInput(NamedTuple):
 
     @property
     def is_last(self) -> bool:
-        """Whether no slice comes after it."""
+        """Whether no slice follows it."""
         return self.number == self.total - 1
 
 
@@ -307,7 +307,7 @@ class SliceStore:
             self._looked = None
 
     def _compare(self, shard: Any, noted: Sequence[ForwardArgs], step: int) -> None:
-        """Refuse layers that do not go with slices, by a look at the first microbatch."""
+        """Refuse layers that cannot be combined with slices, by a look at the first microbatch."""
         left, again = SliceState(), NotedDraws()
         left.places.update(self._left[0].places)
 

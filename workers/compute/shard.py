@@ -221,7 +221,7 @@ class Shard:
             draws_too = draws.found or draws.looks[backward] > 0
             tree = self.slice.forward(inputs, given.fields, draws.seeding(seed) if draws_too else seed)
             if given.share is not None:
-                if draws_too:  # torch's generator goes on behind the last layer for the loss function
+                if draws_too:  # the loss function draws from torch's generator behind the last layer
                     draws.noting(partial(self.randomness.seed_loss, given.step, given.microbatch))(0, 0)
                 tree = self._weigh(given, self._loss(tree, target), given.share)
             if draws_too:

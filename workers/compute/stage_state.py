@@ -1,8 +1,8 @@
 """The state of a stage: the writes of its forwards, kept for each microbatch until its backward.
 
-In one process a microbatch's backward comes before the next one's forward, so backward reads the state that its forward
+In one process a microbatch's backward runs before the next one's forward, so backward reads the state that its forward
 has left: moved averages, bounded weights, also by `.data`, which autograd does not see. In a pipeline other
-forwards come between. So behind a forward the stage goes on with copies of the written tensors; the graph keeps the
+forwards run between. So behind a forward the stage continues with copies of the written tensors; the graph keeps the
 memory, and backward gets it back, also for layers that it runs again (`torch.utils.checkpoint`).
 """
 
@@ -78,7 +78,7 @@ class StageState:
         self._end_look = self._slice.look and self._slice.look()
 
     def end(self, again: bool) -> list[KeptTensor]:
-        """Record the tensors that the forward has written, and go on with copies; return them, for `shown`.
+        """Record the tensors that the forward has written, and continue with copies; return them, for `shown`.
 
         Args:
             again: whether the forward will be run again, or has been.

@@ -36,7 +36,7 @@ def _plan_of(model: nn.Module) -> Any:
 def _style_of(plan: Any, path: str) -> str | None:
     """Return the style of a module, by its path without the parts that wrappers and adapters add.
 
-    Of the two layers of a LoRA one is divided: where the adapted layer is, at its outputs or inputs.
+    One of a LoRA's two layers is divided: where the adapted layer is, at its outputs or inputs.
     """
     parts = [part for part in path.split(".") if part not in _WRAPPERS]
     adapter = next((part for part in parts if part in _DIVIDED), None)

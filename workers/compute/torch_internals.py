@@ -29,7 +29,7 @@ without_torch_function = torch._C.DisableTorchFunction
 def run_backward(roots: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
     """Do as `torch.autograd.backward(roots, grads)` does.
 
-    Of a microbatch of two small layers its looks for subclasses, batches of gradients and symbolic shapes are a fifth.
+    Its checks for subclasses, batched gradients and symbolic shapes take a fifth of a microbatch of two small layers.
     The engine itself checks shapes, types and devices once more.
     """
     if not all([_is_plain(root, grad) for root, grad in zip(roots, grads, strict=True)]):

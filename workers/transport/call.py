@@ -201,7 +201,7 @@ class Calls:
                 found = difference(call, peer, text)
             elif self._left:
                 found = left(self._worker, other)
-            elif goes_on and other.within == str(goes_on):  # it waits for this worker before a run that goes on here
+            elif goes_on and other.within == str(goes_on):  # it waits for this worker before a run that continues here
                 found = _differ(self._calls[goes_on], other)
             if found is not None:
                 self._differs(found)

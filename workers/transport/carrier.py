@@ -75,7 +75,7 @@ class Delivery(Protocol):
         """Meet the other workers; from now on `carrier` gets their questions, answers, confirmations and losses.
 
         Raises:
-            ConfigError: they did not come, or the address cannot be used.
+            ConfigError: they are missing, or the address cannot be used.
         """
 
     def ask(self, peer: int, keys: list[Key]) -> None:
@@ -85,7 +85,7 @@ class Delivery(Protocol):
         """Take an answer to `peer`, where it is to arrive. Return whether it is there for good, so was taken."""
 
     def use_device(self, way: DeviceWay | None) -> None:
-        """Let payloads go from this device to devices of other workers, or stay on the device of several workers."""
+        """Let payloads move from this device to devices of other workers, or stay on the device of several workers."""
 
     def takes_from_device(self, peer: int, device: Any) -> bool:
         """Return whether an answer to `peer` may be a payload that stays on this device."""
@@ -216,7 +216,7 @@ class Carrier:
         """Send deferred messages, then sleep until there is an arrival to poll for.
 
         Returns:
-            False if nothing came in time; True may be for nothing.
+            False if nothing arrived in time; True may be for nothing.
         """
         self._sleeps = True  # before the poll, so that a thread that delivers after it sees the flag
         try:
@@ -274,7 +274,7 @@ class Carrier:
     def clock_offset(self, peer: int) -> tuple[int, int]:
         """Return (peer's `perf_counter_ns` minus ours, half the round trip: the error of it).
 
-        Of eight pings the fastest counts, as its asymmetry can be the least (Cristian 1989).
+        The fastest of eight pings counts, as its asymmetry can be the least (Cristian 1989).
 
         Raises:
             RuntimeError, TimeoutError: it does not answer.

@@ -1,4 +1,4 @@
-"""Both ends of payloads that go from a device of the writer to one of the reader."""
+"""Both ends of payloads that travel from a device of the writer to one of the reader."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class FromDevice:
         self._settling = threading.Lock()
 
     def choose(self, way: DeviceWay, page: Any) -> str:
-        """Have payloads taken from the writer's device, if that works. Return how they come."""
+        """Have payloads taken from the writer's device, if that works. Return how they travel."""
         try:
             if page is None:
                 raise OSError(f"{way.name}: it has none")
@@ -111,7 +111,7 @@ class FromDevice:
                 self._counters[COPIED] += 1
 
     def release(self) -> None:
-        """Let go of the writer's memory."""
+        """Release the writer's memory."""
         self.settle(wait=True)
         if self._fetching is not None:
             self._fetching.release()

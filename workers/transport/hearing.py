@@ -29,7 +29,7 @@ class Hearing:
 
     Args:
         sockets: with messages from peers.
-        wakeup: the compute thread sleeps on it, from now on also until a message comes.
+        wakeup: the compute thread sleeps on it, from now on also until a message arrives.
         take_in: called for each message.
         guard: entered for each message.
     """
@@ -64,7 +64,7 @@ class Hearing:
             self._waits = False
 
     def look(self) -> None:
-        """Take in the messages that have come, if the calling compute thread is the receiver."""
+        """Take in the messages that have arrived, if the calling compute thread is the receiver."""
         if self._by_compute:
             self._times += 1
             if self._looks_at.poll(0):
@@ -75,7 +75,7 @@ class Hearing:
                     raise
 
     def _hear(self) -> None:
-        # Until there is nothing more: the descriptor signals only messages that come after that.
+        # Until there is nothing more: the descriptor signals only messages that arrive after that.
         with self._lock:
             for by in self._sockets:
                 try:

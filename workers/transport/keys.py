@@ -58,7 +58,7 @@ class Keys:
 
 
 class KeyServer(threading.Thread):
-    """Answers libzmq whether a peer may come in (ZAP, ZeroMQ RFC 27); it asks when the handshake has proved the key.
+    """Answers libzmq whether a peer may connect (ZAP, ZeroMQ RFC 27); it asks when the handshake has proved the key.
 
     Args:
         context: of the sockets that ask.

@@ -48,10 +48,10 @@ class MessageLink(Protocol):
     look: Callable[[], None] | None
 
     def open(self, ears: LinkCallbacks) -> None:
-        """Meet the other workers; return when all have come.
+        """Meet the other workers; return when all have joined.
 
         Raises:
-            ConfigError: they did not come, or the address cannot be used.
+            ConfigError: they are missing, or the address cannot be used.
         """
 
     def send(self, peer: int, message: Message) -> None:

@@ -57,7 +57,7 @@ def torchrun_store(worker: int, num_workers: int, timeout_s: float) -> Any:
     torchrun keeps its store when it starts workers again, and they would find the addresses of ended workers.
 
     Raises:
-        TimeoutError, RuntimeError: it cannot be reached, or a worker does not come.
+        TimeoutError, RuntimeError: it cannot be reached, or a worker is missing.
     """
     deadline = time.monotonic() + timeout_s
 
@@ -73,14 +73,14 @@ def agree_on_attempt(store: Any, worker: int, num_workers: int, deadline: float)
 
     A store may have records of workers that have ended, and a worker cannot distinguish them: no count of attempts is
     the same on all hosts. So each worker writes a random record (1), worker 0 answers each of them with one of its
-    records (2) and, if a worker that has come later writes another, with a new one; an answered worker repeats the
+    records (2) and, if a later worker writes another record, with a new one; an answered worker repeats the
     answer (3), and when all have, it counts (4).
 
     Args:
         deadline: by `time.monotonic`.
 
     Raises:
-        TimeoutError: a worker does not come.
+        TimeoutError: a worker is missing.
     """
     everybody = range(num_workers)
     own, heard, answered = secrets.token_hex(_WORD_BYTES), [""] * num_workers, ""

@@ -3,7 +3,7 @@
 A `MessageLink` (`rpc.py`, `zeromq.py`) sends messages, receives them and loses peers. Payloads between processes of one
 host travel beside the messages by a shorter way, see `shared_memory.py`.
 
-A message carries everything that goes one way: questions, answers, and confirmations of arrivals. Confirmations can
+A message carries everything in one direction: questions, answers, and confirmations of arrivals. Confirmations can
 wait: they are sent with the next message, or alone once there are many. The compute thread sends a message itself where
 that is cheap or it waits anyway; an answer, which a peer may wait for, also if it has waited a short while ago. All
 other messages are left to the sender's thread; questions to workers of the same host only behind the first action that
@@ -355,7 +355,7 @@ class Messages:
 
     def _talk(self, peer: int) -> PeerQueue:
         talk = self._talks.get(peer)
-        # setdefault, in one step of the interpreter: receiving threads and the compute thread may both come first
+        # setdefault, in one step of the interpreter: receiving threads and the compute thread may both be first
         return self._talks.setdefault(peer, PeerQueue()) if talk is None else talk
 
     # --- sending

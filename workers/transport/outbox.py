@@ -1,6 +1,6 @@
 """The finished payloads of a worker that some consumer has not taken yet.
 
-A consumer asks by key, before or after the payload is there; the answer comes when it is. A payload stays
+A consumer asks by key, before or after the payload is there; the answer leaves when it is. A payload stays
 until every consumer has confirmed its arrival: no worker leaves with a payload that another still needs. Methods may
 be called from any thread; they neither block nor compute.
 """
@@ -73,7 +73,7 @@ class Outbox:
             self._asked = {key: asked for key, asked in self._asked.items() if key[0] != run}
 
     def promise(self, key: Key, consumers: Iterable[int]) -> None:
-        """Announce that `offer` will come later; from now the outbox is not empty."""
+        """Announce that `offer` will be called later; from now the outbox is not empty."""
         with self._lock:
             self._payloads[key] = None, set(consumers) - self._left
 

@@ -35,7 +35,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.Size)
 
 
 class TensorHolder(ABC):
-    """An object with tensors in a batch: it goes to a device with the batch, but not between workers."""
+    """An object with tensors in a batch: it moves to a device with the batch, but not between workers."""
 
     @abstractmethod
     def mapped(self, change: Callable[[Tensor], Any]) -> TensorHolder:
@@ -293,7 +293,7 @@ def _unfit(tree: Tree, kinds: tuple[type, ...]) -> Iterator[tuple[str, str]]:
 def split_rows(tree: Tree, parts: int, rows: int | None = None) -> list[Tree]:
     """Split the tensors of `tree` along dimension 0 into `parts` pieces that differ by at most one row.
 
-    Plain values go to every piece unchanged, and so do tensors of another number of rows, if that is given.
+    Every piece gets plain values unchanged, and also tensors of another number of rows, if `rows` is given.
     """
     if isinstance(tree, Tensor) and (rows is None or (tree.dim() and tree.shape[0] == rows)):
         return list(tree.tensor_split(parts))

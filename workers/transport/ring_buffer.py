@@ -15,7 +15,7 @@ ASLEEP, WAY, DEVICE, COPIED = 1, 2, 3, 4
 #: place of the writer's counter of written bytes
 WRITTEN = LINE // 8
 _CAPACITY = SIZE - 2 * LINE
-#: where all has been read by then, records go on from the start, in memory that caches still hold
+#: where all has been read by then, records continue from the start, in memory that caches still hold
 _HOT = 2**18
 _SKIP = bytes(8)
 

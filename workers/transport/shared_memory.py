@@ -184,7 +184,7 @@ class Channels:
             reader.from_device.settle(wait=wait)
 
     def release(self) -> None:
-        """Let go of all memory of other workers' devices."""
+        """Release all memory of other workers' devices."""
         for _, reader, _ in self._readers:
             reader.from_device.release()
 
@@ -205,7 +205,7 @@ class Channels:
         return any(peer == source for source, *_ in self._readers)
 
     def read(self) -> list[tuple[int, Key, Answer | OSError, int]]:
-        """Return (peer, key, answer, when it was written by the host's `perf_counter_ns`) of all that has come.
+        """Return (peer, key, answer, when it was written by the host's `perf_counter_ns`) of all arrivals.
 
         If a lent payload cannot be read, the cause is in the place of the answer. For one thread.
         """
@@ -312,7 +312,7 @@ class _MappedReader(RingBuffer):
         self._prepared: list[Tensor] = []
 
     def choose(self, ways: Mapping[str, Way], pages: Mapping[str, Any]) -> str:
-        """Have large payloads lent by the first of the writer's ways that works. Return how they come."""
+        """Have large payloads lent by the first of the writer's ways that works. Return how they travel."""
         why = ""
         for number, (name, page) in enumerate(pages.items(), 1):
             try:

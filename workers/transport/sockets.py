@@ -175,7 +175,7 @@ class Sockets:
         return int(self._hears.getsockopt(zmq.FD))
 
     def hear(self) -> Frames | None:
-        """Return the next message, None if none has come.
+        """Return the next message; None if none has arrived.
 
         Raises:
             ContextTerminated: the worker leaves.
@@ -224,7 +224,7 @@ class Sockets:
 
 
 class Frames:
-    """A message as it came: its first frame, and further ones that may not be cut at its parts."""
+    """A message as it arrived: its first frame, and further ones that may not be cut at its parts."""
 
     def __init__(self, first: bytes, rest: list[zmq.Frame]) -> None:
         self.first = first

@@ -102,5 +102,5 @@ class Notifier:
 
 def _close_with(owner: object, descriptor: int) -> None:
     """Close a descriptor when its owner is gone, and never before: at the interpreter's end threads still notify, and
-    where its number had been used again a byte would go into another file."""
+    where its number had been used again they would write a byte into another file."""
     weakref.finalize(owner, os.close, descriptor).atexit = False

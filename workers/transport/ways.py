@@ -26,7 +26,7 @@ HANDLES, ON_HOST = 1, 2
 class Way(Protocol):
     """One end of a way, which every worker makes for itself; raises OSError if its system does not have it."""
 
-    #: how payloads come by it, in a sentence about them
+    #: how payloads travel by it, in a sentence about them
     name: str
 
     def page(self) -> Any:
@@ -53,7 +53,7 @@ class Lending(Protocol):
         """Return the number of the payload in a block that has a record for the consumer."""
 
     def untold(self, block: Any) -> None:
-        """Note that the payload in a block goes another way."""
+        """Note that the payload in a block takes another way."""
 
 
 class Fetching(Protocol):
@@ -61,14 +61,14 @@ class Fetching(Protocol):
 
     #: of memory
     kind: int
-    #: how payloads come, in a sentence about them
+    #: how payloads travel, in a sentence about them
     how: str
 
     def __call__(self, where: bytes, form: Form) -> tuple[Payload, Any]:
         """Return a payload and the event of its copy; raise OSError if it cannot be copied."""
 
     def release(self) -> None:
-        """Let go of the producer's memory."""
+        """Release the producer's memory."""
 
 
 class DeviceWay(Protocol):

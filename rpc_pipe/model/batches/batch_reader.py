@@ -29,7 +29,7 @@ class BatchReader:
         peers: these workers.
         whole: the model, if it is cut by observation: all its stages need inputs; None: a list of layers.
         loss_is_inside: whether it computes its loss itself.
-        ordering: of the microbatches of training steps; None: as they come.
+        ordering: of the microbatches of training steps; None: the given order.
     """
 
     def __init__(

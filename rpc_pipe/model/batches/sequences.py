@@ -151,7 +151,7 @@ class SliceCache(TensorHolder):
         return hash(self._place)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return how many tokens come before the slice."""
+        """Return how many tokens are before the slice."""
         return self._place[0]
 
     get_query_offset = get_seq_length

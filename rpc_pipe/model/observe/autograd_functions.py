@@ -38,7 +38,7 @@ def taken_by_functions(trees: Any, values: Collection[Value], known: set[Any]) -
         if isinstance(node, BackwardCFunction):
             made = {(value.tensor.grad_fn, value.tensor.output_nr): value.tensor for value in values}
             taken = [made.get(edge, getattr(edge[0], "variable", None)) for edge in before]
-            with unobserved():  # a tensor that went through hooks of saved tensors is another one on the same memory
+            with unobserved():  # hooks of saved tensors replace a tensor by another one on the same memory
                 saved = tensors([node.saved_tensors, vars(node)])
             by_place = {_place(value.tensor): value.tensor for value in values} if saved else {}
             yield from tensors([taken, [by_place.get(_place(tensor), tensor) for tensor in saved]])

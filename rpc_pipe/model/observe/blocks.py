@@ -40,7 +40,7 @@ def named_blocks(module: nn.Module, names: Sequence[str]) -> list[nn.Module]:
 
 
 def stateful_beside(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
-    """Return the modules beside the blocks that have a state, such as an LSTM: on shapes they go another way."""
+    """Return the modules beside the blocks that have a state, such as an LSTM: on shapes they take another path."""
     found: list[nn.Module] = []
     inside = {inner for block in blocks for inner in block.modules()}
     for part in model.modules():

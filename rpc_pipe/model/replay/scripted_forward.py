@@ -1,7 +1,7 @@
 """The forward of one stage: the model's forward, with a script that replaces the events of other stages.
 
 Calls of torch functions and blocks are compared with the script in order. This stage's calls run; all other calls
-return placeholders, or the tensors that have come from the stage before.
+return placeholders, or the tensors that have arrived from the stage before.
 """
 
 from __future__ import annotations

@@ -193,7 +193,7 @@ def _to_and_fro(actor: WorkerActor, run: int, other: int, size: int, first: bool
 
 
 def _lost(actor: WorkerActor, size: int, count: int) -> float:
-    """Return the milliseconds that computing loses to a byte that goes to the next worker while one comes.
+    """Return the milliseconds that computing loses to a byte sent to the next worker while one arrives.
 
     A payload in a channel is copied by the threads that compute. A payload too large for one is copied by threads of
     the transport: beside computing where cores are to spare, else instead of it. Only the processors' time for the copy
@@ -235,7 +235,7 @@ class _Computing:
         self.done = 0
 
     def go_on(self, actor: WorkerActor, run: int) -> int:
-        """Compute a product; return how many payloads have come."""
+        """Compute a product; return how many payloads have arrived."""
         self._matrix @ self._matrix
         self.done += 1
         return len(actor.mailbox.arrivals((run,)))
