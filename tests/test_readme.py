@@ -1,5 +1,6 @@
 """What the README and the documentation show is executed."""
 
+import json
 import re
 from functools import partial
 
@@ -10,6 +11,7 @@ from torch import nn
 
 from rpc_pipe import Pipeline, Training
 
+EXAMPLES = ROOT / "docs" / "examples"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "CONTRIBUTING.md"]
 
 
@@ -87,14 +89,24 @@ def test_the_users_schedule_is_legal_and_short(tmp_path):
     assert "identical" in run(rpc_pipe(f"verify --schedule mine.py:Patient {options}"), tmp_path)
 
 
-def test_the_interleaved_schedule_of_the_page_trains_the_same_bits(tmp_path):
-    (tmp_path / "looped.py").write_text(python_block("looped.py"))
-    options = "--workers 2 --microbatches 5 --transport local"
-    assert "identical" in run(rpc_pipe(f"verify --schedule looped.py:Looped {options}"), tmp_path)
+@pytest.mark.parametrize("schedule", ["looped.py:Looped", "mixed.py:Mixed", f"{EXAMPLES}/bpipe.py:BPipe"])
+def test_the_schedules_of_the_page_train_the_same_bits(schedule, tmp_path):
+    if not schedule.startswith("/"):
+        name = schedule.partition(":")[0]
+        (tmp_path / name).write_text(python_block(name))
+    options = f"--workers {4 if 'bpipe' in schedule else 2} --microbatches 5 --transport local"
+    assert "identical" in run(rpc_pipe(f"verify mlp --schedule {schedule} {options}"), tmp_path)
+
+
+def test_early_workers_hold_less_by_late_ones(tmp_path):
+    options = "--workers 8 --microbatches 12 --memory activations=64MB,copy=128MB --json"
+    rows = json.loads(run(rpc_pipe(f"compare --schedule {EXAMPLES}/bpipe.py:BPipe {options}"), tmp_path))
+    held = {row["schedule"].rpartition(":")[2]: row["memory_by_worker"] for row in rows}
+    assert held["BPipe"][0] <= 0.65 * held["1f1b"][0] and max(held["BPipe"]) <= 0.75 * max(held["1f1b"])
 
 
 def test_the_console_shows_what_is_printed(tmp_path):
-    for name in ("steps.py", "mistakes.py", "looped.py"):
+    for name in ("steps.py", "mistakes.py", "looped.py", "mixed.py"):
         (tmp_path / name).write_text(python_block(name))
     for block in blocks("console"):
         command, _, shown = block.partition("\n")
@@ -119,7 +131,7 @@ def test_the_readme_is_short():
     assert len(PAGES[0].read_text().splitlines()) <= 120
 
 
-@pytest.mark.parametrize("example", sorted((ROOT / "docs" / "examples").glob("*.py")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("example", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
 def test_examples_run(example, tmp_path):
     for needed in re.findall(r"^from (peft|transformers) import", example.read_text(), re.MULTILINE):
         pytest.importorskip(needed, reason=f"{example.name} needs pip install '.[hf]'")

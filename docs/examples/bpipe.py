@@ -5,7 +5,7 @@ half sends every second microbatch to its partner P - 1 - s, and takes it back b
 holds about P / 2 + 1. Nothing of that is in the package: four kinds of actions, a schedule, four functions.
 
 rpc-pipe simulate --schedule bpipe.py:BPipe --workers 8 --microbatches 12 --cost F=2,B=4,E=1,K=1,X=1,L=1
-rpc-pipe compare  --schedule bpipe.py:BPipe --workers 8 --microbatches 12 --memory activations=64MB,copy=64MB
+rpc-pipe compare  --schedule bpipe.py:BPipe --workers 8 --microbatches 12 --memory activations=64MB,copy=128MB
 rpc-pipe verify mlp --schedule bpipe.py:BPipe --workers 8 --microbatches 12    compares it with one process
 python bpipe.py --workers 4 --steps 3                                          trains with workers as threads
 """

@@ -6,8 +6,10 @@ Loads without torch.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from ..dependency import PipeError
 from ..system.sizes import format_bytes
 from .plan import Plan
 from .profile import Machines
@@ -56,7 +58,9 @@ def binding_limits(request: PlanRequest, result: PlanResult) -> list[Advice]:
 
 def _tried(change: str, request: PlanRequest, before: float = 0) -> Advice | None:
     """Return the change with its best plan; `before`: time of a step without it, 0 if nothing fits."""
-    plans = search(request).plans
+    plans: list[Plan] = []
+    with suppress(PipeError):  # a schedule in a file may have no variant for other workers
+        plans = search(request).plans
     if not plans:
         return None
     took = plans[0].predicted_ms

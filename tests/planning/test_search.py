@@ -6,9 +6,10 @@ from dataclasses import replace
 from itertools import combinations, pairwise
 
 import pytest
+from test_readme import python_block
 
 from bench.plan_exact import brute_force, instance
-from rpc_pipe.dependency import B, F, I, R, U, W, check_all
+from rpc_pipe.dependency import B, ConfigError, F, I, R, U, W, check_all
 from rpc_pipe.planning.advice import num_copies, remarks
 from rpc_pipe.planning.comparison import ModelCosts
 from rpc_pipe.planning.cut_search import CutSearch, costliest, least_bottleneck
@@ -353,3 +354,25 @@ def test_remarks_name_shared_cores_copies_of_the_weights_and_slices_that_do_not_
     assert [note.partition(":")[0] for note in remarks(request, result, None)] == ["--slices 1,2"]
     noisy = replace(request, profile=replace(profile, scatter=0.4))
     assert any("times scatter by 40%" in note for note in remarks(noisy, result, None))
+
+
+def test_a_schedule_in_a_file_is_cut_as_brute_force_cuts_it(tmp_path):
+    """Plans were made of the package's schedules alone; and a cut was balanced by stage, not by worker."""
+    (tmp_path / "mixed.py").write_text(python_block("mixed.py"))
+    mixed, chosen = f"{tmp_path}/mixed.py:Mixed", set()
+    for seed in range(6):
+        draw = random.Random(seed)
+        times = [draw.uniform(3, 8), *(draw.uniform(0.5, 2) for _ in range(4)), draw.uniform(3, 8)]
+        profile, machines = Profile({1: [*map(block, times)]}), Machines(2, link=Link(0.1))
+        request = PlanRequest(profile, machines, 4, (4,), recompute=False, schedules=("1f1b", mixed))
+        best = search(request).plans[0]
+        chosen.add(best.schedule)
+        found = []
+        for name, depth in (("1f1b", 2), (mixed, 3)):
+            priced = PricedSchedule(make_spec(name, 2, 4), request.chain(4), machines)
+            cuts = [(0, *inner, 6) for inner in combinations(range(1, 6), depth - 1)]
+            found += [priced.step_time(priced.simulate(ends), ends) for ends in cuts]
+        assert best.predicted_ms == min(found)
+    assert mixed in chosen
+    with pytest.raises(ConfigError):
+        search(replace(request, machines=Machines(5)))
