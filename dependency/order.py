@@ -16,7 +16,7 @@ from .action import Action
 from .errors import ScheduleError
 from .indexes import split_route
 from .kinds import A, G, P, S, U, W
-from .reductions import NO_REDUCTIONS, Reductions, reduction_tree
+from .reductions import NO_REDUCTIONS, Reductions, reduction_tree, routes_of
 from .spec import Spec, overrides
 
 
@@ -55,7 +55,7 @@ def local_order(spec: Spec, worker: int, reductions: Reductions = NO_REDUCTIONS)
 
 @lru_cache(maxsize=16)
 def routes(spec: Spec, forward_only: bool = False) -> Callable[[int], int]:
-    """Return a function that gives the route of a microbatch, with a cache: a worker asks for most microbatches.
+    """Return a function that gives the route of a microbatch.
 
     Args:
         forward_only: whether this is an evaluation. If pipelines are pulled to a common reference, the reference is
@@ -63,7 +63,7 @@ def routes(spec: Spec, forward_only: bool = False) -> Callable[[int], int]:
     """
     if spec.num_routes == 1 or (forward_only and spec.averaging_pull):
         return lambda microbatch: 0
-    return lru_cache(maxsize=2**13)(spec.route)
+    return routes_of(spec)
 
 
 @lru_cache(maxsize=4)

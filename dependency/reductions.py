@@ -15,8 +15,8 @@ known when all backwards have run.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 from .action import Action, Kind, Milestone
@@ -33,7 +33,16 @@ Replica = tuple[int, int]
 
 def on_route(spec: Declared, microbatches: Iterable[int], route: int) -> Iterator[int]:
     """Return the microbatches that take a route."""
-    return iter(microbatches) if spec.num_routes == 1 else (m for m in microbatches if spec.route(m) == route)
+    if spec.num_routes == 1:
+        return iter(microbatches)
+    route_of = routes_of(spec)
+    return (m for m in microbatches if route_of(m) == route)
+
+
+@lru_cache(maxsize=16)
+def routes_of(spec: Declared) -> Callable[[int], int]:
+    """Return a function that gives the route of a microbatch, and remembers it: every worker asks for all."""
+    return cache(spec.route)
 
 
 class Reductions(NamedTuple):
@@ -101,7 +110,8 @@ class ReductionTree:
         for node, parent in self.parent.items():
             if parent is not None:
                 self.children[parent].append(node)
-        self._pieces: dict[int, list[Bucket]] = {}
+        #: by stage and number
+        self._pieces: dict[int, dict[int, Bucket]] = {}
         #: nodes that contribute to the loss, or pass it on
         self._of_loss: set[Replica] = set()
         for route in range(spec.num_routes):
@@ -172,14 +182,18 @@ class ReductionTree:
         Args:
             step: of a stream; None: all.
         """
+        return [p for p in self._numbered(stage).values() if step in (None, p.step)]
+
+    def _numbered(self, stage: int) -> dict[int, Bucket]:
         if stage not in self._pieces:
-            self._pieces[stage] = self._found_pieces(stage)
-        return [p for p in self._pieces[stage] if step in (None, p.step)]
+            self._pieces[stage] = {piece.number: piece for piece in self._found_pieces(stage)}
+        return self._pieces[stage]
 
     def update_of(self, action: Action) -> Action:
         """Return the update that takes an action's gradients, or that makes the parameters which the action gives."""
         number, route = split_route(action.index, self.spec.num_routes)
-        step = next((p.step for p in self.pieces(action.stage) if p.number == number), 0)
+        piece = self._numbered(action.stage).get(number)
+        step = piece.step if piece else 0
         return action if action.kind is U else U(action.stage, join_route(step, route, self.spec.num_routes))
 
     def share(self, milestone: Milestone) -> float:
@@ -202,8 +216,8 @@ class ReductionTree:
 
     def _holders(self, stage: int, number: int) -> list[Replica]:
         """Return the holders of a piece; an empty list for a piece that `reductions` lack, as in a trace."""
-        pieces = (piece for piece in self.pieces(stage) if piece.number == number)
-        return [holder for piece in pieces for holder in piece.holders(self.spec.num_routes)]
+        piece = self._numbered(stage).get(number)
+        return [*piece.holders(self.spec.num_routes)] if piece else []
 
     def sums(self, stage: int, route: int, step: int = 0) -> list[Action]:
         """Return the sums of gradients that an update takes; none if no other shard holds its parameters."""
@@ -243,8 +257,8 @@ class ReductionTree:
             number, own = split_route(route, routes)
             node = stage, own
             if kind is G:
-                owners = (piece.owner for piece in self.pieces(stage) if piece.number == number)
-                return [S(owner[0], join_route(number, owner[1], routes)) for owner in owners]
+                piece = self._numbered(stage).get(number)
+                return [S(piece.owner[0], join_route(number, piece.owner[1], routes))] if piece else []
             first = self.update_of(action).index - node[1]
             holders = [(s, first + r) for s, r in self._holders(stage, number)]
             if kind is P:

@@ -67,9 +67,9 @@ class Listed(Spec):
         return run.slot + run.growth * (self.turn(a.index) - run.first)
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=1024)
 def timetable(spec: Listed, worker: int) -> "Listing":
-    """Return the timetable of `worker`. Cached: a check asks again for a worker and its neighbours."""
+    """Return the timetable of `worker`. Cached: a check asks again for neighbours, a comparison for all workers."""
     return spec.timetable(worker)
 
 

@@ -24,7 +24,7 @@ from ..dependency import (
 from ..dependency.parallelism import REPLICAS
 from ..model.cut import cut
 from ..system.sizes import format_bytes
-from .footprint import Size, copy_time, num_messages, peak_bytes, weight_bytes
+from .footprint import Size, copy_time, peak_bytes, weight_bytes
 from .parallel import in_parallel
 from .plan import schedule_label
 from .profile import SUMMED, TIMED, Chain, LayerCost
@@ -202,6 +202,7 @@ def _row(
 ) -> Row:
     workers, sizes = range(spec.num_workers), None if stages is None else [stage.size for stage in stages]
     result: Priced | Simulation
+    further = price(spec, cost, steps=_STEPS, **run).step_time
     if sizes is None:
         result = price(spec, cost, **run)
     else:
@@ -212,12 +213,12 @@ def _row(
         parameters,
         result.order,
         result.makespan,
-        price(spec, cost, steps=_STEPS, **run).step_time,
+        further,
         result.bubble,
         max(result.peak_activations) * spec.num_workers / spec.num_stages,
         max(memory, default=None),
         memory,
-        num_messages(result) if isinstance(result, Simulation) else result.messages,
+        result.messages,
         spec.synchronous,
         [worker_staleness(spec, worker) for worker in workers],
         [worker_weight_copies(spec, worker) for worker in workers],

@@ -56,12 +56,8 @@ class CutSearch:
 
     def price(self, ends: Ends, *, faster_than: float = float("inf")) -> CutFound | None:
         """Simulate a cut; return None if it is not faster than `faster_than`."""
-        known = self._known.get(ends)
-        if known is None or (not known.memory and known.time < faster_than):
-            simulation = self.priced.simulate(ends)
-            took = self.priced.step_time(simulation, ends)
-            held = self.priced.memory(simulation, ends) if took < faster_than else ()
-            known = self._known[ends] = CutFound(ends, took, held, self.priced.excess(held) if held else 0)
+        took, held, *_ = self.priced.figures(ends, faster_than)
+        known = self._known[ends] = CutFound(ends, took, held, self.priced.excess(held) if held else 0)
         return known if known.time < faster_than and known.memory else None
 
     @property
@@ -74,6 +70,21 @@ class CutSearch:
         return (known for known in self._known.values() if known.memory)
 
     # --- a good cut quickly
+
+    @property
+    def expected(self) -> float:
+        """An estimate of a step of even stages, by its work, its longest path, and how many microbatches are held."""
+        spec, chain = self.spec, self.chain
+        shards = [stage for worker in spec.workers for stage, _ in spec.hosted(worker)]
+        depth, each = spec.num_stages, spec.num_microbatches / shards.count(0)
+        kinds = F, I if spec.splits(depth - 1, 0) else B
+        both = sum(chain.time(kind, 0, chain.num_blocks) for kind in kinds) / depth
+        both *= spec.num_whole / spec.num_microbatches
+        longest = max(self.least, (depth - 1 + each) * both)
+        for worker in {spec.place(stage, 0) for stage in range(depth)}:
+            if held := spec.peak_activations(worker):
+                longest = max(longest, sum(depth - stage for stage, _ in spec.hosted(worker)) * both * each / held)
+        return longest
 
     def _even_time(self) -> float:
         spec, last = self.spec, self.chain.num_blocks

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, replace
 from itertools import accumulate
 
-from ..dependency import Action, B, F, G, I, Kind, P, R, S, Spec, U, W, weight_copies
+from ..dependency import Action, B, F, G, I, Kind, P, R, S, Spec, W, weight_copies
 from ..dependency.kinds import BUILT_IN
 from ..dependency.memory import loaded
 from .simulator import Simulation
@@ -200,13 +200,3 @@ def payload_bytes(action: Action, size: Size, num_parts: int = 1) -> float:
     if action.kind in (B, I):
         return size.inputs
     return moved_bytes(action.kind, size) if action.kind.holds < 0 else 0
-
-
-def num_messages(simulation: Simulation) -> int:
-    """Return how many payloads travel between workers in a step."""
-    spec = simulation.spec
-    return sum(
-        len({spec.worker(user) for user in simulation.successors(action)} - {worker})
-        for worker, action, _, _ in simulation.spans
-        if action.kind not in (R, W, U)
-    )

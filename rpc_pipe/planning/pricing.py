@@ -6,11 +6,12 @@ Loads without torch.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from itertools import pairwise, permutations
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..dependency import NO_REDUCTIONS, Action, B, G, Kind, S, Spec, W
-from .footprint import Size, copy_time, num_messages, payload_bytes, peak_bytes
+from .footprint import Size, copy_time, payload_bytes, peak_bytes
 from .plan import Plan
 from .profile import TIMED, Chain, Machines
 from .relation import Relation
@@ -20,6 +21,31 @@ from .simulator import Link, Simulation, simulate
 Ends = tuple[int, ...]
 #: more buckets of a stage would hide no more than an eighth of one replica's part of its gradients
 _MOST_BUCKETS = 8
+
+
+class CutFigures(NamedTuple):
+    """The figures of a cut that a plan tells."""
+
+    took: float
+    memory: tuple[float, ...]
+    bubble: float
+    busy: tuple[float, ...]
+    messages: int
+
+
+class _LikeCost(NamedTuple):
+    """The cost of actions that are alike."""
+
+    blocks: Chain
+    stage: int
+    kind: Kind
+    slowness: float
+    #: which part of a microbatch's time its slice takes
+    share: float
+    #: its part of the payload, and `copy_times`
+    copied: tuple[float, float, float]
+    #: the stage whose bytes it copies to or from host memory
+    moved: int | None
 
 
 class PricedSchedule:
@@ -42,57 +68,66 @@ class PricedSchedule:
         self.chain = chain
         self.machines = machines
         self._buckets = buckets or (1,) * spec.num_stages
-        self.relation = Relation(spec, reductions=NO_REDUCTIONS._replace(buckets=self._buckets), lengths=lengths)
+        self.lengths = lengths
         self._with_buckets = {self._buckets: self}
+        self._share = chain.slicing.time_share(spec)
+        self._known: dict[Ends, CutFigures] = {}
+
+    @cached_property
+    def relation(self) -> Relation:
+        reductions = NO_REDUCTIONS._replace(buckets=self._buckets)
+        return Relation(self.spec, reductions=reductions, lengths=self.lengths)
+
+    @cached_property
+    def _compiled(self) -> tuple[list[int], list[_LikeCost]]:
+        """Of each action the number of its cost, and these."""
         # Actions of one (stage, kind, worker, slice, length) cost the same, so each cost is computed once.
         known: dict[tuple[int, Kind, int, float, float], int] = {}
-        like: list[tuple[Action, int]] = []
-        self._ids: list[int] = []
-        chains: list[Chain] = []  # of each of these, with the times of its microbatch
+        ids: list[int] = []
+        costs: list[_LikeCost] = []
         for a, worker in zip(self.relation.actions, self.relation.worker, strict=True):
             length = self.relation.length(a)
-            number = known.setdefault((a.stage, a.kind, worker, spec.extent(a)[0], length), len(known))
-            if number == len(like):
-                like.append((a, worker))
-                chains.append(chain.among([length]) if length else chain)
-            self._ids.append(number)
-        #: of each of these: its stage, its part of the payload, and `copy_times`
-        self._copy_times = [(a.stage, self.relation.portion(a), *copy_times(spec, chain, a, w)) for a, w in like]
-        share = chain.slicing.time_share(spec)
-        #: of each of these: which part of a microbatch's time its slice takes; W of the first stage is a whole backward
-        self._shares = [share(a._replace(kind=B) if a.kind is W and not a.stage else a) for a, _ in like]
-        #: of the replicas' gradients each owner sums its part
-        parts = self.relation.gradient_parts
-        self._distinct = [
-            (own, a.stage, G, machines.slow(worker) * (1 / self._buckets[a.stage] - 1 / parts(a.stage)))
-            if a.kind is S
-            else (own, a.stage, a.kind, machines.slow(worker) * (a.kind is not G))
-            for own, (a, worker) in zip(chains, like, strict=True)
-        ]
-        #: (number there, kind, stage of the moved bytes, part of a microbatch) of actions that copy
-        self._copies = [
-            (at, a.kind, spec.moved(a), self.relation.portion(a))
-            for at, (a, _) in enumerate(like)
-            if a.kind.holds and a.kind.resource == "copy" and machines.copy < float("inf")
-        ]
-        self._links: dict[tuple[int, int], Link] | None = None
-        if not machines.links_are_plain:
-            pairs = permutations(range(spec.num_workers), 2)
-            self._links = {pair: link_beside_copies(machines, chain, *pair) for pair in pairs}
+            number = known.setdefault((a.stage, a.kind, worker, self.spec.extent(a)[0], length), len(known))
+            if number == len(costs):
+                costs.append(self._cost(a, worker, length))
+            ids.append(number)
+        return ids, costs
+
+    def _cost(self, a: Action, worker: int, length: float) -> _LikeCost:
+        chain, slow, kind = self.chain.among([length]) if length else self.chain, self.machines.slow(worker), a.kind
+        if kind is G:
+            slow = 0
+        elif kind is S:  # of the replicas' gradients each owner sums its part
+            kind, parts = G, self.relation.gradient_parts(a.stage)
+            slow *= 1 / self._buckets[a.stage] - 1 / parts
+        # W of the first stage is a whole backward.
+        share = self._share(a._replace(kind=B) if a.kind is W and not a.stage else a)
+        copied = self.relation.portion(a), *copy_times(self.spec, self.chain, a, worker)
+        copies = kind.holds and kind.resource == "copy" and self.machines.copy < float("inf")
+        return _LikeCost(chain, a.stage, kind, slow, share, copied, self.spec.moved(a) if copies else None)
+
+    @cached_property
+    def _links(self) -> dict[tuple[int, int], Link] | None:
+        if self.machines.links_are_plain:
+            return None
+        pairs = permutations(range(self.spec.num_workers), 2)
+        return {pair: link_beside_copies(self.machines, self.chain, *pair) for pair in pairs}
 
     def costs(self, ends: Ends) -> list[float]:
         """Return the time of each action of the relation with this cut, by its number."""
         chain = self.chain
+        ids, kinds = self._compiled
         costs = [
             own.time(kind, ends[stage], ends[stage + 1], share) * slow if kind in TIMED else 0
-            for (own, stage, kind, slow), share in zip(self._distinct, self._shares, strict=True)
+            for own, stage, kind, slow, share, _, _ in kinds
         ]
         if chain.per_byte:
-            for at, (stage, part, before, behind) in enumerate(self._copy_times):
+            for at, (_, stage, _, _, _, (part, before, behind), _) in enumerate(kinds):
                 costs[at] += part * (before * chain.inputs(ends[stage]) + behind * chain.outputs(ends[stage + 1]))
-        for at, kind, stage, part in self._copies:
-            costs[at] = part * copy_time(kind, chain.size(ends[stage], ends[stage + 1]), self.machines.copy)
-        return [costs[i] for i in self._ids]
+        for at, (_, _, kind, _, _, (part, _, _), moved) in enumerate(kinds):
+            if moved is not None:
+                costs[at] = part * copy_time(kind, chain.size(ends[moved], ends[moved + 1]), self.machines.copy)
+        return [costs[i] for i in ids]
 
     def transfer_time(self, action: Action, size: Size, source: int, target: int) -> float:
         """Return the time of a payload from one worker to another; `size` is that of the action's stage."""
@@ -106,9 +141,7 @@ class PricedSchedule:
         sizes, spec, machines = self.sizes(ends), self.spec, self.machines
         buckets = tuple(min(_MOST_BUCKETS, spec.num_buckets(size.gradients)) for size in sizes)
         if buckets not in self._with_buckets:
-            self._with_buckets[buckets] = PricedSchedule(
-                spec, self.chain, self.machines, self.relation.lengths, buckets
-            )
+            self._with_buckets[buckets] = PricedSchedule(spec, self.chain, machines, self.lengths, buckets)
         priced = self._with_buckets[buckets]
 
         def payload(action: Action) -> float:
@@ -124,6 +157,16 @@ class PricedSchedule:
         """Return the time of a step in a sequence of steps, in milliseconds."""
         return simulation.span + self.tied_gradients_time(ends) + self.chain.per_step
 
+    def figures(self, ends: Ends, faster_than: float = float("inf")) -> CutFigures:
+        """Return the figures of this cut, simulated once; without memory if it is not faster than `faster_than`."""
+        known = self._known.get(ends)
+        if known is None or (not known.memory and known.took < faster_than):
+            ran = self.simulate(ends)
+            took = self.step_time(ran, ends)
+            held = self.memory(ran, ends) if took < faster_than else ()
+            known = self._known[ends] = CutFigures(took, held, ran.steady_bubble, ran.busy, ran.messages if held else 0)
+        return known
+
     def plan(
         self, schedule: str, parameters: Mapping[str, Any], ends: Ends, recompute: tuple[int, ...] = (), **listed: Any
     ) -> Plan:
@@ -132,12 +175,12 @@ class PricedSchedule:
         Args:
             listed: other fields of the plan, or other values, as of a searched program and of members.
         """
-        simulation, spec = self.simulate(ends), self.spec
-        memory, took = self.memory(simulation, ends), self.step_time(simulation, ends)
+        took, memory, bubble, busy, messages = self.figures(ends)
+        spec = self.spec
         return Plan(
             schedule, parameters, self.chain.counts(ends), recompute=recompute, predicted_ms=took,
-            predicted_memory=max(memory), bubble=simulation.steady_bubble, memory_by_worker=memory,
-            busy_by_worker=simulation.busy, messages=num_messages(simulation), model=self.chain.model,
+            predicted_memory=max(memory), bubble=bubble, memory_by_worker=memory,
+            busy_by_worker=busy, messages=messages, model=self.chain.model,
             weights_by_stage=tuple(size.weights + size.elsewhere for size in self.sizes(ends)),
             **{"num_workers": spec.num_workers, "num_microbatches": spec.num_whole, **listed},
         )  # fmt: skip

@@ -119,7 +119,7 @@ class _Search:
             if count % grouping.planes == 0 and len(request.lengths) in (0, count)
         }
         #: the most promising first
-        self._searches = sorted(self._list(), key=lambda pair: pair[1].least)
+        self._searches = sorted(self._list(), key=lambda pair: pair[1].expected)
         names = {candidate.schedule for candidate, _ in self._searches}
         self._note = f"{len(self._searches)} variants of {len(names)} schedules"
 

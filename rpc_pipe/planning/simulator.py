@@ -34,8 +34,9 @@ _Ran = list[tuple[int, float, float]]
 _Transfers = list[tuple[Action, int, int, float]]
 
 
+@dataclass(frozen=True)
 class Outcome:
-    """The figures of a simulated run that follow from its basic figures."""
+    """The figures of a simulated run of one step or several. Times are in the unit of the costs."""
 
     spec: Spec
     order: Order
@@ -61,16 +62,8 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Simulation(Outcome):
-    """The simulated run of one step or several. Times are in the unit of the costs."""
+    """A simulated run with all its actions."""
 
-    spec: Spec
-    order: Order
-    #: time spent computing, by worker
-    busy: tuple[float, ...]
-    #: when the last action of each step ends
-    step_ends: tuple[float, ...]
-    #: when the last action that takes time ends
-    makespan: float
     _relation: Relation = field(repr=False, compare=False)
     _ran: _Ran = field(repr=False)
     _comm: float = field(repr=False)
@@ -162,6 +155,16 @@ class Simulation(Outcome):
     def steady_bubble(self) -> float:
         """The same share of `span`."""
         return 1 - sum(self.busy) / (self.spec.num_workers * self.span) if self.span else 0.0
+
+    @cached_property
+    def messages(self) -> int:
+        """The number of payloads between workers."""
+        relation = self._relation
+        return sum(
+            (number, target) not in relation.signals
+            for number, action in enumerate(relation.actions) if action.kind.resource != "control"
+            for target, _ in relation.targets(number)
+        )  # fmt: skip
 
     def successors(self, action: Action) -> list[Action]:
         """Return the actions that take the payload of `action`."""

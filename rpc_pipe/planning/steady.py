@@ -27,13 +27,8 @@ MAX_CHECKED = 5_000
 
 @dataclass(frozen=True)
 class Priced(Outcome):
-    """A simulated run without its actions. Times are in the unit of the costs."""
+    """A simulated run without its actions."""
 
-    spec: Spec
-    order: Order
-    busy: tuple[float, ...]
-    step_ends: tuple[float, ...]
-    makespan: float
     span: float
     peak_activations: tuple[float, ...]
     #: payloads between workers in a step

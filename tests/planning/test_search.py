@@ -182,6 +182,15 @@ def test_all_schedules_are_looked_at_before_one_is_looked_into(monkeypatch):
     assert [schedule for _, schedule in before[:5]] == ["Interleaved", "Hanayo", "ZBV", "Interleaved", "Hanayo"]
 
 
+def test_what_is_expected_of_a_schedule_ranks_it_before_any_is_simulated():
+    """Of 1,641 variants on 256 workers only `naive` was priced in time: its work is that of all others."""
+    chain, machines = Chain([block(1) for _ in range(16)]), Machines(8)
+    searches = [CutSearch(make_spec(name, 8, 16), chain, machines) for name in ("zb-v", "1f1b", "naive")]
+    expected, found = [each.expected for each in searches], [each.first_cut().time for each in searches]
+    assert expected == sorted(expected) and expected[1] < expected[2]
+    assert expected[0] <= found[0] and expected[1:] == found[1:], "of evenly cut 1F1B and of naive it is exact"
+
+
 def test_nothing_fits_and_it_says_by_how_much():
     blocks = [block(1, weights=100, activations=10) for _ in range(4)]
     machines = Machines(2, memory=(150, 150))
@@ -206,7 +215,7 @@ def test_what_does_not_fit_is_not_said_to_be_slow():
     profile = Profile({1: [block(1.0, weights=size) for size in (3, 3, 1, 1)]})
     request = PlanRequest(profile, Machines(2, memory=(4.5, 4.5)), 8, (4,), recompute=False)
     result = search(request)
-    assert result.plans[0].schedule == "zb-v" and {"1f1b", "gpipe", "zb-h1"} <= set(result.unfit)
+    assert result.plans[0].schedule == "zb-v" and {"zb-h1", "zb-h2"} <= set(result.unfit)
     assert not set(result.unfit) & {*result.left_out, *(plan.schedule for plan in result.plans)}
 
 
@@ -344,6 +353,7 @@ def test_remarks_name_shared_cores_copies_of_the_weights_and_slices_that_do_not_
     profile = Profile({1: costs}, {}, (), "model", "", "cpu", 8, by_length=by_length, length=64)
     request = PlanRequest(profile, Machines(4), 8, (8,), schedules=("chimera", "1f1b"), slices=(1, 2), recompute=False)
     result = search(request)
+    result.plans += search(replace(request, schedules=("1f1b",))).plans
     found = {plan.name: plan for plan in result.plans}
     assert num_copies(found["chimera"], 4) == 2 and num_copies(found["1f1b"], 4) == 1
     result.plans.sort(key=lambda plan: plan.name != "chimera")

@@ -11,7 +11,6 @@ from rpc_pipe.commands.main import main
 from rpc_pipe.commands.topology import read_topology
 from rpc_pipe.dependency import B, ConfigError, F, I, PipeError, R, U, W
 from rpc_pipe.planning.along import ask, ends
-from rpc_pipe.planning.footprint import num_messages
 from rpc_pipe.planning.simulator import Levels, Link, simulate, uniform
 from rpc_pipe.planning.specs import make_spec
 from rpc_pipe.planning.steady import Priced, price
@@ -53,7 +52,7 @@ def figures(result, *, messages):
 def check_alike(spec, cost, **how):
     """The figures by streams are those of a simulation of every action."""
     found, whole = price(spec, cost, **how), simulate(spec, cost, **how)
-    messages = num_messages(whole) if how.get("steps", 1) == 1 and isinstance(found, Priced) else 0
+    messages = whole.messages if how.get("steps", 1) == 1 and isinstance(found, Priced) else 0
     assert figures(found, messages=messages and found.messages) == figures(whole, messages=messages)
     return found
 

@@ -16,7 +16,7 @@ from rpc_pipe.commands.main import main
 from rpc_pipe.dependency import B, F, I, R, W
 from rpc_pipe.planning import comparison
 from rpc_pipe.planning.comparison import ModelCosts, compare, complete_costs, verdict
-from rpc_pipe.planning.footprint import Size, num_messages, peak_bytes
+from rpc_pipe.planning.footprint import Size, peak_bytes
 from rpc_pipe.planning.search import VARIANTS
 from rpc_pipe.planning.simulator import simulate, uniform
 from rpc_pipe.schedules import SCHEDULES
@@ -65,10 +65,10 @@ def test_payloads_are_held_by_both_sides():
 
 def test_messages_are_payloads_between_workers():
     P, M = 4, 8
-    assert num_messages(run("1f1b", P, M)) == 2 * M * (P - 1)
-    assert num_messages(run("interleaved", P, M)) == 2 * M * (2 * P - 1)
-    assert num_messages(run("zb-v", P, M)) == 2 * M * (2 * P - 2), "at the turn there is none"
-    assert num_messages(run("chimera", P, M)) == 2 * M * (P - 1) + 4 * P, "and the replicas' gradients and sums"
+    assert run("1f1b", P, M).messages == 2 * M * (P - 1)
+    assert run("interleaved", P, M).messages == 2 * M * (2 * P - 1)
+    assert run("zb-v", P, M).messages == 2 * M * (2 * P - 2), "at the turn there is none"
+    assert run("chimera", P, M).messages == 2 * M * (P - 1) + 4 * P, "and the replicas' gradients and sums"
 
 
 def test_costs_that_are_not_given_follow_from_the_others():
