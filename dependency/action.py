@@ -28,8 +28,8 @@ class Kind(metaclass=_Rows):
     """A kind of action: one row of the table in `kinds.py`. A kind is callable: `F(2, 0)` is the action `2F0`.
 
     The row determines an action's needs by data flow. Each of the actions of a microbatch on a stage (`Spec.actions`)
-    needs the one before it, and an action with a payload for a neighbouring stage needs the action that sends it a
-    payload in the same direction. A schedule may add rows; `docs/schedules.md` shows one.
+    needs the one before it. An action that sends a payload to a neighbouring stage needs the action that sends it one
+    in the same direction. A schedule may add rows; `docs/schedules.md` shows one.
 
     Args:
         letter: how the kind is written; no other kind has this letter.

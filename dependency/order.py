@@ -123,8 +123,9 @@ def with_end(spec: Spec, worker: int, order: Iterable[Action], reductions: Reduc
 
 
 def _with_reductions(spec: Spec, worker: int, order: Iterable[Action], reductions: Reductions) -> Iterator[Action]:
-    """Insert the exchange of gradients before the updates of a stream, and that of parameters behind, and append the
-    other actions that end its steps, which occupy no device. Updates stay in their slots."""
+    """Insert the exchange of gradients before the updates of a stream, and the exchange of parameters behind them.
+
+    The other actions that end its steps, which occupy no device, are appended. Updates stay in their slots."""
     tree, routes = reduction_tree(spec, reductions), spec.num_routes
     for action in order:
         stage, kind, index = action

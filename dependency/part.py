@@ -108,8 +108,8 @@ class Part:
     def _inherit(self) -> None:
         """Let forwards and exchanges wait for their stage's update, and updates for the end of the step before.
 
-        So a stop that was wanted in a step is known everywhere before the step after the next one updates, and no
-        update follows one that may still be taken back.
+        So all workers know of a stop in step k before step k + 2 updates, and no update follows one that may still be
+        taken back.
         """
         spec = self.spec
         told = D(*reduction_tree(spec).own.get(self.worker, (-1, -1)))

@@ -15,8 +15,8 @@ hands its needs on.
 In a stream without a flush, units are counted through the stream. All slices of a microbatch use one version of the
 weights: the newest that the schedule declares for its first unit and that backwards, which are late, have made by then.
 
-Workers keep to the order of these slots, unless the schedule declares another order. In a window that is k - 1 slices
-wider, a backward would overtake a forward that arrives a moment late, and the stages behind the forward would wait.
+Workers keep to the order of these slots, unless the schedule declares another order. A window that is k - 1 slices
+wider would let a backward overtake a forward that arrives a moment late, and the stages behind it would wait.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
 """The class a schedule subclasses, with the relation that follows from its declarations (`declared.py`).
 
 A schedule adds only its distinguishing edges. Data flow is the same for all schedules and follows from the
-kinds (`kinds.py`): the actions of a microbatch on a stage run in the order of `Spec.actions`, and a payload for the
-next or previous stage is the input of the action there that sends a payload in the same direction:
+kinds (`kinds.py`). The actions of a microbatch on a stage run in the order of `Spec.actions`. A payload for a
+neighbouring stage is the input of the action there that sends a payload in the same direction:
 
     F(s,m) <- F(s-1,m)              B(s,m) <- F(s,m), B(s+1,m)     R(s,m) <- F(s,m), and B(s,m) <- R(s,m)
     W(s,m) <- I(s,m)                I(s,m) <- F(s,m), I(s+1,m)     (B may take the place of any I)
     U(s)   <- every B(s,.) or W(s,.), or the sums S(s,.) of all replicas' gradients, which need their B or W
 
-If a schedule is not synchronous, steps follow each other without a flush, and a forward needs the update that makes the
-version of the weights that it is declared to use (`version`; see `versions.py`).
+If a schedule is not synchronous, steps follow each other without a flush. A forward then needs the update that makes
+its declared version of the weights (`version`; see `versions.py`).
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ from .one_f_one_b import OneFOneB
 class PipeDream(OneFOneB):
     """PipeDream: 1F1B without a flush, an update after every microbatch, each forward with weights that are stashed.
 
-    A microbatch's forward uses the newest weights that its stage is sure to have then, and its backward the same, so
-    stage s holds P-s versions of them. Its gradient is P-s-1 updates late. Timeline (P=4, M=4), updates left out:
+    A microbatch's forward uses the newest weights that its stage is sure to have then, and its backward uses the same.
+    So stage s holds P-s versions of them. Its gradient is P-s-1 updates late. Timeline (P=4, M=4), updates left out:
 
         worker 0  F0 F1 F2 F3 .. .. .. B0 .. B1 .. B2 .. B3
         worker 1  .. F0 F1 F2 .. .. B0 F3 B1 .. B2 .. B3 ..

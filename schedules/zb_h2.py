@@ -11,8 +11,8 @@ class ZBH2(ZBH1):
         worker 2  .. .. F0 F1 F2 I0 F3 I1 .. I2 .. I3 W0 W1 W2 W3
         worker 3  .. .. .. F0 I0 F1 I1 F2 I2 F3 I3 W0 W1 W2 W3 ..
 
-    It is made for as many microbatches as it can hold. The span is from a worker's first action to its last, and as a
-    step begins on a stage when that stage has been updated, it is also a step's time.
+    It is made for as many microbatches as it can hold. The span is from a worker's first action to its last. It is also
+    a step's time, as a step begins on a stage when that stage has been updated.
 
         span = M * (t_F + t_I + t_W) + (P - 1) * max(0, t_F + t_I - 2 * t_W) if M >= 2 * P - 1
         activations = min(M, 2 * P - 1)

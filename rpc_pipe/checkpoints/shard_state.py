@@ -235,8 +235,9 @@ class Stages:
         }
 
     def _takes(self, key: str, shard: Shard, num_routes: int) -> tuple[int, int]:
-        """Return the stage and route that take up a gradient kept for later: the same ones, so that sums have the same
-        order as if training had not stopped, or the first if that does not hold the parameter here."""
+        """Return the stage and route that take up a gradient kept for later.
+
+        They are the same as before, so that sums keep their order, or the first if these do not hold the parameter."""
         stages = shard.slice.shared.get(self._held[key], (shard.stage,))
         if key.startswith(_PART):
             stage, route = map(int, key.removeprefix(_PART).partition(".")[0].split("/"))

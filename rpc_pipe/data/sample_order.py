@@ -6,11 +6,11 @@
     block 2                                 [c2 c3 c4]
 
 Block t mixes the chunks t … t+W-1. The samples of a chunk are dealt in equal shares, at random, to the blocks of the
-chunk, and the samples of a block are permuted. So a chunk comes once an epoch and stays for W blocks, memory changes by
-one chunk at a time, and every block has samples of W chunks.
+chunk, and the samples of a block are permuted. So a chunk is loaded once an epoch and stays for W blocks, memory
+changes by one chunk at a time, and every block has samples of W chunks.
 
-Chunks are not only permuted: chunks that are resident together lie in different parts of the data, so that
-data that are sorted, by label or by time, are mixed better than by chance.
+Chunks are not only permuted: chunks that are resident together are from different parts of the data. So data that are
+sorted, by label or by time, are mixed better than by chance.
 """
 
 from __future__ import annotations
@@ -129,9 +129,9 @@ class Epoch:
     def _spread(self) -> Numbers:
         """Permute the chunks so that every W in a row come one from each of W parts.
 
-        The parts take turns. Within a part chunks come as evenly as they can: neighbours in the order lie in different
-        halves, of four in a row each lies in another quarter, and so on (a van der Corput sequence, scrambled as by
-        Owen 1995).
+        The parts take turns. Within a part chunks are spread as evenly as they can be: neighbours in the order are in
+        different halves, each of four in a row is in another quarter, and so on (a van der Corput sequence, scrambled
+        as by Owen 1995).
         """
         count, parts = self._order.num_chunks, self._order.window
         borders = np.arange(parts + 1) * count // parts

@@ -276,8 +276,8 @@ class ObservedModel:
     def _own_blocks(self, stage: int, cut: Sequence[range], owners: Owners, device: torch.device) -> list[nn.Module]:
         """Return the user's blocks that a stage can run themselves, so that all that is done to them holds.
 
-        A block is copied if other stages run it too, if it is to run on another device, if it shares an object with
-        the modules around it, which are copies in each stage, or if forwards register hooks on it.
+        A block is copied if other stages run it too, if it is to run on another device, or if forwards register hooks
+        on it. It is also copied if it shares an object with the modules around it, which are copies in each stage.
         """
         if not isinstance(self._source, nn.Module):
             return []

@@ -41,9 +41,9 @@ class StageToBuild:
 class Builder(Protocol):
     """A picklable object that builds a stage where it lives: `builder(stage)`.
 
-    With an attribute `num_layers` the cut is made here, `stage.layers` lists the layers to build, and they
-    are returned in a list of that length (of modules, or of callables: then initial weights do not depend on
-    the cut). Without it the builder decides on the contents of a stage, and a stage counts as one layer.
+    With an attribute `num_layers` the cut is made here. `stage.layers` lists the layers to build, and the builder
+    returns a list of that length, of modules or of callables; with callables, initial weights do not depend on the
+    cut. Without it the builder decides on the contents of a stage, and a stage counts as one layer.
     """
 
     def __call__(self, stage: StageToBuild) -> nn.Module | Sequence[LayerLike]: ...

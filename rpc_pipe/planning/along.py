@@ -1,9 +1,9 @@
 """Many indexes as one: the formulas of a schedule, asked once about a whole range of microbatches.
 
 The methods of a spec are formulas of whole numbers. Asked about `first + step * t` for all t of a range, most answer
-with another such number. A comparison that is true for a part of the range alone, or a quotient that changes within it,
-divides the range, and both parts are asked again. A formula without such an answer (a table's row) is asked one by one.
-So every microbatch has the answer of the formula itself, in as few steps as the formulas have cases.
+with another such number. A comparison that is true for a part of the range alone divides the range, and so does a
+quotient that changes within it. Then both parts are asked again. A formula without such an answer (a table's row) is
+asked one by one. So every microbatch has the answer of the formula itself, in as few steps as the formulas have cases.
 """
 
 from __future__ import annotations

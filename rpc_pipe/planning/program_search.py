@@ -2,9 +2,9 @@
 
 A step is a job-shop problem. Local search generalises the zero-bubble auto-scheduler (Qi et al. 2023, arXiv:2401.10241,
 section 3) from two placements to any: forwards, backwards for inputs and backwards for weights are separate actions,
-and the activations of a worker are limited in bytes. It uses the neighbourhood of Dell'Amico and Trubian (1993): the
-longest path can become shorter only if an action is moved to an end of a critical block, a row of actions that one
-worker runs without a gap in that path.
+and the activations of a worker are limited in bytes. It uses the neighbourhood of Dell'Amico and Trubian (1993). A
+critical block is a row of actions in the longest path that one worker runs without a gap; only a move of an action to
+an end of such a block can shorten the path.
 """
 
 from __future__ import annotations

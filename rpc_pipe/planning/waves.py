@@ -1,9 +1,9 @@
 """A simulation of streams: all workers at once, moment by moment, and repetitions only once.
 
 The same decisions as `simulator`'s, over arrays. At each moment the actions that end then are counted, and every idle
-worker chooses among the next actions of its streams. If all workers are as they were some moments before, but for the
-same growth of every count, then the moments between must repeat, until a piece of a stream ends or an action that
-waits may begin: these repetitions are added at once. Loads without torch.
+worker chooses among the next actions of its streams. If all workers are as some moments before, but for the same growth
+of every count, the moments between must repeat until a piece of a stream ends or a waiting action may begin. These
+repetitions are added at once. Loads without torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Authentication of peers over a network: each proves that it knows the job's secret (CurveZMQ, ZeroMQ RFC 26).
 
-From the secret and the job's name follow the key pairs of all its workers. So no key travels, a forged address leads
-to a peer that cannot prove its identity, and a connection to a worker reaches that worker and no other process.
+The secret and the job's name give the key pairs of all its workers. So no key travels, and a connection to a worker
+reaches that worker alone: a forged address leads to a peer that cannot prove its identity.
 """
 
 from __future__ import annotations

@@ -72,9 +72,9 @@ def agree_on_attempt(store: Any, worker: int, num_workers: int, deadline: float)
     """Return a record that all workers of this attempt share, and no worker of another attempt.
 
     A store may have records of workers that have ended, and a worker cannot distinguish them: no count of attempts is
-    the same on all hosts. So each worker writes a random record (1), worker 0 answers each of them with one of its
-    records (2) and, if a later worker writes another record, with a new one; an answered worker repeats the
-    answer (3), and when all have, it counts (4).
+    the same on all hosts. So each worker writes a random record (1), and worker 0 answers each of them with one of its
+    records (2). If a later worker writes another record, worker 0 answers with a new one. An answered worker repeats
+    the answer (3), and when all have, it counts (4).
 
     Args:
         deadline: by `time.monotonic`.

@@ -1,9 +1,9 @@
 """Payloads between workers: trees of tensors and plain values that describe themselves.
 
-A tree is made of tensors, None, bool, numbers, strings, tuples, lists and dicts. It travels as a flat list
-of tensors and a skeleton that replaces each tensor by its place in that list and by whether a
-gradient is owed for it. Shapes and structure may change with every microbatch; nothing is declared. A tensor
-that the tree holds in several places travels once and stays one tensor.
+A tree is made of tensors, None, bool, numbers, strings, tuples, lists and dicts. It travels as a flat list of tensors
+and a skeleton. In the skeleton a tensor is its place in the list, and whether a gradient is owed for it. Shapes and
+structure may change with every microbatch; nothing is declared. A tensor that the tree holds in several places travels
+once and stays one tensor.
 """
 
 from __future__ import annotations

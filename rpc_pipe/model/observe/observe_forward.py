@@ -1,8 +1,8 @@
 """The observation of one forward on shapes, which leaves generators, buffers, attributes and inputs unchanged.
 
-State that one forward leaves in the model for the next must be written and read by one stage, or by all alike, as each
-has a copy of the model. Tensors are found by observing a second forward, which begins with the attributes that the
-first has left: attributes that it reads are carried over.
+Each stage has a copy of the model. So state that one forward leaves in the model for the next must be written and read
+by one stage, or by all alike. Tensors are found by observing a second forward, which begins with the attributes that
+the first has left: attributes that it reads are carried over.
 """
 
 from __future__ import annotations

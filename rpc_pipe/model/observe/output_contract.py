@@ -34,8 +34,8 @@ def check_form(where: str, tree: Any, observed: Any, attribute: str = "") -> Non
 def alias_given(result: Any, known: Callable[[Tensor], bool]) -> Any:
     """Return the result of a block with aliases for inputs that it returns, as other calls may return new tensors.
 
-    Inputs with data stay the same objects, so that the model may decide by them, except the first tensor of the result,
-    which counts as computed by the block.
+    Inputs with data stay the same objects, so that the model may decide by them. Only the first tensor of the result
+    counts as computed by the block.
 
     Args:
         known: whether a tensor existed before the block.

@@ -1,7 +1,7 @@
 """Calibration of a job's workers: the time of the runtime for an action and for a step, and the links.
 
-A pipeline of sleeping layers is trained for a few steps. The runtime's time is the time of an action beyond its layers,
-and the gap between two actions if the second waited for the first alone, on processors that are not busy. Links are
+A pipeline of sleeping layers is trained for a few steps, on processors that are not busy. The runtime's time is the
+time of an action beyond its layers, and the gap before an action that waited for the one before it alone. Links are
 measured by payloads that two workers send to and fro in the way of a step's payloads.
 """
 
