@@ -235,9 +235,8 @@ class Stages:
         }
 
     def _takes(self, key: str, shard: Shard, num_routes: int) -> tuple[int, int]:
-        """Return the stage and route that take up a gradient kept for later.
-
-        They are the same as before, so that sums keep their order, or the first if these do not hold the parameter."""
+        """Return the stage and route that take up a gradient kept for later: the same ones, so that sums keep their
+        order; if these do not hold the parameter here, the first ones."""
         stages = shard.slice.shared.get(self._held[key], (shard.stage,))
         if key.startswith(_PART):
             stage, route = map(int, key.removeprefix(_PART).partition(".")[0].split("/"))
