@@ -19,6 +19,7 @@ from .dependency import ConfigError, F, Part, Spec
 from .dependency.decoding import Decoding, decoding_part
 from .dependency.errors import first_sentence
 from .workers.actor import WorkerActor
+from .workers.compute.slice_check import CACHES
 from .workers.step import ActionContext, StepData, StepInput
 from .workers.transport.call import Call
 from .workers.transport.payload import Payload, Tree, pack, unpack
@@ -34,7 +35,7 @@ _REFUSED = {
     "streamer": "tokens come in groups of rows; pass on_tokens=lambda rows, tokens: streamer.put(tokens[:, 0].cpu())",
     "assistant_model": "assisted decoding needs a second model on one process; leave it out",
     "custom_generate": "the pipeline decodes in a loop of rounds; leave it out",
-    "past_key_values": "keys and values stay with the stages; leave it out",
+    **dict.fromkeys(CACHES, "keys and values stay with the stages; leave it out"),
 }
 #: the only values of these options that stages can follow
 _USUAL = {"return_dict_in_generate": False, "guidance_scale": 1, "prefill_chunk_size": 0}
@@ -76,7 +77,7 @@ class Text:
         Raises:
             ConfigError: there is one.
         """
-        config, cache = self._config, self._inputs.get("past_key_values")
+        config, cache = self._config, self._cache
         if (mode := config.get_generation_mode().value) not in ("greedy_search", "sample"):
             raise ConfigError(f"generate: {mode} is not done in stages; use greedy decoding or do_sample=True")
         for name, usual in _USUAL.items():
@@ -97,6 +98,10 @@ class Text:
             raise ConfigError(
                 f"generate: {length} tokens with the prompt: the model has positions for {most}; take fewer"
             )
+
+    @property
+    def _cache(self) -> Any:
+        return next((self._inputs[name] for name in CACHES if name in self._inputs), None)
 
     @property
     def pad(self) -> int | None:
@@ -125,7 +130,7 @@ class Text:
     def seen(self) -> None:
         """Note that the model has seen all tokens, also in layers of other stages: masks are made by any layer."""
         self._inputs = self.model._update_model_kwargs_for_generation({}, self._inputs)
-        cache, length = self._inputs["past_key_values"], self.ids.shape[1]
+        cache, length = self._cache, self.ids.shape[1]
         for number, layer in enumerate(cache.layers):
             if missing := length - layer.get_seq_length():
                 stand_in = torch.zeros(1, 1, missing, 1, dtype=torch.uint8, device=self.ids.device)

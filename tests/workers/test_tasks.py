@@ -21,6 +21,7 @@ from rpc_pipe.arguments import compile_options
 from rpc_pipe.dependency import ModelError, PipeError
 from rpc_pipe.dependency.errors import WorkerFailure
 from rpc_pipe.dependency.kinds import C, D
+from rpc_pipe.model.sharding import Sharing
 from rpc_pipe.planning.specs import make_spec
 from rpc_pipe.workers.compute.accelerator import AcceleratorBackend
 from rpc_pipe.workers.compute.result import Result
@@ -184,12 +185,12 @@ def test_compile_takes_options_by_name():
 )
 def test_graphs_of_a_device_are_refused_with_the_options_that_run(options, graphs):
     """torch gives the memory of a graph up at the first forward behind any backward: that of 1F1B's next microbatch."""
-    assert compile_options(options, on_host=True) == ({} if options is True else options)
+    assert compile_options(options, Sharing(), on_host=True) == ({} if options is True else options)
     if graphs:
         with refused("compile"):
-            compile_options(options, on_host=False)
+            compile_options(options, Sharing(), on_host=False)
     else:
-        assert compile_options(options, on_host=False) == ({} if options is True else options)
+        assert compile_options(options, Sharing(), on_host=False) == ({} if options is True else options)
 
 
 def test_a_pipeline_on_a_device_refuses_graphs(monkeypatch):

@@ -12,6 +12,9 @@ from ...dependency import ConfigError
 from ..transport.payload import Tree, distinct_tensors, map_tensors, unpack
 from .borders import ForwardArgs, without_views
 
+#: names of the keys and values of earlier tokens: up to transformers 5.23, and later
+CACHES = ("past_key_values", "cache")
+
 #: greatest difference by rounding, relative to the largest number: of float32, and in units of other types
 _TOLERANCE, _UNITS = 1e-3, 16
 #: and losses, which are means
@@ -78,7 +81,7 @@ def _whole_fields(fields: Sequence[Tree]) -> Tree:
     if fields[0] is None:
         return None
     kwargs = fields[0][1]
-    cache = kwargs.get("past_key_values")
+    cache = next((each for name in CACHES if hasattr(each := kwargs.get(name), "whole")), None)
     return joined(fields) if cache is None else ((), cache.whole)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ...dependency import ConfigError, Spec
 from ...workers.compute.result import NUM_ITEMS
 from ...workers.compute.sequence import current
+from ...workers.compute.slice_check import CACHES
 from ...workers.transport.payload import TensorHolder, Tree, map_tensors, shapes_in, tensors_of
 from .microbatches import Microbatches, divides_sums
 from .token_count import IGNORED
@@ -36,17 +37,18 @@ class Sequences:
     def __init__(self, spec: Spec, whole: nn.Module | None, *, loss_is_inside: bool) -> None:
         self._sizes = spec.parallelism.slices
         parameters = {} if whole is None else inspect.signature(whole.forward).parameters
-        self._takes_cache = "past_key_values" in parameters
+        names = CACHES if "use_cache" in parameters else CACHES[:1]
+        self._cache = next((name for name in names if name in parameters), "")
         takes_more = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
         #: whether labels are shifted inside of the model, as Hugging Face's causal ones do
-        self._shifts = self._takes_cache and loss_is_inside and takes_more and "labels" in parameters
+        self._shifts = bool(self._cache) and loss_is_inside and takes_more and "labels" in parameters
         self._names = list(parameters)
         # A model without positions, as one with ALiBi, takes these from the mask of tokens, and makes a mask of pairs.
-        gives_masks = self._takes_cache and "position_ids" in parameters
+        gives_masks = bool(self._cache) and "position_ids" in parameters
         self._masks = _masks(whole, max(self._sizes) / sum(self._sizes)) if gives_masks else None
-        if self._takes_cache and getattr(getattr(whole, "config", None), "output_router_logits", False):
+        if self._cache and getattr(getattr(whole, "config", None), "output_router_logits", False):
             raise ConfigError("slices: output_router_logits=True balances experts over whole sequences; set it False")
-        for name, module in whole.named_modules() if self._takes_cache and whole is not None else ():
+        for name, module in whole.named_modules() if self._cache and whole is not None else ():
             if getattr(module, "gradient_checkpointing", False):
                 raise ConfigError(
                     f"slices: {name or type(module).__name__} has gradient checkpointing on, which leaves out the "
@@ -73,7 +75,7 @@ class Sequences:
         if any(begin == end for begin, end in ranges):
             sizes = str(count) if len(set(self._sizes)) == 1 else ",".join(map(str, self._sizes))
             raise ConfigError(f"slices {sizes}: a sequence of {length} has too few; take at most {min(count, length)}")
-        if self._takes_cache:
+        if self._cache:
             whole = self._named(*inputs)
             named = self._shifted(whole)
             inputs = (), named
@@ -114,7 +116,7 @@ class Sequences:
             piece["attention_mask"] = self._masks(begin, end, length)
             if piece.get("position_ids") is None:  # some models would count them by the mask
                 piece["position_ids"] = torch.arange(begin, end)[None]
-        return (), {**piece, "past_key_values": SliceCache(begin, end, length, whole)}
+        return (), {**piece, self._cache: SliceCache(begin, end, length, whole)}
 
 
 class SliceCache(TensorHolder):
@@ -160,7 +162,9 @@ class SliceCache(TensorHolder):
         """Return how many keys there are, and the place of the first."""
         return self._place[0] + query_length, 0
 
-    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: object) -> tuple[Tensor, Tensor]:
+    def update(
+        self, keys: Tensor, values: Tensor, layer_idx: int, *args: object, **more: object
+    ) -> tuple[Tensor, Tensor]:
         """Return keys and values of all slices up to this one."""
         begin = self._place[0]
         piece = current()

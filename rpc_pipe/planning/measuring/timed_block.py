@@ -215,7 +215,7 @@ def _peaks_on_cpu(blocks: Sequence[TimedBlock]) -> list[float]:
             run()
 
     activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as seen:
+    with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as seen:
         for block in blocks:
             block.run(act)
     assert seen.profiler is not None and seen.profiler.kineto_results is not None
