@@ -248,7 +248,7 @@ class _Serving:
             request, descriptors, *_ = socket.recv_fds(self._clients[client], _MOST_BYTES, 3)
         if not request:
             return False
-        from trials.forked import fork, prepare  # which import torch, for the first request
+        from forked import fork, prepare  # which import torch, for the first request
 
         if not self._is_prepared:
             prepare()

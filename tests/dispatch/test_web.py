@@ -10,8 +10,8 @@ import urllib.request
 import pytest
 from browser import BROWSER, needs_browser, shown
 from refusals import refused
+from strangers import REFUSED, STAYING, Attack
 from synthetic import news_of, records_of, view_of
-from trials.hostile_pages import REFUSED, STAYING, Attack
 
 web = pytest.importorskip("rpc_pipe.dispatch.web")
 

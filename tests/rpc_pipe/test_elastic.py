@@ -15,7 +15,7 @@ from rpc_pipe.launching.epochs import CAUGHT_UP, CUT, READY, RESTS, RESUMED, Epo
 from rpc_pipe.model.batches.accumulated import Accumulated
 from rpc_pipe.workers.compute.buffer_mirror import BufferMirror
 
-MORTAL = ROOT / "tests" / "trials" / "mortal.py"
+MORTAL = ROOT / "tests" / "mortal.py"
 
 
 def trained(folder, how, *kills, of=2, more=(), steps=8, **env):

@@ -17,7 +17,7 @@ from rpc_pipe.launching.host_messages import frames_of, read
 from rpc_pipe.launching.hosts import Hosts, launcher_keys, make_socket, open_journal
 from rpc_pipe.launching.interfaces import make_key
 
-MORTAL = ROOT / "tests" / "trials" / "mortal.py"
+MORTAL = ROOT / "tests" / "mortal.py"
 READY = dict.fromkeys(range(4), "ready")
 
 

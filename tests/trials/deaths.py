@@ -1,9 +1,7 @@
 """Random deaths of workers in an elastic job: are the trained weights those of the undisturbed run, is anything left.
 
     python tests/trials/deaths.py [--count 10] [--seed 0] [--schedules 1f1b,zb-h1] [--how step|train] [--of 2x2|3x3]
-    python tests/trials/deaths.py --joins 25 [--steps 3000] ...     in one run, each death is followed by a newcomer
-    python tests/trials/deaths.py --models conv,deferred ...    with running statistics (see `mortal.py`)
-    python tests/trials/deaths.py --shapes --models tied ...    the shape changes, also back: losses of one process
+    python tests/trials/deaths.py --models conv,deferred ...    with running statistics (see `tests/mortal.py`)
 
 A death comes from outside at a random moment, or by the process's own hand when an action of a kind begins: also two at
 once, and one within the recovery from another.
@@ -80,7 +78,7 @@ def run(
 
 
 def _started(folder: Path, schedule: str, of: int, how: str, steps: int, kills: list[str], more: list[str]) -> Any:
-    script = [str(Path(__file__).with_name("mortal.py")), "--workers", str(of * of), "--replicas", str(of)]
+    script = [str(_ROOT / "tests" / "mortal.py"), "--workers", str(of * of), "--replicas", str(of)]
     script += ["--transport", "zmq", "--elastic", "--schedule", schedule, *_options, *more]
     typed = ["-m", "rpc_pipe", "run", *script, "--", str(folder), how, str(steps), str(of), *kills]
     return start(*typed, merged=True, TMPDIR=str(folder / "tmp"), RPC_PIPE_LOGS="off", PYTHONPATH=_PATHS)
@@ -102,46 +100,6 @@ def _kill_at(folder: Path, worker: int, step: int, after: float, process: Any) -
     time.sleep(after)
     with suppress(OSError, ValueError):
         os.kill(int((folder / f"pid-{worker}").read_text()), signal.SIGKILL)
-
-
-def joins(schedule: str, of: int, how: str, steps: int, count: int, draw: random.Random) -> bool:
-    """Kill a worker again and again, each time when a newcomer has taken the last one's place; show what stays."""
-    folder, (whole, _) = Path(tempfile.mkdtemp(prefix="deaths-")), undisturbed(schedule, of, how, steps)
-    (folder / "tmp").mkdir()
-    process = _started(folder, schedule, of, how, steps, [], ["--rejoin"])
-    stays, said, deaths, back = of * of - 1, "", 0, 0
-    assert process.stdout is not None
-    for line in process.stdout:
-        said, back = said + line, len(re.findall(" is back(?=[:,])", said + line))
-        if line.startswith("epoch") and "goes on" in line:
-            print(f"{deaths} deaths: worker {stays} has {_counts(folder, stays)}; {line.strip()}", flush=True)
-        if deaths < count and back == deaths and ("blocks" in line or "goes on" in line):
-            time.sleep(draw.random())
-            _kill_at(folder, draw.randrange(stays), 1, 0.0, process)
-            deaths += 1
-        elif deaths < count and " is back" in line and draw.random() < 0.3:  # while a newcomer takes its state
-            of_another_stage = (int(line.split()[1]) + of) % (of * of)
-            _kill_at(folder, min(of_another_stage, stays - 1), 1, draw.random() / 2, process)
-            deaths += 1
-    back = len(re.findall(" is back(?=[:,])", said))
-    found = _made(folder) if process.wait() == 0 else said[-3000:]
-    left = [path.name for path in (folder / "tmp").iterdir() if "inductor" not in path.name]
-    shutil.rmtree(folder, ignore_errors=True)
-    print(f"{deaths} deaths, {back} joins, left behind {left}: {'same' if found == whole else f'WRONG: {found}'}")
-    good = found == whole and deaths == back == count and not left
-    if not good:
-        print(said[-3000:])
-    return good
-
-
-def _counts(folder: Path, worker: int) -> str:
-    """Return the descriptors, threads and memory of a worker."""
-    process = Path("/proc", (folder / f"pid-{worker}").read_text()) if (folder / f"pid-{worker}").exists() else None
-    if process is None:
-        return "not begun"
-    told = dict(re.findall(r"(Threads|VmRSS):\s+(\d+)", (process / "status").read_text()))
-    descriptors = len(list((process / "fd").iterdir()))
-    return f"{descriptors} descriptors, {told['Threads']} threads, {int(told['VmRSS']) // 1024} MiB"
 
 
 @functools.cache
@@ -184,36 +142,6 @@ def drawn(draw: random.Random, of: int, how: str) -> tuple[list[str], list[tuple
     return [f"{first}:{step}:{kind}", f"{other}:{step}:meet"], []
 
 
-def shapes(count: int, seed: int, schedules: list[str], how: str, models: list[str]) -> bool:
-    """Change the shape after a death, and back where a newcomer comes; show the largest difference of losses."""
-    os.environ["RPC_PIPE_RESHAPE_AFTER"], good = "0.1", 0
-    for number in range(seed, seed + count):
-        draw = random.Random(number)
-        schedule, back = draw.choice(schedules), draw.random() < 0.5
-        bounds, kill = (
-            draw.choice(["2:4", "3:4"] + ["2:2"] * (not back)),
-            f"{draw.randrange(1, 4)}:{draw.randrange(2, 9)}:F",
-        )
-        os.environ["MODEL"] = model = draw.choice(models)
-        os.environ.pop("WAITS", None)
-        steps = 40 if back else _STEPS
-        whole = ast.literal_eval(undisturbed(schedule, 2, how, steps, model)[1])[0]
-        os.environ["WAITS"] = "back" if back else "shape"
-        found, said = run(schedule, 2, how, [kill], [], ["--elastic", bounds, *["--rejoin"] * back], steps)
-        losses = ast.literal_eval(_last_losses[0])[0]
-        most = max(abs(a - b) / abs(a) for a, b in zip(whole, losses, strict=True)) if " " not in found else 1.0
-        changes = [
-            " ".join(each) for each in re.findall(r"(\d stages? x \d) replicas (become) (\d stages? x \d)", said)
-        ]
-        good += most <= 1e-6 and bool(changes)
-        verdict = f"differs by {most:.1e}" if " " not in found else f"WRONG: {found}"
-        print(f"{number} {schedule} {model} {bounds} {kill}: {verdict}, {[*dict.fromkeys(changes)]}", flush=True)
-        if most > 1e-6 or not changes:
-            print(said[-3000:])
-    print(f"{good} of {count} changed their shape, and have the losses of the undisturbed run within 1e-6")
-    return good == count
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="random deaths: the weights of the undisturbed run, nothing left")
     parser.add_argument("--count", type=int, default=10, help="(10)")
@@ -222,21 +150,10 @@ def main() -> None:
     parser.add_argument("--how", choices=("step", "train"), default="step", help="(step)")
     parser.add_argument("--of", choices=("2x2", "3x3"), default="2x2", help="stages x replicas (2x2)")
     parser.add_argument("--models", default="", help="with commas: conv, deferred, tied; or none of them")
-    parser.add_argument("--shapes", action="store_true", help="changes of shape, as with --elastic MIN:MAX")
     parser.add_argument("--device", help="of all workers, such as cuda:0")
     parser.add_argument("--kill", nargs="*", help="these kills, as mortal.py takes them")
-    parser.add_argument("--joins", type=int, default=0, help="deaths in one run, each followed by a newcomer")
-    parser.add_argument("--steps", type=int, default=3000, help="of a run with joins (3000)")
     options = parser.parse_args()
     _options.extend(["--device", options.device] if options.device else ())
-    if options.shapes:
-        given = options.schedules.split(","), options.how, options.models.split(",")
-        sys.exit(not shapes(options.count, options.seed, *given))
-    if options.joins:
-        draw = random.Random(options.seed)
-        of, how = int(options.of[0]), options.how
-        good = [joins(each, of, how, options.steps, options.joins, draw) for each in options.schedules.split(",")]
-        sys.exit(not all(good))
     same, of, seconds = 0, int(options.of[0]), []
     for number in range(options.count):
         draw = random.Random(options.seed + number)

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from random_specs import RandomLags, RandomProgram, RandomSlots, RandomSpec, RandomStepLags
-from torch import Tensor
+from torch import Tensor, nn
 
 from rpc_pipe.dependency import Order, Spec
 from rpc_pipe.pipeline import Pipeline, Training
 from rpc_pipe.planning.specs import make_spec, parameter_types
 from rpc_pipe.schedules import SCHEDULES
-from trials.fuzz_changes import drawn
 from trials.fuzz_layers import WIDTH
 from trials.fuzz_models import LOSSES, MANNERS, MEANS, Made, Unsplit
 from trials.fuzz_operations import OPERATIONS
@@ -31,9 +30,9 @@ _OPTIONS: dict[str, list[Any]] = {
 }  # fmt: skip
 _SPARSE = {"sparse bag", "sparse"}
 #: so much that they take more than their share of the time, or end most gradients
-_RARE = {"detached", "orthogonal", "svd", "recurrent", "attention", "own generator", "lazy linear", "scripted"}
+_RARE = {"detached", "orthogonal", "svd", "recurrent", "attention", "lazy linear"}
 #: what no model with a forward of its own may have
-_REFUSED = {"lazy linear", "scripted"}
+_REFUSED = {"lazy linear"}
 _OPTIMIZERS: list[tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]] = [
     (torch.optim.SGD, {"lr": 0.05}),
     (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "nesterov": True}),
@@ -46,11 +45,40 @@ _OPTIMIZERS: list[tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]] =
 ]
 
 
+def drawn_changes(number: int, steps: int) -> list[str]:
+    """Return for each step of a case what is changed behind it; most cases change nothing."""
+    draw = random.Random(f"changes of {number}")
+    changes = ["", "freeze", "thaw", "load", "rate", "mode"] if draw.random() < 0.3 else [""]
+    return [draw.choice(changes) for _ in range(steps)]
+
+
+class ByHand:
+    """What a script changes by hand between two steps: some of its layers, by number, or an optimizer's rates."""
+
+    def __init__(self) -> None:
+        self._frozen: list[nn.Parameter] = []
+
+    def change(self, what: str, draw: str, layers: Iterable[tuple[int, nn.Module]], optimizer: Any) -> None:
+        """Do `what` is drawn; `draw`: of which the choice of layers is a function."""
+        for group in optimizer.param_groups if what == "rate" and optimizer is not None else ():
+            group["lr"] *= 1.5
+        for layer in [layer for index, layer in layers if random.Random(f"{draw} {index}").random() < 0.5]:
+            if what == "freeze":
+                self._frozen += [p for p in layer.parameters() if p.requires_grad]
+            if what == "mode":
+                layer.train(not layer.training)
+            if what == "load":
+                state = layer.state_dict()
+                layer.load_state_dict({n: t / 2 if t.is_floating_point() else t.clone() for n, t in state.items()})
+        for parameter in self._frozen:
+            parameter.requires_grad_(what == "thaw")
+        self._frozen = [] if what == "thaw" else self._frozen
+
+
 class Case:
     """A pipeline and what is done with it, all drawn from a number.
 
     Args:
-        workers: how many, where a job has decided that.
         doubled: whether all is computed in double precision, with an optimizer that is linear in gradients: then what
             another order of sums changes stays next to nothing.
         whole: whether the model has a forward of its own, in which anything stands around the blocks.
@@ -60,7 +88,6 @@ class Case:
     def __init__(
         self,
         number: int,
-        workers: int | None = None,
         *,
         doubled: bool = False,
         whole: bool = False,
@@ -68,7 +95,7 @@ class Case:
     ) -> None:
         draw = self._draw = random.Random(number)
         self.number = number
-        self.workers = workers or draw.choice([1, 2, 2, 2, 3, 3, 4, 5])
+        self.workers = draw.choice([1, 2, 2, 2, 3, 3, 4, 5])
         self.microbatches = draw.choice([1, 2, 3, 4, 5, 6, 8])
         self.schedule: Any = draw.choice(_SYNCHRONOUS)
         self.options: dict[str, Any] = {}
@@ -101,7 +128,7 @@ class Case:
         #: what is changed by hand behind each step; not inside `autocast`, which keeps casts, nor where modules have
         #: copies, which follow them
         plain = self.is_synchronous and not (self.unsplit or self.autocast or self.spec().num_routes > 1)
-        self.changes = drawn(number, self.steps) if plain else [""] * self.steps
+        self.changes = drawn_changes(number, self.steps) if plain else [""] * self.steps
         if short:  # when all has been drawn
             self.steps = min(self.steps, self.accumulate)
             self.between = self.between[: self.steps]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -127,65 +127,6 @@ class Embedded(nn.Module):
         return x + (rows if rows.dim() == 2 else rows.sum(1))
 
 
-class Hooked(nn.Module):
-    """Hooks of parameters, tensors and modules, before and after."""
-
-    accumulated: Tensor
-
-    def __init__(self, chosen: Sequence[str]) -> None:
-        super().__init__()
-        self.linear, self.norm, self.chosen = linear(), nn.LayerNorm(WIDTH), chosen
-        self.register_buffer("accumulated", torch.tensor(0))
-        self.seen = 0
-        weight = self.linear.weight
-        if "parameter" in chosen:
-            weight.register_hook(self._clamped)
-        if "accumulated" in chosen:
-            self.linear.bias.register_post_accumulate_grad_hook(self._count)
-        if "module" in chosen:
-            self.norm.register_full_backward_hook(self._doubled)
-        if "before" in chosen:
-            self.norm.register_full_backward_pre_hook(self._halved)
-        if "forward" in chosen:
-            self.linear.register_forward_hook(self._seen)
-            self.linear.register_forward_pre_hook(self._changed)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.linear(x)
-        if "tensor" in self.chosen and y.requires_grad:
-            y.register_hook(self._tripled)
-            if "retained" in self.chosen:
-                y.retain_grad()
-        if "node" in self.chosen and y.grad_fn is not None:
-            y.grad_fn.register_prehook(self._node)
-        return self.norm(y)
-
-    def _clamped(self, grad: Tensor) -> Tensor:
-        return grad.clamp(-0.01, 0.01)
-
-    def _tripled(self, grad: Tensor) -> Tensor:
-        return grad * 3
-
-    def _node(self, grads: Any) -> Any:
-        return tuple(None if grad is None else grad * 0.5 for grad in grads)
-
-    def _doubled(self, module: nn.Module, grads: Any, outputs: Any) -> Any:
-        return (None if grads[0] is None else grads[0] * 2,)
-
-    def _halved(self, module: nn.Module, outputs: Any) -> Any:
-        return tuple(None if grad is None else grad / 2 for grad in outputs)
-
-    def _count(self, parameter: Tensor) -> None:
-        self.accumulated.add_(1)
-
-    def _seen(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        self.seen += self.training
-        return output * 0.9
-
-    def _changed(self, module: nn.Module, args: Any) -> Any:
-        return (args[0] + 0.1,)
-
-
 class Twice(nn.Module):
     """One layer is used twice, and its weight once more by itself."""
 
@@ -306,33 +247,7 @@ def parametrized() -> nn.Module:
     return layer
 
 
-def frozen() -> nn.Module:
-    layer = nn.Sequential(linear(), nn.Dropout(0.5), nn.BatchNorm1d(WIDTH))
-    return layer.requires_grad_(False).eval()
-
-
 def half_frozen() -> nn.Module:
     layer = linear()
     layer.weight.requires_grad_(False)
     return layer
-
-
-class Both(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.inner(x, x)
-        return out
-
-
-class Lazily(nn.Module):
-    """Makes what it needs in its first forward, as caches of positions do."""
-
-    table: Tensor | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.table is None:
-            self.table = torch.linspace(0, 1, WIDTH)
-        return x + self.table

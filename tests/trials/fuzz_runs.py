@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
@@ -12,14 +11,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rpc_pipe.dependency import ConfigError, PipeError, ScheduleError, Stalled, WorkerFailure, check_all
+from rpc_pipe.dependency import ConfigError, PipeError, ScheduleError, Stalled, WorkerFailure
 from rpc_pipe.pipeline import Pipeline
 from rpc_pipe.schedules import SCHEDULES
 from rpc_pipe.workers.actor import WorkerActor
 from rpc_pipe.workers.transport.payload import Tree, tensors_of
 from trials.fuzz_alone import Alone, Replayed, state_of
-from trials.fuzz_cases import Case
-from trials.fuzz_changes import ByHand
+from trials.fuzz_cases import ByHand, Case
 
 _STALL_S = 200.0
 #: letters of a sentence
@@ -49,8 +47,6 @@ class End(NamedTuple):
 
     how: str
     detail: str = ""
-    #: whether a job can go on with another pipeline
-    goes_on: bool = True
 
 
 class Done(NamedTuple):
@@ -60,36 +56,31 @@ class Done(NamedTuple):
     held: list[dict[str, Any]]
 
 
-def tried(number: int, workers: int | None, whole: bool = False) -> tuple[End, str]:
+def tried(number: int, whole: bool = False) -> tuple[End, str]:
     """Run a case; return how it ended and what it is. Where only rounding may differ, double precision decides."""
-    in_job = "RANK" in os.environ
     try:
-        case = Case(number, workers, whole=whole)
-        if in_job and case.may_round:  # all workers must know it beforehand
-            case = Case(number, workers, doubled=True, whole=whole)
-        if in_job:
-            check_all(case.spec())  # a worker checks its own part alone
+        case = Case(number, whole=whole)
     except (ConfigError, ScheduleError) as error:
         return _refused(error), ""
-    end = _settled(case, workers)
+    end = _settled(case)
     if end.how == "rounding" and not case.doubled:
-        again = _settled(Case(number, workers, doubled=True, whole=whole), workers)
+        again = _settled(Case(number, doubled=True, whole=whole))
         if again.how not in ("rounding", "identical"):
             end = again._replace(how="UNSETTLED" if again.how in ("refused", "illegal") else again.how)
     return end, str(case)
 
 
-def _settled(case: Case, workers: int | None) -> End:
+def _settled(case: Case) -> End:
     """Run a case; where casts let rounding grow from update to update, what is before the first one decides."""
     end = run(case)
     if end.how != "amplified":
         return end
-    first = run(Case(case.number, workers, doubled=case.doubled, whole=case.whole, short=True))
+    first = run(Case(case.number, doubled=case.doubled, whole=case.whole, short=True))
     return end._replace(how="rounding" if first.how in ("rounding", "identical") else "DIFFERENT")
 
 
 def run(case: Case) -> End:
-    """Train piped and in one process, and compare; in a job, worker 0 does."""
+    """Train piped and in one process, and compare."""
     with case.precision():
         return _run(case)
 
@@ -104,22 +95,20 @@ def _run(case: Case) -> End:
         with case.settings():
             initial = pipe.weights.state_dict() if case.unsplit else None
             done = piped(case, pipe)
-        if done is None:
-            return End("elsewhere")
     except (ConfigError, ScheduleError) as error:
-        return _refused(error)._replace(goes_on="RANK" not in os.environ)  # perhaps others do not refuse it
+        return _refused(error)
     except Stalled as error:
-        return End("HANG", str(error), False)
+        return End("HANG", str(error))
     except WorkerFailure as error:
         if not error.remote_traceback:  # a refusal of rpc-pipe's own; behind its sentence: a drawing
-            return _refused(error.summary.partition("\n")[0])._replace(goes_on=False)
-        return _failed(case, pipe, initial, str(error), error.summary)._replace(goes_on=False)
+            return _refused(error.summary.partition("\n")[0])
+        return _failed(case, pipe, initial, str(error), error.summary)
     except PipeError as error:
         text = f"{type(error).__name__}: {error}"
-        return _failed(case, pipe, initial, text, str(error).partition("\n")[0])._replace(goes_on=False)
+        return _failed(case, pipe, initial, text, str(error).partition("\n")[0])
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
-        return _failed(case, pipe, initial, text, repr(error))._replace(goes_on=False)
+        return _failed(case, pipe, initial, text, repr(error))
     try:
         if case.is_synchronous:
             alone: Alone | Replayed = Alone(case, pipe.spec, pipe.partition, initial)
@@ -129,8 +118,7 @@ def _run(case: Case) -> End:
     except Exception as error:
         return End("illegal", f"{type(error).__name__}: {error}")
     finally:
-        if "RANK" not in os.environ:
-            pipe.close()
+        pipe.close()
     if not all(math.isfinite(number) for number in expected if isinstance(number, float)):
         return End("illegal", "the loss is not finite")
     return _compared(case, pipe, done, expected, alone)
@@ -164,8 +152,8 @@ def _failed(case: Case, pipe: Pipeline | None, initial: Initial, text: str, summ
     return _refused(summary) if is_said else End("TRACEBACK", text)
 
 
-def piped(case: Case, pipe: Pipeline) -> Done | None:
-    """Do what a case asks for; return what worker 0 knows."""
+def piped(case: Case, pipe: Pipeline) -> Done:
+    """Do what a case asks for; return what all workers know."""
     numbers: list[Any] = []
     batches = case.batches()
     before = [(x.clone(), y.clone()) for x, y in batches]
@@ -190,7 +178,7 @@ def piped(case: Case, pipe: Pipeline) -> Done | None:
     ):
         numbers.append("the user's batch has been written")
     held = pipe.gather("fuzz", held_by)
-    return None if held is None else Done(numbers, held)
+    return Done(numbers, held or [])
 
 
 def _between(case: Case, pipe: Pipeline | Alone | Replayed, step: int, batch: tuple[Tensor, Tensor]) -> Iterator[Any]:

@@ -120,6 +120,14 @@ def _dies(number: int, options: list[Any]) -> bool:
     return "--elastic" in options and random.Random(f"dies {number}").random() < 0.5
 
 
+def write(folder: Path) -> None:
+    """Write the script and its data."""
+    rng = np.random.default_rng(0)
+    for i in range(4):
+        rng.integers(50, size=61, dtype=np.uint16).tofile(folder / f"{i}.u16")
+    (folder / "train.py").write_text(SCRIPT)
+
+
 def run(
     options: list[Any], arguments: list[Any], folder: Path, pauses: random.Random | None, dies: bool = False
 ) -> tuple[int, str]:
@@ -194,10 +202,8 @@ def main() -> int:
     cases = list(islice(numbers, options.count)) if options.only is None else [options.only]
     bad = 0
     with tempfile.TemporaryDirectory() as made:
-        folder, rng = Path(made), np.random.default_rng(0)
-        for i in range(4):
-            rng.integers(50, size=61, dtype=np.uint16).tofile(folder / f"{i}.u16")
-        (folder / "train.py").write_text(SCRIPT)
+        folder = Path(made)
+        write(folder)
         for number in cases:
             wrong = tried(number, folder)
             bad += bool(wrong)

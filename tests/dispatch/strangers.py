@@ -1,41 +1,16 @@
-"""What strangers can do to the pages of a run: requests of all kinds to `watch --web` and `watch --metrics`.
-
-    python tests/trials/hostile_pages.py [--connections 1000] [--steps 1500]
-
-Both may open 128 files. Meanwhile an honest client asks ten times a second, and must get what it asks for. The job is
-trained once in peace and once watched and attacked; the losses must have the same bits.
-"""
+"""What strangers send to the pages of a run: requests of all kinds."""
 
 from __future__ import annotations
 
-import argparse
 import gzip
-import os
 import random
 import re
-import resource
 import socket
-import subprocess
-import sys
-import tempfile
 import threading
-import time
-import urllib.request
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
-from typing import NamedTuple
+from collections.abc import Callable
+from contextlib import suppress
 
-import psutil
-
-_ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(_ROOT), str(_ROOT / "tests")]
-
-from trials.hostile import SCRIPT, loss_of  # noqa: E402
-
-#: a watcher that may open more would hide that connections are not bounded
-_FILES = 128
 _ANSWER_S, _MORE_S = 5.0, 0.02
 #: of an answer so much is looked at
 _MOST_ANSWER = 2**16
@@ -212,135 +187,3 @@ class Attack(threading.Thread):
     def leave(self) -> None:
         for stranger in self._open:
             stranger.close()
-
-
-class Honest(threading.Thread):
-    """Asks for a page ten times a second, until it is stopped."""
-
-    def __init__(self, address: str) -> None:
-        super().__init__(daemon=True)
-        self._address, self._over = address, threading.Event()
-        self.answered, self.slowest_s = 0, 0.0
-        self.failed: list[str] = []
-
-    def run(self) -> None:
-        while not self._over.wait(0.1):
-            begin = time.perf_counter()
-            try:
-                with urllib.request.urlopen(self._address, timeout=_ANSWER_S) as answer:
-                    answer.read()
-                self.answered += 1
-            except OSError as error:
-                self.failed.append(str(error))
-            self.slowest_s = max(self.slowest_s, time.perf_counter() - begin)
-
-    def stop(self) -> None:
-        self._over.set()
-        self.join()
-
-
-class Watched(NamedTuple):
-    """A `watch` that serves."""
-
-    process: subprocess.Popen[str]
-    address: str
-    said: Path
-
-    @property
-    def port(self) -> int:
-        return int(self.address.split(":")[2].split("/")[0])
-
-
-@contextmanager
-def watching(run: int, option: str, folder: Path, environment: dict[str, str]) -> Iterator[Watched]:
-    """Serve the run of a launcher."""
-    said = folder / f"said{option}"
-    with said.open("w") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "rpc_pipe", "watch", str(run), option, "0"], stdout=output, stderr=output, text=True,
-            env=environment, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (_FILES, _FILES)),
-        )  # fmt: skip
-    try:
-        deadline = time.monotonic() + 30
-        while (found := re.search(r"at (http://\S+)", said.read_text())) is None:
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise SystemExit(f"watch {option} does not serve: {said.read_text()}")
-            time.sleep(0.1)
-        yield Watched(process, found[1], said)
-    finally:
-        process.terminate()
-        process.wait()
-
-
-class Attacked:
-    """A page under attack, and somebody who asks honestly."""
-
-    def __init__(self, watched: Watched, connections: int) -> None:
-        self._watched, self._seen = watched, psutil.Process(watched.process.pid)
-        self._honest, self._attack = Honest(watched.address), Attack(watched.port, connections)
-        self._before, self._begin = self._seen.memory_info().rss, time.perf_counter()
-        self._honest.start()
-        self._attack.start()
-
-    def end(self) -> bool:
-        """Say what came of it; return whether all is well."""
-        self._attack.join(200)
-        took, files = time.perf_counter() - self._begin, self._seen.num_fds()
-        self._honest.stop()
-        self._attack.leave()
-        statuses: Counter[int] = Counter()
-        for (_, status), count in self._attack.answers.items():
-            statuses[status] += count
-        lines = self._watched.said.read_text().splitlines()
-        strange = [line[:300] for line in lines if "rror" in line or "Traceback" in line]
-        print(f"{self._watched.address}: {statuses.total()} requests in {took:.1f} s, answered by {dict(statuses)}; "
-              f"{files} files open, {(self._seen.memory_info().rss - self._before) / 1e6:+.1f} MB, {len(lines)} lines "
-              f"said; honest client: {self._honest.answered} answers, the slowest in {self._honest.slowest_s:.2f} s, "
-              f"{len(self._honest.failed)} failures")  # fmt: skip
-        for text in (*self._attack.wrong[:10], *self._honest.failed[:3], *strange[:5]):
-            print(f"    {text}")
-        return not (self._attack.wrong or self._honest.failed or strange)
-
-
-def train(steps: int, connections: int) -> tuple[str, bool]:
-    """Train, watched and under attack if there are `connections`; return the loss, and whether all was well."""
-    found = []
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        script = folder / "train.py"
-        script.write_text(SCRIPT)
-        environment = {**os.environ, "PYTHONPATH": str(_ROOT)}
-        command = [sys.executable, "-m", "rpc_pipe", "run", str(script), "--workers", "2", "--"]
-        command += [str(steps), "0.05" if connections else "0"]
-
-        def attack(launcher: int) -> None:
-            found.append(_attack_pages(launcher, folder, environment, connections))
-
-        loss, _ = loss_of(command, environment, attack if connections else None)
-    return loss, all(found)
-
-
-def _attack_pages(run: int, folder: Path, environment: dict[str, str], connections: int) -> bool:
-    with (
-        watching(run, "--web", folder, environment) as page,
-        watching(run, "--metrics", folder, environment) as metrics,
-    ):
-        attacked = [Attacked(page, connections), Attacked(metrics, connections)]
-        return all([each.end() for each in attacked])
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="hostile requests to the pages of a run")
-    parser.add_argument("--connections", type=int, default=1000, help="to each page (1000)")
-    parser.add_argument(
-        "--steps", type=int, default=1500, help="of 50 ms while it is attacked, which must last as long (1500)"
-    )
-    options = parser.parse_args()
-    in_peace, _ = train(options.steps, 0)
-    attacked, well = train(options.steps, options.connections)
-    print(f"loss in peace {in_peace}, under attack {attacked}: {'the same' if in_peace == attacked else 'DIFFERENT'}")
-    sys.exit(in_peace != attacked or not well)
-
-
-if __name__ == "__main__":
-    main()
