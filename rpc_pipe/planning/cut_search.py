@@ -8,33 +8,15 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import combinations, pairwise, product, takewhile
 
 from ..dependency import B, F, I, R, Spec, U, W
 from .footprint import of_share
-from .pricing import Ends, PricedSchedule
+from .pricing import CutFound, Ends, PricedSchedule
 from .profile import Chain, Machines
 
 #: up to this number of cuts, all are simulated
 _FEW = 128
-
-
-@dataclass(frozen=True)
-class CutFound:
-    """A cut with its simulated time and memory."""
-
-    ends: Ends
-    time: float
-    #: peak bytes by worker; empty: not computed, as the cut is too slow
-    memory: tuple[float, ...]
-    #: by how many bytes it exceeds the limits; 0: it fits
-    excess: float = 0
-
-    @property
-    def rank(self) -> tuple[float, float]:
-        """Sort key: cuts that fit first, and of these the fastest."""
-        return self.excess, self.time
 
 
 class CutSearch:
@@ -44,30 +26,21 @@ class CutSearch:
         self.spec, self.chain, self.machines, self.lengths = spec, chain, machines, lengths
         #: time of a step if the workers shared all work evenly
         self.least = self._even_time()
-        self._priced: PricedSchedule | None = None
-        self._known: dict[Ends, CutFound] = {}
-
-    @property
-    def priced(self) -> PricedSchedule:
-        """The schedule with its compiled relation, which is built on first use."""
-        if self._priced is None:
-            self._priced = PricedSchedule(self.spec, self.chain, self.machines, self.lengths)
-        return self._priced
+        self.priced = PricedSchedule(spec, chain, machines, lengths)
 
     def price(self, ends: Ends, *, faster_than: float = float("inf")) -> CutFound | None:
         """Simulate a cut; return None if it is not faster than `faster_than`."""
-        took, held, *_ = self.priced.figures(ends, faster_than)
-        known = self._known[ends] = CutFound(ends, took, held, self.priced.excess(held) if held else 0)
+        known = self.priced.found(ends, faster_than)
         return known if known.time < faster_than and known.memory else None
 
     @property
     def was_priced(self) -> bool:
         """Whether any cut has been simulated."""
-        return bool(self._known)
+        return bool(self.priced.known)
 
     def found(self) -> Iterator[CutFound]:
         """Return the simulated cuts with known memory."""
-        return (known for known in self._known.values() if known.memory)
+        return (known for known in self.priced.known.values() if known.memory)
 
     # --- a good cut quickly
 

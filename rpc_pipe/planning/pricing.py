@@ -23,14 +23,23 @@ Ends = tuple[int, ...]
 _MOST_BUCKETS = 8
 
 
-class CutFigures(NamedTuple):
-    """The figures of a cut that a plan tells."""
+class CutFound(NamedTuple):
+    """A cut with its simulated figures."""
 
-    took: float
+    ends: Ends
+    time: float
+    #: peak bytes by worker; empty: not computed, as the cut is too slow
     memory: tuple[float, ...]
+    #: by how many bytes it exceeds the limits; 0: it fits
+    excess: float
     bubble: float
     busy: tuple[float, ...]
     messages: int
+
+    @property
+    def rank(self) -> tuple[float, float]:
+        """Sort key: cuts that fit first, and of these the fastest."""
+        return self.excess, self.time
 
 
 class _LikeCost(NamedTuple):
@@ -71,7 +80,8 @@ class PricedSchedule:
         self.lengths = lengths
         self._with_buckets = {self._buckets: self}
         self._share = chain.slicing.time_share(spec)
-        self._known: dict[Ends, CutFigures] = {}
+        #: every simulated cut
+        self.known: dict[Ends, CutFound] = {}
 
     @cached_property
     def relation(self) -> Relation:
@@ -157,14 +167,15 @@ class PricedSchedule:
         """Return the time of a step in a sequence of steps, in milliseconds."""
         return simulation.span + self.tied_gradients_time(ends) + self.chain.per_step
 
-    def figures(self, ends: Ends, faster_than: float = float("inf")) -> CutFigures:
-        """Return the figures of this cut, simulated once; without memory if it is not faster than `faster_than`."""
-        known = self._known.get(ends)
-        if known is None or (not known.memory and known.took < faster_than):
+    def found(self, ends: Ends, faster_than: float = float("inf")) -> CutFound:
+        """Return a cut with its figures, simulated once; without memory if it is not faster than `faster_than`."""
+        known = self.known.get(ends)
+        if known is None or (not known.memory and known.time < faster_than):
             ran = self.simulate(ends)
             took = self.step_time(ran, ends)
-            held = self.memory(ran, ends) if took < faster_than else ()
-            known = self._known[ends] = CutFigures(took, held, ran.steady_bubble, ran.busy, ran.messages if held else 0)
+            held, messages = (self.memory(ran, ends), ran.messages) if took < faster_than else ((), 0)
+            known = CutFound(ends, took, held, self.excess(held), ran.steady_bubble, ran.busy, messages)
+            self.known[ends] = known
         return known
 
     def plan(
@@ -175,8 +186,7 @@ class PricedSchedule:
         Args:
             listed: other fields of the plan, or other values, as of a searched program and of members.
         """
-        took, memory, bubble, busy, messages = self.figures(ends)
-        spec = self.spec
+        spec, (_, took, memory, _, bubble, busy, messages) = self.spec, self.found(ends)
         return Plan(
             schedule, parameters, self.chain.counts(ends), recompute=recompute, predicted_ms=took,
             predicted_memory=max(memory), bubble=bubble, memory_by_worker=memory,
@@ -206,9 +216,9 @@ class PricedSchedule:
         return peak_bytes(simulation, self.sizes(ends))
 
     def excess(self, memory: Sequence[float]) -> float:
-        """Return by how many bytes the worst worker exceeds its limit; 0: all fit."""
+        """Return by how many bytes the worst worker exceeds its limit; 0: all fit, or memory is not known."""
         limits = map(self.machines.limit, range(self.spec.num_workers))
-        return max([0.0, *(used - limit for used, limit in zip(memory, limits, strict=True) if limit is not None)])
+        return max([0.0, *(used - limit for used, limit in zip(memory, limits, strict=False) if limit is not None)])
 
 
 def copy_times(spec: Spec, chain: Chain, action: Action, worker: int) -> tuple[float, float]:

@@ -16,10 +16,11 @@ from ..dependency import ConfigError, PipeError, Spec
 from ..dependency.parallelism import with_parallelism
 from ..dependency.spec import overrides
 from ..schedules import SCHEDULES
-from .cut_search import CutFound, CutSearch
+from .cut_search import CutSearch
 from .grouping import ALONE, Grouping
 from .length_cost import LengthCost
 from .plan import Plan, schedule_label, with_recompute
+from .pricing import CutFound
 from .profile import Chain, Machines, Profile
 from .slice_costs import SliceCosts
 from .specs import find_schedule, make_spec

@@ -1,6 +1,7 @@
 """A schedule of any size is priced as if every action had been simulated."""
 
 import json
+import os
 
 import pytest
 from hypothesis import assume, given, settings
@@ -67,7 +68,8 @@ def test_every_schedule_is_priced_by_streams(name, steps):
     assert found.repeated > 0 or name in ("avgpipe", "mixpipe")
 
 
-@settings(max_examples=50)
+#: `STEADY_CASES=500` draws more, in minutes
+@settings(max_examples=int(os.environ.get("STEADY_CASES", "50")))
 @given(
     name=st.sampled_from(sorted(SCHEDULES)),
     P=st.integers(1, 5),
