@@ -53,7 +53,9 @@ class CutSearch:
         kinds = F, I if spec.splits(depth - 1, 0) else B
         both = sum(chain.time(kind, 0, chain.num_blocks) for kind in kinds) / depth
         both *= spec.num_whole / spec.num_microbatches
-        longest = max(self.least, (depth - 1 + each) * both)
+        way = (depth - 1) * both
+        # Schedules of several stages a worker, or of split backwards, hide half of the way or more.
+        longest = max(self.least + way / 2, way + each * both)
         for worker in {spec.place(stage, 0) for stage in range(depth)}:
             if held := spec.peak_activations(worker):
                 longest = max(longest, sum(depth - stage for stage, _ in spec.hosted(worker)) * both * each / held)

@@ -19,7 +19,7 @@ from ..schedules import SCHEDULES
 from .cut_search import CutSearch
 from .grouping import ALONE, Grouping
 from .length_cost import LengthCost
-from .plan import Plan, schedule_label, with_recompute
+from .plan import Plan, with_recompute
 from .pricing import CutFound
 from .profile import Chain, Machines, Profile
 from .slice_costs import SliceCosts
@@ -143,9 +143,8 @@ class _Search:
         turns: Counter[str] = Counter()
         found = []
         for candidate, search in self._searches:
-            name = schedule_label(candidate.schedule, candidate.parameters)
-            turns[name] += 1
-            found.append((turns[name], search))
+            turns[candidate.schedule] += 1
+            found.append((turns[candidate.schedule], search))
         return [search for _, search in sorted(found, key=lambda pair: pair[0])]
 
     def result(self) -> PlanResult:

