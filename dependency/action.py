@@ -45,6 +45,8 @@ class Kind(metaclass=_Rows):
     """
 
     _rows: ClassVar[dict[str, Kind]] = {}
+    #: whether weights keep their addresses, as no kind moves any
+    stay: ClassVar[bool] = True
 
     letter: str
     word: str
@@ -72,6 +74,7 @@ class Kind(metaclass=_Rows):
                 raise ValueError(f"kind {letter}: {name} {shade!r}: must be such as #56b4e9")
         #: whether it is done with a microbatch, rather than once at the end of a step
         self.per_microbatch = self.index == "microbatch"
+        Kind.stay &= self.moves == "activations"
         #: `holds` of activations
         self.keeps = self.holds * (self.moves == "activations")
         #: whether an action needs the weights of the update before

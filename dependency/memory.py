@@ -27,6 +27,7 @@ _WHOLE = 200_000
 
 #: chain -> how many of its ends
 Ends = Mapping[int, int]
+Ran = tuple[bool, Action, Iterable[Action | Milestone]]
 
 
 class Lives:
@@ -39,12 +40,7 @@ class Lives:
         there: how many lives have begun before.
     """
 
-    def __init__(
-        self,
-        relation: Iterable[tuple[bool, Action, Iterable[Action | Milestone]]],
-        what: str = "activations",
-        there: int = 0,
-    ) -> None:
+    def __init__(self, relation: Iterable[Ran], what: str = "activations", there: int = 0) -> None:
         #: by number of first microbatches, the most of these that may be held at once
         self.most: list[int] = [there]
         self.own: list[tuple[Action, Ends]] = []  # beginnings and ends, with the ends that are finished by then
@@ -111,11 +107,9 @@ def loaded(spec: Spec, program: Iterable[Action]) -> set[tuple[int, int]]:
     Args:
         program: a worker's actions, in order.
     """
-    first: dict[tuple[int, int], int] = {}
-    for action in program:
-        if action.kind.holds and action.kind.moves == "weights":
-            first.setdefault((action.stage, spec.route(action.index)), action.kind.holds)
-    return {shard for shard, holds in first.items() if holds > 0}
+    moved = [action for action in program if action.kind.holds != action.kind.keeps]
+    first = {(action.stage, spec.route(action.index)): action for action in reversed(moved)}
+    return {shard for shard, action in first.items() if action.kind.holds > 0}
 
 
 def _united(all_ends: Iterable[Ends | None]) -> Ends:

@@ -41,7 +41,7 @@ def entries(
     Raises:
         ScheduleError: two actions of the worker share a slot, or its activation limit is too small.
     """
-    flow = _Flow(spec, worker, reductions)
+    flow = _Flow(spec, worker, reductions, forward_only=forward_only)
     edges = _OrderEdges(spec, worker, reductions, frozenset(chained), forward_only=forward_only)
     versioned = not (forward_only or spec.synchronous)
     handed = {first: hand for _, hand, first in spec.handovers}
@@ -81,9 +81,8 @@ class _Pattern(NamedTuple):
 class _Flow:
     """The data flow of a worker's actions: needs and destinations of payloads."""
 
-    def __init__(self, spec: Spec, worker: int, reductions: Reductions) -> None:
-        self._spec = spec
-        self._worker = worker
+    def __init__(self, spec: Spec, worker: int, reductions: Reductions, *, forward_only: bool) -> None:
+        self._spec, self._worker, self._forward_only = spec, worker, forward_only
         self._tree = reduction_tree(spec, reductions)
         self._uniform, self._in_parts = is_uniform(spec), bool(spec.handovers)
         self._route = routes(spec)
@@ -142,6 +141,8 @@ class _Flow:
     def _pattern(self, action: Action) -> _Pattern:
         spec, worker = self._spec, self._worker
         placed = [(need, spec.worker(need)) for need in spec.data(action)]
+        if self._forward_only and (late := [need for need, _ in placed if not self.goes_forward(need)]):
+            raise ScheduleError(f"actions: {action} is part of an evaluation and needs {late[0]}, which is not")
         origin = spec.origin(action)
         consumers = {spec.worker(follower) for follower in spec.successors(action)}
         return _Pattern(

@@ -43,7 +43,7 @@ class BPipe(OneFOneB):
         if self.evicts(s, m):
             return F(s, m), EVICT(s, m), LOAD(s, m), B(s, m)
         if s > self.partner(s) + 1 and self.evicts(self.partner(s), m):
-            return KEEP(s, m), F(s, m), B(s, m), GIVE(s, m)
+            return F(s, m), B(s, m), KEEP(s, m), GIVE(s, m)
         return F(s, m), B(s, m)
 
     # A payload usually goes to a neighbour, as its kind says. These go to the partner.
@@ -73,13 +73,13 @@ class BPipe(OneFOneB):
         return m + (s - self.partner(s) - 1) // 2
 
     def slot(self, a):
-        base, shift = {EVICT: (F, 1), KEEP: (F, 2), LOAD: (B, -2), GIVE: (B, 3)}.get(a.kind, (a.kind, 0))
+        base, shift = {EVICT: (F, 1), KEEP: (B, 2), LOAD: (B, -2), GIVE: (B, 3)}.get(a.kind, (a.kind, 0))
         m = self.until(a.stage, a.microbatch) if a.kind is GIVE else a.microbatch
-        return 8 * super().slot(base(self.partner(a.stage) if a.kind is KEEP else a.stage, m)) + shift
+        return 8 * super().slot(base(a.stage, m)) + shift
 
     def peak_activations(self, worker):
         """The checker proves it for any timing; while copies keep up, the first worker holds P / 2 + 1."""
-        return 3 * self.num_workers // 4 + 1
+        return self.num_workers // 2 + 2
 
 
 evicted, kept = {}, {}  # (shard, microbatch) -> addresses of the shard's weights; payload of the partner

@@ -247,6 +247,19 @@ def test_a_step_that_ends_with_a_copy_ends_and_an_evaluation_waits_for_its_copie
         pipe.evaluate((torch.ones(8, 8), torch.ones(8, 8)))
 
 
+class Returned(Stored):
+    """Here a fetch, which an evaluation runs, takes the payload of a store of the other stage, which it does not."""
+
+    def origin(self, a):
+        return STORE(1, a.microbatch - 1) if a.kind is FETCH and a.stage == 0 else super().origin(a)
+
+
+def test_an_evaluation_that_would_wait_for_a_backward_is_refused():
+    """It hung: BPipe kept activations of a partner before a forward."""
+    with refused("actions", ScheduleError):
+        list(entries(Returned(num_workers=2, num_microbatches=4), 0, forward_only=True))
+
+
 def test_a_file_with_kinds_is_run_once_and_a_model_may_stand_in_it(tmp_path):
     """`verify` ran it for the schedule in each of its parts, and was told that the letter is taken."""
     file = tmp_path / "mine.py"

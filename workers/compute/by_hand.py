@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from ...dependency import Kind
 from .module_state import OF_TORCH
 from .shard import Shard
 
@@ -27,7 +28,7 @@ class OfWeight(NamedTuple):
     @classmethod
     def now(cls, weight: Tensor) -> OfWeight:
         hooks = len(weight._backward_hooks or ()) + len(getattr(weight, "_post_accumulate_grad_hooks", None) or ())
-        return cls(weight._version, weight.data_ptr(), weight.requires_grad, hooks)
+        return cls(weight._version, weight.data_ptr() * Kind.stay, weight.requires_grad, hooks)
 
 
 class ByHand:
