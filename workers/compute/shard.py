@@ -284,7 +284,7 @@ class Shard:
         roots, begun = borders.backward_starts(roots, grads)
         self._owed.expect(owing)
         if roots:
-            with autocast.without(), shown(left):
+            with autocast.without(), shown(left), self.state.backward(bool(self._forwarded)):
                 self.randomness.seed_backward(step, microbatch, self.slice.first)
                 run_backward(roots, begun)
         if self.slices is not None:
@@ -298,7 +298,7 @@ class Shard:
         step, owing, roots, saved, left = self._forwarded.pop(microbatch)
         roots, begun = borders.backward_starts(roots, grads)
         assert saved is not None
-        with autocast.without(), shown(left):
+        with autocast.without(), shown(left), self.state.backward(bool(self._forwarded)):
             self.randomness.seed_backward(step, microbatch, self.slice.first)
             found, deferred = backward_inputs(roots, begun, owing, saved)
         self._deferred[microbatch] = step, left, deferred
@@ -307,7 +307,7 @@ class Shard:
     def backward_weights(self, microbatch: int) -> None:
         """Accumulate the gradients of the weights that `backward_inputs` has left out."""
         step, left, deferred = self._deferred.pop(microbatch)
-        with autocast.without(), shown(left):
+        with autocast.without(), shown(left), self.state.backward(bool(self._forwarded)):
             self.randomness.seed_backward(step, microbatch, self.slice.first, weights=True)
             deferred.run()
         if self.slices is not None:

@@ -19,7 +19,7 @@ from ...dependency import ConfigError
 from .autocast import forget_casts
 from .digest import digest, sample
 from .divided import local
-from .module_state import KeptTensor, Place, Tensors
+from .module_state import Attributes, KeptTensor, Place, Tensors
 from .randomness import computing
 from .slices import Slice
 from .torch_internals import NormBase
@@ -43,7 +43,9 @@ class StageState:
         self._places: dict[Place, None] = {}
         #: parameters that forwards write, as far as it is known
         self.weights: list[nn.Parameter] = []
-        self._before = Tensors(())
+        self._before = Attributes(()), Tensors(())
+        #: where forwards leave something, as far as it is known
+        self._left: set[Place] = set()
         self._weights_before: list[tuple[nn.Parameter, Tensor, int, Tensor]] = []
         #: forwards still to be looked at
         self.looks = _LOOKS
@@ -51,6 +53,8 @@ class StageState:
         self.watches = True
         #: digest of the weights that forwards write, behind those of the first step; "": they write none
         self.first_written = ""
+        #: backwards behind forwards of later microbatches that are still to be looked at
+        self._looks_back = _LOOKS + 1
 
     def note_first(self) -> None:
         """Record the weights that the forwards of the first step have left; called before its update."""
@@ -74,7 +78,7 @@ class StageState:
         parameters = [p for _, p in self._slice.named_parameters() if p.layout is torch.strided]
         self._weights_before = [(p, p.data, p._version, sample(p).clone()) for p in parameters]
         self._modes = [module.training for module in self._modules]
-        self._before = Tensors(self._modules)
+        self._before = Attributes(self._modules), Tensors(self._modules)
         self._end_look = self._slice.look and self._slice.look()
 
     def end(self, again: bool) -> list[KeptTensor]:
@@ -101,11 +105,33 @@ class StageState:
             value.tensor.data = value.data.clone()
         return left
 
+    def backward(self, overtaken: bool) -> AbstractContextManager[Any]:
+        """Return a context for a backward.
+
+        Args:
+            overtaken: whether forwards of later microbatches have run, so that it must not write what forwards read.
+        """
+        self._looks_back -= bool(overtaken and self._looks_back)
+        return self._refusing_writes() if overtaken and self._looks_back else computing
+
+    @contextmanager
+    def _refusing_writes(self) -> Iterator[None]:
+        before = Attributes(self._modules), Tensors(self._modules)
+        yield
+        codes = [getattr(type(module).forward, "__code__", None) for module in self._modules]
+        read = {name for code in codes if code is not None for name in code.co_names}
+        for module, name in _changed(*before) - self._left:
+            if name in read:
+                raise ConfigError(
+                    f"layer: backward writes {name} of a {type(module).__name__}, which forwards read, and those of "
+                    "later microbatches have run before: take num_microbatches=1, or write it in pipe.on_gradients"
+                )
+
     def _note_written(self, again: bool) -> None:
         # A write through `.data` raises no version.
         places, weights = self._slice.expected_writes()
         expected = [place for place in places if not isinstance(place[0], NormBase)]
-        self._places |= dict.fromkeys((*self._before.written(), *expected))
+        self._places |= dict.fromkeys((*self._before[1].written(), *expected))
         # A limit that the first forward keeps may bind later. Tensors that an RNN moves for its device lie elsewhere.
         changed = [
             p
@@ -115,13 +141,20 @@ class StageState:
             or not torch.equal(sample(p), before)
         ]
         self.weights = list(dict.fromkeys((*self.weights, *changed)))
-        self._before, self._weights_before = Tensors(()), []
+        self._left |= _changed(*self._before)
+        self._before, self._weights_before = (Attributes(()), Tensors(())), []
         if again and self.weights:
             shape = tuple(self.weights[0].shape)
             raise ConfigError(
                 f"layer: writes its parameter of shape {shape} in its forward, which so cannot be recomputed; make it "
                 "a buffer, or use a schedule that does not recompute"
             )
+
+
+def _changed(attributes: Attributes, tensors: Tensors) -> set[Place]:
+    """Return where modules have another object or other numbers now."""
+    replaced = (place for place, was in tensors.held if getattr(*place, None) is not was)
+    return {*attributes.changed_places(), *tensors.written(), *replaced}
 
 
 def shown(left: Sequence[KeptTensor]) -> AbstractContextManager[Any]:
