@@ -52,11 +52,12 @@ class Pretrained:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
-        if (self.path / _SINGLE).is_file():
-            with opened(self.path / _SINGLE, ConfigError) as tensors:
+        is_file = Path(path).is_file()
+        self.path, single = (Path(path).parent, Path(path).name) if is_file else (Path(path), _SINGLE)
+        if (self.path / single).is_file():
+            with opened(self.path / single, ConfigError) as tensors:
                 #: name of each tensor -> its file
-                self.files: dict[str, str] = dict.fromkeys(tensors.keys(), _SINGLE)
+                self.files: dict[str, str] = dict.fromkeys(tensors.keys(), single)
         elif (self.path / folder.INDEX).is_file():
             index = folder.read_json(self.path / folder.INDEX)
             if not isinstance(index, dict) or not isinstance(index.get("weight_map"), dict):

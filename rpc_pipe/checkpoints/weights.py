@@ -77,7 +77,7 @@ class Weights:
             _kept_somewhere(path, partial(write, state))
 
     def load_pretrained(self, folder: str | Path, *, strict: bool = True) -> Loaded:
-        """Read weights from a folder of safetensors as `save_pretrained` of Hugging Face writes it, or a checkpoint.
+        """Read weights from a safetensors file, a folder of Hugging Face's `save_pretrained`, or a checkpoint.
 
         In a folder of checkpoints it is the newest.
 

@@ -77,7 +77,7 @@ class _Numbers:
     @staticmethod
     def encode(text: str) -> list[int]:
         """Return the tokens of a text such as 5,17,3."""
-        return [int(each) for each in text.split(",")]
+        return [int(each) for each in text.replace(",", " ").split()]
 
     @staticmethod
     def decode(tokens: list[int]) -> str:

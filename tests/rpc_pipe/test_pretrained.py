@@ -60,6 +60,9 @@ def test_a_pipeline_begins_with_pretrained_weights_and_from_pretrained_takes_the
     assert all(tensor.equal(found[name]) for name, tensor in pipe.weights.state_dict().items())
     pipeline(gpt2, 2).weights.save_pretrained(tmp_path / "out")
     assert len(list((tmp_path / "out").glob("*.safetensors"))) == 2
+    pipe.weights.save(tmp_path / "one.safetensors")  # as `run --save` does
+    assert (other := pipeline(gpt2, 2)).weights.load_pretrained(tmp_path / "one.safetensors") == ([], [])
+    assert other.evaluate(BATCH) == pipe.evaluate(BATCH)
 
 
 def test_a_checkpoint_of_a_model_as_it_is_is_taken_up_by_another_cut(tmp_path):
