@@ -8,9 +8,11 @@ such block the result that has come. Placeholders spread: a result that needed a
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from ...dependency import ModelError
 from ...workers.transport.payload import Tree, map_tensors
@@ -38,11 +40,18 @@ class DecodingForward:
         Raises:
             ModelError: the stage needs more of other stages than that result.
         """
+        embedding: Any = self._skeleton.module.get_input_embeddings()  # type: ignore[operator]
+        is_elsewhere = isinstance(getattr(embedding, "weight", None), Placeholder) and "forward" not in vars(embedding)
+        if is_elsewhere:  # torch's fake tensors would take a millisecond for its result
+            embedding.forward = partial(self._embedded, embedding.weight)
         try:
             with self._skeleton.reporting(self):
                 output = self._skeleton.module(**inputs)
         except _StageEnds as ended:
             output = ended.args[0]
+        finally:
+            if is_elsewhere:
+                del embedding.forward
         found = output.logits if self._is_last else output
         if self._next < self._calls.stop or any(isinstance(tensor, Placeholder) for tensor in tensors(found)):
             raise ModelError(
@@ -50,6 +59,11 @@ class DecodingForward:
                 "layers, by blocks= or fewer stages"
             )
         return output
+
+    def _embedded(self, weight: Tensor, tokens: Tensor) -> Tensor:
+        """Return a placeholder for the vectors of tokens."""
+        made = torch.empty(*tokens.shape, weight.shape[1], dtype=weight.dtype, device="meta")
+        return self._skeleton.placeholders.like(made, weight.device)
 
     def block(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a block of this stage; return at once from any other."""
