@@ -1,6 +1,8 @@
 """Pairs of dimensions: each that is not refused trains as one process does, and each that is refused says so."""
 
 import pytest
+import torch
+import torch._dynamo
 from crossings import DEFAULTS, FEATURES, covering, described, tried
 from refusals import refused
 
@@ -18,6 +20,13 @@ def test_pairs_of_dimensions_train_as_one_process_does(case):
     not left. Cases with members need processes: `tests/trials/crossings.py` runs them.
     """
     end = tried(case)
+    assert end.how == "same", end
+
+
+def test_compiled_slices_hand_gradients_to_earlier_ones_in_each_replica():
+    """The first replica's slices are observed, so not compiled at first; the second one lost gradients of states."""
+    torch._dynamo.reset()
+    end = tried({**DEFAULTS, "slices": "2", "compile": "eager", "replicas": "2"})
     assert end.how == "same", end
 
 

@@ -15,6 +15,7 @@ through them.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -65,6 +66,9 @@ class SliceState:
         self._histories: dict[Hashable, _SliceHistory] = {}
         #: number of a slice -> where it begins and ends in its sequence, and the sequence's length
         self.places: dict[int, tuple[int, int, int]] = {}
+        if "torch._dynamo" in sys.modules:  # it would take the gradients of states to be those at the time of tracing
+            for name in ("enter", "leave", "join"):
+                setattr(self, name, torch.compiler.disable(getattr(self, name)))
 
     def enter(self, who: Hashable, number: int, near: Tree) -> Tree:
         """Return the state that slice `number` - 1 has left, for this one.
