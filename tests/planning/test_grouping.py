@@ -11,6 +11,7 @@ from rpc_pipe.planning.footprint import Size
 from rpc_pipe.planning.grouping import ALONE, Grouping
 from rpc_pipe.planning.plan import read_plan
 from rpc_pipe.planning.profile import LayerCost, Machines, Profile
+from rpc_pipe.planning.profile_file import as_json
 from rpc_pipe.planning.search import PlanRequest, search
 from rpc_pipe.planning.simulator import Link
 
@@ -63,6 +64,17 @@ def test_a_plan_divides_a_model_of_fewer_blocks_than_processes_among_members():
     assert best.weights_by_stage == (100, 100), "of whole stages, by which a run knows the model"
     assert best.name.startswith("1f1b members=2,fsdp")
     assert read_plan(json.loads(json.dumps(best.as_json()))) == best
+
+
+def test_several_divisions_are_planned_at_once_by_the_command(tmp_path, capsys):
+    file = tmp_path / "profile.json"
+    file.write_text(json.dumps(as_json(Profile({1: [BLOCK] * 2, 8: [BLOCK] * 2}, batch_rows=8))))
+    asked = f"plan --profile {file} --batch 8 --workers 4 --members 1,2 --schedule 1f1b --no-searched --json"
+    for count, shard in (("8", "fsdp"), ("1", "tp")):  # a single microbatch cannot be divided among members
+        more = ["--shard", "fsdp,tp", "--memory", "1GB,copy=1GB/s", "--microbatches", count]
+        assert main([*asked.split(), *more]) == 0
+        assert shard in {plan["shard"] for plan in json.loads(capsys.readouterr().out)["plans"]}
+    assert main([*asked.split(), "--shard", "fsdp,tq"]) == 2 and "tq: known are" in capsys.readouterr().err
 
 
 def test_a_worker_is_as_slow_and_small_as_its_worst_process():
