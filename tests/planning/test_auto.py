@@ -101,7 +101,7 @@ def test_a_plan_is_kept_until_it_would_be_another(tmp_path, capsys, monkeypatch)
     assert word()[0] == "planned"
     kind, path = word()
     assert kind == "plan kept" and read_plan(path).num_workers == 2
-    assert word(memory=1e9)[0] == "planned" and word(memory=1e9)[0] == "plan kept"
+    assert word(memory={"limit": 1e9})[0] == "planned" and word(memory={"limit": 1e9})[0] == "plan kept"
     for damaged in ("{", "[]", '{"plans": 5}'):
         path.write_text(damaged)
         assert word()[0] == "planned"
@@ -112,14 +112,14 @@ def test_a_plan_is_kept_until_it_would_be_another(tmp_path, capsys, monkeypatch)
     profile_path.write_text(json.dumps(edited))
     assert word()[0] == "planned"
     with refused("plan"):
-        word(memory=1.0)
+        word(memory={"limit": 1.0})
 
 
 @pytest.mark.parametrize(
     "arguments, said",
     [
         (["run", "--plan", "auto"], "--plan auto: needs --model"),
-        (["run", "--memory", "8GB"], "--memory 8e+09: is for --plan auto"),
+        (["run", "--memory", "8GB"], "--memory limit=8000000000.0: is for --plan auto"),
     ],
 )
 def test_what_cannot_be_is_one_sentence(arguments, said, capfd):
