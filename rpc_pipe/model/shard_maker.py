@@ -12,7 +12,7 @@ from torch import nn
 
 from ..dependency import NO_REDUCTIONS, ModelError, Spec
 from ..dependency.pipeline_options import Options
-from ..workers.compute.batch_norm import Statistics, defer
+from ..workers.compute.batch_norm import Statistics
 from ..workers.compute.by_hand import fingerprint
 from ..workers.compute.digest import digest
 from ..workers.compute.divided import local
@@ -54,6 +54,8 @@ def make_partition(
         cut = options.split, loss_fn
         whole = ObservedPartition(model, num_stages, *cut, blocks=options.blocks, seed=options.seed)  # type: ignore[arg-type]
         if training.deferred_batch_norm:
+            from ..workers.compute.deferred_batch_norm import defer  # few models do
+
             defer(whole.whole.modules())
         return whole
     if options.blocks is not None:
@@ -134,6 +136,8 @@ class ShardMaker:
     def _make(self, spec: Spec, stage: int, route: int, randomness: Randomness, replica: int) -> Shard:
         slice = self.model.slice(stage, randomness, replica, self._divide)
         if self._training.deferred_batch_norm:
+            from ..workers.compute.deferred_batch_norm import defer
+
             defer(slice.own)
         if spec.num_routes > 1:
             self.weights += f"{stage}={digest(map(local, slice.state_dict().values())):x} "

@@ -25,7 +25,8 @@ from ..model.batches.with_means import with_means
 from ..model.observe.trees import mapped
 from ..model.observed_partition import ObservedPartition
 from ..model.partition import LayerPartition
-from ..workers.compute.batch_norm import Statistics, defer
+from ..workers.compute.batch_norm import Statistics
+from ..workers.compute.deferred_batch_norm import defer
 from ..workers.compute.module_state import KeptTensor, ModuleState
 from ..workers.compute.noted_draws import NotedDraws
 from ..workers.compute.randomness import Randomness, preserved

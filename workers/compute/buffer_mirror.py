@@ -11,7 +11,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from .batch_norm import DeferredBatchNorm, Statistics
+from .batch_norm import Statistics
+from .deferred_batch_norm import DeferredBatchNorm
 from .module_state import Attributes, Place, Tensors
 from .slices import Slice
 
