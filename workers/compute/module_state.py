@@ -107,6 +107,12 @@ class Tensors:
             tensor.data = copy.clone()
 
 
+def written_since(attributes: Attributes, tensors: Tensors) -> set[Place]:
+    """Return where modules have another object or other numbers now."""
+    replaced = (place for place, was in tensors.held if getattr(*place, None) is not was)
+    return {*attributes.changed_places(), *tensors.written(), *replaced}
+
+
 class ModuleState:
     """The state of modules besides trained parameters at this moment: buffers such as running means, counters, modes.
 

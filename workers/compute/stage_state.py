@@ -8,8 +8,8 @@ memory, and backward gets it back, also for layers that it runs again (`torch.ut
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from ...dependency import ConfigError
 from .autocast import forget_casts
 from .digest import digest, sample
 from .divided import local
-from .module_state import Attributes, KeptTensor, Place, Tensors
+from .module_state import Attributes, KeptTensor, Place, Tensors, written_since
 from .randomness import computing
 from .slices import Slice
 from .torch_internals import NormBase
@@ -112,20 +112,11 @@ class StageState:
             overtaken: whether forwards of later microbatches have run, so that it must not write what forwards read.
         """
         self._looks_back -= bool(overtaken and self._looks_back)
-        return self._refusing_writes() if overtaken and self._looks_back else computing
+        if not (overtaken and self._looks_back):
+            return computing
+        from .backward_state import refusing_writes  # with one stage nothing overtakes
 
-    @contextmanager
-    def _refusing_writes(self) -> Iterator[None]:
-        before = Attributes(self._modules), Tensors(self._modules)
-        yield
-        codes = [getattr(type(module).forward, "__code__", None) for module in self._modules]
-        read = {name for code in codes if code is not None for name in code.co_names}
-        for module, name in _changed(*before) - self._left:
-            if name in read:
-                raise ConfigError(
-                    f"layer: backward writes {name} of a {type(module).__name__}, which forwards read, and those of "
-                    "later microbatches have run before: take num_microbatches=1, or write it in pipe.on_gradients"
-                )
+        return refusing_writes(self._modules, self._left)
 
     def _note_written(self, again: bool) -> None:
         # A write through `.data` raises no version.
@@ -141,7 +132,7 @@ class StageState:
             or not torch.equal(sample(p), before)
         ]
         self.weights = list(dict.fromkeys((*self.weights, *changed)))
-        self._left |= _changed(*self._before)
+        self._left |= written_since(*self._before)
         self._before, self._weights_before = (Attributes(()), Tensors(())), []
         if again and self.weights:
             shape = tuple(self.weights[0].shape)
@@ -151,31 +142,13 @@ class StageState:
             )
 
 
-def _changed(attributes: Attributes, tensors: Tensors) -> set[Place]:
-    """Return where modules have another object or other numbers now."""
-    replaced = (place for place, was in tensors.held if getattr(*place, None) is not was)
-    return {*attributes.changed_places(), *tensors.written(), *replaced}
-
-
 def shown(left: Sequence[KeptTensor]) -> AbstractContextManager[Any]:
     """Return a context, on this thread alone, with the stage in the state of a forward; the present state returns.
 
     Writes of backward itself, in layers that it runs again, are dropped.
     """
-    return _shown(left) if left else computing
+    if not left:
+        return computing
+    from .backward_state import put_back  # few forwards write
 
-
-@contextmanager
-def _shown(left: Sequence[KeptTensor]) -> Iterator[None]:
-    with computing:
-        held = [(value.place, value.tensor if value.place is None else getattr(*value.place, None)) for value in left]
-        now = [KeptTensor.now(tensor, place) for place, tensor in held if isinstance(tensor, Tensor)]
-        try:
-            for value in left:
-                value.put()
-            forget_casts()  # of weights
-            yield
-        finally:
-            for value in now:
-                value.put()
-            forget_casts()
+    return put_back(left)

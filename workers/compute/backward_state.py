@@ -1,0 +1,49 @@
+"""What a backward sees and writes of the state that forwards leave; loaded where forwards write, or overtake it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+
+from torch import Tensor, nn
+
+from ...dependency import ConfigError
+from .autocast import forget_casts
+from .module_state import Attributes, KeptTensor, Place, Tensors, written_since
+from .randomness import computing
+
+
+@contextmanager
+def put_back(left: Sequence[KeptTensor]) -> Iterator[None]:
+    """Return a context with the tensors that a forward has left; the present ones return."""
+    with computing:
+        held = [(value.place, value.tensor if value.place is None else getattr(*value.place, None)) for value in left]
+        now = [KeptTensor.now(tensor, place) for place, tensor in held if isinstance(tensor, Tensor)]
+        try:
+            for value in left:
+                value.put()
+            forget_casts()  # of weights
+            yield
+        finally:
+            for value in now:
+                value.put()
+            forget_casts()
+
+
+@contextmanager
+def refusing_writes(modules: Sequence[nn.Module], by_forwards: Collection[Place]) -> Iterator[None]:
+    """Return a context for a backward that must not write what forwards read, unless forwards write there, too.
+
+    Raises:
+        ConfigError: it does.
+    """
+    before = Attributes(modules), Tensors(modules)
+    yield
+    codes = [getattr(type(module).forward, "__code__", None) for module in modules]
+    read = {name for code in codes if code is not None for name in code.co_names}
+    for module, name in written_since(*before) - {*by_forwards}:
+        if name in read:
+            raise ConfigError(
+                f"layer: backward writes {name} of a {type(module).__name__}, which forwards read, and those of "
+                "later microbatches have run before: take num_microbatches=1, or write it in pipe.on_gradients"
+            )
