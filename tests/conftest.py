@@ -9,7 +9,7 @@ import fork_server
 import hypothesis
 import pytest
 
-collect_ignore = ["trials", "rpc_pipe/torch_runtime.py"]
+collect_ignore = ["trials", "mortal.py", "forked.py", "rpc_pipe/torch_runtime.py"]
 
 # An example may take as long as it takes on a busy machine.
 hypothesis.settings.register_profile("patient", deadline=None)

@@ -20,7 +20,7 @@ from rpc_pipe.schedules import OneFOneB, PipeDream, PipeDream2BW
 @pytest.mark.parametrize("schedule", ASYNCHRONOUS)
 def test_identical_to_a_replay_in_one_process(monkeypatch, schedule, P, M):
     for order in ("ready", "fixed"):
-        report = verdict(monkeypatch, 6, schedule=schedule, workers=P, microbatches=M, order=order, model="mlp")
+        report = verdict(monkeypatch, 6, schedule=schedule, num_workers=P, num_microbatches=M, order=order, model="mlp")
         assert report["identical"] and report["max_abs_error"] == 0, report
 
 
@@ -34,7 +34,7 @@ def test_identical_to_a_replay_in_one_process(monkeypatch, schedule, P, M):
 )
 def test_other_models_and_parameters(monkeypatch, schedule, options, model):
     report = verdict(
-        monkeypatch, 5, schedule=schedule, schedule_options=options, model=model, workers=3, microbatches=4
+        monkeypatch, 5, schedule=schedule, schedule_options=options, model=model, num_workers=3, num_microbatches=4
     )
     assert report["identical"], report
 

@@ -31,14 +31,14 @@ def test_identical_to_one_process(monkeypatch, schedule, P, M):
     order = ("ready", "fixed")[(P + M) % 2]
     if schedule == "dualpipe" and P % 2:
         P += 1  # it takes even numbers only
-    report = verdict(monkeypatch, schedule=schedule, workers=P, microbatches=M, order=order, model="mlp")
+    report = verdict(monkeypatch, schedule=schedule, num_workers=P, num_microbatches=M, order=order, model="mlp")
     assert report["identical"], report
     assert report["max_abs_error"] == 0
 
 
 @pytest.mark.parametrize(("schedule", "model"), [*zip(SYNCHRONOUS, ["gpt", "conv"] * len(SYNCHRONOUS), strict=False)])
 def test_other_models(monkeypatch, schedule, model):
-    report = verdict(monkeypatch, schedule=schedule, model=model, workers=2, microbatches=5)
+    report = verdict(monkeypatch, schedule=schedule, model=model, num_workers=2, num_microbatches=5)
     assert report["identical"], report
 
 
@@ -55,7 +55,9 @@ def test_other_models(monkeypatch, schedule, model):
     ],
 )
 def test_parameters_of_schedules(monkeypatch, schedule, options):
-    report = verdict(monkeypatch, schedule=schedule, schedule_options=options, workers=4, microbatches=6, model="mlp")
+    report = verdict(
+        monkeypatch, schedule=schedule, schedule_options=options, num_workers=4, num_microbatches=6, model="mlp"
+    )
     assert report["identical"], report
 
 
@@ -71,5 +73,5 @@ def test_the_comparison_can_fail(monkeypatch):
         return backward(self, microbatch, grads)
 
     monkeypatch.setattr(Shard, "backward", forgetful)
-    report = verdict(monkeypatch, model="mlp", workers=2, microbatches=4)
+    report = verdict(monkeypatch, model="mlp", num_workers=2, num_microbatches=4)
     assert not report["identical"] and report["max_abs_error"] > 0
