@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,7 +22,7 @@ from ..observe.frames import name_of
 from ..observe.observe_forward import observe_forward
 from ..observe.placeholder import Placeholder
 from ..observe.skeleton import COMPILED, Skeleton
-from .decoding_forward import DecodingForward
+from .decoding_forward import DecodingForward, Elsewhere
 from .script_family import ScriptFamily, sized_form
 from .scripted_forward import ScriptedForward
 from .stage_script import Departed, Diverged, Script
@@ -180,8 +181,12 @@ class ObservedStage:
         Args:
             arrived: the result of the last block of the stage before; None on the first stage.
         """
-        calls = self._cut[self.index]
-        return DecodingForward(self._skeleton, calls, self.index == len(self._cut) - 1, arrived).run(inputs)
+        calls, is_last = self._cut[self.index], self.index == len(self._cut) - 1
+        return DecodingForward(self._skeleton, calls, is_last, arrived, self._elsewhere).run(inputs)
+
+    @cached_property
+    def _elsewhere(self) -> Elsewhere:
+        return Elsewhere(self._skeleton)
 
     def _followed(
         self, script: Script, payload: Sequence[Tensor], fields: Any, seed: Seed | None, *, is_first: bool
