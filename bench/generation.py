@@ -62,7 +62,7 @@ class _Emulated(LlamaForCausalLM):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("devices", "gpt"))
-    parser.add_argument("--rows", type=int, default=256, help="of the GPT")
+    parser.add_argument("--rows", type=int, default=1024, help="of the GPT, in 4 groups")
     parsed = parser.parse_args()
     if "RANK" not in os.environ:
         workers = 4 if parsed.what == "devices" else 2
@@ -107,7 +107,7 @@ def _gpt(rows: int) -> None:
     plain.load_state_dict(model.state_dict())
     prompts = torch.randint(256, (rows, 16))
     how: dict[str, Any] = {"max_new_tokens": _TOKENS, "do_sample": False, "attention_mask": torch.ones_like(prompts)}
-    pipe = Pipeline(model, num_microbatches=2)
+    pipe = Pipeline(model, num_microbatches=4)
 
     def alone() -> None:
         if pipe.worker == 0:

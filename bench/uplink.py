@@ -91,7 +91,8 @@ class _Gather(_Allocating, AllGather):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> Any:
         self._uplink.wait_for((group.size() - 1) * input_tensor.nbytes)
-        return dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
+        gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its later name
+        return gather(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
 class _Scatter(_Allocating, ReduceScatter):
@@ -99,4 +100,5 @@ class _Scatter(_Allocating, ReduceScatter):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> Any:
         self._uplink.wait_for((group.size() - 1) * output_tensor.nbytes)
-        return dist.reduce_scatter_single(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+        scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+        return scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)

@@ -4,6 +4,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from processes import start
@@ -26,6 +27,7 @@ def order(spec, worker):
     return [action for action in local_order(spec, worker) if action.kind.per_microbatch]
 
 
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="torch 2.11 loses connections between its ranks, on gloo")
 def test_torch_runs_what_is_exported(tmp_path):
     """Three ranks on gloo, one in the middle, in torch's own runtime: every gradient as in one process, to 1e-12."""
     plans = [(name, {}, 4) for name in EXPORTED] + [
