@@ -112,7 +112,7 @@ def test_a_program_that_cannot_be_is_refused(tmp_path):
     with refused("plan"):  # routes were blamed
         Pipeline([nn.Linear(1, 1)], nn.functional.mse_loss, plan={**plan, "placement": []})
     with refused("plan"):
-        Pipeline([nn.Linear(1, 1)], nn.functional.mse_loss, plan={**plan, "program": ["0F0 0Q0"]})
+        Pipeline([nn.Linear(1, 1)], nn.functional.mse_loss, plan={**plan, "program": ["0F0 0q0"]})
     with refused("plan"):
         read_plan({"schedule": "1f1b"})
 
