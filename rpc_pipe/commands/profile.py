@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from rich.progress import BarColumn, Progress, TextColumn
 
 from ..dependency import ConfigError
+from ..dependency.pipeline_options import MOST_WORKERS
 from ..drawing.plans import profile_table
 from ..launching import launcher_link as link
 from ..launching.attempt import How
@@ -28,7 +29,7 @@ from ..planning.length_cost import LengthCost, refuse_without
 from ..planning.profile import Profile
 from ..planning.profile_file import as_json, from_json
 from ..system.files import read_json, refused
-from .options import MAKE, MOST_WORKERS, Parser, refuse_device, refuse_workers
+from .options import MAKE, Parser, refuse_device, refuse_workers
 from .output_files import try_files, write
 from .readers import whole, wholes
 from .topology import machines_of

@@ -23,6 +23,7 @@ from ..workers.compute.slices import Divide, Slice, plain_name
 from ..workers.transport.payload import Tree
 from .assign.assignment import BlocksNeeded
 from .call_form import CallForm, adds_terms, loss_of_output
+from .common_objects import Holder, look, read_by
 from .cut import cut
 from .deferred import DeferredModel
 from .detachable_blocks import mentioned
@@ -30,7 +31,6 @@ from .module_copies import ModuleCopies, Pairs, paired
 from .observe.model_kinds import refuse_lazy
 from .observe.trees import tensors
 from .observed_model import ObservedModel, observe
-from .ties import Holder, look, read_by
 
 if TYPE_CHECKING:
     from .replay.observed_stage import ObservedStage

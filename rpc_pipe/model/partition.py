@@ -22,7 +22,8 @@ from .module_copies import ModuleCopies, paired, structure, unnamed_parts
 from .observe.model_kinds import refuse_lazy
 
 if TYPE_CHECKING:
-    from .ties import Holder, Ties
+    from .common_objects import Holder
+    from .ties import Ties
 
 #: one layer: a module, or a callable that builds it
 LayerLike = nn.Module | Callable[[], nn.Module]
@@ -105,7 +106,8 @@ class LayerPartition:
         self._ties: Ties | None = None
         self._holders: Sequence[list[Holder]] = [[]] * num_stages
         if is_list and num_stages > 1:
-            from .ties import Ties, shared_holders
+            from .common_objects import shared_holders
+            from .ties import Ties
 
             self._ties, self._holders = Ties(layers, self.ranges), shared_holders(layers, self.ranges, loss_fn)
             self.shared = {plain_name(name): stages for name, stages in self._ties.shared.items()}
@@ -121,7 +123,7 @@ class LayerPartition:
         shared = {name: held for name, held in self.shared.items() if stage in held}
         found = Layers(layers, {} if self._ties is None else self._ties.names, shared)
         if holders := self._holders[stage]:
-            from .ties import look
+            from .common_objects import look
 
             found.look = partial(look, holders)
         if divide is not None:

@@ -1,32 +1,22 @@
-"""Objects that layers of a list share across a cut: parameters (tied weights), and objects that pass tensors on.
+"""Parameters that layers of a list share across a cut (tied weights).
 
 Each stage has a copy of a tied weight by the parameter's first name in the unsplit model. The copies' gradients are
-summed before every update, so the copies stay equal. Tensors that layers pass on beside their return values do not
-reach the layers of other stages, so these are refused.
+summed before every update, so the copies stay equal.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..dependency import ModelError
-from ..workers.compute.digest import digest
-from ..workers.compute.module_state import OF_TORCH
-from .detachable_blocks import mentioned
-from .observe.closures import inside
-from .observe.trees import PLAIN, tensors
 from .parameter_hooks import refuse_hooks
 from .weight_views import refuse_parted
 
 
 class Ties:
-    """Objects that the layers of a list share across a cut.
+    """Parameters that the layers of a list share across a cut.
 
     Args:
         layers: modules are searched; layers that callables build share nothing.
@@ -84,108 +74,3 @@ class Ties:
                     parameters.add(id(parameter))
                     found.append(layer)
         return list(dict.fromkeys(found)), parameters
-
-
-#: most objects in which a loss function is followed
-_MOST = 10_000
-_NO_HOLDERS = (nn.Module, Tensor, torch.Generator, type, FunctionType, BuiltinFunctionType, MethodType, ModuleType)
-
-
-class Holder(NamedTuple):
-    """A list, a dict, an object or a module that a layer or block can put something into."""
-
-    where: str
-    name: str
-    held: Any
-    #: names in the code of a loss function of another stage that has it, too; None: it has not
-    read: Collection[str] | None
-
-    def now(self) -> Any:
-        """Return the numbers that the loss function may read here, to compare them with later ones."""
-        if self.read is None:
-            return None
-        from .observe.output_contract import form_of  # few loss functions read layers
-
-        tree = self.held
-        if not isinstance(tree, (list, dict)):
-            held = vars(tree) | vars(tree).get("_buffers", {})
-            tree = {name: value for name, value in held.items() if name in self.read}
-        return form_of(tree, lambda tensor: (id(tensor), digest([tensor])))
-
-
-def shared_holders(layers: Sequence[Any], stages: Sequence[range], loss_fn: Any) -> list[list[Holder]]:
-    """Return the objects of each stage's layers that other stages, or the loss function on the last, hold too."""
-    layered = [(stage, i, layers[i]) for stage, own in enumerate(stages) for i in own]
-    parts = [(stage, i, part) for stage, i, m in layered if isinstance(m, nn.Module) for part in m.modules()]
-    read, names = read_by(loss_fn, {part for _, _, part in parts})
-    found = [
-        (stage, Holder(f"layer {i}", name, held, names if id(held) in read else None))
-        for stage, i, part in parts
-        for name, held in (*_holders(part), *[(f"an attribute of {type(part).__name__}", part)] * (id(part) in read))
-    ]
-    users: dict[int, set[int]] = defaultdict(set, {each: {len(stages) - 1} for each in read})
-    for stage, holder in found:
-        users[id(holder.held)].add(stage)
-    return [[h for at, h in found if at == stage and users[id(h.held)] - {stage}] for stage in range(len(stages))]
-
-
-def look(holders: Sequence[Holder]) -> Callable[[], None]:
-    """Look at objects that other stages hold too, before a forward of a stage; the returned function looks behind it.
-
-    It raises ModelError if one has a tensor with a graph then, or if a loss function would read other numbers.
-    """
-    before = [holder.now() for holder in holders]
-
-    def end() -> None:
-        for holder, was in zip(holders, before, strict=True):
-            tree = vars(holder.held) if isinstance(holder.held, nn.Module) else holder.held
-            if any(tensor.grad_fn is not None for tensor in tensors(tree)) or holder.now() != was:
-                raise ModelError(
-                    f"model: {holder.where} leaves a tensor or number in {holder.name}, which layers of other stages "
-                    "or the loss function use too: return it beside the output, as in (x, extra), or cut elsewhere "
-                    "(split=)"
-                )
-
-    return end
-
-
-def read_by(function: Any, parts: Collection[nn.Module]) -> tuple[dict[int, Any], set[str]]:
-    """Return the objects that a function can reach, by id, and the names in its code and in methods that it calls.
-
-    Args:
-        parts: modules of the model; of these, it calls the methods that it names.
-    """
-    found: dict[int, Any] = {}
-    names, todo = set[str](), [function]
-    for value in todo:
-        if id(value) in found or len(found) == _MOST or isinstance(value, (Tensor, ModuleType, *PLAIN)):
-            continue
-        found[id(value)] = value
-        if isinstance(value, FunctionType):
-            if not value.__module__.startswith("torch."):
-                todo += [value.__code__, value.__defaults__, value.__kwdefaults__, *mentioned(value).values()]
-        elif isinstance(value, CodeType):
-            names.update(value.co_names, (each for each in value.co_consts if isinstance(each, str)))
-            todo += [*value.co_consts, *(method for each in found.values() for method in _methods(each, names))]
-        elif isinstance(value, nn.Module) and value in parts:
-            found |= {id(part): part for part in value.modules()}
-            todo += _methods(value, names)
-        else:
-            more = [getattr(value, name, None) for name in ("__func__", "fget", "__dict__")]
-            todo += [*inside(value), *more, *_methods(value, names | {"forward", "__call__"})]
-    return found, names
-
-
-def _methods(value: Any, names: Collection[str]) -> list[Any]:
-    """Return the methods and properties of an object with one of these names."""
-    found = [getattr(type(value), name, None) for name in names]
-    return [each for each in found if isinstance(each, (FunctionType, property))]
-
-
-def _holders(part: nn.Module) -> Iterator[tuple[str, Any]]:
-    values = {name: value for name, value in vars(part).items() if name not in OF_TORCH}
-    if not type(part).__module__.startswith("torch."):
-        values |= mentioned(part.forward)
-    for name, value in values.items():
-        if isinstance(value, (list, dict)) or (hasattr(value, "__dict__") and not isinstance(value, _NO_HOLDERS)):
-            yield name, value
