@@ -46,13 +46,17 @@ def nothing(layer, mesh):
 columns.rows = both.rows = 2
 hybrid.rows = nothing.rows = True
 x = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
-found = {}
+found, sent = {}, []
+exchange = torch.distributed.all_to_all_single
+torch.distributed.all_to_all_single = lambda *args, **more: (sent.append(args), exchange(*args, **more))[1]
 for shard in (columns, both, hybrid, nothing):
     how = {"members": 4 if "RANK" in os.environ else 1, "shard": shard, "num_microbatches": 4}
     training = Training(partial(torch.optim.SGD, lr=0.5), max_grad_norm=0.05)
     with Pipeline([Block, Block], nn.functional.mse_loss, training=training, **how) as pipe:
+        sent.clear()
         found[shard.__name__] = [v for _ in range(3) for v in (pipe.step((x, x.flip(0))), float(pipe.grad_norm))]
 if "RANK" in os.environ:
+    assert len(sent) == 3, "all gradients of a step travel at once"
     assert torch.distributed.get_world_size() == 1
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     how |= {"training": Training(partial(torch.optim.SGD, lr=0.5))}

@@ -7,7 +7,7 @@ a worker meet in the collectives of their layers, and once a step in the worker'
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,10 +18,13 @@ from ...dependency import Disagreement
 from ...dependency.indexes import join_replica, join_slice, split_slice
 from .digest import digest
 from .divided import is_divided, local, place, whole_of
+from .ownership import cut_into_buckets
 from .randomness import Randomness
 from .updating import Updating
 
 _LOST = re.compile(r"gloo/transport.*(closed by peer|reset by peer|Broken pipe|Connection refused)")
+#: MiB of gradients that members exchange at once
+_BUCKET = 25
 
 
 class Members:
@@ -52,8 +55,9 @@ class Members:
         self.summing: set[int] = set()
         #: names of tensors with a part that this member is the first to hold
         self._counted: set[str] = set()
-        #: by name: members with the same part, one for each part of the rows, to sum gradients over
+        #: by name: members with the same part, one for each part of the rows, to sum gradients over; so for each member
         self._adds: dict[str, list[int]] = {}
+        self._of_all: Sequence[dict[str, list[int]]] = []
 
     def in_whole(self, index: int, part: int) -> int:
         """Return the index in the whole batch of a microbatch, or of its slice, of one part of the members."""
@@ -129,7 +133,8 @@ class Members:
             if len(firsts) > 1:
                 self._adds[name] = sorted(firsts.values())
         here = [stage for stage, named in stages.items() if not self._adds.keys().isdisjoint(named)]
-        self.summing.update(*self.exchange(here))
+        self._of_all, summing = zip(*self.exchange((self._adds, here)), strict=True)
+        self.summing.update(*summing)
         self.compare("initial weights that each holds whole", digest(local(t) for _, t in self._alike(tensors)))
 
     def counts(self, name: str) -> bool:
@@ -142,19 +147,45 @@ class Members:
 
     @torch.no_grad()
     def sum(self, grads: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
-        """Return the sums of gradients over members, added in the order of members; None where no member has one."""
+        """Return the sums of gradients over members, added in the order of members; None where no member has one.
+
+        Each bucket of gradients travels by one all-to-all.
+        """
         own = {n: local(g).contiguous() for n, g in grads.items() if g is not None and self.index in self._adds[n]}
         given = self.exchange({name: (grad.shape, grad.dtype) for name, grad in own.items()})
         found: dict[str, Tensor | None] = dict.fromkeys(grads)
-        for member, each in enumerate(given):
-            for name, (shape, dtype) in each.items():
-                mine = member == self.index
-                part = own[name] if mine else torch.empty(shape, dtype=dtype, device=self.mesh.device_type)
-                torch.distributed.broadcast(part, group=self.group, group_src=member)
-                if member in self._adds.get(name, ()):
-                    total = found[name]
-                    found[name] = (part.clone() if mine else part) if total is None else total.add_(part)
+        sizes: dict[torch.dtype, dict[str, int]] = {}
+        for name, (shape, dtype) in (pair for each in given for pair in each.items()):
+            held = sizes.setdefault(dtype, {})
+            held[name] = max(held.get(name, 0), shape.numel() * dtype.itemsize)
+        for names in (names for held in sizes.values() for names in cut_into_buckets(held, held.__getitem__, _BUCKET)):
+            for name, part in self._sent(names, own, given):
+                total = found[name]
+                found[name] = part.clone() if total is None else total.add_(part)
         return found
+
+    def _sent(
+        self, names: Sequence[str], own: Mapping[str, Tensor], given: Sequence[Mapping[str, tuple[Any, torch.dtype]]]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Send the gradients of a bucket to the members that add them; yield the arrived ones in the order of members.
+
+        Args:
+            given: by member, shapes and types of its gradients.
+        """
+        gives = [[own[n].view(-1).view(torch.uint8) for n in names if n in own and self.index in adds.get(n, ())]
+                 for adds in self._of_all]  # fmt: skip
+        takes = [[(n, *each[n]) for n in names if n in each and member in self._adds.get(n, ())]
+                 for member, each in enumerate(given)]  # fmt: skip
+        sizes = [[shape.numel() * dtype.itemsize for _, shape, dtype in each] for each in takes]
+        empty = torch.empty(0, dtype=torch.uint8, device=self.mesh.device_type)
+        received = empty.new_empty(sum(map(sum, sizes)))
+        sent = torch.cat([empty, *(part for parts in gives for part in parts)])
+        torch.distributed.all_to_all_single(
+            received, sent, [*map(sum, sizes)], [sum(part.numel() for part in parts) for parts in gives], self.group
+        )
+        arrived = received.split([size for each in sizes for size in each])
+        for part, (name, shape, dtype) in zip(arrived, (one for each in takes for one in each), strict=True):
+            yield name, part.view(dtype).view(shape)
 
     def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return whole tensors on the first member, with the tensors that it lacks itself; none elsewhere."""

@@ -81,7 +81,7 @@ class Ownership:
             owners[name] = stage, smallest
         # Backward has the gradients of the last layers first.
         split = [
-            _buckets([n for n in reversed(own) if n in set(part)], self._size, spec.parallelism.bucket)
+            cut_into_buckets([n for n in reversed(own) if n in set(part)], self._size, spec.parallelism.bucket)
             for part in parts
         ]
         self.num_buckets = max(1, *map(len, split))
@@ -219,7 +219,7 @@ def divided(spec: Spec, shared: Mapping[str, Sequence[int]], buckets: Mapping[in
     return NO_REDUCTIONS._replace(tied=tuple(tied_parts(shared, spec.num_routes)), buckets=counts)
 
 
-def _buckets(names: Sequence[str], size: Callable[[str], int], mebibytes: float) -> list[list[str]]:
+def cut_into_buckets(names: Iterable[str], size: Callable[[str], int], mebibytes: float) -> list[list[str]]:
     """Cut into buckets, in order; a parameter that is larger than a bucket gets a bucket alone."""
     found: list[list[str]] = []
     filled = 0.0
