@@ -37,12 +37,8 @@ from .versions import (
     most_open,
     period,
     reaches,
-    staleness,
     update_of,
     updates_a_step,
-    weight_copies,
-    worker_staleness,
-    worker_weight_copies,
 )
 
 __all__ = [
@@ -50,7 +46,7 @@ __all__ = [
     "Damaged", "DataError", "D", "Disagreement", "Entry", "F", "G", "H", "I", "Kind", "Malformed", "Milestone", "Order",
     "Part", "ModelError", "NotFinite", "NotMet", "PeerLost", "PipeError", "Pulled", "R", "Resource", "ScheduleError",
     "Spec", "Stalled", "StorageError", "T", "U", "V", "W", "WorkerFailure", "known_reductions", "schedule_errors",
-    "check", "check_all", "worker_weight_copies", "reduction_tree", "entries", "local_order", "microbatches_of",
-    "microbatches_on", "most_open", "order_limit", "period", "reaches", "refuse_below", "worker_staleness",
-    "staleness", "update_of", "updates_a_step", "weight_copies", "EpochEnds", "StageLost", "ends_epoch",
+    "check", "check_all", "reduction_tree", "entries", "local_order", "microbatches_of", "microbatches_on", "most_open",
+    "order_limit", "period", "reaches", "refuse_below", "update_of", "updates_a_step", "EpochEnds", "StageLost",
+    "ends_epoch",
 ]  # fmt: skip

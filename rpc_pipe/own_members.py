@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from .dependency import BatchError
+from .dependency import BatchError, ConfigError
 from .dependency.parallelism import FSDP, FSDP_KEPT
 from .launching.job import Job
 from .launching.joining import mesh_of_members
@@ -27,7 +28,7 @@ def make_members(job: Job, sharing: Sharing, device: torch.device) -> tuple[Memb
         identity = str(getattr(properties, "uuid", device))
     mesh = mesh_of_members(job, device.type, identity)
     kept = sharing.shard == FSDP_KEPT if sharing.shard in FSDP else None
-    members, divide = Members(mesh, sharing.planes, sharing.per_microbatch, kept), sharing.divide(mesh)
+    members, divide = Members(mesh, sharing.planes, sharing.per_microbatch, kept), dividing(sharing, mesh)
 
     def divided(module: nn.Module, name: str, model: nn.Module) -> Any:
         made = divide(module, name, model)
@@ -38,6 +39,38 @@ def make_members(job: Job, sharing: Sharing, device: torch.device) -> tuple[Memb
         return made
 
     return members, divided
+
+
+def dividing(sharing: Sharing, mesh: Any) -> Divide:
+    """Return the function that divides a layer or block among the members of a mesh."""
+    function = _of_kind(sharing, mesh)
+
+    def divide(module: nn.Module, name: str, model: nn.Module) -> Any:
+        before = {each: parameter.grad_dtype for each, parameter in module.named_parameters()}
+        made = function(module, name, model)
+        for each, parameter in (module if made is None else made).named_parameters():
+            if before.get(each, parameter.grad_dtype) != parameter.grad_dtype:
+                raise ConfigError(
+                    f"grad_dtype={before[each]} of {each}: a parameter that members divide has gradients of its "
+                    "type; leave grad_dtype out"
+                )
+        return made
+
+    return divide
+
+
+def _of_kind(sharing: Sharing, mesh: Any) -> Divide:
+    if sharing.shard in FSDP:
+        from .workers.compute.fsdp import divide
+
+        return lambda module, name, model: divide(module, mesh, sharing.policy)
+    if sharing.shard == "tp":
+        from .workers.compute.tensor_parallel import divide_by_plan
+
+        return partial(divide_by_plan, mesh)
+    function = sharing.shard
+    assert callable(function)
+    return lambda module, name, model: function(module, mesh)
 
 
 def own_rows(batch: Microbatches, members: Members) -> Microbatches:

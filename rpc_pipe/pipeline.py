@@ -29,7 +29,6 @@ from .launching import overrides
 from .launching.attaching import attach
 from .launching.job import own_part
 from .model.batches.lazy_batch import label_of
-from .model.batches.microbatches import Outputs
 from .model.batches.microbatches import SplitBatch as SplitBatch
 from .model.batches.step_inputs import StepEnd
 from .model.shard_maker import Model, make_partition
@@ -283,9 +282,10 @@ class Pipeline(Inspected):
         Args:
             to: the worker or workers that get the output; the rest get None. None: all workers.
         """
-        Outputs(self.spec, to)  # before the batch is read
         from .model.batches.loaders import refuse_batches
+        from .model.batches.outputs import Outputs
 
+        Outputs(self.spec, to)  # before the batch is read
         refuse_batches("predict", inputs, self.partition.could_be_input)
         cut = self._session.cut(inputs, pair=self.partition.only_inputs, whole=True)
         return None if self.replaying else self._session.predict(cut, to)

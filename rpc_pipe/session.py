@@ -17,7 +17,7 @@ from .checkpoints.resumption import Resumption
 from .dependency import BatchError, ConfigError, Entry, Order, PipeError, Spec, most_open
 from .dependency.pipeline_options import Options
 from .model.batches.batch_reader import BatchReader
-from .model.batches.microbatches import Microbatches, Outputs, Pair, Prefetcher, has_items
+from .model.batches.microbatches import Microbatches, Pair, has_items
 from .model.batches.step_inputs import StepEnd, StepInputs
 from .model.shard_maker import ShardMaker
 from .workers.actor import WorkerActor
@@ -267,6 +267,8 @@ class Session:
         Raises:
             BatchError: its rows are grouped by length.
         """
+        from .model.batches.outputs import Outputs
+
         self._adopt()
         if batch.sizes is not None:
             raise BatchError("inputs: rows of a loader with lengths= are in groups; pass batch[0]")
@@ -282,6 +284,8 @@ class Session:
 
     def stream(self, batches: Iterator[Tree]) -> Generator[tuple[Result, str], None, None]:
         """Train on one batch after the other; yield the result of each, and the name of its batch."""
+        from .model.batches.prefetcher import Prefetcher
+
         ahead = Prefetcher(batches, self.cut, most_open(self.spec) - 1)
         #: by worker, with the epoch of their beginning
         streams: dict[WorkerActor, tuple[int, Generator[Result, None, None]]] = {}

@@ -6,7 +6,6 @@ forwards wait only for their stage's update, so the pipeline stays full from ste
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +14,7 @@ from functools import cache
 
 import torch
 
-from ..dependency import Action, Entry, Milestone, NotFinite
+from ..dependency import Action, Entry, Milestone
 from .between_steps import BetweenSteps
 from .compute.autocast import forget_casts
 from .compute.result import Result
@@ -25,8 +24,6 @@ from .state import WorkerState
 from .step import ActionContext, Bound, Step, StepInput
 from .transport.carrier import Delivered
 from .transport.payload import Payload, pack, unpack
-
-logger = logging.getLogger(__name__)
 
 _MOST_OPEN = 2
 
@@ -302,7 +299,9 @@ class Stream:
         self._ended |= step.tally.result.stop
         self._confirm(step)
         if step.batch.train and step.tally.result.loss is not None and not math.isfinite(step.tally.result.loss):
-            self._not_finite(step, step.tally.result, step.tally.result.loss)
+            from .not_finite import report
+
+            report(self._worker, step, step.tally.result)
         return step.tally.result
 
     def _confirm(self, step: Step) -> None:
@@ -320,32 +319,6 @@ class Stream:
             elif other.end.failure is not None:
                 self._worker.running, self._worker.running_step = other.end.failed, other.ordinal
                 raise other.end.failure
-
-    def _not_finite(self, step: Step, result: Result, loss: float) -> None:
-        """Stop, or warn: every worker finds the same, so one reports. A scaler continues while it can shrink its scale.
-
-        Raises:
-            NotFinite: all stop here.
-        """
-        from .compute.unlabelled import unlabelled
-
-        worker, spoilt, number = self._worker, "the weights are spoilt by it", step.ordinal
-        cause = unlabelled(step.batch.data.inputs, step.batch.data.targets or ())
-        scale = next(iter(worker.shards.values())).updating.scale
-        if scale.enabled:  # an update by such gradients is left out, unless it never ends
-            spoilt = "" if scale.scale else "grad_scaler has come down to 0"
-        elif result.skipped or (step.batch.skips is not None and not step.batch.updates):
-            spoilt = ""
-        if worker.nan == "stop" and spoilt:
-            raise NotFinite(
-                f"step {number}: the loss is {loss}, as {cause}"
-                if cause
-                else f"step {number}: the loss is {loss}, and {spoilt}: go on from a checkpoint of "
-                "before; torch.autograd.set_detect_anomaly(True) shows where it comes from; RPC_PIPE_NAN=warn goes on "
-                "(in a job: rpc-pipe run --nan warn)"
-            )
-        if worker.nan == "warn" and worker.worker == min(self._carrier.workers):
-            logger.warning("step %d: the loss is %s", number, loss)
 
     def _report(self, step: Step) -> None:
         worker = self._worker

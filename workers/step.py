@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
@@ -13,13 +13,15 @@ from .compute.device import Timestamp
 from .compute.module_state import ModuleState
 from .compute.result import Losses, Result
 from .compute.shard import Shard
-from .compute.updating import BeforeUpdate
 from .context import Context
 from .hooks import Arrived
 from .state import WorkerState
 from .transport.call import Call
 from .transport.payload import Payload, Tree
-from .transport.scatter import Scatter
+
+if TYPE_CHECKING:
+    from .compute.before_update import BeforeUpdate
+    from .transport.scatter import Scatter
 
 
 @dataclass(frozen=True)

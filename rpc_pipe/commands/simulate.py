@@ -8,8 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..dependency import Action, ConfigError, G, Kind, Spec, worker_staleness, worker_weight_copies
+from ..dependency import Action, ConfigError, G, Kind, Spec
 from ..dependency.decoding import Decoding
+from ..dependency.weight_copies import worker_staleness, worker_weight_copies
 from ..drawing.chrome import write_chrome
 from ..drawing.page import draw_page
 from ..drawing.svg import Picture, draw_svg

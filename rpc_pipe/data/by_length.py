@@ -14,8 +14,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ..dependency import BatchError, refuse_below
 from ..model.batches.grouped import Grouped, LengthNeeds
-from ..model.batches.lazy_batch import OwnRows
 from ..model.batches.microbatches import SplitBatch
+from ..model.batches.own_rows import OwnRows
 from ..model.batches.token_count import IGNORED
 from ..workers.compute.result import NUM_ITEMS
 from ..workers.transport.payload import Tree

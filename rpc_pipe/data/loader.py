@@ -20,7 +20,8 @@ import numpy as np
 
 from ..dependency import ConfigError, refuse_below
 from ..model.batches.grouped import Grouped, GroupedBatch, LengthNeeds
-from ..model.batches.lazy_batch import LazyBatch, OwnRows, SomeRows
+from ..model.batches.lazy_batch import LazyBatch, SomeRows
+from ..model.batches.own_rows import OwnRows
 from ..system.sizes import num_bytes
 from ..workers.transport.payload import Tree
 from .batch_making import Dealt, Reader, Share

@@ -127,7 +127,9 @@ class LayerPartition:
 
             found.look = partial(look, holders)
         if divide is not None:
-            found.divide(divide, self._divided)
+            from ..workers.compute.dividing import divide_layers
+
+            divide_layers(found, divide, self._divided)
         return found
 
     def build(

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..dependency import ConfigError, Order
@@ -18,8 +17,6 @@ from ..dependency.pipeline_options import Options
 if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.fsdp import MixedPrecisionPolicy
-
-    from ..workers.compute.slices import Divide
 
 logger = logging.getLogger(__name__)
 
@@ -72,36 +69,6 @@ class Sharing:
         if count % self.planes:
             raise ConfigError(f"num_microbatches={count} members={self.count}: each takes as many; take a multiple")
         return count // self.planes
-
-    def divide(self, mesh: Any) -> Divide:
-        """Return the function that divides a layer or block among the members of a mesh."""
-        function = self._dividing(mesh)
-
-        def divide(module: nn.Module, name: str, model: nn.Module) -> Any:
-            before = {each: parameter.grad_dtype for each, parameter in module.named_parameters()}
-            made = function(module, name, model)
-            for each, parameter in (module if made is None else made).named_parameters():
-                if before.get(each, parameter.grad_dtype) != parameter.grad_dtype:
-                    raise ConfigError(
-                        f"grad_dtype={before[each]} of {each}: a parameter that members divide has gradients of its "
-                        "type; leave grad_dtype out"
-                    )
-            return made
-
-        return divide
-
-    def _dividing(self, mesh: Any) -> Divide:
-        if self.shard in FSDP:
-            from ..workers.compute.fsdp import divide
-
-            return lambda module, name, model: divide(module, mesh, self.policy)
-        if self.shard == "tp":
-            from ..workers.compute.tensor_parallel import divide_by_plan
-
-            return partial(divide_by_plan, mesh)
-        function = self.shard
-        assert callable(function)
-        return lambda module, name, model: function(module, mesh)
 
 
 def settle_sharing(options: Options) -> Sharing:

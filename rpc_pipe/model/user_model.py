@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..dependency import ConfigError, ModelError
 from ..dependency.errors import first_sentence
-from ..system.files import load_module
+from ..system.load_module import load_module
 from ..workers.compute.shard import LossFn
 from ..workers.transport.payload import Tree, map_tensors, tensors_of
 from .call_form import CallForm, loss_of_output

@@ -18,10 +18,9 @@ from ..dependency import (
     R,
     Spec,
     W,
-    worker_staleness,
-    worker_weight_copies,
 )
 from ..dependency.parallelism import REPLICAS
+from ..dependency.weight_copies import worker_staleness, worker_weight_copies
 from ..model.cut import cut
 from ..system.sizes import format_bytes
 from .footprint import Size, copy_time, peak_bytes, weight_bytes

@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, replace
 from itertools import accumulate
 
-from ..dependency import Action, B, F, G, I, Kind, P, R, S, Spec, W, weight_copies
+from ..dependency import Action, B, F, G, I, Kind, P, R, S, Spec, W
 from ..dependency.kinds import BUILT_IN
 from ..dependency.memory import loaded
+from ..dependency.weight_copies import weight_copies
 from .simulator import Simulation
 from .span import Span
 

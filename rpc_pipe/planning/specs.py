@@ -58,7 +58,7 @@ def find_schedule(schedule: ScheduleLike) -> type[Spec]:
 @cache
 def _loaded(path: Path, changed_ns: int) -> ModuleType:
     """Run a schedule's file, once unless it has changed: two runs make two classes of one schedule."""
-    from ..system.files import load_module
+    from ..system.load_module import load_module
 
     return load_module(path, f"rpc_pipe_schedule_{path.stem}", f"schedule {str(path)!r}")
 

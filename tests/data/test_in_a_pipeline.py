@@ -14,7 +14,7 @@ from torch import nn
 
 from rpc_pipe import Pipeline, Training
 from rpc_pipe.data import Loader, dataset, tokens
-from rpc_pipe.model.batches.microbatches import Microbatches
+from rpc_pipe.model.batches.own_rows import read_microbatches
 from rpc_pipe.tracing.own_boards import collect, record
 from rpc_pipe.tracing.run_summary import figures
 
@@ -81,7 +81,7 @@ def test_a_step_that_fails_does_not_count(loader):
 
 
 def cut_of(batch, used):
-    return Microbatches.read(batch, batch.read(*used), 3)
+    return read_microbatches(batch, batch.read(*used), 3)
 
 
 @pytest.mark.parametrize("used", [(True, False), (False, True), (False, False)])

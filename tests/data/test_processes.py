@@ -7,8 +7,7 @@ import pytest
 from processes import rpc_pipe, unmerged
 
 from rpc_pipe.data import Loader, tokens
-from rpc_pipe.model.batches.lazy_batch import OwnRows
-from rpc_pipe.model.batches.microbatches import Microbatches
+from rpc_pipe.model.batches.own_rows import OwnRows, read_microbatches
 from rpc_pipe.model.batches.sequences import Sequences
 from rpc_pipe.planning.specs import make_spec
 from rpc_pipe.workers.transport.scatter import run_by
@@ -103,7 +102,7 @@ def test_of_other_replicas_rows_only_the_form_is_cut_into_slices(tmp_path):
     spec = make_spec("1f1b", 4, 2, {"replicas": 2}, "2")
     (batch,) = itertools.islice(Loader(tokens(tmp_path, 6), rows=4), 1)
     own = OwnRows(spec.unsliced(), 3)
-    read = Microbatches.read(batch, batch.read(True, True, own), 2, own)
+    read = read_microbatches(batch, batch.read(True, True, own), 2, own)
     cut = Sequences(spec, None, loss_is_inside=False).cut(read)
     assert [target.is_meta for target in cut.targets] == [True, True, False, False]
     assert [tuple(target.shape) for target in cut.targets] == [(2, 3)] * 4 and cut.shares == [0.25] * 4

@@ -10,6 +10,7 @@ from torch import nn
 from rpc_pipe import Pipeline, Training
 from rpc_pipe.model.parameter_hooks import copy_attachments
 from rpc_pipe.model.sharding import Sharing
+from rpc_pipe.own_members import dividing
 
 torch.manual_seed(0)
 BATCH = torch.randn(32, 8, dtype=torch.bfloat16), torch.randint(8, (32,))
@@ -102,4 +103,4 @@ def test_a_division_that_forgets_the_type_is_refused():
         layer.weight = nn.Parameter(layer.weight[:4].detach().clone())
 
     with refused("grad_dtype"):
-        Sharing(2, halve).divide(None)(Whole().blocks[0], "blocks.0", None)
+        dividing(Sharing(2, halve), None)(Whole().blocks[0], "blocks.0", None)

@@ -14,7 +14,7 @@ from torch import nn
 from rpc_pipe.commands.main import main
 from rpc_pipe.dependency import B, ConfigError, F, I, ModelError, R, U, W
 from rpc_pipe.dependency.pipeline_options import Options
-from rpc_pipe.model.batches.lazy_batch import OwnRows
+from rpc_pipe.model.batches.own_rows import OwnRows
 from rpc_pipe.model.observed_partition import ObservedPartition
 from rpc_pipe.model.partition import LayerPartition
 from rpc_pipe.model.sharding import settle_sharing

@@ -10,7 +10,8 @@ from torch import nn
 
 from rpc_pipe import BatchError, ConfigError, Listener, SplitBatch
 from rpc_pipe.commands.main import main
-from rpc_pipe.workers.transport.call import Call, difference
+from rpc_pipe.workers.transport.call import Call
+from rpc_pipe.workers.transport.call_difference import difference
 
 ROWS = [1, 4, 2, 3]
 #: by rows, the longest in the middle

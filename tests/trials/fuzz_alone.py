@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from bench.replaying import replay_of
 from rpc_pipe.dependency import Spec
-from rpc_pipe.model.batches.microbatches import Microbatches, join_rows
+from rpc_pipe.model.batches.microbatches import Microbatches
+from rpc_pipe.model.batches.outputs import join_rows
 from rpc_pipe.model.partition import LayerPartition
 from rpc_pipe.verifying.keyed import Keyed
 from rpc_pipe.verifying.reference import add_up, summing_orders

@@ -10,7 +10,9 @@ from rpc_pipe.dependency import Disagreement
 from rpc_pipe.workers.actor import WorkerActor
 from rpc_pipe.workers.compute.device import DeviceBackend
 from rpc_pipe.workers.compute.digest import describe, digest
-from rpc_pipe.workers.transport.call import Call, Calls, difference
+from rpc_pipe.workers.transport.call import Call
+from rpc_pipe.workers.transport.call_difference import difference
+from rpc_pipe.workers.transport.calls import Calls
 from rpc_pipe.workers.transport.local import local_carriers
 
 STEP = Call(0, "step 3", "1f1b", describe(torch.ones(4, 2)), describe(torch.ones(4)), "0=1f 1=2e")

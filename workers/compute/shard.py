@@ -25,9 +25,10 @@ from .result import Losses, sum_and_weight
 from .slices import Slice, note
 from .stage_state import StageState, shown
 from .torch_internals import run_backward
-from .updating import BeforeUpdate, Training, Updating
+from .updating import Training, Updating
 
 if TYPE_CHECKING:
+    from .before_update import BeforeUpdate
     from .outside_updates import OutsideUpdates
     from .ownership import Ownership
     from .sequence import SliceStore
@@ -345,6 +346,8 @@ class Shard:
 
     def update_early(self) -> BeforeUpdate:
         """Apply one optimizer step before the global norm is known; return the state to roll back to."""
+        from .before_update import BeforeUpdate  # few steps update early
+
         before = BeforeUpdate(self.updating)
         self.update()
         return before

@@ -9,7 +9,6 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from ...dependency import ConfigError
 from ..transport.payload import Tree
 from .randomness import Seed, may_draw
 
@@ -81,22 +80,6 @@ def plain_name(name: str) -> str:
     return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
 
 
-def refuse_untied(before: Mapping[str, object], after: Mapping[str, nn.Parameter]) -> None:
-    """Refuse a division that has made two parameters of one.
-
-    Raises:
-        ConfigError: layers or blocks that shared a parameter have been divided apart.
-    """
-    first: dict[object, str] = {}
-    for name, parameter in before.items():
-        other = first.setdefault(parameter, name)
-        if after.get(name) is not after.get(other):
-            raise ConfigError(
-                f"members: {other} and {name} are one parameter, and would be divided apart; put both into one layer "
-                "or block, or on two stages"
-            )
-
-
 class Layers:
     """A list of layers, each called with the result of the one before.
 
@@ -119,29 +102,15 @@ class Layers:
         self.layers = list(layers)
         self._names, self.shared = names, shared
         self.first = self.layers[0][0]
-        self.modules = list(dict.fromkeys(part for _, module in self.layers for part in module.modules()))
-        self.own = self.modules
+        self.note_modules()
         #: layers of the user's with a state, which begins with this forward and ends with it
         self._stateful = {index for index, module in self.layers if has_own_state(module)}
         #: layers that are seeded: the last one too, from where a loss function draws on
         self._seeded = {index for index, module in self.layers if may_draw(module)} | {self.layers[-1][0]}
 
-    def divide(self, divide: Divide, done: Collection[nn.Module]) -> None:
-        """Divide the layers that are not `done` among the members of a worker."""
-        before = self._by_any_name()
-        for place, (index, module) in enumerate(self.layers):
-            if module in done:
-                continue
-            made = divide(module, "", module)
-            self.layers[place] = index, module if made is None else made
-        refuse_untied(before, self._by_any_name())
-        self.modules = list(dict.fromkeys(part for _, module in self.layers for part in module.modules()))
-        self.own = self.modules
-
-    def _by_any_name(self) -> dict[str, nn.Parameter]:
-        """Return the parameters by each of their names."""
-        layers = ((index, module.named_parameters(remove_duplicate=False)) for index, module in self.layers)
-        return {f"{index}.{name}": parameter for index, named in layers for name, parameter in named}
+    def note_modules(self) -> None:
+        """Find the modules of the layers, also after these were exchanged."""
+        self.own = self.modules = list(dict.fromkeys(part for _, module in self.layers for part in module.modules()))
 
     def compile(self, options: Mapping[str, Any]) -> None:
         for _, module in self.layers:

@@ -20,7 +20,8 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ...dependency import PipeError
-from .call import Call, Calls, is_call
+from .call import Call, is_call
+from .calls import Calls
 from .outbox import Answer, Key, Outbox
 from .payload import Payload
 

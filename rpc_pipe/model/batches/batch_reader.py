@@ -12,8 +12,7 @@ from torch import nn
 from ...dependency import Spec
 from ...workers.actor import WorkerActor
 from ...workers.transport.payload import Tree
-from ...workers.transport.scatter import scatter_whole
-from .lazy_batch import LazyBatch, OwnRows
+from .lazy_batch import LazyBatch
 from .microbatches import Microbatches, Pair, SplitBatch
 
 if TYPE_CHECKING:
@@ -71,8 +70,13 @@ class BatchReader:
         #: whether the workers of this process use inputs and targets
         self._used = 0 in stages, spec.last_stage in stages
         #: the rows that this process reads, where other replicas and members read theirs; members evaluate all
-        self._evaluated = None if self._has_all or spec.num_routes == 1 else OwnRows(self._spec, self._peer.worker)
-        self._own = self._evaluated if members == 1 else OwnRows(self._spec, self._peer.worker, member, members)
+        self._evaluated = self._own = None
+        if (spec.num_routes > 1 and not self._has_all) or members > 1:
+            from .own_rows import OwnRows
+
+            self._own = OwnRows(self._spec, self._peer.worker, member, members)
+            alone = self._has_all or spec.num_routes == 1
+            self._evaluated = None if alone else self._own._replace(member=0, members=1)
 
     def cut(
         self,
@@ -111,9 +115,11 @@ class BatchReader:
 
             is_as_read = self._ordering is None and self._sequences is None
             return read_grouped(batch, sides, pair, **self._needs, spec=self._spec, own=own if is_as_read else None)
+        from .own_rows import read_microbatches
+
         parts = min(self._spec.num_microbatches, batch.rows)
         if not batch.scattered:
-            return Microbatches.read(batch, pair(batch.read(*sides, own)), parts, own)
+            return read_microbatches(batch, pair(batch.read(*sides, own)), parts, own)
         takers = self._peer.carrier.workers
         alone = self._reader not in takers  # a newcomer that does not take part yet
         reads = self._reads or (cuts_model and alone)
@@ -122,9 +128,11 @@ class BatchReader:
             handed = self._peer.hand(f"first batch, {batch.label}", read, [self._reader], takers)
             assert handed is not None
             (read,) = handed
-        found = Microbatches.read(batch, pair(read) if self._reads or cuts_model else read, parts)
+        found = read_microbatches(batch, pair(read) if self._reads or cuts_model else read, parts)
         if self._has_all or cuts_model:
             return found
+        from ...workers.transport.scatter import scatter_whole
+
         scatter = scatter_whole(self._spec, found.inputs, found.targets, reads=self._reads, to_all=self._is_whole)
         return replace(found, scatter=scatter)
 

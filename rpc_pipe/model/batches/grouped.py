@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ...dependency import Spec
 from ...workers.transport.payload import Tree
-from .lazy_batch import LazyBatch, OwnRows
+from .lazy_batch import LazyBatch
 from .microbatches import Microbatches, Pair
+from .own_rows import OwnRows, lazy_microbatches
 from .token_count import count_tokens
 
 if TYPE_CHECKING:
@@ -81,4 +82,4 @@ def read_grouped(
     share = sum(map(math.prod, found.sizes)) / sum(math.prod(found.sizes[number]) for number in here)
     count = count_tokens(*([side[number] for number in here] for side in (inputs, targets)))
     whole, label = count._replace(tokens=round(count.tokens * share)), f"{batch.label}, {found.label}"
-    return replace(Microbatches.of_lazy(batch, inputs, targets, found.shares, whole, label), sizes=found.sizes)
+    return replace(lazy_microbatches(batch, inputs, targets, found.shares, whole, label), sizes=found.sizes)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
-from ...dependency import Spec
-from ...workers.transport.payload import Tree, rows_of_parts
-from ...workers.transport.scatter import run_by
+from ...workers.transport.payload import Tree
 
 
 class SomeRows(Protocol):
@@ -14,26 +12,6 @@ class SomeRows(Protocol):
 
     def of(self, rows: int, begin: int, /) -> list[int]:
         """Return the rows, of a batch of `rows` rows from position `begin` on."""
-
-
-class OwnRows(NamedTuple):
-    """The rows of a batch that a process runs, where other replicas or members of its worker run the rest."""
-
-    spec: Spec
-    worker: int
-    #: the number of this process among the members that take microbatches in turn, and their count
-    member: int = 0
-    members: int = 1
-
-    def microbatches(self, count: int) -> list[int]:
-        """Return its microbatches of `count`; without any the first, for its form."""
-        every = list(range(count))[self.member :: self.members]
-        return [number for number in run_by(self.spec, self.worker, every) if number is not None] or [0]
-
-    def of(self, rows: int, begin: int = 0) -> list[int]:
-        """Return the rows of these microbatches, of a batch of `rows` rows anywhere."""
-        parts = rows_of_parts(rows, min(self.spec.num_microbatches, rows))
-        return [row for number in self.microbatches(len(parts)) for row in parts[number]]
 
 
 class LazyBatch:

@@ -1,23 +1,20 @@
-"""A user's batch, split into microbatches, and outputs joined."""
+"""A user's batch, split into microbatches."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import count
 
 import torch
-from torch import Tensor
 
 from ...dependency import Action, BatchError, Spec, update_of
 from ...workers.compute.digest import describe
 from ...workers.compute.result import NUM_ITEMS
 from ...workers.step import StepData
-from ...workers.transport.call import pack_description
-from ...workers.transport.payload import Tree, map_tensors, shapes_in, split_rows, tensors_of
-from .lazy_batch import LazyBatch, OwnRows, label_of
-from .token_count import TokenCount, count_tokens
+from ...workers.transport.payload import Tree, shapes_in, split_rows, tensors_of
+from .lazy_batch import LazyBatch
+from .token_count import count_tokens
 
 #: splits a batch into (inputs, targets)
 Pair = Callable[[Tree], tuple[Tree, Tree]]
@@ -86,7 +83,7 @@ class Microbatches(StepData):
         return cls(
             all_inputs,
             all_targets,
-            _shares(rows, all_inputs[0], all_targets[0]),
+            shares_of(rows, all_inputs[0], all_targets[0]),
             sum(rows),
             *count_tokens(*(batch if microbatches is not None else ([batch[0]], [batch[1]]))),
             described=now(),
@@ -114,47 +111,6 @@ class Microbatches(StepData):
         """Inform the lazy batch's loader that the call with it has ended."""
         if self.lazy is not None:
             self.lazy.finished()
-
-    @classmethod
-    def read(cls, batch: LazyBatch, pair: tuple[Tree, Tree], parts: int, own: OwnRows | None = None) -> Microbatches:
-        """Split the read part of a lazy batch.
-
-        Args:
-            own: the rows that have been read, if not all; microbatches of other replicas are meta tensors.
-        """
-        rows = [batch.rows // parts + (number < batch.rows % parts) for number in range(parts)]  # as split_rows does
-        if own is None:
-            inputs, targets = (split_rows(side, parts) for side in pair)
-        else:
-            inputs, targets = (_split(side, rows, own.microbatches(parts)) for side in pair)
-        shares, count = _shares(rows, inputs[0], targets[0]), count_tokens(inputs, targets)
-        return cls.of_lazy(batch, inputs, targets, shares, count, batch.label)
-
-    @classmethod
-    def of_lazy(
-        cls,
-        batch: LazyBatch,
-        inputs: list[Tree],
-        targets: list[Tree],
-        shares: list[float],
-        count: TokenCount,
-        label: str,
-    ) -> Microbatches:
-        """Return the microbatches of a lazy batch; `label`: equal on workers that have the same."""
-        described, waited = (pack_description(label, []), ""), (batch.waited_ns, batch.waited_for)
-        return cls(inputs, targets, shares, batch.rows, *count, waited, described=described, lazy=batch)
-
-
-def _split(tree: Tree, rows: Sequence[int], own: Sequence[int]) -> list[Tree]:
-    """Split the read part of a batch, the microbatches `own`; the rest of the microbatches have forms alone."""
-    read = {id(t): dict(zip(own, t.split([rows[n] for n in own]), strict=True)) for t in tensors_of(tree)}
-
-    def piece(number: int) -> Tree:
-        if number in own:
-            return map_tensors(tree, lambda t: read[id(t)][number])
-        return map_tensors(tree, lambda t: t.new_empty((rows[number], *t.shape[1:]), device="meta"))
-
-    return [piece(number) for number in range(len(rows))]
 
 
 def refuse_lists(tree: Tree, rows: int, name: str = "batch") -> None:
@@ -203,7 +159,8 @@ def divides_sums(inputs: Tree, target: Tree) -> bool:
     return isinstance(named, dict) and named.get(NUM_ITEMS) is not None
 
 
-def _shares(rows: Sequence[int], inputs: Tree, target: Tree) -> list[float]:
+def shares_of(rows: Sequence[int], inputs: Tree, target: Tree) -> list[float]:
+    """Return each microbatch's share of the loss, by the rows of all, and the first one's inputs and target."""
     return [1.0] * len(rows) if divides_sums(inputs, target) else [count / sum(rows) for count in rows]
 
 
@@ -231,116 +188,3 @@ def update_shares(spec: Spec, shares: Sequence[float]) -> list[float] | None:
         parts[update].append(share)
     rows = {update: sum(of_update) for update, of_update in parts.items()}
     return [share / rows[update] for share, update in zip(shares, taken, strict=True)]
-
-
-class Prefetcher:
-    """Takes batches from the user's iterable ahead of the running step, on the user's thread.
-
-    Args:
-        count: how many batches ahead.
-    """
-
-    def __init__(self, batches: Iterable[Tree], cut: Callable[[Tree], Microbatches], count: int = 1) -> None:
-        self._count = count
-        self._batches = iter(batches)
-        self._cut = cut
-        self._read: dict[int, Microbatches] = {}
-
-    def advance(self, step: int) -> None:
-        """Read the batches up to `count` ahead of `step`, and drop the batches before it."""
-        self._read.pop(step - 1, None)
-        for wanted in range(step, step + 1 + self._count):
-            if wanted not in self._read and (not self._read or wanted - 1 in self._read):
-                for batch in self._batches:
-                    self._read[wanted] = self._cut(batch)
-                    break
-                if {wanted - 1, wanted} <= self._read.keys():
-                    _refuse_rewritten(self._read[wanted - 1], self._read[wanted])
-
-    def at(self, step: int) -> Microbatches | None:
-        """Return the batch of `step`; None: there is none."""
-        return self._read.get(step)
-
-    def finished(self, step: int) -> str:
-        """Inform the loader that the batch of `step` has been trained on; return its label."""
-        self._read[step].finished()
-        return label_of(self._read[step].lazy)
-
-    def since(self, first: int) -> Iterator[Microbatches]:
-        """Yield the batches from one step on, as this worker reads them now."""
-        for step in count(first):
-            if step not in self._read:
-                return
-            yield self._read[step].read_now()
-
-
-def _refuse_rewritten(earlier: Microbatches, later: Microbatches) -> None:
-    """Raise if the memory of a batch was overwritten, as by a next batch in the same memory.
-
-    Raises:
-        BatchError: it has.
-    """
-    if earlier.now is None or later.now is None or earlier.described == later.described:
-        return
-    places, others = ({t.data_ptr() for t in tensors_of((m.inputs[0], m.targets[0]))} for m in (earlier, later))
-    if places & others and earlier.now() != earlier.described:
-        raise BatchError(
-            "train: a batch was written after it was read, ahead of the step that runs; give each batch its memory, or "
-            "call `step` for each"
-        )
-
-
-def join_rows(pieces: list[Tree]) -> Tree:
-    """Concatenate outputs of microbatches along dimension 0.
-
-    Raises:
-        BatchError: an output has no such dimension.
-    """
-    first = pieces[0]
-    if isinstance(first, Tensor):
-        if first.dim() == 0:
-            raise BatchError("predict: the model gives a tensor without rows; leave labels out if it is a loss")
-        return torch.cat(pieces)
-    if isinstance(first, (tuple, list)):
-        columns = [join_rows(list(column)) for column in zip(*pieces, strict=True)]
-        return type(first)(*columns) if hasattr(first, "_fields") else type(first)(columns)
-    if isinstance(first, dict):
-        return type(first)((key, join_rows([piece[key] for piece in pieces])) for key in first)
-    return first
-
-
-class Outputs:
-    """The workers that compute outputs, and the workers that want them.
-
-    Args:
-        to: the worker or workers that want them; None: all.
-
-    Attributes:
-        name: compared with other workers, which must make the same call.
-        senders, takers: the workers that have outputs, and the workers that want them.
-
-    Raises:
-        BatchError: there is no such worker.
-    """
-
-    def __init__(self, spec: Spec, to: int | Collection[int] | None) -> None:
-        everybody = spec.numbers or range(spec.num_workers)
-        takers = everybody if to is None else to if isinstance(to, Collection) else [to]
-        for worker in takers:
-            if not isinstance(worker, int) or isinstance(worker, bool) or worker not in everybody:
-                raise BatchError(f"to {worker!r}: must be a worker, 0 to {everybody[-1]}, or a list of such")
-        taken = sorted(set(takers))
-        name = "outputs" if to is None else f"outputs to {', '.join(map(str, taken)) or 'nobody'}"
-        # Worker 0 is the lowest live one for a script, and a dead one takes nothing.
-        live = {min(spec.workers) if worker == 0 else worker for worker in taken} & set(spec.workers)
-        self.name, self.takers = name, sorted(live)
-        self.senders = {spec.place(spec.last_stage, route) for route in range(spec.num_routes)}
-
-    @staticmethod
-    def joined(found: Iterable[list[Tree] | None]) -> Tree:
-        """Return the outputs that the workers of a process got, joined in the order of microbatches; None: none."""
-        parts = next((each for each in found if each is not None), None)
-        if parts is None:
-            return None
-        outputs = {microbatch: output for part in parts for microbatch, output in part.items()}
-        return join_rows([outputs[microbatch] for microbatch in sorted(outputs)])

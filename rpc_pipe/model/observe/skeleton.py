@@ -21,8 +21,9 @@ from torch.overrides import TorchFunctionMode
 from ...dependency import ModelError
 from ...dependency.errors import first_sentence
 from ...workers.compute.borders import address
+from ...workers.compute.dividing import refuse_untied
 from ...workers.compute.module_state import OF_TORCH, Attributes
-from ...workers.compute.slices import Divide, refuse_untied
+from ...workers.compute.slices import Divide
 from ...workers.compute.torch_internals import is_current
 from .closures import rebind
 from .containers import Followed, shared

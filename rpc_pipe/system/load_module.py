@@ -1,0 +1,38 @@
+"""Python files of the user's, loaded as modules: models and schedules."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+from ..dependency import ConfigError
+
+
+def load_module(path: Path, name: str, said: str, *, first: bool = False) -> ModuleType:
+    """Run a Python file of the user's and return it as a module; files beside it can be imported, as by a script.
+
+    Args:
+        name: of the module; dataclasses and pickle find its classes by it.
+        said: the option as typed, for errors.
+        first: whether files beside it precede installed packages.
+
+    Raises:
+        ConfigError: there is no such file, or it raises.
+    """
+    if not path.is_file():
+        raise ConfigError(f"{said}: there is no file {path}")
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0 if first else len(sys.path), folder)
+    try:
+        spec.loader.exec_module(module)
+    except ConfigError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"{said}: {path} raised {type(error).__name__}: {error}") from error
+    return module

@@ -1,0 +1,66 @@
+"""Errors of workers that make different calls; loaded where two differ."""
+
+from __future__ import annotations
+
+from ...dependency import Disagreement
+from .call import PARTS, WRITTEN, Call, parse
+
+
+def difference(call: Call, peer: int, told: str) -> Disagreement | None:
+    """Compare `call` with the call of `peer`; return the difference, None if they agree."""
+    if told == call.told():
+        return None
+    worker, other = call.worker, parse(peer, told)
+    if call.what != other.what:
+        return differ(call, other)
+    if call.pipeline != other.pipeline:
+        return Disagreement(
+            f"{call.what}: worker {worker} made the pipeline as {call.pipeline}, worker {peer} as {other.pipeline}: "
+            "make it with the same arguments on every worker"
+        )
+    for name in ("inputs", "targets"):
+        mine, theirs = (getattr(of, name).split(PARTS) for of in (call, other))
+        if mine[0] and theirs[0] and any(a != b for a, b in zip(mine, theirs, strict=False)):
+            values = ", with other values" if mine[0] == theirs[0] else ""
+            return Disagreement(
+                f"{call.what}: worker {worker} and worker {peer} were given different {name} ({mine[0]} and "
+                f"{theirs[0]}{values}): give every worker the same batch; seed alike on every worker before data are "
+                "drawn or shuffled (`torch.manual_seed(0)`), draw nothing on one worker alone (a DataLoader's iterator "
+                "draws, too), and use no sampler that gives each worker a share (DistributedSampler)"
+            )
+    if call.order != other.order:
+        return Disagreement(
+            f"{call.what}: worker {worker} runs microbatches as {call.order or 'given'}, worker {peer} as "
+            f"{other.order or 'given'}: microbatch_order and microbatch_cost must be the same on every worker"
+        )
+    weights = [dict(pair.split("=") for pair in of.weights.split()) for of in (call, other)]
+    for stage in weights[0].keys() & weights[1].keys():
+        if weights[0][stage] != weights[1][stage] and stage.endswith(WRITTEN):
+            return Disagreement(
+                f"{call.what}: workers {worker} and {peer} have different weights of stage {stage.rstrip(WRITTEN)}, "
+                "which a forward writes by the rows of each replica: let the model run once before it is given, or "
+                "take replicas=1"
+            )
+        if weights[0][stage] != weights[1][stage]:
+            return Disagreement(
+                f"{call.what}: workers {worker} and {peer} hold stage {stage} with different initial weights: seed "
+                "alike on every worker before the model is built (`torch.manual_seed(0)`), or pass its layers as "
+                "callables, whose weights depend on the pipeline's seed alone"
+            )
+    return None
+
+
+def differ(call: Call, other: Call) -> Disagreement:
+    """Return the error for two calls that are not of one kind."""
+    return Disagreement(
+        f"worker {call.worker} calls {call.what} where worker {other.worker} calls {other.what}: every worker must "
+        "make the same calls in the same order; is one made only by some workers, as in `if pipe.worker == 0`?"
+    )
+
+
+def left(peer: int, call: Call) -> Disagreement:
+    """Return the error for a `peer` that makes no such call any more."""
+    return Disagreement(
+        f"worker {call.worker} calls {call.what}, but worker {peer} has ended its script: every worker must make the "
+        "same calls; does one of them end its loop early, or was it killed?"
+    )
