@@ -21,48 +21,41 @@ def spec_of_listings(listings: Sequence[Mapping[str, Any]], num_microbatches: in
     Args:
         num_microbatches: of a smaller batch; later microbatches are left out.
     """
-    count: int = num_microbatches or listings[0]["microbatches"]
-    cls: type[ListedRelation] = type(listings[0]["schedule"], (ListedRelation,), _relation(listings, count))
-    return cls(num_workers=len(listings), num_microbatches=count)
-
-
-def _relation(listings: Sequence[Mapping[str, Any]], num_microbatches: int) -> dict[str, Any]:
-    """Return the declarations of the spec's class."""
-    needs: dict[Action, list[tuple[int, Action]]] = {}
-    slots: dict[Action, int] = {}
-    for listing in listings:
-        earlier = listing.get("earlier") or [()] * len(listing["program"])
-        listed = zip(listing.get("slots") or range(len(earlier)), listing["program"], earlier, strict=True)
-        for slot, (name, *own), before in listed:
-            action = Action.parse(name)
-            if action.index < num_microbatches:
-                slots[action] = slot
-                parsed = [(back, Action.parse(need)) for back, need in [*((0, need) for need in own), *before]]
-                needs[action] = [(back, need) for back, need in parsed if need.index < num_microbatches]
-    at = {Action.parse(name): worker for worker, each in enumerate(listings) for name, *_ in each["program"]}
-    handovers = [tuple(map(Action.parse, each)) for each in listings[0].get("handovers", ())]
-    at |= {hand: at[last] for last, hand, _ in handovers}
-    done: dict[tuple[int, int], list[Action]] = defaultdict(list)
-    for action in sorted(slots, key=slots.__getitem__):
-        done[action.stage, action.index].append(action)
     first = listings[0]
+    count: int = num_microbatches or first["microbatches"]
     hosts = {(stage, route): worker for worker, own in enumerate(listings) for stage, route in own["shards"]}
-    return {
-        "needs_of": needs,
-        "slots": slots,
-        "done": {at: tuple(a for a in actions if a.kind.per_microbatch) for at, actions in done.items()},
+    stream = {name: first[name] for name in ("period", "update_every") if name in first}
+    own = _nodes(listings, count) | stream | {
         "hosts": hosts,
-        "at": at,
-        "handovers": tuple(handovers),
         "num_stages": 1 + max(stage for stage, _ in hosts),
         "num_routes": 1 + max(route for _, route in hosts),
         "routes": first["routes"],
         "order": first["order"],
-        "period": first.get("period", 0),
-        "synchronous": "period" not in first,
-        "update_every": first.get("update_every", Spec.update_every),
-        "parallelism": Parallelism(replicas=first.get("replicas", 1), slices=tuple(first.get("slices", (1,)))),
-    }
+        "synchronous": not stream,
+        "parallelism": Parallelism(replicas=first["replicas"], slices=tuple(first["slices"])),
+    }  # fmt: skip
+    cls: type[ListedRelation] = type(first["schedule"], (ListedRelation,), own)
+    return cls(num_workers=len(listings), num_microbatches=count)
+
+
+def _nodes(listings: Sequence[Mapping[str, Any]], num_microbatches: int) -> dict[str, Any]:
+    """Return the actions of a step with their needs, slots and workers."""
+    needs, slots, at = dict[Action, list[tuple[int, Action]]](), dict[Action, int](), dict[Action, int]()
+    for worker, listing in enumerate(listings):
+        earlier = listing.get("earlier") or [()] * len(listing["program"])
+        numbered = listing.get("slots") or range(len(earlier))
+        for slot, (name, *own), before in zip(numbered, listing["program"], earlier, strict=True):
+            at[action := Action.parse(name)] = worker
+            if action.index < num_microbatches:
+                slots[action] = slot
+                parsed = [(back, Action.parse(need)) for back, need in [*((0, need) for need in own), *before]]
+                needs[action] = [(back, need) for back, need in parsed if need.index < num_microbatches]
+    handovers = tuple(tuple(map(Action.parse, each)) for each in listings[0].get("handovers", ()))
+    done: dict[tuple[int, int], tuple[Action, ...]] = defaultdict(tuple)
+    for action in sorted((a for a in slots if a.kind.per_microbatch), key=slots.__getitem__):
+        done[action.stage, action.index] += (action,)
+    at |= {hand: at[last] for last, hand, _ in handovers}
+    return {"needs_of": needs, "slots": slots, "at": at, "done": done, "handovers": handovers}
 
 
 class ListedRelation(Spec):
@@ -80,7 +73,7 @@ class ListedRelation(Spec):
     #: by microbatch, if there are several
     routes: ClassVar[Sequence[int]]
     #: of a stream of overlapping steps: growth of slots from step to step
-    period: ClassVar[int]
+    period: ClassVar[int] = 0
 
     def place(self, stage: int, route: int) -> int:
         return self.hosts[stage, route]
@@ -90,7 +83,7 @@ class ListedRelation(Spec):
         return super().worker(action) if found is None else found
 
     def own_actions(self, worker: int) -> Iterator[Action]:
-        if not self.synchronous:
+        if self.period:
             return super().own_actions(worker)
         return (action for action in self.slots if self.at[action] == worker)
 
@@ -99,8 +92,7 @@ class ListedRelation(Spec):
 
     def actions(self, stage: int, microbatch: int) -> tuple[Action, ...]:
         step, m = split_step(microbatch, self.num_microbatches)
-        done = self.done[stage, m]
-        return tuple([self._of(step, action) for action in done]) if step else done
+        return tuple([self._of(step, action) for action in self.done[stage, m]]) if step else self.done[stage, m]
 
     def after(self, action: Action) -> Iterable[Action]:
         step, own = self._within(action)

@@ -17,13 +17,13 @@ import time
 import traceback
 import zlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import ref
 
-from ..dependency import Entry, Kind, Order, PeerLost, PipeError, Spec, period, reaches
+from ..dependency import Entry, Kind, Order, PeerLost, PipeError, Spec, U, period, reaches
 from ..dependency.kinds import BUILT_IN
 from ..schedules import name_of
 from ..workers.hooks import Listener
@@ -111,11 +111,11 @@ def _script() -> str:
 def header_of(training: Watchable, actor: WorkerActor, epoch: int = 0) -> dict[str, Any]:
     """Return the constant properties of a worker, in an epoch of an elastic job."""
     worker, plane, shards, live = actor.worker, actor.carrier.plane, actor.shards, list(training.spec.workers)
-    own, how = training.shards(worker) if shards else (), training.spec.parallelism
+    own = training.shards(worker) if shards else ()
     return {
         "worker": live.index(worker),
         "rank": plane.rank(worker),
-        "members": plane.members,
+        **plane._asdict(),
         "num_workers": len(live),
         **({"predicted_ms": training.predicted_ms} if training.predicted_ms and not epoch else {}),
         **({"epoch": epoch, "places": training.spec.num_workers} if epoch else {}),
@@ -125,8 +125,7 @@ def header_of(training: Watchable, actor: WorkerActor, epoch: int = 0) -> dict[s
         "device": str(training.actors[0].backend.device),
         "schedule": name_of(training.spec),
         "microbatches": training.spec.num_microbatches,
-        "replicas": how.replicas,
-        "zero": how.zero,
+        **asdict(training.spec.parallelism),
         "num_routes": training.spec.num_routes,
         "shards": [(*each, _form(shards[each[:2]])) for each in own],
         "parameters": [sum(part.numel() for _, part in shards[each[:2]].named_parameters()) for each in own],
@@ -307,24 +306,24 @@ def leave() -> None:
 def list_program(spec: Spec, worker: int, order: Order, program: Iterable[Entry]) -> dict[str, Any]:
     """Return the actions of `worker` in a step, in order, with their needs, as values for JSON."""
     entries = [entry for entry in program if spec.orders(entry.action)]
-    overlaps, how = not spec.synchronous, spec.parallelism
+    routes = [spec.route(m) for m in range(spec.num_microbatches)]
+    overlaps = any(entry.action.kind is U for entry in entries)
     stream = {
         "period": period(spec),
         "update_every": spec.update_every,
-        "replicas": how.replicas,
         "slots": [spec.slot(entry.action) for entry in entries],
         "earlier": [[[back, str(need)] for back, need in reaches(spec, each.action, spec.needs)] for each in entries],
     } if overlaps else {}  # fmt: skip
     return {
         **stream,
+        **asdict(spec.parallelism),
         **({"handovers": [list(map(str, each)) for each in spec.handovers]} if spec.handovers else {}),
         "schedule": name_of(spec),
         "worker": worker,
         "microbatches": spec.num_microbatches,
         "order": order,
-        "slices": how.slices,
         "shards": spec.hosted(worker),
-        "routes": [spec.route(m) for m in range(spec.num_microbatches)] if spec.num_routes > 1 else [],
+        "routes": routes if any(routes) else [],
         "program": [
             [str(entry.action), *map(str, entry.own), *(str(need.action) for need in entry.pulled)]
             for entry in entries

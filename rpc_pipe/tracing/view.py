@@ -16,7 +16,7 @@ from ..dependency import Spec
 from ..drawing.timeline import row_names
 from ..workers.hooks import StepRecord
 from . import run_folders
-from .board import State
+from .board import Live, State
 from .boards import RunBoards, RunUpdate
 from .listed_relation import spec_of_listings
 from .lost_time import LostTime, attribute_lost_time
@@ -217,21 +217,24 @@ class View:
 
     def roll_call(self, culprit: int | None = None) -> list[str]:
         """Return the lines of the stall report; none if no worker can be seen."""
-        lives, now_ns = self.latest.lives, self.latest.now_ns
-        return roll_call(lives, self._last_host(), now_ns, self.members, culprit) if lives else []
+        lives, last_host, members = self._stall
+        return roll_call(lives, last_host, self.latest.now_ns, members, culprit) if lives else []
 
     def culprit(self) -> int | None:
         """Return the worker at the end of the chain of waits; of its members, the one that is behind."""
-        lives = self.latest.lives
-        return behind(lives, waiting_chain(lives, self._last_host())[-1], self.members) if lives else None
+        lives, last_host, members = self._stall
+        return behind(lives, waiting_chain(lives, last_host)[-1], members) if lives else None
 
     def hanging(self, boards: RunBoards) -> tuple[int | None, list[str]]:
         """Return the process that hangs, by the boards in a run's folder, and lines with its stack."""
-        return boards.hanging(self.culprit(), running(self.latest.lives) if self.members > 1 else [])
+        lives, _, members = self._stall
+        return boards.hanging(self.culprit(), running(lives) if members > 1 else [])
 
-    def _last_host(self) -> int:
-        """Return a worker of the last stage, which has the result."""
-        return max(self.headers, key=lambda w: max((s for s, *_ in self.headers[w]["shards"]), default=-1), default=0)
+    @property
+    def _stall(self) -> tuple[Mapping[int, Live], int, int]:
+        """The states, a process of the last stage, which has the result, and how many processes are a worker."""
+        last = {rank: max((s for s, *_ in header["shards"]), default=-1) for rank, header in self.headers.items()}
+        return self.latest.lives, max(last, key=last.__getitem__, default=0), self.members
 
     # --- the run
 
@@ -248,7 +251,7 @@ class View:
     @property
     def numbers(self) -> list[int]:
         """The numbers of the workers that can be seen; some of an elastic job may be missing."""
-        return sorted({rank // self.members for rank in self.headers})
+        return sorted({rank // header.get("members", 1) for rank, header in self.headers.items()})
 
     @property
     def members(self) -> int:
@@ -264,8 +267,8 @@ class View:
     def _spec_of(self, num_microbatches: int) -> Spec | None:
         """Return the schedule for a number of microbatches; None if some worker has listed fewer."""
         there = self.latest.listings
-        ranks = [worker * self.members for worker in self.numbers]
-        listings = [there[rank] for rank in ranks if rank in there]
+        listed = {header["worker"]: there[rank] for rank, header in self.headers.items() if rank in there}
+        listings = [listing for _, listing in sorted(listed.items())]
         most = min((listing["microbatches"] for listing in listings), default=0)
         if len(listings) < self.num_workers or most < num_microbatches:
             return None
@@ -321,7 +324,8 @@ class View:
         if complete and complete[0] != step and (fresh or time.monotonic() > at + _ATTRIBUTE_EVERY_S):
             trace = self.trace(RECENT + 1)
             if trace is not None:
-                headers = [header for rank, header in sorted(self.headers.items()) if rank % self.members == 0]
+                firsts = {header["worker"]: header for _, header in sorted(self.headers.items(), reverse=True)}
+                headers = [firsts[worker] for worker in sorted(firsts)]
                 one_machine = len({header["host"] for header in headers}) == 1
                 cores = headers[0].get("cores") if one_machine and headers[0]["device"] == "cpu" else None
                 # Copied headers name the process that has copied them.
