@@ -82,6 +82,10 @@ class WorkerActor(Context):
         self.elastic = False
         self.broken: Stream | None = None
 
+    def whole(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return tensors; if members share them, whole ones on the first member, and none on the rest."""
+        return tensors if self.members is None else self.members.whole(tensors)
+
     def run(self, batch: StepInput) -> Result:
         """Do this worker's part of `batch` and return the result, which all workers share: a stream of length one.
 

@@ -240,7 +240,7 @@ def own_state(actor: WorkerActor) -> dict[str, Any]:
     first_route = [shard for (_, route), shard in actor.homes.items() if route == 0]
     tensors = {name: t for shard in first_route for name, t in shard.evaluated_state_dict().items()}
     return {
-        "tensors": tensors if actor.members is None else actor.members.whole(tensors),
+        "tensors": actor.whole(tensors),
         "versions": {name: each for shard in first_route for name, each in shard.slice.versions().items()},
     }
 

@@ -50,5 +50,5 @@ class Held(Listener):
 
     def action_started(self, step: int, action: Action) -> None:
         held = sum(shard.num_held for shard in self._shards)
-        kept = sum(shard.slices.num_bytes for shard in self._shards if shard.slices)
+        kept = sum(cut.num_bytes for shard in self._shards if (cut := shard.slices))
         self.most = max(self.most[0], held), max(self.most[1], kept)

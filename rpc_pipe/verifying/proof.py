@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -40,10 +40,9 @@ _OF_NORM = 3
 def prove(options: VerifyOptions) -> None:
     """Runs in every worker (or once, over the in-process transport): train, compare, report the verdict."""
     torch.set_num_threads(options.threads)
-    ours = options.model in BUILT_IN
+    ours, count, slices = options.model in BUILT_IN, options.members, options.slices
     made, batches = _load(options)
     mine = [mapped(batch, torch.clone) for batch in batches]
-    count, slices = options.members, options.slices
     divides = count > 1 and (options.shard not in FSDP or options.max_grad_norm is not None)
     optimizer = _built_in_optimizer if ours and slices is None and not divides else _optimizer
     begin, begin_cpu = time.perf_counter(), time.process_time()
@@ -64,12 +63,15 @@ def prove(options: VerifyOptions) -> None:
     state = pipe.weights.state_dict()
     kept, copies = pipe.gather("optimizer", _optimizer_state), pipe.gather("routes", _routes)
     most = pipe.gather("held", lambda actor: held[actor.worker].most)
-    unlike = pipe.gather("unlike", lambda actor: shared.unlike(_all(actor)) if (shared := actor.members) else 0)
+    members = pipe.actors[0].members
+    unlike = pipe.gather("unlike", lambda actor: 0 if members is None else members.unlike(_all(actor)))
     if initial is not None and state is not None and kept is not None and copies is not None:
+        if members is not None and members.rows:
+            asked |= {"members": members.shares, "per_microbatch": members.per_microbatch}
         reference = _reference(options, pipe, optimizer, initial, asked)
         with nullcontext() if slices is None else Floats() as floats:
             expected_losses = list(reference.train(mine))
-        roundings = _roundings(options, pipe, reference.replicas[0].module) if divides else None
+        roundings = count * _roundings(options, pipe, reference.replicas[0].module) if divides else None
         compared = Compared(0.0 if floats is None else floats.precision, roundings)
         compared.numbers("loss", losses, expected_losses)
         compared.numbers("norm", norms, reference.norms)
@@ -86,15 +88,15 @@ def prove(options: VerifyOptions) -> None:
             beyond = [max(0, n - (bound or n)) for n, bound in zip(slices_held, bounds, strict=True)]
             compared.numbers("slices held beyond the bound", beyond, [0.0] * len(beyond))
         because = summed_by_stages(list(pipe.partition.shared)) if slices is None else summed_by_slices(slices)
-        rows, parts = rows_of(mine[0]), options.num_microbatches
-        if isinstance(mine[0], SplitBatch):
-            rows, parts = sum(map(rows_in, mine[0])), len(mine[0])
+        given = mine[0] if isinstance(mine[0], SplitBatch) else None
+        rows = rows_of(mine[0]) if given is None else sum(map(rows_in, given))
+        parts = min(rows, options.num_microbatches if given is None else len(given))
         if count > 1 and unlike is not None:
             compared.numbers("members that differ", list(map(float, unlike)), [0.0] * len(unlike))
             about |= {"members_alike": not any(unlike), "bound": compared.bound if divides else 0.0}
         because = summed_by_members(count, compared.bound) if divides else because
-        exactly = ours and not slices and not divides
-        tell(compared, options, (rows, min(rows, parts)), losses, exactly=exactly, because=because, more=about)
+        about |= {"loss": losses[-1], "rows": rows, "microbatches": parts, "slices": slices or "1"}
+        tell(compared, options, about, exactly=ours and not slices and not divides, because=because)
     pipe.barrier()
 
 
@@ -112,23 +114,17 @@ def _load(options: VerifyOptions) -> tuple[UserModel, list[Tree]]:
         return made, [made.batch] * options.steps
     # The number of stages is needed for the size of the model, before there is a pipeline.
     spec = options.spec(num_layers=10**9) if options.split is None else options.spec(sum(options.split))
-    layers, loss_fn, rows = built_in(options.model, 0.0 if options.slices else options.dropout, spec.num_stages)
+    dropout = options.dropout if spec.num_whole == spec.num_microbatches else 0.0  # slices draw other numbers
+    layers, loss_fn, rows = built_in(options.model, dropout, spec.num_stages)
     generator = torch.Generator().manual_seed(options.seed)
-    batches: list[Tree]
-    if options.lengths is None:
-        batches = [rows(generator, options.batch_rows) for _ in range(options.steps)]
-    else:
-        batches = [_ragged(partial(rows, generator, options.microbatch_rows), options) for _ in range(options.steps)]
+    count, lengths = options.batch_rows, options.lengths
+
+    def ragged() -> SplitBatch:
+        cuts = [lambda tensor, length=length: tensor[:, :length].contiguous() for length in lengths or ()]
+        return SplitBatch(mapped(rows(generator, count), cut) for cut in cuts)
+
+    batches: list[Tree] = [rows(generator, count) if lengths is None else ragged() for _ in range(options.steps)]
     return UserModel(list(layers), batches[0], loss_fn), batches
-
-
-def _ragged(rows: Callable[[], tuple[Tensor, Tensor]], options: VerifyOptions) -> SplitBatch:
-    """Return microbatches of rows of the lengths that the options name."""
-    return SplitBatch(mapped(rows(), partial(_begin, length)) for length in options.lengths or ())
-
-
-def _begin(length: int, rows: Tensor) -> Tensor:
-    return rows[:, :length].contiguous()
 
 
 def _reference(
@@ -141,20 +137,17 @@ def _reference(
     randomness, replicas = Randomness(options.seed, pipe.actors[0].backend.device), []
     for _ in range(pipe.spec.num_routes):
         made = _load(options)[0]
-        module = _whole(made, options)
+        module = _whole(made, options.seed, pipe.spec.num_whole < pipe.spec.num_microbatches)
         give(module, initial)
         replicas.append(Replica(module, made.loss_fn or pipe.partition.loss_fn))  # type: ignore[arg-type]
-    members, asked = pipe.actors[0].members, {**asked, "ordering": pipe._session.ordering}
-    if members is not None and members.rows:
-        asked = {**asked, "members": members.shares, "per_microbatch": members.per_microbatch}
-    return Reference(pipe.spec, replicas, pipe.partition, optimizer, randomness, **asked)
+    ordering = pipe._session.ordering
+    return Reference(pipe.spec, replicas, pipe.partition, optimizer, randomness, ordering=ordering, **asked)
 
 
-def _whole(made: UserModel, options: VerifyOptions) -> nn.Module:
+def _whole(made: UserModel, seed: int, sliced: bool) -> nn.Module:
     """Return the model that one process can run."""
     if made.is_layers:
-        layers = [layer for _, layer in LayerPartition(made.layers(), 1).build(0, Randomness(options.seed))]
-        sliced = options.slices is not None
+        layers = [layer for _, layer in LayerPartition(made.layers(), 1).build(0, Randomness(seed))]
         return nn.Sequential(*(state_dropped(layer) if sliced or has_own_state(layer) else layer for layer in layers))
     model: nn.Module = made.model if isinstance(made.model, nn.Module) else made.model()  # type: ignore
     without_caches(model)  # which copy keys and values: their gradients would be computed in another memory layout
@@ -162,7 +155,7 @@ def _whole(made: UserModel, options: VerifyOptions) -> nn.Module:
 
 
 def _roundings(options: VerifyOptions, pipe: Pipeline, module: nn.Module) -> int:
-    """Return how often a number is rounded otherwise than in one process: by each member, for each divided sum."""
+    """Return how often a member rounds a number otherwise than one process: once for each divided sum."""
     if options.shard in FSDP:
         counts = []
     elif isinstance(pipe.partition, LayerPartition):
@@ -172,7 +165,7 @@ def _roundings(options: VerifyOptions, pipe: Pipeline, module: nn.Module) -> int
         counts = [divisible(module.get_submodule(path), path, module) for path in paths]
     sums = sum(int(each.get("outputs", 0) + each.get("inputs", 0)) for each in counts)
     sums += 0 if options.max_grad_norm is None else _OF_NORM
-    return options.members * options.steps * sums
+    return options.steps * sums
 
 
 def _all(actor: WorkerActor) -> dict[str, Tensor]:
@@ -182,15 +175,10 @@ def _all(actor: WorkerActor) -> dict[str, Tensor]:
 def _optimizer_state(actor: WorkerActor) -> dict[str, Tensor]:
     """Return the tensors of optimizers on the first route, or of owners, by parameter and key."""
     shards = (s for (_, route), s in actor.shards.items() if route == 0 or s.updating.owned is not None)
-    return _whole_tensors(actor, state_of((shard.optimizer, shard.named_parameters()) for shard in shards))
+    return actor.whole(state_of((shard.optimizer, shard.named_parameters()) for shard in shards))
 
 
 def _routes(actor: WorkerActor) -> list[tuple[int, dict[str, Tensor]]]:
     """Return the parts missing from the state of the model: the shards of the other routes."""
     others = ((route, shard.state_dict()) for (_, route), shard in actor.shards.items() if route > 0)
-    return [(route, _whole_tensors(actor, state)) for route, state in others]
-
-
-def _whole_tensors(actor: WorkerActor, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors; if members share them, whole ones on the first member, and none on the rest."""
-    return tensors if (shared := actor.members) is None else shared.whole(tensors)
+    return [(route, actor.whole(state)) for route, state in others]

@@ -122,8 +122,9 @@ class Reference:
         members: int = 1,
         per_microbatch: bool = False,
     ) -> None:
-        self._declared, self._slices, self._ordering = spec, spec.parallelism.slices, ordering
-        spec = spec.unsliced()
+        #: number of slices of a microbatch
+        self._slices = spec.num_microbatches // spec.num_whole
+        self._declared, self._ordering, spec = spec, ordering, spec.unsliced()
         self._members, self._per_microbatch, self._overlaps = members, per_microbatch, not spec.synchronous
         self._spec, self._cut, self._randomness, self._max_norm = spec, cut, randomness, max_grad_norm
         self.replicas = list(replicas)
@@ -162,7 +163,7 @@ class Reference:
                 pieces = with_means(pieces)
             if spec is None or count != spec.num_microbatches:
                 spec, begin = replace(self._spec, num_microbatches=count), 0
-                self._declared = replace(self._declared, num_microbatches=count * len(self._slices))
+                self._declared = replace(self._declared, num_microbatches=count * self._slices)
                 for stage in (stage for replica in self.replicas for stage in replica.stages):
                     stage.newest, stage.versions = 0, {}
                     stage.note()
@@ -205,7 +206,7 @@ class Reference:
         args, kwargs = ((inputs,), {}) if isinstance(self._cut, LayerPartition) else inputs
         seed, noted = partial(self._randomness.seed_forward, self.num_steps, m), NotedDraws()
         with (
-            noted if len(self._slices) > 1 else nullcontext(),
+            noted if self._slices > 1 else nullcontext(),
             Keyed(replica.module, self._cut.block_names, seed, replica.shares),
         ):
             output = replica.module(*args, **kwargs)
@@ -222,7 +223,7 @@ class Reference:
         with ExitStack() as stack:  # backward too, as a checkpoint computes again
             if self._overlaps:
                 for number, stage in enumerate(replica.stages):
-                    stack.enter_context(stage.at(self._declared.version(number, m * len(self._slices))))
+                    stack.enter_context(stage.at(self._declared.version(number, m * self._slices)))
             loss = self._loss(replica, m, step.pieces.inputs[at], step.pieces.targets[at])
             step.summed = isinstance(loss, tuple)
             total, weight = loss if isinstance(loss, tuple) else (loss, 0.0)

@@ -89,17 +89,15 @@ class Compared:
 def tell(
     compared: Compared,
     options: VerifyOptions,
-    sizes: tuple[int, int],
-    losses: Sequence[float],
+    about: Mapping[str, Any],
     *,
     exactly: bool = False,
     because: str,
-    more: Mapping[str, Any] = {},
 ) -> None:
     """Report the verdict, and return the exit code: 0 also for differences by the order of sums alone.
 
     Args:
-        sizes: the rows of a batch, and its microbatches.
+        about: what the report says of the run: rows of a batch, its microbatches, and more.
         exactly: whether such a difference is none that can be, as the order of sums is the same.
         because: why it may not be the same.
     """
@@ -115,13 +113,9 @@ def tell(
         "max_abs_error": compared.max_abs_error,
         "worst": worst,
         "parameters": compared.num_tensors,
-        "rows": sizes[0],
-        "slices": options.slices or "1",
-        "loss": losses[-1],
         **{name: getattr(options, name) for name in _TOLD},
         "workers": options.num_workers,
-        "microbatches": sizes[1],
-        **more,
+        **about,
     }
     said = {
         "identical": "identical to one process",
@@ -131,8 +125,8 @@ def tell(
     apart = f"; worst {worst}: relative {relative[worst]:.1e}, absolute {compared.max_abs_error:.1e}"
     largest = "" if compared.identical else apart
     text = (
-        f"{options.schedule} on {options.num_workers} workers, {options.steps} steps of {sizes[0]} rows in "
-        f"{sizes[1]} microbatches: {said[verdict]} "
+        f"{options.schedule} on {options.num_workers} workers, {options.steps} steps of {about['rows']} rows in "
+        f"{about['microbatches']} microbatches: {said[verdict]} "
         f"({compared.num_same} of {compared.num_tensors} tensors bit for bit{largest})"
     )
     link.tell(kind="result", text=text, json=report, exit_code=int(verdict == "different"))

@@ -34,10 +34,8 @@ class VerifyOptions(PipeOptions):
 
     @property
     def batch_rows(self) -> int:
-        """Rows of a batch: by default not a multiple of the microbatches, so that the last is ragged."""
-        return 2 * self.num_microbatches + 1 if self.rows is None else self.rows
+        """Rows of a batch, or of each microbatch if `lengths` are given.
 
-    @property
-    def microbatch_rows(self) -> int:
-        """Rows of each microbatch if `lengths` are given."""
-        return self.rows or 2
+        By default a batch has no multiple of the microbatches, so that the last is ragged.
+        """
+        return self.rows or (2 * self.num_microbatches + 1 if self.lengths is None else 2)
