@@ -220,6 +220,10 @@ class Declared(_Frozen):
         """Return (stage, route) of every shard that `worker` holds, in stage order."""
         return list(_hosts(self).get(worker, ()))
 
+    def own_place(self, worker: int) -> tuple[int, int]:
+        """Return the replica of `worker`, and which worker of it `worker` is."""
+        return 0, worker
+
     def carried(self, worker: int) -> list[tuple[int, int]]:
         """Return (stage, route) of every shard with microbatches that `worker` may run."""
         return self.hosted(worker)

@@ -202,6 +202,11 @@ class ReductionTree:
         bucket = split_route(number, self.spec.num_routes)[0] if number >= 0 and self._reductions.buckets else 0
         return (bucket + 1) / (self._reductions.buckets[stage] if self._reductions.buckets and number >= 0 else 1)
 
+    def num_parts(self, stage: int) -> int:
+        """Return into how many parts the gradients of a stage are divided: a bucket or several for each route."""
+        buckets = self._reductions.buckets
+        return self.spec.num_routes * (buckets[stage] if buckets else 1)
+
     def _found_pieces(self, stage: int) -> list[Bucket]:
         if not (self.spec.takes_steps and self._reductions.updates):
             return []
@@ -209,7 +214,7 @@ class ReductionTree:
         found = [Bucket(number, stages, (stages[0], route)) for number, (stages, route) in held if stage in stages]
         routes, begin = self.spec.num_routes, len(self._reductions.tied)
         if routes > 1:
-            count = routes * (self._reductions.buckets[stage] if self._reductions.buckets else 1)
+            count = self.num_parts(stage)
             every = range(count * self.spec.num_steps)
             found += [Bucket(begin + n, (stage,), (stage, route_in(n, routes)), split_step(n, count)[0]) for n in every]
         return found

@@ -109,7 +109,7 @@ class Replicated(Transformation):
             replica * of_one + own if self.parallelism.spread == "stages" else own * self.parallelism.replicas + replica
         )
 
-    def _own_place(self, worker: int) -> tuple[int, int]:
+    def own_place(self, worker: int) -> tuple[int, int]:
         """Return the replica of `worker`, and which worker of it `worker` is."""
         if self.parallelism.spread == "stages":
             return divmod(worker, self.num_workers // self.parallelism.replicas)
@@ -117,17 +117,17 @@ class Replicated(Transformation):
         return replica, own
 
     def program(self, worker: int) -> Iterable[Action]:
-        replica, own = self._own_place(worker)
+        replica, own = self.own_place(worker)
         if replica >= self.num_microbatches // len(self.parallelism.slices):
             return []
         return self._outer(replica, self._replicas[replica].program(own))
 
     def activation_limit(self, worker: int) -> int | None:
-        replica, own = self._own_place(worker)
+        replica, own = self.own_place(worker)
         return self._replicas[replica].activation_limit(own)
 
     def peak_activations(self, worker: int) -> int | None:
-        replica, own = self._own_place(worker)
+        replica, own = self.own_place(worker)
         return self._replicas[replica].peak_activations(own)
 
     # --- of an action

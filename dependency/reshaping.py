@@ -48,6 +48,5 @@ class Renumbered(Transformation):
     def place(self, stage: int, route: int) -> int:
         return self.at[super().place(stage, route)]
 
-    def _own_place(self, worker: int) -> tuple[int, int]:
-        found: tuple[int, int] = super()._own_place(self.at.index(worker))  # type: ignore[misc]  # of Replicated
-        return found
+    def own_place(self, worker: int) -> tuple[int, int]:
+        return super().own_place(self.at.index(worker))

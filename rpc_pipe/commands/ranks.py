@@ -36,10 +36,7 @@ def command(typed: dict[str, Any], argv: list[str]) -> int:
     check_all(spec)
     places = []
     for worker in range(workers):
-        if spec.parallelism.spread == "stages":
-            replica, pp = divmod(worker, workers // replicas)
-        else:
-            pp, replica = divmod(worker, replicas)
+        replica, pp = spec.own_place(worker)
         stages = sorted({stage for stage, _ in spec.hosted(worker)})
         places += [_PlacedRank(worker * members + member, pp, replica, member, stages) for member in range(members)]
     tensor = typed.get("shard") == "tp"

@@ -147,8 +147,8 @@ def remarks(request: PlanRequest, result: PlanResult, cores: int | None) -> Iter
         other = next(others, None)
         alone = "" if other is None else f"; the fastest with one copy is {other.name}, {other.predicted_ms:.4g} ms"
         yield f"{best.name} holds {copies} copies of the weights, which its memory counts{alone}"
-    if max(request.slices) > 1 and "slices" not in best.parameters:
-        yield f"--slices {','.join(map(str, request.slices))}: do not pay: {_without_slices(request, result)}"
+    if max(counts := request.slices) > 1 and "slices" not in best.parameters:
+        yield f"--slices {','.join(map(str, counts))}: do not pay: {_without_slices(request, result)}"
 
 
 def num_copies(plan: Plan, num_workers: int) -> int:
@@ -156,7 +156,8 @@ def num_copies(plan: Plan, num_workers: int) -> int:
     if plan.program:
         return len(plan.placement)
     spec = Candidate.of(plan).spec(num_workers)
-    return spec.num_routes // spec.parallelism.replicas
+    held = sum(len(spec.hosted(worker)) for worker in spec.workers)
+    return held // (spec.num_stages * int(plan.parameters.get("replicas", 1)))
 
 
 def _without_slices(request: PlanRequest, result: PlanResult) -> str:

@@ -35,8 +35,8 @@ def apply_plan(options: Options) -> Options:
     if options.num_workers is not None and found.num_workers and options.num_workers != found.num_workers:
         raise ConfigError(f"num_workers {options.num_workers}: the plan is for {found.num_workers} workers")
     shared = found.sharing
-    if options.members not in (1, shared.get("members", 1)):
-        raise ConfigError(f"members={options.members}: the plan is for {shared.get('members', 1)}; leave members out")
+    if (given := options.members) not in (1, planned := shared.get("members", 1)):
+        raise ConfigError(f"members={given}: the plan is for {planned}; leave members out")
     if shared and options.shard:
         shared["shard"] = options.shard
     schedule: str | type[Spec] = program_of(found) if found.program else found.schedule

@@ -151,8 +151,9 @@ def export_csv(spec: Spec) -> str:
         ConfigError: the format cannot express the schedule.
     """
     name = type(spec).__name__
-    if spec.num_routes > 1:
-        raise ConfigError(f"schedule {name}: has {spec.num_routes} replicas of each stage; torch's CSV has one")
+    routes = {route for worker in spec.workers for _, route in spec.hosted(worker)}
+    if len(routes) > 1:
+        raise ConfigError(f"schedule {name}: has {len(routes)} replicas of each stage; torch's CSV has one")
     if not spec.synchronous:
         raise ConfigError(f"schedule {name}: overlaps steps; torch's CSV is one step")
     text = io.StringIO()

@@ -64,8 +64,8 @@ class Plan:
     @property
     def sharing(self) -> dict[str, Any]:
         """The options that make several processes one worker; none if each is one."""
-        one = self.members == 1
-        return {} if one else {"members": self.members, "shard": self.shard, "reduce": self.reduce}
+        count = self.members
+        return {} if count == 1 else {"members": count, "shard": self.shard, "reduce": self.reduce}
 
     @property
     def schedule_options(self) -> dict[str, Any]:

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import accumulate
 
 from ..dependency import Action, B, F, I, PipeError, Spec, W, check_all
 from ..dependency.spec import overrides
@@ -55,28 +55,21 @@ class JobShop:
         chains = [spec.actions(s, m) for m in range(spec.num_microbatches) for s in range(spec.num_stages)]
         self.actions = [action for chain in chains for action in chain]
         self.number = {action: n for n, action in enumerate(self.actions)}
-        self.worker = [spec.worker(action) for action in self.actions]
-        self.duration = [self.time(action) for action in self.actions]
+        self.worker, self.duration = list(map(spec.worker, self.actions)), list(map(self.time, self.actions))
+        kept, after = self.activations, self.after_inputs
+        freed = {B: kept, W: after, I: [most - left for most, left in zip(kept, after, strict=True)]}
         #: bytes that each action allocates when it starts, and frees when it has ended
-        self.allocates = [self.activations[a.stage] if a.kind is F else 0 for a in self.actions]
-        self.frees = [self._frees(a) for a in self.actions]
+        self.allocates = [kept[a.stage] if a.kind is F else 0 for a in self.actions]
+        self.frees = [freed[a.kind][a.stage] if a.kind in freed else 0 for a in self.actions]
         #: the need on the same stage (-1: none)
         self.before = [n - 1 if at else -1 for n, at in enumerate(at for chain in chains for at in range(len(chain)))]
         #: the need on a neighbouring stage (-1: none), and the transfer time of its payload
-        self.need: list[int] = []
-        self.delay: list[float] = []
-        for n, action in enumerate(self.actions):
-            origin = spec.origin(action)
-            need = -1 if origin is None else self.number[origin]
-            self.need.append(need)
-            far = origin is not None and self.worker[need] != self.worker[n]
-            self.delay.append(self.transfer_time(self.actions[need], self.worker[need], self.worker[n]) if far else 0)
-
-    def _frees(self, action: Action) -> float:
-        stage = action.stage
-        if action.kind is I:
-            return self.activations[stage] - self.after_inputs[stage]
-        return {W: self.after_inputs[stage], B: self.activations[stage]}.get(action.kind, 0)
+        origins = [(origin, spec.worker(origin)) if (origin := spec.origin(a)) else None for a in self.actions]
+        self.need = [self.number[origin[0]] if origin else -1 for origin in origins]
+        self.delay = [
+            self.transfer_time(*origin, target) if origin and origin[1] != target else 0.0
+            for origin, target in zip(origins, self.worker, strict=True)
+        ]
 
     # --- orders
 
@@ -90,14 +83,8 @@ class JobShop:
 
     def peak(self, row: Sequence[int]) -> float:
         """Return the most bytes that a worker keeps with this order."""
-        held = most = 0.0
         allocates, frees = self.allocates, self.frees
-        for n in row:
-            held += allocates[n]
-            if held > most:
-                most = held
-            held -= frees[n]
-        return most
+        return max(accumulate((each for n in row for each in (allocates[n], -frees[n])), initial=0.0))
 
     def fits(self, order: Order) -> bool:
         """Return whether every worker stays within its budget."""
@@ -211,21 +198,16 @@ def _random_move(shop: JobShop, order: Order, ends: list[float], draw: random.Ra
 def _critical_blocks(shop: JobShop, order: Order, ends: list[float]) -> Iterator[tuple[int, int, int]]:
     """Yield (worker, first place, last place) of the blocks of a longest path, from its end."""
     n = max((row for row in order if row), key=lambda row: ends[row[-1]] - shop.start_of(row, ends))[-1]
-    worker = shop.worker[n]
-    last = i = order[worker].index(n)
-    while True:
-        start = ends[n] - shop.duration[n]
-        need = shop.need[n]
-        before = order[worker][i - 1] if i else -1
-        if before >= 0 and ends[before] >= start - 1e-9 * abs(start):
-            n, i = before, i - 1
-            continue
-        yield worker, i, last
-        if need < 0:
-            return
-        n = need
+    while n >= 0:
         worker = shop.worker[n]
         last = i = order[worker].index(n)
+        while i:
+            before, start = order[worker][i - 1], ends[n] - shop.duration[n]
+            if ends[before] < start - 1e-9 * abs(start):
+                break
+            n, i = before, i - 1
+        yield worker, i, last
+        n = shop.need[n]
 
 
 #: a plan's name of its schedule if that is a searched program
@@ -246,17 +228,15 @@ def faster_program(
     request: PlanRequest, result: PlanResult, tell: Callable[[float], None], seconds: float
 ) -> Plan | None:
     """Return a plan with a program that is faster than all plans of `result` and fits; None: none was found."""
-    bases = _bases(request, result)
+    tries = [(*base, split) for base in _bases(request, result) for split in (True, False)]
     until = time.monotonic() + seconds
     best: Plan | None = None
-    for number, (plan, spec) in enumerate(bases):
-        for part, split in enumerate((True, False)):
-            done = (2 * number + part) / (2 * len(bases))
-            tell(done)
-            left = (until - time.monotonic()) / (2 * len(bases) - 2 * number - part)
-            found = _faster_program(request, plan, spec, split, time.monotonic() + left)
-            if found is not None and found.predicted_ms < (best or result.plans[0]).predicted_ms * (1 - 1e-9):
-                best = found
+    for number, (plan, spec, split) in enumerate(tries):
+        tell(number / len(tries))
+        left = (until - time.monotonic()) / (len(tries) - number)
+        found = _faster_program(request, plan, spec, split, time.monotonic() + left)
+        if found is not None and found.predicted_ms < (best or result.plans[0]).predicted_ms * (1 - 1e-9):
+            best = found
     return best
 
 
@@ -278,10 +258,10 @@ def _faster_program(request: PlanRequest, plan: Plan, spec: Spec, split: bool, u
     start = listed(split_backwards(rows) if split else rows, spec)
     priced = PricedSchedule(start, chain, machines)
     took = dict(zip(priced.relation.actions, priced.costs(ends), strict=True))
-    sizes = priced.sizes(ends)
-    limits = [machines.limit(worker) for worker in range(machines.num_workers)]
-    resident = [_resident(sizes[s] for s, _ in spec.hosted(worker)) for worker in range(machines.num_workers)]
-    budget = [float("inf") if limit is None else limit - own for limit, own in zip(limits, resident, strict=True)]
+    sizes, workers = priced.sizes(ends), range(machines.num_workers)
+    limits = [float("inf") if (limit := machines.limit(worker)) is None else limit for worker in workers]
+    resident = [_resident([sizes[s] for s, _ in spec.hosted(worker)]) for worker in workers]
+    budget = [limit - own for limit, own in zip(limits, resident, strict=True)]
     for _ in range(_TRIES):
         shop = JobShop(
             start,
@@ -297,7 +277,7 @@ def _faster_program(request: PlanRequest, plan: Plan, spec: Spec, split: bool, u
         made = _as_plan(listed(shop.to_program(found[1]), spec), chain, machines, ends)
         if made is None:
             return None
-        over = [0 if limit is None else used - limit for used, limit in zip(made.memory_by_worker, limits, strict=True)]
+        over = [used - limit for used, limit in zip(made.memory_by_worker, limits, strict=True)]
         if max(over) <= 0:
             return made
         budget = [most - max(0.0, more) for most, more in zip(budget, over, strict=True)]
@@ -326,9 +306,8 @@ def placement_of(spec: Spec) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ..
     return places, tuple(map(spec.route, range(spec.num_microbatches)))
 
 
-def _resident(sizes: Iterable[Size]) -> float:
+def _resident(hosted: Sequence[Size]) -> float:
     """Return the bytes of a worker's shards, working memory, and one payload in and out of each stage."""
-    hosted = list(sizes)
     working = max((size.working for size in hosted), default=0)
     return working + sum(size.shard + size.inputs + size.outputs for size in hosted)
 
@@ -339,7 +318,7 @@ def _as_plan(spec: ListedSchedule, chain: Chain, machines: Machines, ends: Ends)
         check_all(spec)
     except PipeError:
         return None
-    program = spec.listed
-    rows = tuple(" ".join(map(str, row)) for row in program.rows)
-    lists: dict[str, Any] = {"program": rows, "placement": program.placement, "routes": program.routes}
-    return PricedSchedule(spec, chain, machines).plan(SEARCHED, {}, ends, **lists)
+    rows, placement, routes = spec.listed[:3]
+    program = tuple(" ".join(map(str, row)) for row in rows)
+    priced = PricedSchedule(spec, chain, machines)
+    return priced.plan(SEARCHED, {}, ends, program=program, placement=placement, routes=routes)

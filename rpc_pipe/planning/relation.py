@@ -42,7 +42,7 @@ class Relation:
         if not spec.synchronous and steps > 1:
             spec, steps = replace(spec, num_steps=steps), 1  # one stream; its order lets steps overlap
         self.spec, self.lengths = spec, lengths
-        self.steps, self.reductions = steps, reductions
+        self.steps, self.reductions, self._tree = steps, reductions, reduction_tree(spec, reductions)
         workers = range(spec.num_workers)
         with uncollected():
             self._put_together([Part(spec, worker, entries(spec, worker, reductions=reductions)) for worker in workers])
@@ -90,8 +90,7 @@ class Relation:
 
     def gradient_parts(self, stage: int) -> int:
         """Return into how many parts the gradients of a stage are divided: a bucket or several for each route."""
-        buckets = self.reductions.buckets
-        return self.spec.num_routes * (buckets[stage] if buckets else 1)
+        return self._tree.num_parts(stage)
 
     @property
     def num_lanes(self) -> int:
@@ -133,7 +132,7 @@ class Relation:
                         self.num_needs[start + waits] += 1
 
     def _announce(self, number: int, milestone: Milestone, waiting: list[int]) -> None:
-        share = reduction_tree(self.spec, self.reductions).share(milestone)
+        share = self._tree.share(milestone)
         if share < 1:
             self.within.setdefault(number, []).append((share, waiting))
         else:

@@ -105,15 +105,15 @@ def make_spec(
     if parallelism.replicas > max(1, num_microbatches):
         raise ConfigError(f"replicas {parallelism.replicas}: needs as many microbatches (got {num_microbatches})")
     recomputed = frozenset() if "recompute" in known else _read_stages(parameters.pop("recompute", "none"))
-    slices = len(parallelism.slices)
-    num_microbatches *= slices
-    cls = _transformed(cls, name, recomputed, parallelism)
+    whole, sizes = num_microbatches, parallelism.slices
+    num_microbatches *= len(sizes)
+    cls = _transformed(cls, name, recomputed, parallelism, sizes)
     values = _read_parameters(cls, name, parameters)
     try:
         with schedule_errors():
             spec = cls(num_workers=num_workers, num_microbatches=num_microbatches, **values)
             # Both are read before the schedule is checked.
-            num_stages, _ = spec.num_stages, spec.synchronous
+            num_stages, _ = spec.num_stages, spec.takes_steps
             if not isinstance(num_stages, int):
                 raise TypeError(f"num_stages is {num_stages!r}; must be a whole number")
     except (AttributeError, TypeError, NotImplementedError) as error:
@@ -127,17 +127,19 @@ def make_spec(
         raise ConfigError(f"schedule {name}{asked}: has {num_stages} stages; the most are {MAX_STAGES}")
     a_worker = -(-num_stages // num_workers)
     if a_worker * num_microbatches > MAX_FORWARDS:
-        counted = "slices of microbatches" if slices > 1 else "microbatches"
+        counted = "slices of microbatches" if num_microbatches > whole else "microbatches"
         forwards = f"{a_worker} stages times {num_microbatches} {counted}"
         raise ConfigError(f"schedule {name}{asked}: {forwards} are more than {MAX_FORWARDS} forwards of a worker")
     return spec
 
 
-def _transformed(cls: type[Spec], name: str, recomputed: frozenset[int] | None, parallelism: Parallelism) -> type[Spec]:
+def _transformed(
+    cls: type[Spec], name: str, recomputed: frozenset[int] | None, parallelism: Parallelism, sizes: tuple[int, ...]
+) -> type[Spec]:
     """Return a schedule over slices of sequences, with recomputation, on replicas."""
     option = "slices"
     try:
-        if len(sizes := parallelism.slices) > 1:
+        if len(sizes) > 1:
             from ..dependency.slicing import sliced
 
             cls = sliced(cls, sizes)
