@@ -88,16 +88,20 @@ def prove(options: VerifyOptions) -> None:
             beyond = [max(0, n - (bound or n)) for n, bound in zip(slices_held, bounds, strict=True)]
             compared.numbers("slices held beyond the bound", beyond, [0.0] * len(beyond))
         because = summed_by_stages(list(pipe.partition.shared)) if slices is None else summed_by_slices(slices)
-        given = mine[0] if isinstance(mine[0], SplitBatch) else None
-        rows = rows_of(mine[0]) if given is None else sum(map(rows_in, given))
-        parts = min(rows, options.num_microbatches if given is None else len(given))
         if count > 1 and unlike is not None:
             compared.numbers("members that differ", list(map(float, unlike)), [0.0] * len(unlike))
             about |= {"members_alike": not any(unlike), "bound": compared.bound if divides else 0.0}
         because = summed_by_members(count, compared.bound) if divides else because
-        about |= {"loss": losses[-1], "rows": rows, "microbatches": parts, "slices": slices or "1"}
+        about |= {"loss": losses[-1], **_counts(mine[0], options), "slices": slices or "1"}
         tell(compared, options, about, exactly=ours and not slices and not divides, because=because)
     pipe.barrier()
+
+
+def _counts(batch: Tree, options: VerifyOptions) -> dict[str, int]:
+    """Return the rows and microbatches of a batch."""
+    if isinstance(batch, SplitBatch):
+        return {"rows": sum(map(rows_in, batch)), "microbatches": len(batch)}
+    return {"rows": rows_of(batch), "microbatches": min(rows_of(batch), options.num_microbatches)}
 
 
 def seeded(said: str, seed: int) -> UserModel:
