@@ -116,12 +116,14 @@ def _transformer(kind: str) -> Any:
     shape |= {"num_hidden_layers": 4, "num_attention_heads": 4}
     t5: dict[str, Any] = {"vocab_size": 256, "d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 4, "num_heads": 4}
     t5 |= {"decoder_start_token_id": 0}
+    gpt2: dict[str, Any] = {"vocab_size": 256, "n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 64}
+    gpt2 |= {"attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0}
     rows = torch.randint(256, (17, 32))
     makers: dict[str, Any] = {
         # A GPU's fused attention draws its dropout inside, which no whole sequence can follow slice by slice.
-        "gpt2": lambda: t.GPT2LMHeadModel(
-            t.GPT2Config(vocab_size=256, n_embd=64, n_layer=4, n_head=4, n_positions=64, attn_pdrop=0.0)
-        ),
+        "gpt2": lambda: t.GPT2LMHeadModel(t.GPT2Config(**gpt2)),
+        # slices draw other numbers than whole sequences
+        "gpt2_without_dropout": lambda: t.GPT2LMHeadModel(t.GPT2Config(**gpt2, resid_pdrop=0.0, embd_pdrop=0.0)),
         "llama": lambda: t.LlamaForCausalLM(t.LlamaConfig(**shape, num_key_value_heads=2)),
         "qwen3": lambda: t.Qwen3ForCausalLM(t.Qwen3Config(**shape, num_key_value_heads=2, head_dim=16)),
         "mixtral": lambda: t.MixtralForCausalLM(t.MixtralConfig(**shape, num_key_value_heads=2, num_local_experts=4)),
@@ -131,6 +133,6 @@ def _transformer(kind: str) -> Any:
     return makers[kind](), {"input_ids": rows, "labels": rows}
 
 
-gpt2, llama, qwen3, mixtral, bert, t5 = (
-    partial(_transformer, kind) for kind in ("gpt2", "llama", "qwen3", "mixtral", "bert", "t5")
+gpt2, gpt2_without_dropout, llama, qwen3, mixtral, bert, t5 = (
+    partial(_transformer, kind) for kind in ("gpt2", "gpt2_without_dropout", "llama", "qwen3", "mixtral", "bert", "t5")
 )
