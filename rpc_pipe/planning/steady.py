@@ -9,12 +9,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from ..dependency import Action, ConfigError, Order, Spec, check, check_all
+from ..dependency.streams import NotRegular, Streams
 from ..schedules import name_of
 from ..system.garbage import uncollected
 from . import waves
 from .links import different
 from .simulator import Cost, Link, Outcome, Simulation, in_time, simulate
-from .streams import NotRegular, Streams
 from .ticks import ticks
 
 #: most forwards that are simulated action by action, in 3 GB

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
 
-from .streams import Piece, Streams
+from ..dependency.streams import Piece, Streams
 
 #: a moment or a slot that is never reached
 NEVER = np.int64(2**62)
@@ -16,7 +17,7 @@ Array = Any
 
 
 class Tables:
-    """Streams as arrays. The streams of a lane (a resource of a worker) stand together, filled up with empty ones."""
+    """Streams as arrays. The k-th streams of all lanes (resources of a worker) stand together, with empty ones."""
 
     def __init__(self, streams: Streams, costs: Mapping[float, float], latency: Callable[[int, int], Any]) -> None:
         self.streams = streams
@@ -24,12 +25,14 @@ class Tables:
         for number, stream in enumerate(streams.streams):
             lanes.setdefault((stream.worker, stream.last.kind.resource), []).append(number)
         self.width = max(map(len, lanes.values()))
-        self.num_lanes = len(lanes)
-        self.lane_worker = np.array([worker for worker, _ in lanes])
-        self.computes = np.array([resource == "compute" for _, resource in lanes])
+        #: a power of two: slots are multiples of it, so the rest may say which stream of a lane has a slot
+        self.digits = 1 << (self.width - 1).bit_length()
+        #: one more than there are
+        self.lanes = len(lanes) + 1
+        self.lane_worker = [worker for worker, _ in lanes]
         #: place of each stream in the arrays
-        self.at = {n: lane * self.width + k for lane, own in enumerate(lanes.values()) for k, n in enumerate(own)}
-        size = self.num_lanes * self.width
+        self.at = {n: lane + k * self.lanes for lane, own in enumerate(lanes.values()) for k, n in enumerate(own)}
+        size = self.lanes * self.width
         self.stream: list[Any] = [None] * size
         for number, place in self.at.items():
             self.stream[place] = streams.streams[number]
@@ -43,22 +46,26 @@ class Tables:
         sources: list[dict[tuple[int, int], int]] = [{} for _ in range(size)]
         self.pieces: list[list[tuple[Piece, list[tuple[int, int, int]]]]] = [[] for _ in range(size)]
         for place, stream in enumerate(self.stream):
-            own = sources[place]
+            own, done = sources[place], 0
             for piece in stream.pieces if stream else ():
                 needs, times = [], Counter[int]()
                 for number, wanted, grows in piece.needs:
+                    if self.at[number] == place and wanted <= done:
+                        continue  # its lane runs one action at a time
                     count = self._count(number, stream.worker)
                     needs.append((own.setdefault((count, times[count]), len(own)), wanted, grows))
                     times[count] += 1
                 self.pieces[place].append((piece, needs))
+                done += piece.number
         self.columns = max(map(len, sources)) or 1
-        #: by count: the needs of it, as places in `_Moments.state`
+        #: by count: the needs of it, as places in the state of a run
         needed: list[list[int]] = [[] for _ in range(self.num_counts)]
+        self.source = np.full((self.columns, size), self.always)
         for place, own in enumerate(sources):
             for (count, _), column in own.items():
-                needed[count].append(place * (self.columns + 2) + column)
-        self.needed = _padded(needed, size * (self.columns + 2))
-        self.sources = [[*(count for count, _ in own), *(self.columns - len(own)) * [self.always]] for own in sources]
+                needed[count].append(column * size + place)
+                self.source[column, place] = count
+        self.needed = _padded(needed, self.lanes - 1)  # a need of no stream
         self.channels = [(time, _padded(counts, self.num_counts)) for time, counts in self.ways.items()]
 
     def _count(self, number: int, worker: int) -> int:
@@ -75,5 +82,5 @@ class Tables:
 
 
 def _padded(rows: list[list[int]], filler: int) -> Array:
-    width = max(map(len, rows), default=0)
-    return np.array([row + [filler] * (width - len(row)) for row in rows], dtype=np.int64).reshape(len(rows), width)
+    """Return rows of numbers as columns."""
+    return np.array([*zip_longest(*rows, fillvalue=filler)], dtype=np.int64).reshape(-1, len(rows))

@@ -10,15 +10,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..dependency import RESOURCES, ScheduleError
+from ..dependency.streams import Streams
 from .stream_tables import NEVER, Tables
-from .streams import Streams
 
 Array = Any
 
@@ -70,31 +69,28 @@ class _Moments:
     def __init__(self, tables: Tables, exact: bool) -> None:
         self._t, self._exact = tables, exact
         # One lane more than there are stands for none; it is always busy.
-        lanes, needs = tables.num_lanes + 1, tables.columns
-        size, number = lanes * tables.width, np.int64 if exact else np.float64
-        streams = tables.stream + [None] * tables.width
+        lanes, needs, number = tables.lanes, tables.columns, np.int64 if exact else np.float64
+        size = lanes * tables.width
         self.now: Any = number(0)
         self.counts: Array = np.zeros(tables.num_counts + 1, np.int64)
         self.counts[tables.always] = NEVER
-        self.source = np.full((size, needs), tables.always)
-        self.source[: -tables.width] = tables.sources
-        #: by stream: the needed counts, the slot, and the number of actions left of the piece; their growth
-        self.state: Array = np.zeros((size, needs + 2), np.int64)
+        self.source = tables.source
+        #: the needed counts, the slot, and the number of actions left of the piece, each of all streams; their growth
+        self.state: Array = np.zeros((needs + 2, size), np.int64)
         self.grows: Array = np.zeros_like(self.state)
-        self.slot: Array = self.state[:, -2]
-        self.threshold, self.left = self.state[:, :-2], self.state[:, -1]
+        self.threshold, self.slot, self.left = self.state[:-2], self.state[-2], self.state[-1]
         self.flat: Array = self.state.reshape(-1)
-        self.state[:, :-1] = _MORE
+        self.state[:-1] = _MORE
         self.loaded: Array
         self.loaded, self.piece = np.zeros((2, size), np.int64)
         #: by stream: how many of these counts are too small
         self.unmet: Array = np.ones(size, np.int64)
         self.cost: Array = np.zeros(size, number)
-        #: by lane and stream: the slots among which an idle worker chooses the least
-        self.keys = np.full((lanes, tables.width), NEVER)
-        self.flat_keys: Array = self.keys.reshape(-1)
-        self.holds: Array = np.array([s.last.kind.keeps * s.size if s else 0 for s in streams])
-        self.named = np.array([bool(s) and s.last.kind.per_microbatch for s in streams])
+        #: the slots among which an idle worker chooses the least; their last digits say which stream of the lane
+        self.flat_keys: Array = np.full(size, NEVER)
+        self.keys: Array = self.flat_keys.reshape(tables.width, lanes)
+        self.holds: Array = np.array([s.last.kind.keeps * s.size if s else 0 for s in tables.stream])
+        self.named = np.array([bool(s) and s.last.kind.per_microbatch for s in tables.stream])
         #: by lane: the stream that runs or ran last, and the end of its action; NEVER: the lane is idle
         self.running, self.until = np.full(lanes, -1), np.full(lanes, NEVER, number)
         #: how many actions began at this moment
@@ -107,13 +103,12 @@ class _Moments:
         )  # the last is of no step
         self.queues: list[deque[tuple[Any, Array]]] = [deque() for _ in tables.channels]
         takes_time = [any(tables.costs[piece.cost] for piece, _ in own) for own in tables.pieces]
-        begins = np.append(takes_time, np.zeros(tables.width, bool)) | self.named
-        self.unbegun = int(begins.reshape(lanes, -1).any(1).sum())
+        self.unbegun = int((takes_time | self.named).reshape(self.keys.shape).any(0).sum())
         self.repeated: Any = 0
         for place, own in enumerate(tables.pieces):
             if own:
                 self._load(place)
-        self._look(np.arange(size))
+        self._look(np.arange(size), self.state)
 
     @property
     def issued(self) -> Array:
@@ -123,28 +118,24 @@ class _Moments:
         """Begin the next piece of a stream; behind the last nothing is chosen."""
         pieces, number = self._t.pieces[place], self.piece[place]
         if number == len(pieces):
-            self.state[place, :-1] = _MORE
+            self.state[:-1, place] = _MORE
             return
         piece, needs = pieces[number]
         self.piece[place] += 1
-        self.loaded[place] += piece.count
+        self.loaded[place] += piece.number
         self.cost[place] = self._t.costs[piece.cost]
-        state, grows = self.state[place], self.grows[place]
+        state, grows, digits = self.state[:, place], self.grows[:, place], self._t.digits
         state[:-2], grows[:-2] = 0, 0
-        state[-2:], grows[-2:] = (piece.slot, piece.count), (piece.growth, -1)
+        state[-2:] = piece.slot * digits + place // self._t.lanes, piece.number
+        grows[-2:] = piece.growth * digits, -1
         for column, wanted, growth in needs:
             state[column], grows[column] = wanted, growth
 
-    def _look(self, streams: Array) -> None:
-        """Note of some streams whether they have all that their next actions need."""
-        state = self.state.take(streams, 0)
-        short = self.counts.take(self.source.take(streams, 0)) < state[:, :-2]
-        unmet = short[:, 0].astype(np.int64)
-        for each in short.T[1:]:
-            unmet += each
-        self.unmet[streams] = unmet
-        slots = state[:, -2]
-        self.flat_keys[streams] = slots if self._t.streams.fixed else np.where(unmet, NEVER, slots)
+    def _look(self, streams: Array, state: Array) -> None:
+        """Note of streams in this state whether they have all that their next actions need."""
+        short = self.counts.take(self.source.take(streams, 1)) < state[:-2]
+        self.unmet[streams] = unmet = short.sum(0)
+        self.flat_keys[streams] = state[-2] if self._t.streams.fixed else np.where(unmet, NEVER, state[-2])
 
     def run(self) -> None:
         moment = 0
@@ -188,9 +179,9 @@ class _Moments:
         if not lanes.size:
             return
         self.touched[lanes] = False
-        chosen = lanes * t.width + self.keys.take(lanes, 0).argmin(1)
-        good = self.unmet.take(chosen) == 0
-        lanes, chosen = lanes[good], chosen[good]
+        chosen = (self.keys.take(lanes, 1).min(0) & (t.digits - 1)) * t.lanes + lanes
+        if (unmet := self.unmet.take(chosen)).any():
+            lanes, chosen = lanes[unmet == 0], chosen[unmet == 0]
         if not lanes.size:
             return
         self.begun = lanes.size
@@ -205,10 +196,12 @@ class _Moments:
         # Activations held from the begin of an action, or until its end, count at the begin: the lane is busy between.
         live = self.live[lanes] = self.live.take(lanes) + self.holds.take(chosen)
         self.high[lanes] = np.maximum(self.high.take(lanes), live)
-        state = self.state[chosen] = self.state.take(chosen, 0) + self.grows.take(chosen, 0)
-        for at in np.flatnonzero(state[:, -1] == 0).tolist():
-            self._end_piece(lanes[at], chosen[at], end[at])
-        self._look(chosen)
+        state = self.state[:, chosen] = self.state.take(chosen, 1) + self.grows.take(chosen, 1)
+        if not state[-1].all():
+            for at in np.flatnonzero(state[-1] == 0).tolist():
+                self._end_piece(lanes[at], chosen[at], end[at])
+            state = self.state.take(chosen, 1)
+        self._look(chosen, state)
 
     def _end_piece(self, lane: int, place: int, end: Any) -> None:
         """Go on with the next piece, as the last action of one begins."""
@@ -227,7 +220,7 @@ class _Moments:
             self._count(ended)
         for queue, (time, channels) in zip(self.queues, self._t.channels, strict=True):
             if lanes.size:
-                sent = channels[ended].ravel()
+                sent = channels.take(ended, 1).ravel()
                 queue.append((self.now + time, sent[sent < self._t.num_counts]))
             while queue and queue[0][0] == self.now:
                 self._count(queue.popleft()[1])
@@ -235,12 +228,12 @@ class _Moments:
     def _count(self, counts: Array) -> None:
         """Add 1 to these counts, and note which needs are met so."""
         grown = self.counts[counts] = self.counts.take(counts) + 1
-        needs = self._t.needed.take(counts, 0)
-        streams = needs[self.flat.take(needs) == grown[:, None]] // (self._t.columns + 2)
+        needs = self._t.needed.take(counts, 1)
+        streams = needs[self.flat.take(needs) == grown] % self.unmet.size
         np.subtract.at(self.unmet, streams, 1)
         ready = streams[self.unmet.take(streams) == 0]
-        self.flat_keys[ready] = self.slot[ready]  # `take` would copy all slots first
-        self.touched[ready // self._t.width] = True
+        self.flat_keys[ready] = self.slot.take(ready)
+        self.touched[ready % self._t.lanes] = True
 
     # --- the repeated period
 
@@ -258,7 +251,7 @@ class _Moments:
         grown = self.issued - before.issued
         moving = np.flatnonzero(grown)
         # A stream in another piece than before must have the same number left as then.
-        left = before.state[:, -1] - grown * (self.piece == before.piece)
+        left = before.state[-1] - grown * (self.piece == before.piece)
         if (
             not moving.size
             or not np.array_equal(busy, before.until < NEVER)
@@ -269,10 +262,10 @@ class _Moments:
             return 0
         counted = self.counts - before.counts
         # A need has grown as its waiting action has; else it is met in time, always.
-        used = (self.threshold - before.state[:, :-2])[moving]
-        source = self.source[moving]
+        used = (self.threshold - before.state[:-2])[:, moving]
+        source = self.source[:, moving]
         gained = counted[source] - used
-        room = before.counts[source] - before.state[moving, :-2] - used
+        room = before.counts[source] - before.state[:-2, moving] - used
         if (room[gained > 0] < 0).any():
             return 0
         most = self._until_others(before, grown, counted)
@@ -287,36 +280,33 @@ class _Moments:
         pieces, now, then = self._t.pieces[place], int(self.piece[place]), int(before.piece[place])
         if now == then:
             return (self.left[place] - 1) // grown
-        shift, rest = self.slot[place] - before.state[place, -2], 0
-        gained = counted[self.source[place]].tolist()
+        shift, rest = (self.slot[place] - before.state[-2, place]) // self._t.digits, 0
+        gained = counted[self.source[:, place]].tolist()
         for (piece, needs), (earlier, needed) in zip(pieces[now - 1 :], pieces[then - 1 :], strict=False):
-            same = replace(earlier, slot=earlier.slot + shift, needs=piece.needs) == piece
+            same = earlier._replace(slot=earlier.slot + shift, needs=piece.needs) == piece
             if not same or [(at, wanted + gained[at], grows) for at, wanted, grows in needed] != needs:
                 break
-            rest += piece.count if rest else int(self.left[place])
+            rest += piece.number if rest else int(self.left[place])
         return (rest - 1) // grown
 
     def _until_others(self, before: SimpleNamespace, grown: Array, counted: Array) -> Any:
         """Return for how many repetitions no stream that stands still may begin, and lanes choose as before."""
         shape = self.keys.shape
         slot, moves = self.slot.reshape(shape), (grown > 0).reshape(shape)
-        by = (self.slot - before.state[:, -2]).reshape(shape)
-        most, least = np.where(moves, by, -1).max(1), np.where(moves, by, NEVER).min(1)
-        goes = moves.any(1)
+        by = (self.slot - before.state[-2]).reshape(shape)
+        most, least, goes = np.where(moves, by, -1).max(0), np.where(moves, by, NEVER).min(0), moves.any(0)
         if (most != least)[goes].any():
             return 0
         # Until a need is met that is not met yet.
         missing, grows = self.threshold - self.counts[self.source] - 1, counted[self.source]
-        waits = np.where(missing < 0, -1, np.where(grows > 0, missing // np.maximum(grows, 1), NEVER)).max(1)
-        waits = waits.reshape(shape)
+        waits = np.where(missing < 0, -1, np.where(grows > 0, missing // np.maximum(grows, 1), NEVER)).max(0)
         # Until the slots of the moving streams have grown to its slot.
-        latest = np.where(moves, slot, -1).max(1)
-        overtaken = np.where(goes, (slot.T - latest - 1) // np.maximum(most, 1), -1).T
+        latest = np.where(moves, slot, -1).max(0)
+        rest, overtaken = waits.reshape(shape), np.where(goes, (slot - latest - 1) // np.maximum(most, 1), -1)
         if self._t.streams.fixed:
-            head = slot == slot.min(1)[:, None]
-            rest = np.where(goes[:, None], overtaken, np.where(head, waits, NEVER))
+            rest = np.where(goes, overtaken, np.where(slot == slot.min(0), rest, NEVER))
         else:
-            rest = np.maximum(waits, overtaken)
+            rest = np.maximum(rest, overtaken)
         return np.where(~moves & (slot < NEVER), rest, NEVER).min()
 
     def _repeat(self, before: SimpleNamespace, times: int) -> None:
@@ -325,12 +315,12 @@ class _Moments:
         pieces, state = self.piece - before.piece, self.state - before.state
         same = pieces == 0
         self.counts += times * (self.counts - before.counts)
-        self.left[same] += times * state[same, -1]
-        self.state[:, :-1] += times * state[:, :-1]
+        self.left[same] += times * state[-1, same]
+        self.state[:-1] += times * state[:-1]
         for place in np.flatnonzero(pieces).tolist():
             first = int(self.piece[place])
             self.piece[place] += times * pieces[place]
-            counts = [piece.count for piece, _ in self._t.pieces[place][first : int(self.piece[place])]]
+            counts = [piece.number for piece, _ in self._t.pieces[place][first : int(self.piece[place])]]
             self.loaded[place] += sum(counts)
         self.until[self.until < NEVER] += shift
         self.now += shift
@@ -338,14 +328,14 @@ class _Moments:
         self.queues = [deque((time + shift, sent) for time, sent in queue) for queue in self.queues]
         self.live += times * live
         self.high += times * np.maximum(live, 0)
-        self._look(np.arange(self.slot.size))
+        self._look(np.arange(self.slot.size), self.state)
 
     def figures(self) -> Figures:
         t, spec = self._t, self._t.streams.spec
         busy: list[Any] = [0] * spec.num_workers
         for stream in t.stream:
             if stream and stream.last.kind.resource == RESOURCES[0]:
-                busy[stream.worker] += sum(piece.count * t.costs[piece.cost] for piece in stream.pieces)
+                busy[stream.worker] += sum(piece.number * t.costs[piece.cost] for piece in stream.pieces)
         first: dict[int, Any] = {}
         last: dict[int, Any] = {}
         peaks = [0] * spec.num_workers

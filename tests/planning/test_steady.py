@@ -11,7 +11,7 @@ from refusals import refused
 from rpc_pipe.commands.main import main
 from rpc_pipe.commands.topology import read_topology
 from rpc_pipe.dependency import B, ConfigError, F, I, PipeError, R, U, W
-from rpc_pipe.planning.along import ask, ends
+from rpc_pipe.dependency.along import ask, ends
 from rpc_pipe.planning.simulator import Levels, Link, simulate, uniform
 from rpc_pipe.planning.specs import make_spec
 from rpc_pipe.planning.steady import Priced, price

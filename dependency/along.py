@@ -32,16 +32,24 @@ class Along:
     def _of(self, first: int, step: int) -> Any:
         return Along(first, step, self.count) if step else first
 
+    def _less(self, other: Any) -> tuple[int, int]:
+        """Return the first and the step of the difference to a number."""
+        return (
+            (self.first - other.first, self.step - other.step)
+            if isinstance(other, Along)
+            else (self.first - other, self.step)
+        )
+
     def __add__(self, other: Any) -> Any:
-        first, step = ends(other)
-        return self._of(self.first + first, self.step + step)
+        if isinstance(other, Along):
+            return self._of(self.first + other.first, self.step + other.step)
+        return Along(self.first + other, self.step, self.count)
 
     def __neg__(self) -> Any:
         return self._of(-self.first, -self.step)
 
     def __sub__(self, other: Any) -> Any:
-        first, step = ends(other)
-        return self._of(self.first - first, self.step - step)
+        return self._of(*self._less(other))
 
     def __rsub__(self, other: Any) -> Any:
         return -self + other
@@ -78,10 +86,9 @@ class Along:
         return bool(self != 0)
 
     def __lt__(self, other: Any) -> bool:
-        first, step = ends(self - other)
-        last = first + step * (self.count - 1)
-        if (first < 0) == (last < 0):
-            return bool(first < 0)
+        first, step = self._less(other)
+        if (first < 0) == (first + step * (self.count - 1) < 0):
+            return first < 0
         raise _Divides(-(first // step) if first < 0 else first // -step + 1)
 
     def __ge__(self, other: Any) -> bool:
@@ -94,7 +101,13 @@ class Along:
         return not self > other
 
     def __eq__(self, other: object) -> bool:
-        return not (self < other or bool(self > other))
+        first, step = self._less(other)
+        at = 0 if not step else -first // step
+        if first + step * at or not 0 <= at < self.count:
+            return False
+        if not step:
+            return True
+        raise _Divides(at or 1)
 
     def __ne__(self, other: object) -> bool:
         return not self == other

@@ -10,39 +10,37 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
-from ..dependency import NO_REDUCTIONS, Action, G, R, S, Spec, U, W, reduction_tree
-from ..dependency.indexes import route_in
-from ..dependency.kinds import A, D
-from ..dependency.order import has_slot, is_uniform, with_end
-from ..dependency.spec import overrides
-from ..dependency.versions import microbatches_of, updates_a_step
+from .action import Action, Kind
 from .along import Along, ask, ends
+from .indexes import route_in
+from .kinds import A, D, G, R, S, U, W
+from .order import has_slot, is_uniform, with_end
+from .reductions import NO_REDUCTIONS, reduction_tree
+from .spec import Spec, overrides
+from .versions import microbatches_of, updates_a_step
 
 #: distance of slots, for the actions that end a step between them
 _BETWEEN = 1 << 16
-#: (stream, position there, growth of the position)
-_Need = tuple[int, int, int]
 
 
 class NotRegular(Exception):
     """Streams do not describe the relation."""
 
 
-@dataclass(frozen=True)
-class Piece:
-    """A part of a stream: `count` actions; the k-th has `slot + k * growth` and waits for its needs."""
+class Piece(NamedTuple):
+    """A part of a stream: `number` actions; the k-th has `slot + k * growth` and waits for its needs."""
 
-    count: int
+    number: int
     slot: int
     growth: int
     cost: float
     #: (stream, actions of it that must be finished, growth of that number)
-    needs: tuple[_Need, ...]
+    needs: tuple[tuple[int, int, int], ...]
     step: int = 0
 
     def counts(self, at: int) -> dict[int, int]:
@@ -66,17 +64,17 @@ class ActionStream:
 
     @property
     def count(self) -> int:
-        return sum(piece.count for piece in self.pieces)
+        return sum(piece.number for piece in self.pieces)
 
     @property
     def last_slot(self) -> int:
-        *_, last = self.pieces
-        return last.slot + last.growth * (last.count - 1)
+        last = self.pieces[-1]
+        return last.slot + last.growth * (last.number - 1)
 
 
-@dataclass(frozen=True)
-class _Asked:
-    """The answers about microbatches first, first + 1, ... of a residue, before positions are known."""
+@dataclass
+class _Answer:
+    """The answer about `count` microbatches of a residue, from `first` on, and where in a stream these stand."""
 
     first: int
     count: int
@@ -87,21 +85,18 @@ class _Asked:
     needs: list[Action]
     #: how many other workers take the payload
     takers: int
-
-
-@dataclass(frozen=True)
-class _InStream:
-    """Where in a stream the microbatches first, first + 1, ... of a residue stand; way: 1, or -1 if they go back."""
-
-    first: int
-    count: int
-    stream: int
-    position: int
+    #: 1, or -1 if the stream goes back from the last microbatch to `first`
     way: int
+    stream: int = 0
+    #: of the microbatch `first` in the stream
+    position: int = 0
 
 
 class Streams:
     """The streams of a spec, for some steps.
+
+    Args:
+        fixed: whether each worker keeps to its order.
 
     Raises:
         NotRegular: streams do not describe the relation.
@@ -109,28 +104,30 @@ class Streams:
 
     def __init__(self, spec: Spec, cost: Callable[[Action], float], *, fixed: bool, steps: int = 1) -> None:
         self.spec, self.fixed, self.steps, self._cost = spec, fixed, steps, cost
-        parallelism = spec.parallelism
+        parallelism, self._uniform = spec.parallelism, is_uniform(spec)
         slices = len(parallelism.slices)
         limited = any(spec.activation_limit(worker) is not None for worker in spec.workers)
         irregular = not spec.synchronous and (parallelism.zero or parallelism.replicas > 1)
         if not has_slot(spec) or spec.handovers or irregular:
             raise NotRegular
-        if not fixed and (limited or slices > 1 or not is_uniform(spec)):
+        if not fixed and (limited or slices > 1 or not self._uniform):
             raise NotRegular
+        #: parts of a whole sequence, which sizes of slices are numbers of
+        self.parts = sum(parallelism.slices)
         self._routes = spec.num_routes
         in_turn = not overrides(type(spec), "route")
         self._residues = slices * (self._routes if in_turn else parallelism.replicas)
         self.streams: list[ActionStream] = []
         #: payloads between workers in a step
         self.messages = 0
-        self._places: dict[tuple[int, Any, int], list[_InStream]] = {}
+        self._flows: dict[tuple[int, Kind, int], tuple[list[tuple[int, Kind]], int]] = {}
+        #: the answers of each residue, by their first microbatch
+        self._answers: dict[tuple[int, Kind, int], tuple[list[int], list[_Answer]]] = {}
         #: streams that end a step
         self._ends: dict[Action, int] = {}
-        asked = [*self._ask_all()]
-        for stage, kind, residue, answers in asked:
-            self._add(stage, kind, residue, answers)
-        for stage, kind, residue, answers in asked:
-            self._connect(self._places[stage, kind, residue], answers, self._every(kind))
+        own = [answer for asked in self._ask_all() for answer in self._put(*asked)]
+        for answer in own:
+            self._connect(answer)
         if not fixed:
             self._check_order()
         self._end_steps()
@@ -151,144 +148,142 @@ class Streams:
             if self.streams[source].last.kind.resource != "control"
         )  # fmt: skip
 
-    def _every(self, kind: Any) -> int:
+    def _every(self, kind: Kind) -> int:
         return self._residues if kind.per_microbatch else self._routes
 
-    def _ask_all(self) -> Iterator[tuple[int, Any, int, list[_Asked]]]:
+    def _ask_all(self) -> Iterator[tuple[int, Kind, int, list[_Answer]]]:
         """Yield (stage, kind, residue, answers) of all that is in slots."""
         spec, total, every = self.spec, self.spec.total_microbatches, self._residues
         for stage in sorted(range(spec.num_stages), key=lambda each: spec.place(each, 0)):  # a worker's together
             for residue in range(min(every, total)):
                 count = len(range(residue, total, every))
-                kinds = dict.fromkeys(
-                    action.kind
-                    for _, _, actions in (
-                        ask(partial(spec.actions, stage), residue, every, 1 if is_uniform(spec) else count)
-                    )
-                    for action in actions
-                )
-                for kind in kinds:
-                    yield stage, kind, residue, self._answers(stage, kind, residue, every, count)
+                actions = ask(partial(spec.actions, stage), residue, every, 1 if self._uniform else count)
+                for kind in dict.fromkeys(action.kind for _, _, found in actions for action in found):
+                    yield stage, kind, residue, self._ask(stage, kind, residue, every, count)
             for route in range(0 if spec.synchronous else self._routes):
                 count = len([*spec.updates(stage, route)])
-                yield stage, U, route, self._answers(stage, U, route, self._routes, count)
+                yield stage, U, route, self._ask(stage, U, route, self._routes, count)
 
-    def _answers(self, stage: int, kind: Any, first: int, every: int, count: int) -> list[_Asked]:
-        spec = self.spec
-
-        uniform = is_uniform(spec)
-        per_step = spec.num_microbatches if kind.per_microbatch else updates_a_step(spec)
+    def _ask(self, stage: int, kind: Kind, first: int, every: int, count: int) -> list[_Answer]:
+        spec, in_step = self.spec, kind.per_microbatch
+        per_step = spec.num_microbatches if in_step else updates_a_step(spec)
 
         def question(index: Any) -> tuple[int, Any, int, float, list[Action], int] | None:
             action = kind(stage, index)
-            if kind.per_microbatch and not uniform and action not in spec.actions(stage, index):
+            if in_step and not self._uniform and action not in spec.actions(stage, index):
                 return None
             # The schedule's formulas first: most divisions of the range are theirs.
             slot, after = spec.slot(action), spec.after(action)
-            if kind.per_microbatch:
-                needs, route = [*spec.data(action)], spec.route(index)
-            else:
-                route = index % self._routes
-                last = microbatches_of(spec, action)[-1:]
-                needs = [each for m in last for each in spec.actions(stage, m) if each.kind.accumulates]
-                before = index - spec.parallelism.replicas
-                needs += [U(stage, before)] if before >= 0 else []
-            needs += [need for need in after if need.index >= 0]
-            cost = self._cost(action)
             # A number for the whole range, or the range is divided.
+            route = (spec.route(index) if in_step else route_in(index, self._routes)).__index__()
+            needs, takers = self._flow(action, route)
+            cost = self._cost(action)
             cost = cost.__index__() if isinstance(cost, Along) else cost
-            route = route.__index__()
-            takers = self._takers(action, spec.successors(action), route)
+            needs += [need for need in after if need.index >= 0]
             return route, slot, (index // per_step).__index__(), cost, needs, takers
 
-        return [_Asked(at, n, *answer) for at, n, answer in ask(question, first, every, count) if answer is not None]
+        found = []
+        for at, number, answer in ask(question, first, every, count):
+            if answer is not None:
+                way = -1 if ends(answer[1])[1] < 0 else 1
+                found.append(_Answer(at, number, *answer, way))
+        return found
+
+    def _flow(self, action: Action, route: int) -> tuple[list[Action], int]:
+        """Return what an action needs by data flow, and how many other workers take its payload."""
+        spec, (stage, kind, index) = self.spec, action
+        if not kind.per_microbatch:
+            last = microbatches_of(spec, action)[-1:]
+            needs = [each for m in last for each in spec.actions(stage, m) if each.kind.accumulates]
+            before = index - spec.parallelism.replicas
+            return needs + ([U(stage, before)] if before >= 0 else []), 0
+        if not (self._uniform and spec.synchronous):
+            return [*spec.data(action)], self._takers(action, spec.successors(action), route)
+        if (stage, kind, route) not in self._flows:  # the same for all microbatches
+            known = [(need.stage, need.kind) for need in spec.data(kind(stage, 0))]
+            self._flows[stage, kind, route] = known, self._takers(action, spec.successors(kind(stage, 0)), route)
+        known, takers = self._flows[stage, kind, route]
+        return [Action(of, each, index) for of, each in known], takers
 
     def _takers(self, action: Action, users: Iterable[Action], route: int) -> int:
         at = {
-            self.spec.place(user.stage, route if user.kind.per_microbatch else user.index % self._routes)
+            self.spec.place(user.stage, route if user.kind.per_microbatch else route_in(user.index, self._routes))
             for user in users
         }
         return len(at - {self.spec.place(action.stage, route)})
 
-    def _add(self, stage: int, kind: Any, residue: int, answers: list[_Asked]) -> None:
-        """Put answers into streams by route, in the order of slots."""
-        places = self._places[stage, kind, residue] = []
+    def _put(self, stage: int, kind: Kind, residue: int, answers: list[_Answer]) -> Iterator[_Answer]:
+        """Put answers into streams by route; yield them in the order of slots."""
+        self._answers[stage, kind, residue] = [answer.first for answer in answers], answers
         sizes = self.spec.parallelism.slices
         for route in dict.fromkeys(answer.route for answer in answers):
             own = sorted((a for a in answers if a.route == route), key=lambda a: ends(a.slot)[0])
-            way = -1 if own[0].first > own[-1].first or ends(own[0].slot)[1] < 0 else 1
-            number, position = len(self.streams), 0
-            size = sizes[residue % len(sizes)] if kind.per_microbatch else 0
-            at = own[-1].first + (own[-1].count - 1) * (way > 0)
-            last = kind(stage, residue + at * self._every(kind))
-            self.streams.append(ActionStream(last, self.spec.place(stage, route), route, size))
+            way = -1 if own[0].first > own[-1].first else own[0].way
+            position = 0
             for answer in own:
-                first = position if way > 0 else position + answer.count - 1
-                places.append(_InStream(answer.first, answer.count, number, first, way))
+                answer.stream, answer.way = len(self.streams), way
+                answer.position = position if way > 0 else position + answer.count - 1
                 position += answer.count
                 self.messages += answer.count * answer.takers * (kind not in (R, W, U))
-        places.sort(key=lambda place: place.first)
+            at = own[-1].first + (own[-1].count - 1) * (way > 0)
+            last = kind(stage, residue + at * self._every(kind))
+            size = sizes[residue % len(sizes)] if kind.per_microbatch else 0
+            self.streams.append(ActionStream(last, self.spec.place(stage, route), route, size))
+            yield from own
 
-    def _connect(self, places: list[_InStream], answers: list[_Asked], every: int) -> None:
-        """Make the pieces of streams, with the positions of their needs."""
-        for place, answer in sorted(zip(places, answers, strict=True), key=lambda pair: ends(pair[1].slot)[0]):
-            slot, growth = ends(answer.slot)
-            pieces = [*self._pieces(answer, slot * _BETWEEN, growth * _BETWEEN)]
-            if place.way < 0:
-                pieces = [
-                    replace(
-                        each, slot=each.slot + each.growth * (each.count - 1), growth=-each.growth,
-                        needs=tuple((s, n + grows * (each.count - 1), -grows) for s, n, grows in each.needs),
-                    ) for each in reversed(pieces)
-                ]  # fmt: skip
-            stream = self.streams[place.stream]
-            for piece in pieces:
-                begins_later = not stream.pieces or stream.last_slot < piece.slot
-                if not begins_later or (piece.count > 1 and piece.growth <= 0):
-                    raise NotRegular
-                stream.pieces.append(piece)
+    def _connect(self, answer: _Answer) -> None:
+        """Add the pieces of an answer to its stream, with the positions of their needs."""
+        stream = self.streams[answer.stream]
+        for piece in self._pieces(answer):
+            begins_later = not stream.pieces or stream.last_slot < piece.slot
+            if not begins_later or (piece.number > 1 and piece.growth <= 0):
+                raise NotRegular
+            stream.pieces.append(piece)
 
-    def _pieces(self, answer: _Asked, slot: int, growth: int) -> Iterator[Piece]:
-        """Yield the pieces of an answer: its needs may stand in several streams."""
+    def _pieces(self, answer: _Answer) -> Iterator[Piece]:
+        """Yield the pieces of an answer in the stream's order: its needs may stand in several streams."""
+        slot, growth = (each * _BETWEEN for each in ends(answer.slot))
         todo = [(0, answer.count)]
         while todo:
             begin, count = todo.pop()
+            # The first and the last of the piece; a stream that goes back begins at the other end.
+            first, last = (begin, begin + count - 1)[:: answer.way]
             needs: dict[tuple[int, int], int] = {}
             for stage, kind, index in answer.needs:
-                first, step = ends(index)
-                stream, position = self._find(kind(stage, first + step * begin))
-                other, last = self._find(kind(stage, first + step * (begin + count - 1)))
-                grows = (last > position) - (last < position)
-                if stream != other or last - position != grows * (count - 1):
-                    todo += [(begin + count // 2, count - count // 2), (begin, count // 2)]
+                at, step = ends(index)
+                stream, position = self._find(stage, kind, at + step * first)
+                other, until = (stream, position) if not step else self._find(stage, kind, at + step * last)
+                grows = (until > position) - (until < position)
+                if stream != other or until - position != grows * (count - 1):
+                    todo += [(begin + count // 2, count - count // 2), (begin, count // 2)][:: answer.way]
                     break
                 needs[stream, grows] = max(needs.get((stream, grows), 0), position + 1)
             else:
                 found = {(s, number, grows) for (s, grows), number in needs.items()}
-                # A need that is met before another need of the same stream, at both ends, adds nothing.
-                found -= {
-                    (s, n, grows) for s, n, grows in found for other, more, growth in found
-                    if s == other and n <= more and n + grows * (count - 1) <= more + growth * (count - 1)
-                    and grows != growth
-                }  # fmt: skip
-                yield Piece(count, slot + growth * begin, growth, answer.cost, tuple(sorted(found)), answer.step)
+                if len(dict(needs.keys())) < len(needs):
+                    # A need that is met before another need of the same stream, at both ends, adds nothing.
+                    found -= {
+                        (s, n, grows) for s, n, grows in found for other, more, growth in found
+                        if s == other and n <= more and n + grows * (count - 1) <= more + growth * (count - 1)
+                        and grows != growth
+                    }  # fmt: skip
+                needed = tuple(sorted(found))
+                yield Piece(count, slot + growth * first, growth * answer.way, answer.cost, needed, answer.step)
 
-    def _find(self, action: Action) -> tuple[int, int]:
+    def _find(self, stage: int, kind: Kind, index: int) -> tuple[int, int]:
         """Return the stream of an action and its position there."""
-        stage, kind, index = action
-        if action in self._ends:
-            return self._ends[action], 0
         every = self._every(kind)
-        places, at = self._places.get((stage, kind, index % every), []), index // every
-        found = bisect_right(places, at, key=lambda place: place.first) - 1
-        if found < 0 or at >= places[found].first + places[found].count:
-            raise NotRegular
-        place = places[found]
-        return place.stream, place.position + place.way * (at - place.first)
+        if (stage, kind, index % every) in self._answers:
+            firsts, answers = self._answers[stage, kind, index % every]
+            at = index // every
+            answer = answers[bisect_right(firsts, at) - 1]
+            if 0 <= at - answer.first < answer.count:
+                return answer.stream, answer.position + answer.way * (at - answer.first)
+        raise NotRegular
 
     def _check_order(self) -> None:
         """Raise NotRegular unless the actions of each stream can only run in its order."""
-        self._begins = [[0, *accumulate(piece.count for piece in stream.pieces)] for stream in self.streams]
+        self._begins = [[0, *accumulate(piece.number for piece in stream.pieces)] for stream in self.streams]
         for number, stream in enumerate(self.streams):
             if stream.last.kind.accumulates:
                 continue  # each waits for the one before it
@@ -296,11 +291,12 @@ class Streams:
             for piece, done in zip(stream.pieces, self._begins[number], strict=False):
                 now = piece.counts(0)
                 if not (
-                    self._implies(now, number, done, {})
+                    all(now.get(source, 0) >= count for source, count in before.items())
+                    or self._implies(now, number, done, {})
                     or all(self._implies(now, source, count, {}) for source, count in before.items())
                 ) or any(grows < 0 for _, _, grows in piece.needs):
                     raise NotRegular
-                before = piece.counts(piece.count - 1)
+                before = piece.counts(piece.number - 1)
 
     def _implies(self, needs: Mapping[int, int], number: int, wanted: int, seen: dict[int, int]) -> bool:
         """Return whether a stream has finished `wanted` actions if these counts are reached."""
@@ -312,7 +308,7 @@ class Streams:
             seen[source] = count
             pieces, begins = self.streams[source].pieces, self._begins[source]
             for at in reversed(range(bisect_left(begins, count))):
-                done = pieces[at].counts(min(pieces[at].count, count - begins[at]) - 1)
+                done = pieces[at].counts(min(pieces[at].number, count - begins[at]) - 1)
                 if self._implies(done, number, wanted, seen):
                     return True
         return False
@@ -320,21 +316,20 @@ class Streams:
     def _end_steps(self) -> None:
         """Add the actions that end a step: streams of one action."""
         spec, tree = self.spec, reduction_tree(self.spec, NO_REDUCTIONS)
+        #: by shard, the streams that accumulate its gradients
         gradients: dict[tuple[int, int], list[int]] = {}
-        lasts: dict[int, list[tuple[int, Action]]] = {}
         for number, stream in enumerate(self.streams):
             if stream.last.kind.accumulates:
                 gradients.setdefault((stream.last.stage, stream.route), []).append(number)
+        lasts: dict[int, list[tuple[int, Action]]] = {}
         for numbers in gradients.values():
             stream = max((self.streams[n] for n in numbers), key=lambda each: each.last_slot)
             lasts.setdefault(stream.worker, []).append((stream.last_slot, stream.last))
         added: list[tuple[int, Action]] = []
         for worker in spec.workers:
-            own = dict((action, slot) for slot, action in sorted(lasts.get(worker, [])))
+            own = {action: slot for slot, action in sorted(lasts.get(worker, []))}
+            listed = with_end(spec, worker, own, NO_REDUCTIONS) if spec.synchronous else tree.actions(worker)
             at = 0
-            listed: Iterable[Action] = (
-                with_end(spec, worker, own, NO_REDUCTIONS) if spec.synchronous else tree.actions(worker)
-            )
             for action in listed:
                 at = own.get(action, at + 1)
                 if action not in own:
@@ -344,26 +339,22 @@ class Streams:
         for slot, action in added:
             shards, others = tree.needs(action)
             if action.kind.resource != "control" and action.kind is not U:
-                self.messages += self._takers(action, tree.successors(action), action.index % self._routes)
-            found: dict[int, int] = {}
-            for shard in shards:
-                found |= {number: self.streams[number].count for number in gradients.get(shard, ())}
+                route = route_in(action.index, self._routes)
+                self.messages += self._takers(action, tree.successors(action), route)
+            found = {number: self.streams[number].count for shard in shards for number in gradients.get(shard, ())}
             for need in others:
-                number, position = self._find(need)
+                number, position = (self._ends[need], 0) if need in self._ends else self._find(*need)
                 found[number] = max(found.get(number, 0), position + 1)
             needs = tuple((number, count, 0) for number, count in found.items())
-            self.streams[self._ends[action]].pieces.append(
-                Piece(1, slot, 0, self._cost(action), needs, spec.synchronous - 1)
-            )
+            piece = Piece(1, slot, 0, self._cost(action), needs, spec.synchronous - 1)
+            self.streams[self._ends[action]].pieces.append(piece)
 
     def _repeat(self) -> None:
         """Let further steps follow; they begin on a stage when it has been updated."""
-        tree, steps = reduction_tree(self.spec, NO_REDUCTIONS), range(1, self.steps)
-        counts = [stream.count for stream in self.streams]
+        tree, counts = reduction_tree(self.spec, NO_REDUCTIONS), [stream.count for stream in self.streams]
         length = _BETWEEN + max(stream.last_slot for stream in self.streams)
         for stream in self.streams:
-            stage, kind, _ = stream.last
-            before: list[Action] = []
+            (stage, kind, _), before = stream.last, list[Action]()
             if kind.takes_update:
                 before = [U(stage, stream.route), A(stage, stream.route)]
             elif kind in (G, S):
@@ -372,11 +363,9 @@ class Streams:
                 before = [D(*tree.own[stream.worker])]
             updates = [self._ends[action] for action in before if action in self._ends]
             first = stream.pieces.copy()
-            for step in steps:
+            for step in range(1, self.steps):
                 inherited = tuple((number, step, 0) for number in updates)
-                stream.pieces += [
-                    replace(
-                        piece, slot=piece.slot + step * length, step=step,
-                        needs=(*((s, n + step * counts[s], grows) for s, n, grows in piece.needs), *inherited),
-                    ) for piece in first
-                ]  # fmt: skip
+                for piece in first:
+                    needs = tuple((s, n + step * counts[s], grows) for s, n, grows in piece.needs)
+                    slot = piece.slot + step * length
+                    stream.pieces.append(piece._replace(slot=slot, step=step, needs=needs + inherited))
