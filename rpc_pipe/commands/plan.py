@@ -98,16 +98,12 @@ def command(typed: dict[str, Any], argv: list[str]) -> int:
     refuse_unknown(typed.get("schedule", ()))
     seconds = typed.get("seconds", _SECONDS)
     request, _ = _request(typed, seconds, reporter)
-    machines = request.machines
     with progress(reporter, "searching") as tell:
         result = search(request, tell)
     if result.plans and not {"no_searched", "lengths"} & typed.keys():
         _add_searched(request, result, reporter)
-    if "microbatch_order" in typed:
-        result.plans, result.front = (
-            [replace(plan, microbatch_order=typed["microbatch_order"]) for plan in plans]
-            for plans in (result.plans, result.front)
-        )
+    for plans in (result.plans, result.front) if "microbatch_order" in typed else ():
+        plans[:] = [replace(plan, microbatch_order=request.order) for plan in plans]
     advice = binding_limits(request, result) if result.plans else changes_that_fit(request, result)
     here = request.profile.device == "cpu" and not {"topology", "link"} & typed.keys()
     notes = list(remarks(request, result, len(os.sched_getaffinity(0)) if here else None)) if result.plans else []
@@ -115,7 +111,7 @@ def command(typed: dict[str, Any], argv: list[str]) -> int:
     if "output" in typed:
         write(typed["output"], json.dumps(told, indent=1))
     if "svg" in typed:
-        title = f"{request.profile.model}: {machines.num_workers} workers, batch of {request.batch}"
+        title = f"{request.profile.model}: {request.machines.num_workers} workers, batch of {request.batch}"
         write(typed["svg"], front_svg(result.front, title))
     if "json" in typed:
         print(json.dumps(told))
@@ -160,9 +156,8 @@ def _as_measured(machines: Machines, profile: Profile, typed: dict[str, Any]) ->
     if "topology" in typed or not profile.topology or profile.workers != machines.num_workers:
         return machines
     found = machines_of("the profile's topology", profile.topology)
-    if "link" in typed:
-        return replace(machines, slowness=found.slowness)
-    return replace(machines, slowness=found.slowness, link=found.link, links=found.links)
+    links: Any = {} if "link" in typed else {"link": found.link, "links": found.links}
+    return replace(machines, slowness=found.slowness, **links)
 
 
 def _together(typed: dict[str, Any], workers: int) -> int:
@@ -198,9 +193,8 @@ def kept_plan(typed: dict[str, Any], reporter: Reporter) -> tuple[Path, str]:
 
 def _groupings(typed: dict[str, Any], members: list[int], shards: list[str]) -> tuple[Grouping, ...]:
     """Return how processes may be workers, each way once."""
-    ways = {shard: SUMMING_MEMBERS if shard == "tp" else AMONG_MEMBERS for shard in shards}
-    if "member_link" in typed:
-        ways = dict.fromkeys(shards, _a_millisecond(typed["member_link"]))
+    given = _a_millisecond(typed["member_link"]) if "member_link" in typed else None
+    ways = {shard: given or (SUMMING_MEMBERS if shard == "tp" else AMONG_MEMBERS) for shard in shards}
     shared = [(shard, typed.get("reduce", "step"), way) for shard, way in ways.items()]
     return tuple(dict.fromkeys(Grouping(size, *how) if size > 1 else ALONE for size in members for how in shared))
 
@@ -240,35 +234,20 @@ def _request(typed: dict[str, Any], seconds: float, reporter: Reporter) -> tuple
     profile = with_slices(typed, profile, path, max(slices), reporter)
     if lengths:
         refuse_without(profile, f"--profile {path}")
-    refuse_too_few(profile, least)
+    if (blocks := profile.num_blocks) < least:
+        raise ConfigError(f"--workers {least}: the model has {blocks} blocks; use at most {blocks} workers")
     for shard in shards:
         refuse_unplanned(profile, shard)
     if profile.workers not in (0, workers):
         advice = f"profile --workers {workers} --again measures for {workers}"
         reporter.text(f"--profile {path}: measured while {profile.workers} workers were busy: {advice}")
     request = PlanRequest(
-        profile,
-        _as_measured(machines, profile, typed),
-        batch,
-        tuple(counts),
-        recompute="no_recompute" not in typed,
-        schedules=tuple(typed["schedule"]) if "schedule" in typed else None,
-        replicas=tuple(replicas),
-        exchange=exchange,
-        slices=tuple(slices),
-        groupings=_groupings(typed, members, shards),
-        lengths=tuple(lengths),
-        order=typed.get("microbatch_order", "given"),
-        seconds=seconds,
-    )
+        profile, _as_measured(machines, profile, typed), batch, tuple(counts), recompute="no_recompute" not in typed,
+        schedules=tuple(typed["schedule"]) if "schedule" in typed else None, replicas=tuple(replicas),
+        exchange=exchange, slices=tuple(slices), groupings=_groupings(typed, members, shards),
+        lengths=tuple(lengths), order=typed.get("microbatch_order", "given"), seconds=seconds,
+    )  # fmt: skip
     return request, path
-
-
-def refuse_too_few(profile: Profile, num_workers: int) -> None:
-    """Refuse more workers than blocks."""
-    if profile.num_blocks < num_workers:
-        blocks = profile.num_blocks
-        raise ConfigError(f"--workers {num_workers}: the model has {blocks} blocks; use at most {blocks} workers")
 
 
 def _add_searched(request: PlanRequest, result: PlanResult, reporter: Reporter) -> None:
@@ -301,8 +280,8 @@ def _as_json(request: PlanRequest, result: PlanResult, advice: Sequence[Advice])
 def _show(
     request: PlanRequest, result: PlanResult, advice: Sequence[Advice], typed: dict[str, Any], reporter: Reporter
 ) -> None:
-    machines, profile = request.machines, request.profile
-    sizes = f"{profile.num_blocks} blocks, {machines.num_workers} workers, batch of {request.batch}"
+    profile, workers = request.profile, request.machines.num_workers
+    sizes = f"{profile.num_blocks} blocks, {workers} workers, batch of {request.batch}"
     reporter.text(f"{profile.model or 'model'}: {sizes}")
     if not result.plans:
         reporter.text(_nothing_fits(result))

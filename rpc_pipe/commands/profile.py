@@ -80,10 +80,7 @@ def command(typed: dict[str, Any], argv: list[str]) -> int:
             said = ",".join(map(str, lengths))
             raise ConfigError(f"--lengths {said}: needs a model, and 3 lengths, such as 64,128,256")
         profile = _with_lengths(lengths, typed, profile, path, reporter)
-    if "json" in typed:
-        print(json.dumps(as_json(profile)))
-    else:
-        _show(profile, path, reporter)
+    _show(profile, path, reporter, typed)
     return 0
 
 
@@ -105,7 +102,10 @@ def _with_lengths(
     return profile
 
 
-def _show(profile: Profile, path: Path, reporter: Reporter) -> None:
+def _show(profile: Profile, path: Path, reporter: Reporter, typed: Mapping[str, Any]) -> None:
+    if "json" in typed:
+        print(json.dumps(as_json(profile)))
+        return
     reporter.console.print(profile_table(profile, max(profile.measured)))
     if profile.topology:
         usual = profile.topology.get("link")
@@ -142,10 +142,8 @@ def _as_part_of(job: Job, typed: Mapping[str, Any], reporter: Reporter) -> None:
     if worker == 0:
         name, path = _place(user_model, typed, job.num_workers)
         _keep(replace(profile, signature=name), path)
-        if "json" in typed:
-            print(json.dumps(as_json(profile)))
-        elif not link.present():  # otherwise the launcher's process shows it
-            _show(profile, path, reporter)
+        if "json" in typed or not link.present():  # otherwise the launcher's process shows it
+            _show(profile, path, reporter, typed)
 
 
 def load(typed: Mapping[str, Any]) -> tuple[UserModel, int]:
@@ -200,14 +198,14 @@ def find_profile(
     name, path = _place(user_model, typed, together)
     wanted = sorted({min(count, 10**6) for count in rows or [of_batch]})
     kept: dict[str, Any] = {}
-    if path.exists() and path.stat().st_size and "again" not in typed:
-        known = read_profile(path)
-        if known.signature == name and set(wanted) <= set(known.measured) and known.num_blocks >= at_least:
+    found = path.exists() and path.stat().st_size and "again" not in typed
+    known = read_profile(path) if found else None
+    if known is not None and known.signature == name:
+        if is_fine := known.num_blocks >= at_least:
+            kept = {"by_length": known.by_length, "length": known.length}
+        if is_fine and set(wanted) <= set(known.measured):
             return known, path
-        if known.signature == name:
-            wanted = sorted({*wanted, *known.measured})
-            if known.num_blocks >= at_least:
-                kept = {field: getattr(known, field) for field in ("by_length", "length")}
+        wanted = sorted({*wanted, *known.measured})
     if together and "estimate" not in typed:
         _measure_together(typed, wanted, together, path, reporter)
         profile = read_profile(path)
@@ -245,7 +243,7 @@ def _fits(user_model: UserModel, copies: int) -> bool:
     from torch import nn
 
     model = user_model.model
-    layers = [model] if isinstance(model, nn.Module) else user_model.layers() if user_model.is_layers else []
+    layers = user_model.layers() if user_model.is_layers else [model]
     held = sum(p.nbytes for layer in layers if isinstance(layer, nn.Module) for p in layer.parameters())
     return 2 * copies * held < os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
@@ -277,11 +275,9 @@ def _measure_together(
     Raises:
         ConfigError: the workers failed; the cause has been printed.
     """
-    arguments = ["profile", typed["model"], "--profile", str(path), "--again", "--workers", str(workers)]
-    arguments += ["--rows", ",".join(map(str, rows))]
-    for name in ("optimizer", "repeats", "device", "threads"):
-        if name in typed:
-            arguments += [f"--{name}", str(typed[name])]
+    told = {"profile": path, "workers": workers, "rows": ",".join(map(str, rows))}
+    told |= {name: typed[name] for name in ("optimizer", "repeats", "device", "threads") if name in typed}
+    arguments = ["profile", typed["model"], "--again", *(f"--{name}={said}" for name, said in told.items())]
     path.parent.mkdir(parents=True, exist_ok=True)
     reporter.progress(f"measuring with {workers} workers at once")
     before = path.stat().st_mtime_ns if path.exists() else 0
@@ -328,10 +324,10 @@ def progress(reporter: Reporter, what: str) -> Iterator[Callable[..., None]]:
 
     On a terminal it is a bar, which is erased at its end.
     """
-    columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %")
     if not reporter.aside.is_terminal:
         yield lines_of(reporter.progress, what)
         return
+    columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %")
     with Progress(*columns, console=reporter.aside, transient=True) as bar:
         task = bar.add_task(what, total=1.0)
         yield lambda done, note="": bar.update(task, completed=done, description=f"{what} {note}".rstrip())

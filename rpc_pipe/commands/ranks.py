@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ..dependency import check_all
@@ -40,11 +39,12 @@ def command(typed: dict[str, Any], argv: list[str]) -> int:
         stages = sorted({stage for stage, _ in spec.hosted(worker)})
         places += [_PlacedRank(worker * members + member, pp, replica, member, stages) for member in range(members)]
     tensor = typed.get("shard") == "tp"
-    groups = {
-        "pipeline": _groups(places, lambda at: (at.replica, at.member)),
-        "data": _groups(places, lambda at: (at.pp, at.member)),
-        "tensor" if tensor else "sharded data": _groups(places, lambda at: (at.pp, at.replica)),
-    }
+    groups: dict[str, list[list[int]]] = {}
+    for name, along in (("pipeline", 1), ("data", 2), ("tensor" if tensor else "sharded data", 3)):
+        alike: dict[Any, list[int]] = {}
+        for at in places:  # of one group are processes that differ in one coordinate alone
+            alike.setdefault((*at[1:along], *at[along + 1 : 4]), []).append(at.rank)
+        groups[name] = list(alike.values())
     dims = ["pp", "dp_replicate", "tp" if tensor else "dp_shard"]
     if "json" in typed:
         mesh = [{"rank": at.rank, "mesh": [at.pp, at.replica, at.member], "stages": at.stages} for at in places]
@@ -61,11 +61,3 @@ def command(typed: dict[str, Any], argv: list[str]) -> int:
     for name, found in groups.items():
         reporter.text(f"  {name:<12}  " + " | ".join(" ".join(map(str, ranks)) for ranks in found))
     return 0
-
-
-def _groups(places: list[_PlacedRank], key: Callable[[_PlacedRank], tuple[int, int]]) -> list[list[int]]:
-    """Return the ranks that have a key in common, for each key."""
-    found: dict[tuple[int, int], list[int]] = {}
-    for at in places:
-        found.setdefault(key(at), []).append(at.rank)
-    return list(found.values())

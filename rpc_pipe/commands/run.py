@@ -122,8 +122,7 @@ def _planned(typed: dict[str, Any], job: Job | None) -> dict[str, Any]:
             refuse_typed(typed, ["plan"], f"this job has been started already; before it: {before}")
         from .plan import kept_plan
 
-        names = ("model", "workers", "memory", "threads", "device")
-        reporter = Reporter("json" in typed)
+        names, reporter = ("model", "workers", "memory", "threads", "device"), Reporter("json" in typed)
         path, line = kept_plan({name: typed[name] for name in names if name in typed}, reporter)
         reporter.text(line)
         os.environ[_AUTO_PLAN] = str(path)
@@ -183,15 +182,10 @@ def follow_plan(typed: dict[str, Any]) -> dict[str, Any]:
 
     path = typed["plan"]
     plan = read_plan(path)
-    options = {key: value for key, value in plan.schedule_options.items() if value is not None}
-    said: dict[str, Any] = {
-        "schedule": path if plan.program else plan.schedule,
-        **({"slices": str(options.pop("slices"))} if "slices" in options else {}),  # which may have commas
-        "set": {key: str(value) for key, value in options.items()},
-        "microbatches": plan.num_microbatches,
-        "split": list(plan.cut),
-        **plan.sharing,
-    }
+    options = {key: str(value) for key, value in plan.schedule_options.items() if value is not None}
+    said: dict[str, Any] = {"slices": options.pop("slices")} if "slices" in options else {}  # which may have commas
+    said |= {"schedule": path if plan.program else plan.schedule, "set": options, **plan.sharing}
+    said |= {"microbatches": plan.num_microbatches, "split": list(plan.cut)}
     refuse_typed(typed, (*said, *MEMBERS, "window"), f"--plan {path} says it; leave one of the two out")
     if plan.num_workers:
         if typed.get("workers", plan.num_workers) != plan.num_workers:
@@ -237,8 +231,7 @@ def start_script(typed: dict[str, Any], argv: list[str], job: Job | None, as_jso
         raise ConfigError(f"{script}: there is no such file{f'; did you mean {near[0]}?' if near else ''}")
     of_gpt = f"is an option of the built-in GPT, but {script} runs; put the script's own options after --"
     refuse_typed(typed, (*_GPT, "beat_bigram"), of_gpt)
-    options = schedule_options(typed)
-    reporter = Reporter(as_json)
+    options, reporter = schedule_options(typed), Reporter(as_json)
     if job is None:
         refuse_device(typed.get("device", "cpu"))
         workers = typed.get("workers", PipeOptions.num_workers)
@@ -256,7 +249,6 @@ def start_script(typed: dict[str, Any], argv: list[str], job: Job | None, as_jso
         from .script import run_script
 
         rest = argv[argv.index("--") + 1 :] if "--" in argv else []
-        rest = typed.get("arguments", rest)
-        run_script(script, rest, typed, options, job)
+        run_script(script, typed.get("arguments", rest), typed, options, job)
 
     return as_worker(work, reporter)

@@ -20,7 +20,7 @@ from ..launching.job import Job
 from ..launching.typed_options import TypedOptions
 from ..pipeline import Pipeline
 from ..tracing.own_boards import collect, record, write_out
-from ..tracing.run_summary import FILES, figures, last_steps, summary
+from ..tracing.run_summary import FILES, LAST_STEPS, figures, summary
 from .options import CHECKPOINTS, MEMBERS, PIPELINE, refuse_typed, typed_checkpoints
 
 #: below which the scripts are that `run` has itself: of `run --model`, and the built-in GPT
@@ -153,8 +153,8 @@ class _ScriptEnd(TypedOptions):
 
     def _report(self, device: str, versions: list[str]) -> None:
         history, typed = collect(), self._asked
-        trace, found, lost = last_steps(history), figures(history), history.lost(fresh=True)
-        if trace is None or found is None or lost is None:
+        trace, found = history.trace(LAST_STEPS), figures(history)
+        if trace is None or found is None:
             if not any(name in typed for name in _OF_STEPS):
                 return
             raise ConfigError(f"{typed['script']} trained no step that --trace, --html or --json could tell of")
@@ -165,13 +165,8 @@ class _ScriptEnd(TypedOptions):
             from ..drawing.page import draw_page
             from .output_files import write
 
-            write(
-                typed["html"],
-                draw_page(draw_steps(history, 1), whole_state(history, trace.run or typed["script"], True)),
-            )
+            state = whole_state(history, trace.run or typed["script"], True)
+            write(typed["html"], draw_page(draw_steps(history, 1), state))
         files = {name: typed[name] for name in FILES if name in typed}
-        self._result = dict(
-            kind="result",
-            text=summary(found, *versions, *(f"{FILES[name]} written to {path}" for name, path in files.items())),
-            json={**found, **files},
-        )
+        lines = [*versions, *(f"{FILES[name]} written to {path}" for name, path in files.items())]
+        self._result = {"kind": "result", "text": summary(found, *lines), "json": {**found, **files}}

@@ -34,7 +34,12 @@ def add(commands: Any) -> None:
 
 
 def command(typed: dict[str, Any], argv: list[str]) -> int:
-    _refuse_idle(typed)
+    if "once" not in typed:
+        refuse_typed(typed, ["json"], "needs --once")
+    if "trace" not in typed:
+        refuse_typed(typed, ["steps"], "needs --trace FILE")
+    for alone in (alone for alone in _ALONE if alone in typed):
+        refuse_typed(typed, _ALONE[alone], f"has no effect with --{alone}, which ends as soon as it can; leave one out")
     if "steps" in typed:
         typed["steps"] = _parse_steps(typed["steps"])
     try_files(typed, ("trace",))
@@ -47,15 +52,6 @@ def command(typed: dict[str, Any], argv: list[str]) -> int:
     except KeyboardInterrupt:
         watcher.console.print(f"no longer watching {source.name}", markup=False, soft_wrap=True)
     return 0
-
-
-def _refuse_idle(typed: dict[str, Any]) -> None:
-    if "once" not in typed:
-        refuse_typed(typed, ["json"], "needs --once")
-    if "trace" not in typed:
-        refuse_typed(typed, ["steps"], "needs --trace FILE")
-    for alone in (alone for alone in _ALONE if alone in typed):
-        refuse_typed(typed, _ALONE[alone], f"has no effect with --{alone}, which ends as soon as it can; leave one out")
 
 
 def _parse_steps(text: str) -> tuple[int, int]:

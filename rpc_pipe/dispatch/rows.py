@@ -88,33 +88,20 @@ def _row(view: View, worker: int, records: list[Any], idle_share: float) -> Work
 
 def link_rows(view: View) -> list[LinkRow]:
     """Return the statistics of transfers by link."""
-    steps = view.complete_steps(RECENT)
-    seconds = len(steps) * (view.step_ms() or 0.0) / 1e3
-    found = sorted(transfers(map(view.records, steps)).items()) if seconds else []
-    return [
-        LinkRow(
-            source=view.numbers[source],
-            target=view.numbers[target],
-            ms=median(way.ms for way in there),
-            mb_per_s=sum(way.num_bytes for way in there) / 1e6 / seconds,
-            payloads=len(there),
-            per_step=len(there) / len(steps),
-        )
-        for (source, target), there in found
-    ]
-
-
-def mean_bubble(rows: list[WorkerRow]) -> float | None:
-    """Return the idle share of the workers' time in the recent steps."""
-    shares = [row.bubble for row in rows if not math.isnan(row.bubble)]
-    return sum(shares) / len(shares) if shares else None
+    steps, numbers = view.complete_steps(RECENT), view.numbers
+    seconds, rows = len(steps) * (view.step_ms() or 0.0) / 1e3, list[LinkRow]()
+    for (source, target), there in sorted(transfers(map(view.records, steps)).items()) if seconds else ():
+        rate, count = sum(way.num_bytes for way in there) / 1e6 / seconds, len(there)
+        ms = median(way.ms for way in there)
+        rows.append(LinkRow(numbers[source], numbers[target], ms, rate, count, count / len(steps)))
+    return rows
 
 
 def draw_steps(view: View, count: int) -> list[Picture]:
     """Return the last `count` steps, planned and actual; fewer if they are very large."""
     trace = view.trace(count)
     if trace is None:
-        return [Picture("planned", [], view.num_workers), Picture("actual", [], view.num_workers)]
+        return [Picture(name, [], view.num_workers) for name in ("planned", "actual")]
     largest = max(sum(len(record.actions) for record in records) for records in trace.steps.values())
     trace = view.trace(max(1, min(count, _MOST_SPANS // max(1, largest)))) or trace
     return list(trace.pictures())
@@ -124,9 +111,10 @@ def describe(view: View) -> dict[str, Any]:
     """Return the present state of the run, for JSON; unknown numbers are null."""
     lost, steps, rows = view.lost(), view.complete_steps(1), worker_rows(view)
     rate, unit = view.throughput() or (None, None)
+    shares = [row.bubble for row in rows if not math.isnan(row.bubble)]
     ending = view.latest.ending
     return {
-        "schedule": next(iter(view.headers.values()), {}).get("schedule"),
+        "schedule": view.header.get("schedule"),
         "num_workers": view.num_workers,
         "step": steps[0] if steps else None,
         "loss": finite(view.losses[-1][1]) if view.losses else None,
@@ -137,7 +125,7 @@ def describe(view: View) -> dict[str, Any]:
         "rate": rate,
         "unit": unit,
         "with_padding": view.with_padding,
-        "bubble": mean_bubble(rows),
+        "bubble": sum(shares) / len(shares) if shares else None,
         "stalled": view.stalled,
         "ending": ending._asdict() if ending is not None else None,
         "clock_error_ms": view.latest.clock_error_ms,

@@ -62,10 +62,9 @@ class Screen:
     def title(self) -> Text:
         """Return the state of the run in one line."""
         view = self._view
-        header = next(iter(view.headers.values()))
         seen = f"{len(view.headers)} of " * (len(view.headers) < view.num_workers) + f"{view.num_workers} workers"
         ended = f" {view.latest.ending.what}:" if view.latest.ending is not None else ":"
-        parts = [f"{self._name}{ended} {header['schedule']} on {seen}"]
+        parts = [f"{self._name}{ended} {view.header['schedule']} on {seen}"]
         if steps := view.complete_steps(1):
             parts.append(f"step {steps[0]}")
         if view.losses:

@@ -52,24 +52,21 @@ class Watcher:
         self._wishes = wishes
         first, last = wishes.steps or (0, 0)
         self._view = View(keep=_MOST_STEPS + last - first) if wishes.trace else View()
+        self._scalars: Scalars | None = None
         self.console = Console(highlight=False, emoji=False)
 
     async def run(self) -> None:
         async with contextlib.AsyncExitStack() as stack:
-            sinks = self._sinks(stack)
+            if self._wishes.tensorboard:
+                self._scalars = Scalars(self._wishes.tensorboard)
+                stack.callback(self._scalars.close)
             await self._serve(stack)
             if self._wishes.trace:
                 await self._trace()
             elif self._wishes.once:
-                await self._once(sinks)
+                await self._once()
             else:
-                await self._follow(stack, sinks)
-
-    def _sinks(self, stack: contextlib.AsyncExitStack) -> list[Any]:
-        sinks = [Scalars(self._wishes.tensorboard)] if self._wishes.tensorboard else []
-        for sink in sinks:
-            stack.callback(sink.close)
-        return sinks
+                await self._follow(stack)
 
     async def _serve(self, stack: contextlib.AsyncExitStack) -> None:
         for option, text in (("--web", self._wishes.web), ("--metrics", self._wishes.metrics)):
@@ -84,16 +81,16 @@ class Watcher:
             stack.push_async_callback(server.stop)
             self.console.print(f"{option[2:]} at {address}", markup=False, soft_wrap=True)
 
-    def _look(self, sinks: list[Any]) -> None:
+    def _look(self) -> None:
         stalled = self._view.stalled
         self._view.take(self._source.look())
         if self._view.stalled and not stalled:
             for line in self._view.hanging(self._source)[1]:
                 self._view.note(line, warning=True)
-        for sink in sinks:
-            sink.write(self._view)
+        if self._scalars is not None:
+            self._scalars.write(self._view)
 
-    async def _follow(self, stack: contextlib.AsyncExitStack, sinks: list[Any]) -> None:
+    async def _follow(self, stack: contextlib.AsyncExitStack) -> None:
         screen = Screen(self._view, self._source.name)
         display = None
         if self.console.is_terminal and not self._wishes.web:
@@ -102,7 +99,7 @@ class Watcher:
         said, over_before, ended_before = 0.0, False, False
         while True:
             over = self._source.over
-            self._look(sinks)
+            self._look()
             ended = over and over_before  # twice in a row, as failed workers may be restarting
             if display is not None:
                 display.update(screen, refresh=True)
@@ -120,21 +117,19 @@ class Watcher:
 
     def _say_the_end(self) -> None:
         ending = self._view.latest.ending
-        how = "has ended" if ending is None else str(ending)
-        style = "bold red" if ending is not None else None
+        how, style = ("has ended", None) if ending is None else (str(ending), "bold red")
         self.console.print(f"{self._source.name} {how}", style=style, markup=False, soft_wrap=True)
         lost = self._view.lost(fresh=True)
-        if lost is not None:
-            for line in lost_lines({"lost": lost.as_json()}):
-                self.console.print(line, markup=False, soft_wrap=True)
+        for line in () if lost is None else lost_lines({"lost": lost.as_json()}):
+            self.console.print(line, markup=False, soft_wrap=True)
 
-    async def _once(self, sinks: list[Any]) -> None:
+    async def _once(self) -> None:
         deadline = time.monotonic() + _ONCE_S
-        self._look(sinks)
+        self._look()
         # Two steps, for the time between them.
         while not self._source.over and len(self._view.complete_steps(2)) < 2 and time.monotonic() < deadline:
             await asyncio.sleep(_LOOK_EVERY_S / 5)
-            self._look(sinks)
+            self._look()
         if self._wishes.json:
             print(json.dumps({"name": self._source.name, **describe(self._view)}))
         else:
@@ -147,7 +142,7 @@ class Watcher:
         option = "--trace" if asked is None else f"--steps {asked[0]}-{asked[1]}"
         while True:
             over = self._source.over
-            self._look([])
+            self._look()
             there = self._view.complete_steps(0)
             if asked and there:
                 if asked[0] < there[0]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ..dependency import PipeError
 from ..system.sizes import format_bytes
@@ -48,12 +49,10 @@ def binding_limits(request: PlanRequest, result: PlanResult) -> list[Advice]:
     """
     best = result.plans[0]
     names = tuple(dict.fromkeys(plan.schedule for plan in result.plans if not plan.program))[:_NUM_SCHEDULES]
-    seconds = min(2.0, request.seconds / 6)
-    found = []
-    for change, relaxed in _relaxed(request, result):
-        advice = _tried(change, replace(relaxed, schedules=names, seconds=seconds), best.predicted_ms)
-        found += [advice] if advice is not None and advice.gain > _LEAST_GAIN else []
-    return sorted(found, key=lambda advice: -advice.gain)
+    few: dict[str, Any] = {"schedules": names, "seconds": min(2.0, request.seconds / 6)}
+    relaxed = _relaxed(request, result)
+    tried = (_tried(change, replace(other, **few), best.predicted_ms) for change, other in relaxed)
+    return sorted((each for each in tried if each and each.gain > _LEAST_GAIN), key=lambda each: -each.gain)
 
 
 def _tried(change: str, request: PlanRequest, before: float = 0) -> Advice | None:
@@ -109,18 +108,15 @@ def changes_that_fit(request: PlanRequest, result: PlanResult) -> list[Advice]:
     wanted = {num_workers + 1, *(times * num_workers for times in (2, 4, 8))}
     for count in sorted({min(each, max(num_workers, request.profile.num_blocks)) for each in wanted} - {num_workers}):
         machines = more_workers(request.machines, count - num_workers)
-        counts = {*request.microbatches, min(batch, count)}
-        more = replace(asked, machines=machines, microbatches=tuple(sorted(counts)))
-        if fitting := _tried(f"{count} workers", more):
+        counts = tuple(sorted({*request.microbatches, min(batch, count)}))
+        if fitting := _tried(f"{count} workers", replace(asked, machines=machines, microbatches=counts)):
             found.append(fitting)
             break
-    if result.nearest is not None:
-        needs = enumerate(result.nearest.memory_by_worker)
-        machines = request.machines.grouped(result.nearest.sharing.get("members", 1))
-        limits = {worker: machines.limit(worker) for worker in range(machines.num_workers)}
-        over = [f"worker {at} {format_bytes(used)}" for at, used in needs if used > (limits[at] or float("inf"))]
-        change = f"memory for {', '.join(over)}"
-        found.append(Advice(change, result.nearest.predicted_ms, 0, result.nearest))
+    if (nearest := result.nearest) is not None:
+        limit = request.machines.grouped(nearest.sharing.get("members", 1)).limit
+        needs = [(at, used) for at, used in enumerate(nearest.memory_by_worker) if used > (limit(at) or float("inf"))]
+        over = ", ".join(f"worker {at} {format_bytes(used)}" for at, used in needs)
+        found.append(Advice(f"memory for {over}", nearest.predicted_ms, 0, nearest))
     return [advice for advice in found if advice is not None]
 
 
@@ -143,8 +139,7 @@ def remarks(request: PlanRequest, result: PlanResult, cores: int | None) -> Iter
         )
     copies = num_copies(best, workers)
     if copies > 1:
-        others = (plan for plan in result.plans if num_copies(plan, workers) == 1)
-        other = next(others, None)
+        other = next((plan for plan in result.plans if num_copies(plan, workers) == 1), None)
         alone = "" if other is None else f"; the fastest with one copy is {other.name}, {other.predicted_ms:.4g} ms"
         yield f"{best.name} holds {copies} copies of the weights, which its memory counts{alone}"
     if max(counts := request.slices) > 1 and "slices" not in best.parameters:

@@ -33,11 +33,6 @@ class CutSearch:
         known = self.priced.found(ends, faster_than)
         return known if known.time < faster_than and known.memory else None
 
-    @property
-    def was_priced(self) -> bool:
-        """Whether any cut has been simulated."""
-        return bool(self.priced.known)
-
     def found(self) -> Iterator[CutFound]:
         """Return the simulated cuts with known memory."""
         return (known for known in self.priced.known.values() if known.memory)

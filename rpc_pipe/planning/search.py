@@ -6,9 +6,10 @@ Loads without torch.
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import count as numbers_from
 from itertools import product
 from typing import Any
 
@@ -62,13 +63,10 @@ class PlanRequest:
 
     def chain(self, num_microbatches: int, grouping: Grouping = ALONE) -> Chain:
         """Return the blocks with their costs for a microbatch of `batch / num_microbatches` rows."""
-        profile, rows = self.profile, self.batch / num_microbatches
-        variants = {length: [*map(grouping.cost, profile.at_length(rows, length))] for length in set(self.lengths)}
-        blocks = [grouping.cost(block) for block in profile.at(rows)]
-        return Chain(
-            blocks, profile.per_stage, profile.ties, profile.per_step, profile.per_mib, profile.model, self.slicing,
-            variants,
-        ).among(self.lengths)  # fmt: skip
+        known, rows = self.profile, self.batch / num_microbatches
+        variants = {length: [*map(grouping.cost, known.at_length(rows, length))] for length in set(self.lengths)}
+        blocks, about = [*map(grouping.cost, known.at(rows))], (known.per_stage, known.ties, known.per_step)
+        return Chain(blocks, *about, known.per_mib, known.model, self.slicing, variants).among(self.lengths)
 
     def ordered(self, spec: Spec) -> Sequence[float]:
         """Return the lengths of microbatches, in their order in the schedule; empty: as measured."""
@@ -125,34 +123,28 @@ class _Search:
         self._note = f"{len(self._searches)} variants of {len(names)} schedules"
 
     def _list(self) -> Iterator[tuple[Candidate, CutSearch]]:
-        q = self._request
+        q, workers = self._request, self._request.machines.num_workers
+        how: Any = {"schedules": q.schedules, "replicas": q.replicas, "exchange": q.exchange, "recompute": q.recompute}
         most_stages = next(iter(self._chains.values())).num_blocks if self._chains else 0
         for grouping in q.groupings:
             counts = [count for count in q.microbatches if (count, grouping) in self._chains]
             machines = q.machines.grouped(grouping.count)
-            for candidate in candidates(
-                q.machines.num_workers, counts, recompute=q.recompute, most_stages=most_stages,
-                schedules=q.schedules, replicas=q.replicas, exchange=q.exchange, grouping=grouping,
-                slices=[q.slicing.balanced(count) for count in (q.slices if grouping == ALONE else (1,))],
-            ):  # fmt: skip
-                chain, spec = self._chains[candidate.num_microbatches, grouping], candidate.spec(q.machines.num_workers)
-                yield candidate, CutSearch(spec, chain, machines, q.ordered(spec))
+            slices = [q.slicing.balanced(count) for count in (q.slices if grouping == ALONE else (1,))]
+            for each in candidates(workers, counts, most_stages=most_stages, grouping=grouping, slices=slices, **how):
+                chain, spec = self._chains[each.num_microbatches, grouping], each.spec(workers)
+                yield each, CutSearch(spec, chain, machines, q.ordered(spec))
 
     def _in_rounds(self) -> list[CutSearch]:
         """Return the searches in rounds: the most promising of each schedule, then the next of each."""
-        turns: Counter[str] = Counter()
-        found = []
-        for candidate, search in self._searches:
-            turns[candidate.schedule] += 1
-            found.append((turns[candidate.schedule], search))
+        turns: dict[str, Iterator[int]] = defaultdict(numbers_from)
+        found = [(next(turns[candidate.schedule]), search) for candidate, search in self._searches]
         return [search for _, search in sorted(found, key=lambda pair: pair[0])]
 
     def result(self) -> PlanResult:
-        result = PlanResult()
-        if self._searches:
-            self._search()
-            self._collect(result)
-        return result
+        if not self._searches:
+            return PlanResult()
+        self._search()
+        return self._collected()
 
     def _search(self) -> None:
         """Search in two rounds with all candidates each.
@@ -169,9 +161,8 @@ class _Search:
             # That nothing fits may be reported only when everything has been looked at.
             return best is None or (search.least < best.time and time.monotonic() <= until)
 
-        def better(found: CutFound | None) -> CutFound | None:
-            is_better = found is not None and found.excess <= 0 and (best is None or found.time < best.time)
-            return found if is_better else best
+        def better(found: CutFound) -> CutFound | None:
+            return found if found.excess <= 0 and (best is None or found.time < best.time) else best
 
         ranked: list[tuple[tuple[float, float], CutSearch]] = []
         for search in self._in_rounds():
@@ -185,8 +176,8 @@ class _Search:
                 now = time.monotonic()
                 best = better(search.climb(min(until, now + max(0.05, (until - now) / 8))))
 
-    def _collect(self, result: PlanResult) -> None:
-        processes = self._request.machines.num_workers
+    def _collected(self) -> PlanResult:
+        result, processes = PlanResult(), self._request.machines.num_workers
         everything = [(*pair, found) for pair in self._searches for found in pair[1].found()]
         fitting = [each for each in everything if each[2].excess <= 0]
         fitting.sort(key=lambda each: (each[2].time, max(each[2].memory)))
@@ -197,21 +188,20 @@ class _Search:
             result.nearest, result.excess = _plan(processes, *nearest), nearest[2].excess
         planned = {plan.schedule for plan in result.plans}
         named = {candidate.schedule for candidate, _ in self._searches}
-        priced = {candidate.schedule for candidate, search in self._searches if search.was_priced}
+        priced = {candidate.schedule for candidate, search in self._searches if search.priced.known}
         result.left_out, result.unfit = sorted(named - priced), sorted(priced - planned)
         least = float("inf")
         for each in fitting:
             if max(each[2].memory) < least * (1 - 1e-3):
                 least = max(each[2].memory)
                 result.front.append(_plan(processes, *each))
+        return result
 
 
 def _plan(processes: int, candidate: Candidate, search: CutSearch, found: CutFound) -> Plan:
-    grouping = candidate.grouping
-    return search.priced.plan(
-        candidate.schedule, dict(candidate.parameters), found.ends, candidate.recompute,
-        num_microbatches=candidate.num_microbatches, num_workers=processes, **grouping.planned,
-    )  # fmt: skip
+    listed = {"num_microbatches": candidate.num_microbatches, "num_workers": processes, **candidate.grouping.planned}
+    parameters = dict(candidate.parameters)
+    return search.priced.plan(candidate.schedule, parameters, found.ends, candidate.recompute, **listed)
 
 
 #: every schedule with its defaults, and with other parameters worth trying
@@ -251,8 +241,8 @@ class Candidate:
     @classmethod
     def of(cls, plan: Plan) -> Candidate:
         """Return the candidate that a plan has cut."""
-        grouping = Grouping(*plan.sharing.values())
-        return cls(plan.schedule, plan.parameters, plan.num_microbatches, plan.recompute, grouping)
+        shared = Grouping(*plan.sharing.values())
+        return cls(plan.schedule, plan.parameters, plan.num_microbatches, plan.recompute, shared)
 
     def spec(self, processes: int) -> Spec:
         """Make its spec.
@@ -260,14 +250,8 @@ class Candidate:
         Raises:
             PipeError: there is no plan for this number of processes.
         """
-        grouping = self.grouping
-        workers, count = grouping.workers(processes), self.num_microbatches // grouping.planes
-        return make_spec(self.schedule, workers, count, self.options)
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """The schedule's parameters for `make_spec`, recomputation included."""
-        return with_recompute(self.parameters, self.recompute)
+        workers, count = self.grouping.workers(processes), self.num_microbatches // self.grouping.planes
+        return make_spec(self.schedule, workers, count, with_recompute(self.parameters, self.recompute))
 
 
 def candidates(
@@ -312,9 +296,8 @@ def candidates(
                 if (name, own) in more:
                     check_some(spec)
                     if not all(map(spec.hosted, spec.workers)):
-                        raise ConfigError(
-                            f"--schedule {name}: leaves one of {len(spec.workers)} workers without stages"
-                        )
+                        idle = f"leaves one of {len(spec.workers)} workers without stages"
+                        raise ConfigError(f"--schedule {name}: {idle}")
             except PipeError as error:
                 wrong[name] = error
                 continue
@@ -325,7 +308,7 @@ def candidates(
             if recompute and not type(spec).recompute and not overrides(type(spec), "actions"):
                 depth = spec.num_stages
                 for first in sorted({1, depth // 2, depth - 1, depth} - {0}):
-                    yield Candidate(name, parameters, count, tuple(range(first)), grouping)
+                    yield replace(plain, recompute=tuple(range(first)))
     for name in dict(more).keys() - {name for name, _ in seen}:
         if name in wrong:
             raise wrong[name]

@@ -16,17 +16,16 @@ import sys
 import time
 import traceback
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 from ..dependency import Entry, Kind, Order, PeerLost, PipeError, Spec, U, period, reaches
 from ..dependency.kinds import BUILT_IN
 from ..schedules import name_of
-from ..workers.hooks import Listener
 from . import run_folders
 from .board import COLLECT_S, OWN, BoardWriter, ProgramLister
 from .run_folders import END, RUN_FAILED, RUN_STOPPED, Ending, tell_end
@@ -42,6 +41,9 @@ _STACKS = signal.SIGRTMIN + 7
 _STAY_S = 10.0
 _PAUSE_S = 0.01
 
+#: a training that can be watched, and that the launcher can stop: a `Pipeline`, which stands above this folder
+Watchable = Any
+
 #: boards of the latest pipeline, by process (of threads: by worker), kept until the process ends
 _boards: dict[int, BoardWriter] = {}
 #: that pipeline
@@ -52,50 +54,15 @@ _owner = 0
 _carrier: Carrier | None = None
 
 
-class Watchable(Protocol):
-    """A training that can be watched, and that the launcher can stop."""
-
-    #: the time of a step by the plan; 0.0 without a plan
-    predicted_ms: float
-
-    @property
-    def spec(self) -> Spec:
-        """The schedule."""
-
-    @property
-    def actors(self) -> list[WorkerActor]:
-        """The workers of this process."""
-
-    @property
-    def order(self) -> Order:
-        """The order of ready actions on workers."""
-
-    def program(self, worker: int, num_microbatches: int) -> list[Entry]:
-        """Return the entries of `worker` in a training step of `num_microbatches` microbatches."""
-
-    def shards(self, worker: int) -> Sequence[tuple[int, int, int]]:
-        """Return (stage, route, number of layers) of every shard that `worker` holds."""
-
-    @property
-    def stopped(self) -> bool:
-        """Whether it has stopped."""
-
-    def listen(self, listener: Callable[[int], Listener]) -> None:
-        """Add `listener(worker)` to every worker of this process."""
-
-    def request_stop(self) -> None:
-        """Ask all workers to stop after the step that runs now."""
-
-
 def _lister(training: Watchable, worker: int) -> ProgramLister:
     """Return a function that lists programs of `worker` as long as `training` lives."""
     made, order = ref(training), training.order
 
-    def listing(num_microbatches: int) -> dict[str, Any] | None:
+    def listing(count: int) -> dict[str, Any] | None:
         if (alive := made()) is None or not alive.actors or not alive.actors[0].shards:
             return None
-        program = alive.program(worker, num_microbatches)
-        return list_program(replace(alive.spec, num_microbatches=num_microbatches), worker, order, program)
+        spec = replace(alive.spec, num_microbatches=count)
+        return list_program(spec, worker, order, alive.program(worker, count))
 
     return listing
 

@@ -5,28 +5,22 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .trace import Trace
     from .view import View
 
 #: option -> content of the file that it names
 FILES = {"save": "weights", "trace": "trace", "html": "page"}
 #: number of last steps that are summarised
-_STEPS = 12
-
-
-def last_steps(view: View) -> Trace | None:
-    """Return the steps that are summarised; None if none is complete."""
-    return view.trace(_STEPS)
+LAST_STEPS = 12
 
 
 def figures(view: View) -> dict[str, Any] | None:
     """Return the figures of a run, for JSON; None if no step is complete."""
-    trace, lost = last_steps(view), view.lost(fresh=True)
+    trace, lost = view.trace(LAST_STEPS), view.lost(fresh=True)
     if trace is None or lost is None:
         return None
     planned, throughput = trace.simulated(), view.throughput()
     records, last = trace.steps[max(trace.steps)], view.complete_steps(1)[0]
-    before = 0 if view.epoch else next(iter(view.headers.values())).get("first_step", 1) - 1
+    before = 0 if view.epoch else view.header.get("first_step", 1) - 1
     observations = sum(record.observations for record in records)
     observed_s = sum(record.observed_ns for record in records) / 1e9
     return {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -31,7 +31,7 @@ class Trace:
     """Consecutive steps, each with the records of all workers in order of workers."""
 
     spec: Spec
-    steps: dict[int, Sequence[StepRecord]]
+    steps: Mapping[int, Sequence[StepRecord]]
     #: largest error of the alignment of clocks, in ms
     clock_error_ms: float = 0.0
     #: name of the run, such as its script's

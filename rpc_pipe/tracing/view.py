@@ -62,16 +62,14 @@ def rows(headers: Mapping[int, Mapping[str, Any]]) -> list[str]:
     first = next(iter(by_worker.values()), {})
     if "replicas" not in first or len(by_worker) < first["num_workers"]:
         return []
-    hosted = {
-        header.get("rank", w) // header.get("members", 1): [(stage, route) for stage, route, *_ in header["shards"]]
-        for w, header in sorted(by_worker.items())
-    }
+    own = [(each.get("rank", w) // each.get("members", 1), each["shards"]) for w, each in sorted(by_worker.items())]
+    hosted = {worker: [(stage, route) for stage, route, *_ in shards] for worker, shards in own}
     return row_names(hosted, first["num_routes"], first["replicas"])
 
 
 def _amount(number: int) -> str:
-    unit, size = next(((unit, size) for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)) if number >= size), ("", 1))
-    return f"{number / size:.3g} {unit}".strip()
+    units = (("B", 1e9), ("M", 1e6), ("k", 1e3), ("", 1))
+    return next((f"{number / size:.3g} {unit}".strip() for unit, size in units if number >= size), "0")
 
 
 #: steps kept in full, and points of the loss curve
@@ -164,8 +162,8 @@ class View:
         for step, loss in update.evaluations:
             mean, count = self._held_out.get(step, (0.0, 0))
             self._held_out[step] = mean + (loss - mean) / (count + 1), count + 1
-        for step in list(self._held_out)[:-_KEPT_EVALUATED]:
-            del self._held_out[step]
+            if len(self._held_out) > _KEPT_EVALUATED:
+                del self._held_out[next(iter(self._held_out))]
         self.events.extend(update.events)
         if update.ending not in (None, before.ending):
             self.note(f"the run {update.ending}".splitlines()[0], warning=True)
@@ -239,14 +237,19 @@ class View:
     # --- the run
 
     @property
+    def header(self) -> dict[str, Any]:
+        """The constant properties of the first process; empty before one is seen."""
+        return next(iter(self.headers.values()), {})
+
+    @property
     def predicted_ms(self) -> float:
         """Milliseconds of a step by the plan; 0.0 without a plan."""
-        return next((header.get("predicted_ms", 0.0) for header in self.headers.values()), 0.0)
+        return float(self.header.get("predicted_ms", 0.0))
 
     @property
     def num_workers(self) -> int:
         """The number of workers of the run, visible or not."""
-        return next((header["num_workers"] for header in self.headers.values()), 0)
+        return int(self.header.get("num_workers", 0))
 
     @property
     def numbers(self) -> list[int]:
@@ -256,13 +259,12 @@ class View:
     @property
     def members(self) -> int:
         """The number of processes that form a worker together."""
-        return next((header.get("members", 1) for header in self.headers.values()), 1)
+        return int(self.header.get("members", 1))
 
     @property
     def spec(self) -> Spec | None:
         """The schedule, with the pipeline's number of microbatches; None until it is known."""
-        header = next(iter(self.headers.values()), None)
-        return None if header is None else self._spec_of(header["microbatches"])
+        return self._spec_of(self.header["microbatches"]) if self.headers else None
 
     def _spec_of(self, num_microbatches: int) -> Spec | None:
         """Return the schedule for a number of microbatches; None if some worker has listed fewer."""
@@ -306,16 +308,8 @@ class View:
         spec = self._spec_of(max(self.records(step)[0].num_microbatches for step in steps))
         if spec is None:
             return None
-        run = next(iter(self.headers.values())).get("script", "")
-        return Trace(
-            spec,
-            {step: self.records(step) for step in steps},
-            self.latest.clock_error_ms,
-            run,
-            rows(self.headers),
-            layout(self.headers),
-            self.numbers,
-        )
+        run, error, ran = self.header.get("script", ""), self.latest.clock_error_ms, {s: self.records(s) for s in steps}
+        return Trace(spec, ran, error, run, rows(self.headers), layout(self.headers), self.numbers)
 
     def lost(self, *, fresh: bool = False) -> LostTime | None:
         """Return the lost time of the recent steps; at most two seconds old, or `fresh`."""
