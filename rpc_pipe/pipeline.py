@@ -34,8 +34,7 @@ from .model.batches.step_inputs import StepEnd
 from .model.shard_maker import Model, make_partition
 from .model.sharding import ShardFn, settle_sharing
 from .own_workers import checked_workers, elasticity, make_actors
-from .planning.features import refuse_job
-from .planning.specs import ScheduleLike, make_spec
+from .planning.specs import ScheduleLike, make_spec, refuse_job
 from .session import Session
 from .workers.actor import WorkerActor
 from .workers.compute.result import Result

@@ -65,12 +65,11 @@ def _followed(typed: dict[str, Any]) -> dict[str, Any]:
     """Return the typed options with the options that --plan decides, as `run` has them."""
     if "plan" not in typed:
         return typed
-    order = read_plan(typed["plan"]).microbatch_order
-    if order != "given":
-        refuse_typed(typed, ["microbatch_order"], f"--plan {typed['plan']} says it; leave one of the two out")
-    followed = follow_plan(typed)
-    del followed["plan"]
-    return followed if order == "given" else {**followed, "microbatch_order": order}
+    followed = {name: value for name, value in follow_plan(typed).items() if name != "plan"}
+    if (order := read_plan(typed["plan"]).microbatch_order) == "given":
+        return followed
+    refuse_typed(typed, ["microbatch_order"], f"--plan {typed['plan']} says it; leave one of the two out")
+    return {**followed, "microbatch_order": order}
 
 
 def _checked(typed: dict[str, Any]) -> dict[str, Any]:

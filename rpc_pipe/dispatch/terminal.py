@@ -82,20 +82,11 @@ class Screen:
             right = name not in ("state", "waits for")
             table.add_column(name, justify="right" if right else "left", no_wrap=True, overflow="ellipsis")
         for row in rows:
-            colour = _COLOURS.get(row.state, "")
-            table.add_row(
-                str(row.worker),
-                row.process,
-                Text(f"{row.state} {row.action}".strip(), style=colour),
-                row.stages,
-                str(row.step),
-                _number(row.action_ms, ".1f"),
-                _number(100 * row.bubble, ".0f", " %"),
-                row.waits_for,
-                Text(duration(1e9 * row.for_s), style="bold red" if self._late(row) else ""),
-                _number(row.peak_mb, ".0f"),
-                str(row.outbox),
-            )
+            does = Text(f"{row.state} {row.action}".strip(), style=_COLOURS.get(row.state, ""))
+            since = Text(duration(1e9 * row.for_s), style="bold red" if self._late(row) else "")
+            now = str(row.step), _number(row.action_ms, ".1f"), _number(100 * row.bubble, ".0f", " %")
+            last = _number(row.peak_mb, ".0f"), str(row.outbox)
+            table.add_row(str(row.worker), row.process, does, row.stages, *now, row.waits_for, since, *last)
         return table
 
     def _cells(self, rows: list[WorkerRow]) -> Group:

@@ -46,15 +46,8 @@ def plans_table(plans: Sequence[Plan]) -> Table:
     for plan in plans:
         shown.setdefault(f"{plan.schedule} {sorted(plan.parameters.items())} {plan.sharing}", plan)
     for plan in list(shown.values())[:_MOST_PLANS]:
-        drawn.add_row(
-            plan.name,
-            cut_text(plan.cut),
-            str(plan.num_microbatches),
-            f"{plan.predicted_ms:.4g}",
-            format_bytes(plan.predicted_memory),
-            f"{plan.bubble:.0%}",
-            str(plan.messages),
-        )
+        figures = f"{plan.predicted_ms:.4g}", format_bytes(plan.predicted_memory), f"{plan.bubble:.0%}"
+        drawn.add_row(plan.name, cut_text(plan.cut), str(plan.num_microbatches), *figures, str(plan.messages))
     return drawn
 
 
@@ -104,10 +97,8 @@ def front_text(front: Sequence[Plan]) -> str:
     for plan in front:
         time = "█" * round(_BAR * plan.predicted_ms / slowest)
         memory = "▒" * round(_BAR * plan.predicted_memory / largest)
-        lines.append(
-            f"{plan.predicted_ms:9.4g} ms {time:<{_BAR}} {format_bytes(plan.predicted_memory):>8} "
-            f"{memory:<{_BAR}} {plan.name}, {plan.num_microbatches} microbatches"
-        )
+        took, held = f"{plan.predicted_ms:9.4g} ms {time:<{_BAR}}", f"{format_bytes(plan.predicted_memory):>8}"
+        lines.append(f"{took} {held} {memory:<{_BAR}} {plan.name}, {plan.num_microbatches} microbatches")
     return "\n".join(lines)
 
 

@@ -24,8 +24,10 @@ class CutSearch:
 
     def __init__(self, spec: Spec, chain: Chain, machines: Machines, lengths: Sequence[float] = ()) -> None:
         self.spec, self.chain, self.machines, self.lengths = spec, chain, machines, lengths
+        again = sum(map(spec.recomputes, range(spec.num_stages))) / spec.num_stages
+        work = self._work(0, chain.num_blocks, splits=spec.splits(spec.last_stage, 0), again=again)
         #: time of a step if the workers shared all work evenly
-        self.least = self._even_time()
+        self.least = work / sum(1 / machines.slow(worker) for worker in range(spec.num_workers))
         self.priced = PricedSchedule(spec, chain, machines, lengths)
 
     def price(self, ends: Ends, *, faster_than: float = float("inf")) -> CutFound | None:
@@ -55,12 +57,6 @@ class CutSearch:
             if held := spec.peak_activations(worker):
                 longest = max(longest, sum(depth - stage for stage, _ in spec.hosted(worker)) * both * each / held)
         return longest
-
-    def _even_time(self) -> float:
-        spec, last = self.spec, self.chain.num_blocks
-        again = sum(map(spec.recomputes, range(spec.num_stages))) / spec.num_stages
-        work = self._work(0, last, splits=spec.splits(spec.last_stage, 0), again=again)
-        return work / sum(1 / self.machines.slow(worker) for worker in range(spec.num_workers))
 
     def _work(self, start: int, stop: int, *, splits: bool, again: float) -> float:
         """Return the time of these blocks in a step, as one stage; `again`: the share of them that recomputes."""
@@ -124,7 +120,7 @@ class CutSearch:
             inner = takewhile(lambda _: time.monotonic() < until, combinations(range(1, blocks), depth - 1))
             every = (self.price((0, *ends, blocks)) for ends in inner)
             return min((found for found in (best, *every) if found is not None), key=lambda found: found.rank)
-        step = max(1, self.chain.num_blocks // (4 * self.spec.num_stages))
+        step = max(1, blocks // (4 * depth))
         while step:
             better: CutFound | None = best
             while better is not None and time.monotonic() < until:
@@ -175,21 +171,16 @@ def least_bottleneck(
                 return None
             while low < high:
                 middle = (low + high + 1) // 2
-                if cost(stage, start, middle) <= most and fits(stage, start, middle):
-                    low = middle
-                else:
-                    high = middle - 1
+                fine = cost(stage, start, middle) <= most and fits(stage, start, middle)
+                low, high = (middle, high) if fine else (low, middle - 1)
             ends.append(low)
         return tuple(ends) if ends[-1] == num_blocks else None
 
     best = fill(float("inf"))
-    if best is None:
-        return None
-    low, high = 0.0, costliest(best, cost)
+    low, high = 0.0, 0.0 if best is None else costliest(best, cost)
     while high - low > 1e-12 * high:
         middle = (low + high) / 2
-        found = fill(middle)
-        if found is None:
+        if (found := fill(middle)) is None:
             low = middle
         else:
             best, high = found, min(middle, costliest(found, cost))

@@ -55,15 +55,9 @@ class Size:
     def __add__(self, other: Size) -> Size:
         """Return the size of a stage of this block and `other` behind it. Tensors that both keep are stored once."""
         summed = Size(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
-        return replace(
-            summed,
-            activations=summed.activations - self.joint(other),
-            inputs=self.inputs,
-            outputs=other.outputs,
-            working=max(self.working, other.working),
-            kept_inputs=self.kept_inputs,
-            kept_outputs=other.kept_outputs,
-        )
+        own = {"inputs": self.inputs, "kept_inputs": self.kept_inputs, "working": max(self.working, other.working)}
+        own |= {"outputs": other.outputs, "kept_outputs": other.kept_outputs}
+        return replace(summed, activations=summed.activations - self.joint(other), **own)
 
     def joint(self, behind: Size) -> float:
         """Return the bytes between this block and the next that both keep."""
@@ -194,10 +188,8 @@ def payload_bytes(action: Action, size: Size, num_parts: int = 1) -> float:
         size: of its stage.
         num_parts: in how many parts gradients are exchanged: a bucket or several for each route.
     """
-    if action.kind is F:
-        return size.outputs
     if action.kind in (G, S, P):
         return size.gradients / num_parts
-    if action.kind in (B, I):
-        return size.inputs
+    if action.kind in (F, B, I):
+        return size.outputs if action.kind is F else size.inputs
     return moved_bytes(action.kind, size) if action.kind.holds < 0 else 0

@@ -124,9 +124,8 @@ class Profile:
             return [blend(b, b, rows / known[0] - 1, proportional=True) for b in self.measured[known[0]]]
         at = min(max(bisect_left(known, rows), 1), len(known) - 1)
         low, high = known[at - 1], known[at]
-        share = (rows - low) / (high - low)
         pairs = zip(self.measured[low], self.measured[high], strict=True)
-        return [blend(a, b, share) for a, b in pairs]
+        return [blend(a, b, (rows - low) / (high - low)) for a, b in pairs]
 
 
 #: bytes that do not depend on the rows of a microbatch
@@ -289,7 +288,8 @@ class Chain:
     def size(self, start: int, stop: int) -> Size:
         """Return the bytes of a stage of blocks `start` to `stop` - 1."""
         summed = {name: sums[stop] - sums[start] for name, sums in self._bytes.items()}
-        ties = self._inside(start, stop)
+        begin, end = self._places[start], self._places[stop]
+        ties = [tie for tie in self.ties if begin <= tie.first and tie.last < end]
         for tie in ties:
             for name in RESIDENT:
                 summed[name] -= getattr(tie, name)
@@ -297,15 +297,10 @@ class Chain:
         if not start:  # the whole backward is W, until which everything is kept
             summed["after_inputs"] = summed["activations"] + self.outputs(stop)
         first, last = self._sizes[start], self._sizes[stop - 1]
-        return Size(
-            **summed,
-            inputs=first.inputs,
-            outputs=last.outputs,
-            working=max(size.working for size in self._sizes[start:stop]),
-            kept_inputs=first.kept_inputs,
-            kept_outputs=last.kept_outputs,
-            tied=sum(tie.gradients for tie in ties),
-        )
+        ends = {"inputs": first.inputs, "kept_inputs": first.kept_inputs}
+        ends |= {"outputs": last.outputs, "kept_outputs": last.kept_outputs}
+        working = max(size.working for size in self._sizes[start:stop])
+        return Size(**summed, **ends, working=working, tied=sum(tie.gradients for tie in ties))
 
     def separated_ties(self, ends: Sequence[int]) -> Iterator[tuple[int, int, Tie]]:
         """Yield (earlier stage, later stage, tie) of the ties between two stages."""
@@ -323,10 +318,6 @@ class Chain:
     def inputs(self, start: int) -> float:
         """Return the bytes of the gradient that goes back from block `start`."""
         return self._sizes[start].inputs
-
-    def _inside(self, start: int, stop: int) -> list[Tie]:
-        places = self._places
-        return [t for t in self.ties if places[start] <= t.first and t.last < places[stop]]
 
     def ends(self, counts: Sequence[int]) -> tuple[int, ...]:
         """Return the boundaries of stages with these counts of the model's blocks."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 from ..dependency import (
     NO_REDUCTIONS,
@@ -50,21 +51,17 @@ class Relation:
     def _put_together(self, parts: list[Part]) -> None:
         steps = self.steps
         #: worker -> its first number; one more at the end
-        self.first = [0]
-        for part in parts:
-            self.first.append(self.first[-1] + steps * len(part.entries))
+        self.first = [*accumulate((steps * len(part.entries) for part in parts), initial=0)]
         self.actions: list[Action] = []
         #: of each action its worker, and its lane: a number for one resource of one worker
-        self.worker: list[int] = []
-        self.lane: list[int] = []
+        self.worker, self.lane = list[int](), list[int]()
         #: how many needs each action has
         self.num_needs: list[int] = []
         for worker, part in enumerate(parts):
             actions = [entry.action for entry in part.entries]
-            lanes = [len(RESOURCES) * worker + RESOURCES.index(action.kind.resource) for action in actions]
             self.actions += steps * actions
             self.worker += [worker] * (steps * len(actions))
-            self.lane += steps * lanes
+            self.lane += steps * [len(RESOURCES) * worker + RESOURCES.index(action.kind.resource) for action in actions]
             self.num_needs += steps * part.num_needs
         #: number -> actions of the same worker that need it
         self.own: list[list[int]] = [[] for _ in self.actions]

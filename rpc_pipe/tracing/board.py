@@ -97,18 +97,15 @@ class Live(NamedTuple):
 
     def told(self, members: int = 1) -> str:
         """Return the state in words, with the number of a member if workers have several `members`."""
-        if self.state is State.RUNNING:
-            return f"running {self.action}, step {self.step}"
-        if self.state is State.WAITING and self.missing is None:
-            return f"waiting for the result of step {self.step}"
-        if self.state is State.WAITING:
-            who = "a worker" if self.peer is None else named(self.peer, members)
-            return f"waiting for {self.missing} of {who} to run {self.action}, step {self.step}"
-        if self.state is State.BETWEEN:
-            return f"between steps, after step {self.step}"
-        if self.state is State.STOPPED:
-            return f"stopped by a signal, step {self.step}"
-        return "leaving" if self.state is State.LEFT else "starting up"
+        who = "a worker" if self.peer is None else named(self.peer, members)
+        waits = f"waiting for {self.missing} of {who} to run {self.action}, step {self.step}"
+        return {
+            State.RUNNING: f"running {self.action}, step {self.step}",
+            State.WAITING: f"waiting for the result of step {self.step}" if self.missing is None else waits,
+            State.BETWEEN: f"between steps, after step {self.step}",
+            State.STOPPED: f"stopped by a signal, step {self.step}",
+            State.LEFT: "leaving",
+        }.get(self.state, "starting up")
 
 
 class File(FileIO):
@@ -178,12 +175,11 @@ class BoardWriter(Listener):
         self._write(State.RUNNING, step, _code(action))
 
     def waiting(self, step: int, what: Callable[[], Blocked]) -> None:
-        blocked = what()
-        if blocked.action is None or not blocked.missing:
-            self._write(State.WAITING, step)
-        else:
+        blocked, about = what(), tuple[int, ...]()
+        if blocked.action is not None and blocked.missing:
             need = blocked.missing[0]
-            self._write(State.WAITING, step, _code(blocked.action), _code(need.action), self._rank(need.worker))
+            about = _code(blocked.action), _code(need.action), self._rank(need.worker)
+        self._write(State.WAITING, step, *about)
         if self._ended is not None:
             self.write_out()
 

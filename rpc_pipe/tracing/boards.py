@@ -140,9 +140,9 @@ def unpack_live(head: bytes, offset_ns: int) -> Live:
 def decode_record(read: dict[str, Any], offset_ns: int = 0) -> StepRecord:
     """Return a step that was written, with `offset_ns` added to its times."""
     times = {name: read[name] + offset_ns for name in ("start_ns", "end_ns")}
+    numbers = ("loss", "grad_norm", "learning_rate")
     parts: dict[str, Any] = {
-        "loss": float(read["loss"]),
-        **{name: float(read[name]) for name in ("grad_norm", "learning_rate") if read.get(name) is not None},
+        **{name: float(read[name]) for name in numbers if read.get(name) is not None},
         "microbatch_order": tuple(read.get("microbatch_order", ())),
         "actions": [Record(_parsed(name), start + offset_ns, end + offset_ns) for name, start, end in read["actions"]],
         "arrivals": [Arrived(_parsed(name), peer, size, at + offset_ns) for name, peer, size, at in read["arrivals"]],
@@ -227,14 +227,12 @@ class RunBoards:
             (self.folder / WATCHED).touch()
         open_boards(self.folder, self._boards)
         self._latest = update = poll(self._boards)
-        gone = set()
         for worker, header in update.headers.items():
             process = run_folders.state_of(header["process"])
             if update.lives[worker].state is State.LEFT or process in ("", "Z", "X"):
-                gone.add(worker)
+                update.gone |= {worker}
             elif process == "T" and "stacks_signal" in header:  # not of a mirror's process
                 update.lives[worker] = update.lives[worker]._replace(state=State.STOPPED)
-        update.gone = frozenset(gone)
         update.ending = self._read_end()
         with suppress(OSError):  # there are none
             told = (self.folder / EVENTS).read_text().splitlines()
@@ -300,7 +298,7 @@ class RunBoards:
 
 def _in_collective(stack: Sequence[str]) -> bool:
     """Return whether a process is in a collective of torch, by its innermost calls."""
-    return any("/torch/distributed/" in line for line in [line for line in stack if "File " in line][:_INNERMOST])
+    return "/torch/distributed/" in "".join([line for line in stack if "File " in line][:_INNERMOST])
 
 
 def open_boards(folder: Path, boards: dict[int, Board], *prefixes: str) -> dict[int, Board]:

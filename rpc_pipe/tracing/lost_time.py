@@ -124,11 +124,11 @@ class _Case:
         self._actions = [r.action for record in self._records[-1] for r in record.actions]
 
     def lost(self) -> LostTime:
-        nominal_work: dict[Kind, list[float]] = defaultdict(list)
+        work: dict[Kind, list[float]] = defaultdict(list)
         for action in self._actions:
-            nominal_work[action.kind].append(self._nominal(action))
-        mean = {kind: sum(costs) / len(costs) for kind, costs in nominal_work.items()}
-        limit = sum(map(sum, nominal_work.values())) / self._spec.num_workers
+            work[action.kind].append(self._nominal(action))
+        mean = {kind: sum(costs) / len(costs) for kind, costs in work.items()}
+        limit = sum(map(sum, work.values())) / self._spec.num_workers
         own = min(_RUNTIME_HOP_MS, min(self._delays.values(), default=0.0))
         excess = {pair: Link(delay - own) for pair, delay in self._delays.items() if delay > max(own, self._link_ms)}
         equal = self._simulate(lambda action: mean.get(action.kind, 0.0))
@@ -200,8 +200,7 @@ class _Case:
             for action in self._actions:
                 busy[self._spec.worker(action)] += self._actual(action)
             worker, longest = _largest(busy)
-            times = longest / max(median_low(busy), 1e-9)
-            which = f"those of worker {self._numbers[worker]} {times:.1f} x the median"
+            which = f"those of worker {self._numbers[worker]} {longest / max(median_low(busy), 1e-9):.1f} x the median"
             return f"stages or actions take unequally long, {which}", "rpc-pipe plan finds cuts, and sizes of slices"
         if cause == "link":
             link, ms = max(self._delays.items(), key=lambda link: link[1])
@@ -212,17 +211,15 @@ class _Case:
 
     def _overhead(self, lost_ms: float) -> tuple[str, str]:
         """Return the source of the time that no other cause explains, and advice."""
-        lengths = [
-            ((run.end_ns - run.start_ns) / 1e6, self._actual(run.action))
-            for records in self._records for record in records for run in record.actions
-            if run.action.kind.per_microbatch
-        ]  # fmt: skip
+        runs = (run for records in self._records for record in records for run in record.actions)
+        alike = [run for run in runs if run.action.kind.per_microbatch]
+        lengths = [((run.end_ns - run.start_ns) / 1e6, self._actual(run.action)) for run in alike]
         long = [took - usual for took, usual in lengths if took > _LONG * usual + 1]
         a_step = sum(long) / len(self._records) / self._spec.num_workers
         if a_step > lost_ms * _KNOWN:
             what = f"{len(long)} of {len(lengths)} actions took more than {_LONG} x their usual time"
-            first, last = ({r.worker: r.observations for r in self._records[at]} for at in (0, -1))
-            if any(last[worker] > first[worker] for worker in last):  # not in the first look at a model
+            first, last = ([r.observations for r in self._records[at]] for at in (0, -1))
+            if any(after > before for before, after in zip(first, last, strict=True)):  # not in a model's first look
                 return what, "new shapes are looked at once: pad sequences to a few lengths"
             return what, "other programs ran on the cores, or memory was short"
         typical, count = median(usual for _, usual in lengths), len(lengths) // len(self._records)
@@ -236,10 +233,8 @@ class _Case:
         """Return how unequal microbatches are, and advice: the gain of another order, if there is one."""
         shortest, longest = (found(map(found, self._lengths)) / self._mean for found in (min, max))
         what = f"microbatches are {shortest:.1f} to {longest:.1f} x as long as their mean"
-        gains = []
-        for lengths in self._lengths:
-            order = balanced(self._spec.unsliced(), lengths)
-            gains.append(1 - self._ragged([lengths[m] for m in order]) / self._ragged(lengths))
+        orders = [(given, balanced(self._spec.unsliced(), given)) for given in self._lengths]
+        gains = [1 - self._ragged([given[m] for m in order]) / self._ragged(given) for given, order in orders]
         if (gain := median(gains)) >= 0.01:
             return what, f"--microbatch-order balanced would take {_percent(gain)} off"
         return what, "rows of similar length in a microbatch make them more equal (batches_by_length)"
@@ -276,7 +271,7 @@ class _Case:
     def _data_cause(self) -> str:
         """Return the main cause of waiting for batches, if reading them explains the waits between steps."""
         waited: Counter[str] = Counter()
-        for record in (record for records in self._records for record in records):
+        for record in chain.from_iterable(self._records):
             waited[record.data_cause] += record.data_wait_ns
         ((worst, ns),) = waited.most_common(1)
         between = max(self._waits, default=0.0) * len(self._records)
@@ -287,14 +282,11 @@ class _Case:
 
         1 where that is not known.
         """
-        spec = self._spec
+        spec, times, ratios = self._spec, defaultdict[int, dict[int, float]](dict), defaultdict[int, list[float]](list)
         first = {spec.route(m): m for m in reversed(range(spec.num_microbatches))}
-        times: dict[int, dict[int, float]] = defaultdict(dict)
         for worker, own in enumerate(shards):
             for stage, route, _, form in own:
-                actions = spec.actions(stage, first.get(route, 0))
-                times[form][worker] = sum(map(self._actual, actions))
-        ratios: dict[int, list[float]] = defaultdict(list)
+                times[form][worker] = sum(map(self._actual, spec.actions(stage, first.get(route, 0))))
         for by_worker in times.values():
             usual = median_low(by_worker.values()) if len(by_worker) > 1 else 0.0
             for worker, ms in by_worker.items() if usual else ():

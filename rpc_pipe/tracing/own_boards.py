@@ -159,20 +159,19 @@ def _keep(training: Watchable, folder: Path | None) -> None:
     for own in _boards.values():
         own.detach()
     _boards.clear()
-    ranks = {actor.worker: actor.carrier.plane.rank(actor.worker) for actor in training.actors}
+    rank_of = training.actors[0].carrier.plane.rank
     for actor in training.actors:
-        rank = ranks[actor.worker]
-        path = None if folder is None else folder / f"{OWN}{rank}"
-        lister = _lister(training, actor.worker)
-        _boards[rank] = BoardWriter(path, header_of(training, actor), lister, actor.carrier.plane.rank, written)
+        path = None if folder is None else folder / f"{OWN}{rank_of(actor.worker)}"
+        own = BoardWriter(path, header_of(training, actor), _lister(training, actor.worker), rank_of, written)
+        _boards[rank_of(actor.worker)] = own
     _owner, _recorded = os.getpid(), ref(training)
     if not training.actors[0].shards:
         return
-    training.listen(lambda worker: _boards[ranks[worker]])
+    training.listen(lambda worker: _boards[rank_of(worker)])
     for actor in training.actors:
         if not actor.carrier.post.within_process:  # to workers in other processes
             _carrier = actor.carrier
-            _carrier.serve_board = _boards[ranks[actor.worker]].since
+            _carrier.serve_board = _boards[rank_of(actor.worker)].since
             if folder is not None:
                 _keep_mirror(folder)
 
@@ -227,16 +226,13 @@ def follow_carrier(carrier: Carrier) -> None:
 @cache
 def _keep_mirror(folder: Path) -> None:
     """Start mirrors in the first worker of a machine. torchrun numbers ranks machine by machine."""
-    carrier = _carrier
-    assert carrier is not None
     size, local = (os.environ.get(name, "") for name in ("LOCAL_WORLD_SIZE", "LOCAL_RANK"))
-    if local == "0" and size.isdecimal():
+    if _carrier is not None and local == "0" and size.isdecimal():
         from .remote import Mirror
 
-        first = carrier.plane.rank(carrier.worker)
-        here = range(first, first + int(size))
-        if remote := [worker for worker in carrier.workers if carrier.plane.rank(worker) not in here]:
-            Mirror(carrier, folder, remote).start()
+        first, rank_of = _carrier.plane.rank(_carrier.worker), _carrier.plane.rank
+        if remote := [each for each in _carrier.workers if rank_of(each) not in range(first, first + int(size))]:
+            Mirror(_carrier, folder, remote).start()
 
 
 @cache
@@ -257,17 +253,16 @@ def leave() -> None:
     """Mark the workers as left, and leave the run's folder, unless a launcher removes it after reading it."""
     if _owner != os.getpid():
         return
-    error = getattr(sys, "last_value", None)
-    if isinstance(error, KeyboardInterrupt):
+    if isinstance(error := getattr(sys, "last_value", None), KeyboardInterrupt):
         tell_failure("by Ctrl-C", what=RUN_STOPPED)
     elif error is not None:
         text = str(error) if isinstance(error, PipeError) else traceback.format_exception_only(error)[-1].strip()
         tell_failure(text, consequence=isinstance(error, PeerLost))
     for board in _boards.values():
         board.close()
-    if run_folders.FOLDER not in os.environ:
-        for folder in {board.path.parent for board in _boards.values() if board.path is not None}:
-            run_folders.leave(folder)
+    folders = {board.path.parent for board in _boards.values() if board.path is not None}
+    for folder in folders if run_folders.FOLDER not in os.environ else ():
+        run_folders.leave(folder)
 
 
 def list_program(spec: Spec, worker: int, order: Order, program: Iterable[Entry]) -> dict[str, Any]:

@@ -122,8 +122,7 @@ class Copy:
 
     def refresh(self) -> None:
         """Write what is new."""
-        answer = self._peer.since(self._seen)
-        if not answer:
+        if not (answer := self._peer.since(self._seen)):
             return
         if self._seen == EVERYTHING:
             hidden = self._path.with_name(f"{self._path.name}.new")

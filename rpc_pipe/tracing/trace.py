@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -63,8 +63,8 @@ class Trace:
         def key(worker: int, action: Action) -> tuple[int, int, Kind, float]:
             return worker, action.stage, action.kind, self.spec.extent(action)[0]
 
-        for span in self.spans():
-            times[key(span.worker, span.action)].append(span.end - span.start)
+        for worker, action, start, end in self.spans():
+            times[key(worker, action)].append(end - start)
         medians = {at: median(values) for at, values in times.items()}
         return lambda action: medians.get(key(self.spec.worker(action), action), 0.0)
 
@@ -77,11 +77,11 @@ class Trace:
         count, differ = spec.num_whole, True
         for records in (self.steps[step] for step in sorted(self.steps)[-last:]):
             ratios: dict[int, list[float]] = defaultdict(list)
-            sent: dict[tuple[int, int], dict[int, int]] = defaultdict(lambda: defaultdict(int))
+            sent: dict[tuple[int, int], Counter[int]] = defaultdict(Counter)
             for record in records:
-                for run in (run for run in record.actions if run.action.kind.per_microbatch and usual(run.action)):
-                    at = spec.whole_microbatch(run.action)
-                    ratios[at].append((run.end_ns - run.start_ns) / 1e6 / usual(run.action))
+                for action, start_ns, end_ns in record.actions:
+                    if action.kind.per_microbatch and (ms := usual(action)):
+                        ratios[spec.whole_microbatch(action)].append((end_ns - start_ns) / 1e6 / ms)
                 for action, _, num_bytes, _ in (arrived for arrived in record.arrivals if arrived.action.kind is F):
                     sent[record.worker, action.stage][spec.whole_microbatch(action)] += num_bytes
             bytes_differ = not sent or any(max(each.values()) > _LARGER * min(each.values()) for each in sent.values())

@@ -128,14 +128,12 @@ class View:
 
     def take(self, update: RunUpdate) -> None:
         """Add an update."""
-        before, self.latest = self.latest, update
+        before, self.latest, earlier, before_epoch = self.latest, update, self.pipelines, self.epoch
         for worker in sorted(update.gone - before.gone):
             left = update.lives[worker].state is State.LEFT
             self.note(f"worker {worker} has {'ended' if left else 'gone'}", warning=not left)
-        earlier = self.pipelines
-        epochs = {rank: header.get("epoch", 0) for rank, header in update.headers.items()}
-        before_epoch, self.epoch = self.epoch, max(epochs.values(), default=0)
-        now = {rank: header for rank, header in update.headers.items() if epochs[rank] == self.epoch}
+        self.epoch = max((header.get("epoch", 0) for header in update.headers.values()), default=0)
+        now = {rank: header for rank, header in update.headers.items() if header.get("epoch", 0) == self.epoch}
         newest = max(now.values(), key=lambda header: header["clock_ns"], default={"num_workers": 0})
         # An earlier pipeline of the same process may have had more workers.
         self.headers = {rank: found for rank, found in now.items() if found["worker"] < newest["num_workers"]}
@@ -183,8 +181,7 @@ class View:
         """Handle a step that all workers have finished."""
         before = self.losses[-1][1] if self.losses else 0.0
         self.first_step = self.first_step or step
-        loss = next(iter(self._steps[step].values())).loss
-        self.losses.append((step, loss))
+        self.losses.append((step, loss := next(iter(self._steps[step].values())).loss))
         if not math.isfinite(loss) and math.isfinite(before):
             self.note(f"step {step}: the loss is {loss}", warning=True)
         times = [self.length_ms(s) for s in self.complete_steps(RECENT)]

@@ -23,46 +23,19 @@ from .verify_options import VerifyOptions
 
 def list_blocks(options: VerifyOptions) -> None:
     """Report the calls of blocks with their parameters, and the payload of the cut after each."""
-    made = seeded(options.model, options.seed)
+    made, payloads = seeded(options.model, options.seed), list[list[Crossing] | str]()
     if made.is_layers:
-        _list_layers(made, options)
-        return
-    args, kwargs = made.call(made.batch)
-    observed = observe(made.model, args, kwargs, blocks=options.blocks, at_least=options.num_workers)  # type: ignore[arg-type]
-    cuts = [_payload(observed, after) for after in range(1, observed.num_blocks)]
-    title = f"{type(made.model).__name__}: {observed.num_blocks} calls of blocks; behind each, what a cut there passes"
-    notes = [*observed.notes, *(f"{name} is on both sides of every cut" for name in _always_shared(observed))]
-    _tell(options, title, observed.blocks, [*cuts, None], notes)
-
-
-def _list_layers(made: UserModel, options: VerifyOptions) -> None:
-    """Report the layers of a list, and the output of each: they run once, on the batch."""
-    tree, _ = made.pair(made.batch)
-    layers, blocks, cuts = LayerPartition(made.layers(), 1).build(0, Randomness(options.seed)), [], []
-    for index, layer in layers:
-        name = f"layer {index} ({type(layer).__name__})"
-        try:
-            with torch.no_grad():
-                tree = (state_dropped(layer) if has_own_state(layer) else layer)(tree)
-        except Exception as error:
-            raise ConfigError(f"{name} raised {type(error).__name__}: {str(error).partition(chr(10))[0]}") from error
-        parameters = list(layer.parameters())
-        count, size = sum(p.numel() for p in parameters), sum(p.nbytes for p in parameters)
-        blocks.append(BlockCall(name, str(index), count, size))
-        cuts.append([Crossing(name, tuple(t.shape), t.dtype, t.nbytes) for t in distinct_tensors(tree)])
-    title = f"{len(layers)} layers; behind each, what a cut there passes"
-    _tell(options, title, blocks, [*cuts[:-1], None], [])
-
-
-def _tell(
-    options: VerifyOptions,
-    title: str,
-    blocks: Sequence[BlockCall],
-    cuts: Sequence[list[Crossing] | str | None],
-    notes: Sequence[str],
-) -> None:
-    rows, lines = [], [title]
-    for i, (block, payload) in enumerate(zip(blocks, cuts, strict=True)):
+        blocks, outputs = _layers(made, options.seed)
+        what, notes = f"{len(blocks)} layers", list[str]()
+        payloads += outputs[:-1]
+    else:
+        args, kwargs = made.call(made.batch)
+        observed = observe(made.model, args, kwargs, blocks=options.blocks, at_least=options.num_workers)  # type: ignore[arg-type]
+        blocks, what = observed.blocks, f"{type(made.model).__name__}: {observed.num_blocks} calls of blocks"
+        payloads += [_payload(observed, after) for after in range(1, observed.num_blocks)]
+        notes = [*observed.notes, *(f"{name} is on both sides of every cut" for name in _always_shared(observed))]
+    rows, lines = [], [f"{what}; behind each, what a cut there passes"]
+    for i, (block, payload) in enumerate(zip(blocks, [*payloads, None], strict=True)):
         more, said = _behind(payload)
         rows.append({"name": block.name, "parameters": block.num_parameters, "bytes": block.num_bytes, **more})
         held = format_bytes(block.num_bytes)
@@ -71,20 +44,35 @@ def _tell(
     link.tell(kind="result", text=text, json={"model": options.model, "blocks": rows}, exit_code=0)
 
 
+def _layers(made: UserModel, seed: int) -> tuple[Sequence[BlockCall], list[list[Crossing]]]:
+    """Return the layers of a list, and the output of each: they run once, on the batch."""
+    tree, _ = made.pair(made.batch)
+    layers, blocks, cuts = LayerPartition(made.layers(), 1).build(0, Randomness(seed)), [], []
+    for index, layer in layers:
+        name = f"layer {index} ({type(layer).__name__})"
+        try:
+            with torch.no_grad():
+                tree = (state_dropped(layer) if has_own_state(layer) else layer)(tree)
+        except Exception as error:
+            raise ConfigError(f"{name} raised {type(error).__name__}: {str(error).partition(chr(10))[0]}") from error
+        sizes = [(parameter.numel(), parameter.nbytes) for parameter in layer.parameters()]
+        blocks.append(BlockCall(name, str(index), *map(sum, zip(*sizes, (0, 0), strict=True))))
+        cuts.append([Crossing(name, tuple(t.shape), t.dtype, t.nbytes) for t in distinct_tensors(tree)])
+    return blocks, cuts
+
+
 def _behind(payload: list[Crossing] | str | None) -> tuple[dict[str, Any], str]:
     """Return the payload of the cut behind a block, or the reason against a cut, for JSON and as text."""
     if payload is None:
         return {}, ""
     if isinstance(payload, str):
         return {"refused": payload}, f"; no cut: {payload}"
-    tensors = [
-        {"made_by": t.made_by, "shape": list(t.shape), "dtype": str(t.dtype).removeprefix("torch."),
-         "bytes": t.num_bytes}
-        for t in payload
-    ]  # fmt: skip
-    size = sum(tensor.num_bytes for tensor in payload)
-    named = ", ".join(f"{t['dtype']}{t['shape']} of {t['made_by']}" for t in tensors) or "nothing"
-    return {"payload_bytes": size, "payload": tensors}, f" -> {format_bytes(size)}: {named}"
+    tensors, named, size = [], [], sum(tensor.num_bytes for tensor in payload)
+    for each in payload:
+        kind, shape = str(each.dtype).removeprefix("torch."), list(each.shape)
+        tensors.append({"made_by": each.made_by, "shape": shape, "dtype": kind, "bytes": each.num_bytes})
+        named.append(f"{kind}{shape} of {each.made_by}")
+    return {"payload_bytes": size, "payload": tensors}, f" -> {format_bytes(size)}: {', '.join(named) or 'nothing'}"
 
 
 def _payload(observed: ObservedModel, after: int) -> list[Crossing] | str:

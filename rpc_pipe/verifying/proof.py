@@ -1,9 +1,12 @@
-"""A model trained by a pipeline and, as it is, by plain PyTorch in one process: compared bit for bit."""
+"""A model trained by a pipeline and, as it is, by plain PyTorch in one process: compared bit for bit.
+
+Where the pipeline trains on slices of sequences, the reference trains on whole ones, and sums in another order.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -11,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..dependency import Action
 from ..dependency.parallelism import FSDP
 from ..model.batches.microbatches import SplitBatch, rows_in
 from ..model.observe.trees import mapped
@@ -21,11 +25,13 @@ from ..pipeline import Pipeline, Training
 from ..workers.actor import WorkerActor
 from ..workers.compute.randomness import Randomness, seed_process
 from ..workers.compute.sequence import state_dropped
+from ..workers.compute.shard import Shard
 from ..workers.compute.slices import has_own_state
 from ..workers.compute.tensor_parallel import divisible
-from ..workers.transport.payload import Tree
+from ..workers.compute.torch_internals import OperatorMode
+from ..workers.hooks import Listener
+from ..workers.transport.payload import Tree, tensors_of
 from .built_in import built_in
-from .by_slices import Floats, Held
 from .reference import Reference, Replica, give, state_of
 from .verdict import Compared, summed_by_members, summed_by_slices, summed_by_stages, tell
 from .verify_options import BUILT_IN, VerifyOptions
@@ -35,6 +41,42 @@ _built_in_optimizer = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
 _optimizer = partial(torch.optim.SGD, lr=1e-3, momentum=0.9)
 #: roundings of a norm that is added up over members: each part's root and square, and the sum
 _OF_NORM = 3
+
+
+class Floats(OperatorMode):
+    """Records the float types that the reference computes in, such as float32 for norms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: set[torch.dtype] = set()
+
+    @property
+    def precision(self) -> float:
+        """The precision of the coarsest type that was seen."""
+        return max(torch.finfo(dtype).eps for dtype in self._seen)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = result if isinstance(result, (Tensor, tuple, list)) else ()
+        self._seen |= {tensor.dtype for tensor in tensors_of(given) if tensor.is_floating_point() and tensor.dim()}
+        return result
+
+
+class Held(Listener):
+    """Records a worker's real peaks: the number of slices at once, and the bytes that they carry to later slices.
+
+    Attributes:
+        most: (slices, bytes).
+    """
+
+    def __init__(self, shards: Iterable[Shard]) -> None:
+        self._shards = [*shards]
+        self.most = (0, 0)
+
+    def action_started(self, step: int, action: Action) -> None:
+        held = sum(shard.num_held for shard in self._shards)
+        kept = sum(cut.num_bytes for shard in self._shards if (cut := shard.slices))
+        self.most = max(self.most[0], held), max(self.most[1], kept)
 
 
 def prove(options: VerifyOptions) -> None:

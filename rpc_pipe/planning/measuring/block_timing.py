@@ -5,7 +5,6 @@ Blocks run in groups larger than the caches, forwards before backwards, as they 
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
@@ -93,9 +92,8 @@ def time_blocks(blocks: Sequence[TimedBlock], repeats: int, tell: Callable[[int]
 def scatter(blocks: Sequence[TimedBlock]) -> float:
     """Return the width of the middle half of the runs' times, relative to the median; 0.0 if blocks ran once."""
     runs = [block.runs[kind] for block in blocks for kind in (F, B) if len(block.runs[kind]) > 1]
-    quarters = [quantiles(took, n=4) for took in runs]
-    total = sum(middle for _, middle, _ in quarters)
-    return sum(high - low for low, _, high in quarters) / total if total else 0.0
+    lows, middles, highs = map(sum, zip(*(quantiles(took, n=4) for took in runs), strict=True)) if runs else (0, 0, 0)
+    return (highs - lows) / middles if middles else 0.0
 
 
 def _pool_equal(blocks: Sequence[TimedBlock]) -> None:
@@ -105,10 +103,9 @@ def _pool_equal(blocks: Sequence[TimedBlock]) -> None:
         groups[block.signature].append(block)
     for group in groups.values():
         fastest = [block.fastest for block in group]
-        if max(fastest) <= _SAME * min(fastest):
-            pooled = {kind: [took for block in group for took in block.runs[kind]] for kind in group[0].runs}
-            for block in group:
-                block.runs.update(pooled)
+        pooled = {kind: [took for block in group for took in block.runs[kind]] for kind in group[0].runs}
+        for block in group if max(fastest) <= _SAME * min(fastest) else ():
+            block.runs.update(pooled)
 
 
 def _forward(
@@ -120,12 +117,11 @@ def _forward(
     leaves = [tensor for tensor in numbers if tensor.requires_grad or not first]
     for tensor in leaves:
         tensor.requires_grad_()
-    output = module(tree)
-    if loss is None:
-        return leaves, output, [tensor for tensor in tensors_of(output) if tensor.requires_grad]
-    result = loss(output)
-    summed = result[0] if isinstance(result, tuple) else result  # a sum, and its weight
-    return leaves, (), [tensor for tensor in tensors_of(summed) if tensor.requires_grad]
+    output = result = module(tree)
+    if loss is not None:
+        result, output = loss(output), ()
+        result = result[0] if isinstance(result, tuple) else result  # a sum, and its weight
+    return leaves, output, [tensor for tensor in tensors_of(result) if tensor.requires_grad]
 
 
 def with_update_times(
@@ -196,12 +192,7 @@ class _TimedUpdate:
 def operations_a_ms(device: str) -> float:
     """Return the operations a millisecond of a matrix product on the device."""
     a = torch.randn(_MATRIX_SIDE, _MATRIX_SIDE, device=device)
-    best = float("inf")
-    for _ in range(4):
-        begin = time.perf_counter()
-        float((a @ a)[0, 0])
-        best = min(best, time.perf_counter() - begin)
-    return 2 * _MATRIX_SIDE**3 / (1e3 * best)
+    return 2 * _MATRIX_SIDE**3 / min(milliseconds(lambda: float((a @ a)[0, 0])) for _ in range(4))
 
 
 def estimated(block: TimedBlock, speed: float, state: float) -> LayerCost:

@@ -86,20 +86,21 @@ def merged(profiles: Sequence[Profile], links: Mapping[tuple[int, int], Link]) -
     """
     slow = _slowness(profiles)
     first = profiles[0]
-    measured = {}
-    for rows in first.measured:
-        measured[rows] = [_median(costs, slow) for costs in zip(*(p.measured[rows] for p in profiles), strict=True)]
-    pairs = [*zip(profiles, slow, strict=True)]
-    per_stage = {kind: median(p.per_stage[kind] / s for p, s in pairs) for kind in first.per_stage}
+
+    def middle(times: Sequence[Mapping[Kind, float]]) -> dict[Kind, float]:
+        return {kind: median(each[kind] / s for each, s in zip(times, slow, strict=True)) for kind in times[0]}
+
+    measured = {
+        rows: [
+            replace(costs[0], times=middle([cost.times for cost in costs]))
+            for costs in zip(*(profile.measured[rows] for profile in profiles), strict=True)
+        ]
+        for rows in first.measured
+    }
     topology = {"workers": [{"speed": round(1 / s, 3)} for s in slow], **_links_as_json(links)}
-    return replace(
-        first,
-        measured=measured,
-        per_stage=per_stage,
-        workers=len(profiles),
-        topology=topology,
-        scatter=median(profile.scatter for profile in profiles),
-    )
+    per_stage, scatter = middle([p.per_stage for p in profiles]), median(p.scatter for p in profiles)
+    about: Any = {"workers": len(profiles), "topology": topology, "scatter": scatter}
+    return replace(first, measured=measured, per_stage=per_stage, **about)
 
 
 def _slowness(profiles: Sequence[Profile]) -> list[float]:
@@ -117,11 +118,6 @@ def _slowness(profiles: Sequence[Profile]) -> list[float]:
     return [total / sum(fastest) for total in totals]
 
 
-def _median(costs: Sequence[LayerCost], slow: Sequence[float]) -> LayerCost:
-    times = {kind: median(c.times[kind] / s for c, s in zip(costs, slow, strict=True)) for kind in costs[0].times}
-    return replace(costs[0], times=times)
-
-
 def _links_as_json(links: Mapping[tuple[int, int], Link]) -> dict[str, Any]:
     """Return links as in a file for --topology: the median link, and each link that differs from it."""
     if not links:
@@ -131,11 +127,10 @@ def _links_as_json(links: Mapping[tuple[int, int], Link]) -> dict[str, Any]:
     def takes(link: Link) -> float:
         return link.latency + _PAYLOAD_BYTES / link.bandwidth
 
-    others = {
-        f"{a}-{b}": _link_as_json(link)
-        for (a, b), link in links.items()
-        if not 1 / _SAME_LINK <= takes(link) / takes(usual) <= _SAME_LINK
+    differ = {
+        ends: link for ends, link in links.items() if not 1 / _SAME_LINK <= takes(link) / takes(usual) <= _SAME_LINK
     }
+    others = {f"{a}-{b}": _link_as_json(link) for (a, b), link in differ.items()}
     return {"link": _link_as_json(usual), **({"links": others} if others else {})}
 
 

@@ -284,12 +284,11 @@ def _around(costs: Sequence[LayerCost], whole: Mapping[Kind, float] | None) -> d
     The whole model, as a first stage, does all its backward in W, so its I and W are not comparable. Functions around
     blocks have no weights, so their backward is counted as part of I.
     """
-    around = {kind: 0.0 for kind in (F, B)}
+    forward = back = 0.0
     if whole is not None and len(costs) > 1:
-        for kind in around:
-            more = (sum(cost.times[kind] for cost in costs) - whole[kind]) / (len(costs) - 1)
-            around[kind] = min(max(0.0, more), *(cost.times[kind] for cost in costs))
-    return {F: around[F], R: around[F], B: around[B], I: around[B], W: 0.0}
+        took = {kind: [cost.times[kind] for cost in costs] for kind in (F, B)}
+        forward, back = (min(max(0.0, (sum(t) - whole[k]) / (len(t) - 1)), *t) for k, t in took.items())
+    return {F: forward, R: forward, B: back, I: back, W: 0.0}
 
 
 def _without(cost: LayerCost, per_stage: Mapping[Kind, float]) -> LayerCost:

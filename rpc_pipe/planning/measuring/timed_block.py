@@ -8,7 +8,7 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, islice
 from statistics import median
 
 import torch
@@ -123,7 +123,7 @@ class TimedBlock:
             act: runs an action; it is timed by default.
         """
         act = act or self._time
-        self._begin_gradients()
+        self._set_gradients(lambda parameter: torch.full_like(parameter, 0.0))
         made: list[tuple[list[Tensor], Tree, list[Tensor]]] = []
         act(F, lambda: made.append(self.forward()))
         yield
@@ -151,31 +151,25 @@ class TimedBlock:
         grads: list[Tensor | None] = [torch.ones_like(root) for root in roots]
         act(I, lambda: deferred.append(backward_inputs(roots, grads, leaves, saved)[1]))
         after = sum(saved.num_bytes(weights).values()) + deferred[0].num_bytes()
-        self.kept = Size(
-            activations=sum(held.values()), after_inputs=after, kept_inputs=kept_inputs, kept_outputs=kept_outputs
-        )
+        keeps = {"kept_inputs": kept_inputs, "kept_outputs": kept_outputs}
+        self.kept = Size(activations=sum(held.values()), after_inputs=after, **keeps)
         act(W, deferred[0].run)
         yield
-        self._end_gradients()
+        self._set_gradients(lambda parameter: None)
 
     def gradients(self) -> list[Tensor]:
         """Return the gradients of the trained parameters for one microbatch."""
-        self._begin_gradients()
-        roots = self.forward()[2]
-        if roots:
+        self._set_gradients(lambda parameter: torch.full_like(parameter, 0.0))
+        if roots := self.forward()[2]:
             torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
         found = [parameter.grad for _, parameter in self.trained if parameter.grad is not None]
-        self._end_gradients()
+        self._set_gradients(lambda parameter: None)
         return found
 
-    def _begin_gradients(self) -> None:
-        """Make gradients of 0, and touch their memory pages."""
+    def _set_gradients(self, make: Callable[[Tensor], Tensor | None]) -> None:
+        """Make gradients: of 0, which touches their memory pages, or none."""
         for _, parameter in self.trained:
-            parameter.grad = torch.full_like(parameter, 0.0)
-
-    def _end_gradients(self) -> None:
-        for _, parameter in self.trained:
-            parameter.grad = None
+            parameter.grad = make(parameter)
 
     def _time(self, kind: Kind, run: Callable[[], object]) -> None:
         self.runs[kind].append(milliseconds(run))
@@ -184,10 +178,9 @@ class TimedBlock:
 def with_working_memory(costs: Sequence[LayerCost], blocks: Sequence[TimedBlock]) -> list[LayerCost]:
     """Return the costs of blocks with the bytes that they allocate while they run, besides the kept bytes."""
     on_gpu = any(parameter.device.type != "cpu" for block in blocks for _, parameter in block.named)
-    peaks = _peaks_on_gpu(blocks) if on_gpu else _peaks_on_cpu(blocks)
-    found = []
-    for at, cost in enumerate(costs):
-        first, *others = peaks[5 * at : 5 * (at + 1)]  # of F, B, R, I and W, above the bytes at the start of each
+    peaks, found = iter((_peaks_on_gpu if on_gpu else _peaks_on_cpu)(blocks)), []
+    for cost in costs:
+        first, *others = islice(peaks, 5)  # of F, B, R, I and W, above the bytes at the start of each
         forward = first - (cost.size.activations - cost.size.kept_inputs)
         found.append(replace(cost, size=replace(cost.size, working=max(0.0, forward, *others))))
     return found
