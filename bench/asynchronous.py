@@ -33,7 +33,8 @@ from torch import Tensor, nn
 
 from bench import devices
 from bench.replaying import replay_of
-from rpc_pipe.dependency import B, F, most_open
+from rpc_pipe.dependency import B, F
+from rpc_pipe.dependency.earlier_steps import most_open
 from rpc_pipe.model.partition import LayerPartition
 from rpc_pipe.pipeline import Pipeline, Training
 from rpc_pipe.planning.simulator import simulate, uniform

@@ -34,9 +34,6 @@ from .versions import (
     known_reductions,
     microbatches_of,
     microbatches_on,
-    most_open,
-    period,
-    reaches,
     update_of,
     updates_a_step,
 )
@@ -46,7 +43,7 @@ __all__ = [
     "Damaged", "DataError", "D", "Disagreement", "Entry", "F", "G", "H", "I", "Kind", "Malformed", "Milestone", "Order",
     "Part", "ModelError", "NotFinite", "NotMet", "PeerLost", "PipeError", "Pulled", "R", "Resource", "ScheduleError",
     "Spec", "Stalled", "StorageError", "T", "U", "V", "W", "WorkerFailure", "known_reductions", "schedule_errors",
-    "check", "check_all", "reduction_tree", "entries", "local_order", "microbatches_of", "microbatches_on", "most_open",
-    "order_limit", "period", "reaches", "refuse_below", "update_of", "updates_a_step", "EpochEnds", "StageLost",
+    "check", "check_all", "reduction_tree", "entries", "local_order", "microbatches_of", "microbatches_on",
+    "order_limit", "refuse_below", "update_of", "updates_a_step", "EpochEnds", "StageLost",
     "ends_epoch",
 ]  # fmt: skip

@@ -6,12 +6,13 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from .action import Action
+from .earlier_steps import STEADY, period, steady
 from .errors import ScheduleError
 from .indexes import split_step
 from .order import has_slot
 from .reductions import on_route
 from .spec import Spec
-from .versions import STEADY, period, steady, update_of, updates_a_step, updates_before
+from .versions import update_of, updates_a_step, updates_before
 
 #: the number of steps at the beginning of a stream with checked versions
 _BEGINNING = 8

@@ -11,7 +11,6 @@ from .kinds import A, D, F, G, P, S, U, V
 from .order import routes
 from .reductions import reduction_tree
 from .spec import Spec
-from .versions import reaches
 
 
 class Part:
@@ -74,6 +73,8 @@ class Part:
         spec = self.spec
         if self.forward_only:
             return
+        from .earlier_steps import reaches  # few streams overlap
+
         told = [action for action in self.number if action.kind in (D, P, A)]
         begun: set[tuple[tuple[int, int], Kind]] = set()
         last_forward = {(self.shard(a), a.kind): a for a in self.number if a.kind.way == 1}

@@ -6,8 +6,9 @@ from bisect import bisect_right
 from itertools import accumulate, pairwise
 
 from .declared import Declared
+from .earlier_steps import STEADY
 from .reductions import on_route
-from .versions import STEADY, updates_before
+from .versions import updates_before
 
 
 def staleness(spec: Declared, stage: int) -> int:

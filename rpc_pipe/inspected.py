@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Collection, Mapping
-from functools import cache, partial
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
@@ -12,31 +10,10 @@ from torch.optim import Optimizer
 
 from .dependency import ConfigError, Entry
 from .session import Session
-from .workers.actor import WorkerActor
 from .workers.hooks import Listener
 
 if TYPE_CHECKING:
     from .step_report import StepReport, StepReports
-
-
-logger = logging.getLogger(__name__)
-
-
-@cache
-def _warn_of_dropped(stage: int) -> None:
-    logger.warning(
-        "on_gradients: leaves out the update of stage %d, and decides by this stage alone: Training(skip_update=) "
-        "decides by the norm of the whole model, on all stages alike",
-        stage,
-    )
-
-
-def _of_a_stage(stage: int, function: Callable[..., object], parameters: Mapping[str, nn.Parameter]) -> None:
-    """Call a user's function; a decision by the gradients of one stage depends on the number of stages."""
-    had = any(parameter.grad is not None for parameter in parameters.values())
-    function(parameters)
-    if had and all(parameter.grad is None for parameter in parameters.values()):
-        _warn_of_dropped(stage)
 
 
 class Optimizers(list[Optimizer]):
@@ -86,18 +63,9 @@ class Inspected:
         Raises:
             ConfigError: there is no such stage.
         """
-        if stage not in range(self._session.spec.num_stages) or not callable(function):
-            most = self._session.spec.num_stages - 1
-            raise ConfigError(f"on_gradients {stage!r}, {function!r}: takes a stage from 0 to {most}, and a function")
+        from .modifying import call_on_gradients
 
-        one_of_many = partial(_of_a_stage, stage, function) if self._session.spec.num_stages > 1 else function
-
-        def add(actor: WorkerActor) -> None:
-            for (each, _), shard in actor.shards.items():
-                if each == stage and not shard.is_guest:
-                    shard.updating.on_gradients.append(one_of_many)
-
-        self._session.each(add)
+        call_on_gradients(self._session, stage, function)
 
     def modify(self, function: Callable[[int, list[nn.Module]], object], *, summed: str | Collection[str] = ()) -> None:
         """Call `function(stage, modules)` for each stage of each worker, between two steps, to change the modules.

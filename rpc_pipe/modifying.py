@@ -1,9 +1,10 @@
-"""Changes of modules by a function of the user, on all workers alike."""
+"""Changes of modules and gradients by functions of the user."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from functools import partial, reduce
+import logging
+from collections.abc import Callable, Collection, Mapping
+from functools import cache, partial, reduce
 
 import torch
 from torch import nn
@@ -12,6 +13,8 @@ from .checkpoints.collective import together
 from .dependency import ConfigError
 from .session import Session
 from .workers.actor import WorkerActor
+
+logger = logging.getLogger(__name__)
 
 
 def modify(session: Session, function: Callable[[int, list[nn.Module]], object], summed: Collection[str]) -> None:
@@ -51,3 +54,36 @@ def _sum_buffers(actor: WorkerActor, names: Collection[str], num_routes: int) ->
         raise ConfigError(f"modify: summed={min(missing)!r}: no module has a buffer of that name")
     for (stage, _, name), buffer in own.items():
         buffer.copy_(reduce(torch.add, [told[f"{stage}/{route}/{name}"] for route in range(num_routes)]))
+
+
+def call_on_gradients(session: Session, stage: int, function: Callable[[Mapping[str, nn.Parameter]], object]) -> None:
+    """Call `function(parameters)` between backward and update; arguments as of `Pipeline.on_gradients`."""
+    if stage not in range(session.spec.num_stages) or not callable(function):
+        most = session.spec.num_stages - 1
+        raise ConfigError(f"on_gradients {stage!r}, {function!r}: takes a stage from 0 to {most}, and a function")
+
+    one_of_many = partial(_of_a_stage, stage, function) if session.spec.num_stages > 1 else function
+
+    def add(actor: WorkerActor) -> None:
+        for (each, _), shard in actor.shards.items():
+            if each == stage and not shard.is_guest:
+                shard.updating.on_gradients.append(one_of_many)
+
+    session.each(add)
+
+
+@cache
+def _warn_of_dropped(stage: int) -> None:
+    logger.warning(
+        "on_gradients: leaves out the update of stage %d, and decides by this stage alone: Training(skip_update=) "
+        "decides by the norm of the whole model, on all stages alike",
+        stage,
+    )
+
+
+def _of_a_stage(stage: int, function: Callable[..., object], parameters: Mapping[str, nn.Parameter]) -> None:
+    """Call a user's function; a decision by the gradients of one stage depends on the number of stages."""
+    had = any(parameter.grad is not None for parameter in parameters.values())
+    function(parameters)
+    if had and all(parameter.grad is None for parameter in parameters.values()):
+        _warn_of_dropped(stage)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .arguments import describe, refuse_shared
 from .checkpoints.resumption import Resumption
-from .dependency import BatchError, ConfigError, Entry, Order, PipeError, Spec, most_open
+from .dependency import BatchError, ConfigError, Entry, Order, PipeError, Spec
 from .dependency.pipeline_options import Options
 from .model.batches.batch_reader import BatchReader
 from .model.batches.microbatches import Microbatches, Pair, has_items
@@ -284,6 +284,7 @@ class Session:
 
     def stream(self, batches: Iterator[Tree]) -> Generator[tuple[Result, str], None, None]:
         """Train on one batch after the other; yield the result of each, and the name of its batch."""
+        from .dependency.earlier_steps import most_open
         from .model.batches.prefetcher import Prefetcher
 
         ahead = Prefetcher(batches, self.cut, most_open(self.spec) - 1)

@@ -11,7 +11,8 @@ from test_transparency import verdict
 from torch import nn
 
 from bench.replaying import held_out
-from rpc_pipe.dependency import B, U, WorkerFailure, most_open
+from rpc_pipe.dependency import B, U, WorkerFailure
+from rpc_pipe.dependency.earlier_steps import most_open
 from rpc_pipe.dependency.weight_copies import staleness
 from rpc_pipe.model.batches.microbatches import update_shares
 from rpc_pipe.schedules import OneFOneB, PipeDream, PipeDream2BW

@@ -22,7 +22,7 @@ from rpc_pipe.workers.transport.link import NOTHING, Message
 from rpc_pipe.workers.transport.messages import Messages
 from rpc_pipe.workers.transport.payload import Payload
 from rpc_pipe.workers.transport.shared_memory import POSSIBLE
-from rpc_pipe.workers.transport.wakeup import ThreadWakeup
+from rpc_pipe.workers.transport.thread_wakeup import ThreadWakeup
 
 
 def test_a_worker_does_not_leave_before_its_last_words_are_read():

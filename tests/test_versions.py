@@ -17,9 +17,9 @@ from rpc_pipe.dependency import (
     U,
     check_all,
     entries,
-    most_open,
     updates_a_step,
 )
+from rpc_pipe.dependency.earlier_steps import most_open
 from rpc_pipe.planning.comparison import ModelCosts, compare
 from rpc_pipe.planning.comparison import verdict as told
 from rpc_pipe.planning.footprint import Size

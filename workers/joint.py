@@ -85,7 +85,7 @@ def _gathering(
 ) -> Payload | None:
     """Run an action behind which some layers stay whole; behind the last one of a shard none does."""
     # A forward is observed with divided parameters.
-    gathered.hold(() if ctx.task.shard.state.looks else held)
+    gathered.hold(() if ctx.task.shard.state.is_looking else held)
     payload = handler(ctx)
     if is_last:
         gathered.release()

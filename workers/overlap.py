@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from collections import deque
 
-from ..dependency import Entry, Spec, most_open, period, updates_a_step
+from ..dependency import Entry, Spec, updates_a_step
+from ..dependency.earlier_steps import most_open, period
 from .compute.result import Result
 from .run import Stream
 from .step import Offsets, Step, StepInput

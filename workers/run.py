@@ -224,7 +224,7 @@ class Stream:
         task = step.tasks[action]
         if step.undoable and action.kind.way == 1 and task.shard not in step.before:
             task.shard.turn()
-            step.before[task.shard] = task.shard.changing.before(task.shard.state.weights, whole_step=True)
+            step.before[task.shard] = task.shard.state.probe.before(task.shard.state.weights, whole_step=True)
         worker.running, worker.running_step, worker.given = task.name, step.ordinal, None
         worker.listeners.tell("action_started", step.ordinal, action)
         begin = worker.backend.timestamp()
@@ -284,7 +284,7 @@ class Stream:
         self._carrier.end(step.run)
         for shard, module_state in step.before.items():
             shard.turn()
-            shard.changing.note(module_state, whole_step=True)
+            shard.state.probe.note(module_state)
         if step.batch.train:
             self._report(step)
             worker.step += 1

@@ -5,14 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from ..dependency import Action, T, U, reduction_tree
+from .compute.lodging import Lodging
 from .compute.result import Result
-from .compute.shard import Lodges, Shard
+from .compute.shard import Shard
 from .run import Stream
 from .step import ActionContext, Handler, Step
 from .transport.payload import Payload
 
 
-def turning(handler: Handler, lodging: Lodges, shard: Shard, handed: Action | None) -> Handler:
+def turning(handler: Handler, lodging: Lodging, shard: Shard, handed: Action | None) -> Handler:
     """Return a handler during which the gradients of a shard are in place, as several shards have its weights.
 
     Args:

@@ -15,7 +15,7 @@ from ..dependency.parallelism import REPLICAS, with_parallelism
 from ..launching.report import Reporter
 from ..planning.comparison import ModelCosts, Row, compare, verdict
 from ..planning.footprint import Size
-from ..planning.specs import PipeOptions
+from ..planning.pipe_options import PipeOptions
 from ..planning.steady import refuse_long
 from ..system.sizes import format_bytes
 from .options import (

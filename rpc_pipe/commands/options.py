@@ -19,7 +19,8 @@ from ..dependency.pipeline_options import ROWS, TYPED
 from ..launching.job import ELASTIC, REJOINS, TRANSPORT, TRUST, Job, current_job
 from ..launching.launcher_link import NAN, NANS
 from ..planning.listed_schedule import ListedSchedule
-from ..planning.specs import PipeOptions, find_schedule
+from ..planning.pipe_options import PipeOptions
+from ..planning.specs import find_schedule
 from . import readers
 from .readers import fraction, link, number, numbers, whole
 

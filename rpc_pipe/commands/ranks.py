@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 from ..dependency import check_all
 from ..launching.report import Reporter
-from ..planning.specs import make_spec, workers_of
+from ..planning.pipe_options import workers_of
+from ..planning.specs import make_spec
 from .options import SCHEDULE, Parser, schedule_options
 
 

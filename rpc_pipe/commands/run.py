@@ -18,7 +18,8 @@ from ..launching import launcher_link as link
 from ..launching.job import TRANSPORT, TRANSPORTS, Job, current_job
 from ..launching.report import Reporter
 from ..launching.worker_main import as_worker
-from ..planning.specs import PipeOptions, make_spec, workers_of
+from ..planning.pipe_options import PipeOptions, workers_of
+from ..planning.specs import make_spec
 from ..tracing.run_summary import FILES
 from .options import (
     CHECKPOINTS,

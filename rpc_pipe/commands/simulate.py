@@ -18,10 +18,10 @@ from ..drawing.timeline import draw, row_names
 from ..launching.report import Reporter
 from ..planning.comparison import describe_staleness
 from ..planning.grouping import Grouping
+from ..planning.pipe_options import PipeOptions
 from ..planning.simulator import Cost, Levels, Link, Outcome, Simulation, simulate
 from ..planning.slice_costs import SliceCosts
 from ..planning.span import Span, waits
-from ..planning.specs import PipeOptions
 from ..planning.steady import Priced, check_some, price, refuse_long, refuse_many
 from .options import (
     COSTS,

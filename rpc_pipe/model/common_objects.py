@@ -14,8 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from ..dependency import ModelError
+from ..workers.compute.by_hand import fingerprint
 from ..workers.compute.digest import digest
-from ..workers.compute.module_state import OF_TORCH
+from ..workers.compute.module_state import LOOKS, OF_TORCH
+from ..workers.compute.shard import LossFn
 from .detachable_blocks import mentioned
 from .observe.closures import inside
 from .observe.trees import PLAIN, tensors
@@ -123,3 +125,24 @@ def _holders(part: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, value in values.items():
         if isinstance(value, (list, dict)) or (hasattr(value, "__dict__") and not isinstance(value, _NO_HOLDERS)):
             yield name, value
+
+
+def unchanging(loss_fn: LossFn) -> LossFn:
+    """Return a loss function that is refused where it counts or averages, as DINO's does: several workers have it."""
+    owner = getattr(loss_fn, "__self__", loss_fn)
+    parts: list[Any] = [*owner.modules()] if isinstance(owner, nn.Module) else [owner] * hasattr(owner, "__dict__")
+    looks = iter(range(LOOKS))
+
+    def unchanged(output: Any, target: Any) -> Any:
+        if next(looks, None) is None:
+            return loss_fn(output, target)
+        before = list(map(fingerprint, parts))
+        found = loss_fn(output, target)
+        if list(map(fingerprint, parts)) != before:
+            raise ModelError(
+                f"loss_fn {type(owner).__name__} changes what it holds, and each replica of the last stage sees a part "
+                "of the microbatches: take a schedule without replicas, such as 1f1b"
+            )
+        return found
+
+    return unchanged

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -13,12 +13,11 @@ from torch import nn
 from ..dependency import NO_REDUCTIONS, ModelError, Spec
 from ..dependency.pipeline_options import Options
 from ..workers.compute.batch_norm import Statistics
-from ..workers.compute.by_hand import fingerprint
 from ..workers.compute.digest import digest
-from ..workers.compute.divided import local
 from ..workers.compute.randomness import Randomness
 from ..workers.compute.shard import LossFn, Shard
 from ..workers.compute.slices import Divide, Slice
+from ..workers.compute.torch_internals import local
 from ..workers.compute.updating import Training, Updating
 from .observe.model_kinds import needs_observation
 from .partition import Layered, LayerPartition
@@ -28,8 +27,6 @@ if TYPE_CHECKING:
     from ..workers.compute.ownership import Ownership
     from .observed_partition import ObservedPartition
 
-#: number of calls of a loss function that are observed
-_LOOKS = 2
 #: every kind of model that a pipeline takes
 Model = Layered | nn.Module | Callable[[], nn.Module]
 
@@ -143,7 +140,9 @@ class ShardMaker:
             self.weights += f"{stage}={digest(map(local, slice.state_dict().values())):x} "
         loss_fn = self.model.loss_fn if stage == spec.last_stage else None
         if spec.num_routes > 1 and loss_fn is not None:
-            loss_fn = _unchanging(loss_fn)
+            from .common_objects import unchanging
+
+            loss_fn = unchanging(loss_fn)
         pieces = self._pieces(spec, stage, route, slice)
         shard = Shard(
             stage, slice, randomness,
@@ -200,27 +199,6 @@ def _with_stores(spec: Spec, shard: Shard) -> Shard:
 
         shard.outside_updates = OutsideUpdates(shard.stage, shard.updating)
     return shard
-
-
-def _unchanging(loss_fn: LossFn) -> LossFn:
-    """Return a loss function that is refused where it counts or averages, as DINO's does: several workers have it."""
-    owner = getattr(loss_fn, "__self__", loss_fn)
-    parts: list[Any] = [*owner.modules()] if isinstance(owner, nn.Module) else [owner] * hasattr(owner, "__dict__")
-    looks = iter(range(_LOOKS))
-
-    def unchanged(output: Any, target: Any) -> Any:
-        if next(looks, None) is None:
-            return loss_fn(output, target)
-        before = list(map(fingerprint, parts))
-        found = loss_fn(output, target)
-        if list(map(fingerprint, parts)) != before:
-            raise ModelError(
-                f"loss_fn {type(owner).__name__} changes what it holds, and each replica of the last stage sees a part "
-                "of the microbatches: take a schedule without replicas, such as 1f1b"
-            )
-        return found
-
-    return unchanged
 
 
 def refuse_sums(loss_fn: object, name: str) -> None:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
-from ..dependency import Entry, Kind, Order, PeerLost, PipeError, Spec, U, period, reaches
+from ..dependency import Entry, Kind, Order, PeerLost, PipeError, Spec, U
 from ..dependency.kinds import BUILT_IN
 from ..schedules import name_of
 from . import run_folders
@@ -268,14 +268,17 @@ def leave() -> None:
 def list_program(spec: Spec, worker: int, order: Order, program: Iterable[Entry]) -> dict[str, Any]:
     """Return the actions of `worker` in a step, in order, with their needs, as values for JSON."""
     entries = [entry for entry in program if spec.orders(entry.action)]
-    routes = [spec.route(m) for m in range(spec.num_microbatches)]
-    overlaps = any(entry.action.kind is U for entry in entries)
-    stream = {
-        "period": period(spec),
-        "update_every": spec.update_every,
-        "slots": [spec.slot(entry.action) for entry in entries],
-        "earlier": [[[back, str(need)] for back, need in reaches(spec, each.action, spec.needs)] for each in entries],
-    } if overlaps else {}  # fmt: skip
+    routes, stream = [spec.route(m) for m in range(spec.num_microbatches)], dict[str, Any]()
+    if any(entry.action.kind is U for entry in entries):  # steps overlap
+        from ..dependency.earlier_steps import period, reaches
+
+        earlier = (reaches(spec, each.action, spec.needs) for each in entries)
+        stream = {
+            "period": period(spec),
+            "update_every": spec.update_every,
+            "slots": [spec.slot(entry.action) for entry in entries],
+            "earlier": [[[back, str(need)] for back, need in found] for found in earlier],
+        }
     return {
         **stream,
         **asdict(spec.parallelism),

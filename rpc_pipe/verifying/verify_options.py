@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..planning.specs import PipeOptions
+from ..planning.pipe_options import PipeOptions
 
 #: names of the models that need no file
 BUILT_IN = "gpt", "conv", "mlp"

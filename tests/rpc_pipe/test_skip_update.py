@@ -129,4 +129,4 @@ def test_a_decision_by_the_gradients_of_one_stage_is_told(caplog):
             pipe.on_gradients(0, leave_out)
             pipe.step(BATCHES[0])
             pipe.step(BATCHES[1])
-        assert len([record for record in caplog.records if record.name == "rpc_pipe.inspected"]) == workers - 1
+        assert len([record for record in caplog.records if record.name == "rpc_pipe.modifying"]) == workers - 1

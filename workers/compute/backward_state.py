@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ...dependency import ConfigError
 from .autocast import forget_casts
-from .module_state import Attributes, KeptTensor, Place, Tensors, written_since
+from .module_state import KeptTensor, ModuleState, Place
 from .randomness import computing
 
 
@@ -37,11 +37,11 @@ def refusing_writes(modules: Sequence[nn.Module], by_forwards: Collection[Place]
     Raises:
         ConfigError: it does.
     """
-    before = Attributes(modules), Tensors(modules)
+    before = ModuleState(modules)
     yield
     codes = [getattr(type(module).forward, "__code__", None) for module in modules]
     read = {name for code in codes if code is not None for name in code.co_names}
-    for module, name in written_since(*before) - {*by_forwards}:
+    for module, name in before.changed() - {*by_forwards}:
         if name in read:
             raise ConfigError(
                 f"layer: backward writes {name} of a {type(module).__name__}, which forwards read, and those of "

@@ -6,40 +6,29 @@ A replica gives its buffers with the gradients that its peers sum. So where a st
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .batch_norm import Statistics
 from .deferred_batch_norm import DeferredBatchNorm
-from .module_state import Attributes, Place, Tensors
-from .slices import Slice
-
-#: number of steps that show where forwards change buffers
-_LOOKS = 2
-
-
-class HasBuffers(Protocol):
-    """A replica of a stage."""
-
-    slice: Slice
-    num_updates: int
-    statistics: Statistics
+from .module_state import INSIDE, ModuleState, Place, Probe
 
 
 class BufferMirror(Statistics):
     """The buffers of all replicas of a stage, as one replica has them, and its sums of batch normalisations.
 
     Args:
-        route: the number of the replica.
+        shard: the replica, a `Shard`.
+        route: its number.
 
     Attributes:
         held: by replica, its buffers by name after the last step that has committed.
         changes_more: whether forwards change more than buffers, as far as it is known.
     """
 
-    def __init__(self, shard: HasBuffers, route: int) -> None:
+    def __init__(self, shard: Any, route: int) -> None:
         super().__init__(shard.slice.own)
         self._shard, self._route = shard, route
         self.held: dict[int, dict[str, Tensor]] = {}
@@ -47,10 +36,10 @@ class BufferMirror(Statistics):
         self._taken: dict[int, dict[str, Tensor]] = {}
         self._given: dict[str, Tensor] | None = None
         self.changes_more = False
-        #: training modes, the state after a step in them, and where steps have changed buffers
-        self._modes: list[bool] = []
-        self._before: tuple[Attributes, Tensors] | None = None
-        self._looks, self._changed = 0, set[Place]()
+        self._probe = Probe(self._modules)
+        #: the state after the last step, if the next one is observed, and where steps have changed modules
+        self._before: ModuleState | None = None
+        self._changed = set[Place]()
 
     @property
     def _places(self) -> dict[str, Place]:
@@ -68,32 +57,24 @@ class BufferMirror(Statistics):
 
         Without deferred batch normalisations, which are alike in all replicas after an update.
         """
-        return {
-            key: place
-            for key, place in self._places.items()
-            if not isinstance(place[0], DeferredBatchNorm) and (self._looks < _LOOKS or place in self._changed)
-        }
+        is_due, places = self._probe.is_due(), self._places.items()
+        return {k: p for k, p in places if not isinstance(p[0], DeferredBatchNorm) and (is_due or p in self._changed)}
 
     def give(self) -> dict[str, Tensor]:
         """Return copies of this replica's buffers, behind the last forward of a step."""
         if self._given is None:
-            if (modes := [module.training for module in self._modules]) != self._modes:
-                self._modes, self._before, self._looks = modes, None, 0
             self._given = {key: getattr(*place).clone() for key, place in self.changing.items()}
         return self._given
 
     def _look(self) -> None:
         """Observe a step that commits, if it is one of the first in these modes; an undone one has the same numbers."""
-        if self._looks == _LOOKS:
-            return
-        if self._before is not None:
-            attributes, tensors = self._before
-            written = [*tensors.written(), *(place for place, was in tensors.held if getattr(*place, None) is not was)]
-            self.changes_more |= bool(attributes.changed() or any(name not in m._buffers for m, name in written))
-            self._changed |= set(written)
-            self._looks += 1
-        modules = [module for module in self._modules if not isinstance(module, torch.jit.ScriptModule)]
-        self._before = (Attributes(modules), Tensors(self._modules)) if self._looks < _LOOKS else None
+        before, self._before = self._before, None
+        if before is not None and self._probe.is_of_now(before):
+            changed = self._probe.note(before)
+            self.changes_more |= any(name not in {*m._buffers, "_buffers" + INSIDE} for m, name in changed)
+            self._changed |= changed
+        if self._probe.is_due():
+            self._before = self._probe.before()
 
     def take(self, given: Sequence[Mapping[str, Tensor]]) -> None:
         """Take the buffers of all replicas, in order."""
@@ -142,7 +123,7 @@ class BufferMirror(Statistics):
         return [*self._places.values()], [[each[tensor] for tensor in now.values()] for each in copies]
 
 
-def mirror_of(shard: HasBuffers) -> BufferMirror:
+def mirror_of(shard: Any) -> BufferMirror:
     """Return the mirror of a shard of an elastic job."""
     assert isinstance(shard.statistics, BufferMirror)
     return shard.statistics

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..transport.call import pack_description
 from ..transport.payload import Tree, tensors_of
-from .divided import local
+from .torch_internals import local
 
 _READ = 0x100
 _memory_view = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)(

@@ -6,10 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-
-def local(tensor: Tensor) -> Tensor:
-    """Return the part of a tensor that is in this process: all of it, unless it is a DTensor."""
-    return getattr(tensor, "_local_tensor", tensor)
+from .torch_internals import local as local
 
 
 def is_divided(tensor: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""The state of modules besides trained weights, as a value: attributes, their contents, hooks and buffers."""
+"""The state of modules besides trained weights, as a value, and the search for its changes by the first two runs."""
 
 from __future__ import annotations
 
@@ -17,150 +17,168 @@ from .torch_internals import set_version
 
 #: attributes that every module has, which are torch's
 OF_TORCH = frozenset(vars(nn.Module()))
+#: number of runs that show their changes, draws and writes
+LOOKS = 2
+#: behind the name of an attribute: its contents
+INSIDE = "[]"
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _BOXES = frozenset((list, dict, OrderedDict, set, deque))
-#: number of runs that show the modules which they change
-_LOOKS = 2
-
 _ABSENT = object()
 
 #: (module, attribute or buffer)
 Place = tuple[nn.Module, str]
 
 
-class Attributes:
-    """The present attributes of modules, their contents, and hooks of their calls; not the numbers of tensors.
+class ModuleState:
+    """The state of modules at this moment: attributes and their contents, hooks, modes, buffers.
+
+    The numbers of tensors without gradient are copied, because versions do not show every write of a forward: batch
+    normalisation does not raise them, nor does `.data`.
 
     Args:
-        buffers: whether to keep which tensors their buffers are, too.
+        weights: parameters that forwards write.
+        numbers: whether to keep numbers.
+
+    Attributes:
+        key: the training modes, and the kind of the run that `Probe` asks for.
     """
 
-    def __init__(self, modules: Iterable[nn.Module], *, buffers: bool = False) -> None:
-        #: by module, its attributes
-        self.held = [(module, dict(vars(module))) for module in modules]
-        self._buffers = buffers
+    key: tuple[bool, ...] = ()
+
+    def __init__(
+        self, modules: Iterable[nn.Module], weights: Iterable[nn.Parameter] = (), *, numbers: bool = True
+    ) -> None:
+        self.modules, self._weights, self._numbers = list(modules), list(weights), numbers
+        # The attributes of a ScriptModule cannot be replaced, and its forward does not change them.
+        own = (module for module in self.modules if not isinstance(module, torch.jit.ScriptModule))
+        self._held = [(module, dict(vars(module))) for module in own]
         self._inside = [
-            (module, value, state)
-            for module, held in self.held
+            ((module, name + INSIDE), value, state)
+            for module, held in self._held
             for name, value in held.items()
             # A forward may register hooks, such as hooks that capture outputs.
-            if name not in OF_TORCH or name == "_modules" or "_hooks" in name or (buffers and name == "_buffers")
-            if (state := _inside(value)) is not None
+            if name not in OF_TORCH or name == "_modules" or name == "_buffers" or "_hooks" in name
+            if (state := _contents(value)) is not None
         ]
-
-    def now(self) -> Attributes:
-        """Return the present attributes of the same modules."""
-        return Attributes([module for module, _ in self.held], buffers=self._buffers)
-
-    def changed(self) -> set[nn.Module]:
-        """Return the modules that have something else now."""
-        return {module for module, _ in self.changed_places()}
-
-    def changed_places(self) -> set[Place]:
-        """Return where the modules have something else now, by module and attribute; no name: inside of one."""
-        found = {(module, "") for module, value, state in self._inside if not _same(_inside(value), state)}
-        for module, held in self.held:
-            now = vars(module)
-            found |= {(module, name) for name in {*now, *held} if now.get(name, _ABSENT) is not held.get(name, _ABSENT)}
-        return found
-
-    def put_back(self) -> None:
-        """Give the modules these attributes back, in the same dicts, because other objects hold references to them."""
-        for module, held in self.held:
-            for name in vars(module).keys() - held.keys() - OF_TORCH:
-                del vars(module)[name]
-            vars(module).update(held)
-        for _, value, state in self._inside:
-            if not _same(_inside(value), state):  # other threads may read it
-                _set(value, state)
-
-
-class Tensors:
-    """The tensors without gradient that modules hold, in buffers and attributes, with copies of their numbers.
-
-    They are copied, because versions do not show every write of a forward: batch normalisation does not raise them,
-    nor does `.data`.
-
-    Args:
-        weights: parameters besides.
-    """
-
-    def __init__(self, modules: Iterable[nn.Module], weights: Iterable[nn.Parameter] = ()) -> None:
-        self.held: list[tuple[Place, Tensor]] = [
+        self._tensors: list[tuple[Place, Tensor]] = [
             ((module, name), value)
-            for module in modules
+            for module in (self.modules if numbers else ())
             for held in (module._buffers, vars(module))
             for name, value in held.items()
             if isinstance(value, Tensor) and not value.requires_grad
         ]
-        tensors = [*(tensor for _, tensor in self.held), *weights]
-        self.copies = {tensor: (tensor.detach().clone(), tensor._version) for tensor in tensors}
-
-    def written(self) -> list[Place]:
-        """Return where a tensor was held that has been written since, even with equal numbers."""
-        written = {tensor for tensor, (copy, version) in self.copies.items() if _is_written(tensor, copy, version)}
-        return [place for place, tensor in self.held if tensor in written]
-
-    def put_back(self) -> None:
-        """Give the tensors the numbers that they had; not in place, as graphs may have saved the memory."""
-        for tensor, (copy, _) in self.copies.items():
-            tensor.data = copy.clone()
-
-
-def written_since(attributes: Attributes, tensors: Tensors) -> set[Place]:
-    """Return where modules have another object or other numbers now."""
-    replaced = (place for place, was in tensors.held if getattr(*place, None) is not was)
-    return {*attributes.changed_places(), *tensors.written(), *replaced}
-
-
-class ModuleState:
-    """The state of modules besides trained parameters at this moment: buffers such as running means, counters, modes.
-
-    Args:
-        weights: parameters that forwards write.
-    """
-
-    def __init__(self, modules: Sequence[nn.Module], weights: Iterable[nn.Parameter] = ()) -> None:
-        self._modules, self._weights = modules, list(weights)
-        # The attributes of a ScriptModule cannot be replaced, and its forward does not change them.
-        own = [module for module in modules if not isinstance(module, torch.jit.ScriptModule)]
-        self._attributes, self._tensors = Attributes(own, buffers=True), Tensors(modules, self._weights)
+        kept = chain((tensor for _, tensor in self._tensors), self._weights)
+        self._copies = {tensor: (tensor.detach().clone(), tensor._version) for tensor in kept}
 
     def now(self) -> ModuleState:
         """Return the present state of the same modules and weights."""
-        return ModuleState(self._modules, self._weights)
+        return ModuleState(self.modules, self._weights, numbers=self._numbers)
 
     def forget_weights(self) -> None:
         """Do not restore weights: another update has written them."""
         for weight in self._weights:
-            self._tensors.copies.pop(weight, None)
+            self._copies.pop(weight, None)
         self._weights = []
 
-    def written(self) -> list[nn.Module]:
-        """Return the modules with another state now, or with a written tensor, even with equal values."""
-        changed = self._attributes.changed() | {module for module, _ in self._tensors.written()}
-        return [module for module in self._modules if module in changed]
+    def written(self) -> set[Place]:
+        """Return where a tensor was held that has been written since, even with equal numbers."""
+        written = {t for t, (copy, version) in self._copies.items() if _is_written(t, copy, version)}
+        return {place for place, tensor in self._tensors if tensor in written}
+
+    def changed(self) -> set[Place]:
+        """Return where the modules have something else now, or a written tensor."""
+        replaced = {place for place, was in self._tensors if getattr(*place, None) is not was}
+        return self.changed_attributes() | replaced | self.written()
+
+    def changed_attributes(self) -> set[Place]:
+        """Return the attributes that are others now, or have other contents (`INSIDE`)."""
+        found = {place for place, value, state in self._inside if not _same(_contents(value), state)}
+        for module, held in self._held:
+            now = vars(module)
+            found |= {(module, name) for name in {*now, *held} if now.get(name, _ABSENT) is not held.get(name, _ABSENT)}
+        return found
 
     def overwritten(self) -> bool:
         """Return whether a parameter or buffer has other numbers now."""
-        return not all(torch.equal(tensor, copy) for tensor, (copy, _) in self._tensors.copies.items())
+        return not all(torch.equal(tensor, copy) for tensor, (copy, _) in self._copies.items())
 
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Return a context that gives the modules this state, and the present state again when it ends."""
-        attributes, values = self._attributes.now(), list(map(KeptTensor.now, self._tensors.copies))
+        present, values = ModuleState(self.modules, numbers=False), list(map(KeptTensor.now, self._copies))
         self.put_back()
         try:
             yield
         finally:
-            attributes.put_back()
+            present.put_back()
             for value in values:
                 value.put()
 
     def put_back(self) -> None:
-        """Restore this state."""
-        self._tensors.put_back()
-        self._attributes.put_back()
+        """Restore this state, in the same dicts, because other objects hold references to them.
+
+        Tensors get other memory, as graphs may have saved theirs.
+        """
+        for tensor, (copy, _) in self._copies.items():
+            tensor.data = copy.clone()
+        for module, held in self._held:
+            for name in vars(module).keys() - held.keys() - OF_TORCH:
+                del vars(module)[name]
+            vars(module).update(held)
+        for _, value, state in self._inside:
+            if not _same(_contents(value), state):  # other threads may read it
+                _fill(value, state)
+
+
+class Probe:
+    """Observes the first two runs in the same training modes: which modules they change, and where.
+
+    Args:
+        modules: of a stage, and stand-ins for modules of other stages, which forwards may hook too.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modules = modules
+        self._nothing = ModuleState([])
+        #: key of `ModuleState` -> changes by each run
+        self._seen: dict[tuple[bool, ...], list[set[Place]]] = {}
+
+    def _key(self, whole_step: bool) -> tuple[bool, ...]:
+        return whole_step, *[module.training for module in self._modules]
+
+    def is_due(self, *, whole_step: bool = False) -> bool:
+        """Return whether the next run in these modes is to be observed."""
+        return len(self._seen.get(self._key(whole_step), ())) < LOOKS
+
+    def is_of_now(self, before: ModuleState) -> bool:
+        """Return whether modules have the training modes that they had in the state `before`."""
+        return before.key == self._key(False)
+
+    def before(
+        self, weights: Collection[nn.Parameter] = (), known: Iterable[nn.Module] = (), *, whole_step: bool = False
+    ) -> ModuleState:
+        """Return the state of the modules that forwards or steps change: of all, until that has been observed.
+
+        Args:
+            weights: parameters that they change.
+            known: modules that they may change in any case.
+        """
+        seen = self._seen.setdefault(key := self._key(whole_step), [])
+        is_due = len(seen) < LOOKS
+        changing = dict.fromkeys(chain(known, self._modules if is_due else (m for places in seen for m, _ in places)))
+        if not changing and not weights:
+            return self._nothing
+        state = ModuleState(changing, weights)
+        state.key = key if is_due else ()
+        return state
+
+    def note(self, before: ModuleState) -> set[Place]:
+        """Return the changes of an observed run since the state `before`; nothing of any other run."""
+        seen = self._seen.get(before.key, [])
+        if not before.key or len(seen) == LOOKS:
+            return set()
+        seen.append(before.changed())
+        return seen[-1]
 
 
 class KeptTensor(NamedTuple):
@@ -184,53 +202,15 @@ class KeptTensor(NamedTuple):
             setattr(*self.place, self.tensor)
 
 
-class ChangingModules:
-    """Finds out which modules forwards and steps change, by the first two of each in the same training modes.
-
-    Args:
-        modules: of the stage, and stand-ins for modules of other stages, which forwards may hook too.
-    """
-
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._modules = modules
-        self._nothing = ModuleState([])
-        #: (whether of a whole step, training modes) -> modules that it changes, each time
-        self._seen: dict[tuple[bool, ...], list[list[nn.Module]]] = {}
-
-    def _changes(self, whole_step: bool) -> list[list[nn.Module]]:
-        return self._seen.setdefault((whole_step, *[module.training for module in self._modules]), [])
-
-    def before(
-        self, weights: Collection[nn.Parameter] = (), known: Iterable[nn.Module] = (), *, whole_step: bool = False
-    ) -> ModuleState:
-        """Return the state of the modules that forwards or steps change: of all, until that has been observed.
-
-        Args:
-            weights: parameters that they change.
-            known: modules that they may change in any case.
-        """
-        seen = self._changes(whole_step)
-        if len(seen) < _LOOKS:
-            return ModuleState(self._modules, weights)
-        changing = dict.fromkeys(chain(known, *seen))
-        return ModuleState(list(changing), weights) if changing or weights else self._nothing
-
-    def note(self, before: ModuleState, *, whole_step: bool = False) -> None:
-        """Observe the changes since the state `before`."""
-        seen = self._changes(whole_step)
-        if len(seen) < _LOOKS:
-            seen.append(before.written())
-
-
-def _is_written(tensor: Tensor, copy: Tensor, version: int) -> bool:
-    return not (tensor._version == version and tensor.layout is torch.strided and torch.equal(tensor, copy))
-
-
 def may_count(module: nn.Module) -> bool:
     """Return whether a forward may write attributes of a module: torch's modules without hooks do not."""
     if isinstance(module, torch.jit.ScriptModule) or module._forward_hooks or module._forward_pre_hooks:
         return True
     return not type(module).__module__.startswith("torch.")
+
+
+def _is_written(tensor: Tensor, copy: Tensor, version: int) -> bool:
+    return not (tensor._version == version and tensor.layout is torch.strided and torch.equal(tensor, copy))
 
 
 def _generators() -> tuple[Any, ...]:
@@ -239,7 +219,7 @@ def _generators() -> tuple[Any, ...]:
     return (torch.Generator, *((numpy.random.Generator, numpy.random.RandomState) if numpy else ()))
 
 
-def _inside(value: Any) -> Any:
+def _contents(value: Any) -> Any:
     """Return a copy of the contents; None if there are none, or none known."""
     if isinstance(value, _PLAIN):
         return None
@@ -252,7 +232,7 @@ def _inside(value: Any) -> Any:
     return None
 
 
-def _set(value: Any, state: Any) -> None:
+def _fill(value: Any, state: Any) -> None:
     if type(value) in _BOXES:
         value.clear()
         (value.update if isinstance(value, (dict, set)) else value.extend)(state)

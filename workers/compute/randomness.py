@@ -20,14 +20,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from .module_state import LOOKS
+
 #: A process has one default generator a device, and one table of cast weights; workers that are threads of one process
 #: take turns.
 computing = threading.RLock()
 
 #: (unit of the model, number of the operation around the units; 0: the unit) that draws next
 Seed = Callable[[int, int], None]
-#: number of calls that are checked for draws from the generators of Python and numpy
-_LOOKS = 2
 #: bound of the number, drawn by torch, that the generators of Python and numpy are seeded by
 PYTHON_SEEDS = 2**32
 #: torch's modules that draw random numbers; its other modules do not
@@ -176,7 +176,7 @@ class PythonDraws:
 
     def __init__(self) -> None:
         #: whether gradients are wanted -> calls still to be looked at
-        self.looks = {True: _LOOKS, False: _LOOKS}
+        self.looks = {True: LOOKS, False: LOOKS}
         self.found = False
         self._before: Any = None
 

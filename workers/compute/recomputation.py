@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...dependency import ConfigError
 from ..transport.payload import Tree, tensors_of
 from .digest import sample
-from .module_state import ChangingModules, ModuleState
+from .module_state import ModuleState, Probe
 
 #: how much recomputed outputs may differ, relative to the largest element: some devices sum in any order
 _TOLERANCE = 1e-3
@@ -29,19 +29,19 @@ class Recomputation:
     """Runs forwards that will be recomputed, and recomputes them.
 
     Args:
-        changing: the modules that forwards change.
+        modules: that forwards may change.
     """
 
-    def __init__(self, changing: ChangingModules) -> None:
-        self._changing = changing
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._probe = Probe(modules)
         #: one flag on the device for each output that was recomputed: whether it differs
         self._differ: list[Tensor] = []
 
     def first(self, forward: Callable[[], Tree]) -> tuple[Tree, FirstRun]:
         """Run `forward` for the first time; its caller releases the graph, and the activations in it."""
-        module_state = self._changing.before()
+        module_state = self._probe.before()
         tree = forward()
-        self._changing.note(module_state)
+        self._probe.note(module_state)
         return tree, FirstRun(module_state, _sample(tree))
 
     def again(self, noted: FirstRun, forward: Callable[[], Tree]) -> None:

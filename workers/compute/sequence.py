@@ -332,7 +332,7 @@ class SliceStore:
         )
         if drew:
             shard.train(False)  # without dropout
-        with shard.randomness.lock, shard.changing.before(whole_step=True).restored(), how:
+        with shard.randomness.lock, shard.state.probe.before(whole_step=True).restored(), how:
             try:
                 compare(noted, run, shard.loss_fn)
             except ConfigError as error:

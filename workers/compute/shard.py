@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from dataclasses import fields as fields_of
 from dataclasses import is_dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +18,8 @@ from ..transport.payload import Payload, Tree, distinct_tensors, pack, shapes_in
 from . import autocast, borders
 from .batch_norm import Statistics
 from .borders import ForwardArgs, Forwarded, InputGradients
-from .module_state import ChangingModules, KeptTensor
+from .module_state import KeptTensor
 from .randomness import PythonDraws, Randomness, Seed
-from .recomputation import FirstRun, Recomputation
 from .result import Losses, sum_and_weight
 from .slices import Slice, note
 from .stage_state import StageState, shown
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from .before_update import BeforeUpdate
     from .outside_updates import OutsideUpdates
     from .ownership import Ownership
+    from .recomputation import FirstRun, Recomputation
     from .sequence import SliceStore
     from .split_backward import Saved, WeightBackward
     from .stash import VersionStore
@@ -39,13 +39,6 @@ if TYPE_CHECKING:
 LossFn = Callable[[Any, Any], Any]
 
 _UNTRAINED = Training()
-
-
-class Lodges(Protocol):
-    """Replicas of a stage that share weights."""
-
-    def turn(self, shard: Shard) -> Shard:
-        """Let modules have the gradients and buffers of a replica; return the replica that they were of."""
 
 
 class Shard:
@@ -90,15 +83,15 @@ class Shard:
         self._inputs: dict[int, tuple[Callable[[], Tree], FirstRun]] = {}
         #: microbatch -> step, state, and the part of its backward that is left for the weights
         self._deferred: dict[int, tuple[int, list[KeptTensor], WeightBackward]] = {}
-        self.changing = ChangingModules(slice.modules)
-        self.recomputation = Recomputation(self.changing)
+        #: if forwards are recomputed
+        self.recomputation: Recomputation | None = None
         #: the last step with a forward that was run once more, to compare; None: there is none
         self._checked = -1 if training.check == "always" else None
         self.state = StageState(slice)
         # Names are taken now: a forward may replace modules.
         self.updating = updating(slice, stage, training, randomness, pieces)
-        #: if several replicas of the stage on this worker share their weights
-        self.lodging: Lodges | None = None
+        #: the `Lodging`, if several replicas of the stage on this worker share their weights
+        self.lodging: Any = None
         #: if several versions of the weights are in use
         self.versions: VersionStore | None = None
         #: if an optimizer does not move all copies of its weights
@@ -190,6 +183,10 @@ class Shard:
     def _noted(self, microbatch: int, forward: Callable[..., Tree]) -> Tree:
         with self.randomness.lock:  # another thread may use the same modules
             # With the graph, not without: the outputs show which of them owe a gradient.
+            if self.recomputation is None:
+                from .recomputation import Recomputation  # few schedules recompute
+
+                self.recomputation = Recomputation(self.slice.modules)
             tree, noted = self.recomputation.first(partial(forward, again=True))
         del self._forwarded[microbatch]
         self._inputs[microbatch] = forward, noted
@@ -198,6 +195,7 @@ class Shard:
     def recompute(self, step: int, microbatch: int) -> None:
         """Recompute the activations of a microbatch, with the same random numbers and no other side effect."""
         forward, noted = self._inputs.pop(microbatch)
+        assert self.recomputation is not None
         with self.randomness.lock:
             self.recomputation.again(noted, forward)
 
@@ -323,7 +321,8 @@ class Shard:
         """Drop everything done since the last update."""
         for held in (self._forwarded, self._inputs, self._deferred):
             held.clear()
-        self.recomputation.forget()
+        if self.recomputation is not None:
+            self.recomputation.forget()
         self.turn()
         self.statistics.restore()
         self.updating.restore()
@@ -338,7 +337,8 @@ class Shard:
             finite: whether the gradients of all stages are finite; if not, the weights are left unchanged.
             skipped: whether they are left unchanged in any case.
         """
-        self.recomputation.check()
+        if self.recomputation is not None:
+            self.recomputation.check()
         self.state.note_first()
         self.statistics.commit()
         self.updating.update(finite, skipped)
@@ -361,7 +361,8 @@ class Shard:
 
     def hold(self, weight: float) -> None:
         """Keep the gradients for a later update; `weight`: of a loss that is a sum, known only now."""
-        self.recomputation.check()
+        if self.recomputation is not None:
+            self.recomputation.check()
         self.state.note_first()
         self.statistics.hold()
         self.updating.hold(weight)

@@ -18,43 +18,38 @@ from torch import Tensor, nn
 from ...dependency import ConfigError
 from .autocast import forget_casts
 from .digest import digest, sample
-from .divided import local
-from .module_state import Attributes, KeptTensor, Place, Tensors, written_since
+from .module_state import LOOKS, KeptTensor, ModuleState, Place, Probe
 from .randomness import computing
 from .slices import Slice
-from .torch_internals import NormBase
-
-#: number of forwards that are observed
-_LOOKS = 2
+from .torch_internals import NormBase, local
 
 
 class StageState:
-    """Finds out, by the first two forwards in training and when modes change, which tensors forwards of a stage write.
+    """Finds out, by the first two forwards in each mode of training, which tensors forwards of a stage write.
 
     Args:
-        slice: the computing modules. The backward of torch's norms reads no running statistics.
+        slice: the computing modules.
     """
 
     def __init__(self, slice: Slice) -> None:
         self._slice = slice
-        self._modules = [module for module in slice.own if not isinstance(module, NormBase)]
-        self._modes: list[bool] = []
+        self.probe = Probe(slice.modules)
         #: where forwards write buffers and other tensors that modules hold, as far as it is known
         self._places: dict[Place, None] = {}
         #: parameters that forwards write, as far as it is known
         self.weights: list[nn.Parameter] = []
-        self._before = Attributes(()), Tensors(())
+        self._before: ModuleState | None = None
         #: where forwards leave something, as far as it is known
         self._left: set[Place] = set()
         self._weights_before: list[tuple[nn.Parameter, Tensor, int, Tensor]] = []
-        #: forwards still to be looked at
-        self.looks = _LOOKS
+        #: whether the next forward is observed
+        self.is_looking = True
         #: whether anything has to be done around a forward: nothing, once it is known that forwards write nothing
         self.watches = True
         #: digest of the weights that forwards write, behind those of the first step; "": they write none
         self.first_written = ""
         #: backwards behind forwards of later microbatches that are still to be looked at
-        self._looks_back = _LOOKS + 1
+        self._looks_back = LOOKS + 1
 
     def note_first(self) -> None:
         """Record the weights that the forwards of the first step have left; called before its update."""
@@ -66,19 +61,18 @@ class StageState:
 
     def look_at_modes(self) -> None:
         """Observe the next forward if modules have other modes now, because it may then write other tensors."""
-        if self._modes and self._modes != [module.training for module in self._modules]:
-            self.looks, self.watches = _LOOKS, True
+        self.is_looking = self.is_looking or self.probe.is_due()
+        self.watches = self.watches or self.is_looking
 
     def begin(self) -> None:
         """Record the state that a forward may write, when it begins."""
         if self.weights:
             forget_casts()  # made of the old weights
-        if not self.looks:
+        if not self.is_looking:
             return
         parameters = [p for _, p in self._slice.named_parameters() if p.layout is torch.strided]
         self._weights_before = [(p, p.data, p._version, sample(p).clone()) for p in parameters]
-        self._modes = [module.training for module in self._modules]
-        self._before = Attributes(self._modules), Tensors(self._modules)
+        self._before = self.probe.before()
         self._end_look = self._slice.look and self._slice.look()
 
     def end(self, again: bool) -> list[KeptTensor]:
@@ -90,12 +84,13 @@ class StageState:
         Raises:
             ConfigError: the forward will be recomputed, and a parameter has changed since.
         """
-        if self.looks:
-            self.looks -= 1
+        before, self._before = self._before, None
+        if before is not None:
             if self._end_look is not None:
                 self._end_look()
-            self._note_written(again)
-            self.watches = bool(self.looks or self._places or self.weights)
+            self._note_written(before, again)
+            self.is_looking = self.probe.is_due()
+            self.watches = bool(self._places or self.weights or self.is_looking)
         left = list(map(KeptTensor.now, self.weights))
         for place in self._places:
             tensor = getattr(*place, None)
@@ -116,24 +111,24 @@ class StageState:
             return computing
         from .backward_state import refusing_writes  # with one stage nothing overtakes
 
-        return refusing_writes(self._modules, self._left)
+        return refusing_writes(self._slice.own, self._left)
 
-    def _note_written(self, again: bool) -> None:
+    def _note_written(self, before: ModuleState, again: bool) -> None:
         # A write through `.data` raises no version.
         places, weights = self._slice.expected_writes()
-        expected = [place for place in places if not isinstance(place[0], NormBase)]
-        self._places |= dict.fromkeys((*self._before[1].written(), *expected))
+        own = {module for module in self._slice.own if not isinstance(module, NormBase)}  # their backward reads none
+        self._places |= {place: None for place in (*before.written(), *places) if place[0] in own}
         # A limit that the first forward keeps may bind later. Tensors that an RNN moves for its device lie elsewhere.
         changed = [
             p
-            for p, data, version, before in self._weights_before
+            for p, data, version, was in self._weights_before
             if (p._version != version and p.data_ptr() == data.data_ptr())
             or p in weights
-            or not torch.equal(sample(p), before)
+            or not torch.equal(sample(p), was)
         ]
         self.weights = list(dict.fromkeys((*self.weights, *changed)))
-        self._left |= written_since(*self._before)
-        self._before, self._weights_before = (Attributes(()), Tensors(())), []
+        self._left |= self.probe.note(before)
+        self._weights_before = []
         if again and self.weights:
             shape = tuple(self.weights[0].shape)
             raise ConfigError(

@@ -142,3 +142,8 @@ def by_type(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     """Group tensors of one device by type, in torch's order of groups."""
     groups = _group_tensors_by_device_and_dtype([list(tensors)]).values()
     return [[each for each in of_type if each is not None] for ([of_type], _) in groups]
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return the part of a tensor that is in this process: all of it, unless it is a DTensor."""
+    return getattr(tensor, "_local_tensor", tensor)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ...dependency import PipeError
 from .carrier import Carrier
 from .outbox import Answer, Key
-from .wakeup import ThreadWakeup
+from .thread_wakeup import ThreadWakeup
 
 if TYPE_CHECKING:
     from .ways import DeviceWay

@@ -1,10 +1,9 @@
-"""Wakeups: a compute thread sleeps until an arrival, of which threads and other processes notify it."""
+"""Wakeups by pipes: a compute thread sleeps until an arrival, of which threads and other processes notify it."""
 
 from __future__ import annotations
 
 import os
 import select
-import threading
 import weakref
 
 _LONGEST_MS = 2**31 - 1
@@ -47,29 +46,6 @@ class Wakeup:
             if descriptor == self._read:
                 os.read(descriptor, _NOTICES)
         return bool(readable)
-
-
-class ThreadWakeup:
-    """A `Wakeup` within a process, without descriptors.
-
-    Workers that are threads lie in cycles of objects, which Python may collect only after hundreds of pipelines: pipes
-    of them would use up the descriptors of a process.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._lock.acquire()
-
-    def notify(self) -> None:
-        """Wake the waiting thread; if none waits, the next wait returns at once."""
-        try:
-            self._lock.release()
-        except RuntimeError:  # it was notified before
-            pass
-
-    def wait(self, timeout_s: float) -> bool:
-        """Sleep until notified since the last wait; return False on timeout."""
-        return self._lock.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX))
 
 
 class Notifier:

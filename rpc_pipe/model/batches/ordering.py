@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ...dependency import Action, BatchError, ConfigError, Spec
 from ...workers.transport.payload import Tree, tensors_of
@@ -15,12 +15,6 @@ from .microbatches import Microbatches
 #: (model's arguments of a microbatch) -> predicted seconds of its forward and backward on a worker, or on each stage;
 #: or a profile
 MicrobatchCost = Callable[..., float | Sequence[float]] | str | Path | Mapping[str, Any]
-
-
-class ByLength(Protocol):
-    """Predicts the seconds of a microbatch by its rows and their length."""
-
-    def seconds(self, rows: int, length: int, /) -> float: ...
 
 
 class Ordering:
@@ -39,7 +33,7 @@ class Ordering:
     def __init__(
         self,
         order: Callable[..., list[int]],
-        cost: Callable[..., float | Sequence[float]] | ByLength | None,
+        cost: Any,
         is_called: bool,
     ) -> None:
         self._order, self._cost, self._is_called = order, cost, is_called
@@ -89,7 +83,7 @@ class Ordering:
         """Return the predicted seconds of a microbatch on a worker, or on each stage."""
         args, kwargs = inputs if self._is_called else ((inputs,), {})
         try:
-            found: Any = self._cost(*args, **kwargs)  # type: ignore[operator, misc]
+            found: Any = self._cost(*args, **kwargs)
         except Exception as error:
             raised = f"microbatch_cost: raised {type(error).__name__} for microbatch {number}: {error}"
             raise ConfigError(f"{raised}; must be callable as the model is, and return seconds") from error

@@ -17,14 +17,12 @@ from ...dependency import (
     known_reductions,
 )  # fmt: skip
 from ...workers.actor import MOST_PARTS, WorkerActor
+from ...workers.compute.module_state import LOOKS
 from ...workers.compute.result import Result, clips
 from ...workers.compute.updating import Training
 from ...workers.step import StepData, StepInput
 from ...workers.transport.call import WRITTEN, Call
 from .microbatches import Microbatches, update_shares
-
-#: number of first steps after which replicas compare the weights that forwards write
-_LOOKS = 2
 
 
 class StepEnd:
@@ -152,7 +150,7 @@ class StepInputs:
         reductions = self._step_end.reductions(self._spec, number, streamed=streamed) if train else NO_REDUCTIONS
         part = self.part(actor, len(batch.inputs), reductions, train=train)
         weights = self.weights if number == 0 else ""
-        if number and (number <= _LOOKS or not train) and self._spec.num_routes > 1:
+        if number and (number <= LOOKS or not train) and self._spec.num_routes > 1:
             weights = _written(actor, now=not train)
         order = " ".join(map(str, batch.order))
         call = Call(actor.worker, what or f"step {number + 1}", self.described, *batch.described, weights, order=order)

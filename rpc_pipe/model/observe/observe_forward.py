@@ -22,7 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from ...dependency import ConfigError, ModelError
 from ...dependency.errors import first_sentence
 from ...system.garbage import uncollected
-from ...workers.compute.module_state import OF_TORCH, Attributes
+from ...workers.compute.module_state import OF_TORCH, ModuleState
 from ...workers.compute.randomness import Randomness, preserved, python_too
 from ...workers.compute.torch_internals import has_saved_tensor_hooks
 from .frames import is_of_model
@@ -90,18 +90,18 @@ def _saving() -> AbstractContextManager[Any]:
 
 
 def _find_carried_state(
-    observer: Observer, observation: Observation, skeleton: Skeleton, before: Attributes, given: Any
+    observer: Observer, observation: Observation, skeleton: Skeleton, before: ModuleState, given: Any
 ) -> None:
     """Complete an observation with the state that its forward has left, while the model still has it.
 
     Args:
-        before: the modules' attributes before the forward.
+        before: the modules' state before the forward.
         given: (args, kwargs) before the forward.
     """
     inside = {module for block in skeleton.blocks for module in block.modules()}
-    observation.changed = before.changed_places()
+    observation.changed = before.changed_attributes()
     now_other = {module for module, _ in observation.changed}
-    changed = [module for module, _ in before.held if module in now_other]
+    changed = [module for module in before.modules if module in now_other]
     skeleton.counting |= now_other  # a second forward may restore them
     skeleton.exchanged |= dict.fromkeys(replaced := skeleton.replaced_buffers())
     around = [module for module in changed if module not in inside] or any(m not in inside for m, _ in replaced)

@@ -22,7 +22,7 @@ from ...dependency import ModelError
 from ...dependency.errors import first_sentence
 from ...workers.compute.borders import address
 from ...workers.compute.dividing import refuse_untied
-from ...workers.compute.module_state import OF_TORCH, Attributes
+from ...workers.compute.module_state import OF_TORCH, ModuleState
 from ...workers.compute.slices import Divide
 from ...workers.compute.torch_internals import is_current
 from .closures import rebind
@@ -202,7 +202,7 @@ class Skeleton:
                 self._in_containers.setdefault(names[id(tensor)], []).append((inside, path[-1][1]))
 
     @contextmanager
-    def with_placeholders(self) -> Iterator[Attributes]:
+    def with_placeholders(self) -> Iterator[ModuleState]:
         """Return a context with placeholders for all parameters, and copies of all buffers, which a forward may write.
 
         Attributes that change in it, such as counters, are restored; it yields their state before.
@@ -215,15 +215,15 @@ class Skeleton:
         held = [(parameters, name, parameters[name]) for parameters, name in places if name in parameters]
         self.put({name: self._fakes[name] for name in real})
         self.of_members.swap()
-        before = Attributes(self.module.modules())
         copies = {id(buffer): buffer.clone() for _, _, buffer in buffers}
         for module, name, buffer in buffers:
             module._buffers[name] = copies[id(buffer)]
         self._buffer_copies = [(module, name, copies[id(buffer)]) for module, name, buffer in buffers]
+        before = ModuleState(self.module.modules(), numbers=False)
         try:
             yield before
         finally:
-            self.counting |= before.changed()
+            self.counting |= {module for module, _ in before.changed_attributes()}
             self.followed.look()
             before.put_back()
             self._buffer_copies = []

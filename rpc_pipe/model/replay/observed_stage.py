@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ...dependency import ConfigError, ModelError
-from ...workers.compute.module_state import Attributes, ChangingModules, Place
+from ...workers.compute.module_state import Place, Probe
 from ...workers.compute.randomness import Seed
 from ...workers.compute.slices import Look, note, plain_name, versions_of
 from ...workers.transport.payload import Tree
@@ -81,7 +81,7 @@ class ObservedStage:
         self.modules = list(self.module.modules())
         inside_others = {module for block in foreign for module in block.modules()}
         self.own = [module for module in self.modules if module not in inside_others]
-        self._changing = ChangingModules(self.own)
+        self._probe = Probe(self.own)
         #: buffers and weights that observed forwards have written: a real one may write equal values, unnoticed
         self._writes: tuple[dict[Place, None], dict[nn.Parameter, None]] = {}, {}
 
@@ -200,11 +200,11 @@ class ObservedStage:
             Departed: it cannot; the modules are as before.
         """
         buffers, weights = self._writes
-        before = self._changing.before(weights, self._skeleton.counting | {module for module, _ in buffers})
         # A first forward may change modules of other stages too, by registering hooks there.
         # A script for new sizes has had that of its pattern, and the modules that change are known.
         is_first = is_first or not script.is_settled
-        first = Attributes(self.modules) if is_first else None
+        known = self.modules if is_first else self._skeleton.counting | {module for module, _ in buffers}
+        before = self._probe.before(weights, known)
         try:
             try:
                 output = ScriptedForward(self._skeleton, script, payload, seed).run(*fields)
@@ -213,14 +213,12 @@ class ObservedStage:
                     raise Departed from error
                 raise
             script.is_new = False
-            if first is not None and not script.is_settled and not script.settle(first):
+            if is_first and not script.is_settled and not script.settle(before):
                 raise Departed
         except Departed:
-            if first is not None:
-                first.put_back()
             before.put_back()
             raise
-        self._changing.note(before)
+        self._probe.note(before)
         return output
 
     def _observed(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Script:

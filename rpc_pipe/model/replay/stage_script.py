@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...workers.compute.module_state import Attributes
+from ...workers.compute.module_state import ModuleState
 from ..assign.assignment import Assignment, Owners, Role, fewest_bytes
 from ..observe.observation import Event, Observation
 from ..observe.output_contract import form_of
@@ -188,19 +188,19 @@ class Script:
         made = self._skeleton.placeholders.like(like, shape=shape, strides=strides)
         return made.requires_grad_(like.requires_grad)
 
-    def settle(self, before: Attributes) -> bool:
+    def settle(self, before: ModuleState) -> bool:
         """Return whether the script's first forward has left the same attributes as a whole forward.
 
         If not, forwards run to the model's end from now on: a model may restore behind later blocks a mode that it sets
         for earlier ones (`block.eval()`), or update a counter behind the last block.
 
         Args:
-            before: the attributes before that forward.
+            before: the state before that forward.
         """
         self.is_settled = True
         blocks = [line.event.called for line in self.lines if line.event.is_block and line.runs]
         own = {module for block in blocks for module in block.modules()}
-        changed = before.changed_places()
+        changed = before.changed_attributes()
         if changed <= self._changed and {place for place in self._changed if place[0] in own} <= changed:
             return True
         self._to_the_end = True
