@@ -15,6 +15,7 @@ its declared version of the weights (`version`; see `versions.py`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache
 from math import ceil
 
@@ -41,6 +42,20 @@ class Spec(Declared):
         if len(sizes) == 1 or not action.kind.per_microbatch:
             return 1
         return sizes[slice_in(action.index, len(sizes))] / sum(sizes)
+
+    @property
+    def parts(self) -> int:
+        """Into how many parts a sequence is divided; the sizes of its slices are numbers of parts."""
+        return sum(self.parallelism.slices)
+
+    def size(self, action: Action) -> int:
+        """Return on how many of the parts of its microbatch's sequence an action works."""
+        sizes = self.parallelism.slices
+        return sizes[slice_in(action.index, len(sizes))]
+
+    def following(self, steps: int) -> tuple[Spec, int]:
+        """Return a spec of several steps, and how often it is run: a stream once, as its order lets steps overlap."""
+        return (self, steps) if self.synchronous or steps == 1 else (replace(self, num_steps=steps), 1)
 
     def extent(self, action: Action) -> tuple[float, float]:
         """Return where in its microbatch's sequence an action begins and ends: 0 to 1, unless sequences are sliced."""

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -93,7 +94,7 @@ class _Answer:
 
 
 class Streams:
-    """The streams of a spec, for some steps.
+    """The streams of a spec.
 
     Args:
         fixed: whether each worker keeps to its order.
@@ -102,8 +103,10 @@ class Streams:
         NotRegular: streams do not describe the relation.
     """
 
-    def __init__(self, spec: Spec, cost: Callable[[Action], float], *, fixed: bool, steps: int = 1) -> None:
-        self.spec, self.fixed, self.steps, self._cost = spec, fixed, steps, cost
+    def __init__(self, spec: Spec, cost: Callable[[Action], float], *, fixed: bool) -> None:
+        self.spec, self.fixed, self._cost = spec, fixed, cost
+        #: how many steps follow each other
+        self.steps = spec.num_steps
         parallelism, self._uniform = spec.parallelism, is_uniform(spec)
         slices = len(parallelism.slices)
         limited = any(spec.activation_limit(worker) is not None for worker in spec.workers)
@@ -112,8 +115,6 @@ class Streams:
             raise NotRegular
         if not fixed and (limited or slices > 1 or not self._uniform):
             raise NotRegular
-        #: parts of a whole sequence, which sizes of slices are numbers of
-        self.parts = sum(parallelism.slices)
         self._routes = spec.num_routes
         in_turn = not overrides(type(spec), "route")
         self._residues = slices * (self._routes if in_turn else parallelism.replicas)
@@ -131,8 +132,6 @@ class Streams:
         if not fixed:
             self._check_order()
         self._end_steps()
-        if steps > 1:
-            self._repeat()
 
     @property
     def num_actions(self) -> int:
@@ -349,10 +348,12 @@ class Streams:
             piece = Piece(1, slot, 0, self._cost(action), needs, spec.synchronous - 1)
             self.streams[self._ends[action]].pieces.append(piece)
 
-    def _repeat(self) -> None:
-        """Let further steps follow; they begin on a stage when it has been updated."""
+    def followed(self, steps: int) -> Streams:
+        """Return the streams of steps that follow each other; they begin on a stage when it has been updated."""
         tree, counts = reduction_tree(self.spec, NO_REDUCTIONS), [stream.count for stream in self.streams]
         length = _BETWEEN + max(stream.last_slot for stream in self.streams)
+        found = copy(self)
+        found.steps, found.streams = steps, []
         for stream in self.streams:
             (stage, kind, _), before = stream.last, list[Action]()
             if kind.takes_update:
@@ -362,10 +363,12 @@ class Streams:
             elif kind is U:
                 before = [D(*tree.own[stream.worker])]
             updates = [self._ends[action] for action in before if action in self._ends]
-            first = stream.pieces.copy()
-            for step in range(1, self.steps):
+            pieces = stream.pieces.copy()
+            for step in range(1, steps):
                 inherited = tuple((number, step, 0) for number in updates)
-                for piece in first:
+                for piece in stream.pieces:
                     needs = tuple((s, n + step * counts[s], grows) for s, n, grows in piece.needs)
                     slot = piece.slot + step * length
-                    stream.pieces.append(piece._replace(slot=slot, step=step, needs=needs + inherited))
+                    pieces.append(piece._replace(slot=slot, step=step, needs=needs + inherited))
+            found.streams.append(replace(stream, pieces=pieces))
+        return found

@@ -28,6 +28,14 @@ def updates_a_step(spec: Declared) -> int:
     return updates_before(spec, spec.num_microbatches) * spec.num_routes
 
 
+def step_of(spec: Declared, action: Action) -> int:
+    """Return the step of a stream that an action is of; -1: it is of several."""
+    if not action.kind.per_microbatch and action.kind is not U:
+        return -1
+    a_step = spec.num_microbatches if action.kind.per_microbatch else updates_a_step(spec)
+    return split_step(action.index, a_step)[0]
+
+
 def updates_before(spec: Declared, microbatch: int) -> int:
     """Return the number of updates of a stage, on one route, before the update that takes a microbatch's gradients."""
     if spec.update_every == "microbatch":

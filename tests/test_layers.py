@@ -273,7 +273,7 @@ def test_private_functions_of_torch_are_used_in_few_places():
 #: rooms that do not train, and the options of parallelism that they may read fewer and fewer times
 READERS = ("planning", "tracing", "drawing", "dispatch", "commands", "verifying")
 PARALLEL = {"parallelism", "slices", "members", "num_routes", "synchronous"}
-MOST_READS = 57
+MOST_READS = 34
 
 
 def test_readers_ask_the_relation_and_not_for_options_of_parallelism():

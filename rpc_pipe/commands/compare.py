@@ -139,7 +139,7 @@ def table(rows: Sequence[Row], title: str) -> Table:
         memory = [format_bytes(row.peak_memory or 0)] if with_memory else []
         late = f" ({max(row.staleness)} late)" if max(row.staleness) else " (asynchronous)"
         drawn.add_row(
-            row.name + late * (not row.synchronous),
+            row.name + late * row.overtakes,
             f"{row.makespan:.5g}",
             f"{row.step_time:.5g}",
             f"{row.bubble:.1%}",

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from ..dependency import Action, ConfigError, G, Kind, Spec
 from ..dependency.decoding import Decoding
+from ..dependency.parallelism import with_parallelism
 from ..dependency.weight_copies import worker_staleness, worker_weight_copies
 from ..drawing.chrome import write_chrome
 from ..drawing.page import draw_page
@@ -172,7 +173,7 @@ def tell_exchange(spec: Spec, typed: Mapping[str, Any]) -> list[str]:
     if typed.get("members", 1) > 1 and not {"gather", "model"} & typed.keys():
         return ["members gather weights and sum up results in no time here: --gather TIME gives it a time"]
     if (
-        spec.parallelism.replicas == 1
+        not any(spec.own_place(worker)[0] for worker in spec.workers)
         or {"comm", "link", "uplink", "model"} & typed.keys()
         or G.letter in typed.get("cost", {})
     ):
@@ -254,7 +255,7 @@ def _report(schedule: str, result: Priced | Simulation, with_actions: bool) -> d
         "workers": spec.num_workers,
         "stages": spec.num_stages,
         "microbatches": spec.num_whole,
-        **({"slices": list(spec.parallelism.slices)} if len(spec.parallelism.slices) > 1 else {}),
+        **(with_parallelism(None, **asdict(spec.parallelism)) or {}),
         "order": result.order,
         "makespan": result.makespan,
         "step_time": result.step_time,

@@ -115,9 +115,14 @@ class Row:
     refused: str = ""
 
     @property
+    def overtakes(self) -> bool:
+        """Whether forwards overtake updates."""
+        return not self.synchronous
+
+    @property
     def replicates(self) -> bool:
         """Whether a synchronous schedule holds more than one copy of the weights in each replica."""
-        return self.synchronous and max(self.weight_copies, default=1) > self.parameters.get("replicas", 1)
+        return not self.overtakes and max(self.weight_copies, default=1) > self.parameters.get("replicas", 1)
 
     @property
     def name(self) -> str:
@@ -164,7 +169,7 @@ def compare(
             lengths, by_microbatch = unequal(spec)
             stages = model.stages(spec.num_stages)
             check_some(spec)
-            if members > 1 and not (spec.synchronous and spec.takes_steps):
+            if members > 1 and not spec.synchronous:
                 raise ConfigError("members meet in one update a step")
             cost = _cost(spec, stages, attention, by_microbatch, model.copy)
             found = _row(name, parameters, spec, lengths, stages if model.sizes else None, cost, run)
@@ -175,7 +180,7 @@ def compare(
 
     many = model.num_workers * num_microbatches > _MANY
     rows = in_parallel(row, len(variants), tell, cores=None if many else 1)
-    return sorted(rows, key=lambda row: (bool(row.refused), not row.synchronous, row.makespan, row.peak_activations))
+    return sorted(rows, key=lambda row: (bool(row.refused), row.overtakes, row.makespan, row.peak_activations))
 
 
 def _cost(spec: Spec, stages: Sequence[LayerCost], attention: float, by: Cost, copy: float) -> Cost:
@@ -231,7 +236,7 @@ def verdict(rows: Sequence[Row], limit: float | None) -> str:
     Where the memory of weights is not given, none that holds several copies of them is recommended.
     """
     fit = [row for row in rows if not row.refused]
-    overtaken = [row for row in fit if not row.synchronous]
+    overtaken = [row for row in fit if row.overtakes]
     whole = [row for row in fit if row.replicates and not any(row.weight_bytes or ())]
     usable = [row for row in fit if row not in (*overtaken, *whole)]
     lines = []

@@ -7,7 +7,6 @@ Loads without torch.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import accumulate
 
 from ..dependency import (
@@ -22,6 +21,7 @@ from ..dependency import (
     entries,
     reduction_tree,
 )
+from ..dependency.versions import step_of
 from ..system.garbage import uncollected
 
 
@@ -40,10 +40,9 @@ class Relation:
     def __init__(
         self, spec: Spec, steps: int = 1, reductions: Reductions = NO_REDUCTIONS, lengths: Sequence[float] = ()
     ) -> None:
-        if not spec.synchronous and steps > 1:
-            spec, steps = replace(spec, num_steps=steps), 1  # one stream; its order lets steps overlap
+        spec, self.steps = spec.following(steps)
         self.spec, self.lengths = spec, lengths
-        self.steps, self.reductions, self._tree = steps, reductions, reduction_tree(spec, reductions)
+        self.reductions, self._tree = reductions, reduction_tree(spec, reductions)
         workers = range(spec.num_workers)
         with uncollected():
             self._put_together([Part(spec, worker, entries(spec, worker, reductions=reductions)) for worker in workers])
@@ -73,6 +72,17 @@ class Relation:
         self.within: dict[int, list[tuple[float, list[int]]]] = {}
         for step in range(steps):
             self._connect(parts, step)
+
+    @property
+    def num_steps(self) -> int:
+        return self.steps * self.spec.num_steps
+
+    def step(self, number: int) -> int:
+        """Return the step of an action; -1: it ends several steps of a stream."""
+        if self.spec.num_steps > 1:
+            return step_of(self.spec, self.actions[number])
+        first, end = self.first[self.worker[number] :][:2]
+        return (number - first) * self.steps // (end - first)
 
     def length(self, action: Action) -> float:
         """Return the length of an action's microbatch; 0: all are equal, or it is the action of a step."""

@@ -9,15 +9,12 @@ not interrupted; actions of a worker on different resources overlap. These are t
 from __future__ import annotations
 
 import heapq
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
 from typing import ClassVar
 
-from ..dependency import RESOURCES, Action, Kind, Order, ScheduleError, Spec, U
-from ..dependency.indexes import split_step
+from ..dependency import RESOURCES, Action, Kind, Order, ScheduleError, Spec
 from ..system.garbage import uncollected
 from .links import Levels as Levels
 from .links import Link as Link
@@ -46,6 +43,9 @@ class Outcome:
     step_ends: tuple[float, ...]
     #: when the last action that takes time ends
     makespan: float
+    #: the time of a step in a sequence of steps: the largest over workers of last end minus first start. A worker
+    #: begins the next step when its part of this one has ended, even if its peers have not finished theirs
+    span: float
 
     @property
     def step_time(self) -> float:
@@ -58,6 +58,11 @@ class Outcome:
     def bubble(self) -> float:
         """Idle share of the workers' time in the makespan, 0 to 1."""
         return 1 - sum(self.busy) / (self.spec.num_workers * self.makespan) if self.makespan else 0.0
+
+    @property
+    def steady_bubble(self) -> float:
+        """The same share of `span`."""
+        return 1 - sum(self.busy) / (self.spec.num_workers * self.span) if self.span else 0.0
 
 
 @dataclass(frozen=True)
@@ -114,47 +119,19 @@ class Simulation(Outcome):
 
         They are whole numbers, unless sequences are sliced: a slice counts as its share of a microbatch.
         """
-        sizes = self.spec.parallelism.slices
-        peaks = self._peaks(lambda action: sizes[action.index % len(sizes)])
-        return peaks if len(sizes) == 1 else tuple(most / sum(sizes) for most in peaks)
-
-    def _peaks(self, size: Callable[[Action], float]) -> tuple[float, ...]:
-        relation, num_workers = self._relation, self.spec.num_workers
+        relation, spec = self._relation, self.spec
         # At equal times ends come before starts; an action without duration starts and ends in its turn.
         events: list[tuple[float, bool, int, int]] = []
         for turn, (number, start, end) in enumerate(self._ran):
             holds = relation.actions[number].kind.keeps
             if holds:
                 events.append((start, True, turn, number) if holds > 0 else (end, end == start, turn, number))
-        live, peak = [0.0] * num_workers, [0.0] * num_workers
+        live, peak = [0.0] * spec.num_workers, [0.0] * spec.num_workers
         for _, _, _, n in sorted(events):
             worker, action = relation.worker[n], relation.actions[n]
-            live[worker] += action.kind.keeps * size(action)
+            live[worker] += action.kind.keeps * spec.size(action)
             peak[worker] = max(peak[worker], live[worker])
-        return tuple(peak)
-
-    @cached_property
-    def span(self) -> float:
-        """The time of a step in a sequence of steps: the largest over workers of last end minus first start.
-
-        A worker begins the next step when its part of this one has ended, even if its peers have not finished theirs.
-        """
-        worker, actions = self._relation.worker, self._relation.actions
-        first: dict[int, float] = {}
-        last: dict[int, float] = {}
-        for number, start, end in self._ran:  # by start
-            at = worker[number]
-            if at not in first and (end > start or actions[number].kind.per_microbatch):
-                first[at] = start
-            if end > start and end > last.get(at, 0):  # an update that costs nothing may wait for a replica's gradients
-                last[at] = end
-        (longest,) = in_time([max((last[at] - first[at] for at in last), default=0)], self._scale)
-        return longest
-
-    @property
-    def steady_bubble(self) -> float:
-        """The same share of `span`."""
-        return 1 - sum(self.busy) / (self.spec.num_workers * self.span) if self.span else 0.0
+        return tuple(most / spec.parts for most in peak)
 
     @cached_property
     def messages(self) -> int:
@@ -232,18 +209,10 @@ def simulate(
         ran = _run(relation, costs, order == "fixed", comm, link_queues)
     if len(ran) != len(costs):
         raise ScheduleError(f"deadlock: {len(costs) - len(ran)} actions cannot run; `dependency.check_all` says why")
-    busy: list[float] = [0] * relation.spec.num_workers
-    compute = RESOURCES.index("compute")
-    for number, _, _ in ran:
-        if relation.lane[number] % len(RESOURCES) == compute:
-            busy[relation.worker[number]] += costs[number]
-    makespan = max([end for _, start, end in ran if end > start], default=0)
-    carried = None if link_queues is None else link_queues.transfers
-    ends = in_time(_step_ends(relation, ran), scale)
-    (makespan,) = in_time([makespan], scale)
+    transfers = None if link_queues is None else link_queues.transfers
     return Simulation(
-        relation.spec, order, in_time(busy, scale), ends, makespan, relation, ran, comm, carried, scale
-    )  # fmt: skip
+        relation.spec, order, *_figures(relation, ran, costs, scale), relation, ran, comm, transfers, scale
+    )
 
 
 def in_time(times: Iterable[float], scale: int) -> tuple[float, ...]:
@@ -251,32 +220,30 @@ def in_time(times: Iterable[float], scale: int) -> tuple[float, ...]:
     return tuple(times) if scale == 1 else tuple(time / scale for time in times)
 
 
-def _step_ends(relation: Relation, ran: _Ran) -> tuple[float, ...]:
-    if relation.spec.num_steps > 1:
-        return _ends_in_stream(relation, ran)
-    if relation.steps == 1:
-        return (max([end for _, _, end in ran], default=0),)
-    ends: list[float] = [0] * relation.steps
-    lengths = [(b - a) // relation.steps for a, b in pairwise(relation.first)]
-    for number, _, end in ran:
-        worker = relation.worker[number]
-        step = (number - relation.first[worker]) // lengths[worker]
-        ends[step] = max(ends[step], end)
-    return tuple(ends)
-
-
-def _ends_in_stream(relation: Relation, ran: _Ran) -> tuple[float, ...]:
-    """Return when each step of a stream of overlapping steps ends."""
-    spec = relation.spec
-    ends: list[float] = [0] * spec.num_steps
-    updates = Counter(action.stage for action in relation.actions if action.kind is U)
-    for number, _, end in ran:
-        stage, kind, index = relation.actions[number]
-        if kind.per_microbatch or kind is U:
-            a_step = spec.num_microbatches if kind.per_microbatch else updates[stage] // spec.num_steps
-            step, _ = split_step(index, a_step)
-            ends[step] = max(ends[step], end)
-    return tuple(ends)
+def _figures(
+    relation: Relation, ran: _Ran, costs: Sequence[float], scale: int
+) -> tuple[tuple[float, ...], tuple[float, ...], float, float]:
+    """Return the figures of an `Outcome`."""
+    workers, steps, compute = relation.spec.num_workers, relation.num_steps, RESOURCES.index("compute")
+    busy: list[float] = [0] * workers
+    last: list[float] = [0] * workers
+    ends: list[float] = [0] * steps
+    first: list[float | None] = [None] * workers
+    for number, start, end in ran:  # by start
+        at = relation.worker[number]
+        if relation.lane[number] % len(RESOURCES) == compute:
+            busy[at] += costs[number]
+        # An update that costs nothing may wait for a replica's gradients.
+        if first[at] is None and (end > start or relation.actions[number].kind.per_microbatch):
+            first[at] = start
+        if end > start and end > last[at]:
+            last[at] = end
+        step = relation.step(number) if steps > 1 else 0
+        if step >= 0 and end > ends[step]:
+            ends[step] = end
+    span = max(end - (begin or 0) for begin, end in zip(first, last, strict=True))
+    makespan, span = in_time([max(last), span], scale)
+    return in_time(busy, scale), in_time(ends, scale), makespan, span
 
 
 class _LinkQueues:

@@ -6,16 +6,16 @@ Loads without torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from ..dependency import Action, ConfigError, Order, Spec, check, check_all
 from ..dependency.streams import NotRegular, Streams
 from ..schedules import name_of
 from ..system.garbage import uncollected
-from . import waves
 from .links import different
-from .simulator import Cost, Link, Outcome, Simulation, in_time, simulate
-from .ticks import ticks
+from .simulator import Cost, Link, Simulation, simulate
+from .waves import Priced as Priced
+from .waves import run
 
 #: most forwards that are simulated action by action, in 3 GB
 MAX_SIMULATED = 1_000_000
@@ -23,21 +23,6 @@ MAX_SIMULATED = 1_000_000
 MOST_PRICED = 100_000
 #: up to this number of forwards, every worker's part is checked before a simulation
 MAX_CHECKED = 5_000
-
-
-@dataclass(frozen=True)
-class Priced(Outcome):
-    """A simulated run without its actions."""
-
-    span: float
-    peak_activations: tuple[float, ...]
-    #: payloads between workers in a step
-    messages: int
-    num_actions: int
-    #: (source, target) of workers that send to each other
-    ways: frozenset[tuple[int, int]]
-    #: time that was not simulated moment by moment: repetitions that were added as a multiple
-    repeated: float
 
 
 def price(
@@ -58,14 +43,28 @@ def price(
         ScheduleError: the run cannot finish.
     """
     links, order = links or {}, order or spec.order
+
+    def latency(source: int, target: int) -> float:
+        link = links.get((source, target))
+        return comm if link is None else link.latency
+
     if not uplinks and all(link.bandwidth == float("inf") for link in different(links)):
+        one_run, times = spec.following(steps)
         try:
             with uncollected():
-                return _priced(spec, cost, comm, order, steps, links)
+                streams = _streams(one_run, cost, order == "fixed")
+                streams = streams if times == 1 else streams.followed(times)
+                return run(streams, [comm, *(link.latency for link in different(links))], latency)
         except NotRegular:
             pass
     refuse_many(spec, steps, f"schedule {name_of(spec)}")
     return simulate(spec, cost, comm=comm, order=order, steps=steps, links=links, payload=payload, uplinks=uplinks)
+
+
+@lru_cache(maxsize=1)
+def _streams(spec: Spec, cost: Cost, fixed: bool) -> Streams:
+    """Return the streams of a step. Cached: a comparison asks for one step and for several."""
+    return Streams(spec, cost, fixed=fixed)
 
 
 def check_some(spec: Spec) -> None:
@@ -97,30 +96,3 @@ def refuse_many(spec: Spec, steps: int, what: str) -> None:
     forwards = spec.num_stages * spec.num_microbatches * steps
     if forwards > MAX_SIMULATED:
         raise ConfigError(f"{what}: needs every action; {forwards} forwards are more than {MAX_SIMULATED}, the most")
-
-
-def _priced(
-    spec: Spec, cost: Cost, comm: float, order: Order, steps: int, links: Mapping[tuple[int, int], Link]
-) -> Priced:
-    of_stream = steps > 1 and not spec.synchronous
-    made = replace(spec, num_steps=steps) if of_stream else spec
-    streams = Streams(made, cost, fixed=order == "fixed", steps=1 if of_stream else steps)
-    costs = {piece.cost for stream in streams.streams for piece in stream.pieces}
-    late = {comm, *(link.latency for link in different(links))}
-    found = ticks([*costs, *late])
-    scale, exact = found or (1, {value: value for value in costs | late})
-
-    def latency(source: int, target: int) -> float:
-        link = links.get((source, target))
-        return exact[comm if link is None else link.latency]
-
-    run = waves.run(streams, exact, latency, exact=found is not None)
-    (makespan, span, repeated), size = (
-        in_time([run.makespan, run.span, run.repeated], scale),
-        sum(spec.parallelism.slices),
-    )
-    peaks = tuple(float(most) if size == 1 else most / size for most in run.peaks)
-    return Priced(
-        made, order, in_time(run.busy, scale), in_time(run.step_ends, scale), makespan, span, peaks,
-        streams.messages, streams.num_actions, streams.ways, repeated,
-    )  # fmt: skip

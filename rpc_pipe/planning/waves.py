@@ -9,50 +9,54 @@ repetitions are added at once. Loads without torch.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from ..dependency import RESOURCES, ScheduleError
 from ..dependency.streams import Streams
+from .simulator import Outcome, in_time
 from .stream_tables import NEVER, Tables
+from .ticks import ticks
 
 Array = Any
 
 
-class Figures(NamedTuple):
-    """The figures of a simulated run; times in ticks."""
+@dataclass(frozen=True)
+class Priced(Outcome):
+    """A simulated run without its actions."""
 
-    #: by worker
-    busy: list[Any]
-    step_ends: list[Any]
-    makespan: Any
-    span: Any
-    #: by worker, the sizes of slices held at once
-    peaks: list[int]
-    #: time that was not simulated, as it repeats
-    repeated: Any
+    peak_activations: tuple[float, ...]
+    #: payloads between workers in a step
+    messages: int
+    num_actions: int
+    #: (source, target) of workers that send to each other
+    ways: frozenset[tuple[int, int]]
+    #: time that was not simulated moment by moment: repetitions that were added as a multiple
+    repeated: float
 
 
-def run(
-    streams: Streams, costs: Mapping[float, float], latency: Callable[[int, int], Any], exact: bool = True
-) -> Figures:
+def run(streams: Streams, latencies: Iterable[float], latency: Callable[[int, int], float]) -> Priced:
     """Return the figures of a run.
 
     Args:
-        costs: ticks of each cost.
-        latency: ticks from one worker to another.
-        exact: whether ticks are whole numbers; if they are rounded, nothing can be known to repeat.
+        latencies: all that there are.
+        latency: from one worker to another.
 
     Raises:
         ScheduleError: the run cannot finish.
     """
-    tables = Tables(streams, costs, latency)
-    moments = _Moments(tables, exact)
+    times = {*latencies, *(piece.cost for stream in streams.streams for piece in stream.pieces)}
+    found = ticks(times)
+    # If times are rounded, nothing can be known to repeat.
+    scale, exact = found or (1, {time: time for time in times})
+    tables = Tables(streams, exact, lambda source, target: exact[latency(source, target)])
+    moments = _Moments(tables, found is not None)
     moments.run()
-    return moments.figures()
+    return moments.figures(scale)
 
 
 #: a count that a stream without a next action waits for, and never gets
@@ -98,9 +102,7 @@ class _Moments:
         self.touched: Array = np.ones(lanes, bool)
         self.first, self.last = np.full(lanes, NEVER, number), np.zeros(lanes, number)
         self.live, self.high, self.peak = np.zeros((3, lanes), np.int64)
-        self.ends = np.zeros(
-            max(tables.streams.steps, tables.streams.spec.num_steps) + 1, number
-        )  # the last is of no step
+        self.ends = np.zeros(tables.streams.steps + 1, number)  # the last is of no step
         self.queues: list[deque[tuple[Any, Array]]] = [deque() for _ in tables.channels]
         takes_time = [any(tables.costs[piece.cost] for piece, _ in own) for own in tables.pieces]
         self.unbegun = int((takes_time | self.named).reshape(self.keys.shape).any(0).sum())
@@ -330,19 +332,24 @@ class _Moments:
         self.high += times * np.maximum(live, 0)
         self._look(np.arange(self.slot.size), self.state)
 
-    def figures(self) -> Figures:
-        t, spec = self._t, self._t.streams.spec
-        busy: list[Any] = [0] * spec.num_workers
+    def figures(self, scale: int) -> Priced:
+        t, streams = self._t, self._t.streams
+        busy: list[Any] = [0] * streams.spec.num_workers
         for stream in t.stream:
             if stream and stream.last.kind.resource == RESOURCES[0]:
                 busy[stream.worker] += sum(piece.number * t.costs[piece.cost] for piece in stream.pieces)
         first: dict[int, Any] = {}
         last: dict[int, Any] = {}
-        peaks = [0] * spec.num_workers
+        peaks = [0] * streams.spec.num_workers
         held = np.maximum(self.peak, self.high).tolist()
         for worker, begin, end, most in zip(t.lane_worker, self.first.tolist(), self.last.tolist(), held, strict=False):
             first[worker] = min(first.get(worker, begin), begin)
             last[worker] = max(last.get(worker, end), end)
             peaks[worker] = max(peaks[worker], most)
         span = max((end - first[worker] for worker, end in last.items() if end), default=0)
-        return Figures(busy, self.ends[:-1].tolist(), self.last.max().item(), span, peaks, int(self.repeated))
+        makespan, span, repeated = in_time([self.last.max().item(), span, int(self.repeated)], scale)
+        return Priced(
+            streams.spec, "fixed" if streams.fixed else "ready", in_time(busy, scale),
+            in_time(self.ends[:-1].tolist(), scale), makespan, span, tuple(most / streams.spec.parts for most in peaks),
+            streams.messages, streams.num_actions, streams.ways, repeated,
+        )  # fmt: skip
