@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from typing import Any
 
 from ..schedules import SCHEDULES
@@ -42,35 +41,26 @@ def add(commands: Any) -> None:
 def command(typed: dict[str, Any], argv: list[str]) -> int:
     from .main import all_commands
 
-    parsers = all_commands()
+    commands = {name: _words(parser) for name, parser in all_commands().items()}
+    choices = {word: words for options in commands.values() for word, words in options.items() if words}
     print(_SHELLS[typed["shell"]].format(
-        commands=" ".join(parsers),
-        options="\n".join(f'            {name}) words="{" ".join(_options(p))}";;' for name, p in parsers.items()),
-        choices="\n".join(f'        {o}) words="{" ".join(c)}";;' for o, c in _choices(parsers).items()),
-        lines="\n".join(_fish(parsers)),
+        commands=" ".join(commands),
+        options="\n".join(f'            {name}) words="{" ".join(own)}";;' for name, own in commands.items()),
+        choices="\n".join(f'        {word}) words="{" ".join(words)}";;' for word, words in choices.items()),
+        lines="\n".join(_fish(commands)),
     ))  # fmt: skip
     return 0
 
 
-def _options(parser: Parser) -> list[str]:
-    return [word for word in parser._option_string_actions if word.startswith("--")]
+def _words(parser: Parser) -> dict[str, list[str]]:
+    """Return the options of a command, and the words that each takes."""
+    found = {word: action for word, action in parser._option_string_actions.items() if word.startswith("--")}
+    return {word: list(SCHEDULES if word == "--schedule" else map(str, a.choices or ())) for word, a in found.items()}
 
 
-def _of(action: argparse.Action) -> list[str]:
-    """Return the words that an option takes."""
-    return list(SCHEDULES) if action.dest == "schedule" else [str(each) for each in action.choices or ()]
-
-
-def _choices(parsers: dict[str, Parser]) -> dict[str, list[str]]:
-    found = {word: _of(parser._option_string_actions[word]) for parser in parsers.values() for word in _options(parser)}
-    return {word: choices for word, choices in found.items() if choices}
-
-
-def _fish(parsers: dict[str, Parser]) -> list[str]:
-    lines = [f"complete -c rpc-pipe -n __fish_use_subcommand -f -a {name}" for name in parsers]
-    for name, parser in parsers.items():
-        for word in _options(parser):
-            words = _of(parser._option_string_actions[word])
-            takes = f" -x -a '{' '.join(words)}'" if words else ""
-            lines.append(f"complete -c rpc-pipe -n '__fish_seen_subcommand_from {name}' -l {word[2:]}{takes}")
+def _fish(commands: dict[str, dict[str, list[str]]]) -> list[str]:
+    lines = [f"complete -c rpc-pipe -n __fish_use_subcommand -f -a {name}" for name in commands]
+    for name, word, words in ((name, *each) for name, options in commands.items() for each in options.items()):
+        takes = f" -x -a '{' '.join(words)}'" if words else ""
+        lines.append(f"complete -c rpc-pipe -n '__fish_seen_subcommand_from {name}' -l {word[2:]}{takes}")
     return lines

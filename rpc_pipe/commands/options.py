@@ -284,12 +284,9 @@ def with_listed(typed: dict[str, Any]) -> dict[str, Any]:
 def schedule_options(typed: Mapping[str, Any]) -> dict[str, str]:
     """Return a schedule's parameters, from `--set`, `--window`, `--replicas` and the like."""
     options: dict[str, str] = {**typed.get("set", {})}
-    for name in ("window", *OPTIONS):
-        if name in options:
-            refuse_typed(typed, [name], f"--set {name}={options[name]} says it too")
-        if name in typed:
-            options[name] = str(typed[name])
-    return options
+    for name in (name for name in ("window", *OPTIONS) if name in options):
+        refuse_typed(typed, [name], f"--set {name}={options[name]} says it too")
+    return options | {name: str(typed[name]) for name in ("window", *OPTIONS) if name in typed}
 
 
 def typed_links(typed: Mapping[str, Any], num_workers: int) -> tuple[Link | None, dict[tuple[int, int], Link]]:

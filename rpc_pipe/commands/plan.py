@@ -102,7 +102,11 @@ def command(typed: dict[str, Any], argv: list[str]) -> int:
     with progress(reporter, "searching") as tell:
         result = search(request, tell)
     if result.plans and not {"no_searched", "lengths"} & typed.keys():
-        _add_searched(request, result, reporter)
+        with progress(reporter, "listing") as tell:
+            plan = faster_program(request, result, tell, min(_PROGRAM_SECONDS, seconds / 4))
+        if plan is not None:
+            result.plans.insert(0, plan)
+            result.front = [plan, *(other for other in result.front if other.predicted_memory < plan.predicted_memory)]
     for plans in (result.plans, result.front) if "microbatch_order" in typed else ():
         plans[:] = [replace(plan, microbatch_order=request.order) for plan in plans]
     advice = binding_limits(request, result) if result.plans else changes_that_fit(request, result)
@@ -176,8 +180,8 @@ def kept_plan(typed: dict[str, Any], reporter: Reporter) -> tuple[Path, str]:
     """
     request, profile_path = _request(typed, _AUTO_SECONDS, reporter)
     path = profile_path.with_name(f"plan-{profile_path.name.removeprefix('profile-')}")
-    limits = {name: typed[name] for name in ("workers", "memory") if name in typed}
-    of = json.loads(json.dumps({**limits, "batch": request.batch, "measured": as_json(request.profile)}))
+    of = {name: typed[name] for name in ("workers", "memory") if name in typed}
+    of = json.loads(json.dumps({**of, "batch": request.batch, "measured": as_json(request.profile)}))
     plan, word = None, "plan kept"
     with suppress(*DAMAGED, ConfigError):  # or missing
         told = read_json(path, str(path))
@@ -202,15 +206,15 @@ def _groupings(typed: dict[str, Any], members: list[int], shards: list[str]) -> 
 
 def _request(typed: dict[str, Any], seconds: float, reporter: Reporter) -> tuple[PlanRequest, Path]:
     """Return the request, with a profile for the microbatches to try, and the profile's file."""
-    if "model" not in typed and "profile" not in typed:
+    if not {"model", "profile"} & typed.keys():
         raise ConfigError(f"plan: needs path/to/file.py:make, {MAKE}; or --profile FILE")
-    machines = _machines(typed)
+    machines, lengths = _machines(typed), list[int](typed.get("lengths", []))
+    workers = machines.num_workers
     show_loading(typed, reporter)
-    if "batch" not in typed and "model" not in typed:
+    if not {"batch", "model"} & typed.keys():
         raise ConfigError("--batch: needed with --profile; give the rows of a step's batch")
     batch = typed["batch"] if "batch" in typed else load(typed)[1]
-    lengths: list[int] = typed.get("lengths", [])
-    default = (len(lengths),) if lengths else default_microbatches(machines.num_workers, batch)
+    default = (len(lengths),) if lengths else default_microbatches(workers, batch)
     counts: Sequence[int] = typed.get("microbatches", default)
     if lengths and list(counts) != [len(lengths)]:
         refuse_typed(typed, ["microbatches"], f"--lengths has {len(lengths)} numbers; give one for each microbatch")
@@ -219,18 +223,15 @@ def _request(typed: dict[str, Any], seconds: float, reporter: Reporter) -> tuple
     rows = sorted({max(1, round(batch / count)) for count in counts})
     # Sizes in between are interpolated from the ends and the middle.
     wanted = sorted({rows[0], rows[len(rows) // 2], rows[-1]})
-    workers = machines.num_workers
-    replicas: list[int] = typed.get("replicas", [1])
-    exchange = {name: typed[name] for name in EXCHANGE if name in typed}
-    members: list[int] = typed.get("members", [1])
-    shards: list[str] = typed.get("shard", [""])
+    replicas, members, slices = (list[int](typed.get(name, [1])) for name in ("replicas", "members", "slices"))
+    exchange, shards = {name: typed[name] for name in EXCHANGE if name in typed}, list[str](typed.get("shard", [""]))
     planes = {size: min(Grouping(size, shard).planes for shard in shards) for size in members}
     if lengths and any(Grouping(max(members), shard).planes > 1 for shard in shards):
         refuse_typed(typed, ["shard"], "divides microbatches, of which --lengths tells no part; leave one out")
     for each, size in product(replicas, members):  # otherwise all their candidates would be left out
         options = with_parallelism(exchange if each == max(replicas) else None, replicas=each)
         make_spec("gpipe", workers_of(workers, size), max(1, max(counts) // planes[size]), options)
-    least, slices = workers // max(replicas) // max(members), typed.get("slices", [1])
+    least = workers // max(replicas) // max(members)
     profile, path = find_profile(typed, wanted, reporter, at_least=least, together=_together(typed, workers))
     profile = with_slices(typed, profile, path, max(slices), reporter)
     if lengths:
@@ -249,15 +250,6 @@ def _request(typed: dict[str, Any], seconds: float, reporter: Reporter) -> tuple
         lengths=tuple(lengths), order=typed.get("microbatch_order", "given"), seconds=seconds,
     )  # fmt: skip
     return request, path
-
-
-def _add_searched(request: PlanRequest, result: PlanResult, reporter: Reporter) -> None:
-    """Search a program, and put it before the plans if it is faster than all."""
-    with progress(reporter, "listing") as tell:
-        plan = faster_program(request, result, tell, min(_PROGRAM_SECONDS, request.seconds / 4))
-    if plan is not None:
-        result.plans.insert(0, plan)
-        result.front = [plan, *(other for other in result.front if other.predicted_memory < plan.predicted_memory)]
 
 
 def _as_json(request: PlanRequest, result: PlanResult, advice: Sequence[Advice]) -> dict[str, Any]:
@@ -285,9 +277,8 @@ def _show(
     sizes = f"{profile.num_blocks} blocks, {workers} workers, batch of {request.batch}"
     reporter.text(f"{profile.model or 'model'}: {sizes}")
     if not result.plans:
-        reporter.text(_nothing_fits(result))
-        for each in advice:
-            reporter.text(f"  would fit: {each.sentence}")
+        for line in (_nothing_fits(result), *(f"  would fit: {each.sentence}" for each in advice)):
+            reporter.text(line)
         return
     reporter.console.print(plans_table(result.plans))
     if result.left_out:

@@ -81,8 +81,7 @@ def machines_of(where: str, told: Any) -> Machines:
     except DAMAGED as error:
         raise ConfigError(f"{where}: is no topology, such as {_EXAMPLE}: {error}") from None
     workers = [worker for worker in found.workers for _ in range(worker.count)]
-    count = len(workers)
-    if not count:
+    if not (count := len(workers)):
         raise ConfigError(f"{where}: workers: must list at least one")
     for worker in found.workers:
         if worker.speed <= 0:
@@ -100,14 +99,11 @@ def machines_of(where: str, told: Any) -> Machines:
     if wrong := [size for size in found.levels if not size.isdecimal() or int(size) < 2]:
         raise ConfigError(f"{where}: level {wrong[0]!r}: must be a number of neighbouring workers, at least 2")
     levels = sorted((int(size), _link(where, way)) for size, way in found.levels.items())
-    return Machines(
-        count,
-        tuple(1 / worker.speed for worker in workers) if {w.speed for w in workers} != {1.0} else (),
-        tuple(limits) if any(limit is not None for limit in limits) else (),
-        _link(where, found.link),
-        Levels(count, levels, links) if levels else links,
-        {at: _read(where, "uplink", worker.uplink) / 1e3 for at, worker in enumerate(workers) if worker.uplink},
-    )
+    slowness = tuple(1 / worker.speed for worker in workers) if {w.speed for w in workers} != {1.0} else ()
+    memory = tuple(limits) if any(limit is not None for limit in limits) else ()
+    ways = Levels(count, levels, links) if levels else links
+    uplinks = {at: _read(where, "uplink", w.uplink) / 1e3 for at, w in enumerate(workers) if w.uplink}
+    return Machines(count, slowness, memory, _link(where, found.link), ways, uplinks)
 
 
 def _link(where: str, way: _Direction) -> Link:

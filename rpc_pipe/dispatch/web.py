@@ -61,9 +61,7 @@ class Server:
     """
 
     def __init__(self, view: View, source: RunBoards, option: str, host: str, port: int, *, page: bool) -> None:
-        self._view = view
-        self._source = source
-        self._option = option
+        self._view, self._source, self._option = view, source, option
         self._host, self._port, self._page = host, port, page
         self._token = "" if _is_loopback(host) else secrets.token_urlsafe(24)
         self._cookie = ""

@@ -143,7 +143,12 @@ def remarks(request: PlanRequest, result: PlanResult, cores: int | None) -> Iter
         alone = "" if other is None else f"; the fastest with one copy is {other.name}, {other.predicted_ms:.4g} ms"
         yield f"{best.name} holds {copies} copies of the weights, which its memory counts{alone}"
     if max(counts := request.slices) > 1 and "slices" not in best.parameters:
-        yield f"--slices {','.join(map(str, counts))}: do not pay: {_without_slices(request, result)}"
+        sliced = next((plan for plan in result.plans if "slices" in plan.parameters), None)
+        why = "no plan with slices fits, or could be faster"
+        if sliced is not None:
+            why = f"the fastest with slices, {sliced.name}, takes {sliced.predicted_ms:.4g} ms"
+        fixed = f"a slice takes {request.slicing.fixed:.0%} of a sequence's time, however short it is"
+        yield f"--slices {','.join(map(str, counts))}: do not pay: {why}; {fixed}"
 
 
 def num_copies(plan: Plan, num_workers: int) -> int:
@@ -153,12 +158,3 @@ def num_copies(plan: Plan, num_workers: int) -> int:
     spec = Candidate.of(plan).spec(num_workers)
     held = sum(len(spec.hosted(worker)) for worker in spec.workers)
     return held // (spec.num_stages * int(plan.parameters.get("replicas", 1)))
-
-
-def _without_slices(request: PlanRequest, result: PlanResult) -> str:
-    """Return why no plan with slices is the best."""
-    sliced = next((plan for plan in result.plans if "slices" in plan.parameters), None)
-    fixed = f"a slice takes {request.slicing.fixed:.0%} of a sequence's time, however short it is"
-    if sliced is None:
-        return f"no plan with slices fits, or could be faster; {fixed}"
-    return f"the fastest with slices, {sliced.name}, takes {sliced.predicted_ms:.4g} ms; {fixed}"

@@ -75,8 +75,8 @@ def peak_bytes(simulation: Simulation, sizes: Sequence[Size]) -> tuple[float, ..
         sizes: by stage.
     """
     spec, weights = simulation.spec, weight_bytes(simulation.spec, sizes)
-    for shard in loaded(spec, (span.action for span in simulation.spans)):
-        weights[spec.place(*shard)] -= sizes[shard[0]].weights
+    for stage, route in loaded(spec, (span.action for span in simulation.spans)):
+        weights[spec.place(stage, route)] -= sizes[stage].weights
     changes: list[dict[tuple[float, int], float]] = [defaultdict(float) for _ in range(spec.num_workers)]
     span_of = {span.action: span for span in simulation.spans}
     arrival = {(action, target): when for action, _, target, when in simulation.transfers}
@@ -100,9 +100,8 @@ def peak_bytes(simulation: Simulation, sizes: Sequence[Size]) -> tuple[float, ..
             add(worker, span.end, size.after_inputs - size.activations)
         elif action.kind in (B, W):
             add(worker, span.end, -(size.activations if action.kind is B else size.after_inputs))
-        elif action.kind.holds:
-            time = span.start if action.kind.holds > 0 else span.end
-            add(worker, time, action.kind.holds * moved_bytes(action.kind, moved))
+        elif way := action.kind.holds:
+            add(worker, span.start if way > 0 else span.end, way * moved_bytes(action.kind, moved))
         if action.kind.per_microbatch and spec.extent(action) != (0, 1):
             _add_state(add, span, sizes[action.stage].state, spec.extent(action), simulation.portion(action))
         amount = payload_bytes(action, moved, simulation.gradient_parts(action.stage))

@@ -199,11 +199,10 @@ def _read(path: str) -> Program:
         table.pop()  # blank lines at the end
     rows = tuple(tuple(_actions(path, number, row)) for number, row in enumerate(table))
     placement: dict[int, int] = {}
-    for worker, row in enumerate(rows):
-        for action in row:
-            if placement.setdefault(action.stage, worker) != worker:
-                twice = f"row {placement[action.stage]} and in row {worker}"
-                raise ConfigError(f"schedule {path}: stage {action.stage} is in {twice}; a stage has one worker")
+    for stage, worker in ((action.stage, worker) for worker, row in enumerate(rows) for action in row):
+        if (other := placement.setdefault(stage, worker)) != worker:
+            twice = f"row {other} and in row {worker}"
+            raise ConfigError(f"schedule {path}: stage {stage} is in {twice}; a stage has one worker")
     missing = next(stage for stage in count() if stage not in placement)
     if missing <= max(placement, default=0):
         raise ConfigError(f"schedule {path}: no row has stage {missing}")

@@ -57,8 +57,7 @@ class Plan:
     @property
     def name(self) -> str:
         """The schedule with its parameters, as text."""
-        shared = {**self.sharing}
-        shared.pop("reduce", None)
+        shared = {key: value for key, value in self.sharing.items() if key != "reduce"}
         return schedule_label(self.schedule, {**self.parameters, **shared}, self.recompute)
 
     @property
@@ -99,13 +98,10 @@ def read_plan(source: str | Path | Mapping[str, Any] | Plan) -> Plan:
     """
     if isinstance(source, Plan):
         return source
-    where = "plan"
-    content: Any = source
     if not isinstance(source, (str, Path, Mapping)):
         raise ConfigError(f"plan {source!r}: must be a plan of rpc-pipe plan, its file, or the file's contents")
-    if not isinstance(source, Mapping):
-        where = f"plan {source}"
-        content = read_json(Path(source), where)
+    where = "plan" if isinstance(source, Mapping) else f"plan {source}"
+    content: Any = source if isinstance(source, Mapping) else read_json(Path(source), where)
     if isinstance(content, Mapping) and "plans" in content and not content["plans"]:
         raise ConfigError(f"{where}: holds no plan that fits; rpc-pipe plan says what would")
     try:

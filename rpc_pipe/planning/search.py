@@ -283,9 +283,8 @@ def candidates(
     """
     seen, wrong = set(), dict[str, PipeError]()
     more = [(name, own) for name in schedules or () if name not in SCHEDULES for own in find_schedule(name).variants]
-    for (name, own), number, sizes in product([*VARIANTS, *more], replicas, slices):
-        if schedules is not None and name not in schedules:
-            continue
+    wanted = [each for each in VARIANTS if schedules is None or each[0] in schedules]
+    for (name, own), number, sizes in product([*wanted, *more], replicas, slices):
         sliced = None if len(sizes) == 1 else ",".join(map(str, sizes)) if len(set(sizes)) > 1 else len(sizes)
         exchanging = (exchange or {}) if number > 1 else {}
         parameters = with_parallelism(own, replicas=number, slices=sliced, **exchanging) or {}
@@ -309,6 +308,5 @@ def candidates(
                 depth = spec.num_stages
                 for first in sorted({1, depth // 2, depth - 1, depth} - {0}):
                     yield replace(plain, recompute=tuple(range(first)))
-    for name in dict(more).keys() - {name for name, _ in seen}:
-        if name in wrong:
-            raise wrong[name]
+    for name in (dict(more).keys() & wrong.keys()) - {name for name, _ in seen}:
+        raise wrong[name]

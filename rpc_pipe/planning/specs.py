@@ -124,8 +124,7 @@ def make_spec(
         raise ConfigError(f"schedule {name}{asked}: has {num_stages} stages; must be at least 1")
     if num_stages > MAX_STAGES:
         raise ConfigError(f"schedule {name}{asked}: has {num_stages} stages; the most are {MAX_STAGES}")
-    a_worker = -(-num_stages // num_workers)
-    if a_worker * num_microbatches > MAX_FORWARDS:
+    if (a_worker := -(-num_stages // num_workers)) * num_microbatches > MAX_FORWARDS:
         counted = "slices of microbatches" if num_microbatches > whole else "microbatches"
         forwards = f"{a_worker} stages times {num_microbatches} {counted}"
         raise ConfigError(f"schedule {name}{asked}: {forwards} are more than {MAX_FORWARDS} forwards of a worker")
@@ -159,14 +158,12 @@ def _transformed(
 
 def _read_parameters(cls: type[Spec], name: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Return the parameters of a schedule with the types that it declares."""
-    known, values = parameter_types(cls), {}
-    for key, value in parameters.items():
-        if key not in known:
-            bare = key in vars(cls) and not key.startswith("_") and not callable(vars(cls)[key])
-            advice = f"; write {key}: {type(vars(cls)[key]).__name__} = {vars(cls)[key]!r}" if bare else ""
-            raise ConfigError(f"{key}: is no parameter of schedule {name}; it has {', '.join(known) or 'none'}{advice}")
-        values[key] = _convert(name, key, value, known[key])
-    return values
+    known = parameter_types(cls)
+    for key in (key for key in parameters if key not in known):
+        bare = key in vars(cls) and not key.startswith("_") and not callable(vars(cls)[key])
+        advice = f"; write {key}: {type(vars(cls)[key]).__name__} = {vars(cls)[key]!r}" if bare else ""
+        raise ConfigError(f"{key}: is no parameter of schedule {name}; it has {', '.join(known) or 'none'}{advice}")
+    return {key: _convert(name, key, value, known[key]) for key, value in parameters.items()}
 
 
 def _read_stages(said: Any) -> frozenset[int] | None:
@@ -197,10 +194,9 @@ def _convert(schedule: str, key: str, value: Any, wanted: Any) -> Any:
         return value
     choices = typing.get_args(wanted)
     if typing.get_origin(wanted) is typing.Literal:
-        for choice in choices:
-            if str(choice) == value:
-                return choice
-        raise ConfigError(f"{key}={value}: schedule {schedule} takes {', '.join(map(str, choices))}")
+        if value in (named := {str(choice): choice for choice in choices}):
+            return named[value]
+        raise ConfigError(f"{key}={value}: schedule {schedule} takes {', '.join(named)}")
     types = [kind for kind in choices or (wanted,) if kind is not type(None)]
     for kind in types:
         if kind is not bool:
@@ -213,12 +209,7 @@ def _convert(schedule: str, key: str, value: Any, wanted: Any) -> Any:
 
 
 def refuse_job(
-    spec: Spec,
-    sharing: Sharing,
-    order: Order | None,
-    training: Any = None,
-    job: Any = None,
-    is_launched: bool = True,
+    spec: Spec, sharing: Sharing, order: Order | None, training: Any = None, job: Any = None, is_launched: bool = True
 ) -> None:
     """Refuse options that cannot be combined, or not with the schedule.
 

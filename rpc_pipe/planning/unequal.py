@@ -13,7 +13,7 @@ import random
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate
 
 from ..dependency import Action, ConfigError, Spec
@@ -67,14 +67,10 @@ def balanced(spec: Spec, seconds: Sequence[float], step_s: float = 0, relative: 
     orders = [mountain(seconds)] + [_ascending(seconds)] * (spec.num_routes > 1)
     if len(orders) == 1 and not step_s:
         return orders[0]
-    relation = _relation(replace(spec, num_microbatches=len(seconds)))
-
-    def span(order: Sequence[int]) -> float:
-        return span_of(relation, seconds, order, relative)
-
+    relation, numbers = _relation(replace(spec, num_microbatches=len(seconds))), random.Random(0)
+    span = partial(span_of, relation, seconds, relative=relative)
     found, _, order = min((span(order), at, order) for at, order in enumerate(orders))
     trials = min(_MOST_TRIALS, int(SEARCH_SHARE * step_s / (len(relation.actions) * _SECONDS_PER_ACTION)))
-    numbers = random.Random(0)
     for _ in range(trials - 1):
         tried = list(order)
         taken, put = numbers.sample(range(len(tried)), 2)
@@ -92,13 +88,12 @@ def span_of(
 ) -> float:
     """Return the simulated time of a step in a stream with this order of microbatches, in the unit of `seconds`."""
     time = relative or (lambda action, number: seconds[number])
-    costs = [
-        time(action, order[action.index % len(order)]) * _RELATIVE.get(action.kind, 0.0)
-        if action.kind.per_microbatch
-        else 0.0
-        for action in relation.actions
-    ]
-    return simulate(relation, costs).span
+
+    def cost(action: Action) -> float:
+        once = _RELATIVE.get(action.kind, 0.0)
+        return once * time(action, order[action.index % len(order)]) if action.kind.per_microbatch else 0.0
+
+    return simulate(relation, list(map(cost, relation.actions))).span
 
 
 @lru_cache(8)
@@ -171,13 +166,12 @@ def group_rows(
     first = bisect_left(candidates, max((each[0] for each in times), default=0.0))
     candidates = candidates[first:]
     bounds = candidates[:: max(1, len(candidates) // _TRIED_BOUNDS)] + candidates[-1:]
-    best: tuple[float, list[int]] = math.inf, []
-    for bound in bounds:
-        total, sizes = _shortest(times, bound)
-        slowest = max((times[begin][size - 1] for begin, size in _begins(sizes)), default=0.0)
-        if total + (num_stages - 1) * slowest < best[0]:
-            best = total + (num_stages - 1) * slowest, sizes
-    groups = [rows[begin : begin + size] for begin, size in _begins(best[1])]
+    took, best = math.inf, list[int]()
+    for total, sizes in (_shortest(times, bound) for bound in bounds):
+        total += (num_stages - 1) * max((times[begin][size - 1] for begin, size in _begins(sizes)), default=0.0)
+        if total < took:
+            took, best = total, sizes
+    groups = [rows[begin : begin + size] for begin, size in _begins(best)]
     while len(groups) % multiple and len(groups) < len(rows):
         widest = max(range(len(groups)), key=lambda number: len(groups[number]))
         half = len(groups[widest]) // 2

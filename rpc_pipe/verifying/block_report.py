@@ -32,8 +32,10 @@ def list_blocks(options: VerifyOptions) -> None:
         args, kwargs = made.call(made.batch)
         observed = observe(made.model, args, kwargs, blocks=options.blocks, at_least=options.num_workers)  # type: ignore[arg-type]
         blocks, what = observed.blocks, f"{type(made.model).__name__}: {observed.num_blocks} calls of blocks"
-        payloads += [_payload(observed, after) for after in range(1, observed.num_blocks)]
-        notes = [*observed.notes, *(f"{name} is on both sides of every cut" for name in _always_shared(observed))]
+        cuts = [[range(after), range(after, len(blocks))] for after in range(1, len(blocks))]
+        payloads += [_payload(observed, cut) for cut in cuts]
+        always = set.intersection(*(set(observed.shared(cut)) for cut in cuts)) if cuts else set()
+        notes = [*observed.notes, *(f"{name} is on both sides of every cut" for name in sorted(always))]
     rows, lines = [], [f"{what}; behind each, what a cut there passes"]
     for i, (block, payload) in enumerate(zip(blocks, [*payloads, None], strict=True)):
         more, said = _behind(payload)
@@ -75,18 +77,10 @@ def _behind(payload: list[Crossing] | str | None) -> tuple[dict[str, Any], str]:
     return {"payload_bytes": size, "payload": tensors}, f" -> {format_bytes(size)}: {', '.join(named) or 'nothing'}"
 
 
-def _payload(observed: ObservedModel, after: int) -> list[Crossing] | str:
-    """Return the payload of the cut behind a number of blocks, or the reason against a cut."""
-    cut = [range(after), range(after, observed.num_blocks)]
+def _payload(observed: ObservedModel, cut: list[range]) -> list[Crossing] | str:
+    """Return the payload of a cut in two, or the reason against it."""
     try:
         observed.check(cut)
     except ConfigError as error:
         return str(error)
     return observed.crossing(cut)[0]
-
-
-def _always_shared(observed: ObservedModel) -> list[str]:
-    """Return the parameters that every cut in two leaves on both sides."""
-    count = observed.num_blocks
-    found = [set(observed.shared([range(after), range(after, count)])) for after in range(1, count)]
-    return sorted(set.intersection(*found)) if found else []

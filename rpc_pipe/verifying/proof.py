@@ -33,7 +33,7 @@ from ..workers.hooks import Listener
 from ..workers.transport.payload import Tree, tensors_of
 from .built_in import built_in
 from .reference import Reference, Replica, give, state_of
-from .verdict import Compared, summed_by_members, summed_by_slices, summed_by_stages, tell
+from .verdict import Compared, summed_by_stages, tell
 from .verify_options import BUILT_IN, VerifyOptions
 
 _built_in_optimizer = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
@@ -129,11 +129,13 @@ def prove(options: VerifyOptions) -> None:
             about |= {"held_slices": slices_held, "bound": bounds, "kept_bytes": kept_bytes}
             beyond = [max(0, n - (bound or n)) for n, bound in zip(slices_held, bounds, strict=True)]
             compared.numbers("slices held beyond the bound", beyond, [0.0] * len(beyond))
-        because = summed_by_stages(list(pipe.partition.shared)) if slices is None else summed_by_slices(slices)
+        by_slices = f"each sequence is computed in slices ({slices}), and what is summed over tokens slice by slice"
+        because = summed_by_stages(list(pipe.partition.shared)) if slices is None else by_slices
         if count > 1 and unlike is not None:
             compared.numbers("members that differ", list(map(float, unlike)), [0.0] * len(unlike))
             about |= {"members_alike": not any(unlike), "bound": compared.bound if divides else 0.0}
-        because = summed_by_members(count, compared.bound) if divides else because
+        parts = f"{count} members add up parts of a layer's output, or of the norm of gradients, which allows"
+        because = f"{parts} {compared.bound:.1e}" if divides else because
         about |= {"loss": losses[-1], **_counts(mine[0], options), "slices": slices or "1"}
         tell(compared, options, about, exactly=ours and not slices and not divides, because=because)
     pipe.barrier()

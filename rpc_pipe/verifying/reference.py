@@ -133,8 +133,7 @@ class Reference:
             names[cut.first_stage_of(name)].append(name)
         self._statistics = []
         for replica in self.replicas:
-            replica.module.to(randomness.device)
-            modules = list(replica.module.modules())
+            modules = list(replica.module.to(randomness.device).modules())
             defer(modules if deferred_batch_norm else ())
             self._statistics.append(Statistics(modules))
             replica.shares = Shares(replica.module, cut)
@@ -298,9 +297,8 @@ class Reference:
         A group has one microbatch of every member, or all microbatches of one member. Without members it has all.
         """
         count = self._members
-        if self._per_microbatch:
-            return [[begin + m * count + member for member in range(count)] for m in order]
-        return [[begin + m * count + member for m in order] for member in range(count)]
+        groups = [[begin + m * count + member for m in order] for member in range(count)]
+        return [*map(list, zip(*groups, strict=True))] if self._per_microbatch else groups
 
     def _clip(self, stages: Sequence[_Stage], *, note: bool) -> None:
         if self._max_norm is not None and stages:

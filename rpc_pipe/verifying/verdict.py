@@ -87,12 +87,7 @@ class Compared:
 
 
 def tell(
-    compared: Compared,
-    options: VerifyOptions,
-    about: Mapping[str, Any],
-    *,
-    exactly: bool = False,
-    because: str,
+    compared: Compared, options: VerifyOptions, about: Mapping[str, Any], *, exactly: bool = False, because: str
 ) -> None:
     """Report the verdict, and return the exit code: 0 also for differences by the order of sums alone.
 
@@ -130,16 +125,6 @@ def tell(
         f"({compared.num_same} of {compared.num_tensors} tensors bit for bit{largest})"
     )
     link.tell(kind="result", text=text, json=report, exit_code=int(verdict == "different"))
-
-
-def summed_by_members(count: int, bound: float) -> str:
-    """Return why numbers may differ by rounding where members share layers or norms, and how far."""
-    return f"{count} members add up parts of a layer's output, or of the norm of gradients, which allows {bound:.1e}"
-
-
-def summed_by_slices(slices: str) -> str:
-    """Return why numbers of a pipeline that trains on slices of sequences may differ by rounding."""
-    return f"each sequence is computed in slices ({slices}), and what is summed over tokens slice by slice"
 
 
 def summed_by_stages(names: Sequence[str]) -> str:

@@ -60,13 +60,9 @@ class Calibration(NamedTuple):
 
 def calibrate(num_workers: int) -> tuple[WorkerActor, Calibration]:
     """Measure with all workers of this job, which make the same call; return this process's worker, for later use."""
-    runtime: dict[Kind, list[float]] = defaultdict(list)
-    between: list[float] = []
+    runtime, between = defaultdict[Kind, list[float]](list), list[float]()
     for schedule in _SCHEDULES:
-        actor, found, steps = _sleeping(num_workers, schedule)
-        for kind, took in found.items():
-            runtime[kind] += took
-        between += steps
+        actor = _sleeping(num_workers, schedule, runtime, between)
     ways = _ping(actor)
     lost = _lost(actor, *_GRADIENTS), _lost(actor, *_HANDED_ON)  # `_ping` has made channels
     own = {kind.letter: median(took) for kind, took in runtime.items()}, median(between), ways, *lost
@@ -111,8 +107,10 @@ class _Records(Listener):
         self.steps.append(record)
 
 
-def _sleeping(num_workers: int, schedule: str) -> tuple[WorkerActor, Mapping[Kind, list[float]], list[float]]:
-    """Train layers that sleep; return the worker, the extra time of each kind, and the time between steps."""
+def _sleeping(
+    num_workers: int, schedule: str, runtime: Mapping[Kind, list[float]], between: list[float]
+) -> WorkerActor:
+    """Train layers that sleep; return the worker, and add the extra times of each kind, and the times between steps."""
     optimizer = partial(torch.optim.SGD, lr=0.0)
     pipe = Pipeline(
         [_Sleeping] * num_workers, nn.functional.mse_loss, training=Training(optimizer), schedule=schedule, seed=0,
@@ -129,37 +127,31 @@ def _sleeping(num_workers: int, schedule: str) -> tuple[WorkerActor, Mapping[Kin
     time_blocks([block], _STEPS)
     alone = costs_of([block], optimizer, _STEPS)[0].times
     pulled = {entry.action: [need.action for need in entry.pulled] for entry in pipe.program(actor.worker, len(x))}
-    found: dict[Kind, list[float]] = defaultdict(list)
     for record in records.steps[1:]:
         arrived = {arrival.action: arrival.at_ns for arrival in record.arrivals}
         ran = sorted((a for a in record.actions if a.action.kind in _MEASURED), key=lambda a: a.start_ns)
-        gaps = [
-            after.start_ns - before.end_ns
-            for before, after in pairwise(ran)
-            if all(arrived.get(need, 0) <= before.end_ns for need in pulled[after.action])
-        ]
+        near = [(a.end_ns, b) for a, b in pairwise(ran)]
+        free = [pair for pair in near if all(arrived.get(need, 0) <= pair[0] for need in pulled[pair[1].action])]
+        gaps = [after.start_ns - end for end, after in free]
         gap = median(gaps) / 1e6 if gaps else 0.0
         for action, start_ns, end_ns in ran:
-            found[action.kind].append((end_ns - start_ns) / 1e6 - alone[action.kind] + gap)
-    return actor, found, list(_between(records.steps[1:]))
+            runtime[action.kind].append((end_ns - start_ns) / 1e6 - alone[action.kind] + gap)
+    between += _between(records.steps[1:])
+    return actor
 
 
 def _between(records: Sequence[StepRecord]) -> Iterator[float]:
     """Yield the milliseconds from the end of a worker's last action to the start of its first of the next step."""
-    for before, after in pairwise(records):
-        ends = [a.end_ns for a in before.actions if a.action.kind.resource == "compute"]
-        starts = [a.start_ns for a in after.actions if a.action.kind.resource == "compute"]
-        yield (min(starts) - max(ends)) / 1e6
+    computing = [[a for a in record.actions if a.action.kind.resource == "compute"] for record in records]
+    for before, after in pairwise(computing):
+        yield (min(a.start_ns for a in after) - max(a.end_ns for a in before)) / 1e6
 
 
 def _ping(actor: WorkerActor) -> list[tuple[tuple[int, int], tuple[float, float]]]:
     """Return the links from and to this worker, for the pairs that have it first."""
-    num_workers, me = len(actor.carrier.workers), actor.worker
-    pairs = list(combinations(range(num_workers), 2))
-    if num_workers > _ALL_PAIRS:
-        pairs = [(a, b) for a, b in pairs if b - a in (1, num_workers - 1)]
-    found = []
-    for a, b in pairs:
+    num_workers, me, found = len(actor.carrier.workers), actor.worker, []
+    near = range(1, num_workers) if num_workers <= _ALL_PAIRS else (1, num_workers - 1)
+    for a, b in (pair for pair in combinations(range(num_workers), 2) if pair[1] - pair[0] in near):
         call = Call(me, f"links of workers {a} and {b}")
         run = actor.mailbox.begin(call)
         if me in (a, b):

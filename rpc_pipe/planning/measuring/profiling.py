@@ -11,7 +11,7 @@ import copy
 import hashlib
 import traceback
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -131,11 +131,8 @@ def profile_model(
     Raises:
         ConfigError: the model cannot be cut or does not fit into memory, or its loss cannot be computed.
     """
-    measured: dict[int, list[LayerCost]] = {}
-    around: dict[int, Mapping[Kind, float]] = {}
-    ties: tuple[Tie, ...] = ()
-    apart: dict[int, float] = {}
-    where = torch.device(device)
+    measured, around = dict[int, list[LayerCost]](), list[Mapping[Kind, float]]()
+    ties, apart, where = tuple[Tie, ...](), list[float](), torch.device(device)
     if where.type != "cpu" and where.index is not None:
         torch.accelerator.set_device_index(where)  # memory statistics and synchronize are of the current device
     if where.type == "cpu":
@@ -150,14 +147,17 @@ def profile_model(
         with _named_errors(user_model):
             if estimate:
                 measured[count] = _estimate(task)
-            else:
-                measured[count], around[count], ties, apart[count] = _measure(task, barrier)
+                continue
+            measured[count], beside, ties, scattered = _measure(task, barrier)
+            around, apart = [*around, beside], [*apart, scattered]
     measured = _with_one_update(measured)
-    per_stage = {kind: median(found[kind] for found in around.values()) if around else 0.0 for kind in (F, B, I, W, R)}
-    for count in around:
-        measured[count] = [_without(cost, per_stage) for cost in measured[count]]
-    if user_model.is_layers:
-        ties = _ties_of_layers(user_model, next(iter(measured.values())))
+    per_stage = {kind: median(found[kind] for found in around) if around else 0.0 for kind in (F, B, I, W, R)}
+    if around:
+        measured = {count: [_without(cost, per_stage) for cost in costs] for count, costs in measured.items()}
+    if user_model.is_layers:  # a parameter that layers share is one, so these must be in one stage
+        held = [each.parameters() if isinstance(each, nn.Module) else () for each in user_model.layers()]
+        own = [{id(parameter): parameter for parameter in parameters} for parameters in held]
+        ties = _ties(own, next(iter(measured.values())), together=True)
     return Profile(
         measured,
         {kind: took + RUNTIME_MS for kind, took in per_stage.items()},
@@ -166,7 +166,7 @@ def profile_model(
         signature(user_model, device, optimizer),
         device,
         rows_of(user_model.batch),
-        scatter=fmean(apart.values()) if apart else 0.0,
+        scatter=fmean(apart) if apart else 0.0,
     )
 
 
@@ -250,11 +250,9 @@ def _blocks_of(task: _MeasuredModel, *, runs: bool = True) -> _Blocks:
         layers = user_model.layers()
 
         def make(layer: LayerLike) -> nn.Module:
-            if runs:
-                return state_dropped((layer if isinstance(layer, nn.Module) else layer()).to(device))
-            with torch.device(device):
+            with nullcontext() if runs else torch.device(device):
                 made = layer if isinstance(layer, nn.Module) else layer()
-            return copy.deepcopy(made).to(device)
+            return state_dropped(made.to(device)) if runs else copy.deepcopy(made).to(device)
 
         return _Blocks(len(layers), layer_blocks(layers, inputs, target, user_model.loss_fn, make))
     args, kwargs = user_model.call(batch)
@@ -308,25 +306,14 @@ def _ties(
     for i, own in enumerate(parameters):
         for key in own:
             holders.setdefault(key, []).append(i)
-    found: dict[tuple[int, int], Tie] = {}
+    found: dict[tuple[int, int], tuple[float, float, float]] = {}
     for key, numbers in holders.items():
         parameter, size = parameters[numbers[0]][key], costs[numbers[0]].size
-        state = size.optimizer / size.weights if size.weights else 0
+        state, held = size.optimizer / size.weights if size.weights else 0, parameter.nbytes
         for pair in pairwise(numbers):
-            tie = found.get(pair, Tie(*pair, together=together))
-            found[pair] = replace(
-                tie,
-                weights=tie.weights + parameter.nbytes,
-                gradients=tie.gradients + (parameter.nbytes if parameter.requires_grad else 0),
-                optimizer=tie.optimizer + parameter.nbytes * state,
-            )
-    return tuple(found.values())
-
-
-def _ties_of_layers(user_model: UserModel, costs: Sequence[LayerCost]) -> tuple[Tie, ...]:
-    """Return the ties of a list of layers. A parameter that layers share is one, so these must be in one stage."""
-    held = (layer.parameters() if isinstance(layer, nn.Module) else () for layer in user_model.layers())
-    return _ties([{id(p): p for p in parameters} for parameters in held], costs, together=True)
+            weights, gradients, optimizer = found.get(pair, (0, 0, 0))
+            found[pair] = weights + held, gradients + held * parameter.requires_grad, optimizer + held * state
+    return tuple(Tie(*pair, *sizes, together) for pair, sizes in found.items())
 
 
 def _stage_forward(
