@@ -9,7 +9,7 @@ loss = stages[1].run([t.detach().requires_grad_(t.requires_grad) for t in payloa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,7 +78,7 @@ def observe(
         blocks: names of blocks, or of lists of blocks; by default they are found.
         at_least: number of calls of blocks wanted; with fewer, parts of blocks become blocks if possible.
         seed: seed of the initial weights of a model made by a function.
-        watched: containers by name, for `filled_before_last`.
+        watched: containers by name, for `left_before_last`.
 
     Raises:
         ModelError: the model cannot be cut; the text names the tensor or the module.
@@ -149,22 +149,20 @@ class ObservedModel:
         for name, stages in self.shared(cut).items():
             refuse_hooks(parameters[name], name, stages)
 
-    def left_before_last(self, cut: Sequence[range]) -> list[tuple[nn.Module, str]]:
-        """Return the modules with tensors left by blocks of stages before the last, and the attributes' names."""
-        calls = self._observation.calls[: cut[-1].start]
+    def left_before_last(self, cut: Sequence[range], boxes: Mapping[str, Any], read: Collection[int]) -> list[str]:
+        """Return the names of the watched containers and attributes that stages before the last fill.
+
+        Args:
+            boxes: the containers by name, as the observation has left them.
+            read: ids of the modules with attributes that count.
+        """
+        calls, stages = self._observation.calls[: cut[-1].start], self._assigned(cut).stage_of
+        made = {id(each.tensor) for each in self._observation.values if stages[each.made] not in (None, len(cut) - 1)}
+        found = [name for event in calls for name in event.fills]
+        found += [name for name, box in boxes.items() if any(id(tensor) in made for tensor in tensors(box))]
         left = [(effect.module, effect.name) for event in calls for effect in event.effects if effect.name]
         paths = [(self._skeleton.path_of(module), name) for module, name in left if module is not None]
-        return [(self._model.get_submodule(path), f"{path}.{name}") for path, name in paths]
-
-    def filled_before_last(self, cut: Sequence[range]) -> list[str]:
-        """Return the names of watched containers that blocks of stages before the last fill."""
-        return [name for event in self._observation.calls[: cut[-1].start] for name in event.fills]
-
-    def made_before_last(self, found: Sequence[torch.Tensor], cut: Sequence[range]) -> bool:
-        """Return whether stages before the last have made one of these tensors in the observation."""
-        stages, these = self._assigned(cut).stage_of, set(map(id, found))
-        made = {stages[value.made] for value in self._observation.values if id(value.tensor) in these}
-        return bool(made - {None, len(cut) - 1})
+        return found + [f"{path}.{name}" for path, name in paths if id(self._model.get_submodule(path)) in read]
 
     def crossing(self, cut: Sequence[range]) -> list[list[Crossing]]:
         """Return the payload of each cut."""

@@ -29,7 +29,6 @@ from .deferred import DeferredModel
 from .detachable_blocks import mentioned
 from .module_copies import ModuleCopies, Pairs, paired
 from .observe.model_kinds import refuse_lazy
-from .observe.trees import tensors
 from .observed_model import ObservedModel, observe
 
 if TYPE_CHECKING:
@@ -165,11 +164,8 @@ class ObservedPartition:
 
     def _refuse_loss_of_attributes(self, observed: ObservedModel) -> None:
         """Raise if a loss function refers to tensors that blocks leave on stages before the last."""
-        boxes, found = self._boxes_of_loss(), observed.filled_before_last(self.ranges)
-        found += [name for name, box in boxes.items() if observed.made_before_last(tensors(box), self.ranges)]
         self._read = read_by(self.loss_fn, set(self.whole.modules()))
-        found += [name for module, name in observed.left_before_last(self.ranges) if id(module) in self._read[0]]
-        if found:
+        if found := observed.left_before_last(self.ranges, self._boxes_of_loss(), self._read[0]):
             raise ModelError(
                 f"loss_fn: refers to {found[0]}, which a block of a stage before the last fills, and the last computes "
                 "the loss: let the model return it, or refer to blocks of the last stage alone (split=)"

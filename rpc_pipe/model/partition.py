@@ -80,6 +80,12 @@ class LayerPartition:
     #: none: peft adapts whole models
     adapters: frozenset[str] = frozenset()
     pair = pair_for_metric = staticmethod(as_pair)
+    #: two containers of one form may be one batch, (inputs, targets); the first layer may take any tree
+    could_be_one = staticmethod(lambda given: len(given) == 2)
+    could_be_input = staticmethod(lambda given: True)
+    #: a batch without targets, and an output in the type that the model returns
+    only_inputs = staticmethod(lambda inputs: (inputs, None))
+    output = staticmethod(lambda tree: tree)
 
     def __init__(
         self, model: Layered, num_stages: int, split: Sequence[int] | None = None, loss_fn: LossFn | None = None
@@ -238,29 +244,10 @@ class LayerPartition:
         layer = int(parameter.partition(".")[0])
         return next(stage for stage, layers in enumerate(self.ranges) if layer in layers)
 
-    @staticmethod
-    def could_be_one(given: Sequence[Any]) -> bool:
-        """Return whether a list of containers of one form could be one batch, not several."""
-        return len(given) == 2
-
-    @staticmethod
-    def could_be_input(given: Sequence[Any]) -> bool:
-        """Return True: the first layer may take any tree."""
-        return True
-
-    @staticmethod
-    def only_inputs(inputs: Tree) -> tuple[Tree, Tree]:
-        """Return a batch without targets."""
-        return inputs, None
-
     def place_of(self, name: str) -> Any:
         """Return a sort key that orders tensors as the model does."""
         layer, _, rest = name.partition(".")
         return int(layer), rest
-
-    def output(self, tree: Tree) -> Tree:
-        """Return an output in the type that the model returns."""
-        return tree
 
 
 def refuse_no_layer(layer: object, index: int) -> None:

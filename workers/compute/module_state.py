@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -140,15 +140,16 @@ class Probe:
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = modules
         self._nothing = ModuleState([])
-        #: key of `ModuleState` -> changes by each run
-        self._seen: dict[tuple[bool, ...], list[set[Place]]] = {}
+        #: by key of `ModuleState`: number of observed runs, and the modules that these have changed
+        self._runs = Counter[tuple[bool, ...]]()
+        self._changing: defaultdict[tuple[bool, ...], dict[nn.Module, None]] = defaultdict(dict)
 
     def _key(self, whole_step: bool) -> tuple[bool, ...]:
         return whole_step, *[module.training for module in self._modules]
 
-    def is_due(self, *, whole_step: bool = False) -> bool:
-        """Return whether the next run in these modes is to be observed."""
-        return len(self._seen.get(self._key(whole_step), ())) < LOOKS
+    def is_due(self) -> bool:
+        """Return whether the next forward in these modes is to be observed."""
+        return self._runs[self._key(False)] < LOOKS
 
     def is_of_now(self, before: ModuleState) -> bool:
         """Return whether modules have the training modes that they had in the state `before`."""
@@ -163,9 +164,8 @@ class Probe:
             weights: parameters that they change.
             known: modules that they may change in any case.
         """
-        seen = self._seen.setdefault(key := self._key(whole_step), [])
-        is_due = len(seen) < LOOKS
-        changing = dict.fromkeys(chain(known, self._modules if is_due else (m for places in seen for m, _ in places)))
+        is_due = self._runs[key := self._key(whole_step)] < LOOKS
+        changing = dict.fromkeys(chain(known, self._modules if is_due else self._changing[key]))
         if not changing and not weights:
             return self._nothing
         state = ModuleState(changing, weights)
@@ -174,11 +174,12 @@ class Probe:
 
     def note(self, before: ModuleState) -> set[Place]:
         """Return the changes of an observed run since the state `before`; nothing of any other run."""
-        seen = self._seen.get(before.key, [])
-        if not before.key or len(seen) == LOOKS:
+        if not before.key or self._runs[before.key] == LOOKS:
             return set()
-        seen.append(before.changed())
-        return seen[-1]
+        self._runs[before.key] += 1
+        changed = before.changed()
+        self._changing[before.key] |= dict.fromkeys(module for module, _ in changed)
+        return changed
 
 
 class KeptTensor(NamedTuple):

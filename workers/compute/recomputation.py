@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,13 +15,8 @@ from .module_state import ModuleState, Probe
 #: how much recomputed outputs may differ, relative to the largest element: some devices sum in any order
 _TOLERANCE = 1e-3
 
-
-class FirstRun(NamedTuple):
-    """The state that the first run of a forward leaves for its recomputation."""
-
-    module_state: ModuleState
-    #: samples of its outputs, to compare with
-    outputs: list[Tensor]
+#: the state that the first run of a forward began with, and samples of its outputs
+FirstRun = tuple[ModuleState, list[Tensor]]
 
 
 class Recomputation:
@@ -42,13 +36,14 @@ class Recomputation:
         module_state = self._probe.before()
         tree = forward()
         self._probe.note(module_state)
-        return tree, FirstRun(module_state, _sample(tree))
+        return tree, (module_state, _sample(tree))
 
     def again(self, noted: FirstRun, forward: Callable[[], Tree]) -> None:
         """Run `forward` with the modules in the state of its first run; restore their present state after it."""
-        with noted.module_state.restored():
+        module_state, outputs = noted
+        with module_state.restored():
             tree = forward()
-        self._differ += _differences(noted.outputs, _sample(tree))
+        self._differ += _differences(outputs, _sample(tree))
 
     def forget(self) -> None:
         """Forget the comparisons of an abandoned step, because weights may have changed in between."""

@@ -42,7 +42,8 @@ class StageState:
         #: where forwards leave something, as far as it is known
         self._left: set[Place] = set()
         self._weights_before: list[tuple[nn.Parameter, Tensor, int, Tensor]] = []
-        #: whether the next forward is observed
+        #: training modes of the last step, and whether the next forward is observed
+        self._modes: list[bool] = []
         self.is_looking = True
         #: whether anything has to be done around a forward: nothing, once it is known that forwards write nothing
         self.watches = True
@@ -61,8 +62,10 @@ class StageState:
 
     def look_at_modes(self) -> None:
         """Observe the next forward if modules have other modes now, because it may then write other tensors."""
-        self.is_looking = self.is_looking or self.probe.is_due()
-        self.watches = self.watches or self.is_looking
+        modes = [module.training for module in self._slice.own]
+        if modes != self._modes:
+            self._modes, self.is_looking = modes, self.probe.is_due()
+            self.watches |= self.is_looking
 
     def begin(self) -> None:
         """Record the state that a forward may write, when it begins."""
