@@ -275,7 +275,7 @@ def _report(schedule: str, result: Priced | Simulation, with_actions: bool) -> d
 def _write_pictures(typed: Mapping[str, Any], name: str, result: Simulation) -> None:
     spec = result.spec
     title = f"{name}, {spec.num_workers} workers, {spec.counted}"
-    picture = Picture(title, result.spans, spec.num_workers, spec=spec, num_stages=spec.num_stages)
+    picture = Picture(title, result.spans, spec.num_workers, spec=spec, num_stages=spec.num_stages, ends=True)
     if "svg" in typed:
         write(typed["svg"], draw_svg(picture))
     if "html" in typed:

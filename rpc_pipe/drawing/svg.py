@@ -26,6 +26,8 @@ _SMALLEST_TEXT = 7.0
 _MARGIN = 12
 #: share of a cell's height that the stripe of a worker's last stage takes
 _STRIPE = 0.28
+#: longer than so many of its shortest actions a picture has two ends, each of half as many as are legible
+_MOST_COLUMNS, _LEGIBLE = 1280, 96
 
 _COLOURS = {"paper": "#ffffff", "ink": "#1f2328", "dim": "#59636e", "bubble": "#e6eaef"}
 
@@ -56,6 +58,8 @@ class Picture:
     num_stages: int | None = None
     #: least time of the axis, so that pictures have one scale; 0: the picture's length
     length: float = 0.0
+    #: whether a picture that is too long for its cells to be seen leaves out what is between its ends
+    ends: bool = False
 
 
 def draw_svg(picture: Picture) -> str:
@@ -109,6 +113,11 @@ class _Layout:
         #: left edge and width of the plot, and upper edge of the first row
         self.left = _MARGIN + max((_width(name, min(12.0, self.pitch)) for name in self.names), default=0.0) + 6
         shortest = min((span.end - span.start for span in spans if span.end > span.start), default=1.0)
+        #: from where to where the axis is cut; the length is that of the rest
+        self.cut = self.length, self.length
+        if picture.ends and self.length > _MOST_COLUMNS * shortest:
+            half = _LEGIBLE // 2 * shortest
+            self.cut, self.length = (half, self.length - half), 2 * half
         labels = (self.longest * self.font * _CHARACTER + 4) * self.length / shortest
         self.plot, self.top = _WIDEST if picture.length else min(_WIDEST, max(_NARROWEST, labels)), 56
         #: width of the line that parts neighbouring cells
@@ -119,7 +128,8 @@ class _Layout:
 
     def x(self, time: float) -> float:
         """Return where `time` is, from the left edge of the plot."""
-        return (time - self.first) / self.length * self.plot
+        at, (first, last) = time - self.first, self.cut
+        return (min(at, first) + max(at - last, 0)) / self.length * self.plot
 
 
 def _style(layout: _Layout, kinds: Sequence[Kind]) -> str:
@@ -146,18 +156,28 @@ def _axis(layout: _Layout) -> Iterator[str]:
     yield "</g>"
     step = nice_step(layout.length, layout.plot / 64)
     decimals = max(0, -math.floor(math.log10(step)))
-    for i in range(math.floor(layout.length / step * (1 + 1e-9)) + 1):
-        x = layout.left + i * step / layout.length * layout.plot
+    first, last = layout.cut
+    for i in range(math.floor((layout.length + last - first) / step * (1 + 1e-9)) + 1):
+        if first < i * step < last:
+            continue
+        x = layout.left + layout.x(layout.first + i * step)
         yield f'<path class="grid" d="M{_number(x)} {_number(layout.bottom)}v5"/>'
         yield _text(x, layout.bottom + 17, f"{i * step:.{decimals}f}", "dim", 11, " text-anchor='middle'")
+    if first < last:
+        x, told = layout.left + layout.x(layout.first + first), f"⋯ {tell(first)} to {tell(last)} is left out"
+        line = f"M{_number(x)} {layout.top - 4}V{_number(layout.bottom + 5)}"
+        yield f'<path class="grid" stroke-dasharray="4" d="{line}"/>'
+        yield _text(x, layout.top - 4, told, "dim", 11, " text-anchor='middle'")
 
 
 def _rows(layout: _Layout, spans: Sequence[Span], held: Sequence[Sequence[int]]) -> Iterator[str]:
     size = min(12.0, max(_SMALLEST_TEXT, layout.pitch * 0.75))
     levels = max(map(len, held)) - 1
     by_worker: list[list[Span]] = [[] for _ in range(layout.num_workers)]
+    first, last = (layout.first + each for each in layout.cut)
     for span in spans:
-        by_worker[span.worker].append(span)
+        if span.start < first or span.end > last or first == last:
+            by_worker[span.worker].append(span)
     for worker, own in enumerate(by_worker):
         y = layout.top + worker * layout.pitch
         baseline = y + layout.cell / 2 + 0.35 * size

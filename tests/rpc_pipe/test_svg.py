@@ -145,3 +145,13 @@ def test_ticks_stand_at_round_times(length, step):
 
 def test_times_are_written_without_exponents():
     assert [tell(time) for time in (33, 0.25, 138.8333333, 1234567.8)] == ["33", "0.25", "138.833", "1234568"]
+
+
+def test_a_long_picture_has_two_ends_and_a_mark():
+    """Cells of 600 microbatches were less than a pixel wide."""
+    spans = run("1f1b", 2, 600).spans
+    whole, cut = draw_svg(spans, 2), draw_svg(spans, 2, ends=True)
+    assert "left out" not in whole and "⋯ 48 to 1755 is left out" in cut
+    drawn = [hint for *_, hint, _ in cells(cut)]
+    assert "0F0, stage 0, 0 to 1" in drawn and "0B599, stage 0, 1801 to 1803" in drawn and len(drawn) < 160
+    assert max(x + width for x, _, width, *_ in cells(cut)) <= float(ElementTree.fromstring(cut).get("width"))
