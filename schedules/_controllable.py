@@ -11,11 +11,11 @@ of few microbatches is made, with two equal periods on all workers. A period fol
 number of periods may stand there. The checker proves the longer timetable slot by slot.
 """
 
+import re
 from bisect import bisect, insort
-from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 
 from ..dependency import F, I, Kind, W
 from ._vee import Listing
@@ -51,16 +51,23 @@ def timetable(block: Block, count: int, worker: int) -> Listing:
 
     shown = min(count, len(block) + _SHOWN)
     short, begin = _repeating(block, shown)
-    row, left = short[worker], count - shown
-    deque(add(row[:begin]), 0)
-    while left:
-        before = todo.waiting(up), todo.waiting(worker)
-        listed, left = [*add(row[begin : begin + _PERIOD])], left - 1
-        if before == (todo.waiting(up), todo.waiting(worker)):
-            todo.add(*listed, times=left)
-            left = 0
-    deque(add(row[begin:]), 0)
+    row = short[worker]
+    middle = row[begin : begin + _PERIOD], count - shown
+    for passes, times in [*_repeated(row[:begin]), middle, *_repeated(row[begin:])]:
+        while times:
+            before = todo.waiting(up), todo.waiting(worker)
+            listed, times = [*add(passes)], times - 1
+            if before == (todo.waiting(up), todo.waiting(worker)):
+                todo.add(*listed, times=times)
+                times = 0
     return todo
+
+
+def _repeated(row: bytes) -> Iterator[tuple[bytes, int]]:
+    """Yield short parts of a row, and how often each stands there."""
+    for found in re.finditer(rb"(.{1,24}?)\1+|.", row, re.DOTALL):
+        part = found[1] or found[0]
+        yield part, len(found[0]) // len(part)
 
 
 def rows(block: Block, count: int) -> Iterator[bytes]:
@@ -132,10 +139,10 @@ class _Times:
 
 def _passes(rows: Sequence[_Slots]) -> Iterator[tuple[int, int, int]]:
     """Yield (slot, worker, pass) in the order of slots."""
-    for start in range(max(map(len, rows))):
-        for worker, row in enumerate(rows):
-            if start < len(row) and row[start] != _IDLE:
-                yield start, worker, row[start]
+    for start, column in enumerate(zip_longest(*map(bytes, rows), fillvalue=_IDLE)):
+        for worker, each in enumerate(column):
+            if each != _IDLE:
+                yield start, worker, each
 
 
 def _squeeze(rows: Sequence[_Slots]) -> list[bytearray]:
@@ -249,7 +256,7 @@ def _reorder(rows: Sequence[bytearray]) -> list[bytearray]:
         at = start if hole < 0 else hole
         holding[worker].note(slots, at, start)
         mine.append(at)
-        if each in (_I_UP, _I_DOWN):
+        if listed and each in (_I_UP, _I_DOWN):
             insort(done[worker], at)
         if phase == 1 and each == _F_DOWN and len(mine) == last:
             phase = 2
