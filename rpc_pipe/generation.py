@@ -54,6 +54,11 @@ class Text:
         whole: Any = model
         self.new: list[Tensor] = []
         self.ended, self._is_first = False, True
+        #: arguments of a round, and those that grow, for the whole text; None: transformers prepares each round
+        self._round: dict[str, Any] = {}
+        self._whole: dict[str, Tensor] | None = None
+        #: layers of the cache that stand for those of other stages
+        self._elsewhere: list[Any] = []
 
         def prepared(
             model: Any, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, **given: Any
@@ -68,6 +73,8 @@ class Text:
         except (AttributeError, ImportError, TypeError, ValueError) as error:
             raise ConfigError(f"generate: {first_sentence(error)}") from error
         self._refuse()
+        self._most = self._criteria.max_length - self.ids.shape[1]
+        self._ends = type(self._criteria)(each for each in self._criteria if not hasattr(each, "max_length"))
         self.rows = range(rows.start * (n := len(self.ids) // len(rows)), rows.stop * n)
         self._going = torch.ones(len(self.ids), dtype=torch.bool, device=self.ids.device)
 
@@ -90,8 +97,7 @@ class Text:
             raise ConfigError(
                 f"generate: stages keep keys and values alone, in dynamic caches; found {', '.join(layers)}"
             )
-        ends_early = any(not hasattr(each, "max_length") for each in self._criteria)
-        if ends_early and config._pad_token_tensor is None:
+        if any(not hasattr(each, "max_length") for each in self._criteria) and config._pad_token_tensor is None:
             raise ConfigError("generate: pad_token_id is needed, to fill rows behind texts that end early")
         most, length = getattr(self.model.config, "max_position_embeddings", None), self._criteria.max_length
         if most is not None and length > most:
@@ -121,20 +127,49 @@ class Text:
 
     def inputs(self) -> Mapping[str, Any]:
         """Return the model's arguments for the tokens that it has not seen."""
-        new = None if self._is_first else 1
-        prepare = self.model.prepare_inputs_for_generation
-        found = prepare(self.ids, next_sequence_length=new, is_first_iteration=self._is_first, **self._inputs)
-        self._is_first = False
-        return {**found, "return_dict": True}
+        if self._whole is None or not self._round:
+            new = None if self._is_first else 1
+            prepare = self.model.prepare_inputs_for_generation
+            found = prepare(self.ids, next_sequence_length=new, is_first_iteration=self._is_first, **self._inputs)
+            found["return_dict"] = True
+            self._round = {} if self._is_first else found
+            return found  # type: ignore[no-any-return]
+        length = self.ids.shape[1]
+        begins = {"attention_mask": 0, "position_ids": length - 1}
+        grown = {name: whole[..., begins[name] : length] for name, whole in self._whole.items()}
+        return {**self._round, **grown, "input_ids": self.newest}
 
     def seen(self) -> None:
         """Note that the model has seen all tokens, also in layers of other stages: masks are made by any layer."""
-        self._inputs = self.model._update_model_kwargs_for_generation({}, self._inputs)
-        cache, length = self._cache, self.ids.shape[1]
-        for number, layer in enumerate(cache.layers):
-            if missing := length - layer.get_seq_length():
-                stand_in = torch.zeros(1, 1, missing, 1, dtype=torch.uint8, device=self.ids.device)
-                cache.update(stand_in, stand_in, number)
+        if self._is_first:
+            self._begin_rounds()
+        elif self._whole is None:
+            self._inputs = self.model._update_model_kwargs_for_generation({}, self._inputs)
+        for layer in self._elsewhere:
+            missing = self.ids.shape[1] - layer.get_seq_length()
+            stand_in = torch.zeros(1, 1, missing, 1, dtype=torch.uint8, device=self.ids.device)
+            layer.update(stand_in, stand_in)
+
+    def _begin_rounds(self) -> None:
+        """Prepare what all rounds behind the prompts have in common."""
+        from transformers import GenerationMixin
+
+        self._is_first, layers, stand_ins = False, self._cache.layers, {}
+        for number, layer in enumerate(layers):
+            if not layer.get_seq_length():
+                layers[number] = stand_ins.setdefault((type(layer), getattr(layer, "sliding_window", None)), layer)
+        self._elsewhere = list(stand_ins.values())
+        usual = all(
+            getattr(getattr(self.model, name), "__func__", None) is getattr(GenerationMixin, name)
+            for name in ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
+        )
+        names = {name for name, value in self._inputs.items() if isinstance(value, Tensor)}
+        whole = usual and names <= {"attention_mask", "position_ids"}
+        added, length = self._most if whole else 1, self.ids.shape[1]
+        self._inputs = self.model._update_model_kwargs_for_generation({}, self._inputs, num_new_tokens=added)
+        if whole:
+            self._whole = {name: self._inputs[name] for name in names}
+            self._inputs |= {name: tensor[..., : length + 1] for name, tensor in self._whole.items()}
 
     def choose(self, logits: Tensor, seed: int) -> Tensor:
         """Append the next token of each sequence and return them, of shape (rows, 1)."""
@@ -143,12 +178,14 @@ class Text:
             tokens = self._drawn(scores.softmax(-1), seed)
         else:
             tokens = scores.argmax(-1)
-        if (pad := self._config._pad_token_tensor) is not None:
-            tokens = torch.where(self._going, tokens, pad)
+        if self._ends:
+            tokens = torch.where(self._going, tokens, self._config._pad_token_tensor)
         self.append(tokens[:, None])
-        self._going &= ~self._criteria(self.ids, None)
-        self.ended = not bool(self._going.any())
-        return tokens[:, None]
+        self.ended = len(self.new) == self._most
+        if self._ends:
+            self._going &= ~self._ends(self.ids, None)
+            self.ended |= not self._going.any()
+        return self.new[-1]
 
     def _drawn(self, chances: Tensor, seed: int) -> Tensor:
         """Draw a token for each sequence, by a key of the sequence and the token's number."""
