@@ -99,6 +99,9 @@ class Text:
             )
         if any(not hasattr(each, "max_length") for each in self._criteria) and config._pad_token_tensor is None:
             raise ConfigError("generate: pad_token_id is needed, to fill rows behind texts that end early")
+        known = len(self.model.get_input_embeddings().weight)
+        if (beyond := self.ids[(self.ids < 0) | (self.ids >= known)]).numel():
+            raise ConfigError(f"generate: input_ids: token {int(beyond[0])} is none of the model's, 0 to {known - 1}")
         most, length = getattr(self.model.config, "max_position_embeddings", None), self._criteria.max_length
         if most is not None and length > most:
             raise ConfigError(
@@ -154,7 +157,8 @@ class Text:
         """Prepare what all rounds behind the prompts have in common."""
         from transformers import GenerationMixin
 
-        self._is_first, layers, stand_ins = False, self._cache.layers, {}
+        stand_ins: dict[Any, Any] = {}
+        self._is_first, layers = False, self._cache.layers
         for number, layer in enumerate(layers):
             if not layer.get_seq_length():
                 layers[number] = stand_ins.setdefault((type(layer), getattr(layer, "sliding_window", None)), layer)
@@ -284,10 +288,10 @@ def generate(
         ConfigError: the pipeline, or an option, cannot be combined with generation.
         KeyboardInterrupt: the user has asked to stop before all texts have ended.
     """
-    given = {"input_ids": inputs} if isinstance(inputs, Tensor) else dict(inputs)
+    given = dict(inputs) if isinstance(inputs, Mapping) else {"input_ids": inputs}
     fields = {**given, **{name: value for name, value in options.items() if isinstance(value, Tensor)}}
     options = {name: value for name, value in options.items() if name not in fields}
-    _refuse(session, fields, options)
+    _refuse(session, fields, options, on_tokens)
     cut = session.cut(fields, pair=session.partition.only_inputs, whole=True)
     if session.recovery is not None or not session.is_alone:
         what = "members" if session.recovery is None else "elastic"
@@ -378,6 +382,8 @@ def _settle(options: dict[str, Any], length: int, most: int | None) -> int:
     most = most if most is not None else getattr(config, "max_new_tokens", None) or (whole and whole - length)
     if most is None:
         raise ConfigError("generate: max_new_tokens: nothing says how many; pass it")
+    if type(most) is not int:
+        raise ConfigError(f"generate: max_new_tokens={most!r}: must be a whole number")
     if strings := options.pop("stop_strings", None):
         from transformers import StopStringCriteria
 
@@ -394,17 +400,22 @@ def _settle(options: dict[str, Any], length: int, most: int | None) -> int:
     return most
 
 
-def _refuse(session: Session, fields: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+def _refuse(session: Session, fields: Mapping[str, Any], options: Mapping[str, Any], on_tokens: object) -> None:
     """Refuse a pipeline, or an option, that cannot be combined with generation.
 
     Raises:
         ConfigError: there is one.
     """
+    if not callable(on_tokens or print):
+        raise ConfigError(f"generate: on_tokens={on_tokens!r}: must be a function of row numbers and tokens")
     for name, why in _REFUSED.items():
         if options.get(name) is not None:
             raise ConfigError(f"generate: {name}: {why}")
-    ids = fields.get("input_ids")
+    ids, mask = fields.get("input_ids"), fields.get("attention_mask")
     if not getattr(session.partition.config, "generates", False) or not isinstance(ids, Tensor):
-        raise ConfigError("generate: needs a causal model of transformers, no encoder, and input_ids")
-    if ids.dim() != 2 or not ids.shape[1]:
-        raise ConfigError(f"generate: input_ids of shape {tuple(ids.shape)}: must be (rows, tokens), one token or more")
+        raise ConfigError("generate: needs a causal model of transformers, no encoder, and input_ids, a tensor")
+    if ids.dim() != 2 or not ids.numel() or ids.is_floating_point():
+        found = f"{str(ids.dtype).removeprefix('torch.')}{list(ids.shape)}"
+        raise ConfigError(f"generate: input_ids {found}: must be integers of (rows, tokens), one or more")
+    if mask is not None and mask.shape != ids.shape:
+        raise ConfigError(f"generate: attention_mask {list(mask.shape)}: must be of the shape of input_ids")

@@ -151,7 +151,7 @@ class _Case:
     def _sentence(self, lost: LostTime) -> str:
         """Return the two largest causes, the larger first, each with advice."""
         if len(self._records) < _STEPS:
-            return f"not known, as {len(self._records)} equal steps came in a row, and {_STEPS} name a cause"
+            return f"not known, as it takes {_STEPS} equal steps in a row to name a cause"
         shares = {cause: ms / lost.step_ms for cause, ms in lost.parts.items()}
         totals: dict[tuple[str, str], float] = defaultdict(float)
         for cause, share in shares.items():

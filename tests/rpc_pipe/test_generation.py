@@ -86,8 +86,10 @@ def test_it_goes_between_steps_with_replicas_and_other_kinds_are_refused():
     for options in [*({name: value} for name, value in refusals.items()), {"max_new_tokens": 60}]:
         with refused("generate"):
             pipe.generate(INPUTS, **{"max_new_tokens": 4, **options})
-    with refused("generate"):
-        pipe.generate(PROMPTS[:, :0], 4)
+    words = [[5, 6, 7]]
+    for wrong in (PROMPTS[:, :0], PROMPTS[:0], PROMPTS + 90, -PROMPTS, PROMPTS.float(), words, "text"):
+        with refused("generate"):
+            pipe.generate(wrong, 4)
     assert torch.equal(pipe.generate(INPUTS, 4, do_sample=False), want), "it goes on"
     translates = transformers.T5Config(vocab_size=97, d_model=8, d_kv=4, d_ff=8, num_layers=2, num_heads=2)
     for other in (transformers.T5ForConditionalGeneration(translates), [torch.nn.Linear(4, 4)]):
@@ -161,6 +163,9 @@ def test_it_takes_what_transformers_takes_or_says_so():
         {**usual, "prompt_lookup_num_tokens": 3},
         {**usual, "cache_implementation": "static"},
         {"max_new_tokens": 0},
+        {"max_new_tokens": 2.5},
+        {**usual, "attention_mask": MASK[:, :4]},
+        {**usual, "on_tokens": 3},
     ):
         with refused("generate"):
             pipe.generate(INPUTS, **options)

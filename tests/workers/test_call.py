@@ -15,7 +15,7 @@ from rpc_pipe.workers.transport.call_difference import difference
 from rpc_pipe.workers.transport.calls import Calls
 from rpc_pipe.workers.transport.local import local_carriers
 
-STEP = Call(0, "step 3", "1f1b", describe(torch.ones(4, 2)), describe(torch.ones(4)), "0=1f 1=2e")
+STEP = Call(0, "step 3", "1f1b", describe(((), {"mask": torch.ones(4, 2)})), describe(torch.ones(4)), "0=1f 1=2e")
 
 
 @pytest.mark.parametrize(
@@ -24,9 +24,13 @@ STEP = Call(0, "step 3", "1f1b", describe(torch.ones(4, 2)), describe(torch.ones
         ({}, None),
         ({"what": "evaluate"}, "worker 0 calls step 3 where worker 1 calls evaluate"),
         ({"pipeline": "gpipe"}, "step 3: worker 0 made the pipeline as 1f1b, worker 1 as gpipe"),
-        ({"inputs": describe(torch.zeros(4, 2))}, r"different inputs \(float32\[4, 2\] and .*, with other values\)"),
+        (
+            {"inputs": describe(torch.zeros(4, 2))},
+            r"different inputs \(float32\[4, 2\] and float32\[4, 2\], with other",
+        ),
         ({"targets": describe(torch.ones(5))}, r"different targets \(float32\[4\] and float32\[5\]\)"),
         ({"inputs": "", "targets": ""}, None),
+        ({"inputs": describe(((), {"mask": torch.zeros(4, 2)}))}, r"with other values of mask\)"),
         ({"weights": "1=ff"}, "workers 0 and 1 hold stage 1 with different initial weights"),
         ({"weights": "2=ff"}, None),
         ({"weights": ""}, None),

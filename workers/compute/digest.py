@@ -16,7 +16,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from ..transport.call import pack_description
+from ..transport.call import PARTS
 from ..transport.payload import Tree, tensors_of
 from .torch_internals import local
 
@@ -35,9 +35,9 @@ MOST_TENSORS = 8
 
 
 def describe(tree: Tree, call: int = 0) -> str:
-    """Return the form of the tensors of `tree` and a digest of their values, an empty string if there is none.
+    """Return the form of the tensors of `tree` and digests of their values, an empty string if there is none.
 
-    The digest is missing where a tensor is on a device, which would have to be waited for.
+    The digests are missing where a tensor is on a device, which would have to be waited for.
 
     Args:
         call: a number that all workers know; it selects the tensors if there are many.
@@ -48,7 +48,17 @@ def describe(tree: Tree, call: int = 0) -> str:
     form, shapes = shapes_of(tensors)
     every = -(-len(tensors) // MOST_TENSORS)
     chosen = tensors[call % every :: every]
-    return pack_description(form, [shapes, digest(chosen)] if all(map(_is_here, chosen)) else [shapes])
+    if not all(map(_is_here, chosen)):
+        return PARTS.join((form, f"{shapes:x}"))
+    names = _names(tree)
+    return PARTS.join((form, f"{shapes:x}", *[f"{names.get(id(each), '')}={_digest(each, 0):x}" for each in chosen]))
+
+
+def _names(tree: Tree) -> dict[int, str]:
+    """Return the names of fields, by the identity of their values."""
+    if isinstance(tree, (tuple, list)):
+        return {value: name for child in tree for value, name in _names(child).items()}
+    return {id(value): str(name) for name, value in tree.items()} if isinstance(tree, dict) else {}
 
 
 def shapes_of(tensors: Sequence[Tensor]) -> tuple[str, int]:

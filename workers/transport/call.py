@@ -57,8 +57,3 @@ def parse(peer: int, told: str) -> Call:
 def is_call(what: str) -> bool:
     """Return whether a question was made by `Call.told`."""
     return what.startswith(_CALL)
-
-
-def pack_description(form: str, digests: list[int]) -> str:
-    """Describe inputs or targets: a name, and digests; the last digest may be missing."""
-    return PARTS.join([form, *(f"{digest:x}" for digest in digests)])

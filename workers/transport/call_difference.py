@@ -20,8 +20,11 @@ def difference(call: Call, peer: int, told: str) -> Disagreement | None:
         )
     for name in ("inputs", "targets"):
         mine, theirs = (getattr(of, name).split(PARTS) for of in (call, other))
-        if mine[0] and theirs[0] and any(a != b for a, b in zip(mine, theirs, strict=False)):
+        pairs = [(a.rpartition("="), b.rpartition("=")) for a, b in zip(mine[2:], theirs[2:], strict=False)]
+        fields = [a[0] for a, b in pairs if a[2] != b[2]]
+        if mine[0] and theirs[0] and (mine[:2] != theirs[:2] or fields):
             values = ", with other values" if mine[0] == theirs[0] else ""
+            values += f" of {', '.join(fields)}" if values and any(fields) else ""
             return Disagreement(
                 f"{call.what}: worker {worker} and worker {peer} were given different {name} ({mine[0]} and "
                 f"{theirs[0]}{values}): give every worker the same batch; seed alike on every worker before data are "

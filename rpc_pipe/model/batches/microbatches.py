@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -63,13 +64,14 @@ class Microbatches(StepData):
             all_inputs, all_targets = map(list, zip(*map(pair, microbatches), strict=True))
             batch = all_inputs, all_targets
         else:
-            inputs, targets = batch = pair(batch)
+            given, (inputs, targets) = batch, pair(batch)
+            batch = inputs, targets
             # A worker may have been given inputs or targets only.
             whole = inputs if targets is None else targets if inputs is None else (inputs, targets)
             num = _num_rows(whole) if num_microbatches > 1 else rows_in(whole)
             parts = min(num_microbatches, max(1, num))
             if parts > 1:
-                refuse_lists(whole, num)
+                refuse_lists(whole, num, given)
             all_inputs, all_targets = (split_rows(side, parts, num) for side in (inputs, targets))
         rows = [rows_in(t if x is None else x) for x, t in zip(all_inputs, all_targets, strict=True)]
         if 0 in rows:
@@ -113,25 +115,33 @@ class Microbatches(StepData):
             self.lazy.finished()
 
 
-def refuse_lists(tree: Tree, rows: int, name: str = "batch") -> None:
+def refuse_lists(tree: Tree, rows: int, given: Any) -> None:
     """Refuse a list with an item for each row, such as strings, which every microbatch would get whole.
+
+    Args:
+        given: the user's batch, which names the list's place.
 
     Raises:
         BatchError: there is one.
     """
     if not isinstance(tree, (list, tuple, dict)) or isinstance(tree, torch.Size):
         return
-    if isinstance(tree, dict):
-        for key, part in tree.items():
-            refuse_lists(part, rows, f"batch[{key!r}]")
-    elif any(tensor.dim() and tensor.shape[0] == rows for tensor in tensors_of(tree)):
-        for part in tree:
-            refuse_lists(part, rows, name)
+    if isinstance(tree, dict) or any(tensor.dim() and tensor.shape[0] == rows for tensor in tensors_of(tree)):
+        for part in tree.values() if isinstance(tree, dict) else tree:
+            refuse_lists(part, rows, given)
     elif len(tree) == rows > 2 and any(part is not None for part in tree):
         raise BatchError(
-            f"{name}: a {type(tree).__name__} of {rows} beside {rows} rows would go whole to every microbatch; make it "
-            "a tensor, or pass microbatches=, a list of batches that are split"
+            f"{_place(given, tree) or 'batch'}: a {type(tree).__name__} of {rows} beside {rows} rows would go whole to "
+            "every microbatch; make it a tensor, or pass microbatches=, a list of batches that are split"
         )
+
+
+def _place(tree: Any, wanted: Tree, name: str = "batch") -> str:
+    """Return how Python reaches an object of a batch; an empty string if it is not there."""
+    if tree is wanted:
+        return name
+    parts = tree.items() if isinstance(tree, Mapping) else enumerate(tree) if isinstance(tree, (tuple, list)) else ()
+    return next((found for key, part in parts if (found := _place(part, wanted, f"{name}[{key!r}]"))), "")
 
 
 def _num_rows(tree: Tree) -> int:

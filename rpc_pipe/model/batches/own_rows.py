@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ...dependency import Spec
-from ...workers.transport.call import pack_description
 from ...workers.transport.payload import Tree, map_tensors, rows_of_parts, split_rows, tensors_of
 from ...workers.transport.scatter import run_by
 from .lazy_batch import LazyBatch
@@ -55,7 +54,7 @@ def lazy_microbatches(
     batch: LazyBatch, inputs: list[Tree], targets: list[Tree], shares: list[float], count: TokenCount, label: str
 ) -> Microbatches:
     """Return the microbatches of a lazy batch; `label`: equal on workers that have the same."""
-    described, waited = (pack_description(label, []), ""), (batch.waited_ns, batch.waited_for)
+    described, waited = (label, ""), (batch.waited_ns, batch.waited_for)
     return Microbatches(inputs, targets, shares, batch.rows, *count, waited, described=described, lazy=batch)
 
 
