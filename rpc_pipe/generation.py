@@ -1,13 +1,11 @@
 """Generation of text by a causal model of transformers, cut into stages (`dependency/decoding.py` has the relation).
 
-On every stage transformers prepares each group of sequences: cache, masks, logits processors, stopping criteria. The
-stage then runs its blocks for one token after the other, and keeps their keys and values. The last stage chooses.
+A stage runs its blocks for one token after the other, and keeps their keys and values. The last stage chooses.
 """
 
 from __future__ import annotations
 
 import copy
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any
@@ -15,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from .decoded_text import Text
 from .dependency import ConfigError, F, Part, Spec
 from .dependency.decoding import Decoding, decoding_part
-from .dependency.errors import first_sentence
 from .workers.actor import WorkerActor
 from .workers.compute.slice_check import CACHES
 from .workers.step import ActionContext, StepData, StepInput
@@ -37,168 +35,6 @@ _REFUSED = {
     "custom_generate": "the pipeline decodes in a loop of rounds; leave it out",
     **dict.fromkeys(CACHES, "keys and values stay with the stages; leave it out"),
 }
-#: the only values of these options that stages can follow
-_USUAL = {"return_dict_in_generate": False, "guidance_scale": 1, "prefill_chunk_size": 0}
-
-
-class Text:
-    """A group of sequences on one stage.
-
-    Args:
-        fields: the group's arguments of the model's `generate`.
-        options: its further arguments.
-        rows: numbers of the group's sequences among all.
-    """
-
-    def __init__(self, model: nn.Module, fields: Mapping[str, Any], options: Mapping[str, Any], rows: range) -> None:
-        whole: Any = model
-        self.new: list[Tensor] = []
-        self.ended, self._is_first = False, True
-        #: arguments of a round, and those that grow, for the whole text; None: transformers prepares each round
-        self._round: dict[str, Any] = {}
-        self._whole: dict[str, Tensor] | None = None
-        #: layers of the cache that stand for those of other stages
-        self._elsewhere: list[Any] = []
-
-        def prepared(
-            model: Any, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, **given: Any
-        ) -> Tensor:
-            self.model: Any = model
-            self.ids, self._processors, self._criteria = input_ids, logits_processor, stopping_criteria
-            self._config, self._inputs = given.pop("generation_config"), given
-            return input_ids
-
-        try:
-            whole.generate(**fields, **options, custom_generate=prepared)
-        except (AttributeError, ImportError, TypeError, ValueError) as error:
-            raise ConfigError(f"generate: {first_sentence(error)}") from error
-        self._refuse()
-        self._most = self._criteria.max_length - self.ids.shape[1]
-        self._ends = type(self._criteria)(each for each in self._criteria if not hasattr(each, "max_length"))
-        self.rows = range(rows.start * (n := len(self.ids) // len(rows)), rows.stop * n)
-        self._going = torch.ones(len(self.ids), dtype=torch.bool, device=self.ids.device)
-
-    def _refuse(self) -> None:
-        """Refuse a kind of decoding, or a state, that rounds of tokens do not have.
-
-        Raises:
-            ConfigError: there is one.
-        """
-        config, cache = self._config, self._cache
-        if (mode := config.get_generation_mode().value) not in ("greedy_search", "sample"):
-            raise ConfigError(f"generate: {mode} is not done in stages; use greedy decoding or do_sample=True")
-        for name, usual in _USUAL.items():
-            if (value := getattr(config, name, None)) not in (None, usual):
-                raise ConfigError(
-                    f"generate: {name}={value}: stages hand on tokens of one forward a round; leave it out"
-                )
-        layers = {type(layer).__name__ for layer in getattr(cache, "layers", [cache])}
-        if not layers <= {"DynamicLayer", "DynamicSlidingWindowLayer"}:
-            raise ConfigError(
-                f"generate: stages keep keys and values alone, in dynamic caches; found {', '.join(layers)}"
-            )
-        if any(not hasattr(each, "max_length") for each in self._criteria) and config._pad_token_tensor is None:
-            raise ConfigError("generate: pad_token_id is needed, to fill rows behind texts that end early")
-        known = len(self.model.get_input_embeddings().weight)
-        if (beyond := self.ids[(self.ids < 0) | (self.ids >= known)]).numel():
-            raise ConfigError(f"generate: input_ids: token {int(beyond[0])} is none of the model's, 0 to {known - 1}")
-        most, length = getattr(self.model.config, "max_position_embeddings", None), self._criteria.max_length
-        if most is not None and length > most:
-            raise ConfigError(
-                f"generate: {length} tokens with the prompt: the model has positions for {most}; take fewer"
-            )
-
-    @property
-    def _cache(self) -> Any:
-        return next((self._inputs[name] for name in CACHES if name in self._inputs), None)
-
-    @property
-    def pad(self) -> int | None:
-        """The token behind a text that has ended."""
-        pad = self._config._pad_token_tensor
-        return None if pad is None else int(pad)
-
-    @property
-    def newest(self) -> Tensor | None:
-        """The tokens that the stage has not seen; None: the prompts."""
-        return None if self._is_first else self.ids[:, -1:]
-
-    def append(self, tokens: Tensor) -> None:
-        """Take the newest token of each sequence, of shape (rows, 1)."""
-        self.new.append(tokens)
-        self.ids = torch.cat([self.ids, tokens], 1)
-
-    def inputs(self) -> Mapping[str, Any]:
-        """Return the model's arguments for the tokens that it has not seen."""
-        if self._whole is None or not self._round:
-            new = None if self._is_first else 1
-            prepare = self.model.prepare_inputs_for_generation
-            found = prepare(self.ids, next_sequence_length=new, is_first_iteration=self._is_first, **self._inputs)
-            found["return_dict"] = True
-            self._round = {} if self._is_first else found
-            return found  # type: ignore[no-any-return]
-        length = self.ids.shape[1]
-        begins = {"attention_mask": 0, "position_ids": length - 1}
-        grown = {name: whole[..., begins[name] : length] for name, whole in self._whole.items()}
-        return {**self._round, **grown, "input_ids": self.newest}
-
-    def seen(self) -> None:
-        """Note that the model has seen all tokens, also in layers of other stages: masks are made by any layer."""
-        if self._is_first:
-            self._begin_rounds()
-        elif self._whole is None:
-            self._inputs = self.model._update_model_kwargs_for_generation({}, self._inputs)
-        for layer in self._elsewhere:
-            missing = self.ids.shape[1] - layer.get_seq_length()
-            stand_in = torch.zeros(1, 1, missing, 1, dtype=torch.uint8, device=self.ids.device)
-            layer.update(stand_in, stand_in)
-
-    def _begin_rounds(self) -> None:
-        """Prepare what all rounds behind the prompts have in common."""
-        from transformers import GenerationMixin
-
-        stand_ins: dict[Any, Any] = {}
-        self._is_first, layers = False, self._cache.layers
-        for number, layer in enumerate(layers):
-            if not layer.get_seq_length():
-                layers[number] = stand_ins.setdefault((type(layer), getattr(layer, "sliding_window", None)), layer)
-        self._elsewhere = list(stand_ins.values())
-        usual = all(
-            getattr(getattr(self.model, name), "__func__", None) is getattr(GenerationMixin, name)
-            for name in ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
-        )
-        names = {name for name, value in self._inputs.items() if isinstance(value, Tensor)}
-        whole = usual and names <= {"attention_mask", "position_ids"}
-        added, length = self._most if whole else 1, self.ids.shape[1]
-        self._inputs = self.model._update_model_kwargs_for_generation({}, self._inputs, num_new_tokens=added)
-        if whole:
-            self._whole = {name: self._inputs[name] for name in names}
-            self._inputs |= {name: tensor[..., : length + 1] for name, tensor in self._whole.items()}
-
-    def choose(self, logits: Tensor, seed: int) -> Tensor:
-        """Append the next token of each sequence and return them, of shape (rows, 1)."""
-        scores = self._processors(self.ids, logits[:, -1].to(copy=True, dtype=torch.float32))
-        if self._config.do_sample:
-            tokens = self._drawn(scores.softmax(-1), seed)
-        else:
-            tokens = scores.argmax(-1)
-        if self._ends:
-            tokens = torch.where(self._going, tokens, self._config._pad_token_tensor)
-        self.append(tokens[:, None])
-        self.ended = len(self.new) == self._most
-        if self._ends:
-            self._going &= ~self._ends(self.ids, None)
-            self.ended |= not self._going.any()
-        return self.new[-1]
-
-    def _drawn(self, chances: Tensor, seed: int) -> Tensor:
-        """Draw a token for each sequence, by a key of the sequence and the token's number."""
-        generator, found = torch.Generator(chances.device), []
-        for row, own in zip(self.rows, chances, strict=True):
-            key = hashlib.blake2b(f"{seed} {row} {len(self.new)}".encode(), digest_size=8).digest()
-            generator.manual_seed(int.from_bytes(key, "little") >> 1)
-            found.append(torch.multinomial(own, 1, generator=generator))
-        return torch.cat(found)
 
 
 class Decoder:

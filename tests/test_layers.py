@@ -121,6 +121,7 @@ def folder(name):
         "step_report",
         "inspected",
         "evaluating",
+        "decoded_text",
         "generation",
         "held_out",
         "modifying",

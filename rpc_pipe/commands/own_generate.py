@@ -23,8 +23,8 @@ def main() -> None:
     typed = json.loads(sys.argv[2])
     seed, prompts = typed.get("seed", 0), typed["prompt"]
     made, tokenizer = seeded(sys.argv[1], seed), _tokenizer(typed)
-    tokens = [_tokens(prompt, tokenizer) for prompt in prompts]
-    pipe = Pipeline(made.model, made.loss_fn, num_microbatches=8, example=made.batch, seed=seed)
+    tokens, at_once = [_tokens(prompt, tokenizer) for prompt in prompts], typed.get("rows", len(prompts))
+    pipe = Pipeline(made.model, made.loss_fn, num_microbatches=min(8, at_once), example=made.batch, seed=seed)
     if "weights" in typed:
         pipe.weights.load_pretrained(typed["weights"])
     config: Any = getattr(pipe.partition.config, "generation", None)
@@ -33,7 +33,7 @@ def main() -> None:
     pad = next(iter(ends), 0) if pad is None else pad
     how = {name: typed[name] for name in ("temperature", "top_k", "top_p") if name in typed}
     how |= {"do_sample": bool(how), "pad_token_id": pad}
-    new, at_once = list[list[int]](), typed.get("rows", len(prompts))
+    new = list[list[int]]()
     for first in range(0, len(prompts), at_once):
         part = [torch.tensor(row) for row in tokens[first : first + at_once]]
         ids = pad_sequence(part, True, pad, "left")
