@@ -50,3 +50,27 @@ def test_replicas_that_a_first_forward_sets_apart_are_refused(whole, streamed):
     apart = pipe(by_rows=True)
     with pytest.raises(Disagreement):
         trained(apart)
+
+
+class Counted(nn.Linear):
+    """A buffer that forwards move by their rows, as a codebook, or by their number."""
+
+    def __init__(self, by_rows: bool) -> None:
+        super().__init__(8, 8)
+        self.by_rows = by_rows
+        self.register_buffer("moved", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.moved = self.moved + (x.detach().mean(0) if self.by_rows else 1)
+        return super().forward(x)
+
+
+def test_buffers_that_replicas_move_apart_are_told_once(caplog):
+    """Codebooks of replicas went apart in silence."""
+    x = torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
+    how: dict[str, Any] = {"training": Training(SGD), "num_microbatches": 2, "num_workers": 2, "replicas": 2}
+    for by_rows in False, True:
+        layers = Counted(by_rows), nn.BatchNorm1d(8)
+        with Pipeline(nn.Sequential(*layers), nn.functional.mse_loss, **how) as pipe:
+            assert len({pipe.step((x, x)) for _ in range(3)}) > 1
+        assert [record.getMessage().count("Counted.moved") for record in caplog.records] == [1] * by_rows

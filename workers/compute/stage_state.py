@@ -49,12 +49,21 @@ class StageState:
         self.watches = True
         #: digest of the weights that forwards write, behind those of the first step; "": they write none
         self.first_written = ""
+        #: digests of the persistent buffers that forwards write, likewise; None: the first step has not ended
+        self.first_buffers: dict[str, str] | None = None
         #: backwards behind forwards of later microbatches that are still to be looked at
         self._looks_back = LOOKS + 1
 
     def note_first(self) -> None:
         """Record the weights that the forwards of the first step have left; called before its update."""
         self.first_written = self.first_written or self.written()
+        if self.first_buffers is None:
+            self.first_buffers = {  # averages of a norm are known to be each replica's
+                f"{type(module).__name__}.{name}": f"{digest([buffer.detach().cpu()]):x}"
+                for module, name in self._left
+                if name.isidentifier() and name not in module._non_persistent_buffers_set
+                if (buffer := module._buffers.get(name)) is not None and not isinstance(module, NormBase)
+            }
 
     def written(self) -> str:
         """Return a digest of the weights that forwards write, as they are now; "": they write none."""

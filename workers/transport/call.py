@@ -16,6 +16,8 @@ _FIELDS = "\x1f"
 PARTS = "\x1e"
 #: marks a stage with the digest of weights that its forwards write
 WRITTEN = "*"
+#: and one with the digest and the name of a buffer that its forwards write
+BUFFER = "~"
 
 
 class Call(NamedTuple):

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+from functools import cache
+
 from ...dependency import Disagreement
-from .call import PARTS, WRITTEN, Call, parse
+from .call import BUFFER, PARTS, WRITTEN, Call, parse
+
+logger = logging.getLogger(__name__)
 
 
 def difference(call: Call, peer: int, told: str) -> Disagreement | None:
@@ -38,6 +43,10 @@ def difference(call: Call, peer: int, told: str) -> Disagreement | None:
         )
     weights = [dict(pair.split("=") for pair in of.weights.split()) for of in (call, other)]
     for stage in weights[0].keys() & weights[1].keys():
+        if weights[0][stage] != weights[1][stage] and BUFFER in stage:
+            if worker < peer:
+                _warn_of_buffer(*stage.split(BUFFER))
+            continue
         if weights[0][stage] != weights[1][stage] and stage.endswith(WRITTEN):
             return Disagreement(
                 f"{call.what}: workers {worker} and {peer} have different weights of stage {stage.rstrip(WRITTEN)}, "
@@ -51,6 +60,14 @@ def difference(call: Call, peer: int, told: str) -> Disagreement | None:
                 "callables, whose weights depend on the pipeline's seed alone"
             )
     return None
+
+
+@cache
+def _warn_of_buffer(stage: str, name: str) -> None:
+    logger.warning(
+        f"replicas: forwards of stage {stage} write the buffer {name} by the rows of each replica, so replicas differ, "
+        f"and from one process; take replicas=1, or sum it by pipe.modify(..., summed={name.split('.')[-1]!r})"
+    )
 
 
 def differ(call: Call, other: Call) -> Disagreement:

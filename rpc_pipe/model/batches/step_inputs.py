@@ -21,7 +21,7 @@ from ...workers.compute.module_state import LOOKS
 from ...workers.compute.result import Result, clips
 from ...workers.compute.updating import Training
 from ...workers.step import StepData, StepInput
-from ...workers.transport.call import WRITTEN, Call
+from ...workers.transport.call import BUFFER, WRITTEN, Call
 from .microbatches import Microbatches, update_shares
 
 
@@ -165,7 +165,14 @@ class StepInputs:
 
 
 def _written(actor: WorkerActor, now: bool) -> str:
-    """Return digests of the weights that forwards of each stage write, as those of the first step left them, or now."""
-    states = ((stage, shard.state) for (stage, _), shard in actor.shards.items())
+    """Return digests of the weights that forwards of each stage write, as those of the first step left them, or now.
+
+    Those of buffers, which may differ, are as the first step left them.
+    """
+    states = [(stage, shard.state) for (stage, _), shard in actor.shards.items()]
     digests = ((stage, state.written() if now else state.first_written) for stage, state in states)
-    return " ".join(f"{stage}{WRITTEN}={found}" for stage, found in digests if found)
+    weights = [f"{stage}{WRITTEN}={found}" for stage, found in digests if found]
+    buffers = (
+        f"{s}{BUFFER}{name}={found}" for s, state in states for name, found in (state.first_buffers or {}).items()
+    )
+    return " ".join((*weights, *(each for each in buffers if each.split() == [each] and each.count("=") == 1)))
