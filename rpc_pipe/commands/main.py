@@ -72,9 +72,8 @@ def _dispatch(argv: list[str]) -> int:
         raise ConfigError(f"{said}: not an option of {parser.prog}; {parser.near(unknown[0])}{rule}")
     if at < len(argv) and "script" not in typed:
         raise ConfigError(f"{' '.join(argv[at:])}: what follows -- is for a script, but no script is run")
-    for name, value in typed.items():
-        if value == "" or value == [""]:
-            raise ConfigError(f"{name if name in _POSITIONAL else f'--{name}'.replace('_', '-')} '': is empty")
+    for name in (name for name, value in typed.items() if value in ("", [""])):
+        raise ConfigError(f"{name if name in _POSITIONAL else f'--{name}'.replace('_', '-')} '': is empty")
     code: int = command(with_listed(typed), argv)
     return code
 

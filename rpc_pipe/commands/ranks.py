@@ -51,14 +51,12 @@ def command(typed: dict[str, Any], argv: list[str]) -> int:
         mesh = [{"rank": at.rank, "mesh": [at.pp, at.replica, at.member], "stages": at.stages} for at in places]
         print(json.dumps({"dimensions": dims, "processes": mesh, "groups": groups}))
         return 0
-    reporter = Reporter()
     sizes = f"{workers // replicas} x {replicas} x {members}"
-    reporter.text(f"{len(places)} processes: torchtitan's mesh ({', '.join(dims)}) is {sizes}")
+    lines = [f"{len(places)} processes: torchtitan's mesh ({', '.join(dims)}) is {sizes}"]
     for at in places:
-        hosted = ", ".join(map(str, at.stages))
-        said = f"rank {at.rank:>4}  mesh {at[1:4]}  stage{'s' * (len(at.stages) > 1)} {hosted}"
-        reporter.text(f"{said}; replica {at.replica}, member {at.member}")
-    reporter.text("Megatron-LM's groups:")
-    for name, found in groups.items():
-        reporter.text(f"  {name:<12}  " + " | ".join(" ".join(map(str, ranks)) for ranks in found))
+        hosted = f"stage{'s' * (len(at.stages) > 1)} {', '.join(map(str, at.stages))}"
+        lines.append(f"rank {at.rank:>4}  mesh {at[1:4]}  {hosted}; replica {at.replica}, member {at.member}")
+    named = {name: " | ".join(" ".join(map(str, ranks)) for ranks in found) for name, found in groups.items()}
+    for line in [*lines, "Megatron-LM's groups:", *(f"  {name:<12}  {said}" for name, said in named.items())]:
+        Reporter().text(line)
     return 0

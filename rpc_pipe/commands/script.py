@@ -97,7 +97,7 @@ class _ScriptEnd(TypedOptions):
         self._wants_steps = any(name in typed for name in _OF_STEPS)
 
     def made(self, pipe: Pipeline) -> None:
-        if self._pipe is not None and ("resume" in self._asked or "checkpoint_every" in self._asked):
+        if self._pipe is not None and {"resume", "checkpoint_every"} & self._asked.keys():
             said = f"{self._asked['script']} makes several pipelines; use checkpoints.save and checkpoints.load in it"
             raise ConfigError(f"--checkpoint-every, --resume: {said}")
         self._pipe, self._saved, self._result = pipe, False, {}
@@ -123,12 +123,12 @@ class _ScriptEnd(TypedOptions):
 
     def leave(self) -> None:
         """Save and report; every worker must call it."""
-        pipe, typed = self._pipe, self._asked
-        if pipe is None:
+        typed, job = self._asked, self._job
+        if self._pipe is None:
             named = [name for each in _OF_PIPELINE if (name := each.replace("-", "_")) not in _OF_JOB]
             refuse_typed(typed, named, f"{typed['script']} made no Pipeline")
-            if self._job.worker == 0 and self._job.num_workers > 1:
-                said = f"made no Pipeline: {self._job.num_workers} workers ran all of it, each by itself"
+            if job.worker == 0 and job.num_workers > 1:
+                said = f"made no Pipeline: {job.num_workers} workers ran all of it, each by itself"
                 link.tell(kind="text", text=f"{typed['script']} {said}")
         elif not self._saved:
             self._save()

@@ -65,21 +65,19 @@ def worker_rows(view: View) -> list[WorkerRow]:
 
 
 def _row(view: View, worker: int, records: list[Any], idle_share: float) -> WorkerRow:
-    live = view.latest.lives.get(worker, Live())
+    live, header = view.latest.lives.get(worker, Live()), view.headers[worker]
     timed = [span.end - span.start for span in spans_of(records)]
-    waits_for = ""
-    if live.state is State.WAITING:
-        waits_for = "the result" if live.missing is None else f"{live.missing} of {live.peer}"
+    awaited = "the result" if live.missing is None else f"{live.missing} of {live.peer}"
     return WorkerRow(
         worker=worker,
-        process=view.headers[worker]["process"].partition("/")[0],
+        process=header["process"].partition("/")[0],
         state="gone" if worker in view.latest.gone and live.state is not State.LEFT else STATES[live.state],
         action=str(live.action) if live.state is State.RUNNING else "",
-        stages=",".join(map(str, sorted({stage for stage, *_ in view.headers[worker]["shards"]}))),
+        stages=",".join(map(str, sorted({stage for stage, *_ in header["shards"]}))),
         step=live.step,
         action_ms=sum(timed) / len(timed) if timed else math.nan,
         bubble=idle_share,
-        waits_for=waits_for,
+        waits_for=awaited if live.state is State.WAITING else "",
         for_s=max(0.0, (view.latest.now_ns - live.since_ns) / 1e9) if live.since_ns else 0.0,
         peak_mb=records[-1].peak_bytes / 1e6 if records else math.nan,
         outbox=records[-1].outbox if records else 0,

@@ -132,13 +132,10 @@ class Server:
 
     def _knows(self, host: str) -> bool:
         name, _, port = host.rpartition(":") if not host.endswith("]") and ":" in host else (host, "", "80")
-        if port != str(self._port):
-            return False
         name = name.removeprefix("[").removesuffix("]")
-        if _is_loopback(self._host):
-            return _is_loopback(name)
         # Beyond loopback the token guards; a foreign name is still refused.
-        return name in (self._host, "localhost", socket.gethostname()) or _is_address(name)
+        here = name in (self._host, "localhost", socket.gethostname()) or _is_address(name)
+        return port == str(self._port) and (_is_loopback(name) if _is_loopback(self._host) else here)
 
     def _has_token(self, request: web.Request) -> bool:
         bearer = request.headers.get("Authorization", "").removeprefix("Bearer ")

@@ -26,8 +26,7 @@ def write_chrome(
         steps: step -> its spans, in milliseconds.
         clock_error_ms: largest difference of two workers' clocks, written to the file's `otherData`.
     """
-    events = _events(spec, steps, device)
-    whole = {"traceEvents": events, "otherData": {"clock_error_ms": clock_error_ms}}
+    whole = {"traceEvents": _events(spec, steps, device), "otherData": {"clock_error_ms": clock_error_ms}}
     write(path, json.dumps(whole))
 
 

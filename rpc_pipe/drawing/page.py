@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from html import escape
 from importlib.resources import files
-from itertools import accumulate
+from itertools import accumulate, chain, repeat
 from typing import Any
 
 from .svg import Picture, draw_svg
@@ -48,22 +48,19 @@ def fill_page(**parts: str) -> str:
 def sections(pictures: Sequence[Picture]) -> str:
     """Return the pictures for the page, with notes, and a row of figures for each worker."""
     longest: dict[str, float] = defaultdict(float)
-    for each in pictures if len(pictures) > 1 else ():
-        ends = [span.end for span in each.spans] or [0.0]
-        longest[each.unit] = max(longest[each.unit], max(ends) - min((span.start for span in each.spans), default=0.0))
+    for each in (each for each in pictures if each.spans and len(pictures) > 1):
+        took = max(span.end for span in each.spans) - min(span.start for span in each.spans)
+        longest[each.unit] = max(longest[each.unit], took)
     drawn = [_section(replace(each, length=longest[each.unit])) for each in pictures]
     return "".join(drawn) or '<p class="empty">There is no timeline to show.</p>'
 
 
 def _section(picture: Picture) -> str:
     notes = [*picture.notes, *([_GAPS.format(picture.gaps)] if picture.spans else [])]
-    rows = [
-        "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in row)
-        for number, row in enumerate(_table(picture))
-        for tag in ["td" if number else "th"]
-    ]
+    table = ""
+    for tag, row in zip(chain(["th"], repeat("td")), _table(picture), strict=False):
+        table += f"<tr>{''.join(f'<{tag}>{escape(cell)}</{tag}>' for cell in row)}</tr>"
     told = "".join(f"<p>{escape(note)}</p>" for note in notes)
-    table = "".join(f"<tr>{row}</tr>" for row in rows)
     return f'<section><div class="plot">{draw_svg(picture)}</div>{told}<table>{table}</table></section>'
 
 

@@ -71,9 +71,8 @@ def draw_svg(picture: Picture) -> str:
     spans, title = picture.spans, picture.name
     if not all(math.isfinite(span.start) and math.isfinite(span.end) for span in spans):
         raise ValueError(f"{title}: times must be finite")
-    about = summarize(
-        spans, picture.num_workers, unit=picture.unit, num_stages=picture.num_stages, gaps=picture.gaps
-    )  # fmt: skip
+    how = {"unit": picture.unit, "gaps": picture.gaps}
+    about = summarize(spans, picture.num_workers, num_stages=picture.num_stages, **how)
     layout = _Layout(picture)
     held = held_stages(spans, picture.num_workers)
     shown = {span.action.kind for span in spans}
@@ -180,9 +179,8 @@ def _rows(layout: _Layout, spans: Sequence[Span], held: Sequence[Sequence[int]])
             by_worker[span.worker].append(span)
     for worker, own in enumerate(by_worker):
         y = layout.top + worker * layout.pitch
-        baseline = y + layout.cell / 2 + 0.35 * size
-        yield _text(layout.left - 6, baseline, layout.names[worker], "ink", size, " text-anchor='end'")
-        place = f"translate({_number(layout.left)},{_number(y)})"
+        named, place = layout.names[worker], f"translate({_number(layout.left)},{_number(y)})"
+        yield _text(layout.left - 6, y + layout.cell / 2 + 0.35 * size, named, "ink", size, " text-anchor='end'")
         yield f'<g class="seam" font-size="{_number(layout.font)}" transform="{place}">'
         # An action without a duration is drawn last, because a neighbour would cover it.
         for span in sorted(own, key=lambda s: (s.end <= s.start, s.start, s.end)):
@@ -231,10 +229,8 @@ def _cell(layout: _Layout, span: Span, stripe: float, free: float) -> str:
 def _legend(layout: _Layout, kinds: Sequence[Kind], num_held: int) -> tuple[float, list[str]]:
     """Return the lower edge of the legend, and the legend: the kinds that occur, line by line."""
     entries = [*((kind.letter, f"{kind} {kind.word}") for kind in kinds), ("bubble", layout.gaps)]
-    if layout.critical:
-        entries.append(("critical", "critical path"))
-    if num_held > 1:
-        entries.append(("stripe", "later stages of the worker: the later, the higher"))
+    entries += [("critical", "critical path")] if layout.critical else []
+    entries += [("stripe", "later stages of the worker: the later, the higher")] if num_held > 1 else []
     x, y, parts = layout.left, layout.bottom + 30, []
     for name, words in entries:
         taken = 17 + _width(words, 12) + 16

@@ -51,8 +51,7 @@ def summarize(
     """
     if not spans:
         return "nothing ran"
-    if num_stages is None:
-        num_stages = 1 + max(span.action.stage for span in spans)
+    num_stages = num_stages or 1 + max(span.action.stage for span in spans)
     makespan = max(span.end for span in spans) - min(span.start for span in spans)
     parts = [f"{num_workers} worker{'s' * (num_workers != 1)}"]
     if num_stages != num_workers:
@@ -72,10 +71,9 @@ def row_names(hosted: Mapping[int, Sequence[tuple[int, int]]], num_routes: int =
     names = []
     for worker, own in hosted.items():
         stages = sorted({stage for stage, _ in own})
-        name = f"worker {worker}"
-        if own:
-            name += f": stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
-        names.append(f"{name}, replica {own[0][1] * replicas // num_routes}" if own and replicas > 1 else name)
+        held = f": stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}" if own else ""
+        which = f", replica {own[0][1] * replicas // num_routes}" if own and replicas > 1 else ""
+        names.append(f"worker {worker}{held}{which}")
     return names
 
 

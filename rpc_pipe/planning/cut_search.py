@@ -73,20 +73,17 @@ class CutSearch:
         """
         spec, chain = self.spec, self.chain
         count, depth = spec.num_microbatches, spec.num_stages
-        slow = [float("inf")] * depth
+        slow, share = [float("inf")] * depth, spec.num_whole / spec.num_microbatches
         for worker in range(spec.num_workers):
             for stage, _ in spec.hosted(worker):
                 slow[stage] = min(slow[stage], self.machines.slow(worker))
-        split = [spec.splits(s, 0) for s in range(depth)]
-        again = [spec.recomputes(s) for s in range(depth)]
-        shares = [len(spec.hosted(spec.place(s, 0))) for s in range(depth)]
+        stages, hosts = range(depth), [spec.place(s, 0) for s in range(depth)]
+        split, again = [spec.splits(s, 0) for s in stages], list(map(spec.recomputes, stages))
+        shares, limits = [len(spec.hosted(worker)) for worker in hosts], list(map(self.machines.limit, hosts))
+        held = [spec.peak_activations(worker) or count for worker in hosts]
 
         def load(stage: int, a: int, b: int) -> float:
             return slow[stage] * shares[stage] * self._work(a, b, splits=split[stage], again=again[stage])
-
-        limits = [self.machines.limit(spec.place(s, 0)) for s in range(depth)]
-        share = spec.num_whole / spec.num_microbatches
-        held = [spec.peak_activations(spec.place(s, 0)) or count for s in range(depth)]
 
         def fits(stage: int, a: int, b: int) -> bool:
             limit = limits[stage]

@@ -25,13 +25,10 @@ def to_json_value(value: Any, unit: float = 1) -> Any:
     """Return a dataclass and its contents as JSON values. Keys that are kinds become letters."""
     if is_dataclass(value):
         return {_name(each): to_json_value(getattr(value, each.name), _unit(each)) for each in fields(value)}
-    if isinstance(value, Mapping):  # values by kind are milliseconds
-        return {
-            key.letter if isinstance(key, Kind) else str(key): round(part, 6)
-            if isinstance(key, Kind)
-            else to_json_value(part)
-            for key, part in value.items()
-        }
+    if isinstance(value, Mapping) and all(isinstance(key, Kind) for key in value):  # values by kind are milliseconds
+        return {key.letter: round(part, 6) for key, part in value.items()}
+    if isinstance(value, Mapping):
+        return {str(key): to_json_value(part) for key, part in value.items()}
     if isinstance(value, (tuple, list)):
         return [to_json_value(part, unit) for part in value]
     return value if unit == 1 else value / unit

@@ -197,17 +197,12 @@ class Machines:
             return self
         count = self.num_workers // members
         near = range(0, count * members, members)  # fewer left over than a worker has stay idle
+        slowness = tuple(max(self.slowness[at : at + members]) for at in near if self.slowness)
         limits = [self.memory[at : at + members] for at in near if self.memory]
-        return Machines(
-            count,
-            tuple(max(self.slowness[at : at + members]) for at in near if self.slowness),
-            tuple(min((x for x in limit if x is not None), default=None) for limit in limits),
-            self.link,
-            {(a // members, b // members): self.links[a, b] for a in near for b in near if (a, b) in self.links},
-            {at // members: rate for at, rate in self.uplinks.items() if at in near},
-            self.copy,
-            "fixed",
-        )
+        memory = tuple(min((x for x in limit if x is not None), default=None) for limit in limits)
+        links = {(a // members, b // members): self.links[a, b] for a in near for b in near if (a, b) in self.links}
+        uplinks = {at // members: rate for at, rate in self.uplinks.items() if at in near}
+        return Machines(count, slowness, memory, self.link, links, uplinks, self.copy, "fixed")
 
     @property
     def links_are_plain(self) -> bool:
@@ -265,8 +260,7 @@ class Chain:
 
     def among(self, lengths: Sequence[float]) -> Chain:
         """Return the chain of a mean microbatch of these; itself if all rows have one length."""
-        key = tuple(sorted(lengths)) if self._variants else ()
-        if not key:
+        if not (key := tuple(sorted(lengths)) if self._variants else ()):
             return self
         if key not in self._among:
             blocks = [self._variants[length] for length in key]
@@ -304,12 +298,11 @@ class Chain:
 
     def separated_ties(self, ends: Sequence[int]) -> Iterator[tuple[int, int, Tie]]:
         """Yield (earlier stage, later stage, tie) of the ties between two stages."""
-        if self.ties:
-            starts = [self._places[end] for end in ends[:-1]]
-            for tie in self.ties:
-                first, last = bisect_right(starts, tie.first) - 1, bisect_right(starts, tie.last) - 1
-                if first != last:
-                    yield first, last, tie
+        starts = [self._places[end] for end in ends[:-1]] if self.ties else []
+        for tie in self.ties:
+            first, last = bisect_right(starts, tie.first) - 1, bisect_right(starts, tie.last) - 1
+            if first != last:
+                yield first, last, tie
 
     def outputs(self, stop: int) -> float:
         """Return the bytes of the payload that block `stop` gets from the stage before."""

@@ -146,20 +146,15 @@ def improve(shop: JobShop, order: Order, keep_on: Callable[[], bool]) -> tuple[f
     Args:
         keep_on: asked before every move whether to continue.
     """
-    draw = random.Random(0)
-    ran = shop.evaluate(order)
+    draw, ran = random.Random(0), shop.evaluate(order)
     assert ran is not None
     now, ends = ran
-    best, best_order = now, [list(row) for row in order]
-    current = [list(row) for row in order]
+    best, best_order, current = now, [list(row) for row in order], [list(row) for row in order]
     patience, since = 0.02, 0
     while keep_on():
-        moved = _random_move(shop, current, ends, draw)
         since += 1
-        if moved is None:
-            continue
-        worker, row = moved
-        if shop.peak(row) > shop.budget[worker] * (1 + 1e-9):
+        worker, row = _random_move(shop, current, ends, draw)
+        if not row or shop.peak(row) > shop.budget[worker] * (1 + 1e-9):
             continue
         before, current[worker] = current[worker], row
         ran = shop.evaluate(current, max(now, best * (1 + patience * draw.random() ** 3)) * (1 + 1e-12))
@@ -175,12 +170,9 @@ def improve(shop: JobShop, order: Order, keep_on: Callable[[], bool]) -> tuple[f
     return best, best_order
 
 
-def _random_move(shop: JobShop, order: Order, ends: list[float], draw: random.Random) -> tuple[int, list[int]] | None:
-    """Return a worker and its order with one action of a critical block moved; None: the move changes nothing."""
-    rows = list(_critical_blocks(shop, order, ends))
-    if not rows:
-        return None
-    worker, first, last = draw.choice(rows)
+def _random_move(shop: JobShop, order: Order, ends: list[float], draw: random.Random) -> tuple[int, list[int]]:
+    """Return a worker and its order with one action of a critical block moved; []: the move changes nothing."""
+    worker, first, last = draw.choice(list(_critical_blocks(shop, order, ends)))
     row = order[worker]
     i = draw.randint(first, last)
     if draw.random() < 0.5:
@@ -188,11 +180,9 @@ def _random_move(shop: JobShop, order: Order, ends: list[float], draw: random.Ra
     else:  # nearby; nothing waits for W, which may be moved anywhere
         reach = len(row) if shop.actions[row[i]].kind is W else 4
         to = min(len(row) - 1, max(0, i + draw.randint(-reach, reach)))
-    if to == i:
-        return None
     moved = row[:i] + row[i + 1 :]
     moved.insert(to, row[i])
-    return worker, moved
+    return worker, moved if to != i else []
 
 
 def _critical_blocks(shop: JobShop, order: Order, ends: list[float]) -> Iterator[tuple[int, int, int]]:

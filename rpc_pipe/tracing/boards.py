@@ -333,13 +333,13 @@ def find(address: str | None) -> Path:
     named = [path for path in there if address is None or {address, Path(address).name} & _names(path)]
     if len(named) == 1:
         return named[0]
-    typed = "watch" if address is None else f"watch {address}"
-    if named:
-        raise ConfigError(f"{typed}: {len(named)} runs are going on; name one of {', '.join(map(_shown, named))}")
-    if address is None:
-        raise ConfigError("watch: no run found on this machine; start one")
-    known = f"running are {', '.join(map(_shown, there))}" if there else "none is running on this machine"
-    raise ConfigError(f"{typed}: there is no such run; {known}")
+    why = f"{len(named)} runs are going on; name one of {', '.join(map(_shown, named))}"
+    if not named and address is None:
+        why = "no run found on this machine; start one"
+    elif not named:
+        known = f"running are {', '.join(map(_shown, there))}" if there else "none is running on this machine"
+        why = f"there is no such run; {known}"
+    raise ConfigError(f"watch{'' if address is None else f' {address}'}: {why}")
 
 
 def _names(path: Path) -> set[str]:

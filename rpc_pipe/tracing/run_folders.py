@@ -72,11 +72,8 @@ def folder(environ: Mapping[str, str]) -> Path | None:
     Raises:
         ConfigError, OSError: it cannot be made.
     """
-    given = environ.get(FOLDER)
-    if given == OFF:
-        return None
-    if given:
-        return Path(given)
+    if given := environ.get(FOLDER):
+        return None if given == OFF else Path(given)
     if "MASTER_PORT" not in environ or "RANK" not in environ:
         return new_folder()
     sweep()
@@ -181,15 +178,12 @@ def alive(process: str) -> bool:
 def state_of(process: str) -> str:
     """Return the state letter of a process (proc(5)), such as T: stopped; "": it has ended, "?": unknown."""
     number, started, namespace = [*process.split("/"), "", ""][:3]
-    if not number.isdecimal():  # cut off where the memory was full
-        return ""
-    if namespace != os.readlink("/proc/self/ns/pid"):
+    if number.isdecimal() and namespace != os.readlink("/proc/self/ns/pid"):
         return "?"
-    try:
+    with suppress(OSError, ValueError):  # it has gone; or its name was cut off where the memory was full
         fields = _stat(int(number))
-    except OSError:
-        return ""
-    return fields[0] if fields[19] == started else ""
+        return fields[0] if fields[19] == started else ""
+    return ""
 
 
 def _stat(process: int) -> list[str]:

@@ -23,23 +23,16 @@ def roll_call(
         for rank, live in lives.items()
     ]
     chain = [*waiting_chain(lives, last_host)]
-    if culprit is None:
-        culprit = behind(lives, chain[-1], members)
-    chain += [culprit] * (culprit not in chain)
-    names = " -> ".join(named(rank, members) for rank in chain)
-    end = lives[chain[-1]]
+    last = behind(lives, chain[-1], members) if culprit is None else culprit
+    chain += [last] * (last not in chain)
+    names, end = " -> ".join(named(rank, members) for rank in chain), lives[chain[-1]]
     if (unseen := waits_for_unseen(lives, chain[-1])) is not None:
-        who = named(unseen, members)
-        lines.append(
-            f"{names} -> {who}: everybody waits for {who}, of which nothing can be seen here: "
-            "it has made no pipeline so far, or is on another host"
-        )
+        who, why = named(unseen, members), "it has made no pipeline so far, or is on another host"
+        lines.append(f"{names} -> {who}: everybody waits for {who}, of which nothing can be seen here: {why}")
+    elif len(chain) > 1 and end.state is State.WAITING:  # the checker has ruled out deadlocks of the schedule
+        lines.append(f"{names}: each waits for the other: a message was lost, or the machine is overloaded")
     elif len(chain) > 1:
-        if end.state is State.WAITING:
-            # The checker has ruled out deadlocks of the schedule.
-            lines.append(f"{names}: each waits for the other: a message was lost, or the machine is overloaded")
-        else:
-            lines.append(f"{names}: everybody waits for {named(chain[-1], members)}, which is {end.told(members)}")
+        lines.append(f"{names}: everybody waits for {named(chain[-1], members)}, which is {end.told(members)}")
     return lines
 
 
@@ -82,14 +75,13 @@ def running(lives: Mapping[int, Live]) -> list[int]:
 
 def _chain(lives: Mapping[int, Live], worker: int, last_host: int) -> list[int]:
     chain = [worker]
-    while lives[chain[-1]].state is State.WAITING:
-        live = lives[chain[-1]]
+    while (live := lives[chain[-1]]).state is State.WAITING:
         following = last_host if live.peer is None else live.peer
         if following == chain[-1] or following not in lives:
             break
-        if following in chain:
-            return [*chain, following]
         chain.append(following)
+        if following in chain[:-1]:
+            break
     return chain
 
 

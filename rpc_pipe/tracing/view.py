@@ -34,11 +34,10 @@ def layout(headers: Mapping[int, Mapping[str, Any]]) -> str:
     places = first.get("places", workers)
     if not headers or len(headers) < workers * members or not all(each.get("parameters") for each in headers.values()):
         return ""
-    stages: dict[int, tuple[int, int]] = {}  # stage -> its blocks and its parameters
+    replicas, stages = first["replicas"], dict[int, tuple[int, int]]()  # stage -> its blocks and its parameters
     for header in headers.values():
         for (stage, _, blocks, *_), parameters in zip(header["shards"], header["parameters"], strict=True):
             stages[stage] = blocks, parameters
-    replicas = first["replicas"]
     parts = [f"{len(stages)} stage{'s' * (len(stages) != 1)}"]
     if places // replicas != len(stages):
         parts[0] += f" on {places // replicas} workers"
@@ -292,8 +291,7 @@ class View:
         None if there is none, or the schedule is unknown. A batch of few rows has fewer microbatches; steps of the most
         common number are returned.
         """
-        sizes = {step: self.records(step)[0].num_microbatches for step in self.complete_steps(0)}
-        if not sizes:
+        if not (sizes := {step: self.records(step)[0].num_microbatches for step in self.complete_steps(0)}):
             return None
         usual = Counter(list(sizes.values())[-max(count, RECENT) :]).most_common(1)[0][0]
         alike = [step for step, size in sizes.items() if size == usual]

@@ -10,14 +10,10 @@ import torch
 from ..dependency import ConfigError
 from ..launching import launcher_link as link
 from ..model.observed_model import BlockCall, Crossing, ObservedModel, observe
-from ..model.partition import LayerPartition
 from ..model.user_model import UserModel
 from ..system.sizes import format_bytes
-from ..workers.compute.randomness import Randomness
-from ..workers.compute.sequence import state_dropped
-from ..workers.compute.slices import has_own_state
 from ..workers.transport.payload import distinct_tensors
-from .proof import seeded
+from .proof import layers_of, seeded
 from .verify_options import VerifyOptions
 
 
@@ -49,12 +45,12 @@ def list_blocks(options: VerifyOptions) -> None:
 def _layers(made: UserModel, seed: int) -> tuple[Sequence[BlockCall], list[list[Crossing]]]:
     """Return the layers of a list, and the output of each: they run once, on the batch."""
     tree, _ = made.pair(made.batch)
-    layers, blocks, cuts = LayerPartition(made.layers(), 1).build(0, Randomness(seed)), [], []
-    for index, layer in layers:
+    blocks, cuts = [], []
+    for index, layer in enumerate(layers_of(made, seed)):
         name = f"layer {index} ({type(layer).__name__})"
         try:
             with torch.no_grad():
-                tree = (state_dropped(layer) if has_own_state(layer) else layer)(tree)
+                tree = layer(tree)
         except Exception as error:
             raise ConfigError(f"{name} raised {type(error).__name__}: {str(error).partition(chr(10))[0]}") from error
         sizes = [(parameter.numel(), parameter.nbytes) for parameter in layer.parameters()]

@@ -192,11 +192,16 @@ def _reference(
     return Reference(pipe.spec, replicas, pipe.partition, optimizer, randomness, ordering=ordering, **asked)
 
 
+def layers_of(made: UserModel, seed: int, sliced: bool = False) -> list[nn.Module]:
+    """Return the layers of a list as one process runs them."""
+    layers = [layer for _, layer in LayerPartition(made.layers(), 1).build(0, Randomness(seed))]
+    return [state_dropped(layer) if sliced or has_own_state(layer) else layer for layer in layers]
+
+
 def _whole(made: UserModel, seed: int, sliced: bool) -> nn.Module:
     """Return the model that one process can run."""
     if made.is_layers:
-        layers = [layer for _, layer in LayerPartition(made.layers(), 1).build(0, Randomness(seed))]
-        return nn.Sequential(*(state_dropped(layer) if sliced or has_own_state(layer) else layer for layer in layers))
+        return nn.Sequential(*layers_of(made, seed, sliced))
     model: nn.Module = made.model if isinstance(made.model, nn.Module) else made.model()  # type: ignore
     without_caches(model)  # which copy keys and values: their gradients would be computed in another memory layout
     return model

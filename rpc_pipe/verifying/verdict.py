@@ -53,12 +53,10 @@ class Compared:
             self.num_tensors += 1
 
     def _compare(self, name: str, group: str, found: Tensor | None, expected: Tensor | None) -> bool:
-        if found is None or expected is None or found.shape != expected.shape:
-            self._errors.append((name, math.inf, 1.0, group, torch.float32))
-            same = False
-        else:
-            self._errors.append((name, *_difference(found, expected), group, expected.dtype))
-            same = _same(found, expected)
+        same, error, size, dtype = False, math.inf, 1.0, torch.float32
+        if found is not None and expected is not None and found.shape == expected.shape:
+            (error, size), dtype, same = _difference(found, expected), expected.dtype, _same(found, expected)
+        self._errors.append((name, error, size, group, dtype))
         self.identical &= same
         return same
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ...dependency import B, F, I, Kind, R, W
+from ...dependency import B, F, I, R, W
 from ...model.batches.sequences import length_of
 from ...model.user_model import UserModel, resized
 from ..profile import THOUSAND, LayerCost, LengthTerms
@@ -35,11 +35,8 @@ def times_by_length(user_model: UserModel, rows: int, lengths: Sequence[int], **
     points = [(1.0, rows * length / THOUSAND, rows * length**2 / THOUSAND**2) for length in lengths]
     found = []
     for costs in zip(*measured, strict=True):
-        terms: list[dict[Kind, float]] = [{}, {}, {}]
-        for kind in (F, B, I, W, R):
-            for term, value in zip(terms, fitted(points, [cost.times[kind] for cost in costs]), strict=True):
-                term[kind] = value
-        found.append(LengthTerms(*terms))
+        by_kind = {kind: fitted(points, [cost.times[kind] for cost in costs]) for kind in (F, B, I, W, R)}
+        found.append(LengthTerms(*({kind: terms[at] for kind, terms in by_kind.items()} for at in range(3))))
     return {"by_length": tuple(found), "length": usual}
 
 
@@ -51,8 +48,7 @@ def fitted(points: Sequence[Sequence[float]], times: Sequence[float]) -> list[fl
         terms = torch.tensor(points, dtype=torch.float64)[:, some]
         solved = torch.linalg.lstsq(terms, wanted).solution
         if bool((solved >= 0).all()):
-            factors = [0.0, 0.0, 0.0]
-            for term, value in zip(some, solved.flatten().tolist(), strict=True):
-                factors[term] = value
+            known = dict(zip(some, solved.flatten().tolist(), strict=True))
+            factors = [known.get(term, 0.0) for term in range(3)]
             found.append((float(((terms @ solved - wanted) ** 2).sum()), factors))
     return min(found)[1]
