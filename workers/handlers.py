@@ -31,7 +31,7 @@ from ..dependency import (
 )
 from ..dependency.indexes import route_in, split_route
 from .compute.borders import ForwardArgs
-from .compute.result import Result, clips, total_norm
+from .compute.result import Result, clips, losses_tree, total_norm
 from .compute.shard import Shard
 from .step import ActionContext, Handler, Step
 from .transport.payload import Payload, Tree, pack, unpack
@@ -75,17 +75,19 @@ def _forward(ctx: ActionContext) -> Payload | None:
         payload = worker.given = pack(worker.backend.load(data.inputs[at]))
     target = share = scale = None
     if task.is_last and data.targets is not None:
-        shard.losses = step.tally.losses
         target, share = worker.backend.load(data.targets[at]), data.shares[at]
         scale = None if data.scales is None else data.scales[at]
     place = None if data.places is None else data.places[at]
-    output = shard.forward(
+    tree, loss = shard.forward(
         ForwardArgs(step.number, m, payload, fields, target, share, task.saves, task.recomputes, scale, place)
     )
+    if loss is not None:
+        step.tally.losses[m] = loss
+        return None
+    output = shard.output(tree)
     if not task.is_last:
         return output
-    if output is not None:
-        step.tally.outputs[m] = unpack(output)
+    step.tally.outputs[m] = unpack(output)
     return None
 
 
@@ -123,7 +125,7 @@ def _collect_loss(ctx: ActionContext) -> Payload:
         if worker.rest_requested:
             part["rest"] = True
         if step.batch.data.targets is not None:
-            part |= step.tally.losses.tree()
+            part |= losses_tree(step.tally.losses)
         parts.append(part)
     return pack(parts)
 
@@ -193,7 +195,6 @@ def _update(ctx: ActionContext) -> None:
     if not step.batch.updates:
         shard.hold(result.divisor if result is not None and result.summed else 0.0)
         return
-    shard.turn(step.offsets.update + index)
     complete_gradients(ctx, shard, index)
     if step.batch.reductions.validated:
         if index == 0:
@@ -239,9 +240,7 @@ def _pieces(ctx: ActionContext) -> tuple[Ownership, int]:
     """Return the pieces of the shard, with the gradients of the action's update, and the number of its piece."""
     (_, _, index), shard, routes = ctx.task.entry.action, ctx.task.shard, ctx.step.batch.spec.num_routes
     assert shard.updating.pieces is not None
-    number, route = split_route(index, routes)
-    shard.turn(ctx.step.offsets.update + route)
-    return shard.updating.pieces, number
+    return shard.updating.pieces, split_route(index, routes)[0]
 
 
 @carries_out(H)
@@ -290,7 +289,6 @@ def complete_gradients(ctx: ActionContext, shard: Shard, route: int) -> None:
     if shard in step.end.completed:
         return
     step.end.completed.add(shard)
-    shard.turn()
     if shard.updating.pieces is not None and not spec.parallelism.zero:
         for each in reduction_tree(spec, step.batch.reductions).sums(shard.stage, route):
             # Not taken out: several holders may be on this worker.

@@ -8,7 +8,8 @@ from __future__ import annotations
 import sys
 import zlib
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +23,7 @@ from .compute.members import Members
 from .compute.result import Result
 from .compute.shard import Shard
 from .handlers import complete_gradients
-from .step import ActionContext, Bound, Handler
-from .transport.payload import Payload
+from .step import ActionContext, Around, Bound
 
 if TYPE_CHECKING:
     from .compute.fsdp import Gathered
@@ -41,21 +41,20 @@ def joint(bound: Bound, part: Part, members: Members) -> Bound:
     tasks, history = dict(bound.tasks), History()
     lasts = {bound.tasks[action].shard: action for action in order if action.kind is not U}
     for action, following in zip(order, [*order[1:], None], strict=True):
-        task = tasks[action]
-        handler: Handler = task.handler
-        if action.kind.accumulates or action.kind is I:
-            of_shard = backwards[task.shard]
-            handler = partial(sums[task.shard].backward, handler, action == of_shard[0], action == of_shard[-1])
-        elif action.kind is U:
-            handler = partial(_update, handler, members, history if action == updates[0] else None)
+        task, around = tasks[action], list[Around]([history.noting])
         layers = gathered[task.shard]
         if layers is not None and action.kind is not U and members.kept is not None:
             is_last = action == lasts[task.shard]
             after = following.kind if following and tasks[following].shard is task.shard else U
             held = held_layers(layers.layers, members.kept, action.kind, None if is_last else after)
-            handler = partial(_gathering, handler, layers, held, is_last)
+            around.append(partial(_gathering, layers, held, is_last))
+        if action.kind.accumulates or action.kind is I:
+            of_shard = backwards[task.shard]
+            around.append(partial(sums[task.shard].backward, action == of_shard[0], action == of_shard[-1]))
+        elif action.kind is U:
+            around.append(partial(_meeting, members, history if action == updates[0] else None))
         # No milestones: within a backward its gradients are this member's alone.
-        tasks[action] = task._replace(handler=partial(history.noting, handler), milestones=())
+        tasks[action] = task._replace(around=(*around, *task.around), milestones=())
     return bound._replace(tasks=tasks)
 
 
@@ -65,10 +64,11 @@ class History:
     def __init__(self) -> None:
         self.checksum = 0
 
-    def noting(self, handler: Handler, ctx: ActionContext) -> Payload | None:
-        """Run an action and note it."""
+    @contextmanager
+    def noting(self, ctx: ActionContext) -> Iterator[None]:
+        """Note an action."""
         self.checksum = zlib.crc32(ctx.task.name.encode(), self.checksum)
-        return handler(ctx)
+        yield
 
 
 def _gathered(shard: Shard) -> Gathered | None:
@@ -80,16 +80,14 @@ def _gathered(shard: Shard) -> Gathered | None:
     return Gathered(shard.slice.own)
 
 
-def _gathering(
-    handler: Handler, gathered: Gathered, held: Sequence[Any], is_last: bool, ctx: ActionContext
-) -> Payload | None:
-    """Run an action behind which some layers stay whole; behind the last one of a shard none does."""
+@contextmanager
+def _gathering(gathered: Gathered, held: Sequence[Any], is_last: bool, ctx: ActionContext) -> Iterator[None]:
+    """Let some layers stay whole behind an action; behind the last one of a shard none does."""
     # A forward is observed with divided parameters.
     gathered.hold(() if ctx.task.shard.state.is_looking else held)
-    payload = handler(ctx)
+    yield
     if is_last:
         gathered.release()
-    return payload
 
 
 def held_layers(layers: Sequence[Any], kept: bool, kind: Kind, following: Kind | None) -> Sequence[Any]:
@@ -116,25 +114,26 @@ class SummedGradients:
         #: gradients of whole parameters that are summed already
         self._aside: dict[str, Tensor] = {}
 
-    def backward(self, handler: Handler, is_first: bool, is_last: bool, ctx: ActionContext) -> Payload | None:
-        """Run an action of backward, and sum the gradients that are complete."""
+    @contextmanager
+    def backward(self, is_first: bool, is_last: bool, ctx: ActionContext) -> Iterator[None]:
+        """Sum the gradients that are complete behind an action of backward."""
         kind, each = ctx.task.entry.action.kind, self._members.per_microbatch
         split = kind in (I, W)
         if self._gathered is not None:
             # A backward of weights alone brings FSDP2 no gradients, or on the first stage too few.
             self._gathered.expect(sums=(each or is_last) and not split, last=is_last)
         if kind is I:
-            return handler(ctx)
+            yield
+            return
         if each or is_first:
             self._set_aside()
-        payload = handler(ctx)
+        yield
         if kind is W and self._gathered is not None:
             self._gathered.take_gradients(sums=each or is_last)
         if each or is_last:
             self._sum()
         for parameter in self._all.values() if is_last else ():
             parameter.grad = added(parameter.grad, parameter)
-        return payload
 
     def _set_aside(self) -> None:
         self._aside = {name: p.grad for name, p in self._whole if p.grad is not None}
@@ -152,8 +151,9 @@ class SummedGradients:
             parameter.grad = total if before is None else before if total is None else before.add_(total)
 
 
-def _update(handler: Handler, members: Members, history: History | None, ctx: ActionContext) -> Payload | None:
-    """Meet in the first update of a step; divide sums by the weight that all planes have; then update."""
+@contextmanager
+def _meeting(members: Members, history: History | None, ctx: ActionContext) -> Iterator[None]:
+    """Meet before the first update of a step; divide sums by the weight that all planes have."""
     step, updating = ctx.step, ctx.task.shard.updating
     if history is not None:
         _meet(members, ctx, history.checksum)
@@ -164,7 +164,7 @@ def _update(handler: Handler, members: Members, history: History | None, ctx: Ac
         updating.divide(divisor)
         if history is not None and result.norm_tensor is not None:
             result.norm_tensor = result.norm_tensor / divisor
-    return handler(ctx)
+    yield
 
 
 def _meet(members: Members, ctx: ActionContext, checksum: int) -> None:

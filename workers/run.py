@@ -229,7 +229,8 @@ class Stream:
         worker.listeners.tell("action_started", step.ordinal, action)
         begin = worker.backend.timestamp()
         try:
-            payload = task.handler(ActionContext(worker, step, task))
+            ctx = ActionContext(worker, step, task)
+            payload = ctx.run() if task.around else task.handler(ctx)
         except Exception as error:
             if not self._may_be_wrong(step):
                 raise
@@ -267,7 +268,7 @@ class Stream:
 
         def does() -> Payload | None:
             follow()  # the current device and stream belong to a thread
-            payload = task.handler(ActionContext(self._worker, step, task))
+            payload = ActionContext(self._worker, step, task).run()
             step.tally.timestamps.append((entry.action, begin, self._worker.backend.timestamp()))
             return payload
 

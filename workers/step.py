@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from ..dependency import NO_REDUCTIONS, Action, Entry, Order, Part, Reductions, Spec
 from .compute.device import Timestamp
 from .compute.module_state import ModuleState
-from .compute.result import Losses, Result
+from .compute.result import Loss, Result
 from .compute.shard import Shard
 from .context import Context
 from .hooks import Arrived
@@ -85,6 +86,8 @@ class Task(NamedTuple):
     done: str
     shard: Shard
     handler: Handler
+    #: contexts that it runs in, the outermost first, made from what is running
+    around: tuple[Around, ...]
     #: of a forward: whether its saved tensors are managed here (split backward, offload), and whether it is recomputed
     saves: bool
     recomputes: bool
@@ -116,7 +119,8 @@ class Bound(NamedTuple):
 class Tally:
     """The results of a step, and the times of its actions."""
 
-    losses: Losses = field(default_factory=Losses)
+    #: by microbatch
+    losses: dict[int, Loss] = field(default_factory=dict)
     outputs: dict[int, Tree] = field(default_factory=dict)
     #: set when `D` has run
     result: Result | None = None
@@ -206,6 +210,13 @@ class ActionContext(NamedTuple):
         """The microbatch index as shards count it: through the whole stream if steps overlap."""
         return self.step.offsets.microbatch + self.task.entry.action.index
 
+    def run(self) -> Payload | None:
+        """Run the action in its contexts."""
+        with ExitStack() as stack:
+            for around in self.task.around:
+                stack.enter_context(around(self))
+            return self.task.handler(self)
+
     def reached(self, number: int) -> None:
         """Announce a milestone of the action."""
         self.step.reached(self.step, self.task.entry.action, number)
@@ -213,3 +224,4 @@ class ActionContext(NamedTuple):
 
 #: runs an action and returns its payload; actions on the resource `copy` run in a separate thread
 Handler = Callable[[ActionContext], "Payload | None"]
+Around = Callable[[ActionContext], AbstractContextManager[object]]

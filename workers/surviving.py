@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from ..dependency import Action, T, U, reduction_tree
@@ -9,28 +11,22 @@ from .compute.lodging import Lodging
 from .compute.result import Result
 from .compute.shard import Shard
 from .run import Stream
-from .step import ActionContext, Handler, Step
-from .transport.payload import Payload
+from .step import ActionContext, Step
 
 
-def turning(handler: Handler, lodging: Lodging, shard: Shard, handed: Action | None) -> Handler:
-    """Return a handler during which the gradients of a shard are in place, as several shards have its weights.
+@contextmanager
+def in_place(lodging: Lodging[Shard], handed: Action | None, ctx: ActionContext) -> Iterator[None]:
+    """Return a context with the gradients of the action's shard in place, as several shards have its weights.
 
     Args:
         handed: gives the gradients that the first backward of a part adds to.
     """
-
-    def handles(ctx: ActionContext) -> Payload | None:
-        before = lodging.turn(shard)
-        try:
-            if handed is not None:
-                assert shard.updating.pieces is not None
-                shard.updating.pieces.take(ctx.worker.backend.ready(ctx.step.payloads.pop(handed)))
-            return handler(ctx)
-        finally:
-            lodging.turn(before)  # with a backward that may have reached a milestone
-
-    return handles
+    shard = ctx.task.shard
+    with lodging.turned(shard):  # with a backward that may have reached a milestone
+        if handed is not None:
+            assert shard.updating.pieces is not None
+            shard.updating.pieces.take(ctx.worker.backend.ready(ctx.step.payloads.pop(handed)))
+        yield
 
 
 def completed(stream: Stream, known: tuple[Any, ...] | None) -> Result | None:
@@ -50,7 +46,7 @@ def completed(stream: Stream, known: tuple[Any, ...] | None) -> Result | None:
         step.tally.result.norm_tensor, step.tally.result.finite_tensor = norm, finite
     for action, task in step.tasks.items():
         if action.kind is U and not step.state.has_finished(action):
-            task.handler(ActionContext(stream._worker, step, task))
+            ActionContext(stream._worker, step, task).run()
     return stream._close(step)
 
 

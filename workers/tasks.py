@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from torch import nn
 
-from ..dependency import Action, B, ConfigError, F, Order, Part, R, W
+from ..dependency import Action, B, ConfigError, F, Order, Part, R, W, reduction_tree
 from .compute.shard import Shard
 from .compute.torch_internals import keep_donated_buffers
 from .handlers import handler_of
-from .step import Bound, Question, Task
+from .step import Around, Bound, Question, Task
 from .transport.outbox import DONE
 
 if TYPE_CHECKING:
@@ -48,16 +49,18 @@ def tasks(part: Part, shards: dict[tuple[int, int], Shard]) -> dict[Action, Task
         if saves:
             keep_donated_buffers()
         announced = tuple(milestone.number for milestone in part.milestones.get(entry.action, ()))
-        shard = shards[place]
-        handler = handler_of(kind)
+        shard, around = shards[place], list[Around]()
+        if shard.versions is not None and kind.resource != "control":
+            about = entry.action if kind.per_microbatch else reduction_tree(spec).update_of(entry.action)
+            around.append(partial(shard.versions.around, about))
         if shard.lodging is not None:
-            from .surviving import turning  # few workers have several replicas of a stage
+            from .surviving import in_place  # few workers have several replicas of a stage
 
-            handler = turning(handler, shard.lodging, shard, handed.get(entry.action))
-        if shard.versions is not None and kind.per_microbatch:
-            handler = shard.versions.around(handler, accumulates=kind.accumulates)
+            around.append(partial(in_place, shard.lodging, handed.get(entry.action)))
         name, is_last = str(entry.action), stage == spec.last_stage
-        found[entry.action] = Task(entry, name, name + DONE, shard, handler, saves, recomputes, is_last, announced)
+        found[entry.action] = Task(
+            entry, name, name + DONE, shard, handler_of(kind), tuple(around), saves, recomputes, is_last, announced
+        )
     return found
 
 

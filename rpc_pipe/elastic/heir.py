@@ -93,7 +93,7 @@ class Heir:
 def make_mirror(shard: Shard, route: int) -> None:
     """Let a replica have the buffers of all replicas."""
     assert shard.updating.pieces is not None
-    shard.statistics = shard.updating.pieces.mirror = BufferMirror(shard, route)
+    shard.mirror = shard.updating.pieces.mirror = BufferMirror(shard, route)
 
 
 def _part(host: Shard, guests: dict[int, Shard]) -> None:

@@ -18,7 +18,7 @@ from ..workers.compute.randomness import Randomness
 from ..workers.compute.shard import LossFn, Shard
 from ..workers.compute.slices import Divide, Slice
 from ..workers.compute.torch_internals import local
-from ..workers.compute.updating import Training, Updating
+from ..workers.compute.updating import Training
 from .observe.model_kinds import needs_observation
 from .partition import Layered, LayerPartition
 
@@ -99,11 +99,8 @@ class ShardMaker:
                 modules, which the user may change between two steps, and the other routes use copies.
             copied: whether the first route uses copies, too, as shards of another cut have the modules.
         """
-        randomness = Randomness(self.seed, device)
-        if self._members is not None:
-            from ..workers.compute.members import PlaneRandomness
-
-            randomness = PlaneRandomness(self.seed, device, self._members)
+        members = self._members
+        randomness = Randomness(self.seed, device, None if members is None else members.numbered)
         first: dict[int, int] = {}
         for stage, route in chain.from_iterable(map(spec.hosted, here)):
             first[stage] = min(route, first.get(stage, route))
@@ -146,7 +143,7 @@ class ShardMaker:
         pieces = self._pieces(spec, stage, route, slice)
         shard = Shard(
             stage, slice, randomness,
-            loss_fn=loss_fn, training=self._training, pieces=pieces, updating=self._updating(),
+            loss_fn=loss_fn, training=self._training, pieces=pieces, members=self._members,
         )  # fmt: skip
         return _with_stores(spec, shard)
 
@@ -159,19 +156,8 @@ class ShardMaker:
         training = Training(check=self._training.check)
         pieces, randomness = self._pieces(spec, stage, route, host.slice), Randomness(self.seed, device)
         shard = Shard(stage, host.slice, randomness, loss_fn=host.loss_fn, training=training, pieces=pieces)
-        made = _with_stores(spec, shard)
-        from ..workers.compute.lodging import lodge  # few workers have several replicas of a stage
-
-        lodge(made, host)
-        return made
-
-    def _updating(self) -> Callable[..., Updating]:
-        """Return the class of a shard's updates."""
-        if self._members is None:
-            return Updating
-        from ..workers.compute.members import DividedUpdating
-
-        return partial(DividedUpdating, self._members)
+        shard.lodge(host)
+        return _with_stores(spec, shard)
 
     def _pieces(self, spec: Spec, stage: int, route: int, slice: Slice) -> Ownership | None:
         """Return the owners of a stage's parameters; None: no other stage or replica holds any."""

@@ -94,16 +94,16 @@ def test_each_replica_has_the_buffers_of_all_after_a_step():
     with pipeline(layers, num_workers=2, replicas=2) as pipe:
         shards = {place: shard for actor in pipe.actors for place, shard in actor.shards.items()}
         for (_, route), shard in shards.items():
-            shard.statistics = shard.updating.pieces.mirror = BufferMirror(shard, route)
+            shard.mirror = shard.updating.pieces.mirror = BufferMirror(shard, route)
         pipe.step((X, Y))
         now = {route: dict(shard.slice.own[1].named_buffers()) for (stage, route), shard in shards.items() if not stage}
         assert not torch.equal(now[0]["running_mean"], now[1]["running_mean"])
         for place in (0, 0), (0, 1):
-            held = shards[place].statistics.held
+            held = shards[place].mirror.held
             assert all(torch.equal(held[route][f"1 {name}"], now[route][name]) for route in now for name in now[route])
-            assert not shards[place].statistics.is_stale
+            assert not shards[place].mirror.is_stale
         now[0]["running_mean"].zero_()  # by hand, which no other worker knows
-        assert shards[0, 0].statistics.is_stale
+        assert shards[0, 0].mirror.is_stale
 
 
 def test_a_step_that_is_undone_and_repeated_shows_no_buffer_that_stays():
@@ -112,7 +112,7 @@ def test_a_step_that_is_undone_and_repeated_shows_no_buffer_that_stays():
     mirror = BufferMirror(SimpleNamespace(slice=SimpleNamespace(own=[norm]), num_updates=0), 0)
     for _ in range(4):  # batch normalisation does not raise versions
         assert len(mirror.give()) == 3
-        mirror.restore()
+        mirror.forget()
     for _ in range(4):
         mirror.give()
         norm(torch.randn(3, 2))
@@ -125,11 +125,11 @@ def test_running_statistics_between_two_updates_die_with_a_replica():
     with pipeline(layers, num_workers=2, replicas=2, accumulate=2) as pipe:
         shards = {place: shard for actor in pipe.actors for place, shard in actor.shards.items()}
         for (_, route), shard in shards.items():
-            shard.statistics = shard.updating.pieces.mirror = BufferMirror(shard, route)
+            shard.mirror = shard.updating.pieces.mirror = BufferMirror(shard, route)
         stale = []
         for _ in range(4):
             pipe.step((X, Y))
-            stale.append(shards[0, 0].statistics.is_stale)
+            stale.append(shards[0, 0].mirror.is_stale)
         assert stale == [True, False, True, False]
 
 

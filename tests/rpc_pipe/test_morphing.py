@@ -79,7 +79,7 @@ def test_two_shards_of_a_worker_take_a_state_each(schedule):
         before.step((x, x))
         for pipe in before, after:
             for (_, route), shard in pipe.actors[0].shards.items():
-                shard.statistics = BufferMirror(shard, route)
+                shard.mirror = BufferMirror(shard, route)
         taken = after.actors[0].shards
         move(before.actors[0], {stage for stage, _ in taken}, taken, before.spec.num_routes)
         for _ in range(2):

@@ -52,7 +52,7 @@ def test_halves_of_a_tensor_are_written_behind_a_cut_as_coupling_layers_do(layer
 def test_tensors_that_share_memory_arrive_apart_wherever_the_next_stage_is(both):
     """In threads one was written with the other if it was large, over processes never."""
     stage = Shard(0, Layers([(0, Hands(both))]), Randomness(0))
-    y, other = stage.forward(ForwardArgs(0, 0, pack(torch.randn(2**10, WIDTH)))).tensors
+    y, other = stage.output(stage.forward(ForwardArgs(0, 0, pack(torch.randn(2**10, WIDTH))))[0]).tensors
     assert y.data_ptr() != other.data_ptr() and torch.equal(both(y)[1], other)
     assert both(y)[1].stride() == other.stride()
 

@@ -40,7 +40,7 @@ def test_what_arrives_may_be_written_in_place(rows):
     arrived = torch.randn(rows, 4)
     before, writing = arrived.clone(), Writing()
     stage = shard(nn.Identity(), writing)
-    made = unpack(stage.forward(ForwardArgs(0, 0, pack(arrived.requires_grad_()))))
+    made = unpack(stage.output(stage.forward(ForwardArgs(0, 0, pack(arrived.requires_grad_())))[0]))
     assert torch.equal(made, before * 2)
     (grad,) = unpack(stage.backward(0, pack((torch.ones(rows, 4),))))
     assert torch.equal(grad, torch.full((rows, 4), 2.0))
@@ -66,7 +66,7 @@ def test_gradients_of_what_is_written_through_a_view_are_laid_out_as_inside_one_
     stages = shard(first(), stage=0), shard(Writing())
     payload = pack(between.detach().requires_grad_())
     for stage in stages:
-        payload = stage.forward(ForwardArgs(0, 0, payload, split=split))
+        payload = stage.output(stage.forward(ForwardArgs(0, 0, payload, split=split))[0])
     grads = pack((grad,))
     for stage in reversed(stages):
         grads = (stage.backward_inputs if split else stage.backward)(0, grads)
@@ -114,7 +114,8 @@ def test_what_is_handed_on_and_lives_on_is_a_copy():
 
     counting = Counting()
     inputs = pack(torch.ones(2, requires_grad=True) * 2)
-    first, second = (shard(counting).forward(ForwardArgs(0, m, inputs)) for m in (0, 1))
+    stage = shard(counting)
+    first, second = (stage.output(stage.forward(ForwardArgs(0, m, inputs))[0]) for m in (0, 1))
     first, second = (without_views(unpack(payload)) for payload in (first, second))
     assert [float(made[1]) for made in (first, second)] == [1, 2]
     with torch.no_grad():
@@ -193,7 +194,7 @@ def test_a_buffer_is_copied_on_if_the_first_two_forwards_write_it():
         table = layer.table
         for m in range(3):
             stage.forward(ForwardArgs(0, m, pack(torch.randn(2, 4).requires_grad_()), recompute=True))
-            copied.append(table in stage._inputs[m][1].module_state._tensors.copies)
+            copied.append(table in stage._inputs[m][1].module_state._copies)
         assert sum(copied) == copies
     recomputed(written)
 

@@ -11,13 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .batch_norm import Statistics
 from .deferred_batch_norm import DeferredBatchNorm
 from .module_state import INSIDE, ModuleState, Place, Probe
 
 
-class BufferMirror(Statistics):
-    """The buffers of all replicas of a stage, as one replica has them, and its sums of batch normalisations.
+class BufferMirror:
+    """The buffers of all replicas of a stage, as one replica has them.
 
     Args:
         shard: the replica, a `Shard`.
@@ -29,7 +28,7 @@ class BufferMirror(Statistics):
     """
 
     def __init__(self, shard: Any, route: int) -> None:
-        super().__init__(shard.slice.own)
+        self._modules = shard.slice.own
         self._shard, self._route = shard, route
         self.held: dict[int, dict[str, Tensor]] = {}
         #: the same of the step under way
@@ -81,14 +80,14 @@ class BufferMirror(Statistics):
         self._taken = {route: dict(each) for route, each in enumerate(given)}
 
     def commit(self) -> None:
+        """Take over the buffers of a step that commits."""
         self._look()
-        super().commit()
         for route, taken in self._taken.items():
             self.held[route] = self.held.get(route, {}) | taken
         self._taken, self._given = {}, None
 
-    def restore(self) -> None:
-        super().restore()
+    def forget(self) -> None:
+        """Forget the buffers of a step that is undone."""
         self._taken, self._given = {}, None
 
     def put(self, held: Mapping[str, Tensor], prefix: str) -> None:
@@ -125,5 +124,5 @@ class BufferMirror(Statistics):
 
 def mirror_of(shard: Any) -> BufferMirror:
     """Return the mirror of a shard of an elastic job."""
-    assert isinstance(shard.statistics, BufferMirror)
-    return shard.statistics
+    mirror: BufferMirror = shard.mirror
+    return mirror

@@ -19,8 +19,6 @@ from ...dependency.indexes import join_replica, join_slice, split_slice
 from .digest import digest
 from .divided import is_divided, local, place, whole_of
 from .ownership import cut_into_buckets
-from .randomness import Randomness
-from .updating import Updating
 
 _LOST = re.compile(r"gloo/transport.*(closed by peer|reset by peer|Broken pipe|Connection refused)")
 #: MiB of gradients that members exchange at once
@@ -63,6 +61,10 @@ class Members:
         """Return the index in the whole batch of a microbatch, or of its slice, of one part of the members."""
         microbatch, number = split_slice(index, self.slices)
         return join_slice(join_replica(microbatch, part, self.shares), number, self.slices)
+
+    def numbered(self, microbatch: int) -> int:
+        """Return the number of a microbatch over all planes; without training all planes run all microbatches."""
+        return self.in_whole(microbatch, self.part) if self.rows and torch.is_grad_enabled() else microbatch
 
     @contextmanager
     def as_world(self) -> Iterator[None]:
@@ -216,51 +218,3 @@ class Members:
         if name.startswith(("average.", "gradient")):
             name = name.partition(".")[2]
         return any(name == each or name.startswith((f"state.{each}.", f"{each} ")) for each in self.alone)
-
-
-# --- parts of a member's shard, in the place of the usual ones
-
-
-class PlaneRandomness(Randomness):
-    """The random numbers of a plane that trains on a part of the microbatches: as one process draws them."""
-
-    def __init__(self, seed: int, device: torch.device, members: Members) -> None:
-        super().__init__(seed, device)
-        self._members = members
-
-    def _of_all(self, microbatch: int) -> int:
-        """Return the number of a microbatch over all planes; without training all planes run all microbatches."""
-        one = self._members
-        return one.in_whole(microbatch, one.part) if one.rows and torch.is_grad_enabled() else microbatch
-
-    def seed_forward(self, step: int, microbatch: int, layer: int, operation: int = 0) -> None:
-        super().seed_forward(step, self._of_all(microbatch), layer, operation)
-
-    def seed_backward(self, step: int, microbatch: int, layer: int, *, weights: bool = False) -> None:
-        microbatch = self._members.in_whole(microbatch, self._members.part)
-        super().seed_backward(step, microbatch, layer, weights=weights)
-
-    def seed_loss(self, step: int, microbatch: int, *more: int) -> None:
-        super().seed_loss(step, self._of_all(microbatch), *more)
-
-
-class DividedUpdating(Updating):
-    """The updating of a shard that members share: norms, clipping and overflow by the parts that are here."""
-
-    def __init__(self, members: Members, *parts: Any) -> None:
-        super().__init__(*parts)
-        self._members = members
-        # Parameters that FSDP2 gathers belong to no layer: a search for parameters without a layer would find them.
-        self._is_known = True
-
-    def _counted(self) -> list[tuple[str, Tensor]]:
-        found, counts = super()._counted(), self._members.counts
-        return [(name, local(grad)) for name, grad in found if counts(name)]
-
-    def _grads(self) -> list[Tensor]:
-        return [local(grad) for grad in super()._grads()]
-
-    def clip(self, max_norm: float, norm: Tensor) -> None:
-        coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        for grad in self._grads():
-            grad.mul_(coefficient)

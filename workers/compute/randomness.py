@@ -42,10 +42,16 @@ _pack_forward = _packers[5]
 
 
 class Randomness:
-    """The random numbers of a run with one seed. A stage is known by its first layer."""
+    """The random numbers of a run with one seed. A stage is known by its first layer.
 
-    def __init__(self, seed: int, device: torch.device | None = None) -> None:
-        self.seed = seed
+    Args:
+        numbered: microbatch -> its number in the whole batch, if processes divide it; each draws as one process does.
+    """
+
+    def __init__(
+        self, seed: int, device: torch.device | None = None, numbered: Callable[[int], int] | None = None
+    ) -> None:
+        self.seed, self._numbered = seed, numbered
         self.device = device or torch.device("cpu")
         #: to be held while numbers may be drawn, and while a generator is seeded
         self.lock = computing
@@ -59,6 +65,8 @@ class Randomness:
         Args:
             operation: number of an operation before the layer and outside of all layers; 0: the layer itself.
         """
+        if self._numbered is not None:
+            microbatch = self._numbered(microbatch)
         if operation:
             self._seed(_FORWARD, step, microbatch, layer, operation)
         else:  # as `_seed` does: this is done for each layer that may draw
@@ -70,7 +78,8 @@ class Randomness:
 
     def seed_backward(self, step: int, microbatch: int, layer: int, *, weights: bool = False) -> None:
         """Let the next draws be for a stage's backward; `weights`: for the backward of weights alone."""
-        self._seed(_BACKWARD_WEIGHTS if weights else _BACKWARD, step, microbatch, layer)
+        number = microbatch if self._numbered is None else self._numbered(microbatch)
+        self._seed(_BACKWARD_WEIGHTS if weights else _BACKWARD, step, number, layer)
 
     def seed_update(self, update: int, layer: int) -> None:
         """Let the next draws be for a stage's update."""
@@ -78,7 +87,8 @@ class Randomness:
 
     def seed_loss(self, step: int, microbatch: int, *_: int) -> None:
         """Let a loss function's draws from Python's and numpy's generators be separate; see `seed_forward`."""
-        _seed_others(self._number(_LOSS, step, microbatch))
+        number = microbatch if self._numbered is None else self._numbered(microbatch)
+        _seed_others(self._number(_LOSS, step, number))
 
     @contextmanager
     def initial(self, layer: int) -> Iterator[None]:

@@ -11,12 +11,15 @@ from ...dependency import ConfigError
 from ..transport.payload import Tree, tensors_of
 from .digest import sample
 from .module_state import ModuleState, Probe
+from .result import Loss
 
 #: how much recomputed outputs may differ, relative to the largest element: some devices sum in any order
 _TOLERANCE = 1e-3
 
 #: the state that the first run of a forward began with, and samples of its outputs
 FirstRun = tuple[ModuleState, list[Tensor]]
+#: output of a forward, and the loss
+Found = tuple[Tree, Loss | None]
 
 
 class Recomputation:
@@ -31,19 +34,19 @@ class Recomputation:
         #: one flag on the device for each output that was recomputed: whether it differs
         self._differ: list[Tensor] = []
 
-    def first(self, forward: Callable[[], Tree]) -> tuple[Tree, FirstRun]:
+    def first(self, forward: Callable[[], Found]) -> tuple[Found, FirstRun]:
         """Run `forward` for the first time; its caller releases the graph, and the activations in it."""
         module_state = self._probe.before()
-        tree = forward()
+        found = forward()
         self._probe.note(module_state)
-        return tree, (module_state, _sample(tree))
+        return found, (module_state, _sample(found[0]))
 
-    def again(self, noted: FirstRun, forward: Callable[[], Tree]) -> None:
+    def again(self, noted: FirstRun, forward: Callable[[], Found]) -> None:
         """Run `forward` with the modules in the state of its first run; restore their present state after it."""
         module_state, outputs = noted
         with module_state.restored():
-            tree = forward()
-        self._differ += _differences(outputs, _sample(tree))
+            found = forward()
+        self._differ += _differences(outputs, _sample(found[0]))
 
     def forget(self) -> None:
         """Forget the comparisons of an abandoned step, because weights may have changed in between."""

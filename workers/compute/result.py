@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,30 +22,29 @@ NUM_ITEMS = "num_items_in_batch"
 IGNORED = -100
 
 
-@dataclass
-class Losses:
-    """Losses by microbatch as sums and weights: ragged microbatches and padding count right."""
+class Loss(NamedTuple):
+    """The loss of a microbatch: a scalar tensor, and its weight as a number or scalar tensor."""
 
-    #: microbatch -> (sum of the loss as a scalar tensor, weight as a number or scalar tensor)
-    parts: dict[int, tuple[Tensor, Any]] = field(default_factory=dict)
-    #: True if the loss function gave sums: gradients are then divided by the step's weight at the update
-    summed: bool = False
+    total: Tensor
+    weight: Any
+    #: whether the loss function gave a sum: gradients are then divided by the step's weight at the update
+    summed: bool
 
-    def tree(self) -> Tree:
-        """Return the part of them that all workers get. Stays on the device: no synchronisation.
 
-        Numbers by microbatch travel as bytes: a tree of many values takes longer on its way than the rest of a step.
-        """
-        totals = [total for total, _ in self.parts.values()]
-        if len({total.dtype for total in totals}) > 1:
-            totals = [total.double() for total in totals]
-        sums = torch.stack(totals).double() if totals else torch.zeros(0)
-        told = {"microbatches": array("q", self.parts).tobytes(), "sums": sums, "summed": self.summed}
-        if not self.summed:
-            return told  # means are weighted already
-        weights = [weight for _, weight in self.parts.values()]
-        are_trees = any(isinstance(weight, (Tensor, dict)) for weight in weights)
-        return told | {"weights": weights if are_trees else array("d", weights).tobytes()}
+def losses_tree(losses: Mapping[int, Loss]) -> Tree:
+    """Return the part of losses by microbatch that all workers get. Stays on the device: no synchronisation.
+
+    Numbers by microbatch travel as bytes: a tree of many values takes longer on its way than the rest of a step.
+    """
+    totals, weights = [loss.total for loss in losses.values()], [loss.weight for loss in losses.values()]
+    if len({total.dtype for total in totals}) > 1:
+        totals = [total.double() for total in totals]
+    sums, summed = torch.stack(totals).double() if totals else torch.zeros(0), any(x.summed for x in losses.values())
+    told = {"microbatches": array("q", losses).tobytes(), "sums": sums, "summed": summed}
+    if not summed:
+        return told  # means are weighted already
+    are_trees = any(isinstance(weight, (Tensor, dict)) for weight in weights)
+    return told | {"weights": weights if are_trees else array("d", weights).tobytes()}
 
 
 def sum_and_weight(loss: Any, share: float) -> tuple[Tensor, Any]:

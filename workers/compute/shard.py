@@ -20,7 +20,7 @@ from .batch_norm import Statistics
 from .borders import ForwardArgs, Forwarded, InputGradients
 from .module_state import KeptTensor
 from .randomness import PythonDraws, Randomness, Seed
-from .result import Losses, sum_and_weight
+from .result import Loss, sum_and_weight
 from .slices import Slice, note
 from .stage_state import StageState, shown
 from .torch_internals import run_backward
@@ -28,6 +28,9 @@ from .updating import Training, Updating
 
 if TYPE_CHECKING:
     from .before_update import BeforeUpdate
+    from .buffer_mirror import BufferMirror
+    from .lodging import Lodging
+    from .members import Members
     from .outside_updates import OutsideUpdates
     from .ownership import Ownership
     from .recomputation import FirstRun, Recomputation
@@ -50,11 +53,8 @@ class Shard:
         loss_fn: on the last stage: (output, target) -> mean over the microbatch, or (sum, weight).
         training: optimizer, learning-rate schedule, loss scale and moving average of the parameters.
         pieces: the ownership of parameters, if another stage or replica holds some of them too.
-        updating: makes the object that takes complete gradients.
+        members: the processes that share the slice; None: this one alone.
     """
-
-    #: whether another replica on this worker updates the weights
-    is_guest = False
 
     def __init__(
         self,
@@ -65,13 +65,12 @@ class Shard:
         loss_fn: LossFn | None = None,
         training: Training = _UNTRAINED,
         pieces: Ownership | None = None,
-        updating: Callable[..., Updating] = Updating,
+        members: Members | None = None,
     ) -> None:
         self.stage = stage
         self.slice = slice
         self.loss_fn = loss_fn
         self.num_updates = 0
-        self.losses = Losses()
         self.randomness = randomness
         #: while all modules are in evaluation mode: their training modes before that
         self._modes: dict[nn.Module, bool] = {}
@@ -80,7 +79,7 @@ class Shard:
         self._forwarded: dict[int, Forwarded] = {}
         self._owed = InputGradients()
         #: microbatch -> the forward to recompute, and the state of the modules that it began with
-        self._inputs: dict[int, tuple[Callable[[], Tree], FirstRun]] = {}
+        self._inputs: dict[int, tuple[Callable[[], tuple[Tree, Loss | None]], FirstRun]] = {}
         #: microbatch -> step, state, and the part of its backward that is left for the weights
         self._deferred: dict[int, tuple[int, list[KeptTensor], WeightBackward]] = {}
         #: if forwards are recomputed
@@ -89,9 +88,11 @@ class Shard:
         self._checked = -1 if training.check == "always" else None
         self.state = StageState(slice)
         # Names are taken now: a forward may replace modules.
-        self.updating = updating(slice, stage, training, randomness, pieces)
-        #: the `Lodging`, if several replicas of the stage on this worker share their weights
-        self.lodging: Any = None
+        self.updating = Updating(slice, stage, training, randomness, pieces, members)
+        #: if several replicas of the stage on this worker share their weights
+        self.lodging: Lodging[Shard] | None = None
+        #: if replicas of the stage may die
+        self.mirror: BufferMirror | None = None
         #: if several versions of the weights are in use
         self.versions: VersionStore | None = None
         #: if an optimizer does not move all copies of its weights
@@ -103,6 +104,22 @@ class Shard:
     def num_held(self) -> int:
         """How many microbatches, or their slices, have activations here."""
         return len(self._forwarded) + len(self._deferred)
+
+    @property
+    def is_guest(self) -> bool:
+        """Whether another replica on this worker updates the weights."""
+        return self.updating.is_read
+
+    def lodge(self, host: Shard) -> None:
+        """Share modules, weights and optimizer of `host`, another replica of the stage, which alone changes them."""
+        from .lodging import Lodging  # few workers have several replicas of a stage
+
+        self.lodging = host.lodging = host.lodging or Lodging(host)
+        own, its = self.updating, host.updating
+        own.is_read, own.training, own.optimizer, own.owned = True, its.training, its.optimizer, its.owned
+        own.scale, own.average, own.on_gradients = its.scale, its.average, its.on_gradients
+        own.lr_scheduler = its.lr_scheduler
+        self.go_on_at(host.num_updates, its.count)
 
     def turn(self, update: int | None = None) -> None:
         """Let the weights have this replica's gradients, where several replicas share them.
@@ -134,7 +151,8 @@ class Shard:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return parameters and buffers by their names in the unsplit model."""
-        return self.slice.state_dict()
+        with nullcontext() if self.lodging is None else self.lodging.turned(self):
+            return self.slice.state_dict()
 
     def evaluated_state_dict(self) -> dict[str, Tensor]:
         """Return the tensors that the shard evaluates with, as `state_dict` does: with versions, maybe other ones."""
@@ -151,11 +169,12 @@ class Shard:
 
     def train(self, mode: bool) -> None:
         """Set all modules to evaluation mode, or back to the modes that the user had given them."""
-        if not mode and not self._modes:
-            self._modes = {module: module.training for module in self.slice.modules}
-        for module, own in self._modes.items():
-            module.training = mode and own
-        self._modes = {} if mode else self._modes
+        if not self.is_guest:  # its host has the same modules
+            if not mode and not self._modes:
+                self._modes = {module: module.training for module in self.slice.modules}
+            for module, own in self._modes.items():
+                module.training = mode and own
+            self._modes = {} if mode else self._modes
         if mode:
             self.state.look_at_modes()
 
@@ -164,33 +183,27 @@ class Shard:
         self.num_updates = step
         self.updating.count = updates
 
-    def forward(self, given: ForwardArgs) -> Payload | None:
-        """Run the slice; return the payload for the next stage, or None if the loss was computed."""
+    def _noted(self, given: ForwardArgs) -> tuple[Tree, Loss | None]:
+        """Run a forward that is recomputed later, is run twice to compare, or is of a slice."""
         with nullcontext() if self.slices is None else self.slices.checked(self, given):
-            step = given.step
-            checked = self._checked not in (None, step) and torch.is_grad_enabled()
-            if (given.recompute and torch.is_grad_enabled()) or checked:
-                tree = self._noted(given.microbatch, partial(self._forward, given))
-                self._checked = step if checked else self._checked
-                if not given.recompute:
-                    self.recompute(step, given.microbatch)
-            else:
-                tree = self._forward(given)
-            if self.loss_fn is not None and is_dataclass(tree) and not isinstance(tree, dict):
-                tree = {each.name: getattr(tree, each.name) for each in fields_of(tree)}  # a plain tree can travel
-            return borders.stage_output(tree, self._staying) if given.share is None else None
+            trains, step, microbatch = torch.is_grad_enabled(), given.step, given.microbatch
+            checked = trains and self._checked not in (None, step)
+            again = partial(self.forward, given, again=False)
+            if not checked and not (trains and given.recompute):
+                return again()
+            with self.randomness.lock:  # another thread may use the same modules
+                if self.recomputation is None:
+                    from .recomputation import Recomputation  # few schedules recompute
 
-    def _noted(self, microbatch: int, forward: Callable[..., Tree]) -> Tree:
-        with self.randomness.lock:  # another thread may use the same modules
-            # With the graph, not without: the outputs show which of them owe a gradient.
-            if self.recomputation is None:
-                from .recomputation import Recomputation  # few schedules recompute
-
-                self.recomputation = Recomputation(self.slice.modules)
-            tree, noted = self.recomputation.first(partial(forward, again=True))
-        del self._forwarded[microbatch]
-        self._inputs[microbatch] = forward, noted
-        return tree
+                    self.recomputation = Recomputation(self.slice.modules)
+                # With the graph, not without: the outputs show which of them owe a gradient.
+                found, noted = self.recomputation.first(partial(self.forward, given, again=True))
+            del self._forwarded[microbatch]
+            self._inputs[microbatch] = again, noted
+            self._checked = step if checked else self._checked
+            if not given.recompute:
+                self.recompute(step, microbatch)
+            return found
 
     def recompute(self, step: int, microbatch: int) -> None:
         """Recompute the activations of a microbatch, with the same random numbers and no other side effect."""
@@ -199,12 +212,15 @@ class Shard:
         with self.randomness.lock:
             self.recomputation.again(noted, forward)
 
-    def _forward(self, given: ForwardArgs, *, again: bool = False) -> Tree:
-        """Run the slice, and the loss function if a share is given; return the output.
+    def forward(self, given: ForwardArgs, *, again: bool | None = None) -> tuple[Tree, Loss | None]:
+        """Run the slice; return its output, or, if a share is given, the start of backward and the loss.
 
         Args:
-            again: whether the same forward will run once more, from the same inputs.
+            again: whether the same forward will run once more, from the same inputs; None: as the arguments say.
         """
+        if again is None and (given.recompute or self._checked is not None or self.slices is not None):
+            return self._noted(given)
+        again, loss = bool(again), None
         backward, target = torch.is_grad_enabled(), given.target
         inputs, owing, entered = borders.stage_inputs(given.inputs, copied=again or self.stage == 0)
         if target is not None:
@@ -222,7 +238,7 @@ class Shard:
             if given.share is not None:
                 if draws_too:  # the loss function draws from torch's generator behind the last layer
                     draws.noting(partial(self.randomness.seed_loss, given.step, given.microbatch))(0, 0)
-                tree = self._weigh(given, self._loss(tree, target), given.share)
+                tree, loss = self._weigh(given, self._loss(tree, target), given.share)
             if draws_too:
                 draws.end()
         left = self.state.end(again) if looks else []
@@ -235,7 +251,13 @@ class Shard:
             else:
                 roots = [tensor for tensor in distinct_tensors(tree) if tensor.requires_grad]
             self._forwarded[given.microbatch] = Forwarded(given.step, owing, roots, saved, left)
-        return tree
+        return tree, loss
+
+    def output(self, tree: Tree) -> Payload:
+        """Return the payload of an output."""
+        if self.loss_fn is not None and is_dataclass(tree) and not isinstance(tree, dict):
+            tree = {each.name: getattr(tree, each.name) for each in fields_of(tree)}  # a plain tree can travel
+        return borders.stage_output(tree, self._staying)
 
     def _loss(self, output: Tree, target: Tree) -> Any:
         assert self.loss_fn is not None
@@ -249,29 +271,28 @@ class Shard:
         """Return the tensors that outlive a forward: parameters and buffers."""
         return [*self.parameters(), *self.buffers()]
 
-    def _weigh(self, given: ForwardArgs, loss: Any, share: float) -> Tensor:
-        """Record the microbatch's loss; return the scalar that backward starts from.
+    def _weigh(self, given: ForwardArgs, loss: Any, share: float) -> tuple[Tensor, Loss]:
+        """Return the scalar that backward starts from, and the microbatch's loss.
 
         A mean is multiplied by its share of the rows before backward, as in plain gradient accumulation. A sum starts
         backward unscaled: the weight of the step is known only after the forwards of all its microbatches.
         """
-        self.losses.summed = isinstance(loss, tuple)
+        summed = isinstance(loss, tuple)
         total, weight = sum_and_weight(loss, share)
-        root = total if self.losses.summed else total * share
+        root = total if summed else total * share
         if torch.is_grad_enabled() and not root.requires_grad:
             raise ConfigError(
                 "loss: depends on no parameter that requires a gradient: it was detached, or all that it depends on "
                 "is frozen; to compute a loss without training, use `evaluate`"
             )
         # A mean over no tokens of a slice is no number.
-        noted = root.detach() if share or self.losses.summed else torch.zeros_like(root)
-        self.losses.parts[given.microbatch] = noted, weight
+        noted = Loss(root.detach() if share or summed else torch.zeros_like(root), weight, summed)
         if given.scale is None:
-            return self.updating.root(root, self.losses.summed)
-        if not self.losses.summed:
-            return total * given.scale
+            return self.updating.root(root, summed), noted
+        if not summed:
+            return total * given.scale, noted
         known = torch.where(weight == 0, 1, weight) if isinstance(weight, Tensor) else weight or 1
-        return total * given.scale / known  # such an update knows its rows, and no weight but this one
+        return total * given.scale / known, noted  # such an update knows its rows, and no weight but this one
 
     def backward(self, microbatch: int, grads: Payload | None) -> Payload:
         """Run backward, accumulate the gradients of the weights, return the gradients of the stage's inputs.
@@ -326,7 +347,7 @@ class Shard:
         self.turn()
         self.statistics.restore()
         self.updating.restore()
-        for store in (self.versions, self.slices):
+        for store in (self.versions, self.slices, self.mirror, self.lodging):
             if store is not None:
                 store.forget()
 
@@ -340,6 +361,8 @@ class Shard:
         if self.recomputation is not None:
             self.recomputation.check()
         self.state.note_first()
+        if self.mirror is not None:
+            self.mirror.commit()
         self.statistics.commit()
         self.updating.update(finite, skipped)
         self.num_updates += 1

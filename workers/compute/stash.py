@@ -7,21 +7,19 @@ that. So a copy is made only where it must be, and is free when the last backwar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ...dependency import ConfigError, Spec, microbatches_on, update_of
+from ...dependency import Action, ConfigError, Spec, microbatches_on, update_of
 from .gradients import GradientSets
 from .module_state import KeptTensor
 from .slices import Slice
 from .stage_state import StageState, shown
 from .updating import Updating
-
-T = TypeVar("T")
 
 
 class VersionStore:
@@ -75,28 +73,29 @@ class VersionStore:
         names = {parameter: name for name, parameter in self._slice.named_parameters()}
         self.reference = [weights[names[parameter]].to(parameter.device, copy=True) for parameter in self._trained]
 
-    def around(self, handler: Callable[[Any], T], *, accumulates: bool) -> Callable[[Any], T]:
-        """Return a handler that runs with the weights that its microbatch, or an evaluation, uses.
+    @contextmanager
+    def around(self, action: Action, ctx: Any) -> Iterator[None]:
+        """Return a context with the weights that a microbatch, or an evaluation, uses; or with an update's gradients.
 
         Args:
-            accumulates: whether it ends a backward, which adds to the gradients of an update.
+            action: of the microbatch, or the update; counted within its step.
         """
-
-        def handles(ctx: Any) -> T:
-            if not torch.is_grad_enabled():
-                with self.evaluated():
-                    return handler(ctx)
-            with self.accumulating(ctx.microbatch) if accumulates else self.used(ctx.microbatch):
-                found = handler(ctx)
-            if written := self._state.weights:
-                raise ConfigError(
-                    f"stage {self._stage}: a layer writes a parameter in its forward, of shape "
-                    f"{tuple(written[0].shape)}, where several versions of it are in use; make it a buffer, "
-                    "or use a synchronous schedule"
-                )
-            return found
-
-        return handles
+        if not action.kind.per_microbatch:
+            self.turn(ctx.step.offsets.update + action.index)
+            yield
+            return
+        if not torch.is_grad_enabled():
+            with self.evaluated():
+                yield
+            return
+        with self.accumulating(ctx.microbatch) if action.kind.accumulates else self.used(ctx.microbatch):
+            yield
+        if written := self._state.weights:
+            raise ConfigError(
+                f"stage {self._stage}: a layer writes a parameter in its forward, of shape "
+                f"{tuple(written[0].shape)}, where several versions of it are in use; make it a buffer, "
+                "or use a synchronous schedule"
+            )
 
     def turn(self, update: int) -> None:
         """Let the parameters have the gradients that an update takes."""

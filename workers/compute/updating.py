@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,10 +19,11 @@ from . import autocast
 from .autograd_graph import refuse_unowned
 from .randomness import Randomness
 from .slices import Slice
-from .torch_internals import norms_of
+from .torch_internals import local, norms_of
 
 if TYPE_CHECKING:
     from .average import Average
+    from .members import Members
     from .ownership import Ownership
 
 #: (name in the unsplit model, parameter) of a stage -> its optimizer; torch's take such pairs
@@ -86,12 +87,19 @@ class Updating:
         slice: with the parameters to be updated.
         stage: its position in the model.
         pieces: the ownership of parameters, if another stage or replica holds some of them too.
+        members: the processes that share the slice, each with parts of parameters; None: this one alone.
     """
 
     def __init__(
-        self, slice: Slice, stage: int, training: Training, randomness: Randomness, pieces: Ownership | None = None
+        self,
+        slice: Slice,
+        stage: int,
+        training: Training,
+        randomness: Randomness,
+        pieces: Ownership | None = None,
+        members: Members | None = None,
     ) -> None:
-        self.training, self.pieces = training, pieces
+        self.training, self.pieces, self._members = training, pieces, members
         named = slice.named_parameters()
         self.parameters = dict(named)
         self._randomness, self._first = randomness, slice.first
@@ -131,8 +139,10 @@ class Updating:
         self._counts = True
         #: functions of the user, called with whole gradients before they are clipped and applied
         self.on_gradients: list[Callable[[Mapping[str, nn.Parameter]], object]] = []
-        #: whether it is known that the loss depends on no other parameters
-        self._is_known = training.optimizer is None
+        #: whether another replica on this worker has the sums, and makes the updates
+        self.is_read = False
+        #: whether it is known that the loss depends on no other parameters; those that FSDP2 gathers are no layer's
+        self._is_known = training.optimizer is None or members is not None
 
     def root(self, loss: Tensor, summed: bool) -> Tensor:
         """Return the start of backward: the loss's part in the update, scaled; sums are divided later."""
@@ -148,8 +158,8 @@ class Updating:
         return self.scale.unscale(self._grads(), self._randomness.device)
 
     def _grads(self) -> list[Tensor]:
-        """Return the gradients that there are."""
-        return [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
+        """Return the gradients that there are, the parts of this member alone."""
+        return [local(parameter.grad) for parameter in self.parameters.values() if parameter.grad is not None]
 
     def gradient_norms(self) -> Mapping[int, Tensor]:
         """Return the norm of each gradient by the parameter's rank, as tensors on the device.
@@ -164,11 +174,18 @@ class Updating:
     def _counted(self) -> list[tuple[str, Tensor]]:
         """Return the gradients that count in the norms of this stage, by name."""
         elsewhere = {name for name, stages in self._shared.items() if min(stages) < self._stage}
-        return [(n, p.grad) for n, p in self.parameters.items() if p.grad is not None and n not in elsewhere]
+        counts = (lambda name: True) if self._members is None else self._members.counts
+        named = ((name, p.grad) for name, p in self.parameters.items() if name not in elsewhere and counts(name))
+        return [(name, local(grad)) for name, grad in named if grad is not None]
 
     def clip(self, max_norm: float, norm: Tensor) -> None:
         """Clip the gradients as `clip_grad_norm_` does; `norm`: of the gradients of the whole model."""
-        torch.nn.utils.clip_grads_with_norm_(self.parameters.values(), max_norm, norm)
+        if self._members is None:
+            torch.nn.utils.clip_grads_with_norm_(self.parameters.values(), max_norm, norm)
+            return
+        coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        for grad in self._grads():
+            grad.mul_(coefficient)
 
     def divide(self, divisor: float) -> None:
         """Divide the summed gradients by the step's weight."""
@@ -202,6 +219,10 @@ class Updating:
     def update(self, finite: bool, skipped: bool = False) -> None:
         """Let the optimizer make one step, unless gradients have overflowed or it is skipped, and forget them."""
         self.held, self.weight = {}, 0.0
+        if self.is_read:
+            self.drop(self.parameters)
+            self.count += self.optimizer is not None
+            return
         self._counts = finite and not skipped
         if self.scale.enabled:  # also where nothing is trained: there the loss may be computed
             self.scale.update(finite)
@@ -218,7 +239,11 @@ class Updating:
         self.count += 1
         self.optimizer.zero_grad(set_to_none=True)
         # Also of parameters outside the optimizer: the sum would be added to the next ones.
-        for name in () if self.pieces is None else self.pieces.updated_elsewhere:
+        self.drop(() if self.pieces is None else self.pieces.updated_elsewhere)
+
+    def drop(self, names: Iterable[str]) -> None:
+        """Forget the gradients of some parameters."""
+        for name in names:
             self.parameters[name].grad = None
 
     def adopted(self) -> None:
