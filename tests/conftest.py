@@ -37,7 +37,16 @@ def pytest_collection() -> None:
 def pytest_collection_finish() -> None:
     """Keep modules and tests out of the garbage collections of each test."""
     gc.freeze()
+    gc.set_threshold(5_000)  # most of what tests make ends by its last reference
     gc.enable()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _kept() -> Iterator[None]:
+    """Keep what a file's tests have imported and remembered out of the garbage collections of later ones."""
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

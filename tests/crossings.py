@@ -28,6 +28,8 @@ from rpc_pipe.planning.unequal import balanced
 
 #: rows, positions and features of a batch; microbatches of a step; training steps
 ROWS, POSITIONS, WIDTH, MICROBATCHES, STEPS = 8, 4, 8, 4, 4
+#: blocks of the model: one for each stage of schedules with two stages on each of two workers
+LAYERS = 4
 #: rounding of sums in another order
 CLOSE = 1e-9
 
@@ -147,7 +149,7 @@ def made(case: Case, *, plain: bool = False) -> Any:
 
     def build() -> nn.Module:
         torch.manual_seed(0)
-        blocks = [Block(case["buffers"] != "none", case["slices"] != "1").double() for _ in range(8)]
+        blocks = [Block(case["buffers"] != "none", case["slices"] != "1").double() for _ in range(LAYERS)]
         if case["tied"] == "weight":
             blocks[-1].up.weight = blocks[0].up.weight
         is_whole = case["form"] != "list"

@@ -45,7 +45,7 @@ def test_the_training_script_runs_alone_and_launched(tmp_path):
 
 def test_the_model_that_is_planned_is_verified(tmp_path):
     (tmp_path / "my_model.py").write_text(python_block("my_model.py"))
-    assert "identical" in run(rpc_pipe("verify my_model.py:make --workers 2 --transport local"), tmp_path)
+    assert "identical" in run(rpc_pipe("verify my_model.py:make --workers 2 --transport local --steps 3"), tmp_path)
 
 
 def test_the_loop_of_a_lightning_module_runs(tmp_path, monkeypatch):
@@ -85,7 +85,7 @@ def test_the_users_schedule_is_legal_and_short(tmp_path):
     assert "peak activations" in run(
         rpc_pipe("simulate --schedule mine.py:Patient --set extra=2 --workers 4"), tmp_path
     )
-    options = "--workers 3 --microbatches 5 --transport local"
+    options = "--workers 3 --microbatches 5 --transport local --steps 3"
     assert "identical" in run(rpc_pipe(f"verify --schedule mine.py:Patient {options}"), tmp_path)
 
 
@@ -94,7 +94,7 @@ def test_the_schedules_of_the_page_train_the_same_bits(schedule, tmp_path):
     if not schedule.startswith("/"):
         name = schedule.partition(":")[0]
         (tmp_path / name).write_text(python_block(name))
-    options = f"--workers {4 if 'bpipe' in schedule else 2} --microbatches 5 --transport local"
+    options = f"--workers {4 if 'bpipe' in schedule else 2} --microbatches 5 --transport local --steps 3"
     assert "identical" in run(rpc_pipe(f"verify mlp --schedule {schedule} {options}"), tmp_path)
 
 

@@ -41,7 +41,7 @@ def hugging_face(name):
         )  # fmt: skip
         return transformers.BertForSequenceClassification(config)
     config = transformers.T5Config(
-        vocab_size=50, d_model=8, d_kv=4, d_ff=8, num_layers=2, num_heads=2, dropout_rate=0,
+        vocab_size=50, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_decoder_layers=2, num_heads=2, dropout_rate=0,
         decoder_start_token_id=0, tie_word_embeddings=False,
     )  # fmt: skip
     return transformers.T5ForConditionalGeneration(config)
@@ -73,7 +73,7 @@ def trained(name, model, samples, worker=None, readers="users"):
     batches = Loader(source if readers == "first" else source(), rows=6, readers=readers, memory=40_000)
     workers = 3 if worker is None else None
     with Pipeline(copy.deepcopy(model), training=Training(optimizer), num_microbatches=3, num_workers=workers) as pipe:
-        losses = [loss for loss, _ in zip(pipe.train(batches), range(3), strict=False)]
+        losses = [loss for loss, _ in zip(pipe.train(batches), range(2), strict=False)]
         losses.append(pipe.evaluate(next(iter(batches))))
         losses.append(
             pipe.evaluate(next(iter(batches)), metric=lambda output, batch: output.loss + batch["labels"].sum())

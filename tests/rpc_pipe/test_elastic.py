@@ -150,8 +150,8 @@ def test_a_newcomer_takes_the_place_of_a_dead_worker(tmp_path):
 
     Worker 0 writes the losses at the end: the newcomer does, with the losses of before it came.
     """
-    whole = trained(tmp_path / "whole", "step", steps=80)[1]
-    done, made = trained(tmp_path / "again", "step", "0:4:G", more=["--rejoin"], steps=80, WAITS="on")
+    whole = trained(tmp_path / "whole", "step", steps=30)[1]
+    done, made = trained(tmp_path / "again", "step", "0:4:G", more=["--rejoin"], steps=30, WAITS="long")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "worker 0 is back: epoch 2\n" in done.stdout and "no step repeated" in done.stdout
     assert made == whole

@@ -256,7 +256,7 @@ def test_a_host_dies_and_another_joins_in_its_place(tmp_path):
     for folder in (tmp_path / "whole", tmp_path / "again"):
         folder.mkdir()
         typed = [MORTAL, "--workers", 4, "--replicas", 2, "--transport", "zmq", "--elastic"]
-        script = ["--", folder, "step", 80, 2]
+        script = ["--", folder, "step", 50, 2]
         if folder.name == "whole":
             assert rpc_pipe("run", *typed, *script, **env).returncode == 0
         else:
@@ -285,7 +285,7 @@ def _with_a_death_of_the_second(folder, typed, script, env):
                 break
             time.sleep(0.01)
         with start(*command, merged=True, **env) as second:
-            while first.poll() is None and _steps(folder) < 10:
+            while first.poll() is None and _steps(folder) < 4:
                 time.sleep(0.01)
             second.kill()
             with start("-m", "rpc_pipe", "join", at, merged=True, **env) as third:

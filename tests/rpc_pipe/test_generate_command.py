@@ -21,7 +21,7 @@ MODEL = """
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-SIZES = dict(vocab_size=256, hidden_size=16, intermediate_size=24, num_attention_heads=2, num_hidden_layers=4)
+SIZES = dict(vocab_size=256, hidden_size=16, intermediate_size=24, num_attention_heads=2, num_hidden_layers=2)
 
 
 class tokenizer:

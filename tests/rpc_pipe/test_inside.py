@@ -71,5 +71,5 @@ def test_a_codec_around_a_cut_saves_bytes(tmp_path):
     y = example["Decode"]()(example["Encode"]()(x))
     assert torch.equal(y.isnan().all(1), ~x.isfinite().all(1)), "a loss that is not finite is seen behind the cut"
     assert (y - x)[[0, 3]].abs().max() <= x[[0, 3]].abs().max() / 127
-    options = "--workers", 2, "--transport", "local", "--split", "2,2"
+    options = "--workers", 2, "--transport", "local", "--split", "2,2", "--steps", 2
     assert "identical" in python("-m", "rpc_pipe", "verify", f"{EXAMPLES / 'coded.py'}:llama", *options).stdout

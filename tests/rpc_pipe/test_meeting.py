@@ -1,5 +1,7 @@
 """The start of a job: workers that die or are late while they meet, and what a worker imports."""
 
+import re
+
 import pytest
 from processes import ROOT, python, rpc_pipe, unmerged
 
@@ -63,7 +65,8 @@ def test_workers_import_nothing_from_the_current_folder(tmp_path):
     own = tmp_path / "own"
     own.mkdir()
     (own / "beside.py").write_text("VALUE = 5")
-    (own / "train.py").write_text("import beside\n" + TRAIN.format(fault="print('beside', beside.VALUE)"))
+    script = TRAIN.replace("pipe.step", "pipe.evaluate").format(fault="print('beside', beside.VALUE)")
+    (own / "train.py").write_text("import beside\n" + re.sub("training=.*\\), ", "", script))  # the half of the imports
     launch = "import sys; sys.path.remove(''); from rpc_pipe.commands.main import main; sys.exit(main())"
     arguments = "run", "own/train.py", "--workers", 2, "--transport", "zmq"
     done = python("-c", launch, *arguments, cwd=tmp_path, anew=True, PYTHONPATH=str(ROOT))

@@ -53,10 +53,10 @@ def test_other_stages_on_fewer_workers_train_the_same_bits(tmp_path):
 
 def test_a_newcomer_brings_the_first_shape_back(tmp_path):
     """With three replicas gradients are summed in another order, so losses are those of one process within rounding."""
-    rpc_pipe("run", MORTAL, "--workers", 1, "--", tmp_path, "step", 60, 2, RPC_PIPE_LOGS="off")
+    rpc_pipe("run", MORTAL, "--workers", 1, "--", tmp_path, "step", 30, 2, RPC_PIPE_LOGS="off")
     alone = ast.literal_eval((tmp_path / "losses").read_text())[0]
     env = {"WAITS": "back", "RPC_PIPE_RESHAPE_AFTER": "0.1"}
-    done, made = trained(tmp_path / "again", "step", "1:3:B", more=["3:4", "--rejoin"], steps=60, **env)
+    done, made = trained(tmp_path / "again", "step", "1:3:B", more=["3:4", "--rejoin"], steps=30, **env)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 stages x 2 replicas become 1 stage x 3 replicas" in done.stdout
     assert "1 stage x 3 replicas become 2 stages x 2 replicas" in done.stdout

@@ -17,7 +17,7 @@ from rpc_pipe.dependency import ConfigError, StorageError
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-CONFIG = {"n_layer": 4, "n_embd": 16, "n_head": 2, "vocab_size": 50, "n_positions": 16}
+CONFIG = {"n_layer": 3, "n_embd": 16, "n_head": 2, "vocab_size": 50, "n_positions": 16}
 CONFIG |= {"bos_token_id": 0, "eos_token_id": 0}
 IDS = torch.arange(32).reshape(4, 8)
 BATCH = {"input_ids": IDS, "labels": IDS}
@@ -119,8 +119,8 @@ def cut_off(folder):
     "damage, says",
     [
         (wrong_shape, "model.safetensors"),
-        (cut_off, "model-00001-of-00007.safetensors"),
-        (lambda folder: sorted(folder.glob("*.safetensors"))[0].unlink(), "model-00001-of-00007.safetensors"),
+        (cut_off, "model-00001-of-00005.safetensors"),
+        (lambda folder: sorted(folder.glob("*.safetensors"))[0].unlink(), "model-00001-of-00005.safetensors"),
         (lambda folder: (folder / "model.safetensors.index.json").write_text("{}"), "model.safetensors.index.json"),
         (lambda folder: (folder / "model.safetensors.index.json").unlink(), "gpt2"),
         (lambda folder: (folder / "model.safetensors.index.json").write_text(
@@ -286,7 +286,7 @@ def test_an_adapter_is_taken_back_by_peft(tmp_path, made_by):
             taken.load_adapter(out / "other", "other")
         prefix, found = "" if made_by == "peft" else "base_model.model.", taken.state_dict()
         trained = {name: tensor for name, tensor in pipe.weights.state_dict().items() if "lora_" in name}
-        assert len(trained) > 7 and all(tensor.equal(found[prefix + name]) for name, tensor in trained.items())
+        assert len(trained) > 5 and all(tensor.equal(found[prefix + name]) for name, tensor in trained.items())
 
 
 def test_prompts_are_trained_and_refused_where_they_are_written(tmp_path):

@@ -49,7 +49,7 @@ def model(tmp_path):
     ],
 )
 def test_replicas_train_the_bits_of_one_process(model, schedule, workers, replicas, capsys):
-    typed = ["--schedule", schedule, "--workers", workers, "--replicas", replicas, "--microbatches", 7]
+    typed = ["--schedule", schedule, "--workers", workers, "--replicas", replicas, "--microbatches", 7, "--steps", 3]
     zero = ["--zero", 1, "--bucket", "0.0002", "--max-grad-norm", 0.1]
     for more in ([], zero, [*zero, "--spread", "stages"]):
         assert main(["verify", model, *map(str, typed + more), "--transport", "local", "--json"]) == 0
@@ -61,7 +61,7 @@ def test_deferred_batch_norm_has_the_statistics_of_all_replicas(tmp_path, schedu
     """Each replica took those of its own microbatches, so that they evaluated by different ones."""
     text = MODEL.replace("nn.Tanh()", "nn.BatchNorm1d(8), nn.Tanh()")
     (tmp_path / "normed.py").write_text(text)
-    typed = f"--schedule {schedule} --workers 4 --replicas 2 --microbatches 7 --deferred-batch-norm".split()
+    typed = f"--schedule {schedule} --workers 4 --replicas 2 --microbatches 7 --deferred-batch-norm --steps 3".split()
     for more in ([], ["--zero", "1", "--bucket", "0.0002"]):
         asked = ["verify", f"{tmp_path / 'normed.py'}:make", *typed, *more, "--transport", "local", "--json"]
         assert main(asked) == 0
@@ -95,7 +95,9 @@ def test_sums_that_wait_for_an_update_go_on_from_a_checkpoint(tmp_path, then):
 
 @pytest.mark.parametrize(("transport", "zero"), [("rpc", "0"), ("zmq", "1 --spread stages")])
 def test_processes_too(model, transport, zero):
-    typed = f"--schedule zb-h1 --workers 4 --replicas 2 --zero {zero} --microbatches 7 --json --transport".split()
+    typed = (
+        f"--schedule zb-h1 --workers 4 --replicas 2 --zero {zero} --microbatches 7 --json --steps 3 --transport".split()
+    )
     ran = rpc_pipe("verify", model, *typed, transport)
     assert ran.returncode == 0, ran.stderr
     assert json.loads(ran.stdout)["identical"]
