@@ -1,6 +1,6 @@
 """What payloads cost by their size: two layers that only multiply, one worker's time over that of two processes.
 
-    python -m bench.payload_sizes [--mib 4,16,64] [--transport rpc] [--ways memory] [--turns 2]
+    python -m bench.payload_sizes [--mib 4,16,64] [--transport rpc] [--turns 2]
 
 Nothing is computed that takes longer than reading the payload, so what is below 1 is what a cut costs at most. Each
 turn starts one worker and then two, 8 microbatches, 1F1B; the ratio is that of the medians of all turns' steps.
@@ -53,11 +53,11 @@ def multiplying(mib: int, num_microbatches: int) -> tuple[Pipeline, tuple[Tensor
     return pipe, (torch.randn(num_microbatches, mib << 18), torch.zeros(num_microbatches, 1))
 
 
-def steps_ms(script: Path, workers: int, mib: int, transport: str, ways: str) -> list[float]:
+def steps_ms(script: Path, workers: int, mib: int, transport: str) -> list[float]:
     """Return the times of the steps of a job, without the first three."""
     command = [sys.executable, "-m", "rpc_pipe", "run", str(script), "--workers", str(workers)]
     command += ["--transport", transport, "--", str(mib), str(max(16, 160 // mib))]
-    environment = {**os.environ, "PYTHONPATH": str(_ROOT), "OMP_NUM_THREADS": "1", "RPC_PIPE_WAYS": ways}
+    environment = {**os.environ, "PYTHONPATH": str(_ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=script.parent)
     if done.returncode:
         raise SystemExit(done.stdout + done.stderr)
@@ -69,7 +69,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--mib", default="4,16,64", help="sizes of a payload (4,16,64)")
     parser.add_argument("--transport", choices=("rpc", "zmq"), default="rpc")
-    parser.add_argument("--ways", default="memory", help="as RPC_PIPE_WAYS (memory)")
     parser.add_argument("--turns", type=int, default=2, help="(2)")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -79,7 +78,7 @@ def main() -> None:
             times: dict[int, list[float]] = {1: [], 2: []}
             for _ in range(options.turns):
                 for workers, found in times.items():
-                    found += steps_ms(script, workers, mib, options.transport, options.ways)
+                    found += steps_ms(script, workers, mib, options.transport)
             one, two = (statistics.median(found) for found in times.values())
             print(f"{mib:3} MiB: one worker {one:7.1f} ms, two {two:7.1f} ms, ratio {one / two:.2f}", flush=True)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ..dependency import ConfigError, Damaged
 from ..system.files import refused
@@ -14,12 +14,6 @@ from .series import others
 
 if TYPE_CHECKING:
     from .facade import Checkpoints
-
-
-class _ResumedPipeline(Protocol):
-    @property
-    def checkpoints(self) -> Checkpoints:
-        """Writes checkpoints, and resumes from them."""
 
 
 def try_checkpoints(every: int | None, folder: str, keep: int | None, resume: str | None) -> None:
@@ -41,9 +35,9 @@ def try_checkpoints(every: int | None, folder: str, keep: int | None, resume: st
 
 
 def follow(
-    pipe: _ResumedPipeline, every: int | None, folder: str, keep: int | None, resume: str | None, *, anew: bool = True
+    checkpoints: Checkpoints, every: int | None, folder: str, keep: int | None, resume: str | None, *, anew: bool = True
 ) -> str:
-    """Apply the options to the new pipeline of a script that starts from its first call; return a line for the user.
+    """Apply the options to the checkpoints of a script that starts from its first call; return a line for the user.
 
     Args:
         anew: whether the job begins; else this process joins a running job, which has its folder and its state.
@@ -51,20 +45,20 @@ def follow(
     told = ""
     if not anew:
         if every is not None:
-            pipe.checkpoints.every(every, folder, keep=keep)
+            checkpoints.every(every, folder, keep=keep)
         return told
     # Before the folder is taken, which records its last job.
     named = None if resume in (None, "auto") else folders.newest(Path(str(resume)))
-    typed = pipe.checkpoints.go_on_with(folder) if resume == "auto" else [] if named is None else [named]
+    typed = checkpoints.go_on_with(folder) if resume == "auto" else [] if named is None else [named]
     # A restarted job resumes from its checkpoint, with any options that it began with.
-    own = [] if every is None else pipe.checkpoints.claim(folder)
+    own = [] if every is None else checkpoints.claim(folder)
     if own or resume is not None:
-        told = _newest_sound(pipe.checkpoints.resume, own, [path for path in typed if path not in own])
+        told = _newest_sound(checkpoints.resume, own, [path for path in typed if path not in own])
         told = told or f"{folder} holds no complete checkpoint of this job: training starts at step 1"
     if not own and not typed and every is not None:
         told = "; ".join(filter(None, (told, others(Path(folder)))))
     if every is not None:
-        pipe.checkpoints.every(every, folder, keep=keep)
+        checkpoints.every(every, folder, keep=keep)
     return told
 
 

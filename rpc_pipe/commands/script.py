@@ -104,7 +104,7 @@ class _ScriptEnd(TypedOptions):
         if self._asked.keys() & CHECKPOINTS:
             from ..checkpoints.resume_options import follow
 
-            told = follow(pipe, *typed_checkpoints(self._asked), anew=not self._job.newcomer)
+            told = follow(pipe.checkpoints, *typed_checkpoints(self._asked), anew=not self._job.newcomer)
             if told and pipe.worker == 0:
                 link.tell(kind="text", text=told)
         if self._wants_steps:

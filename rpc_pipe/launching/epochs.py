@@ -23,14 +23,15 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..dependency import EpochEnds, PipeError
 from . import STOP
 from .shape_changes import ShapeChanges
 
 if TYPE_CHECKING:
-    from ..workers.transport.carrier import Carrier
+    from .hosts import RemoteWorker
+    from .worker_process import WorkerProcess
 
 #: why a worker leaves on request
 _SIGTERM = "SIGTERM"
@@ -63,18 +64,6 @@ class Roster(NamedTuple):
 # --- in the launcher
 
 
-class Ordered(Protocol):
-    """A process that follows the launcher's orders."""
-
-    rank: int
-
-    def order(self, order: bytes) -> None:
-        """Send it an order."""
-
-    def kill(self) -> None:
-        """Kill it, and all processes that it has started."""
-
-
 class Epochs:
     """The epochs of a job, as its launcher counts them.
 
@@ -88,7 +77,7 @@ class Epochs:
     def __init__(
         self,
         num_processes: int,
-        workers: Sequence[Ordered],
+        workers: Sequence[WorkerProcess | RemoteWorker],
         tell: Callable[[str, bool], None],
         start: Callable[[int], bool] | None = None,
     ) -> None:
@@ -325,13 +314,6 @@ class Epochs:
 # --- in a worker
 
 
-class Resting(Protocol):
-    """A worker of this process."""
-
-    carrier: Carrier
-    rest_requested: bool
-
-
 _begun: queue.SimpleQueue[Roster] = queue.SimpleQueue()
 _newest = 0
 #: records of all workers by name
@@ -339,7 +321,7 @@ words: dict[str, str] = {}
 word_came = threading.Condition()
 
 
-def follow(order: bytes, descriptor: int, actors: Iterable[Resting]) -> None:
+def follow(order: bytes, descriptor: int, actors: Iterable[Any]) -> None:
     """Follow an order of the launcher, which ends a worker's wait where another worker has died.
 
     Called by the thread that reads the launcher's lines.

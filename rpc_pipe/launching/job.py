@@ -64,8 +64,6 @@ class Job:
     processes_here: int = 1
     #: number of processes that form a worker together
     members: int = 1
-    #: ways for large payloads from workers of the same host, the best first; see `workers/transport/ways.py`
-    ways: tuple[str, ...] = ("memory",)
     #: whether it continues without workers that die
     elastic: bool = False
     #: least and most workers after a change of stages and replicas; None: both stay
@@ -104,7 +102,6 @@ def current_job(environ: Mapping[str, str] | None = None) -> Job | None:
     settings: dict[str, Any] = dict(
         join_timeout_s=seconds(environ, "RPC_PIPE_JOIN_TIMEOUT", Job.join_timeout_s),
         shared_memory=_on(environ, "RPC_PIPE_SHARED_MEMORY", "on"),
-        ways=tuple(environ["RPC_PIPE_WAYS"].split(",")) if "RPC_PIPE_WAYS" in environ else Job.ways,
         transport=refuse_transport(environ.get(TRANSPORT, Job.transport), TRANSPORT),
         trust_network=_on(environ, TRUST, "off"),
         port=_number(environ, PORT, 0),

@@ -62,7 +62,7 @@ def join(place: MeetingPlace, cancelled: Callable[[], None] | None = None) -> Ca
     try:
         with letting_go():
             to_others = _by_zmq(place, cancelled) if job.transport == "zmq" else _by_rpc(place)
-            channels = Channels(job.worker, to_others.wakeup, job.ways) if job.shared_memory else None
+            channels = Channels(job.worker, to_others.wakeup) if job.shared_memory else None
             carrier = Carrier(job.worker, place.workers, Messages(to_others, channels), Plane(job.member, job.members))
     except EpochEnds:
         raise

@@ -126,7 +126,7 @@ def test_a_damaged_checkpoint_is_named_and_changes_nothing(saved, tmp_path, dama
 def followed(folder, resume=None, steps=5):
     """Return what a job of some steps tells at its start, and its weights at its end; it writes a checkpoint a step."""
     pipe = pipeline(4)
-    told = follow(pipe, 1, str(folder), None, resume)
+    told = follow(pipe.checkpoints, 1, str(folder), None, resume)
     for batch in BATCHES[:steps]:
         pipe.step(batch)
     weights = bits(pipe)
@@ -163,8 +163,8 @@ def test_a_damaged_checkpoint_that_is_typed_is_no_other(saved, tmp_path):
     pipe = pipeline(3)
     for typed in tmp_path / "step-00000002", tmp_path:
         with refused("checkpoint", Damaged):
-            follow(pipe, None, str(tmp_path), None, str(typed))
-    assert "step-00000001, after 3 steps instead" in follow(pipe, None, str(tmp_path), None, "auto")
+            follow(pipe.checkpoints, None, str(tmp_path), None, str(typed))
+    assert "step-00000001, after 3 steps instead" in follow(pipe.checkpoints, None, str(tmp_path), None, "auto")
     cut_off(tmp_path / "step-00000001")
     with refused("checkpoint", Damaged):
-        follow(pipe, None, str(tmp_path), None, "auto")
+        follow(pipe.checkpoints, None, str(tmp_path), None, "auto")

@@ -16,7 +16,7 @@ def job(folder, steps, *, resume=None, lr=0.1, layers=LAYERS, every=1, **options
     """Run a script; return what it was told, its pipeline and the names of the checkpoints."""
     options = {"optimizer": partial(torch.optim.SGD, lr=lr), "lr_scheduler": None, **options}
     pipe = pipeline(2, layers=layers, **options)
-    told = follow(pipe, every, str(folder), None, resume)
+    told = follow(pipe.checkpoints, every, str(folder), None, resume)
     for batch in BATCHES[:steps]:
         pipe.step(batch)
     pipe.checkpoints.settle()

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rpc_pipe.workers.transport import peer_memory, ways
+from rpc_pipe.workers.transport import peer_memory
 from rpc_pipe.workers.transport import shared_memory as module
 from rpc_pipe.workers.transport.payload import pack, unpack
 from rpc_pipe.workers.transport.shared_memory import Channels
@@ -268,7 +268,7 @@ def test_two_processes_that_wait_for_each_other_never_both_sleep():
 
 
 def met(channels, pages, caplog, peer=0):
-    """Let the reader try the ways of its writer; return what it says of them."""
+    """Let the reader try the pages of its writer; return what it says of them."""
     with caplog.at_level("INFO"):
         channels.decided(peer, told(pages))
     return caplog.messages[-1]
@@ -340,40 +340,6 @@ def test_another_process_with_the_writers_number_is_not_read(caplog):
     ends = Channels(0, Wakeup())
     ((name, (process, address, proof)),) = ends.accept(0, ends.offer(0)).items()
     assert "copied by both" in met(ends, {name: (process, address + 1, proof)}, caplog)
-
-
-class Mailed:
-    """A way of which only the name matters: payloads are not in memory at all."""
-
-    name = "mailed"
-
-    def page(self):
-        return None
-
-    def lay(self, tensors):
-        raise AssertionError("the reader does not have this way")
-
-
-def test_two_workers_may_have_different_ways(lending, caplog):
-    """Pages were matched by their place: a way that one of the two did not have shifted all that followed."""
-    pages = lending.accept(1, lending.offer(1))
-    assert met(lending, {"mailed": None, **pages}, caplog, peer=1).endswith("from its memory, from 2048 KiB on")
-    lender = Channels(1, Wakeup())
-    lender._ways = {"mailed": Mailed(), **lender._ways}
-    pages = lender.accept(2, lending.offer(2))
-    assert list(pages) == ["mailed", "memory"] and "from its memory" in met(lending, pages, caplog, peer=2)
-    payload = pack(torch.randn(10**6))
-    assert lender.write(2, (1, "0F0"), payload) is False
-    ((_, _, answer, _),) = lending.read()
-    assert same(answer, payload)
-
-
-def test_a_way_that_the_system_does_not_have_takes_no_other_with_it(monkeypatch):
-    def absent():
-        raise OSError("this system has none")
-
-    monkeypatch.setitem(ways.WAYS, "absent", absent)
-    assert list(ways.ways_here(["absent", "memory"])) == ["memory"]
 
 
 def test_a_payload_whose_lender_died_is_an_error_at_once(ends, caplog):

@@ -49,7 +49,7 @@ def let_siblings_read() -> None:
 
 
 class PeerMemory:
-    """Payloads are read where they lie in another process; see `ways.py`."""
+    """Payloads are read where they lie in another process; see `shared_memory.py`."""
 
     name = "read from its memory"
 

@@ -9,9 +9,9 @@ import mmap
 LINE = 64
 #: bytes of the mapping; the system gives memory for the used part alone
 SIZE = 2**24
-#: places of the reader's counters, behind its count of bytes: whether it sleeps; the number of its way for large
-#: payloads, 0: none; the kind of memory that it reads for payloads of the writer's device; how many it has copied
-ASLEEP, WAY, DEVICE, COPIED = 1, 2, 3, 4
+#: places of the reader's counters, behind its count of bytes: whether it sleeps; whether it reads large payloads
+#: in the writer's memory; the kind of memory that it reads for payloads of the writer's device; how many it has copied
+ASLEEP, LENDS, DEVICE, COPIED = 1, 2, 3, 4
 #: place of the writer's counter of written bytes
 WRITTEN = LINE // 8
 _CAPACITY = SIZE - 2 * LINE

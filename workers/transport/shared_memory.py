@@ -9,7 +9,7 @@ notices the death of a peer. (TensorPipe's shared memory polls: a core per proce
     worker 0: tensor stays ── writes where it lies, wakes ──> worker 1: fetches it into a tensor of its own
 
 For a large payload only its form and place go through the channel: it is lent, and stays unchanged until the reader is
-done with the record; see `ways.py`. Where no way works, payloads that are too large for a channel go by messages.
+done with the record. Where its memory cannot be read, payloads that are too large for a channel go by messages.
 
 The reader of a channel makes it and offers it to the writer, in memory without a name (memfd_create(2)): nothing is
 left behind, however a process ends, and the size of /dev/shm, 64 MB in many containers, does not matter.
@@ -27,7 +27,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -40,11 +40,11 @@ from .form import Form, assemble, copy_memory, describe, form_of
 from .from_device import FromDevice, ToDevice
 from .outbox import Answer, Key
 from .payload import Laid, Staying
-from .peer_memory import Fetch
-from .ring_buffer import ASLEEP, LINE, SIZE, WAY, WRITTEN, RingBuffer
+from .peer_memory import Fetch, PeerMemory
+from .ring_buffer import ASLEEP, LENDS, LINE, SIZE, WRITTEN, RingBuffer
 from .values import malformed
 from .wakeup import Notifier, Wakeup
-from .ways import DeviceWay, Way, ways_here
+from .ways import DeviceWay
 
 logger = logging.getLogger(__name__)
 
@@ -58,8 +58,8 @@ _SMALL = 2**15
 #: that are not in it
 _HEAD = struct.Struct("<QqqIIQ")
 _NONE = (-1, 0, 0, 0, 0, 0)
-#: name of the device's page, beside the ways that users type; the bit of a place's size that marks the device
-_DEVICE, _ON_DEVICE = "device", 1 << 63
+#: names of the pages of a process's memory and of its device; the bit of a place's size that marks the device
+_MEMORY, _DEVICE, _ON_DEVICE = "memory", "device", 1 << 63
 #: whether there can be channels here: an x86 processor keeps its stores in order, and its loads; but a load may
 #: overtake an earlier store. Python has no fence between these, but the release of a lock is one
 POSSIBLE = sys.platform == "linux" and platform.machine() in ("x86_64", "AMD64") and hasattr(os, "memfd_create")
@@ -86,15 +86,10 @@ class Channels:
 
     Args:
         wakeup: notified when there is something to read.
-        ways: of large payloads, the best first; see `ways.py`.
-
-    Raises:
-        ConfigError: there is no such way.
     """
 
-    def __init__(self, worker: int, wakeup: Wakeup, ways: Iterable[str] = ("memory",)) -> None:
-        self._worker, self.wakeup = worker, wakeup
-        self._ways: dict[str, Way] = ways_here(ways) if POSSIBLE else {}
+    def __init__(self, worker: int, wakeup: Wakeup) -> None:
+        self._worker, self.wakeup, self._memory = worker, wakeup, PeerMemory()
         self._lock = threading.Lock()
         self._offered: set[int] = set()
         #: (peer, the channel's reader, its counters)
@@ -120,20 +115,20 @@ class Channels:
         return None
 
     def decided(self, peer: int, pages: Future[Any]) -> None:
-        """Take the reply of `peer` to an offer: None, or the pages with which to try its ways."""
+        """Take the reply of `peer` to an offer: None, or the pages of its memory and of its device."""
         with self._lock:
             ((_, reader, _),) = (entry for entry in self._readers if entry[0] == peer)
             if pages.exception() is not None or pages.result() is None:  # it has left, or is on another host
                 self._readers = tuple(entry for entry in self._readers if entry[0] != peer)
                 return
-        how = reader.choose(self._ways, pages.result())
+        how = reader.choose(self._memory, pages.result().get(_MEMORY))
         logger.info("worker %d: large payloads of worker %d are %s", self._worker, peer, how)
         if self.device is not None:
             how = reader.from_device.choose(self.device, pages.result().get(_DEVICE))
             logger.info("worker %d: payloads on the device of worker %d are %s", self._worker, peer, how)
 
     def accept(self, peer: int, offer: Offer) -> dict[str, Any] | None:
-        """Write to `peer` through the channel that it offers; return the pages of this worker's ways, for it to try.
+        """Write to `peer` through the channel that it offers; return the pages of this worker's memory and device.
 
         None: it is on another host.
         """
@@ -146,11 +141,11 @@ class Channels:
                 memory = os.open(path, os.O_RDWR | os.O_CLOEXEC)
                 try:
                     notifier = Notifier.of(offer.process, offer.wakeup)
-                    self._writers[peer] = _Writer(memory, notifier, [*self._ways.values()], self.device)
+                    self._writers[peer] = _Writer(memory, notifier, self._memory, self.device)
                 finally:
                     os.close(memory)
-                pages = {name: way.page() for name, way in self._ways.items()}
-                return pages | ({} if self.device is None else {_DEVICE: self.device.page()})
+                of_device = {} if self.device is None else {_DEVICE: self.device.page()}
+                return {_MEMORY: self._memory.page(), **of_device}
         return None
 
     def write(self, peer: int, key: Key, answer: Answer) -> bool | None:
@@ -241,9 +236,9 @@ class Channels:
 class _Writer(RingBuffer):
     """The writing end of a channel. Thread-safe."""
 
-    def __init__(self, memory: int, notifier: Notifier, ways: Sequence[Way], device: DeviceWay | None = None) -> None:
+    def __init__(self, memory: int, notifier: Notifier, lending: PeerMemory, device: DeviceWay | None = None) -> None:
         super().__init__(memory)
-        self._notifier, self._ways, self._lock = notifier, ways, threading.Lock()
+        self._notifier, self._lending, self._lock = notifier, lending, threading.Lock()
         self.to_device = ToDevice(device, self.counters, self._tell)
 
     def write(self, key: Key, answer: Answer) -> tuple[int, int, list[Tensor]] | None:
@@ -261,8 +256,8 @@ class _Writer(RingBuffer):
         contents, where = 0, b""
         for tensor in tensors:
             contents += tensor.nbytes + -tensor.nbytes % LINE
-        if contents > LENT_FROM and (way := self.counters[WAY]):
-            where, contents = self._ways[way - 1].lay(tensors), 0
+        if contents > LENT_FROM and self.counters[LENDS]:
+            where, contents = self._lending.lay(tensors), 0
         elif contents > LARGEST:
             return None
         end = self._record(key, form, where, len(where), tensors, contents)
@@ -311,18 +306,14 @@ class _MappedReader(RingBuffer):
         self._last: Form | None = None
         self._prepared: list[Tensor] = []
 
-    def choose(self, ways: Mapping[str, Way], pages: Mapping[str, Any]) -> str:
-        """Have large payloads lent by the first of the writer's ways that works. Return how they travel."""
-        why = ""
-        for number, (name, page) in enumerate(pages.items(), 1):
-            try:
-                if name in ways:
-                    self._fetching = ways[name].reach(page)
-                    self.counters[WAY] = number
-                    return f"{ways[name].name}, from {LENT_FROM // 1024} KiB on"
-            except OSError as error:
-                why += f", since they cannot be {ways[name].name}: {error}"
-        return f"copied by both{why}"
+    def choose(self, memory: PeerMemory, page: Any) -> str:
+        """Have large payloads lent, if the writer's memory can be read. Return how they travel."""
+        try:
+            self._fetching = memory.reach(page)
+        except OSError as error:
+            return f"copied by both, since they cannot be {memory.name}: {error}"
+        self.counters[LENDS] = 1
+        return f"{memory.name}, from {LENT_FROM // 1024} KiB on"
 
     def read(self) -> tuple[Key, Answer | OSError, int] | None:
         """Take the oldest record out: key, answer or why it cannot be read, when it was written; or None."""
