@@ -12,7 +12,7 @@ from .held_out import measured
 from .model.batches.loaders import CouldBeOne, has_batches
 from .session import Session
 from .workers.compute.shard import LossFn
-from .workers.compute.unlabelled import unlabelled
+from .workers.not_finite import unlabelled
 from .workers.transport.payload import Tree, tensors_of
 
 

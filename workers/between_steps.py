@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from torch import nn
+
 from ..dependency import ConfigError
-from .compute.by_hand import ByHand
+from .compute.by_hand import HOOKS, OfWeight, fingerprint
 from .compute.module_state import ModuleState
 from .compute.shard import Shard
 from .context import Context
 from .step import Step
+
+#: by holder and name, values that can be changed by hand
+_Values = dict[tuple[nn.Module | str, str], Any]
 
 
 class BetweenSteps:
@@ -17,7 +24,8 @@ class BetweenSteps:
         self._worker = worker
         #: the state of modules behind forwards of the open step
         self._under_way: dict[Shard, ModuleState] = {}
-        self._notes: list[tuple[Shard, ByHand]] = []
+        #: by shard, the values that show changes by hand
+        self._notes: list[tuple[Shard, _Values]] = []
         #: evaluations before the pause between the steps
         self._evaluated = 0
 
@@ -32,7 +40,7 @@ class BetweenSteps:
             if not shard.is_guest:
                 shard.turn()
         # All shards, also without a forward so far: the refusal of a change must not depend on timing.
-        self._notes = [] if step is None else [(s, ByHand(s)) for s in self._worker.shards.values()]
+        self._notes = [] if step is None else [(s, _values(s)) for s in self._worker.shards.values()]
 
     def end(self, step: Step | None) -> None:
         """Give modules back the state that forwards of `step` have left.
@@ -43,7 +51,7 @@ class BetweenSteps:
         notes, self._notes = self._notes, []
         has_evaluated = self._evaluated != self._worker.evaluated
         for shard, note in notes:
-            if changed := note.changed(has_evaluated):
+            if changed := _change(note, _values(shard), has_evaluated):
                 raise ConfigError(
                     f"stage {shard.stage}: {changed} between two steps of `train`, and forwards of the next step have "
                     "met what was before: call `step` for each batch instead, or, with a schedule "
@@ -67,3 +75,33 @@ class BetweenSteps:
             shard.turn()
             module_state.put_back()
         self._under_way, self._notes = {}, []
+
+
+def _values(shard: Shard) -> _Values:
+    """Return the values of a shard that can be changed by hand."""
+    found: _Values = {}
+    written = set(shard.state.weights)  # by forwards, also of an evaluation
+    for name, parameter in shard.updating.parameters.items():
+        if parameter not in written:
+            version, address, trained, hooks = OfWeight.now(parameter)
+            found |= {(name, "value"): (version, address), (name, "requires_grad"): trained, (name, "hooks"): hooks}
+    for module in shard.slice.modules:
+        found[module, "hooks"] = sum(len(vars(module).get(name) or ()) for name in HOOKS)
+        found |= {(module, what): value for what, value in fingerprint(module).items()}
+    return found
+
+
+def _change(before: _Values, now: _Values, has_evaluated: bool) -> str:
+    """Return a sentence on a change; "" if there is none.
+
+    Args:
+        has_evaluated: whether forwards have run since, which may have written attributes.
+    """
+    for of, what in before | now:
+        if now.get((of, what)) == before.get((of, what)):
+            continue
+        if isinstance(of, str):
+            return f"{what} of parameter {of} was changed"
+        if what == "training" or not has_evaluated:
+            return f"{what} of a {type(of).__name__} was changed"
+    return ""

@@ -28,9 +28,9 @@ from ..model.partition import LayerPartition
 from ..workers.compute.batch_norm import Statistics
 from ..workers.compute.deferred_batch_norm import defer
 from ..workers.compute.module_state import KeptTensor, ModuleState
-from ..workers.compute.noted_draws import NotedDraws
 from ..workers.compute.randomness import Randomness, preserved
 from ..workers.compute.shard import LossFn
+from ..workers.compute.slice_check import NotedDraws
 from ..workers.compute.slices import plain_name
 from ..workers.compute.stage_state import shown
 from ..workers.transport.payload import Tree

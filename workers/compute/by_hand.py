@@ -1,4 +1,4 @@
-"""Changes by hand between two steps: of weights, whether they are trained, modes, numbers and hooks."""
+"""Values that differ where a weight or a module was changed by hand. No number is read, and no device waited for."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from ...dependency import Kind
 from .module_state import OF_TORCH
-from .shard import Shard
 
 #: types of attributes that are changed by hand
 PLAIN = frozenset((bool, int, float, str))
@@ -29,43 +28,6 @@ class OfWeight(NamedTuple):
     def now(cls, weight: Tensor) -> OfWeight:
         hooks = len(weight._backward_hooks or ()) + len(getattr(weight, "_post_accumulate_grad_hooks", None) or ())
         return cls(weight._version, weight.data_ptr() * Kind.stay, weight.requires_grad, hooks)
-
-
-class ByHand:
-    """Records a shard's present state, and finds later changes. It waits for no device."""
-
-    def __init__(self, shard: Shard) -> None:
-        written = set(shard.state.weights)  # by forwards, also of an evaluation
-        self._parameters = [(name, p) for name, p in shard.updating.parameters.items() if p not in written]
-        self._modules = shard.slice.modules
-        self._noted = self._now()
-
-    def changed(self, has_evaluated: bool) -> str:
-        """Return a sentence on the change; "" if there is none.
-
-        Args:
-            has_evaluated: whether forwards have run since, which may have written attributes.
-        """
-        now = self._now()
-        for of, what in self._noted | now:
-            if now.get((of, what)) == self._noted.get((of, what)):
-                continue
-            if isinstance(of, str):
-                return f"{what} of parameter {of} was changed"
-            if what == "training" or not has_evaluated:
-                return f"{what} of a {type(of).__name__} was changed"
-        return ""
-
-    def _now(self) -> dict[tuple[nn.Module | str, str], Any]:
-        """Return the values that can be changed by hand, by holder and name."""
-        found: dict[tuple[nn.Module | str, str], Any] = {}
-        for name, parameter in self._parameters:
-            version, address, trained, hooks = OfWeight.now(parameter)
-            found |= {(name, "value"): (version, address), (name, "requires_grad"): trained, (name, "hooks"): hooks}
-        for module in self._modules:
-            found[module, "hooks"] = sum(len(vars(module).get(name) or ()) for name in HOOKS)
-            found |= {(module, what): value for what, value in fingerprint(module).items()}
-        return found
 
 
 def fingerprint(module: nn.Module) -> dict[str, Any]:

@@ -29,8 +29,7 @@ from ...dependency import ConfigError
 from ...dependency.indexes import split_slice
 from ..transport.payload import Payload, Tree, distinct_tensors, map_tensors, tensors_of
 from .borders import ForwardArgs
-from .noted_draws import NotedDraws
-from .slice_check import compare, refused
+from .slice_check import NotedDraws, compare, refused
 from .slices import Slice, has_own_state, note, output_alone, place_of_state
 from .torch_internals import BatchNorm, no_view, without_torch_function
 

@@ -11,6 +11,8 @@ from torch import Tensor
 from ...dependency import ConfigError
 from ..transport.payload import Tree, distinct_tensors, map_tensors, unpack
 from .borders import ForwardArgs, without_views
+from .randomness import PYTHON_SEEDS
+from .torch_internals import OperatorMode
 
 #: names of the keys and values of earlier tokens: up to transformers 5.23, and later
 CACHES = ("past_key_values", "cache")
@@ -19,7 +21,8 @@ CACHES = ("past_key_values", "cache")
 _TOLERANCE, _UNITS = 1e-3, 16
 #: and losses, which are means
 _TOLERANCE_OF_LOSS = 1e-5
-
+#: the operator that seeds the generators of Python
+_SEED = torch.ops.aten.randint.default
 
 #: runs a forward of slice `number`, or of the whole (None), on (inputs, fields)
 Run = Callable[[int | None, Tree, Tree], Tree]
@@ -111,3 +114,22 @@ def _close(one: Tensor, other: Tensor, least: float = _TOLERANCE) -> bool:
     if not one.numel() or one.isnan().any():  # these prove nothing
         return one.shape == other.shape
     return one.shape == other.shape and bool((one - other).abs().max() <= most * one.abs().max())
+
+
+class NotedDraws(OperatorMode):
+    """Records whether an operator draws numbers, other than a seed for the generators of Python."""
+
+    found = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        seeds = func is _SEED and args[0] == PYTHON_SEEDS
+        self.found = self.found or (_draws(func, args, kwargs or {}) and not seeds)
+        return func(*args, **(kwargs or {}))
+
+
+def _draws(func: Any, args: Any, kwargs: Any) -> bool:
+    """Return whether an operator draws: an attention draws if it is to drop out."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    names = [each.name for each in func._schema.arguments]
+    return "dropout_p" not in names or bool({**dict(zip(names, args, strict=False)), **kwargs}.get("dropout_p"))
