@@ -48,6 +48,8 @@ _MOST_LISTED = 5_000
 _MOST_PEAKS = 64
 #: options of training, which `--generate` does without
 _OF_TRAINING = ("slices", "attention", "microbatch_order", "lengths", "length_cost", *MEMBERS, "gather", "steps")
+#: attributes of a run that --json has
+_FIGURES = "order", "makespan", "step_time", "span", "bubble", "busy", "peak_activations", "repeated"
 #: most lines of a picture that is too wide for one
 _MOST_LINES = 120
 
@@ -256,18 +258,11 @@ def _report(schedule: str, result: Priced | Simulation, with_actions: bool) -> d
         "stages": spec.num_stages,
         "microbatches": spec.num_whole,
         **(with_parallelism(None, **asdict(spec.parallelism)) or {}),
-        "order": result.order,
-        "makespan": result.makespan,
-        "step_time": result.step_time,
-        "span": result.span,
-        "bubble": result.bubble,
-        "busy": list(result.busy),
-        "peak_activations": list(result.peak_activations),
+        **{name: getattr(result, name) for name in _FIGURES},
         "synchronous": spec.synchronous,
         "staleness": [worker_staleness(spec, worker) for worker in range(spec.num_workers)],
         "weight_copies": [worker_weight_copies(spec, worker) for worker in range(spec.num_workers)],
         "actions": result.num_actions,
-        "repeated": result.repeated,
         **orders,
     }
 

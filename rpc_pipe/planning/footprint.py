@@ -74,7 +74,7 @@ def peak_bytes(simulation: Simulation, sizes: Sequence[Size]) -> tuple[float, ..
         simulation: of one step.
         sizes: by stage.
     """
-    spec, weights = simulation.spec, weight_bytes(simulation.spec, sizes)
+    spec, relation, weights = simulation.spec, simulation.relation, weight_bytes(simulation.spec, sizes)
     for stage, route in loaded(spec, (span.action for span in simulation.spans)):
         weights[spec.place(stage, route)] -= sizes[stage].weights
     changes: list[dict[tuple[float, int], float]] = [defaultdict(float) for _ in range(spec.num_workers)]
@@ -86,8 +86,8 @@ def peak_bytes(simulation: Simulation, sizes: Sequence[Size]) -> tuple[float, ..
 
     for span in simulation.spans:
         worker, action = span.worker, span.action
-        size = of_share(sizes[action.stage], simulation.portion(action))
-        moved = size if action.kind in BUILT_IN else of_share(sizes[spec.moved(action)], simulation.portion(action))
+        size = of_share(sizes[action.stage], relation.portion(action))
+        moved = size if action.kind in BUILT_IN else of_share(sizes[spec.moved(action)], relation.portion(action))
         if action.kind.per_microbatch:
             working = _working(action, size)
             add(worker, span.start, working)
@@ -103,10 +103,10 @@ def peak_bytes(simulation: Simulation, sizes: Sequence[Size]) -> tuple[float, ..
         elif way := action.kind.holds:
             add(worker, span.start if way > 0 else span.end, way * moved_bytes(action.kind, moved))
         if action.kind.per_microbatch and spec.extent(action) != (0, 1):
-            _add_state(add, span, sizes[action.stage].state, spec.extent(action), simulation.portion(action))
-        amount = payload_bytes(action, moved, simulation.gradient_parts(action.stage))
+            _add_state(add, span, sizes[action.stage].state, spec.extent(action), relation.portion(action))
+        amount = payload_bytes(action, moved, relation.gradient_parts(action.stage))
         kept = 0 if action.kind is not F or spec.recomputes(action.stage) else min(amount, size.kept_outputs)
-        for user in simulation.successors(action):
+        for user in spec.successors(action, relation.reductions):
             at = spec.worker(user)
             there = arrival.get((action, at), span.end)
             if at != worker:

@@ -31,18 +31,15 @@ def in_parallel(
             found[number] = work(number)
             tell(len(found) / count)
         return [*found.values()]
+    global _work
+    _work = work
     # The processes are forks, so closures need not be sent to them. The last calls, often the longest, begin first.
-    with ProcessPoolExecutor(cores, get_context("fork"), _take, (work,)) as pool:
+    with ProcessPoolExecutor(cores, get_context("fork")) as pool:
         calls = {pool.submit(_call, number): number for number in reversed(range(count))}
         for call in as_completed(calls):
             found[calls[call]] = call.result()
             tell(len(found) / count)
     return [found[number] for number in range(count)]
-
-
-def _take(work: Callable[[int], Any]) -> None:
-    global _work
-    _work = work
 
 
 def _call(number: int) -> Any:

@@ -69,7 +69,7 @@ class Outcome:
 class Simulation(Outcome):
     """A simulated run with all its actions."""
 
-    _relation: Relation = field(repr=False, compare=False)
+    relation: Relation = field(repr=False, compare=False)
     _ran: _Ran = field(repr=False)
     _comm: float = field(repr=False)
     _transfers: _Transfers | None = field(repr=False)
@@ -81,7 +81,7 @@ class Simulation(Outcome):
     @cached_property
     def spans(self) -> tuple[Span, ...]:
         """Every action that ran, by start, except transfers that took no time."""
-        worker, actions = self._relation.worker, self._relation.actions
+        worker, actions = self.relation.worker, self.relation.actions
         return tuple([
             Span(worker[n], actions[n], *in_time((start, end), self._scale))
             for n, start, end in self._ran
@@ -101,7 +101,7 @@ class Simulation(Outcome):
     @cached_property
     def transfers(self) -> tuple[tuple[Action, int, int, float], ...]:
         """(action, source, target, arrival) of every transfer; empty if transfers take no time."""
-        relation, found = self._relation, self._transfers
+        relation, found = self.relation, self._transfers
         if found is None:
             found = [
                 (relation.actions[n], relation.worker[n], target, end + self._comm)
@@ -119,7 +119,7 @@ class Simulation(Outcome):
 
         They are whole numbers, unless sequences are sliced: a slice counts as its share of a microbatch.
         """
-        relation, spec = self._relation, self.spec
+        relation, spec = self.relation, self.spec
         # At equal times ends come before starts; an action without duration starts and ends in its turn.
         events: list[tuple[float, bool, int, int]] = []
         for turn, (number, start, end) in enumerate(self._ran):
@@ -136,24 +136,12 @@ class Simulation(Outcome):
     @cached_property
     def messages(self) -> int:
         """The number of payloads between workers."""
-        relation = self._relation
+        relation = self.relation
         return sum(
             (number, target) not in relation.signals
             for number, action in enumerate(relation.actions) if action.kind.resource != "control"
             for target, _ in relation.targets(number)
         )  # fmt: skip
-
-    def successors(self, action: Action) -> list[Action]:
-        """Return the actions that take the payload of `action`."""
-        return self.spec.successors(action, self._relation.reductions)
-
-    def portion(self, action: Action) -> float:
-        """Return the bytes of an action's activations relative to a mean microbatch's."""
-        return self._relation.portion(action)
-
-    def gradient_parts(self, stage: int) -> int:
-        """Return into how many parts the gradients of a stage are divided: a bucket or several for each route."""
-        return self._relation.gradient_parts(stage)
 
     def orders(self) -> list[list[Action]]:
         """Return the order of each worker's actions of microbatches."""
