@@ -16,6 +16,7 @@ from rpc_pipe.model.observed_model import observe
 from rpc_pipe.model.replay import observed_stage
 from rpc_pipe.model.replay.script_family import predictions
 from rpc_pipe.tracing.run_summary import summary
+from rpc_pipe.workers.compute.module_state import ModuleState
 from rpc_pipe.workers.hooks import Listener, StepRecord
 
 WIDTH = 8
@@ -187,14 +188,17 @@ def test_a_summary_counts_what_was_observed():
 
 def test_a_known_length_needs_no_copy_of_all_attributes(monkeypatch):
     """Each new length copied the attributes of all modules, which with adapters took longer than the padding saved."""
-    copied = []
-    attributes = observed_stage.Attributes
-    monkeypatch.setattr(observed_stage, "Attributes", lambda modules: copied.append(1) or attributes(modules))
-    model = Positions()
+    copied, made, model = [], ModuleState.__init__, Positions()
+
+    def noting(self, modules, *more, **how):
+        copied.extend([1] * (len(modules := list(modules)) == len(list(model.modules()))))
+        made(self, modules, *more, **how)
+
+    monkeypatch.setattr(ModuleState, "__init__", noting)
     stages = stages_of(observe(model, [ids(2, 5), ids(2, 5)]), 2)
     counts = []
     for length in (5, 9, 7, 30, 12, 100):
         args = ids(2, length), ids(2, length)
         assert_same(in_turn(stages, *args), uncut(model, *args))
         counts.append(len(copied))
-    assert counts[2:] == [counts[2]] * 4
+    assert counts[0] and counts[2:] == [counts[2]] * 4
