@@ -94,9 +94,9 @@ def _with_lengths(
     """
     from ..planning.measuring.length_times import times_by_length
 
-    settings = {**_settings(typed), "repeats": typed.get("repeats", 5), "at_least": profile.num_blocks}
     with progress(reporter, "measuring lengths") as tell:
-        found = times_by_length(load(typed)[0], min(profile.measured), lengths, tell=tell, **settings)
+        settings = _measuring(typed, tell, profile.num_blocks)
+        found = times_by_length(load(typed)[0], min(profile.measured), lengths, **settings)
     profile = replace(profile, **found)
     _keep(profile, path)
     return profile
@@ -212,9 +212,8 @@ def find_profile(
     else:
         from ..planning.measuring.profiling import profile_model
 
-        settings = {**_settings(typed), "repeats": typed.get("repeats", 5), "at_least": at_least}
         with progress(reporter, "measuring") as tell:
-            profile = profile_model(user_model, wanted, tell=tell, **settings)
+            profile = profile_model(user_model, wanted, **_measuring(typed, tell, at_least))
     profile = replace(profile, signature=name, **kept)  # the signature is looked for the next time
     _keep(profile, path)
     return profile, path
@@ -249,11 +248,12 @@ def _fits(user_model: UserModel, copies: int) -> bool:
 
 
 def _settings(typed: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "device": typed.get("device", "cpu"),
-        "optimizer": typed.get("optimizer", "adamw"),
-        "estimate": "estimate" in typed,
-    }
+    usual = {"device": "cpu", "optimizer": "adamw"}
+    return {name: typed.get(name, said) for name, said in usual.items()} | {"estimate": "estimate" in typed}
+
+
+def _measuring(typed: Mapping[str, Any], tell: Callable[..., None], at_least: int) -> dict[str, Any]:
+    return {**_settings(typed), "repeats": typed.get("repeats", 5), "tell": tell, "at_least": at_least}
 
 
 def _place(user_model: UserModel, typed: Mapping[str, Any], together: int) -> tuple[str, Path]:

@@ -32,8 +32,7 @@ class Screen:
     """Draws a view into the console's width and height."""
 
     def __init__(self, view: View, name: str) -> None:
-        self._view = view
-        self._name = name
+        self._view, self._name = view, name
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width, height = options.max_width, options.height or max(_LEAST_ROWS, console.height)

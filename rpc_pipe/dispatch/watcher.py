@@ -48,8 +48,7 @@ class Watcher:
     """Polls `source` and passes what is new to the view and the outputs."""
 
     def __init__(self, source: RunBoards, wishes: Wishes) -> None:
-        self._source = source
-        self._wishes = wishes
+        self._source, self._wishes = source, wishes
         first, last = wishes.steps or (0, 0)
         self._view = View(keep=_MOST_STEPS + last - first) if wishes.trace else View()
         self._scalars: Scalars | None = None
@@ -92,11 +91,10 @@ class Watcher:
 
     async def _follow(self, stack: contextlib.AsyncExitStack) -> None:
         screen = Screen(self._view, self._source.name)
-        display = None
+        display, said, over_before, ended_before = None, 0.0, False, False
         if self.console.is_terminal and not self._wishes.web:
             whole: dict[str, Any] = {"screen": True, "auto_refresh": False, "vertical_overflow": "crop"}
             display = stack.enter_context(Display(screen, console=self.console, **whole))
-        said, over_before, ended_before = 0.0, False, False
         while True:
             over = self._source.over
             self._look()

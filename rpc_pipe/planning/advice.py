@@ -57,13 +57,12 @@ def binding_limits(request: PlanRequest, result: PlanResult) -> list[Advice]:
 
 def _tried(change: str, request: PlanRequest, before: float = 0) -> Advice | None:
     """Return the change with its best plan; `before`: time of a step without it, 0 if nothing fits."""
-    plans: list[Plan] = []
+    plan: Plan | None = None
     with suppress(PipeError):  # a schedule in a file may have no variant for other workers
-        plans = search(request).plans
-    if not plans:
+        plan = next(iter(search(request).plans), None)
+    if plan is None:
         return None
-    took = plans[0].predicted_ms
-    return Advice(change, took, 1 - took / before if before else 0, plans[0])
+    return Advice(change, plan.predicted_ms, 1 - plan.predicted_ms / before if before else 0, plan)
 
 
 def _relaxed(request: PlanRequest, result: PlanResult) -> Iterator[tuple[str, PlanRequest]]:
@@ -101,8 +100,7 @@ def changes_that_fit(request: PlanRequest, result: PlanResult) -> list[Advice]:
     asked = replace(request, recompute=True, seconds=min(3.0, request.seconds / 4))
     found = [] if request.recompute else [_tried("recompute", asked)]
     largest, batch = max(request.microbatches), request.batch
-    smaller = sorted({count for count in (2 * largest, 4 * largest, batch) if largest < count <= batch})
-    if smaller:
+    if smaller := sorted({count for count in (2 * largest, 4 * largest, batch) if largest < count <= batch}):
         found.append(_tried("smaller microbatches", replace(asked, microbatches=tuple(smaller))))
     num_workers = request.machines.num_workers
     wanted = {num_workers + 1, *(times * num_workers for times in (2, 4, 8))}

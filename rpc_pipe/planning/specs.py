@@ -120,10 +120,9 @@ def make_spec(
     asked = "".join(f" with {key}={value}" for key, value in values.items())
     if recomputed and max(recomputed) >= num_stages:
         raise ConfigError(f"recompute {max(recomputed)}: schedule {name}{asked} has stages 0 to {num_stages - 1}")
-    if num_stages < 1:
-        raise ConfigError(f"schedule {name}{asked}: has {num_stages} stages; must be at least 1")
-    if num_stages > MAX_STAGES:
-        raise ConfigError(f"schedule {name}{asked}: has {num_stages} stages; the most are {MAX_STAGES}")
+    if not 1 <= num_stages <= MAX_STAGES:
+        bound = "must be at least 1" if num_stages < 1 else f"the most are {MAX_STAGES}"
+        raise ConfigError(f"schedule {name}{asked}: has {num_stages} stages; {bound}")
     if (a_worker := -(-num_stages // num_workers)) * num_microbatches > MAX_FORWARDS:
         counted = "slices of microbatches" if num_microbatches > whole else "microbatches"
         forwards = f"{a_worker} stages times {num_microbatches} {counted}"

@@ -134,8 +134,7 @@ class BoardWriter(Listener):
         rank: Callable[[int], int] = int,
         written: int = 0,
     ) -> None:
-        self.path = path
-        self.header = header
+        self.path, self.header = path, header
         self._list_program, self._rank = list_program, rank
         #: returns the place of a worker in records
         self._row: Callable[[int], int] = int

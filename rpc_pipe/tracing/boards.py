@@ -48,18 +48,13 @@ class Board:
 
     def look(self) -> list[StepRecord]:
         """Return the new steps of its latest pipeline. `evaluations` are new as well."""
-        found: list[StepRecord] = []
-        self.evaluations = []
-        read = self._since(self._seen)
-        if not read.startswith(MAGIC):
+        found, self.evaluations = list[StepRecord](), []
+        if not (read := self._since(self._seen)).startswith(MAGIC):
             return found
         for line in read[HEAD.size :].splitlines():
             with suppress(ValueError):  # there was no room for all of it
                 event = json.loads(line)
-                if event["kind"] == "header":
-                    self._begin(event, found)
-                else:
-                    self._take(event, found)
+                (self._begin if event["kind"] == "header" else self._take)(event, found)
         self.live = unpack_live(read[: HEAD.size], self.header.get("offset_ns", 0))
         return found
 

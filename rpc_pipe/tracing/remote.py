@@ -43,10 +43,8 @@ class Peer:
     """A worker in another process; the carrier requests its board."""
 
     def __init__(self, carrier: Carrier, worker: int) -> None:
-        self._carrier = carrier
-        self.worker = worker
-        self._clock = 0, 0
-        self._compared = -math.inf
+        self._carrier, self.worker = carrier, worker
+        self._clock, self._compared = (0, 0), -math.inf
 
     def since(self, seen: int) -> bytes:
         """Return `BoardWriter.since` of its board, in this machine's clock and as if this process wrote it.
@@ -116,9 +114,7 @@ class Copy:
     """A copy of one worker's board."""
 
     def __init__(self, peer: Peer, path: Path) -> None:
-        self._peer = peer
-        self._path = path
-        self._seen = EVERYTHING
+        self._peer, self._path, self._seen = peer, path, EVERYTHING
 
     def refresh(self) -> None:
         """Write what is new."""

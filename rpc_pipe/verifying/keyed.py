@@ -119,8 +119,7 @@ class Keyed(TorchFunctionMode):
         self, model: nn.Module, blocks: Sequence[str], seed: Callable[[int, int], None], shares: Shares | None = None
     ) -> None:
         super().__init__()
-        self._seed, self._shares = seed, shares
-        self._marked = MARK in blocks
+        self._seed, self._shares, self._marked = seed, shares, MARK in blocks
         self._blocks = list(dict.fromkeys(model.get_submodule(name) for name in blocks if name != MARK))
         self._position = self._number = self._called = 0
         self._inside = False

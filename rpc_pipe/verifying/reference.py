@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -153,8 +154,7 @@ class Reference:
             # Whole, as the model may change it: kernels depend on the address where a microbatch begins.
             batch = mapped(batch, partial(Tensor.to, device=self._randomness.device, copy=True))
             pieces = Microbatches.of(batch, None, self._spec.num_microbatches * self._members, 1, self._cut.pair)
-            if self._ordering is not None:
-                pieces = self._ordering.applied(self._spec, pieces)
+            pieces = pieces if self._ordering is None else self._ordering.applied(self._spec, pieces)
             count = len(pieces.inputs)
             if not self.num_steps and not isinstance(self._cut, LayerPartition):  # the pipeline has observed one, too
                 self._settle(pieces)
@@ -179,9 +179,9 @@ class Reference:
         """Return the newest weights of a route under the unsplit model's names; of the first, the reference if any."""
         replica = self.replicas[route]
         state: dict[str, Tensor] = dict(replica.module.state_dict())
-        if self._spec.averaging_pull and route == 0:
-            now = {p: name for name, p in replica.module.named_parameters()}  # a forward may have exchanged modules
-            for stage, pulled_to in zip(replica.stages, self.pulled_to, strict=True):
+        now = {p: name for name, p in replica.module.named_parameters()}  # a forward may have exchanged modules
+        for stage, pulled_to in zip(replica.stages, self.pulled_to, strict=True):
+            if self._spec.averaging_pull and route == 0:
                 state |= {now[parameter]: pulled_to[name] for name, parameter in stage.named}
         return state
 
@@ -233,7 +233,7 @@ class Reference:
                 total = total * step.scales[at] / (weight or 1)
             total.backward()
         grads = [[[leaf.grad for leaf in leaves] for leaves in of_stage] for of_stage in used]
-        for leaf in (leaf for of_stage in used for leaves in of_stage for leaf in leaves):
+        for leaf in chain.from_iterable(chain.from_iterable(used)):
             leaf.grad = None
         return grads
 
@@ -329,11 +329,10 @@ class Reference:
 def add_up(parts: Iterable[Tensor | None]) -> Tensor | None:
     """Add up in the order given."""
     total = None
-    for part in parts:
-        if part is not None:
-            # torch cannot add a dense tensor to a sparse one
-            swapped = total is not None and total.is_sparse and not part.is_sparse
-            total = part if total is None else part + total if swapped else total + part
+    for part in (part for part in parts if part is not None):
+        # torch cannot add a dense tensor to a sparse one
+        swapped = total is not None and total.is_sparse and not part.is_sparse
+        total = part if total is None else part + total if swapped else total + part
     return total
 
 
