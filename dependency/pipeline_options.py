@@ -113,7 +113,8 @@ class Options:
         help="cpu, cuda or the like (each worker of a host its own GPU), or cuda:N (cpu)",
     )  # fmt: skip
     seed: int = _option(
-        0, _whole(0), "a whole number of at least 0", typed="seed", least=0, most=2**63 - 1,
+        0, lambda seed: _whole(0)(seed) and seed < 2**63, "a whole number of at least 0, below 2**63",
+        typed="seed", least=0, most=2**63 - 1,
         help="seed of everything random (0)",
     )  # fmt: skip
     transport: str | None = _option(

@@ -83,6 +83,8 @@ class Inspected:
         """
         from .modifying import modify  # few scripts change modules
 
+        if not callable(function):
+            raise ConfigError(f"modify {function!r}: takes a function of a stage and its modules")
         modify(self._session, function, {summed} if isinstance(summed, str) else set(summed))
 
     @property
@@ -104,6 +106,8 @@ class Inspected:
 
     @learning_rate.setter
     def learning_rate(self, rate: float) -> None:
+        if not (isinstance(rate, (int, float, Tensor)) and rate >= 0):
+            raise ConfigError(f"learning_rate {rate!r}: must be a number of at least 0")
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 if isinstance(group["lr"], Tensor):

@@ -101,7 +101,7 @@ def command(typed: dict[str, Any], argv: list[str]) -> int:
     drawn = [option for option in ("actions", "svg", "html", "chrome") if option in typed]
     result: Priced | Simulation
     if drawn or isinstance(spec, Decoding) or spec.num_stages * spec.num_microbatches * steps <= _MOST_LISTED:
-        refuse_many(spec, steps, f"--{', --'.join(drawn or ['generate'])}")
+        refuse_many(spec, steps, f"--{', --'.join(drawn)}")
         result = simulate(spec, cost, **how)
         _write_pictures(typed, name, result)
     else:
@@ -131,6 +131,7 @@ def _decoding(placed: Spec, typed: Mapping[str, Any], cost: Cost) -> tuple[Decod
     groups, rounds = placed.num_microbatches, typed["generate"]
     many = (rounds + 1) * groups
     spec = Decoding(num_workers=placed.num_workers, num_microbatches=many, placed=placed, groups=groups)
+    refuse_many(spec, 1, "--generate")
     return spec, lambda action: 0 if action.index >= rounds * groups else cost(action)
 
 

@@ -124,7 +124,11 @@ class LayerPartition:
     def slice(self, stage: int, randomness: Randomness, route: int = 0, divide: Divide | None = None) -> Slice:
         """Return a stage's slice of the model, on the device of `randomness`. Arguments as of `build`."""
         layers = self.build(stage, randomness, route, divide)
-        for _, module in layers:
+        for number, module in layers:
+            if any(tensor.is_meta for tensor in module.parameters()):
+                raise ModelError(
+                    f"layer {number}: is on the meta device and has no numbers; pass a function that makes it"
+                )
             module.to(randomness.device)
         shared = {name: held for name, held in self.shared.items() if stage in held}
         found = Layers(layers, {} if self._ties is None else self._ties.names, shared)

@@ -70,6 +70,7 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize(
     "typed, said",
     [
+        ("simulate --workers 2 --generate 999999999", "needs every action"),
         ("simulate --schedule specs.py:Stages", "has 0 stages; must be at least 1"),
         ("simulate --schedule specs.py:Stages --set number=-3", "has -3 stages; must be at least 1"),
         ("simulate --schedule specs.py:Stages --set number=²", "takes int"),

@@ -33,6 +33,10 @@ SLOWER = partial(torch.optim.lr_scheduler.StepLR, step_size=1)
         (lambda pipe: pipe.weights.save(""), "'': must be the path of a file or folder"),
         (lambda pipe: pipe.checkpoints.save(3), "3: must be the path of a file or folder"),
         (lambda pipe: pipe.weights.load_pretrained(None), "None: must be the path of a file or folder"),
+        (lambda pipe: pipe.step((X.to_sparse(), Y)), "batch: "),
+        (lambda pipe: pipe.step((X, {"y": Y, "names": ["a"] * len(X)})), r"batch\[1\]\['names'\]: "),
+        (lambda pipe: setattr(pipe, "learning_rate", float("nan")), "learning_rate nan: "),
+        (lambda pipe: pipe.modify(3), "modify 3: "),
         (lambda pipe: pipe.step(), "batch: pass one, or else microbatches="),
         (lambda pipe: pipe.step((X, Y), microbatches=[(X, Y)]), "batch: pass one, "),
         (lambda pipe: pipe.step(microbatches=[]), "must be a list of at least one"),
@@ -75,6 +79,7 @@ def test_a_worker_without_the_inputs_of_a_whole_model_is_told_that_it_needs_them
         ({"split": 2}, "split"),
         ({"schedule_options": "window=2"}, "schedule_options"),
         ({"num_workers": 0}, "num_workers"),
+        ({"seed": 2**63}, "seed"),
         ({"num_microbatches": 0}, "num_microbatches"),
         ({"stall_s": float("nan")}, "stall_s"),
         ({"num_microbatches": 4.0}, "num_microbatches"),
@@ -250,7 +255,7 @@ def test_a_list_with_something_for_each_row_is_refused():
 
     pipe, names = pipeline(loss=named), ["a" * i for i in range(10)]
     for rows in (names, tuple(names)):
-        with refused("batch"):
+        with refused("batch[1][1]"):
             pipe.step((X, (Y, rows)))
     pipe.step(microbatches=[(X[:5], (Y[:5], names[:5])), (X[5:], (Y[5:], names[5:]))])
     few = pipeline(loss=lambda output, target: nn.functional.cross_entropy(output, target[0]))

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ...dependency import Action, BatchError, Spec, update_of
+from ...dependency.errors import first_sentence
 from ...workers.compute.digest import describe
 from ...workers.compute.result import NUM_ITEMS
 from ...workers.step import StepData
@@ -68,11 +69,14 @@ class Microbatches(StepData):
             batch = inputs, targets
             # A worker may have been given inputs or targets only.
             whole = inputs if targets is None else targets if inputs is None else (inputs, targets)
-            num = _num_rows(whole) if num_microbatches > 1 else rows_in(whole)
-            parts = min(num_microbatches, max(1, num))
-            if parts > 1:
-                refuse_lists(whole, num, given)
-            all_inputs, all_targets = (split_rows(side, parts, num) for side in (inputs, targets))
+            try:
+                num = _num_rows(whole) if num_microbatches > 1 else rows_in(whole)
+                parts = min(num_microbatches, max(1, num))
+                if parts > 1:
+                    refuse_lists(whole, num, given)
+                all_inputs, all_targets = (split_rows(side, parts, num) for side in (inputs, targets))
+            except RuntimeError as error:  # sparse and nested tensors
+                raise BatchError(f"batch: {first_sentence(error)}; pass microbatches=, a list of batches") from error
         rows = [rows_in(t if x is None else x) for x, t in zip(all_inputs, all_targets, strict=True)]
         if 0 in rows:
             which = f"microbatch {rows.index(0)}" if len(rows) > 1 else "the batch"
