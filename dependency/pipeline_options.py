@@ -118,7 +118,7 @@ class Options:
         help="seed of everything random (0)",
     )  # fmt: skip
     transport: str | None = _option(
-        None, typed="transport", choices=TRANSPORTS,
+        None, (None, *TRANSPORTS).__contains__, "rpc, zmq or local", typed="transport", choices=TRANSPORTS,
         help="torch RPC, ZeroMQ, or all in one process (rpc)",
     )  # fmt: skip
     stall_s: float = _option(

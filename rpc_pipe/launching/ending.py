@@ -13,12 +13,11 @@ from functools import cache
 
 from ..system.at_exit import at_exit
 from ..tracing.own_boards import collect, end_calls, leave, stay
+from . import LAST_WORDS_S, LOOK_EVERY_S
 from . import launcher_link as link
 
 logger = logging.getLogger(__name__)
 
-#: seconds between checks whether a stop is still possible, and for reporting that it is not
-_LOOK_EVERY_S, _LAST_WORDS_S = 0.1, 2.0
 #: signals with the same meaning under torchrun, and their default handlers
 _STOPS = {signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
 _STOPS[signal.SIGUSR1] = signal.SIG_DFL  # SLURM's announcement of a job's end
@@ -53,8 +52,8 @@ def _stop_on_signal(number: int) -> None:
 def _end_when_broken(number: int) -> None:
     """End this process if no step can be finished: torchrun also sends the signal when another worker has failed."""
     while not any(actor.carrier.broken for pipeline in link.pipelines() for actor in pipeline.actors):
-        time.sleep(_LOOK_EVERY_S)
-    time.sleep(_LAST_WORDS_S)  # it may be about to report the cause
+        time.sleep(LOOK_EVERY_S)
+    time.sleep(LAST_WORDS_S)  # it may be about to report the cause
     leave()
     os.kill(os.getpid(), number)
 

@@ -102,7 +102,7 @@ def current_job(environ: Mapping[str, str] | None = None) -> Job | None:
     settings: dict[str, Any] = dict(
         join_timeout_s=seconds(environ, "RPC_PIPE_JOIN_TIMEOUT", Job.join_timeout_s),
         shared_memory=_on(environ, "RPC_PIPE_SHARED_MEMORY", "on"),
-        transport=refuse_transport(environ.get(TRANSPORT, Job.transport), TRANSPORT),
+        transport=_transport(environ),
         trust_network=_on(environ, TRUST, "off"),
         port=_number(environ, PORT, 0),
         key_file=Path(environ[KEY]) if KEY in environ else None,
@@ -141,8 +141,6 @@ def own_part(transport: str | None, num_workers: int | None, members: int = 1) -
         ConfigError: they cannot be had here, or as `current_job`.
     """
     job = current_job()
-    if transport is not None:
-        refuse_transport(transport, "transport")
     if members > 1 and (job is None or job.transport == "local" or transport == "local"):
         raise ConfigError(f"members={members}: are processes, not threads; start them by rpc-pipe run or torchrun")
     if job is None:
@@ -176,15 +174,10 @@ def _place(environ: Mapping[str, str], num_processes: int) -> tuple[str, bool]:
     return said or ("" if interface == LOOPBACK else interface), False
 
 
-def refuse_transport(transport: str, said: str) -> str:
-    """Return the name of a transport.
-
-    Raises:
-        ConfigError: there is none of that name.
-    """
-    if transport not in TRANSPORTS:
-        raise ConfigError(f"{said} {transport!r}: must be {', '.join(TRANSPORTS[:-1])} or {TRANSPORTS[-1]}")
-    return transport
+def _transport(environ: Mapping[str, str]) -> str:
+    if (name := environ.get(TRANSPORT, Job.transport)) not in TRANSPORTS:
+        raise ConfigError(f"{TRANSPORT} {name!r}: must be {', '.join(TRANSPORTS[:-1])} or {TRANSPORTS[-1]}")
+    return name
 
 
 def _on(environ: Mapping[str, str], name: str, usual: str) -> bool:

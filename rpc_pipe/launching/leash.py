@@ -14,11 +14,8 @@ from pathlib import Path
 
 from ..tracing import run_folders
 from ..tracing.run_folders import RUN_FAILED, Ending, tell_end
-from . import STOP
+from . import LAST_WORDS_S, LOOK_EVERY_S, STOP
 from . import launcher_link as link
-
-#: seconds between looks at a launcher that ends, and until it counts as ended
-_LOOK_EVERY_S, _LAST_WORDS_S = 0.1, 2.0
 
 
 def hold_leash() -> None:
@@ -60,12 +57,12 @@ def _follow(descriptor: int, folder: Path) -> None:
 
 def _clear_up(folder: Path) -> None:
     """Remove the folder that the launcher would have removed, if it has gone: a script may have broken the link."""
-    deadline = time.monotonic() + _LAST_WORDS_S
+    deadline = time.monotonic() + LAST_WORDS_S
     with suppress(OSError):  # another worker has removed them
         # Its sockets are closed a moment before it has ended.
         while run_folders.alive((folder / run_folders.LAUNCHER).read_text()):
             if time.monotonic() > deadline:
                 return
-            time.sleep(_LOOK_EVERY_S)
+            time.sleep(LOOK_EVERY_S)
     tell_end(folder, Ending(RUN_FAILED, "its launcher is gone"))
     shutil.rmtree(folder, ignore_errors=True)
