@@ -193,3 +193,5 @@ class Entry(NamedTuple):
     sources: tuple[Action, ...]
     #: whether an action of this worker computes from the payload of this one
     consumed_locally: bool
+    #: (steps earlier, action of the same worker counted within that step) that must be finished first
+    earlier: tuple[tuple[int, Action], ...] = ()

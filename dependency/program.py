@@ -13,7 +13,7 @@ from typing import NamedTuple
 from .action import Action, Entry, Kind, Milestone, Pulled
 from .errors import ScheduleError
 from .indexes import split_route
-from .kinds import A, B, C, D, F, G, S, U
+from .kinds import A, B, C, D, F, G, S
 from .order import has_program, has_slot, is_uniform, local_order, routes
 from .reductions import NO_REDUCTIONS, Reductions, Replica, reduction_tree
 from .spec import Spec
@@ -43,9 +43,14 @@ def entries(
     """
     flow = _Flow(spec, worker, reductions, forward_only=forward_only)
     edges = _OrderEdges(spec, worker, reductions, frozenset(chained), forward_only=forward_only)
-    versioned = not (forward_only or spec.synchronous)
+    versioned, reaching = not (forward_only or spec.synchronous), None
+    order: Iterable[Action] = local_order(spec, worker, reductions)
+    if versioned and spec.num_steps == 1:
+        from .earlier_steps import EarlierSteps  # few streams overlap
+
+        reaching = EarlierSteps(spec, reductions, order := [*order], chained)
     handed = {first: hand for _, hand, first in spec.handovers}
-    for action in local_order(spec, worker, reductions):
+    for action in order:
         if forward_only and not flow.goes_forward(action):
             continue
         own: list[Action | Milestone] = []
@@ -65,7 +70,8 @@ def entries(
         if action in handed:
             pulled.append(Pulled(handed[action], spec.worker(handed[action]), True))
         own += edges.of(action)
-        yield flow.entry(action, own, pulled)
+        entry = flow.entry(action, own, pulled)
+        yield entry if reaching is None else entry._replace(earlier=reaching.of(action))
 
 
 class _Pattern(NamedTuple):
@@ -76,6 +82,7 @@ class _Pattern(NamedTuple):
     consumers: tuple[int, ...]
     sources: tuple[tuple[int, Kind], ...]
     here: bool
+    earlier: tuple[tuple[int, Action], ...]
 
 
 class _Flow:
@@ -104,7 +111,7 @@ class _Flow:
         pattern = self._patterns.get(key)
         if pattern is None:
             pattern = self._patterns[key] = self._pattern(action)
-        own_kinds, pulled_kinds, consumers, sources, here = pattern
+        own_kinds, pulled_kinds, consumers, sources, here, earlier = pattern
         needs = [new(Action, (s, k, m)) for s, k in own_kinds]
         return new(
             Entry,
@@ -115,6 +122,7 @@ class _Flow:
                 consumers,
                 tuple([new(Action, (s, k, m)) for s, k in sources]),
                 here,
+                earlier,
             ),
         )
 
@@ -151,7 +159,13 @@ class _Flow:
             tuple(sorted(consumers - {worker})),
             () if origin is None else ((origin.stage, origin.kind),),
             worker in consumers,
+            self._earlier(action),
         )
+
+    def _earlier(self, action: Action) -> tuple[tuple[int, Action], ...]:
+        """Return the needs of an action in the step before a synchronous one."""
+        has_updates = self._spec.synchronous and not self._forward_only
+        return tuple((1, need) for need in self._tree.earlier(action)) if has_updates else ()
 
     def _end(self, action: Action, own: Sequence[Action | Milestone], pulled: Sequence[Pulled]) -> Entry:
         spec, worker = self._spec, self._worker
@@ -165,6 +179,7 @@ class _Flow:
             tuple(sorted(consumers - {worker})),
             tuple(need for need in others if not need.kind.per_microbatch),
             worker in consumers,
+            self._earlier(action),
         )
 
 
@@ -217,8 +232,6 @@ class _OrderEdges:
         """Return the edges of `action`, which is the next in the order."""
         stage, kind, index = action
         if not kind.per_microbatch:
-            if self._takes and kind in (U, G, S):
-                return self._last_gradient(action)
             return self._gradients_before(action)
         before: Action | None = None
         releases = self._limit is not None and kind.keeps < 0
@@ -240,23 +253,19 @@ class _OrderEdges:
             edges += self._released_before(action, self._limit)
         return edges
 
-    def _last_gradient(self, action: Action) -> list[Action]:
-        """Return the last action that adds to the gradients of an update of a stream, and the update before it.
-
-        If gradients are exchanged for the update, the last action alone.
-        """
-        replicas = self._spec.parallelism.replicas
-        update = self._tree.update_of(action)
-        last = (self._last_of.pop if action.kind is U else self._last_of.get)(update, None)
-        before = [U(update.stage, update.index - replicas)] if action.kind is U and update.index >= replicas else []
-        return before if last is None else [last, *before]
-
     def _gradients_before(self, action: Action) -> list[Action | Milestone]:
         """Return the last B or W of each shard with gradients that `action` needs: it waits for all earlier ones.
 
-        An exchange needs its piece alone, a milestone of that backward.
+        An exchange needs its piece alone, a milestone of that backward. In a stream these are of one update, which also
+        needs the update before it.
         """
         shards, _ = self._tree.needs(action)
+        if self._takes and action.kind.resource != "control":
+            update, replicas = self._tree.update_of(action), self._spec.parallelism.replicas
+            needs = [self._last_of.get(update)] if shards or action is update else []
+            if action is update and update.index >= replicas:
+                needs.append(update._replace(index=update.index - replicas))
+            return [need for need in needs if need is not None]
         last = (self._last_release.get(shard if self._limit is None else _WHOLE_WORKER) for shard in shards)
         found = dict.fromkeys(release for release in last if release is not None)
         if action.kind not in (G, S):

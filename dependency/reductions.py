@@ -24,11 +24,10 @@ from .declared import Declared
 from .indexes import join_route, route_in, split_route, split_step
 from .kinds import A, C, D, F, G, H, N, P, S, T, U, V
 
-#: kind that distributes a result -> kind that collects it
-_COLLECTED = {D: C, T: N}
-_DISTRIBUTED = {C: D, N: T}
 #: a replica of a stage: (stage, route)
 Replica = tuple[int, int]
+#: replicas with all their gradients, and actions
+Needs = tuple[list[Replica], list[Action]]
 
 
 def on_route(spec: Declared, microbatches: Iterable[int], route: int) -> Iterator[int]:
@@ -90,7 +89,7 @@ class ReductionTree:
     """The tree along which the results of a step are collected and distributed."""
 
     def __init__(self, spec: Declared, reductions: Reductions = NO_REDUCTIONS) -> None:
-        self.spec, self._reductions = spec, reductions
+        self.spec, self.reductions = spec, reductions
         last = spec.last_stage
         #: node -> the node nearer to the root; the root, which is first, has none
         self.parent: dict[Replica, Replica | None] = {}
@@ -103,9 +102,9 @@ class ReductionTree:
                 self.parent[stage, route] = root if stage == last else (stage + 1, route)
                 self.own.setdefault(spec.place(stage, route), (stage, route))
         #: worker -> its nodes, from the root
-        self._nodes: dict[int, list[Replica]] = {}
+        self.nodes: dict[int, list[Replica]] = {}
         for node in self.parent:
-            self._nodes.setdefault(spec.place(*node), []).append(node)
+            self.nodes.setdefault(spec.place(*node), []).append(node)
         self.children: dict[Replica, list[Replica]] = {node: [] for node in self.parent}
         for node, parent in self.parent.items():
             if parent is not None:
@@ -113,68 +112,56 @@ class ReductionTree:
         #: by stage and number
         self._pieces: dict[int, dict[int, Bucket]] = {}
         #: nodes that contribute to the loss, or pass it on
-        self._of_loss: set[Replica] = set()
+        self.of_loss: set[Replica] = set()
         for route in range(spec.num_routes):
             above: Replica | None = self.own[spec.place(last, route)]
-            while above is not None and above not in self._of_loss:
-                self._of_loss.add(above)
+            while above is not None and above not in self.of_loss:
+                self.of_loss.add(above)
                 above = self.parent[above]
 
     def actions(self, worker: int) -> list[Action]:
         """Return the actions with which `worker` collects and distributes: towards the root, and back."""
-        nodes = self._nodes.get(worker, [])
-        found = [C(*node) for node in reversed(nodes) if node in self._of_loss] + [D(*node) for node in nodes]
-        if self._reductions.norms:
+        nodes = self.nodes.get(worker, [])
+        found = [C(*node) for node in reversed(nodes) if node in self.of_loss] + [D(*node) for node in nodes]
+        if self.reductions.norms:
             found += [N(*node) for node in reversed(nodes)] + [T(*node) for node in nodes]
-        if self._reductions.validated:
+        if self.reductions.validated:
             found += [V(*shard) for shard in self.spec.hosted(worker)]
         return found
 
-    def needs(self, action: Action) -> tuple[list[Replica], list[Action]]:
-        """Return the needs of an action that ends a step: shards with all their gradients, and actions."""
-        stage, kind, index = action
-        routes = self.spec.num_routes
-        number, route = split_route(index, routes)
-        node = stage, route
-        if kind in (G, H):
-            return [node], []
-        if kind is S:
-            holders = self._holders(stage, number)
-            return [node], [G(s, join_route(number, r, routes)) for s, r in holders if (s, r) != node]
-        if kind is U:
-            awaited = self.awaited(self.spec.place(*node))
-            sums = self._completing(*node, number)
-            return ([], sums + awaited) if sums else ([node], awaited)
-        if kind is P:
-            return [], [self.update_of(action)]
-        if kind is A:
-            others = (each for each in self.pieces(stage, number) if each.owner != node)
-            return [], [U(stage, index)] + [P(p.owner[0], join_route(p.number, p.owner[1], routes)) for p in others]
-        if kind is V:
-            return [], [U(*node), T(*self.own[self.spec.place(*node)])]
-        if kind in _COLLECTED:
-            parent = self.parent[node]
-            return [], [(_COLLECTED[kind] if parent is None else kind)(*(parent or node))]
-        worker = self.spec.place(*node)
-        held = self.spec.hosted(worker) if self.own[worker] == node else []
-        children = self.children[node]
-        if kind is C:
-            below = [C(*child) for child in children if child in self._of_loss]
-            return [], below + (self._losses(worker) if held else [])
-        below = [N(*child) for child in children] + [D(*node)]  # gradients of summed losses are divided first
-        first = [shard for shard in held if shard[1] == 0 or self.spec.parallelism.zero or self._reductions.commits]
-        if self._reductions.validated:
-            return [], below + [U(*shard) for shard in first]  # U has noted the norms before it freed the gradients
-        sums = [each for shard in first for each in self._completing(*shard)]
-        alone = [shard for shard in first if not self._completing(*shard)]
-        return alone, below + list(dict.fromkeys(sums))
+    def node(self, action: Action) -> Replica:
+        """Return (stage, route) of an action that ends a step."""
+        return action.stage, route_in(action.index, self.spec.num_routes)
 
-    def awaited(self, worker: int) -> list[Action]:
-        """Return the actions with results that the updates of `worker` need."""
-        own, known = self.own[worker], self._reductions
-        if known.norms and not known.validated:
-            return [T(*own)]
-        return [D(*own)] if known.weight else []
+    def at(self, kind: Kind, number: int, replica: Replica) -> Action:
+        """Return the action of a replica with the number of a piece, or of a step."""
+        return kind(replica[0], join_route(number, replica[1], self.spec.num_routes))
+
+    def held(self, node: Replica) -> list[Replica]:
+        """Return the shards of the worker of a node, at its node nearest to the root; none at the others."""
+        worker = self.spec.place(*node)
+        return self.spec.hosted(worker) if self.own[worker] == node else []
+
+    def needs(self, action: Action) -> Needs:
+        """Return the needs of an action that ends a step: shards with all their gradients, and actions."""
+        return ROWS[action.kind].needs(self, action, self.node(action))
+
+    def successors(self, action: Action) -> list[Action]:
+        """Return the actions that the payload of one that ends a step flows to."""
+        return ROWS[action.kind].takers(self, action, self.node(action))
+
+    def earlier(self, action: Action) -> list[Action]:
+        """Return the actions of its worker in the step before that an action needs, without the flow of a stream."""
+        if not action.kind.per_microbatch:
+            return ROWS[action.kind].earlier(self, action, self.node(action))
+        if not action.kind.takes_update:
+            return []
+        node, worker = (action.stage, routes_of(self.spec)(action.index)), self.spec.worker(action)
+        # Where workers have gone, another replica here may update the weights.
+        own = self.spec.place(*node) == worker
+        here = [node] if own else [each for each in self.spec.hosted(worker) if each[0] == action.stage]
+        # A step that only adds up gradients takes no weights from their owners, the one before it may.
+        return [kind(*each) for each in here for kind in ((U, A) if self.spec.parallelism.zero else (U,))]
 
     def pieces(self, stage: int, step: int | None = None) -> list[Bucket]:
         """Return the pieces of a stage's parameters that other shards hold too; tied stages number them alike.
@@ -189,48 +176,57 @@ class ReductionTree:
             self._pieces[stage] = {piece.number: piece for piece in self._found_pieces(stage)}
         return self._pieces[stage]
 
+    def piece(self, action: Action) -> Bucket | None:
+        """Return the piece of an action; None: `reductions` lack it, as in a trace."""
+        return self._numbered(action.stage).get(split_route(action.index, self.spec.num_routes)[0])
+
     def update_of(self, action: Action) -> Action:
         """Return the update that takes an action's gradients, or that makes the parameters which the action gives."""
-        number, route = split_route(action.index, self.spec.num_routes)
-        piece = self._numbered(action.stage).get(number)
-        step = piece.step if piece else 0
-        return action if action.kind is U else U(action.stage, join_route(step, route, self.spec.num_routes))
+        if action.kind is U:
+            return action
+        piece = self.piece(action)
+        return self.at(U, piece.step if piece else 0, self.node(action))
+
+    def of_holders(self, kind: Kind, action: Action) -> list[Action]:
+        """Return the actions of all holders of an action's piece: updates, or those of that piece."""
+        piece = self.piece(action)
+        holders = piece.holders(self.spec.num_routes) if piece else []
+        return [self.at(kind, piece.step if kind is U else piece.number, each) for each in holders if piece]
+
+    def above(self, node: Replica, kind: Kind, other: Kind) -> list[Action]:
+        """Return the action of `kind` at the node nearer to the root; at the root, the one of `other` there."""
+        parent = self.parent[node]
+        return [other(*node)] if parent is None else [kind(*parent)]
 
     def share(self, milestone: Milestone) -> float:
         """Return the share of a backward after which a piece is complete: the buckets of the last layers are first."""
-        stage, number = milestone.action.stage, milestone.number - len(self._reductions.tied)
-        bucket = split_route(number, self.spec.num_routes)[0] if number >= 0 and self._reductions.buckets else 0
-        return (bucket + 1) / (self._reductions.buckets[stage] if self._reductions.buckets and number >= 0 else 1)
+        stage, number = milestone.action.stage, milestone.number - len(self.reductions.tied)
+        bucket = split_route(number, self.spec.num_routes)[0] if number >= 0 and self.reductions.buckets else 0
+        return (bucket + 1) / (self.reductions.buckets[stage] if self.reductions.buckets and number >= 0 else 1)
 
     def num_parts(self, stage: int) -> int:
         """Return into how many parts the gradients of a stage are divided: a bucket or several for each route."""
-        buckets = self._reductions.buckets
+        buckets = self.reductions.buckets
         return self.spec.num_routes * (buckets[stage] if buckets else 1)
 
     def _found_pieces(self, stage: int) -> list[Bucket]:
-        if not (self.spec.takes_steps and self._reductions.updates):
+        if not (self.spec.takes_steps and self.reductions.updates):
             return []
-        held = enumerate(self._reductions.tied)
+        held = enumerate(self.reductions.tied)
         found = [Bucket(number, stages, (stages[0], route)) for number, (stages, route) in held if stage in stages]
-        routes, begin = self.spec.num_routes, len(self._reductions.tied)
+        routes, begin = self.spec.num_routes, len(self.reductions.tied)
         if routes > 1:
             count = self.num_parts(stage)
             every = range(count * self.spec.num_steps)
             found += [Bucket(begin + n, (stage,), (stage, route_in(n, routes)), split_step(n, count)[0]) for n in every]
         return found
 
-    def _holders(self, stage: int, number: int) -> list[Replica]:
-        """Return the holders of a piece; an empty list for a piece that `reductions` lack, as in a trace."""
-        piece = self._numbered(stage).get(number)
-        return [*piece.holders(self.spec.num_routes)] if piece else []
-
     def sums(self, stage: int, route: int, step: int = 0) -> list[Action]:
         """Return the sums of gradients that an update takes; none if no other shard holds its parameters."""
         owners = ((piece.number, piece.owner) for piece in self.pieces(stage, step))
-        return [S(owner[0], join_route(number, owner[1], self.spec.num_routes)) for number, owner in owners
-                if not self.spec.parallelism.zero or owner == (stage, route)]  # fmt: skip
+        return [self.at(S, *each) for each in owners if not self.spec.parallelism.zero or each[1] == (stage, route)]
 
-    def _completing(self, stage: int, route: int, step: int = 0) -> list[Action]:
+    def completing(self, stage: int, route: int, step: int = 0) -> list[Action]:
         """Return the exchange of gradients that leaves a shard with the gradients of its update.
 
         With ZeRO the gradients for another owner leave first: norm and divisor are of the rest.
@@ -240,11 +236,10 @@ class ReductionTree:
 
     def given(self, kind: Kind, stage: int, route: int, step: int = 0) -> list[Action]:
         """Return a replica's actions that give gradients to owners (`G`), or its sums (`S`) or parameters (`P`)."""
-        node, routes = (stage, route), self.spec.num_routes
-        return [kind(stage, join_route(piece.number, route, routes)) for piece in self.pieces(stage, step)
-                if (piece.owner == node) is (kind is not G)]  # fmt: skip
+        node, pieces = (stage, route), self.pieces(stage, step)
+        return [self.at(kind, piece.number, node) for piece in pieces if (piece.owner == node) is (kind is not G)]
 
-    def _losses(self, worker: int) -> list[Action]:
+    def losses(self, worker: int) -> list[Action]:
         """Return the forwards of a worker that give losses."""
         spec, last = self.spec, self.spec.last_stage
         routes = [route for stage, route in spec.carried(worker) if stage == last]
@@ -252,30 +247,94 @@ class ReductionTree:
         here = (each for each in every if spec.num_routes == 1 or spec.worker(each) == worker)
         return [each for each in here if spec.actions(last, each.index)]
 
-    def successors(self, action: Action) -> list[Action]:
-        """Return the actions that the payload of one that ends a step flows to."""
-        stage, kind, route = action
-        if kind is H:
-            return [first for _, hand, first in self.spec.handovers if hand == action]
-        if kind in (G, S, P):
-            routes = self.spec.num_routes
-            number, own = split_route(route, routes)
-            node = stage, own
-            if kind is G:
-                piece = self._numbered(stage).get(number)
-                return [S(piece.owner[0], join_route(number, piece.owner[1], routes))] if piece else []
-            first = self.update_of(action).index - node[1]
-            holders = [(s, first + r) for s, r in self._holders(stage, number)]
-            if kind is P:
-                return [A(s, at) for s, at in holders if (s, at - first) != node]
-            # Norms are of route 0: its worker needs the sums anyway.
-            return [] if self.spec.parallelism.zero else [U(*holder) for holder in holders]
-        if kind in _COLLECTED:
-            return [kind(*child) for child in self.children[stage, route]]
-        if kind in _DISTRIBUTED:
-            parent = self.parent[stage, route]
-            return [_DISTRIBUTED[kind](stage, route) if parent is None else kind(*parent)]
-        return []
+
+class EndRow(NamedTuple):
+    """How actions of a kind end a step: functions of the tree, an action, and the action's (stage, route)."""
+
+    #: shards with all their gradients, and actions
+    needs: Callable[[ReductionTree, Action, Replica], Needs]
+    #: the actions that its payload flows to
+    takers: Callable[[ReductionTree, Action, Replica], list[Action]] = lambda tree, action, node: []
+    #: needs in the step before, on the same worker
+    earlier: Callable[[ReductionTree, Action, Replica], list[Action]] = lambda tree, action, node: []
+
+
+def _for_update(tree: ReductionTree, action: Action, node: Replica) -> Needs:
+    own, known = tree.own[tree.spec.place(*node)], tree.reductions
+    awaited = [T(*own)] if known.norms and not known.validated else [D(*own)] if known.weight else []
+    sums = tree.completing(*node, split_route(action.index, tree.spec.num_routes)[0])
+    return ([], sums + awaited) if sums else ([node], awaited)
+
+
+def _of_owners(tree: ReductionTree, action: Action, node: Replica) -> Needs:
+    pieces = tree.pieces(node[0], split_route(action.index, tree.spec.num_routes)[0])
+    return [], [U(*action[::2]), *(tree.at(P, each.number, each.owner) for each in pieces if each.owner != node)]
+
+
+def _for_loss(tree: ReductionTree, action: Action, node: Replica) -> Needs:
+    below = [C(*child) for child in tree.children[node] if child in tree.of_loss]
+    return [], below + (tree.losses(tree.spec.place(*node)) if tree.held(node) else [])
+
+
+def _for_norms(tree: ReductionTree, action: Action, node: Replica) -> Needs:
+    below = [N(*child) for child in tree.children[node]] + [D(*node)]  # gradients of summed losses are divided first
+    every = tree.spec.parallelism.zero or tree.reductions.commits
+    first = [shard for shard in tree.held(node) if shard[1] == 0 or every]
+    if tree.reductions.validated:
+        return [], below + [U(*shard) for shard in first]  # U has noted the norms before it freed the gradients
+    sums = dict.fromkeys(each for shard in first for each in tree.completing(*shard))
+    return [shard for shard in first if not tree.completing(*shard)], [*below, *sums]
+
+
+def _end_before(tree: ReductionTree, action: Action, node: Replica) -> list[Action]:
+    """Return the end of the step before on the worker of an update.
+
+    So all workers know of a stop in step k before step k + 2 updates, and no update follows one that may still be taken
+    back. In a stream no later step has updated weights when a step is complete.
+    """
+    spec, worker = tree.spec, tree.spec.place(*node)
+    if spec.synchronous:
+        return [D(*tree.own[worker]), V(*node)]
+    given = ([*tree.given(P, *shard), A(*shard)] for shard in spec.hosted(worker) if spec.parallelism.zero)
+    return [D(*node) for node in tree.nodes[worker]] + [each for shard in given for each in shard]
+
+
+#: of each kind that ends a step, its needs, the actions that take its payload, and its needs in the step before
+ROWS: dict[Kind, EndRow] = {
+    H: EndRow(
+        lambda tree, action, node: ([node], []),
+        lambda tree, action, node: [first for _, hand, first in tree.spec.handovers if hand == action],
+    ),
+    # A replica without a microbatch would give the gradients of the step before.
+    G: EndRow(
+        lambda tree, action, node: ([node], []),
+        lambda tree, action, node: [tree.at(S, piece.number, piece.owner)] if (piece := tree.piece(action)) else [],
+        lambda tree, action, node: [U(*node)],
+    ),
+    S: EndRow(
+        lambda tree, action, node: ([node], [each for each in tree.of_holders(G, action) if tree.node(each) != node]),
+        # Norms are of route 0: its worker needs the sums anyway.
+        lambda tree, action, node: [] if tree.spec.parallelism.zero else tree.of_holders(U, action),
+        lambda tree, action, node: [U(*node)],
+    ),
+    U: EndRow(_for_update, earlier=_end_before),
+    P: EndRow(
+        lambda tree, action, node: ([], [tree.update_of(action)]),
+        lambda tree, action, node: [A(*each[::2]) for each in tree.of_holders(U, action) if tree.node(each) != node],
+    ),
+    A: EndRow(_of_owners),
+    C: EndRow(_for_loss, lambda tree, action, node: tree.above(node, C, D)),
+    D: EndRow(
+        lambda tree, action, node: ([], tree.above(node, D, C)),
+        lambda tree, action, node: [D(*child) for child in tree.children[node]],
+    ),
+    N: EndRow(_for_norms, lambda tree, action, node: tree.above(node, N, T)),
+    T: EndRow(
+        lambda tree, action, node: ([], tree.above(node, T, N)),
+        lambda tree, action, node: [T(*child) for child in tree.children[node]],
+    ),
+    V: EndRow(lambda tree, action, node: ([], [U(*node), T(*tree.own[tree.spec.place(*node)])])),
+}
 
 
 @lru_cache(maxsize=256)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from .action import Action, Kind
 from .along import Along, ask, ends
 from .indexes import route_in
-from .kinds import A, D, G, R, S, U, W
+from .kinds import R, U, W
 from .order import has_slot, is_uniform, with_end
 from .reductions import NO_REDUCTIONS, reduction_tree
 from .spec import Spec, overrides
@@ -355,14 +355,7 @@ class Streams:
         found = copy(self)
         found.steps, found.streams = steps, []
         for stream in self.streams:
-            (stage, kind, _), before = stream.last, list[Action]()
-            if kind.takes_update:
-                before = [U(stage, stream.route), A(stage, stream.route)]
-            elif kind in (G, S):
-                before = [U(stage, stream.route)]
-            elif kind is U:
-                before = [D(*tree.own[stream.worker])]
-            updates = [self._ends[action] for action in before if action in self._ends]
+            updates = [self._ends[action] for action in tree.earlier(stream.last) if action in self._ends]
             pieces = stream.pieces.copy()
             for step in range(1, steps):
                 inherited = tuple((number, step, 0) for number in updates)

@@ -270,14 +270,13 @@ def list_program(spec: Spec, worker: int, order: Order, program: Iterable[Entry]
     entries = [entry for entry in program if spec.orders(entry.action)]
     routes, stream = [spec.route(m) for m in range(spec.num_microbatches)], dict[str, Any]()
     if any(entry.action.kind is U for entry in entries):  # steps overlap
-        from ..dependency.earlier_steps import period, reaches
+        from ..dependency.earlier_steps import period
 
-        earlier = (reaches(spec, each.action, spec.needs) for each in entries)
         stream = {
             "period": period(spec),
             "update_every": spec.update_every,
             "slots": [spec.slot(entry.action) for entry in entries],
-            "earlier": [[[back, str(need)] for back, need in found] for found in earlier],
+            "earlier": [[[back, str(need)] for back, need in each.earlier if spec.orders(need)] for each in entries],
         }
     return {
         **stream,

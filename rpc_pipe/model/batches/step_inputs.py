@@ -134,7 +134,7 @@ class StepInputs:
         if key not in self._parts:
             chained = actor.chained()
             program = entries(key[0], key[1], forward_only=not train, reductions=reductions, chained=chained)
-            self._parts[key] = Part(key[0], key[1], program, chained)
+            self._parts[key] = Part(key[0], key[1], program)
         return self._parts[key]
 
     def make(
