@@ -144,11 +144,9 @@ def _machines(typed: dict[str, Any]) -> Machines:
         usual, links = typed_links(typed, machines.num_workers)
         links = {**machines.links, **{ends: _a_millisecond(way) for ends, way in links.items()}}
         machines = replace(machines, link=_a_millisecond(usual) if usual else machines.link, links=links)
-    room = {"copy": machines.copy, **typed.get("memory", {})}
-    if "limit" in room:
-        own = machines.memory or (None,) * machines.num_workers
-        machines = replace(machines, memory=tuple(min(m or math.inf, room["limit"]) for m in own))
-    return replace(machines, copy=room["copy"])
+    room, own = typed.get("memory", {}), machines.memory or (None,) * machines.num_workers
+    memory = tuple(min(each or math.inf, room["limit"]) for each in own) if "limit" in room else machines.memory
+    return replace(machines, memory=memory, copy=room.get("copy", machines.copy))
 
 
 def _a_millisecond(way: Link) -> Link:
@@ -187,10 +185,9 @@ def kept_plan(typed: dict[str, Any], reporter: Reporter) -> tuple[Path, str]:
         told = read_json(path, str(path))
         plan = read_plan(told) if told.get("of") == of else None
     if plan is None:
-        result, word = search(request), "planned"
-        if not result.plans:
+        plan, word = next(iter(search(request).plans), None), "planned"
+        if plan is None:
             raise ConfigError("plan=auto: nothing fits; rpc-pipe plan says by how much, and what would")
-        plan = result.plans[0]
         write(str(path), json.dumps({"plans": [plan.as_json()], "of": of}, indent=1))
     how = f"{plan.num_microbatches} microbatches, cut {','.join(map(str, plan.cut))}"
     return path, f"{word}: {plan.name}, {how}: {plan.predicted_ms:.4g} ms a step"

@@ -188,10 +188,9 @@ def follow_plan(typed: dict[str, Any]) -> dict[str, Any]:
     said |= {"schedule": path if plan.program else plan.schedule, "set": options, **plan.sharing}
     said |= {"microbatches": plan.num_microbatches, "split": list(plan.cut)}
     refuse_typed(typed, (*said, *MEMBERS, "window"), f"--plan {path} says it; leave one of the two out")
-    if plan.num_workers:
-        if typed.get("workers", plan.num_workers) != plan.num_workers:
-            refuse_typed(typed, ["workers"], f"the plan in {path} is for {plan.num_workers} workers")
-        said["workers"] = plan.num_workers
+    if (workers := plan.num_workers) and typed.get("workers", workers) != workers:
+        refuse_typed(typed, ["workers"], f"the plan in {path} is for {workers} workers")
+    said |= {"workers": workers} if workers else {}
     return {**typed, **said, "plan": str(Path(path).resolve())}  # the pipeline reads it again
 
 

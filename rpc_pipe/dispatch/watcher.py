@@ -159,8 +159,5 @@ class Watcher:
             what = "it has no complete step" if missing is None else f"step {missing} is not there"
             raise ConfigError(f"{option}: {self._source.name}: {what}")
         trace.write_chrome(self._wishes.trace)
-        self.console.print(
-            f"steps {wanted[0]} to {wanted[-1]} written to {self._wishes.trace}; clocks of workers agree within "
-            f"{trace.clock_error_ms:.3f} ms",
-            markup=False, soft_wrap=True,
-        )  # fmt: skip
+        said = f"steps {wanted[0]} to {wanted[-1]} written to {self._wishes.trace}; clocks of workers agree within"
+        self.console.print(f"{said} {trace.clock_error_ms:.3f} ms", markup=False, soft_wrap=True)

@@ -117,12 +117,10 @@ def peak_bytes(simulation: Simulation, sizes: Sequence[Size]) -> tuple[float, ..
             add(at, there, new)
             # From its start a forward's input counts as activations; a gradient is held until the backward has ended.
             add(at, used.start if user.kind.holds > 0 else used.end, -new)
-    peaks = []
-    for worker, change in enumerate(changes):
-        hosted = [sizes[stage] for stage, _ in spec.hosted(worker)]
-        resident = sum(size.gradients + size.unsummed + size.optimizer * spec.state_share for size in hosted)
-        peaks.append(resident + weights[worker] + max([0, *accumulate(change[key] for key in sorted(change))]))
-    return tuple(peaks)
+    held = [size.gradients + size.unsummed + size.optimizer * spec.state_share for size in sizes]
+    resident = [sum(held[stage] for stage, _ in spec.hosted(worker)) for worker in range(spec.num_workers)]
+    most = [max([0, *accumulate(change[key] for key in sorted(change))]) for change in changes]
+    return tuple(map(sum, zip(resident, weights, most, strict=True)))
 
 
 def of_share(size: Size, share: float) -> Size:

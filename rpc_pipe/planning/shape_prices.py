@@ -54,9 +54,9 @@ def predicted_ms(
 
 def _link(moved: Sequence[tuple[float, float]]) -> Link:
     """Return the link that fits the measured pairs of a payload's bytes and milliseconds."""
-    most = max((size for size, _ in moved), default=0)
-    large = [each for each in moved if each[0] > _SMALL * most]
-    latency = median([ms for size, ms in moved if size <= _SMALL * most] or [ms for _, ms in large] or [0.0])
+    small = _SMALL * max((size for size, _ in moved), default=0)
+    large = [each for each in moved if each[0] > small]
+    latency = median([ms for size, ms in moved if size <= small] or [ms for _, ms in large] or [0.0])
     rates = [size / (ms - latency) for size, ms in large if ms > latency]
     return Link(latency, median(rates) if len(large) < len(moved) and rates else float("inf"))
 

@@ -254,12 +254,11 @@ class _Case:
         """Return the median ms, by worker, that its calls were later than they could have been."""
         late: dict[int, list[float]] = defaultdict(list)
         for before, after in pairwise(self._records):
-            ended = {record.worker: record.end_ns for record in before}
             made = {run.action: run.end_ns for record in after for run in record.actions}
-            for record in after:
+            for last, record in zip(before, after, strict=True):
                 # The time of production, not of arrival, since a late worker has not asked for the payloads.
                 needs = self._spec.data(record.actions[0].action) if record.actions else ()
-                ready = max([ended[record.worker], *(made[need] for need in needs if need in made)])
+                ready = max([last.end_ns, *(made[need] for need in needs if need in made)])
                 late[record.worker].append(max(0.0, (record.start_ns - ready) / 1e6))
         # Reading a batch while a step drains delays it, too.
         read = {w: median(r.data_wait_ns / 1e6 for rs in self._records for r in rs if r.worker == w) for w in late}

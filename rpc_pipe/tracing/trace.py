@@ -16,6 +16,7 @@ from ..drawing.svg import Picture
 from ..drawing.timeline import bubble
 from ..planning.simulator import Cost, Simulation, simulate
 from ..planning.span import Span, waits
+from ..planning.unequal import by_microbatch
 from ..schedules import name_of
 from ..system.files import refused
 from ..workers.hooks import StepRecord
@@ -126,10 +127,8 @@ class Trace:
 def by_length(spec: Spec, usual: Cost, lengths: Sequence[float]) -> Cost:
     """Return the costs of actions, given the usual ones and each microbatch's time relative to the usual one."""
 
-    def cost(action: Action) -> float:
-        return usual(action) * (lengths[spec.whole_microbatch(action)] if action.kind.per_microbatch else 1.0)
-
-    return cost
+    _, factor = by_microbatch(spec, lengths=lengths, order="given")
+    return lambda action: usual(action) * factor(action)
 
 
 def step_ms(steps: Sequence[Sequence[StepRecord]]) -> float:

@@ -108,8 +108,7 @@ class View:
         #: log: (seconds since the epoch, message, whether it is a warning)
         self.events: deque[tuple[float, str, bool]] = deque(maxlen=200)
         #: whether the run stalls
-        self.stalled = False
-        self._steps: dict[int, dict[int, StepRecord]] = {}
+        self.stalled, self._steps = False, dict[int, dict[int, StepRecord]]()
         #: by process, an id of its pipeline: steps of its next one count from 1 again
         self.pipelines: dict[int, int] = {}
         #: by number of microbatches, and that of the listings
@@ -342,10 +341,9 @@ class View:
 
     def throughput(self) -> tuple[float, str] | None:
         """Return tokens, or else rows, a second over the recent steps, and which of them."""
-        ms, steps = self.step_ms(), self.complete_steps(RECENT)
-        if not ms:
+        if not (ms := self.step_ms()):
             return None
-        records = [self.records(step)[0] for step in steps]
+        records = [self.records(step)[0] for step in self.complete_steps(RECENT)]
         tokens = sum(record.tokens for record in records)
         count = tokens or sum(record.rows for record in records)
         return 1e3 * count / (len(records) * ms), "tokens" if tokens else "rows"

@@ -67,8 +67,7 @@ class TimedBlock:
         buffers: float = 0,
     ) -> None:
         self.forward, self.named, self.name = forward, named, name
-        self.weights = sum(parameter.nbytes for _, parameter in named)
-        self.inputs, self.buffers = num_bytes(inputs), buffers
+        self.inputs, self.buffers, self.weights = num_bytes(inputs), buffers, sum(p.nbytes for _, p in named)
         self.divided: Mapping[str, float] = {}
         self.trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
         #: milliseconds of all its runs, by kind
@@ -216,8 +215,5 @@ def _peaks_on_cpu(blocks: Sequence[TimedBlock]) -> list[float]:
     windows = sorted((e.start_ns(), e.start_ns() + e.duration_ns()) for e in events if e.name() == _EVENT)
     changes = sorted(((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"), key=lambda c: c[0])
     starts = [start for start, _ in changes]
-    peaks = []
-    for begin, end in windows:
-        inside = changes[bisect_left(starts, begin) : bisect_right(starts, end)]
-        peaks.append(float(max(accumulate((amount for _, amount in inside), initial=0))))
-    return peaks
+    inside = [changes[bisect_left(starts, begin) : bisect_right(starts, end)] for begin, end in windows]
+    return [float(max(accumulate((amount for _, amount in each), initial=0))) for each in inside]
