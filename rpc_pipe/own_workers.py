@@ -57,8 +57,4 @@ def elasticity(job: Job | None) -> Callable[[Session, ShardMaker], Recovery] | N
         return None
     from .elastic.recovery import Recovery  # few jobs are
 
-    if job.shapes is None:
-        return partial(Recovery, job)
-    from .elastic.morphing import Morphing
-
-    return partial(Morphing, job)
+    return partial(Recovery, job)

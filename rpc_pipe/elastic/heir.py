@@ -24,12 +24,16 @@ class Heir:
 
     Args:
         session: with shards that `maker` has made.
+
+    Attributes:
+        whole: the schedule with all its workers.
+        shapes: the `Shapes` of the job; None: it has one.
     """
 
     def __init__(self, session: Session, maker: ShardMaker) -> None:
-        self._session, self._maker, self._actor = session, maker, session.actors[0]
-        #: the schedule with all its workers
-        self._whole = session.spec
+        self._session, self.maker, self._actor = session, maker, session.actors[0]
+        self.whole = session.spec
+        self.shapes: Any = None
         for (_, route), shard in self._actor.shards.items():
             make_mirror(shard, route)
 
@@ -38,16 +42,17 @@ class Heir:
         """Whether forwards change buffers here, as far as it is known."""
         return any(mirror_of(shard).changing for shard in self._actor.shards.values())
 
-    def tell_ready(self, **more: Any) -> None:
+    def tell_ready(self) -> None:
         """Report the stages of this worker to the launcher."""
-        link.tell(kind=READY, stages=[stage for stage, _ in self._whole.hosted(self._actor.worker)], **more)
+        more = {} if self.shapes is None else {"places": self.shapes.places}
+        link.tell(kind=READY, stages=[stage for stage, _ in self.whole.hosted(self._actor.worker)], **more)
 
-    def _given(self, gone: frozenset[int], comes: Collection[int]) -> list[int]:
+    def given(self, gone: frozenset[int], comes: Collection[int]) -> list[int]:
         """Return the stages that this worker gives the state of to newcomers; none if it is a newcomer itself."""
         worker = self._actor.worker
         if worker in comes:
             return []
-        spec = relocated(self._whole, gone.union(comes))
+        spec = relocated(self.whole, gone.union(comes))
         return [stage for stage in range(spec.num_stages) if spec.place(stage, 0) == worker]
 
     def take_over(self, gone: frozenset[int], comes: Collection[int], changes: bool) -> None:
@@ -61,19 +66,19 @@ class Heir:
         """
         session, actor = self._session, self._actor
         # Gradients that stay over several steps, and buffers that each forward changes, stay on one worker.
-        spec = relocated(self._whole, gone, cuts=session.end.updates(0) and not changes)
+        spec = relocated(self.whole, gone, cuts=session.end.updates(0) and not changes)
         check(spec, actor.worker)
         if comes:
             taken = actor.shards if actor.worker in comes else {}
-            move(actor, self._given(gone, comes), taken, spec.num_routes, same_cut=True)
-        held = {place: actor.shards[place] for place in self._whole.hosted(actor.worker)}
+            move(actor, self.given(gone, comes), taken, spec.num_routes, same_cut=True)
+        held = {place: actor.shards[place] for place in self.whole.hosted(actor.worker)}
         for shard in held.values():
             shard.turn()
             shard.lodging = None  # the guests of the epoch before leave
         for (stage, _), host in list(held.items()):
             routes = [route for other, route in spec.carried(actor.worker) if other == stage]
             fallen, device = [route for route in routes if (stage, route) not in held], actor.backend.device
-            guests = {route: self._maker.guest(spec, stage, route, host, device) for route in fallen}
+            guests = {route: self.maker.guest(spec, stage, route, host, device) for route in fallen}
             _part(host, guests)
             held |= {(stage, route): guest for route, guest in guests.items()}
         actor.host(dict(sorted(held.items())), spec.hosted(actor.worker))

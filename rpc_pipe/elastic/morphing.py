@@ -13,7 +13,6 @@ import json
 from collections import deque
 from collections.abc import Collection
 from contextlib import suppress
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..arguments import describe
@@ -25,10 +24,8 @@ from ..launching.epochs import SHAPE, Roster
 from ..workers.compute.buffer_mirror import mirror_of
 from ..workers.hooks import Listener, StepRecord
 from .heir import Heir, make_mirror
-from .recovery import Recovery
 
 if TYPE_CHECKING:
-    from ..launching.job import Job
     from ..model.shard_maker import ShardMaker
     from ..session import Session
     from ..workers.compute.shard import Shard
@@ -87,15 +84,19 @@ class _StepTimes(Listener):
         ]
 
 
-class ShapedHeir(Heir):
-    """A worker's shards where shapes change.
+class Shapes:
+    """The shapes of a job, which change where workers have been missing for long, or have joined.
+
+    Args:
+        heir: with the worker's shards.
+        bounds: the least and the most workers.
 
     Attributes:
         leaving: live workers without state of the shape, or a place in it.
     """
 
-    def __init__(self, bounds: tuple[int, int], session: Session, maker: ShardMaker) -> None:
-        super().__init__(session, maker)
+    def __init__(self, heir: Heir, bounds: tuple[int, int], session: Session) -> None:
+        self._heir, self._session, self._actor = heir, session, session.actors[0]
         self._numbers = range(session.spec.num_workers)
         #: the epoch that began with the shape; 0: the start of the job
         self._number = 0
@@ -112,11 +113,30 @@ class ShapedHeir(Heir):
             why = f"no stages times replicas of {type(session.spec).__name__} are so many workers"
             raise ConfigError(f"--elastic {least}:{most}: {why}; take {max(2, least - 1)}:{most}")
 
-    def tell_ready(self, **more: Any) -> None:
+    @property
+    def places(self) -> list[int]:
+        """By number of live workers, how many of them have a place in a shape."""
         fitting = map(self._fitting, range(len(self._numbers) + 1))
-        super().tell_ready(places=[max((each.num_workers for each in found), default=0) for found in fitting], **more)
+        return [max((each.num_workers for each in found), default=0) for found in fitting]
 
-    def agree(self) -> None:
+    def begin(self, epoch: Roster, comes: Collection[int]) -> Collection[int]:
+        """Begin an epoch, in another shape if it has places; return its workers without state.
+
+        Args:
+            comes: workers of the epoch without state, before that.
+        """
+        actor = self._actor
+        self._agree()
+        if epoch.places:
+            actor.resume(actor.carrier, actor.step)
+            self._session.epoch = epoch.number
+            (placed, text), comes = self._morph(epoch, comes), ()
+            if actor.worker == min(actor.carrier.workers):
+                link.tell(kind=SHAPE, text=text, live=len(actor.carrier.workers), placed=placed)
+        self._heir.tell_ready()
+        return comes
+
+    def _agree(self) -> None:
         """Take the newest shape that a live worker has."""
         actor, cut, self._cut = self._actor, self._cut, None
         own = self._number if cut is None else cut.number
@@ -125,7 +145,7 @@ class ShapedHeir(Heir):
         if cut is not None and self._number < top == cut.number:
             self._take(cut)
         without = {worker for worker, has in told.items() if top not in has}  # newcomers: a change was broken off
-        self.leaving = without | (told.keys() - {*self._whole.workers} if top else set())
+        self.leaving = without | (told.keys() - {*self._heir.whole.workers} if top else set())
 
     def _fitting(self, live: int) -> list[Spec]:
         """Return the shapes for at most `live` workers, the first choice first."""
@@ -147,7 +167,7 @@ class ShapedHeir(Heir):
             of_all = {at: json.loads(each) for at, each in zip(live, told, strict=True) if at not in comes}
             steps = {worker: found for worker, (found, _) in of_all.items()}
             sizes = {stage: size for _, found in of_all.values() for stage, size in found}
-            ms = predicted_ms(steps, sizes, [*map(len, self._maker.model.ranges)], fitting)
+            ms = predicted_ms(steps, sizes, [*map(len, self._heir.maker.model.ranges)], fitting)
             said = ", ".join(f"{_named(each)} {took:.1f} ms" for each, took in zip(fitting, ms, strict=False))
             is_free = ms and len(live) < len(self._numbers) and min(ms) < _CLEARLY * ms[0]
             best = ms.index(min(ms)) if is_free else 0
@@ -155,7 +175,7 @@ class ShapedHeir(Heir):
         [number, text] = json.loads((actor.hand("choice", choice, [decides], live) or [choice])[0])
         return fitting[number], text
 
-    def morph(self, epoch: Roster, comes: Collection[int]) -> tuple[int, str]:
+    def _morph(self, epoch: Roster, comes: Collection[int]) -> tuple[int, str]:
         """Change to another shape; return for how many workers it has places, 0 if it stays, and a sentence.
 
         Args:
@@ -163,7 +183,7 @@ class ShapedHeir(Heir):
         """
         actor, live = self._actor, sorted(self._actor.carrier.workers)
         spec, predicted = self._chosen(live, comes)
-        was, failure, sent = _named(self._whole), "", 0
+        was, failure, sent = _named(self._heir.whole), "", 0
         try:
             cut = self._made(epoch.number, renumbered(spec, live[: spec.num_workers], self._numbers))
         except ConfigError as error:
@@ -171,7 +191,7 @@ class ShapedHeir(Heir):
         failures = [*filter(None, actor.exchange("can change", failure))]
         if not failures:
             try:
-                sent = move(actor, self._given(epoch.gone, comes), cut.shards, spec.num_routes)
+                sent = move(actor, self._heir.given(epoch.gone, comes), cut.shards, spec.num_routes)
                 self._cut = cut
             except ConfigError as error:
                 failure = str(error)
@@ -194,7 +214,7 @@ class ShapedHeir(Heir):
         for shard in self._session.shards:
             if shard.state.weights or mirror_of(shard).changes_more or shard.updating.on_gradients:
                 raise ConfigError(f"forwards of stage {shard.stage} change more than buffers, or has on_gradients")
-        maker, worker = self._maker.anew(spec.num_stages), self._actor.worker
+        maker, worker = self._heir.maker.anew(spec.num_stages), self._actor.worker
         shards = maker.hosted(spec, worker, self._actor.backend.device, [worker], copied=True)
         for (_, route), shard in shards.items():
             make_mirror(shard, route)
@@ -202,52 +222,13 @@ class ShapedHeir(Heir):
 
     def _take(self, cut: _Cut) -> None:
         """Switch to the shards of another shape."""
-        session, (self._number, self._whole, self._maker, shards) = self._session, cut
-        session.partition, session.end.divided = self._maker.model, self._maker.divided
-        session.described = describe(self._whole, session.partition.ranges, self._maker.seed, session.options)
+        session, (self._number, self._heir.whole, self._heir.maker, shards) = self._session, cut
+        session.partition, session.end.divided = self._heir.maker.model, self._heir.maker.divided
+        session.described = describe(self._heir.whole, session.partition.ranges, self._heir.maker.seed, session.options)
         self._actor.host(shards, shards)
         self._last.records.clear()  # of other stages
-        self._maker.end([*shards.values()])
+        self._heir.maker.end([*shards.values()])
         session.made()
-
-
-class Morphing(Recovery):
-    """Continues in another shape where workers have been missing for long, or have joined."""
-
-    _heir: ShapedHeir
-
-    def __init__(self, job: Job, session: Session, maker: ShardMaker) -> None:
-        assert job.shapes is not None
-        self.heirs = partial(ShapedHeir, job.shapes)
-        super().__init__(job, session, maker)
-
-    def _begin_with(self, epoch: Roster, comes: Collection[int], *more: Any) -> None:
-        heir, actor = self._heir, self._actor
-        heir.agree()
-        if epoch.places:
-            actor.resume(actor.carrier, actor.step)
-            self._session.epoch = epoch.number
-            (placed, text), comes = heir.morph(epoch, comes), ()
-            if actor.worker == min(actor.carrier.workers):
-                link.tell(kind=SHAPE, text=text, live=len(actor.carrier.workers), placed=placed)
-        heir.tell_ready()
-        if not heir.leaving:  # else all rest once more
-            super()._begin_with(epoch, comes, *more)
-
-    def rest(self) -> None:
-        super().rest()
-        self._part()
-
-    def _take_part(self) -> bool:
-        takes_part = super()._take_part()
-        if takes_part:
-            self._part()
-        return takes_part
-
-    def _part(self) -> None:
-        """Rest until workers without a place have gone."""
-        while self._heir.leaving:
-            self._rest("it has no place" if self._actor.worker in self._heir.leaving else "")
 
 
 def _named(spec: Spec) -> str:

@@ -74,12 +74,13 @@ class Recovery:
         ConfigError: replicas of the model differ.
     """
 
-    #: makes the shards of epochs
-    heirs: Callable[[Session, ShardMaker], Heir] = Heir
-
     def __init__(self, job: Job, session: Session, maker: ShardMaker) -> None:
         self._session, self._actor = session, session.actors[0]
-        self._heir = self.heirs(session, maker)
+        self._heir = Heir(session, maker)
+        if job.shapes is not None:
+            from .morphing import Shapes  # few jobs have several
+
+            self._heir.shapes = Shapes(self._heir, job.shapes, session)
         self._root, self._place = root_of(job), place_of(job)
         self.accumulated = Accumulated(session.end.updates)
         #: calls since the last complete training step: made here, and known to be made by all workers
@@ -221,7 +222,11 @@ class Recovery:
 
     def _begin_with(self, epoch: epochs.Roster, comes: Collection[int], changes: bool) -> None:
         """Go on with the placement of an epoch, when begun steps are undone; `changes`: forwards change buffers."""
-        session, actor = self._session, self._actor
+        session, actor, shapes = self._session, self._actor, self._heir.shapes
+        if shapes is not None:
+            comes = shapes.begin(epoch, comes)
+            if shapes.leaving:
+                return  # all rest once more
         actor.resume(actor.carrier, actor.step)
         self._heir.take_over(epoch.gone, comes, changes)
         session.epoch = epoch.number
@@ -236,12 +241,17 @@ class Recovery:
 
     def rest(self) -> None:
         """Rest after a step with all workers, until the launcher begins another epoch."""
-        if self.accumulated.first(self._actor.step) < self._actor.step:
-            return  # a newcomer would lack gradients
-        if self._session.epoch == self._noted_in:
-            self._session.settle()
-        if self._session.epoch == self._noted_in:  # else a worker has died since the step
-            self._rest("")
+        if self.accumulated.first(self._actor.step) >= self._actor.step:  # else a newcomer would lack gradients
+            if self._session.epoch == self._noted_in:
+                self._session.settle()
+            if self._session.epoch == self._noted_in:  # else a worker has died since the step
+                self._rest("")
+        self._part()
+
+    def _part(self) -> None:
+        """Rest until workers without a place have gone."""
+        while self._heir.shapes is not None and (leaving := self._heir.shapes.leaving):
+            self._rest("it has no place" if self._actor.worker in leaving else "")
 
     def _rest(self, goes: str) -> None:
         """Rest; `goes`: why this worker takes no part afterwards, if the launcher agrees."""
@@ -265,6 +275,7 @@ class Recovery:
         self._made = self._ended = 0
         self._go_on(EpochEnds("a newcomer comes"))
         _heed_eviction()
+        self._part()
         return True
 
     def _begin_at(self, step: int, known: tuple[Any, ...], facts: dict[str, Any]) -> None:
