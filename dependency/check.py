@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from numbers import Integral
 from traceback import walk_tb
@@ -128,10 +128,10 @@ def check_runs(spec: Spec, workers: Iterable[int]) -> None:
             _check_needs(spec, worker, action, slotted=False)
     if has_program(spec):
         programs = {w: actions_in(spec.program(w), f"program({w})") for w in spec.workers}
-        for worker in spec.workers:
-            _check_listed_once(spec, programs, worker)
-        from .unroll import check_acyclic
+        from .unroll import check_acyclic, check_listed_once
 
+        for worker in spec.workers:
+            check_listed_once(spec, programs, worker, _why_not_run)
         check_acyclic(spec, list(programs.values()))
     else:
         next(local_order(spec, 0), None)  # unrolls the whole
@@ -185,26 +185,6 @@ def _why_not_run(spec: Spec, action: Action) -> str:
     if action not in known:
         return f", but of microbatch {index} stage {stage} runs only {', '.join(map(str, known))}"
     return ""
-
-
-def _check_listed_once(spec: Spec, programs: Mapping[int, list[Action]], worker: int) -> None:
-    missing = dict.fromkeys(spec.own_actions(worker))
-    for action in programs[worker]:
-        wrong, at = _why_not_run(spec, action), worker
-        if not wrong and (at := spec.worker(action)) != worker:
-            wrong = f", which is placed on worker {at}: an action is run by exactly one worker"
-        elif not wrong and action not in missing:
-            wrong = " twice"
-        if wrong:
-            from .draw import draw_listed
-
-            drawing = draw_listed(programs, action, {worker, at})
-            raise ScheduleError(f"program({worker}) lists {action}{wrong}", drawing)
-        del missing[action]
-    for action in missing:
-        from .draw import draw_listed
-
-        raise ScheduleError(f"program({worker}) does not list {action}", draw_listed(programs, action, {worker}))
 
 
 def _check_memory(memory: Memory, worker: int) -> None:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import heapq
 import itertools
+from collections.abc import Callable, Mapping
 from graphlib import CycleError, TopologicalSorter
 
 from .action import Action
-from .draw import draw_cycle
+from .draw import draw_cycle, draw_listed
 from .errors import ScheduleError
 from .spec import Spec
 
@@ -61,3 +62,29 @@ def _sorted(spec: Spec, needs: dict[Action, list[Action]]) -> TopologicalSorter[
         given = "".join(f"; {name}={value}" for name, value in spec.parameters().items())
         raise ScheduleError(f"cycle: {text} (each waits for the one before it{given})", drawing) from None
     return sorter
+
+
+def check_listed_once(
+    spec: Spec, programs: Mapping[int, list[Action]], worker: int, why_not_run: Callable[[Spec, Action], str]
+) -> None:
+    """Check that a worker's program lists each of its actions once.
+
+    Args:
+        why_not_run: returns why an action is none that a schedule may name; "": it is one.
+
+    Raises:
+        ScheduleError: it does not.
+    """
+    missing = dict.fromkeys(spec.own_actions(worker))
+    for action in programs[worker]:
+        wrong, at = why_not_run(spec, action), worker
+        if not wrong and (at := spec.worker(action)) != worker:
+            wrong = f", which is placed on worker {at}: an action is run by exactly one worker"
+        elif not wrong and action not in missing:
+            wrong = " twice"
+        if wrong:
+            drawing = draw_listed(programs, action, {worker, at})
+            raise ScheduleError(f"program({worker}) lists {action}{wrong}", drawing)
+        del missing[action]
+    for action in missing:
+        raise ScheduleError(f"program({worker}) does not list {action}", draw_listed(programs, action, {worker}))

@@ -6,10 +6,7 @@ import dataclasses
 import difflib
 import typing
 from collections.abc import Mapping
-from contextlib import suppress
 from functools import cache
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from ..dependency import ConfigError, Order, Spec, schedule_errors
@@ -47,29 +44,13 @@ def find_schedule(schedule: ScheduleLike) -> type[Spec]:
         return import_csv(schedule) if schedule.endswith(".csv") else read_program(schedule)
     path, _, name = schedule.rpartition(":")
     if path.endswith(".py") or schedule.endswith(".py"):
-        return _load_class(schedule, path or schedule, name)
+        from ..system.load_module import load_schedule
+
+        return load_schedule(schedule, path or schedule, name)
     near = difflib.get_close_matches(schedule.lower(), SCHEDULES, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     known = f"known are {', '.join(SCHEDULES)}; or path/to/file.py:ClassName, or torch's path/to/file.csv"
     raise ConfigError(f"schedule {schedule!r}: {hint}{known}")
-
-
-@cache
-def _loaded(path: Path, changed_ns: int) -> ModuleType:
-    """Run a schedule's file, once unless it has changed: two runs make two classes of one schedule."""
-    from ..system.load_module import load_module
-
-    return load_module(path, f"rpc_pipe_schedule_{path.stem}", f"schedule {str(path)!r}")
-
-
-def _load_class(schedule: str, path: str, name: str) -> type[Spec]:
-    file = Path(path)
-    module = _loaded(file, file.stat().st_mtime_ns if file.is_file() else 0)
-    classes = {n: value for n, value in vars(module).items() if isinstance(value, type) and issubclass(value, Spec)}
-    if name not in classes:
-        here = ", ".join(n for n, cls in classes.items() if cls.__module__ == module.__name__) or "none"
-        raise ConfigError(f"schedule {schedule!r}: must name a subclass of Spec, {path}:ClassName; it has {here}")
-    return classes[name]
 
 
 def make_spec(
@@ -162,7 +143,11 @@ def _read_parameters(cls: type[Spec], name: str, parameters: Mapping[str, Any]) 
         bare = key in vars(cls) and not key.startswith("_") and not callable(vars(cls)[key])
         advice = f"; write {key}: {type(vars(cls)[key]).__name__} = {vars(cls)[key]!r}" if bare else ""
         raise ConfigError(f"{key}: is no parameter of schedule {name}; it has {', '.join(known) or 'none'}{advice}")
-    return {key: _convert(name, key, value, known[key]) for key, value in parameters.items()}
+    if not any(isinstance(value, str) for value in parameters.values()):
+        return dict(parameters)
+    from .typed_parameter import typed_parameter
+
+    return {key: typed_parameter(name, key, value, known[key]) for key, value in parameters.items()}
 
 
 def _read_stages(said: Any) -> frozenset[int] | None:
@@ -186,25 +171,6 @@ def parameter_types(cls: type[Spec]) -> dict[str, Any]:
     hints = _type_hints(cls)
     own = (parameter.name for parameter in dataclasses.fields(cls))
     return {name: hints[name] for name in own if name not in NO_PARAMETERS}
-
-
-def _convert(schedule: str, key: str, value: Any, wanted: Any) -> Any:
-    if not isinstance(value, str):
-        return value
-    choices = typing.get_args(wanted)
-    if typing.get_origin(wanted) is typing.Literal:
-        if value in (named := {str(choice): choice for choice in choices}):
-            return named[value]
-        raise ConfigError(f"{key}={value}: schedule {schedule} takes {', '.join(named)}")
-    types = [kind for kind in choices or (wanted,) if kind is not type(None)]
-    for kind in types:
-        if kind is not bool:
-            with suppress(ValueError):
-                return kind(value)
-        elif value.lower() in ("true", "false"):
-            return value.lower() == "true"
-    names = " or ".join(kind.__name__ for kind in types)
-    raise ConfigError(f"{key}={value}: schedule {schedule} takes {names}")
 
 
 def refuse_job(

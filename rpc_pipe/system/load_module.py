@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 
-from ..dependency import ConfigError
+from ..dependency import ConfigError, Spec
 
 
 def load_module(path: Path, name: str, said: str, *, first: bool = False) -> ModuleType:
@@ -36,3 +37,27 @@ def load_module(path: Path, name: str, said: str, *, first: bool = False) -> Mod
     except (Exception, SystemExit) as error:
         raise ConfigError(f"{said}: {path} raised {type(error).__name__}: {error}") from error
     return module
+
+
+@cache
+def _loaded(path: Path, changed_ns: int) -> ModuleType:
+    """Run a schedule's file, once unless it has changed: two runs make two classes of one schedule."""
+    return load_module(path, f"rpc_pipe_schedule_{path.stem}", f"schedule {str(path)!r}")
+
+
+def load_schedule(schedule: str, path: str, name: str) -> type[Spec]:
+    """Return the class `name` of the file at `path`.
+
+    Args:
+        schedule: the option as typed, for errors.
+
+    Raises:
+        ConfigError: it has no such class.
+    """
+    file = Path(path)
+    module = _loaded(file, file.stat().st_mtime_ns if file.is_file() else 0)
+    classes = {n: value for n, value in vars(module).items() if isinstance(value, type) and issubclass(value, Spec)}
+    if name not in classes:
+        here = ", ".join(n for n, cls in classes.items() if cls.__module__ == module.__name__) or "none"
+        raise ConfigError(f"schedule {schedule!r}: must name a subclass of Spec, {path}:ClassName; it has {here}")
+    return classes[name]
