@@ -63,9 +63,9 @@ class Tables:
         self.source = np.full((self.columns, size), self.always)
         for place, own in enumerate(sources):
             for (count, _), column in own.items():
-                needed[count].append(column * size + place)
+                needed[count].append(place * (self.columns + 2) + column)
                 self.source[column, place] = count
-        self.needed = _padded(needed, self.lanes - 1)  # a need of no stream
+        self.needed = _padded(needed, (self.lanes - 1) * (self.columns + 2))  # a need of no stream
         self.channels = [(time, _padded(counts, self.num_counts)) for time, counts in self.ways.items()]
 
     def _count(self, number: int, worker: int) -> int:

@@ -80,10 +80,14 @@ class _Moments:
         self.counts[tables.always] = NEVER
         self.source = tables.source
         #: the needed counts, the slot, and the number of actions left of the piece, each of all streams; their growth
-        self.state: Array = np.zeros((needs + 2, size), np.int64)
-        self.grows: Array = np.zeros_like(self.state)
+        self.rows, self.growing = np.zeros((2, size, needs + 2), np.int64)
+        self.state, self.grows = self.rows.T, self.growing.T
+        #: whole rows as one value each: these are written five times as fast
+        self.records: Array = self.rows.view(np.dtype((np.void, self.rows[0].nbytes))).ravel()
         self.threshold, self.slot, self.left = self.state[:-2], self.state[-2], self.state[-1]
-        self.flat: Array = self.state.reshape(-1)
+        self.flat: Array = self.rows.reshape(-1)
+        #: the stream of each of these, and the lane of a stream: tables are faster than divisions
+        self._place, self._lane = np.arange(self.flat.size) // (needs + 2), np.arange(size) % lanes
         self.state[:-1] = _MORE
         self.loaded: Array
         self.loaded, self.piece = np.zeros((2, size), np.int64)
@@ -177,7 +181,7 @@ class _Moments:
         """Let idle workers choose."""
         t = self._t
         self.begun = 0
-        lanes = np.flatnonzero(self.touched & (self.until == NEVER))
+        lanes = (self.touched & (self.until == NEVER)).nonzero()[0]
         if not lanes.size:
             return
         self.touched[lanes] = False
@@ -198,12 +202,13 @@ class _Moments:
         # Activations held from the begin of an action, or until its end, count at the begin: the lane is busy between.
         live = self.live[lanes] = self.live.take(lanes) + self.holds.take(chosen)
         self.high[lanes] = np.maximum(self.high.take(lanes), live)
-        state = self.state[:, chosen] = self.state.take(chosen, 1) + self.grows.take(chosen, 1)
-        if not state[-1].all():
-            for at in np.flatnonzero(state[-1] == 0).tolist():
+        rows: Array = self.rows.take(chosen, 0) + self.growing.take(chosen, 0)
+        self.records.put(chosen, rows.view(self.records.dtype).ravel())
+        if not rows[:, -1].all():
+            for at in np.flatnonzero(rows[:, -1] == 0).tolist():
                 self._end_piece(lanes[at], chosen[at], end[at])
-            state = self.state.take(chosen, 1)
-        self._look(chosen, state)
+            rows = self.rows.take(chosen, 0)
+        self._look(chosen, np.ascontiguousarray(rows.T))
 
     def _end_piece(self, lane: int, place: int, end: Any) -> None:
         """Go on with the next piece, as the last action of one begins."""
@@ -215,7 +220,7 @@ class _Moments:
 
     def _finish(self) -> None:
         """Count the actions and payloads that end now."""
-        lanes = np.flatnonzero(self.until == self.now)
+        lanes = (self.until == self.now).nonzero()[0]
         if lanes.size:
             ended = self.running.take(lanes)
             self.until[lanes], self.touched[lanes] = NEVER, True
@@ -231,11 +236,11 @@ class _Moments:
         """Add 1 to these counts, and note which needs are met so."""
         grown = self.counts[counts] = self.counts.take(counts) + 1
         needs = self._t.needed.take(counts, 1)
-        streams = needs[self.flat.take(needs) == grown] % self.unmet.size
+        streams = self._place.take(needs[self.flat.take(needs) == grown])
         np.subtract.at(self.unmet, streams, 1)
         ready = streams[self.unmet.take(streams) == 0]
-        self.flat_keys[ready] = self.slot.take(ready)
-        self.touched[ready % self._t.lanes] = True
+        self.flat_keys[ready] = self.slot[ready]  # `take` would copy all slots first
+        self.touched[self._lane.take(ready)] = True
 
     # --- the repeated period
 
