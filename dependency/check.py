@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from numbers import Integral
 from traceback import walk_tb
 from typing import Any
@@ -88,15 +89,26 @@ def check(spec: Spec, worker: int) -> None:
     Raises:
         ScheduleError: a rule is broken; the text names the action, the rule and a right value.
     """
-    _check_workers(spec, [worker])
+    _check_once(spec, range(worker, worker + 1))
 
 
 def check_all(spec: Spec) -> None:
     """Check the part of every worker, as the simulator and the launcher do before anything is started."""
-    _check_workers(spec, range(spec.num_workers))
+    _check_once(spec, range(spec.num_workers))
 
 
-def _check_workers(spec: Spec, workers: Sequence[int]) -> None:
+def _check_once(spec: Spec, workers: range) -> None:
+    """Check unless an equal schedule has passed: commands and pipelines ask for the same one after each other."""
+    try:
+        hash(spec)
+    except TypeError:  # a parameter of a user's schedule may be a list
+        _check_workers.__wrapped__(spec, workers)
+    else:
+        _check_workers(spec, workers)
+
+
+@lru_cache(128)
+def _check_workers(spec: Spec, workers: range) -> None:
     with schedule_errors():
         _check_answers(spec)
         _check_parts(spec, workers)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from .dependency import Spec, check
+from .dependency import Spec, check, check_all
 from .dependency.pipeline_options import Options
 from .launching.job import Job
 from .workers.actor import WorkerActor
@@ -22,10 +22,11 @@ if TYPE_CHECKING:
 
 def checked_workers(spec: Spec, job: Job | None) -> list[int]:
     """Return the workers of this process; check that their parts of the schedule can run."""
-    workers = list(range(spec.num_workers)) if job is None else [job.worker]
-    for worker in workers:
-        check(spec, worker)
-    return workers
+    if job is None:
+        check_all(spec)
+        return list(range(spec.num_workers))
+    check(spec, job.worker)
+    return [job.worker]
 
 
 def make_actors(

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..dependency import Action
+from ..dependency import Action, Spec
 from ..dependency.parallelism import FSDP
 from ..model.batches.microbatches import SplitBatch, rows_in
 from ..model.observe.trees import mapped
@@ -155,13 +155,13 @@ def seeded(said: str, seed: int) -> UserModel:
     return load_user_model(said)
 
 
-def _load(options: VerifyOptions) -> tuple[UserModel, list[Tree]]:
+def _load(options: VerifyOptions, spec: Spec | None = None) -> tuple[UserModel, list[Tree]]:
     """Return the model, made anew, and the batches of all steps."""
     if options.model not in BUILT_IN:
         made = seeded(options.model, options.seed)
         return made, [made.batch] * options.steps
     # The number of stages is needed for the size of the model, before there is a pipeline.
-    spec = options.spec(num_layers=10**9) if options.split is None else options.spec(sum(options.split))
+    spec = spec or options.spec(10**9 if options.split is None else sum(options.split))
     dropout = options.dropout if spec.num_whole == spec.num_microbatches else 0.0  # slices draw other numbers
     layers, loss_fn, rows = built_in(options.model, dropout, spec.num_stages)
     generator = torch.Generator().manual_seed(options.seed)
@@ -184,7 +184,7 @@ def _reference(
     """
     randomness, replicas = Randomness(options.seed, pipe.actors[0].backend.device), []
     for _ in range(pipe.spec.num_routes):
-        made = _load(options)[0]
+        made = _load(options, pipe.spec)[0]
         module = _whole(made, options.seed, pipe.spec.num_whole < pipe.spec.num_microbatches)
         give(module, initial)
         replicas.append(Replica(module, made.loss_fn or pipe.partition.loss_fn))  # type: ignore[arg-type]
