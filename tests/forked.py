@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import importlib
 import io
 import math
 import os
@@ -35,6 +36,14 @@ import rpc_pipe.pipeline
 import rpc_pipe.workers.transport.rpc
 import rpc_pipe.workers.transport.zeromq
 from rpc_pipe.launching import worker_process
+
+#: modules that most programs import when they need them; with them they import what most others need
+USUAL = (
+    "commands.own_train", "commands.run", "commands.script", "commands.verify", "demo.train", "verifying.proof",
+    "launching.launcher", "launching.worker_main", "launching.ending", "launching.joining", "tracing.run_summary",
+    "elastic.recovery", "checkpoints.facade", "checkpoints.reading", "checkpoints.resume_options",
+    "checkpoints.writing", "model.observed_partition", "workers.transport.shared_memory",
+)  # fmt: skip
 
 
 class Forked:
@@ -217,3 +226,5 @@ def prepare() -> None:
     )
     torch.set_num_threads(1)
     torch.optim.SGD([torch.ones(1, requires_grad=True)])  # the first one imports more than all of torch
+    for name in USUAL:
+        importlib.import_module(f"rpc_pipe.{name}")

@@ -25,8 +25,10 @@ OF_ELASTIC_JOBS = {
     ),
     *("rpc_pipe.workers.compute.lodging", "rpc_pipe.workers.surviving", "rpc_pipe.launching.epoch_boards"),
 }
+#: without the compiler of torch, which each optimizer loads, in more than a second
 SCRIPT = """
-import sys
+import sys, types
+sys.modules["torch._dynamo"] = types.SimpleNamespace(disable=lambda call, *_, **__: call, graph_break=lambda: None)
 import torch
 from torch import nn
 from rpc_pipe import Pipeline, Training

@@ -63,7 +63,7 @@ FIELDS = {
 }  # fmt: skip
 
 
-def trained(name, model, samples, worker=None, readers="users"):
+def trained(name, model, samples, worker=None, readers="users", workers=3):
     """Train a model of transformers in a pipeline, evaluate it, and return the losses."""
     optimizer = partial(torch.optim.SGD, lr=0.1)
 
@@ -71,7 +71,7 @@ def trained(name, model, samples, worker=None, readers="users"):
         return dataset(samples, inputs=FIELDS[name][0], targets=["labels"], identity="text")
 
     batches = Loader(source if readers == "first" else source(), rows=6, readers=readers, memory=40_000)
-    workers = 3 if worker is None else None
+    workers = workers if worker is None else None
     with Pipeline(copy.deepcopy(model), training=Training(optimizer), num_microbatches=3, num_workers=workers) as pipe:
         losses = [loss for loss, _ in zip(pipe.train(batches), range(2), strict=False)]
         losses.append(pipe.evaluate(next(iter(batches))))
@@ -81,14 +81,14 @@ def trained(name, model, samples, worker=None, readers="users"):
         return losses
 
 
-@pytest.mark.parametrize("name, readers", [("bert", "first"), ("t5", "users")])
-def test_workers_of_a_whole_model_read_what_it_is_called_with(monkeypatch, name, readers):
+@pytest.mark.parametrize("name, readers, workers", [("bert", "first", 3), ("t5", "users", 2)])
+def test_workers_of_a_whole_model_read_what_it_is_called_with(monkeypatch, name, readers, workers):
     torch.manual_seed(0)
     model = hugging_face(name)
     data = Samples(FIELDS[name][1])
-    found = each_worker(monkeypatch, lambda worker: trained(name, model, data, worker, readers))
+    found = each_worker(monkeypatch, lambda worker: trained(name, model, data, worker, readers), workers)
     monkeypatch.undo()
-    assert found == [trained(name, model, data)] * 3
+    assert found == [trained(name, model, data, workers=workers)] * workers
 
 
 class Gated(nn.Module):

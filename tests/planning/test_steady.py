@@ -69,7 +69,7 @@ def test_every_schedule_is_priced_by_streams(name, steps):
 
 
 #: `STEADY_CASES=500` draws more, in minutes
-@settings(max_examples=int(os.environ.get("STEADY_CASES", "50")))
+@settings(max_examples=int(os.environ.get("STEADY_CASES", "25")))
 @given(
     name=st.sampled_from(sorted(SCHEDULES)),
     P=st.integers(1, 5),

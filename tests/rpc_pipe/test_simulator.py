@@ -94,7 +94,7 @@ def test_a_deadlock_is_said_not_waited_for():
         simulate(Never(num_workers=2, num_microbatches=2), uniform({F: 1, B: 1}))
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(
     name=st.sampled_from(sorted(SCHEDULES)),
     P=st.integers(1, 5),

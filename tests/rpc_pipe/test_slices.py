@@ -143,7 +143,7 @@ def model(tmp_path):
     ],
 )  # fmt: skip
 def test_models_train_as_on_whole_sequences(model, name, schedule, slices, most, capsys):
-    typed = f"--schedule {schedule} --slices {slices} --microbatches 3 --steps 2 --transport local --json".split()
+    typed = f"--schedule {schedule} --slices {slices} --microbatches 2 --steps 2 --transport local --json".split()
     assert main(["verify", model(name), *typed]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["verdict"] == "rounding" and f"slices ({slices})" in told["because"]
@@ -554,7 +554,7 @@ def test_the_built_in_gpt_trains_on_slices(capsys):
         assert told["verdict"] == "rounding" and told["max_rel_error"] < 1e-5
     losses = []
     for typed in ((), ("--slices", "4")):
-        ran = rpc_pipe("run", *SMALL, *TEXT, *"--steps 2 --workers 2 --transport zmq --json".split(), *typed)
+        ran = rpc_pipe("run", *SMALL, *TEXT, *"--steps 2 --workers 2 --transport local --json".split(), *typed)
         assert ran.returncode == 0, ran.stderr
         losses.append(json.loads(ran.stdout)["loss"])
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)

@@ -162,6 +162,7 @@ def test_lengths_are_of_gpt_alone():
 def test_a_pipeline_that_takes_microbatches_as_they_come_loads_no_planner():
     code = (
         "import sys; sys.path[:0] = ['tests', 'tests/rpc_pipe']; from small_pipeline import *; "
+        "sys.modules.pop('rpc_pipe.planning.unequal', None); "
         "pipeline().step((X, Y)); assert 'rpc_pipe.planning.unequal' not in sys.modules"
     )
     assert python("-c", code).returncode == 0

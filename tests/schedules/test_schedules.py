@@ -121,7 +121,7 @@ def test_formulas_of_costs_are_where_they_are_tested(name):
     assert not re.search(r"\bM ?[-+*/(]|[-+*/] ?M\b|\d ?M\b|[Mm]akespan", prose)
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(
     name=st.sampled_from(sorted(SCHEDULES)),
     P=st.integers(1, 6),
