@@ -86,14 +86,16 @@ class Decoder:
             text.seen()
             if stage < self._last:
                 return pack((tokens, output))
-            return pack((text.choose(output.logits, self._seed), text.ended))
+            tokens = text.choose(output.logits, self._seed)
+            return pack((tokens, True) if text.ended else (tokens,))
 
     def _arrived(self, ctx: ActionContext, before: int) -> tuple[Tensor | None, Tree]:
         """Return the newest tokens, and the result of the stage before; True: the texts have ended."""
         payload = ctx.source()
         if payload is None and (chosen := ctx.step.payloads.pop(F(self._last, before), None)) is not None:
             payload = chosen if ctx.worker.backend.in_step else ctx.worker.backend.ready(chosen)
-        return (None, None) if payload is None else unpack(payload)
+        tokens, *rest = (None,) if payload is None else unpack(payload)
+        return tokens, rest[0] if rest else None
 
     def chosen(self, since: int) -> list[Tree]:
         """Return (group, tokens since a number of rounds, whether it has ended, padding) of texts that end here."""

@@ -59,7 +59,7 @@ class BetweenSteps:
                 )
         if step is not None and has_evaluated:
             for shard in self._under_way:
-                if step.before[shard].overwritten():
+                if step.before[shard].overwritten(shard.slice.own):  # those of other stages follow the user's
                     raise ConfigError(
                         f"stage {shard.stage}: an evaluation changed a weight or a buffer, which forwards of the next "
                         "step under way have read: call `step` for each batch instead of `train`, or evaluate behind it"

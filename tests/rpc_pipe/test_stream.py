@@ -340,3 +340,18 @@ def test_an_evaluation_that_changes_what_the_next_step_has_read_is_told(layer):
         assert layer is not Noting
         assert "an evaluation changed a weight or a buffer, which forwards of the next step" in str(error)
     assert found == apart[: len(found)] and (found == apart or layer is not Noting)
+
+
+def test_an_evaluation_follows_statistics_of_other_stages_and_has_changed_none():
+    """With zero=1 and a whole model it was blamed for the running statistics that it had brought from their stages."""
+    batches, found = [(x[:8], x[:8]) for x in X[:4]], []
+    for zero in 0, 1:
+        model = nn.Sequential(*(layer() for layer in [partial(nn.Linear, 8, 8), partial(nn.BatchNorm1d, 8)] * 2))
+        with torch.no_grad():
+            [parameter.fill_(0.1) for parameter in model.parameters()]
+        model.forward = model.forward  # a whole model
+        training = Training(partial(torch.optim.AdamW, lr=1e-2))
+        how = {"num_microbatches": 4, "num_workers": 4, "replicas": 2, "zero": zero, "training": training}
+        with Pipeline(model, nn.functional.mse_loss, **how) as pipe:
+            found.append([(loss, pipe.evaluate(batches[0])) for loss in pipe.train(batches)])
+    assert found[0] == found[1]

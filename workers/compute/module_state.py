@@ -98,9 +98,11 @@ class ModuleState:
             found |= {(module, name) for name in {*now, *held} if now.get(name, _ABSENT) is not held.get(name, _ABSENT)}
         return found
 
-    def overwritten(self) -> bool:
-        """Return whether a parameter or buffer has other numbers now."""
-        return not all(torch.equal(tensor, copy) for tensor, (copy, _) in self._copies.items())
+    def overwritten(self, modules: Collection[nn.Module]) -> bool:
+        """Return whether a parameter, or a buffer of some modules, has other numbers now."""
+        held, own = {t for _, t in self._tensors}, set(modules)
+        elsewhere = held - {t for (module, _), t in self._tensors if module in own}
+        return not all(torch.equal(t, copy) for t, (copy, _) in self._copies.items() if t not in elsewhere)
 
     @contextmanager
     def restored(self) -> Iterator[None]:
