@@ -3,41 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from ..dependency import (
-    A,
-    B,
-    C,
-    ConfigError,
-    D,
-    F,
-    G,
-    H,
-    I,
-    Kind,
-    N,
-    P,
-    R,
-    S,
-    T,
-    U,
-    V,
-    W,
-    reduction_tree,
-)
-from ..dependency.indexes import route_in, split_route
+from ..dependency import B, C, ConfigError, D, F, I, Kind, N, R, T, U, V, W, reduction_tree
 from .compute.borders import ForwardArgs
 from .compute.result import Result, clips, losses_tree, total_norm
 from .compute.shard import Shard
 from .step import ActionContext, Handler, Step
 from .transport.payload import Payload, Tree, pack, unpack
-
-if TYPE_CHECKING:
-    from .compute.ownership import Ownership
 
 _handlers: dict[Kind, Handler] = {}
 
@@ -231,52 +206,6 @@ def _validate(ctx: ActionContext) -> None:
     if skipped or clips(max_norm, step.tally.result.norm_tensor):
         shard.update_again(before, max_norm, ctx.worker.backend.load(step.tally.result.norm_tensor), skipped)
         step.end.taken_back = True
-
-
-# --- the exchange of gradients across replicas and tied stages
-
-
-def _pieces(ctx: ActionContext) -> tuple[Ownership, int]:
-    """Return the pieces of the shard, with the gradients of the action's update, and the number of its piece."""
-    (_, _, index), shard, routes = ctx.task.entry.action, ctx.task.shard, ctx.step.batch.spec.num_routes
-    assert shard.updating.pieces is not None
-    return shard.updating.pieces, split_route(index, routes)[0]
-
-
-@carries_out(H)
-def _hand_on(ctx: ActionContext) -> Payload:
-    pieces, _ = _pieces(ctx)
-    return pieces.hand_on()
-
-
-@carries_out(G)
-def _give(ctx: ActionContext) -> Payload:
-    pieces, number = _pieces(ctx)
-    return pieces.give(number)
-
-
-@carries_out(S)
-def _sum(ctx: ActionContext) -> Payload | None:
-    """Add up in the order of stages and routes."""
-    (pieces, number), (stage, _, index), spec = _pieces(ctx), ctx.task.entry.action, ctx.step.batch.spec
-    (piece,) = (p for p in reduction_tree(spec, ctx.step.batch.reductions).pieces(stage) if p.number == number)
-    parts = [ctx.worker.backend.ready(ctx.step.payloads.pop(source)) for source in ctx.task.entry.sources]
-    return pieces.sum(number, parts, piece.holders(spec.num_routes).index((stage, route_in(index, spec.num_routes))))
-
-
-@carries_out(P)
-def _give_parameters(ctx: ActionContext) -> Payload:
-    pieces, number = _pieces(ctx)
-    return pieces.updated(number)
-
-
-@carries_out(A)
-def _take_parameters(ctx: ActionContext) -> None:
-    pieces, _ = _pieces(ctx)
-    for source in ctx.task.entry.sources:
-        if source.kind is P:  # not taken out: another stage here may hold them too
-            pieces.adopt(ctx.worker.backend.ready(ctx.step.payloads[source]))
-    ctx.task.shard.updating.adopted()
 
 
 # --- shared by several handlers

@@ -40,6 +40,8 @@ def tasks(part: Part, shards: dict[tuple[int, int], Shard]) -> dict[Action, Task
     """Return a task for every action of `part`, on a worker with these shards."""
     spec, found = part.spec, {}
     handed = {first: hand for _, hand, first in spec.handovers}
+    if part.queues["link"]:
+        from . import exchange  # noqa: F401  registers handlers
     for entry in part.entries:
         stage, kind, index = entry.action
         chain = [a.kind for a in spec.actions(stage, index)] if kind.per_microbatch else []
