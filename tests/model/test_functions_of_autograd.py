@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from refusals import refused
 from test_whole import SGD, assert_trains_alike, made
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
 
 from rpc_pipe import Pipeline, Training
+from rpc_pipe.dependency import WorkerFailure
 
 
 class Packed(Function):
@@ -118,3 +120,35 @@ def test_an_input_of_a_function_that_it_does_not_read_gets_its_gradient(case, ar
     pipe = Pipeline(model, nn.functional.mse_loss, training=Training(SGD), num_microbatches=2, num_workers=2)
     alone = made(lambda: Split(*CASES[case], around))
     assert_trains_alike(pipe, alone, torch.randn(4, 8, generator=torch.Generator().manual_seed(1)))
+
+
+class Noted(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, kept: dict[str, float]) -> Tensor:
+        ctx.kept = kept
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        ctx.kept["norm"] = grad.norm().item()
+        return grad, None
+
+
+class ByNorm(nn.Linear):
+    """Its scale is the norm of the gradient before, in a dict."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.kept = {"norm": 1.0}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Noted.apply(super().forward(x) * self.kept["norm"], self.kept)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def test_a_backward_that_writes_into_a_dict_which_forwards_read_is_refused() -> None:
+    """Forwards of later microbatches had read the number of an earlier one, in silence."""
+    x = torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
+    how: dict[str, Any] = {"training": Training(SGD), "num_microbatches": 4}
+    assert Pipeline(made(lambda: [ByNorm(), ByNorm()]), nn.functional.mse_loss, **how, num_workers=1).step((x, x))
+    with refused("layer", WorkerFailure):
+        Pipeline(made(lambda: [ByNorm(), ByNorm()]), nn.functional.mse_loss, **how, num_workers=2).step((x, x))

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ...dependency import ConfigError
 from .autocast import forget_casts
-from .module_state import KeptTensor, ModuleState, Place
+from .module_state import INSIDE, KeptTensor, ModuleState, Place
 from .randomness import computing
 
 
@@ -41,8 +41,8 @@ def refusing_writes(modules: Sequence[nn.Module], by_forwards: Collection[Place]
     yield
     codes = [getattr(type(module).forward, "__code__", None) for module in modules]
     read = {name for code in codes if code is not None for name in code.co_names}
-    for module, name in before.changed() - {*by_forwards}:
-        if name in read:
+    for module, place in before.changed() - {*by_forwards}:
+        if (name := place.removesuffix(INSIDE)) in read:
             raise ConfigError(
                 f"layer: backward writes {name} of a {type(module).__name__}, which forwards read, and those of "
                 "later microbatches have run before: take num_microbatches=1, or write it in pipe.on_gradients"
