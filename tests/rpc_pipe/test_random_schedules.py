@@ -12,7 +12,7 @@ from rpc_pipe.dependency.memory import Memory
 
 def test_what_is_accepted_never_deadlocks_nor_holds_more_than_was_proved():
     accepted = 0
-    for seed in range(1000, 1250):
+    for seed in range(1000, 1150):
         spec = random_spec(seed)
         spec = replace(spec, claims=(3 * spec.num_microbatches,) * spec.num_workers)  # of each stage everything
         try:
@@ -33,4 +33,4 @@ def test_what_is_accepted_never_deadlocks_nor_holds_more_than_was_proved():
                 order=order,
             )
             assert all(peak <= bound for peak, bound in zip(peaks, most, strict=True)), seed
-    assert accepted > 150
+    assert accepted > 85

@@ -399,7 +399,7 @@ def ends_late(seed, **options):
 )
 def test_random_delays_change_nothing(schedule, order):
     expected = ends_late(0, schedule=schedule)
-    for seed in range(1, 5):
+    for seed in (1, 2):
         assert ends_late(seed, schedule=schedule, order=order, zero=seed % 2) == expected
 
 

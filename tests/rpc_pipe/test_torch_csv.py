@@ -55,7 +55,7 @@ def test_torch_runs_what_is_exported(tmp_path):
         assert sorted(line.split()[1] for line in text.splitlines() if line.startswith("equal")) == sorted(names)
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(name=st.sampled_from(EXPORTED), P=st.integers(1, 5), M=st.integers(1, 9))
 def test_what_is_exported_is_imported_as_it_was(tmp_path_factory, name, P, M):
     spec = make_spec(name, P, M)

@@ -150,7 +150,7 @@ def pipelines(draw):
     return model, {**options, "num_workers": workers}, draw(st.sampled_from(WAYS)), draw(st.integers(0, 9))
 
 
-@settings(max_examples=int(os.environ.get("RPC_PIPE_DEVICE_EXAMPLES", "10")))
+@settings(max_examples=int(os.environ.get("RPC_PIPE_DEVICE_EXAMPLES", "6")))
 @given(pipelines())
 def test_nothing_is_read_before_it_is_there_nor_written_before_it_has_left(drawn):
     """`RPC_PIPE_DEVICE_EXAMPLES=1000` draws more."""
