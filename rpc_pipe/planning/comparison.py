@@ -6,19 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..dependency import (
-    Action,
-    B,
-    ConfigError,
-    F,
-    I,
-    Kind,
-    Order,
-    PipeError,
-    R,
-    Spec,
-    W,
-)
+from ..dependency import Action, B, ConfigError, F, I, Kind, Order, PipeError, R, Spec, W
 from ..dependency.parallelism import REPLICAS
 from ..dependency.weight_copies import worker_staleness, worker_weight_copies
 from ..model.cut import cut

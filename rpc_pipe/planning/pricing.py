@@ -66,12 +66,7 @@ class PricedSchedule:
     """
 
     def __init__(
-        self,
-        spec: Spec,
-        chain: Chain,
-        machines: Machines,
-        lengths: Sequence[float] = (),
-        buckets: tuple[int, ...] = (),
+        self, spec: Spec, chain: Chain, machines: Machines, lengths: Sequence[float] = (), buckets: tuple[int, ...] = ()
     ) -> None:
         self.spec = spec
         self.chain = chain
