@@ -66,7 +66,31 @@ class Tables:
                 needed[count].append(place * (self.columns + 2) + column)
                 self.source[column, place] = count
         self.needed = _padded(needed, (self.lanes - 1) * (self.columns + 2))  # a need of no stream
+        self._list_rows()
         self.channels = [(time, _padded(counts, self.num_counts)) for time, counts in self.ways.items()]
+
+    def _list_rows(self) -> None:
+        """Make a row of each piece: the needed counts, the slot, the number of actions; their growth; the step."""
+        blocks, costs, begin, width = list[Array](), list[Any](), list[int](), self.columns + 2
+        for place, own in enumerate(self.pieces):
+            begin.append(len(costs))
+            block = []
+            for piece, needs in own:
+                row = [0] * (2 * width + 1)
+                row[width - 2 : width] = piece.slot * self.digits + place // self.lanes, piece.number
+                row[-3:] = piece.growth * self.digits, -1, piece.step
+                for column, wanted, growth in needs:
+                    row[column], row[width + column] = wanted, growth
+                block.append(row)
+                costs.append(self.costs[piece.cost])
+            # Behind the last piece: counts that are never reached.
+            block.append([int(NEVER) + 1] * (width - 1) + [0] * (width + 2))
+            costs.append(0)
+            blocks.append(np.array(block, np.int64))
+        rows, self.cost = np.concatenate(blocks), np.array(costs)
+        self.rows, self.growing, self.step = rows[:, :width], rows[:, width:-1], rows[:, -1]
+        #: of each stream the number of its first piece
+        self.begin = np.array(begin)
 
     def _count(self, number: int, worker: int) -> int:
         """Return which count `worker` sees of a stream."""

@@ -59,8 +59,6 @@ def run(streams: Streams, latencies: Iterable[float], latency: Callable[[int, in
     return moments.figures(scale)
 
 
-#: a count that a stream without a next action waits for, and never gets
-_MORE = NEVER + 1
 #: an earlier moment is compared with until these shares of all moments are past
 _SHARES = 64, 8, 2
 #: attributes that describe an earlier moment
@@ -88,7 +86,6 @@ class _Moments:
         self.flat: Array = self.rows.reshape(-1)
         #: the stream of each of these, and the lane of a stream: tables are faster than divisions
         self._place, self._lane = np.arange(self.flat.size) // (needs + 2), np.arange(size) % lanes
-        self.state[:-1] = _MORE
         self.loaded: Array
         self.loaded, self.piece = np.zeros((2, size), np.int64)
         #: by stream: how many of these counts are too small
@@ -111,31 +108,20 @@ class _Moments:
         takes_time = [any(tables.costs[piece.cost] for piece, _ in own) for own in tables.pieces]
         self.unbegun = int((takes_time | self.named).reshape(self.keys.shape).any(0).sum())
         self.repeated: Any = 0
-        for place, own in enumerate(tables.pieces):
-            if own:
-                self._load(place)
+        self._load(np.arange(size))
         self._look(np.arange(size), self.state)
 
     @property
     def issued(self) -> Array:
         return self.loaded - self.left
 
-    def _load(self, place: int) -> None:
-        """Begin the next piece of a stream; behind the last nothing is chosen."""
-        pieces, number = self._t.pieces[place], self.piece[place]
-        if number == len(pieces):
-            self.state[:-1, place] = _MORE
-            return
-        piece, needs = pieces[number]
-        self.piece[place] += 1
-        self.loaded[place] += piece.number
-        self.cost[place] = self._t.costs[piece.cost]
-        state, grows, digits = self.state[:, place], self.grows[:, place], self._t.digits
-        state[:-2], grows[:-2] = 0, 0
-        state[-2:] = piece.slot * digits + place // self._t.lanes, piece.number
-        grows[-2:] = piece.growth * digits, -1
-        for column, wanted, growth in needs:
-            state[column], grows[column] = wanted, growth
+    def _load(self, streams: Array) -> None:
+        """Begin the next pieces of streams; behind the last nothing is chosen."""
+        at = self._t.begin[streams] + self.piece[streams]
+        rows = self.rows[streams] = self._t.rows[at]
+        self.growing[streams], self.cost[streams] = self._t.growing[at], self._t.cost[at]
+        self.loaded[streams] += rows[:, -1]
+        self.piece[streams] += rows[:, -1] > 0
 
     def _look(self, streams: Array, state: Array) -> None:
         """Note of streams in this state whether they have all that their next actions need."""
@@ -205,18 +191,17 @@ class _Moments:
         rows: Array = self.rows.take(chosen, 0) + self.growing.take(chosen, 0)
         self.records.put(chosen, rows.view(self.records.dtype).ravel())
         if not rows[:, -1].all():
-            for at in np.flatnonzero(rows[:, -1] == 0).tolist():
-                self._end_piece(lanes[at], chosen[at], end[at])
+            ended = rows[:, -1] == 0
+            self._end_pieces(lanes[ended], chosen[ended], end[ended])
             rows = self.rows.take(chosen, 0)
         self._look(chosen, np.ascontiguousarray(rows.T))
 
-    def _end_piece(self, lane: int, place: int, end: Any) -> None:
-        """Go on with the next piece, as the last action of one begins."""
-        piece, _ = self._t.pieces[place][self.piece[place] - 1]
-        self.ends[piece.step] = max(self.ends[piece.step], end)
-        if end > self.now:
-            self.last[lane] = max(self.last[lane], end)
-        self._load(place)
+    def _end_pieces(self, lanes: Array, streams: Array, end: Array) -> None:
+        """Go on with the next pieces, as the last action of each begins."""
+        np.maximum.at(self.ends, self._t.step[self._t.begin[streams] + self.piece[streams] - 1], end)
+        lanes, end = lanes[end > self.now], end[end > self.now]
+        self.last[lanes] = np.maximum(self.last[lanes], end)
+        self._load(streams)
 
     def _finish(self) -> None:
         """Count the actions and payloads that end now."""
