@@ -22,6 +22,7 @@ SIZES = {
 }  # fmt: skip
 OPTIONS = {
     "GPT2": {"vocab_size": 97, "n_embd": 16, "n_layer": 4, "n_head": 2, "n_positions": 64, "initializer_range": 0.3},
+    "OPT": {"vocab_size": 97, "hidden_size": 16, "word_embed_proj_dim": 16, "num_attention_heads": 2, "init_std": 0.3},
     "Llama": SIZES,
     "Qwen3": SIZES,
     "Mistral": {**SIZES, "sliding_window": 7},
@@ -48,6 +49,7 @@ def pipeline(num_workers=2, schedule="1f1b", family="Llama", **options):
         ("Qwen3", 1, "1f1b"),
         ("Mistral", 2, "pipedream"),
         ("Gemma3", 3, "1f1b"),
+        ("OPT", 2, "1f1b"),
     ],
 )
 def test_the_tokens_are_those_of_one_process_also_over_borders_of_rounds(family, num_workers, schedule, monkeypatch):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ class Elsewhere:
             if isinstance(module, nn.Embedding)
             and isinstance(module.weight, Placeholder)
             and "forward" not in vars(module)
+            and len(signature(type(module).forward).parameters) == 2  # OPT's positions are no function of tokens
         ]
 
     def like(self, tensor: Tensor) -> Tensor:
