@@ -173,7 +173,7 @@ class _Moments:
         self.touched[lanes] = False
         chosen = (self.keys.take(lanes, 1).min(0) & (t.digits - 1)) * t.lanes + lanes
         if (unmet := self.unmet.take(chosen)).any():
-            lanes, chosen = lanes[unmet == 0], chosen[unmet == 0]
+            lanes, chosen = lanes.compress(unmet == 0), chosen.compress(unmet == 0)
         if not lanes.size:
             return
         self.begun = lanes.size
@@ -221,9 +221,9 @@ class _Moments:
         """Add 1 to these counts, and note which needs are met so."""
         grown = self.counts[counts] = self.counts.take(counts) + 1
         needs = self._t.needed.take(counts, 1)
-        streams = self._place.take(needs[self.flat.take(needs) == grown])
+        streams = self._place.take(needs.compress((self.flat.take(needs) == grown).ravel()))
         np.subtract.at(self.unmet, streams, 1)
-        ready = streams[self.unmet.take(streams) == 0]
+        ready = streams.compress(self.unmet.take(streams) == 0)
         self.flat_keys[ready] = self.slot[ready]  # `take` would copy all slots first
         self.touched[self._lane.take(ready)] = True
 
