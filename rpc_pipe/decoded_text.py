@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .dependency import ConfigError
 from .dependency.errors import first_sentence
@@ -29,8 +29,7 @@ class Text:
         rows: numbers of the group's sequences among all.
     """
 
-    def __init__(self, model: nn.Module, fields: Mapping[str, Any], options: Mapping[str, Any], rows: range) -> None:
-        whole: Any = model
+    def __init__(self, model: Any, fields: Mapping[str, Any], options: Mapping[str, Any], rows: range) -> None:
         self.new: list[Tensor] = []
         self.ended, self._is_first = False, True
         #: arguments of a round, and those that grow, for the whole text; None: transformers prepares each round
@@ -39,16 +38,14 @@ class Text:
         #: layers of the cache that stand for those of other stages
         self._elsewhere: list[Any] = []
 
-        def prepared(
-            model: Any, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, **given: Any
-        ) -> Tensor:
+        def prepared(model: Any, input_ids: Any, logits_processor: Any, stopping_criteria: Any, **given: Any) -> Any:
             self.model: Any = model
             self.ids, self._processors, self._criteria = input_ids, logits_processor, stopping_criteria
             self._config, self._inputs = given.pop("generation_config"), given
             return input_ids
 
         try:
-            whole.generate(**fields, **options, custom_generate=prepared)
+            model.generate(**fields, **options, custom_generate=prepared)
         except (AttributeError, ImportError, TypeError, ValueError) as error:
             raise ConfigError(f"generate: {first_sentence(error)}") from error
         self._refuse()
@@ -68,13 +65,11 @@ class Text:
             raise ConfigError(f"generate: {mode} is not done in stages; use greedy decoding or do_sample=True")
         for name, usual in _USUAL.items():
             if (value := getattr(config, name, None)) not in (None, usual):
-                raise ConfigError(
-                    f"generate: {name}={value}: stages hand on tokens of one forward a round; leave it out"
-                )
+                raise ConfigError(f"generate: {name}={value}: stages run one forward a round; leave it out")
         layers = {type(layer).__name__ for layer in getattr(cache, "layers", [cache])}
         if not layers <= {"DynamicLayer", "DynamicSlidingWindowLayer"}:
             raise ConfigError(
-                f"generate: stages keep keys and values alone, in dynamic caches; found {', '.join(layers)}"
+                f"generate: cache of {', '.join(layers)}: stages keep keys and values alone, in dynamic ones"
             )
         if any(not hasattr(each, "max_length") for each in self._criteria) and config._pad_token_tensor is None:
             raise ConfigError("generate: pad_token_id is needed, to fill rows behind texts that end early")
@@ -83,9 +78,7 @@ class Text:
             raise ConfigError(f"generate: input_ids: token {int(beyond[0])} is none of the model's, 0 to {known - 1}")
         most, length = getattr(self.model.config, "max_position_embeddings", None), self._criteria.max_length
         if most is not None and length > most:
-            raise ConfigError(
-                f"generate: {length} tokens with the prompt: the model has positions for {most}; take fewer"
-            )
+            raise ConfigError(f"generate: {length} tokens with the prompt: there are {most} positions; take fewer")
 
     @property
     def _cache(self) -> Any:
@@ -110,12 +103,10 @@ class Text:
     def inputs(self) -> Mapping[str, Any]:
         """Return the model's arguments for the tokens that it has not seen."""
         if self._whole is None or not self._round:
-            new = None if self._is_first else 1
-            prepare = self.model.prepare_inputs_for_generation
-            found = prepare(self.ids, next_sequence_length=new, is_first_iteration=self._is_first, **self._inputs)
-            found["return_dict"] = True
+            told = {"next_sequence_length": None if self._is_first else 1, "is_first_iteration": self._is_first}
+            found = {**self.model.prepare_inputs_for_generation(self.ids, **told, **self._inputs), "return_dict": True}
             self._round = {} if self._is_first else found
-            return found  # type: ignore[no-any-return]
+            return found
         length = self.ids.shape[1]
         begins = {"attention_mask": 0, "position_ids": length - 1}
         grown = {name: whole[..., begins[name] : length] for name, whole in self._whole.items()}
@@ -157,10 +148,7 @@ class Text:
     def choose(self, logits: Tensor, seed: int) -> Tensor:
         """Append the next token of each sequence and return them, of shape (rows, 1)."""
         scores = self._processors(self.ids, logits[:, -1].to(copy=True, dtype=torch.float32))
-        if self._config.do_sample:
-            tokens = self._drawn(scores.softmax(-1), seed)
-        else:
-            tokens = scores.argmax(-1)
+        tokens = self._drawn(scores.softmax(-1), seed) if self._config.do_sample else scores.argmax(-1)
         if self._ends:
             tokens = torch.where(self._going, tokens, self._config._pad_token_tensor)
         self.append(tokens[:, None])
