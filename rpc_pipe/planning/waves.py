@@ -151,8 +151,9 @@ class _Moments:
 
     def _compared(self, befores: list[tuple[int, SimpleNamespace]], moment: int) -> list[tuple[int, SimpleNamespace]]:
         """Add the repetitions since one of two earlier moments; return the moments to compare with next."""
+        mark = self._mark()
         for _, before in befores:
-            alike = self.begun == before.begun and np.array_equal(self.running, before.running)
+            alike = mark == before.mark and np.array_equal(self.running, before.running)
             if alike and (times := self._repeats(before)) > 0:
                 self._repeat(before, times)
                 befores = []
@@ -229,10 +230,14 @@ class _Moments:
 
     # --- the repeated period
 
+    def _mark(self) -> tuple[int, int]:
+        """Return numbers that are equal if moments are alike."""
+        return self.begun, int(self.running.sum())
+
     def _note(self) -> SimpleNamespace:
         self.peak, self.high = np.maximum(self.peak, self.high), self.live.copy()
         kept = {name: getattr(self, name).copy() for name in _KEPT}
-        return SimpleNamespace(now=self.now, begun=self.begun, on_the_way=self._on_the_way(), **kept)
+        return SimpleNamespace(now=self.now, mark=self._mark(), on_the_way=self._on_the_way(), **kept)
 
     def _on_the_way(self) -> list[tuple[Any, bytes]]:
         return [(time - self.now, sent.tobytes()) for queue in self.queues for time, sent in queue]
