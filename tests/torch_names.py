@@ -65,6 +65,7 @@ NAMES = {
     "_parameters": (nn.Identity, "2.11", None),
     "_modules": (nn.Identity, "2.11", None),
     "_buffers": (nn.Identity, "2.11", None),
+    "_non_persistent_buffers_set": (nn.Identity, "2.11", None),
     "_metadata": (lambda: nn.Identity().state_dict(), "2.11", None),
     "_check_input_dim": (lambda: nn.BatchNorm1d(1), "2.11", None),
     "_flat_weights": (lambda: nn.LSTM(1, 1), "2.11", None),

@@ -122,7 +122,8 @@ class ShardMaker:
         if not alone:
             from .stale_weights import refuse_stale_weights
 
-            refuse_stale_weights(self.model.given, [parameter for shard in shards for parameter in shard.parameters()])
+            here = [parameter for shard in shards for parameter in shard.parameters()]
+            refuse_stale_weights(self.model.given, here, shards)
         self.model.module_copies.begin()
         if not self._keeps:
             self.model.release()

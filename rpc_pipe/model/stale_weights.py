@@ -1,4 +1,4 @@
-"""Refusal of forwards that would use stale weights, called by hand or by another pipeline.
+"""Refusal of forwards and losses that would use stale weights, called by hand or by another pipeline.
 
 In a job of several processes, a user's model has the trained weights of this process's stages only; all other weights
 still have their values from before.
@@ -12,9 +12,16 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from ..dependency import ModelError
 from ..workers.compute.by_hand import OfWeight
+from ..workers.compute.module_state import LOOKS
+from ..workers.compute.shard import Shard
+from ..workers.transport.payload import tensors_of
+
+#: functions that take the form of another tensor, not its numbers
+_FORMS = {"to", "type_as", "expand_as", "view_as", "reshape_as"}
 
 
 class _StaleWeights:
@@ -53,17 +60,64 @@ class _StaleWeights:
         self._noted = now, trained_now
 
 
-def refuse_stale_weights(model: nn.Module | Iterable[Any], here: Sequence[nn.Parameter]) -> None:
-    """Make a user's modules refuse calls that would use weights which only other processes train.
+class _Reading(TorchFunctionMode):
+    """Refuses functions that take numbers of some weights, such as `weight.detach()` in a loss.
+
+    Args:
+        weights: with their names.
+    """
+
+    def __init__(self, weights: Mapping[ref[nn.Parameter], str]) -> None:
+        super().__init__()
+        self._names = {id(weight()): name for weight, name in weights.items()}
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found, name = function(*args, **(kwargs or {})), getattr(function, "__name__", "")
+        takes_numbers = isinstance(found, (float, complex)) or any(True for _ in tensors_of(found))
+        if takes_numbers and not name.startswith("new_") and not name.endswith("_like"):
+            for tensor in tensors_of(args[:1] if name in _FORMS else (args, kwargs)):
+                if id(tensor) in self._names:
+                    raise ModelError(
+                        f"loss_fn: reads {self._names[id(tensor)]}, which another worker trains, and which keeps its "
+                        "first values here: let a layer of its stage return it beside the output, or cut elsewhere "
+                        "(split=)"
+                    )
+        return found
+
+
+def _watch(shard: Shard, weights: Mapping[ref[nn.Parameter], str]) -> None:
+    """Let the first calls of a shard's loss function refuse weights that only other processes train."""
+    loss_fn, left = shard.loss_fn, LOOKS
+
+    def watched(output: Any, target: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if not left:
+            shard.loss_fn = loss_fn
+        assert loss_fn is not None
+        with _Reading(weights):
+            return loss_fn(output, target)
+
+    of_torch = getattr(loss_fn, "__module__", "").startswith("torch.")  # also compiled ones, which a mode would change
+    if loss_fn is not None and weights and not of_torch and not hasattr(loss_fn, "_torchdynamo_orig_callable"):
+        shard.loss_fn = watched
+
+
+def refuse_stale_weights(
+    model: nn.Module | Iterable[Any], here: Sequence[nn.Parameter], shards: Sequence[Shard] = ()
+) -> None:
+    """Make a user's modules and loss refuse to use weights which only other processes train.
 
     Args:
         model: the user's model or list of layers.
         here: the parameters that this process trains.
+        shards: with loss functions.
 
     Raises:
         ModelError: another worker of an earlier pipeline has trained some of them.
     """
     known, trained = set(here), [parameter for parameter in here if parameter.requires_grad]
+    names: dict[ref[nn.Parameter], str] = {}
     for prefix, module in _modules(model):
         if not known.isdisjoint(module._parameters.values()):
             for hook in module._forward_pre_hooks.values():
@@ -73,6 +127,9 @@ def refuse_stale_weights(model: nn.Module | Iterable[Any], here: Sequence[nn.Par
         weights = {name: parameter for name, parameter in own if parameter.requires_grad}
         if weights and trained and not isinstance(module, torch.jit.ScriptModule):  # which takes no hooks
             module.register_forward_pre_hook(_StaleWeights(weights, trained))
+        names |= {ref(parameter): name for name, parameter in weights.items()}
+    for shard in shards:
+        _watch(shard, names)
 
 
 def _state(parameter: Tensor | None) -> tuple[int, ...]:

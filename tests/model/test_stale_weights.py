@@ -6,11 +6,12 @@ from functools import partial
 
 import pytest
 import torch
-from refusals import refused
+from refusals import failed, refused
 from threads_as_processes import each_worker
 from torch import nn
 from torch.nn.functional import mse_loss
 
+from rpc_pipe.dependency import ModelError, PipeError
 from rpc_pipe.model.stale_weights import refuse_stale_weights
 from rpc_pipe.pipeline import Pipeline, Training
 
@@ -87,6 +88,33 @@ class TestCallsByHand:
         assert model[4](self.x).shape == self.x.shape
         with refused("model"):
             model(self.x)
+
+    @pytest.mark.parametrize("read", [lambda w: w.detach().square().mean(), lambda w: float(w.data.norm())])
+    def test_a_loss_that_reads_them_is_refused(self, monkeypatch, read):
+        """A penalty on the first layer, by its detached weight, used the first numbers: 1.695863 for 1.697492."""
+
+        def work(worker):
+            model = self.chain()
+            pipe = Pipeline(model, lambda output, y: mse_loss(output, y) + read(model[0].weight), num_microbatches=2)
+            with failed(ModelError) if worker else pytest.raises(PipeError):  # of worker 0: its peer has gone
+                pipe.step((self.x, self.y))
+
+        each_worker(monkeypatch, work, 2)
+
+    def test_a_loss_may_take_their_form_and_read_what_is_trained_here(self, monkeypatch):
+        def work(worker):
+            model = self.chain()
+
+            def loss(output, y):
+                zero = torch.zeros_like(model[0].weight).sum() * model[0].weight.numel()
+                return mse_loss(output, y.to(model[0].weight)) + zero + model[3].weight.detach().square().mean()
+
+            pipe = Pipeline(model, loss, training=Training(partial(torch.optim.SGD, lr=0.1)), num_microbatches=2)
+            return pipe.step((self.x, self.y))
+
+        model = self.chain()
+        expected = mse_loss(model(self.x), self.y) + model[3].weight.square().mean()
+        assert each_worker(monkeypatch, work, 2) == [pytest.approx(expected.item())] * 2
 
     def test_other_stages_are_refused_where_their_weights_are_from_before(self):
         model = self.chain()

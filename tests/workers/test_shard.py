@@ -194,7 +194,7 @@ def test_a_buffer_is_copied_on_if_the_first_two_forwards_write_it():
         table = layer.table
         for m in range(3):
             stage.forward(ForwardArgs(0, m, pack(torch.randn(2, 4).requires_grad_()), recompute=True))
-            copied.append(table in stage._inputs[m][1].module_state._copies)
+            copied.append(table in stage._inputs[m][1][0]._copies)
         assert sum(copied) == copies
     recomputed(written)
 

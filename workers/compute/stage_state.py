@@ -62,7 +62,7 @@ class StageState:
                 f"{type(module).__name__}.{name}": f"{digest([buffer.detach().cpu()]):x}"
                 for module, name in self._left
                 if name.isidentifier() and name not in module._non_persistent_buffers_set
-                if (buffer := module._buffers.get(name)) is not None and not isinstance(module, NormBase)
+                if isinstance(buffer := getattr(module, name, None), Tensor) and not isinstance(module, NormBase)
             }
 
     def written(self) -> str:
