@@ -58,7 +58,8 @@ setup(
     packages=[
         "rpc_pipe",
         *("rpc_pipe." + room for room in ("dependency", "schedules", "system")),
-        *("rpc_pipe." + room for room in ("workers", "workers.compute", "workers.transport")),
+        *("rpc_pipe.workers" + room for room in ("", ".transport", ".compute")),
+        *("rpc_pipe.workers.compute." + room for room in ("modules", "devices", "sequences", "parts")),
         *("rpc_pipe.model" + room for room in ("", ".observe", ".assign", ".replay", ".batches")),
         *("rpc_pipe." + room for room in ("planning", "drawing", "tracing", "launching", "checkpoints", "commands")),
         *("rpc_pipe." + room for room in ("planning.measuring", "dispatch", "data", "demo", "elastic", "verifying")),

@@ -40,7 +40,7 @@ from rpc_pipe.pipeline import Pipeline, Training
 from rpc_pipe.planning.simulator import simulate, uniform
 from rpc_pipe.planning.specs import make_spec
 from rpc_pipe.schedules import SCHEDULES
-from rpc_pipe.workers.compute.randomness import Randomness
+from rpc_pipe.workers.compute.modules.randomness import Randomness
 from rpc_pipe.workers.hooks import Listener
 
 _ASYNCHRONOUS = [name for name, cls in SCHEDULES.items() if not cls.synchronous]

@@ -33,7 +33,7 @@ from rpc_pipe.dependency import B, F
 from rpc_pipe.model.partition import LayerPartition
 from rpc_pipe.planning.simulator import simulate, uniform
 from rpc_pipe.planning.specs import make_spec
-from rpc_pipe.workers.compute.randomness import Randomness
+from rpc_pipe.workers.compute.modules.randomness import Randomness
 
 _P, _M = 8, 8
 _CONFIG = GPTConfig(width=128, depth=6, heads=4, context=64)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .dependency import ConfigError
 from .dependency.errors import first_sentence
-from .workers.compute.slice_check import CACHES
+from .workers.compute.sequences.slice_check import CACHES
 
 #: the only values of these options that stages can follow
 _USUAL = {"return_dict_in_generate": False, "guidance_scale": 1, "prefill_chunk_size": 0}

@@ -17,7 +17,7 @@ from .decoded_text import Text
 from .dependency import ConfigError, F, Part, Spec
 from .dependency.decoding import Decoding, decoding_part
 from .workers.actor import WorkerActor
-from .workers.compute.slice_check import CACHES
+from .workers.compute.sequences.slice_check import CACHES
 from .workers.step import ActionContext, StepData, StepInput
 from .workers.transport.call import Call
 from .workers.transport.payload import Payload, Tree, pack, unpack

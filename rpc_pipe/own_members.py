@@ -16,8 +16,8 @@ from .launching.job import Job
 from .launching.joining import mesh_of_members
 from .model.batches.microbatches import Microbatches
 from .model.sharding import Sharing
-from .workers.compute.members import Members
-from .workers.compute.slices import Divide
+from .workers.compute.parts.members import Members
+from .workers.compute.sequences.slices import Divide
 
 
 def make_members(job: Job, sharing: Sharing, device: torch.device) -> tuple[Members, Divide]:
@@ -33,7 +33,7 @@ def make_members(job: Job, sharing: Sharing, device: torch.device) -> tuple[Memb
     def divided(module: nn.Module, name: str, model: nn.Module) -> Any:
         made = divide(module, name, model)
         if kept is None and "torch.distributed.fsdp" in sys.modules:
-            from .workers.compute.fsdp import sum_over_rows
+            from .workers.compute.parts.fsdp import sum_over_rows
 
             sum_over_rows(made or module, {rank: n // members.alike for n, rank in enumerate(members.ranks)})
         return made
@@ -61,11 +61,11 @@ def dividing(sharing: Sharing, mesh: Any) -> Divide:
 
 def _of_kind(sharing: Sharing, mesh: Any) -> Divide:
     if sharing.shard in FSDP:
-        from .workers.compute.fsdp import divide
+        from .workers.compute.parts.fsdp import divide
 
         return lambda module, name, model: divide(module, mesh, sharing.policy)
     if sharing.shard == "tp":
-        from .workers.compute.tensor_parallel import divide_by_plan
+        from .workers.compute.parts.tensor_parallel import divide_by_plan
 
         return partial(divide_by_plan, mesh)
     function = sharing.shard

@@ -10,7 +10,7 @@ from .dependency import Spec, check, check_all
 from .dependency.pipeline_options import Options
 from .launching.job import Job
 from .workers.actor import WorkerActor
-from .workers.compute.backends import backend_for, usual_device
+from .workers.compute.devices.backends import backend_for, usual_device
 from .workers.transport.carrier import Carrier
 from .workers.transport.local import local_carriers
 

@@ -21,10 +21,10 @@ from .model.batches.microbatches import Microbatches, Pair, has_items
 from .model.batches.step_inputs import StepEnd, StepInputs
 from .model.shard_maker import ShardMaker
 from .workers.actor import WorkerActor
-from .workers.compute.randomness import preserved
+from .workers.compute.modules.randomness import preserved
 from .workers.compute.result import Result
+from .workers.compute.sequences.slices import plain_name
 from .workers.compute.shard import LossFn, Shard
-from .workers.compute.slices import plain_name
 from .workers.compute.updating import Training
 from .workers.step import StepInput
 from .workers.threads import WorkerThreads
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from .model.observed_partition import ObservedPartition
     from .model.partition import LayerPartition
     from .model.sharding import Sharing
-    from .workers.compute.members import Members
-    from .workers.compute.slices import Divide
+    from .workers.compute.parts.members import Members
+    from .workers.compute.sequences.slices import Divide
 
 T = TypeVar("T")
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from rpc_pipe.workers.compute.accelerator import Cuda
+from rpc_pipe.workers.compute.devices.accelerator import Cuda
 
 
 class Stream:

@@ -11,7 +11,7 @@ from training_options import pipeline_with
 from bench.replaying import replay_of as replay_of_layers
 from rpc_pipe.model.partition import LayerPartition
 from rpc_pipe.schedules import SCHEDULES
-from rpc_pipe.workers.compute.randomness import Randomness
+from rpc_pipe.workers.compute.modules.randomness import Randomness
 from rpc_pipe.workers.hooks import Listener
 
 ASYNCHRONOUS = [name for name, cls in SCHEDULES.items() if not cls.synchronous]

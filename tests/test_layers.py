@@ -20,7 +20,13 @@ MAY_IMPORT = {
     # what a user's files, the end of a process, its allocator and the collection of garbage ask for
     "system": "dependency",
     "workers/transport": "dependency",
-    "workers/compute": "workers/transport dependency",
+    # what modules hold and draw; devices; slices of sequences; parts of weights; and a stage, which is made of these
+    "workers/compute/modules": "workers/transport dependency",
+    "workers/compute/devices": "workers/compute/modules workers/transport dependency",
+    "workers/compute/sequences": "workers/compute/modules workers/transport dependency",
+    "workers/compute/parts": "workers/compute/sequences workers/compute/modules workers/transport dependency",
+    "workers/compute": "workers/compute/parts workers/compute/sequences workers/compute/devices "
+    "workers/compute/modules workers/transport dependency",
     "workers": "system workers/compute workers/transport dependency",
     # a model that is no list of layers: one run on shapes is observed, its events are assigned to stages, and each
     # stage replays its part; batches are split into microbatches
@@ -135,7 +141,7 @@ def folder(name):
 def test_one_file_alone_knows_one_kind_of_device():
     """Intel's GPUs and NPUs go by the same code; `accelerator.py` says what CUDA has beside."""
     kinds = {name for name, path in FILES.items() for kind in ("cuda", "xpu") if f"torch.{kind}" in path.read_text()}
-    assert kinds == {"rpc_pipe.workers.compute.accelerator"}
+    assert kinds == {"rpc_pipe.workers.compute.devices.accelerator"}
 
 
 def circles(arrows):
@@ -166,10 +172,17 @@ def test_files_import_only_what_their_folder_may(own):
         check_imports(name, own)
 
 
+def may_import(own):
+    """Return the folders that the files of a folder may import; who may import `workers/compute` may what is in it."""
+    listed = MAY_IMPORT[own].split()
+    inside = [name for name in MAY_IMPORT if name.startswith("workers/compute/")]
+    return [*listed, *(inside if "workers/compute" in listed else [])]
+
+
 def check_imports(name, own):
     for target in imported(name):
         if folder(target) != own:
-            assert folder(target) in MAY_IMPORT[own].split(), f"{name} must not import {target}"
+            assert folder(target) in may_import(own), f"{name} must not import {target}"
     for module in absolute(name):
         top = module.split(".")[0]
         assert top not in {"dependency", "schedules", "workers", "rpc_pipe"}, f"{name}: import {module} relatively"
@@ -247,8 +260,8 @@ def test_few_tests_match_the_sentence_of_an_error():
 
 #: what may use functions of torch that are not public, each for one concern
 TORCH_INTERNALS = (
-    "rpc_pipe.workers.compute.torch_internals", "rpc_pipe.workers.transport.rpc", "rpc_pipe.model.observe.placeholder",
-    "rpc_pipe.workers.transport.payload", "rpc_pipe.workers.compute.fsdp",
+    "rpc_pipe.workers.compute.modules.torch_internals", "rpc_pipe.workers.transport.rpc",
+    "rpc_pipe.model.observe.placeholder", "rpc_pipe.workers.transport.payload", "rpc_pipe.workers.compute.parts.fsdp",
 )  # fmt: skip
 
 

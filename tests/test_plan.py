@@ -12,7 +12,7 @@ from rpc_pipe.dependency import B, F, I, R, W
 from rpc_pipe.pipeline import Pipeline, Training
 from rpc_pipe.planning.simulator import simulate, uniform
 from rpc_pipe.schedules import SCHEDULES
-from rpc_pipe.workers.compute import autocast, randomness
+from rpc_pipe.workers.compute.modules import autocast, randomness
 from rpc_pipe.workers.hooks import Listener
 
 #: an action's length: long against what a thread needs to wake up

@@ -19,7 +19,7 @@ from rpc_pipe.dependency import Spec
 from rpc_pipe.model.partition import LayerPartition
 from rpc_pipe.pipeline import Pipeline
 from rpc_pipe.verifying.reference import add_up, summing_orders
-from rpc_pipe.workers.compute.randomness import Randomness, python_too
+from rpc_pipe.workers.compute.modules.randomness import Randomness, python_too
 from rpc_pipe.workers.transport.payload import Tree, map_tensors, split_rows
 
 DEPTH = 8

@@ -25,8 +25,8 @@ from ..dependency import Action, Disagreement, NotFinite, Part, PeerLost, PipeEr
 from ..dependency.errors import leading_to_user
 from ..dependency.pipeline_options import Options
 from ..system.allocator import keep_freed_memory
-from .compute.device import DeviceBackend
-from .compute.module_state import may_count
+from .compute.devices.device import DeviceBackend
+from .compute.modules.module_state import may_count
 from .compute.result import Result
 from .compute.shard import Shard
 from .context import Context

@@ -7,8 +7,8 @@ from typing import Any
 from torch import nn
 
 from ..dependency import ConfigError
-from .compute.by_hand import HOOKS, OfWeight, fingerprint
-from .compute.module_state import ModuleState
+from .compute.modules.by_hand import HOOKS, OfWeight, fingerprint
+from .compute.modules.module_state import ModuleState
 from .compute.shard import Shard
 from .context import Context
 from .step import Step

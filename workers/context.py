@@ -6,14 +6,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ..dependency.pipeline_options import Options
-from .compute.device import DeviceBackend
+from .compute.devices.device import DeviceBackend
 from .compute.shard import Shard
 from .hooks import Listeners
 from .mailbox import Mailbox
 from .transport.payload import Payload
 
 if TYPE_CHECKING:
-    from .compute.members import Members
+    from .compute.parts.members import Members
 
 
 @dataclass(eq=False)

@@ -11,7 +11,7 @@ from .step import ActionContext
 from .transport.payload import Payload
 
 if TYPE_CHECKING:
-    from .compute.ownership import Ownership
+    from .compute.parts.ownership import Ownership
 
 
 def _pieces(ctx: ActionContext) -> tuple[Ownership, int]:

@@ -17,16 +17,16 @@ import torch
 from torch import Tensor
 
 from ..dependency import Action, Disagreement, F, I, Kind, Part, R, U, W
-from .compute.digest import digest
-from .compute.divided import added, is_divided, like, local
-from .compute.members import Members
+from .compute.modules.digest import digest
+from .compute.parts.divided import added, is_divided, like, local
+from .compute.parts.members import Members
 from .compute.result import Result
 from .compute.shard import Shard
 from .handlers import complete_gradients
 from .step import ActionContext, Around, Bound
 
 if TYPE_CHECKING:
-    from .compute.fsdp import Gathered
+    from .compute.parts.fsdp import Gathered
 
 
 def joint(bound: Bound, part: Part, members: Members) -> Bound:
@@ -75,7 +75,7 @@ def _gathered(shard: Shard) -> Gathered | None:
     """Return the layers of a shard that FSDP2 gathers; None: it has loaded no FSDP2."""
     if "torch.distributed.fsdp" not in sys.modules:
         return None
-    from .compute.fsdp import Gathered
+    from .compute.parts.fsdp import Gathered
 
     return Gathered(shard.slice.own)
 

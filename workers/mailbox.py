@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from typing import NoReturn
 
 from ..dependency import PeerLost, PipeError, Stalled, WorkerFailure
-from .compute.device import DeviceBackend
+from .compute.devices.device import DeviceBackend
 from .transport.call import Call
 from .transport.carrier import LEFT, Carrier, Delivered
 from .transport.payload import Payload

@@ -16,7 +16,7 @@ import torch
 
 from ..dependency import Action, Entry, Milestone
 from .between_steps import BetweenSteps
-from .compute.autocast import forget_casts
+from .compute.modules.autocast import forget_casts
 from .compute.result import Result
 from .context import Context
 from .hooks import Arrived, Blocked, Record, StepRecord

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import Tensor
 
 from ..dependency import NO_REDUCTIONS, Action, Entry, Order, Part, Reductions, Spec
-from .compute.device import Timestamp
-from .compute.module_state import ModuleState
+from .compute.devices.device import Timestamp
+from .compute.modules.module_state import ModuleState
 from .compute.result import Loss, Result
 from .compute.shard import Shard
 from .context import Context

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from ..dependency import Action, B, ConfigError, F, Order, Part, R, W, reduction_tree
+from .compute.modules.torch_internals import keep_donated_buffers
 from .compute.shard import Shard
-from .compute.torch_internals import keep_donated_buffers
 from .handlers import handler_of
 from .step import Around, Bound, Question, Task
 from .transport.outbox import DONE
 
 if TYPE_CHECKING:
-    from .compute.members import Members
+    from .compute.parts.members import Members
 
 
 def bound(part: Part, shards: dict[tuple[int, int], Shard], members: Members | None = None) -> Bound:

@@ -22,8 +22,8 @@ import torch
 
 from ..dependency import PeerLost, PipeError, Stalled
 from .actor import WorkerActor
-from .compute.autocast import casting, enabled
-from .compute.torch_internals import keep_device_guard
+from .compute.modules.autocast import casting, enabled
+from .compute.modules.torch_internals import keep_device_guard
 
 T = TypeVar("T")
 #: how long a worker may continue with an action when another has waited for too long

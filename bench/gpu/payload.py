@@ -21,7 +21,7 @@ logging.basicConfig(level=logging.INFO)
 
 def refuse_handles() -> None:
     """Let no worker share memory of its device, as a driver or a container may."""
-    from rpc_pipe.workers.compute.accelerator import Cuda
+    from rpc_pipe.workers.compute.devices.accelerator import Cuda
 
     def share(self: Cuda, memory: torch.Tensor) -> None:
         raise RuntimeError("refused, as a driver may")

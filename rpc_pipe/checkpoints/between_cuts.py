@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from ..workers.actor import WorkerActor
-from ..workers.compute.buffer_mirror import mirror_of
+from ..workers.compute.modules.buffer_mirror import mirror_of
 from ..workers.compute.shard import Shard
 from .shard_state import Stages, described, model_tensors, optimizer_tensors, put
 

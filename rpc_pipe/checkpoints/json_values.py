@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ..dependency import ConfigError
 from ..system.files import sync
-from ..workers.compute.digest import memory_of
+from ..workers.compute.modules.digest import memory_of
 from .folder import umask
 
 _TUPLE, _PAIRS, _TENSOR, _DTYPE, _BYTES, _ARRAY = "$tuple", "$pairs", "$tensor", "$dtype", "$bytes", "$array"

@@ -21,9 +21,9 @@ from torch import Tensor
 from ..dependency import ConfigError, EpochEnds, Stalled, StorageError
 from ..system.files import refused, replacing, sync
 from ..workers.actor import WorkerActor
-from ..workers.compute.divided import local, part_of
+from ..workers.compute.parts.divided import local, part_of
+from ..workers.compute.sequences.slices import plain_name
 from ..workers.compute.shard import Shard
-from ..workers.compute.slices import plain_name
 from . import folder
 from .collective import agreed, everywhere, is_first_member, is_first_process, together
 from .json_values import by_file, opened, write

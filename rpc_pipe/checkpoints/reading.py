@@ -17,8 +17,8 @@ from torch import Tensor
 from ..dependency import ConfigError, Damaged, PipeError
 from ..system.files import DAMAGED
 from ..workers.actor import WorkerActor
-from ..workers.compute.divided import is_divided, part_of
-from ..workers.compute.slices import plain_name
+from ..workers.compute.parts.divided import is_divided, part_of
+from ..workers.compute.sequences.slices import plain_name
 from . import folder
 from .collective import together
 from .json_values import NAMES, by_file, checksum, decoded, opened

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..workers.compute.slices import plain_name
+from ..workers.compute.sequences.slices import plain_name
 from . import folder
 from .collective import everywhere
 from .folder import is_same, written_by

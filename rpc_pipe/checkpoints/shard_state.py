@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..dependency import ConfigError
+from ..workers.compute.sequences.slices import plain_name
 from ..workers.compute.shard import Shard
-from ..workers.compute.slices import plain_name
 from . import flattened
 from .json_values import decoded, encoded
 
 if TYPE_CHECKING:
     from ..workers.actor import WorkerActor
-    from ..workers.compute.members import Members
+    from ..workers.compute.parts.members import Members
 
 _AVERAGE, _HELD, _PART, _SUMS, _BUFFER = "average.", "gradient.", "gradient/", "statistics.", "buffer/"
 #: options of a group that change torch's way to compute, not the result

@@ -22,7 +22,7 @@ from ..dependency import ConfigError, EpochEnds, Stalled, StorageError
 from ..system.at_exit import at_exit
 from ..system.files import refused
 from ..workers.actor import WorkerActor
-from ..workers.compute.divided import local
+from ..workers.compute.parts.divided import local
 from ..workers.compute.shard import Shard
 from . import folder
 from .flattened import is_plain

@@ -176,7 +176,7 @@ def refuse_typed(typed: Mapping[str, Any], names: Iterable[str], why: str) -> No
 def refuse_device(device: str) -> None:
     """Refuse a device that this machine does not have, before anything slow starts."""
     if device != "cpu":
-        from ..workers.compute.backends import found_device
+        from ..workers.compute.devices.backends import found_device
 
         found_device(device)
 

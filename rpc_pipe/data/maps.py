@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import default_collate
 
 from ..dependency import ConfigError
-from ..workers.compute.randomness import preserved, python_state, seed_process
+from ..workers.compute.modules.randomness import preserved, python_state, seed_process
 from ..workers.transport.payload import Tree, tensors_of
 from .bijection import Numbers, key
 from .source import ALL, Busy, Source, Wanted, fields

@@ -10,8 +10,8 @@ from ..dependency import StageLost, check
 from ..dependency.relocating import relocated
 from ..launching import launcher_link as link
 from ..launching.epochs import READY
-from ..workers.compute.buffer_mirror import BufferMirror, mirror_of
 from ..workers.compute.lodging import Lodging
+from ..workers.compute.modules.buffer_mirror import BufferMirror, mirror_of
 
 if TYPE_CHECKING:
     from ..model.shard_maker import ShardMaker

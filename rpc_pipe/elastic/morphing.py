@@ -21,7 +21,7 @@ from ..dependency import ConfigError, PipeError, Spec, check
 from ..dependency.reshaping import renumbered, reshaped
 from ..launching import launcher_link as link
 from ..launching.epochs import SHAPE, Roster
-from ..workers.compute.buffer_mirror import mirror_of
+from ..workers.compute.modules.buffer_mirror import mirror_of
 from ..workers.hooks import Listener, StepRecord
 from .heir import Heir, make_mirror
 

@@ -10,9 +10,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..dependency import BatchError, ModelError
+from ..workers.compute.modules.torch_internals import divisor_of
 from ..workers.compute.result import NUM_ITEMS
 from ..workers.compute.shard import LossFn
-from ..workers.compute.torch_internals import divisor_of
 from ..workers.transport.payload import Tree
 
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from ..dependency import ModelError
-from ..workers.compute.randomness import Randomness
-from ..workers.compute.torch_internals import OperatorMode
+from ..workers.compute.modules.randomness import Randomness
+from ..workers.compute.modules.torch_internals import OperatorMode
 from .observe.placeholder import (
     NEEDS_NUMBERS,
     FakeTensor,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..workers.compute.module_state import OF_TORCH
+from ..workers.compute.modules.module_state import OF_TORCH
 from .observe.closures import modules_in
 
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from ..dependency import ModelError
 from ..system.garbage import uncollected
-from ..workers.compute.slices import Divide
+from ..workers.compute.sequences.slices import Divide
 from .assign.assignment import Assignment, Owners
 from .deferred import DeferredModel
 from .detachable_blocks import separate

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from ..dependency import ModelError
-from ..workers.compute.randomness import Randomness
+from ..workers.compute.modules.randomness import Randomness
 from ..workers.compute.result import NUM_ITEMS
+from ..workers.compute.sequences.slices import Divide, Slice, plain_name
 from ..workers.compute.shard import LossFn
-from ..workers.compute.slices import Divide, Slice, plain_name
 from ..workers.transport.payload import Tree
 from .assign.assignment import BlocksNeeded
 from .call_form import CallForm, adds_terms, loss_of_output

@@ -13,9 +13,9 @@ from torch import nn
 
 from ..dependency import BatchError, ModelError
 from ..dependency.errors import first_sentence
-from ..workers.compute.randomness import Randomness
+from ..workers.compute.modules.randomness import Randomness
+from ..workers.compute.sequences.slices import Divide, Layers, Slice, plain_name
 from ..workers.compute.shard import LossFn
-from ..workers.compute.slices import Divide, Layers, Slice, plain_name
 from ..workers.transport.payload import Tree
 from .cut import cut
 from .module_copies import ModuleCopies, paired, structure, unnamed_parts
@@ -137,7 +137,7 @@ class LayerPartition:
 
             found.look = partial(look, holders)
         if divide is not None:
-            from ..workers.compute.dividing import divide_layers
+            from ..workers.compute.parts.dividing import divide_layers
 
             divide_layers(found, divide, self._divided)
         return found

@@ -12,19 +12,19 @@ from torch import nn
 
 from ..dependency import NO_REDUCTIONS, ModelError, Spec
 from ..dependency.pipeline_options import Options
-from ..workers.compute.batch_norm import Statistics
-from ..workers.compute.digest import digest
-from ..workers.compute.randomness import Randomness
+from ..workers.compute.modules.batch_norm import Statistics
+from ..workers.compute.modules.digest import digest
+from ..workers.compute.modules.randomness import Randomness
+from ..workers.compute.modules.torch_internals import local
+from ..workers.compute.sequences.slices import Divide, Slice
 from ..workers.compute.shard import LossFn, Shard
-from ..workers.compute.slices import Divide, Slice
-from ..workers.compute.torch_internals import local
 from ..workers.compute.updating import Training
 from .observe.model_kinds import needs_observation
 from .partition import Layered, LayerPartition
 
 if TYPE_CHECKING:
-    from ..workers.compute.members import Members
-    from ..workers.compute.ownership import Ownership
+    from ..workers.compute.parts.members import Members
+    from ..workers.compute.parts.ownership import Ownership
     from .observed_partition import ObservedPartition
 
 #: every kind of model that a pipeline takes
@@ -51,7 +51,7 @@ def make_partition(
         cut = options.split, loss_fn
         whole = ObservedPartition(model, num_stages, *cut, blocks=options.blocks, seed=options.seed)  # type: ignore[arg-type]
         if training.deferred_batch_norm:
-            from ..workers.compute.deferred_batch_norm import defer  # few models do
+            from ..workers.compute.modules.deferred_batch_norm import defer  # few models do
 
             defer(whole.whole.modules())
         return whole
@@ -108,7 +108,7 @@ class ShardMaker:
             self.model.begin(stage, randomness, route - first[stage] + copied)
         made = {(s, r): self._make(spec, s, r, randomness, r - first[s] + copied) for s, r in spec.hosted(worker)}
         if spec.takes_steps and (spec.num_routes > 1 or self.model.shared):
-            from ..workers.compute.ownership import divided
+            from ..workers.compute.parts.ownership import divided
 
             self.divided = divided(spec, self.model.shared, self._buckets)
         return made
@@ -131,7 +131,7 @@ class ShardMaker:
     def _make(self, spec: Spec, stage: int, route: int, randomness: Randomness, replica: int) -> Shard:
         slice = self.model.slice(stage, randomness, replica, self._divide)
         if self._training.deferred_batch_norm:
-            from ..workers.compute.deferred_batch_norm import defer
+            from ..workers.compute.modules.deferred_batch_norm import defer
 
             defer(slice.own)
         if spec.num_routes > 1:
@@ -164,7 +164,7 @@ class ShardMaker:
         """Return the owners of a stage's parameters; None: no other stage or replica holds any."""
         if not spec.takes_steps or (spec.num_routes == 1 and not slice.shared):
             return None
-        from ..workers.compute.ownership import Ownership
+        from ..workers.compute.parts.ownership import Ownership
 
         pieces = Ownership(spec, stage, route, slice.named_parameters(), self.model.shared, Statistics(slice.own))
         self._buckets[stage] = pieces.num_buckets
@@ -178,7 +178,7 @@ def _with_stores(spec: Spec, shard: Shard) -> Shard:
 
         shard.versions = VersionStore(shard.stage, shard.slice, shard.updating, shard.state)
     if len(spec.parallelism.slices) > 1:
-        from ..workers.compute.sequence import SliceStore
+        from ..workers.compute.sequences.sequence import SliceStore
 
         shard.slices = SliceStore(shard.slice, len(spec.parallelism.slices))
     if spec.parallelism.zero or spec.averaging_pull:

@@ -17,9 +17,9 @@ from ..model.observe.skeleton import MARK, is_mark, wrap
 from ..model.observe.trees import mapped
 from ..model.observed_partition import ObservedPartition
 from ..model.partition import LayerPartition
-from ..workers.compute.randomness import computing, python_too
-from ..workers.compute.slices import plain_name
-from ..workers.compute.torch_internals import OperatorMode, is_current, without_torch_function
+from ..workers.compute.modules.randomness import computing, python_too
+from ..workers.compute.modules.torch_internals import OperatorMode, is_current, without_torch_function
+from ..workers.compute.sequences.slices import plain_name
 
 #: where a module has a parameter: the container, the key there, the parameter's number
 Place = tuple[Any, Any, int]

@@ -23,12 +23,12 @@ from ..model.partition import LayerPartition
 from ..model.user_model import UserModel, load_user_model, rows_of
 from ..pipeline import Pipeline, Training
 from ..workers.actor import WorkerActor
-from ..workers.compute.randomness import Randomness, seed_process
-from ..workers.compute.sequence import state_dropped
+from ..workers.compute.modules.randomness import Randomness, seed_process
+from ..workers.compute.modules.torch_internals import OperatorMode
+from ..workers.compute.parts.tensor_parallel import divisible
+from ..workers.compute.sequences.sequence import state_dropped
+from ..workers.compute.sequences.slices import has_own_state
 from ..workers.compute.shard import Shard
-from ..workers.compute.slices import has_own_state
-from ..workers.compute.tensor_parallel import divisible
-from ..workers.compute.torch_internals import OperatorMode
 from ..workers.hooks import Listener
 from ..workers.transport.payload import Tree, tensors_of
 from .built_in import built_in

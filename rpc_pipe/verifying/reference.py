@@ -26,13 +26,13 @@ from ..model.batches.with_means import with_means
 from ..model.observe.trees import mapped
 from ..model.observed_partition import ObservedPartition
 from ..model.partition import LayerPartition
-from ..workers.compute.batch_norm import Statistics
-from ..workers.compute.deferred_batch_norm import defer
-from ..workers.compute.module_state import KeptTensor, ModuleState
-from ..workers.compute.randomness import Randomness, preserved
+from ..workers.compute.modules.batch_norm import Statistics
+from ..workers.compute.modules.deferred_batch_norm import defer
+from ..workers.compute.modules.module_state import KeptTensor, ModuleState
+from ..workers.compute.modules.randomness import Randomness, preserved
+from ..workers.compute.sequences.slice_check import NotedDraws
+from ..workers.compute.sequences.slices import plain_name
 from ..workers.compute.shard import LossFn
-from ..workers.compute.slice_check import NotedDraws
-from ..workers.compute.slices import plain_name
 from ..workers.compute.stage_state import shown
 from ..workers.transport.payload import Tree
 from .keyed import Keyed, Shares

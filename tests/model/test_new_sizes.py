@@ -16,7 +16,7 @@ from rpc_pipe.model.observed_model import observe
 from rpc_pipe.model.replay import observed_stage
 from rpc_pipe.model.replay.script_family import predictions
 from rpc_pipe.tracing.run_summary import summary
-from rpc_pipe.workers.compute.module_state import ModuleState
+from rpc_pipe.workers.compute.modules.module_state import ModuleState
 from rpc_pipe.workers.hooks import Listener, StepRecord
 
 WIDTH = 8

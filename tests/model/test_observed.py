@@ -16,7 +16,7 @@ from unkind_layers import WIDTH, Penalty
 
 from rpc_pipe.model.cut import cut
 from rpc_pipe.model.observed_model import observe
-from rpc_pipe.workers.compute.randomness import preserved, python_too
+from rpc_pipe.workers.compute.modules.randomness import preserved, python_too
 
 
 @pytest.mark.parametrize("case", CASES)

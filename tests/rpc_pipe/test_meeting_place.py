@@ -17,7 +17,7 @@ from rpc_pipe.launching.job import Job
 from rpc_pipe.launching.meeting_place import place_of
 from rpc_pipe.tracing.board import COPY, OWN
 from rpc_pipe.workers.actor import WorkerActor
-from rpc_pipe.workers.compute.device import DeviceBackend
+from rpc_pipe.workers.compute.devices.device import DeviceBackend
 
 pytest.importorskip("zmq")
 

@@ -20,7 +20,7 @@ from rpc_pipe.model.partition import LayerPartition
 from rpc_pipe.model.sharding import settle_sharing
 from rpc_pipe.pipeline import Pipeline, Training
 from rpc_pipe.planning.specs import make_spec
-from rpc_pipe.workers.compute.randomness import Randomness
+from rpc_pipe.workers.compute.modules.randomness import Randomness
 from rpc_pipe.workers.joint import held_layers
 
 

@@ -19,7 +19,7 @@ from rpc_pipe.elastic.morphing import shapes
 from rpc_pipe.launching import epochs
 from rpc_pipe.planning.shape_prices import predicted_ms
 from rpc_pipe.planning.specs import make_spec
-from rpc_pipe.workers.compute.buffer_mirror import BufferMirror
+from rpc_pipe.workers.compute.modules.buffer_mirror import BufferMirror
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "chimera", "zb-v"])

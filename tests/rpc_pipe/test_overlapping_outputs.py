@@ -10,10 +10,10 @@ from unkind import differences, mse, pipeline, repeated
 from unkind_layers import WIDTH, Linear
 
 from rpc_pipe.pipeline import Pipeline, Training
-from rpc_pipe.workers.compute.borders import ForwardArgs
-from rpc_pipe.workers.compute.randomness import Randomness
+from rpc_pipe.workers.compute.modules.borders import ForwardArgs
+from rpc_pipe.workers.compute.modules.randomness import Randomness
+from rpc_pipe.workers.compute.sequences.slices import Layers
 from rpc_pipe.workers.compute.shard import Shard
-from rpc_pipe.workers.compute.slices import Layers
 from rpc_pipe.workers.transport.payload import pack
 
 

@@ -17,8 +17,8 @@ from rpc_pipe.model.partition import LayerPartition
 from rpc_pipe.model.replay import observed_stage
 from rpc_pipe.planning.specs import make_spec
 from rpc_pipe.verifying.reference import Reference, Replica
-from rpc_pipe.workers.compute.randomness import Randomness
-from rpc_pipe.workers.compute.sequence import state_dropped
+from rpc_pipe.workers.compute.modules.randomness import Randomness
+from rpc_pipe.workers.compute.sequences.sequence import state_dropped
 
 WIDTH, SGD = 8, partial(torch.optim.SGD, lr=0.5)
 GENERATOR = torch.Generator().manual_seed(0)

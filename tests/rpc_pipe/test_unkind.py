@@ -24,7 +24,7 @@ from rpc_pipe.model.partition import LayerPartition
 from rpc_pipe.pipeline import Pipeline
 from rpc_pipe.schedules import SCHEDULES
 from rpc_pipe.tracing import run_folders
-from rpc_pipe.workers.compute.randomness import Randomness
+from rpc_pipe.workers.compute.modules.randomness import Randomness
 
 SYNCHRONOUS = [name for name, cls in SCHEDULES.items() if cls.synchronous]
 #: each model with every sixth schedule, each schedule with every sixth model

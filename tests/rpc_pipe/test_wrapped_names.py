@@ -16,7 +16,7 @@ from rpc_pipe import Pipeline, Training
 from rpc_pipe.checkpoints import shard_state
 from rpc_pipe.model import observed_partition, partition
 from rpc_pipe.model.replay import observed_stage
-from rpc_pipe.workers.compute import slices
+from rpc_pipe.workers.compute.sequences import slices
 
 WRAPPERS: dict[str, Any] = {
     "none": lambda block: block,

@@ -21,8 +21,8 @@ from rpc_pipe.model.batches.outputs import join_rows
 from rpc_pipe.model.partition import LayerPartition
 from rpc_pipe.verifying.keyed import Keyed
 from rpc_pipe.verifying.reference import add_up, summing_orders
-from rpc_pipe.workers.compute.module_state import KeptTensor
-from rpc_pipe.workers.compute.randomness import Randomness, preserved, python_too
+from rpc_pipe.workers.compute.modules.module_state import KeptTensor
+from rpc_pipe.workers.compute.modules.randomness import Randomness, preserved, python_too
 from rpc_pipe.workers.compute.stage_state import shown
 from rpc_pipe.workers.transport.payload import Tree, map_tensors
 from trials.fuzz_cases import Case

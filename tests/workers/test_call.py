@@ -8,8 +8,8 @@ from refusals import refused
 
 from rpc_pipe.dependency import Disagreement
 from rpc_pipe.workers.actor import WorkerActor
-from rpc_pipe.workers.compute.device import DeviceBackend
-from rpc_pipe.workers.compute.digest import describe, digest
+from rpc_pipe.workers.compute.devices.device import DeviceBackend
+from rpc_pipe.workers.compute.modules.digest import describe, digest
 from rpc_pipe.workers.transport.call import Call
 from rpc_pipe.workers.transport.call_difference import difference
 from rpc_pipe.workers.transport.calls import Calls

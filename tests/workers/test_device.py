@@ -18,10 +18,11 @@ from rpc_pipe import Pipeline, Training, own_workers, session
 from rpc_pipe.dependency import ConfigError, WorkerFailure
 from rpc_pipe.launching.job import current_job
 from rpc_pipe.workers import thread_pool
-from rpc_pipe.workers.compute import accelerator, randomness
-from rpc_pipe.workers.compute import backends as choice
-from rpc_pipe.workers.compute.accelerator import AcceleratorBackend
-from rpc_pipe.workers.compute.backends import usual_device
+from rpc_pipe.workers.compute.devices import accelerator
+from rpc_pipe.workers.compute.devices import backends as choice
+from rpc_pipe.workers.compute.devices.accelerator import AcceleratorBackend
+from rpc_pipe.workers.compute.devices.backends import usual_device
+from rpc_pipe.workers.compute.modules import randomness
 from rpc_pipe.workers.transport.local import LocalPost
 from rpc_pipe.workers.transport.payload import pack, unpack
 

@@ -8,7 +8,7 @@ import queue
 import pytest
 import torch
 
-from rpc_pipe.workers.compute.backends import backend_for
+from rpc_pipe.workers.compute.devices.backends import backend_for
 from rpc_pipe.workers.transport.form import form_of
 from rpc_pipe.workers.transport.payload import pack, unpack
 from rpc_pipe.workers.transport.ways import ON_HOST

@@ -9,7 +9,7 @@ import torch
 from refusals import refused
 
 from rpc_pipe.dependency import PeerLost, PipeError, Stalled, WorkerFailure
-from rpc_pipe.workers.compute.device import DeviceBackend
+from rpc_pipe.workers.compute.devices.device import DeviceBackend
 from rpc_pipe.workers.mailbox import Mailbox
 from rpc_pipe.workers.transport.call import Call
 from rpc_pipe.workers.transport.local import local_carriers

@@ -9,11 +9,11 @@ from refusals import refused
 from torch import nn
 
 from rpc_pipe.verifying.keyed import Holding
-from rpc_pipe.workers.compute import torch_internals
-from rpc_pipe.workers.compute.borders import ForwardArgs, InputGradients, without_views
-from rpc_pipe.workers.compute.randomness import Randomness, computing
+from rpc_pipe.workers.compute.modules import torch_internals
+from rpc_pipe.workers.compute.modules.borders import ForwardArgs, InputGradients, without_views
+from rpc_pipe.workers.compute.modules.randomness import Randomness, computing
+from rpc_pipe.workers.compute.sequences.slices import Layers
 from rpc_pipe.workers.compute.shard import Shard
-from rpc_pipe.workers.compute.slices import Layers
 from rpc_pipe.workers.compute.updating import Training
 from rpc_pipe.workers.transport.payload import pack, unpack
 

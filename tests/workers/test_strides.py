@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from rpc_pipe.workers.compute.borders import stage_inputs
+from rpc_pipe.workers.compute.modules.borders import stage_inputs
 from rpc_pipe.workers.transport.payload import pack
 from rpc_pipe.workers.transport.strides import fold, is_dense, is_sparing, unfold
 

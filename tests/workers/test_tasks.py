@@ -23,7 +23,7 @@ from rpc_pipe.dependency.errors import WorkerFailure
 from rpc_pipe.dependency.kinds import C, D
 from rpc_pipe.model.sharding import Sharing
 from rpc_pipe.planning.specs import make_spec
-from rpc_pipe.workers.compute.accelerator import AcceleratorBackend
+from rpc_pipe.workers.compute.devices.accelerator import AcceleratorBackend
 from rpc_pipe.workers.compute.result import Result
 from rpc_pipe.workers.handlers import handler_of
 from rpc_pipe.workers.step import ActionContext, Tally

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from .autocast import forget_casts
+from .modules.autocast import forget_casts
 
 
 class Average:

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 
 from ...dependency import ConfigError
-from .autocast import forget_casts
-from .module_state import INSIDE, KeptTensor, ModuleState, Place
-from .randomness import computing
+from .modules.autocast import forget_casts
+from .modules.module_state import INSIDE, KeptTensor, ModuleState, Place
+from .modules.randomness import computing
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from typing import Generic, Protocol, TypeVar
 from torch import Tensor, nn
 
 from .gradients import GradientSets
-from .module_state import Place
+from .modules.module_state import Place
 
 
 class HasParameters(Protocol):

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from ...dependency import ConfigError
 from ..transport.payload import Tree, tensors_of
-from .digest import sample
-from .module_state import ModuleState, Probe
+from .modules.digest import sample
+from .modules.module_state import ModuleState, Probe
 from .result import Loss
 
 #: how much recomputed outputs may differ, relative to the largest element: some devices sum in any order

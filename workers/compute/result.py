@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ...dependency import ConfigError
 from ..transport.payload import Tree
-from .borders import without_views
-from .torch_internals import by_type
+from .modules.borders import without_views
+from .modules.torch_internals import by_type
 
 #: the argument by which Hugging Face's models divide a sum of losses: the number of labels in a whole batch
 NUM_ITEMS = "num_items_in_batch"

@@ -15,26 +15,26 @@ from torch.optim import Optimizer
 
 from ...dependency import ConfigError
 from ..transport.payload import Payload, Tree, distinct_tensors, pack, shapes_in
-from . import autocast, borders
-from .batch_norm import Statistics
-from .borders import ForwardArgs, Forwarded, InputGradients
-from .module_state import KeptTensor
-from .randomness import PythonDraws, Randomness, Seed
+from .modules import autocast, borders
+from .modules.batch_norm import Statistics
+from .modules.borders import ForwardArgs, Forwarded, InputGradients
+from .modules.module_state import KeptTensor
+from .modules.randomness import PythonDraws, Randomness, Seed
+from .modules.torch_internals import run_backward
 from .result import Loss, sum_and_weight
-from .slices import Slice, note
+from .sequences.slices import Slice, note
 from .stage_state import StageState, shown
-from .torch_internals import run_backward
 from .updating import Training, Updating
 
 if TYPE_CHECKING:
     from .before_update import BeforeUpdate
-    from .buffer_mirror import BufferMirror
     from .lodging import Lodging
-    from .members import Members
+    from .modules.buffer_mirror import BufferMirror
     from .outside_updates import OutsideUpdates
-    from .ownership import Ownership
+    from .parts.members import Members
+    from .parts.ownership import Ownership
     from .recomputation import FirstRun, Recomputation
-    from .sequence import SliceStore
+    from .sequences.sequence import SliceStore
     from .split_backward import Saved, WeightBackward
     from .stash import VersionStore
 

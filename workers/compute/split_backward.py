@@ -33,8 +33,8 @@ from torch.utils.hooks import RemovableHandle
 
 from ...dependency import ConfigError
 from .autograd_graph import children_first, packed
-from .borders import address, strided_copy
-from .torch_internals import keep_uncompiled, without_torch_function
+from .modules.borders import address, strided_copy
+from .modules.torch_internals import keep_uncompiled, without_torch_function
 
 #: nodes with a formula that computes the gradient of each operand separately, and only on demand
 _SEPARABLE = frozenset((

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from ...dependency import ConfigError
-from .autocast import forget_casts
-from .digest import digest, sample
-from .module_state import LOOKS, KeptTensor, ModuleState, Place, Probe
-from .randomness import computing
-from .slices import Slice
-from .torch_internals import NormBase, local
+from .modules.autocast import forget_casts
+from .modules.digest import digest, sample
+from .modules.module_state import LOOKS, KeptTensor, ModuleState, Place, Probe
+from .modules.randomness import computing
+from .modules.torch_internals import NormBase, local
+from .sequences.slices import Slice
 
 
 class StageState:

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from ...dependency import Action, ConfigError, Spec, microbatches_on, update_of
 from .gradients import GradientSets
-from .module_state import KeptTensor
-from .slices import Slice
+from .modules.module_state import KeptTensor
+from .sequences.slices import Slice
 from .stage_state import StageState, shown
 from .updating import Updating
 

@@ -15,16 +15,16 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ...dependency import ConfigError
 from ...dependency.errors import first_sentence
-from . import autocast
 from .autograd_graph import refuse_unowned
-from .randomness import Randomness
-from .slices import Slice
-from .torch_internals import local, norms_of
+from .modules import autocast
+from .modules.randomness import Randomness
+from .modules.torch_internals import local, norms_of
+from .sequences.slices import Slice
 
 if TYPE_CHECKING:
     from .average import Average
-    from .members import Members
-    from .ownership import Ownership
+    from .parts.members import Members
+    from .parts.ownership import Ownership
 
 #: (name in the unsplit model, parameter) of a stage -> its optimizer; torch's take such pairs
 OptimizerFactory = Callable[[list[tuple[str, nn.Parameter]]], Optimizer]

@@ -28,7 +28,7 @@ class Call(NamedTuple):
     what: str
     #: the pipeline that was called
     pipeline: str = ""
-    #: form and digests of the arguments, from `compute.digest.describe`
+    #: form and digests of the arguments, from `compute.modules.digest.describe`
     inputs: str = ""
     targets: str = ""
     #: digests of the initial weights of stages that several workers hold, such as `0=5f3a 3=77bb`, or of written ones

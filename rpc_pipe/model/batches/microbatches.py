@@ -11,7 +11,7 @@ import torch
 
 from ...dependency import Action, BatchError, Spec, update_of
 from ...dependency.errors import first_sentence
-from ...workers.compute.digest import describe
+from ...workers.compute.modules.digest import describe
 from ...workers.compute.result import NUM_ITEMS
 from ...workers.step import StepData
 from ...workers.transport.payload import Tree, shapes_in, split_rows, tensors_of

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from ...dependency import ConfigError, Spec
 from ...workers.compute.result import NUM_ITEMS
-from ...workers.compute.sequence import current
-from ...workers.compute.slice_check import CACHES
+from ...workers.compute.sequences.sequence import current
+from ...workers.compute.sequences.slice_check import CACHES
 from ...workers.transport.payload import TensorHolder, Tree, map_tensors, shapes_in, tensors_of
 from .microbatches import Microbatches, divides_sums
 from .token_count import IGNORED

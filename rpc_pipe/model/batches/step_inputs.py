@@ -17,7 +17,7 @@ from ...dependency import (
     known_reductions,
 )  # fmt: skip
 from ...workers.actor import MOST_PARTS, WorkerActor
-from ...workers.compute.module_state import LOOKS
+from ...workers.compute.modules.module_state import LOOKS
 from ...workers.compute.result import Result, clips
 from ...workers.compute.updating import Training
 from ...workers.step import StepData, StepInput

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from ...dependency import ConfigError, ModelError
-from ...workers.compute.slices import place_of_state
+from ...workers.compute.sequences.slices import place_of_state
 from .observation import Observation
 from .observe_forward import observe_forward
 from .skeleton import Skeleton

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from ...workers.compute.by_hand import HOOKS
+from ...workers.compute.modules.by_hand import HOOKS
 from .trees import CLOSED
 
 

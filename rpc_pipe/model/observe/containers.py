@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...workers.compute.module_state import OF_TORCH, Place
+from ...workers.compute.modules.module_state import OF_TORCH, Place
 from .side_effects import fill
 from .trees import PLAIN
 

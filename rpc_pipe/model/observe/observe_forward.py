@@ -22,9 +22,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from ...dependency import ConfigError, ModelError
 from ...dependency.errors import first_sentence
 from ...system.garbage import uncollected
-from ...workers.compute.module_state import OF_TORCH, ModuleState
-from ...workers.compute.randomness import Randomness, preserved, python_too
-from ...workers.compute.torch_internals import has_saved_tensor_hooks
+from ...workers.compute.modules.module_state import OF_TORCH, ModuleState
+from ...workers.compute.modules.randomness import Randomness, preserved, python_too
+from ...workers.compute.modules.torch_internals import has_saved_tensor_hooks
 from .frames import is_of_model
 from .observation import CarriedState, Depends, Event, Observation
 from .observer import Observer

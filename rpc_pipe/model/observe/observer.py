@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from ...dependency import ConfigError, ModelError
 from ...dependency.errors import first_sentence
-from ...workers.compute.torch_internals import OperatorMode
+from ...workers.compute.modules.torch_internals import OperatorMode
 from .autograd_functions import is_of_function, taken_by_functions
 from .frames import caller, checkpoint_frame, in_function, in_transform, name_of
 from .lost import lost, stale_view

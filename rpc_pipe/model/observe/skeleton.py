@@ -20,11 +20,11 @@ from torch.overrides import TorchFunctionMode
 
 from ...dependency import ModelError
 from ...dependency.errors import first_sentence
-from ...workers.compute.borders import address
-from ...workers.compute.dividing import refuse_untied
-from ...workers.compute.module_state import OF_TORCH, ModuleState
-from ...workers.compute.slices import Divide
-from ...workers.compute.torch_internals import is_current
+from ...workers.compute.modules.borders import address
+from ...workers.compute.modules.module_state import OF_TORCH, ModuleState
+from ...workers.compute.modules.torch_internals import is_current
+from ...workers.compute.parts.dividing import refuse_untied
+from ...workers.compute.sequences.slices import Divide
 from .closures import rebind
 from .containers import Followed, shared
 from .model_kinds import refuse_lazy

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from ...dependency import ConfigError, ModelError
-from ...workers.compute.module_state import Place, Probe
-from ...workers.compute.randomness import Seed
-from ...workers.compute.slices import Look, note, plain_name, versions_of
+from ...workers.compute.modules.module_state import Place, Probe
+from ...workers.compute.modules.randomness import Seed
+from ...workers.compute.sequences.slices import Look, note, plain_name, versions_of
 from ...workers.transport.payload import Tree
 from ..assign.assignment import Owners
 from ..observe.frames import name_of

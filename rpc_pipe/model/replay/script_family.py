@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...workers.compute.sequence import current
+from ...workers.compute.sequences.sequence import current
 from ..observe.output_contract import form_of
 from ..observe.trees import PLAIN, Path, children
 from .stage_script import Script

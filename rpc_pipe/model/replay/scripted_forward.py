@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from ...dependency import ModelError
-from ...workers.compute.randomness import Seed
+from ...workers.compute.modules.randomness import Seed
 from ..observe.frames import in_transform
 from ..observe.output_contract import check_form
 from ..observe.placeholder import LOOKS_AT_MASK, Placeholder

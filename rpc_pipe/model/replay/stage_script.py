@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...workers.compute.module_state import ModuleState
+from ...workers.compute.modules.module_state import ModuleState
 from ..assign.assignment import Assignment, Owners, Role, fewest_bytes
 from ..observe.observation import Event, Observation
 from ..observe.output_contract import form_of

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from ...dependency import B, F, G, I, Kind, R, U, W
+from ...workers.compute.parts.tensor_parallel import divisible
 from ...workers.compute.shard import LossFn
 from ...workers.compute.split_backward import Saved
-from ...workers.compute.tensor_parallel import divisible
 from ...workers.compute.updating import OptimizerFactory
 from ...workers.transport.payload import Tree, pack, tensors_of, unpack
 from ..footprint import Size

@@ -13,7 +13,7 @@ from ...dependency import B, F, G, Kind
 from ...launching.job import current_job
 from ...model.user_model import UserModel
 from ...tracing import run_folders
-from ...workers.compute.backends import backend_for
+from ...workers.compute.devices.backends import backend_for
 from ..profile import LayerCost, Profile
 from ..profile_file import as_json, from_json
 from ..simulator import Link

@@ -26,8 +26,8 @@ from ...model.batches.microbatches import SplitBatch
 from ...model.partition import LayerLike
 from ...model.user_model import UserModel, load_user_model, resize_batch, rows_of
 from ...system.allocator import keep_freed_memory
-from ...workers.compute.sequence import state_dropped
-from ...workers.compute.tensor_parallel import divisible
+from ...workers.compute.parts.tensor_parallel import divisible
+from ...workers.compute.sequences.sequence import state_dropped
 from ...workers.compute.updating import OptimizerFactory
 from ...workers.transport.payload import Tree, map_tensors, tensors_of
 from ..profile import LayerCost, Profile, Tie

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from ...dependency import Kind
+from ....dependency import Kind
 from .module_state import OF_TORCH
 
 #: types of attributes that are changed by hand

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...dependency import PipeError
-from ..transport.payload import Payload, Staying, Tree
+from ....dependency import PipeError
+from ...transport.payload import Payload, Staying, Tree
 
 if TYPE_CHECKING:
-    from ..transport.ways import DeviceWay
+    from ...transport.ways import DeviceWay
 
 #: a point in time on the device, of a type that depends on the backend
 Timestamp = Any

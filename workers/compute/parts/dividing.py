@@ -6,8 +6,8 @@ from collections.abc import Collection, Mapping
 
 from torch import nn
 
-from ...dependency import ConfigError
-from .slices import Divide, Layers
+from ....dependency import ConfigError
+from ..sequences.slices import Divide, Layers
 
 
 def refuse_untied(before: Mapping[str, object], after: Mapping[str, nn.Parameter]) -> None:

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...dependency import Disagreement
-from ...dependency.indexes import join_replica, join_slice, split_slice
-from .digest import digest
+from ....dependency import Disagreement
+from ....dependency.indexes import join_replica, join_slice, split_slice
+from ..modules.digest import digest
 from .divided import is_divided, local, place, whole_of
 from .ownership import cut_into_buckets
 

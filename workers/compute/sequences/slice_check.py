@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...dependency import ConfigError
-from ..transport.payload import Tree, distinct_tensors, map_tensors, unpack
-from .borders import ForwardArgs, without_views
-from .randomness import PYTHON_SEEDS
-from .torch_internals import OperatorMode
+from ....dependency import ConfigError
+from ...transport.payload import Tree, distinct_tensors, map_tensors, unpack
+from ..modules.borders import ForwardArgs, without_views
+from ..modules.randomness import PYTHON_SEEDS
+from ..modules.torch_internals import OperatorMode
 
 #: names of the keys and values of earlier tokens: up to transformers 5.23, and later
 CACHES = ("past_key_values", "cache")

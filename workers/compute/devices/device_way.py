@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..transport.form import Form, Look, assemble, describe, form_of
-from ..transport.payload import Laid, Payload, Staying
-from ..transport.values import decode_value, encode_value
-from ..transport.ways import HANDLES, ON_HOST
+from ...transport.form import Form, Look, assemble, describe, form_of
+from ...transport.payload import Laid, Payload, Staying
+from ...transport.values import decode_value, encode_value
+from ...transport.ways import HANDLES, ON_HOST
 from .host_memory import HostMemory
 from .moving import Moving
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .torch_internals import local as local
+from ..modules.torch_internals import local as local
 
 
 def is_divided(tensor: Tensor) -> bool:

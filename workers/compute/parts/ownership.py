@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ...dependency import NO_REDUCTIONS, ConfigError, Reductions, Spec
-from ..transport.payload import Payload, pack, unpack
-from .batch_norm import Statistics
+from ....dependency import NO_REDUCTIONS, ConfigError, Reductions, Spec
+from ...transport.payload import Payload, pack, unpack
+from ..modules.batch_norm import Statistics
 from .divided import like, local
 
 if TYPE_CHECKING:
-    from .buffer_mirror import BufferMirror
+    from ..modules.buffer_mirror import BufferMirror
 
 
 def tied_parts(shared: Mapping[str, Sequence[int]], num_routes: int) -> dict[tuple[tuple[int, ...], int], list[str]]:

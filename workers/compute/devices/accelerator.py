@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...dependency import PipeError
-from ..transport.payload import Laid, Payload, Staying, Tree, map_tensors
-from ..transport.strides import fold, is_dense
+from ....dependency import PipeError
+from ...transport.payload import Laid, Payload, Staying, Tree, map_tensors
+from ...transport.strides import fold, is_dense
+from ..modules.torch_internals import open_device_memory, share_device_memory
 from .device import DeviceBackend
 from .device_way import BlockWay
 from .moving import Look, Moving, look_of, spread_again, travels
-from .torch_internals import open_device_memory, share_device_memory
 
 
 class Accelerator:

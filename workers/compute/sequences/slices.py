@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from ..transport.payload import Tree
-from .randomness import Seed, may_draw
+from ...transport.payload import Tree
+from ..modules.randomness import Seed, may_draw
 
 #: (a layer or block, its name in the model, the model) -> None, or the module to use in its place
 Divide = Callable[[nn.Module, str, nn.Module], Any]

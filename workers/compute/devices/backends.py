@@ -6,7 +6,7 @@ import logging
 
 import torch
 
-from ...dependency import ConfigError
+from ....dependency import ConfigError
 from .device import DeviceBackend
 
 logger = logging.getLogger(__name__)

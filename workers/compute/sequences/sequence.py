@@ -25,13 +25,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from ...dependency import ConfigError
-from ...dependency.indexes import split_slice
-from ..transport.payload import Payload, Tree, distinct_tensors, map_tensors, tensors_of
-from .borders import ForwardArgs
+from ....dependency import ConfigError
+from ....dependency.indexes import split_slice
+from ...transport.payload import Payload, Tree, distinct_tensors, map_tensors, tensors_of
+from ..modules.borders import ForwardArgs
+from ..modules.torch_internals import BatchNorm, no_view, without_torch_function
 from .slice_check import NotedDraws, compare, refused
 from .slices import Slice, has_own_state, note, output_alone, place_of_state
-from .torch_internals import BatchNorm, no_view, without_torch_function
 
 
 class SliceInput(NamedTuple):

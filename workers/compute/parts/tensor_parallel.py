@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...dependency import ConfigError
+from ....dependency import ConfigError
 
 #: parts that activation checkpoints, torch.compile and peft add to a path
 _WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod", "base_layer", "original_module")

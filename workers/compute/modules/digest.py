@@ -16,8 +16,8 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from ..transport.call import PARTS
-from ..transport.payload import Tree, tensors_of
+from ...transport.call import PARTS
+from ...transport.payload import Tree, tensors_of
 from .torch_internals import local
 
 _READ = 0x100

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from ..transport.payload import (
+from ...transport.payload import (
     Payload,
     Place,
     Tree,
@@ -29,7 +29,7 @@ from ..transport.payload import (
     tensors_of,
     unpack,
 )
-from ..transport.strides import extent, is_dense
+from ...transport.strides import extent, is_dense
 from .module_state import KeptTensor
 from .torch_internals import no_view
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, share_comm_ctx
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
-from ...dependency import ConfigError
+from ....dependency import ConfigError
 
 
 class InOrder(ReduceScatter):

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...dependency import Malformed
-from ..transport.values import decode_value, encode_value
+from ....dependency import Malformed
+from ...transport.values import decode_value, encode_value
 
 logger = logging.getLogger(__name__)
 #: of the process, the descriptor, and the name, as a producer writes them

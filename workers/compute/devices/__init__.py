@@ -1,0 +1,1 @@
+"""Devices, and how payloads travel between two of them."""

@@ -1,0 +1,1 @@
+"""What modules hold, draw and write, and the private names of torch."""
