@@ -11,6 +11,9 @@ import pytest
 
 collect_ignore = ["trials", "mortal.py", "forked.py", "rpc_pipe/torch_runtime.py"]
 
+# As a worker has: tests share few cores, on which the threads of one operation would wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # An example may take as long as it takes on a busy machine.
 hypothesis.settings.register_profile("patient", deadline=None)
 hypothesis.settings.load_profile("patient")

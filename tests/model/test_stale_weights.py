@@ -102,8 +102,10 @@ class TestCallsByHand:
         each_worker(monkeypatch, work, 2)
 
     def test_a_loss_may_take_their_form_and_read_what_is_trained_here(self, monkeypatch):
+        models = [self.chain() for _ in range(2)]  # here, as threads share a generator
+
         def work(worker):
-            model = self.chain()
+            model = models[worker]
 
             def loss(output, y):
                 zero = torch.zeros_like(model[0].weight).sum() * model[0].weight.numel()
