@@ -24,6 +24,7 @@ from ..planning.simulator import Cost, Levels, Link, Outcome, Simulation, simula
 from ..planning.slice_costs import SliceCosts
 from ..planning.span import Span, waits
 from ..planning.steady import Priced, check_some, price, refuse_long, refuse_many
+from ..system.garbage import uncollected
 from .options import (
     COSTS,
     MEMBERS,
@@ -80,6 +81,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--chrome", metavar="FILE", help="write the timeline for Chrome's tracing or Perfetto")
 
 
+@uncollected(to_the_end=True)
 def command(typed: dict[str, Any], argv: list[str]) -> int:
     spec = typed_spec(typed)
     steps, name = typed.get("steps", 1), typed.get("schedule", "1f1b")
