@@ -231,8 +231,8 @@ def options(case: Case, *, another: bool = False) -> dict[str, Any]:
 # --- by a pipeline
 
 
-def piped(case: Case, folder: str) -> tuple[dict[str, Any], Mapping[str, Tensor], Any]:
-    """Return what a pipeline came to, the weights it began with, and its spec; numbers are those of worker 0."""
+def piped(case: Case, folder: str) -> tuple[dict[str, Any], Mapping[str, Tensor], tuple[Any, Any]]:
+    """Return what a pipeline came to, the weights it began with, and its specs at both ends; numbers are worker 0's."""
     found: dict[str, Any] = {"losses": [], "norms": [], "evaluated": []}
     pipe = Pipeline(made(case), nn.functional.mse_loss, example=batch(0), **options(case))
     try:
@@ -252,7 +252,7 @@ def piped(case: Case, folder: str) -> tuple[dict[str, Any], Mapping[str, Tensor]
                 found["average"] = {k: v.clone() for k, v in (pipe.weights.state_dict() or {}).items()}
     finally:
         pipe.close()
-    return found, initial, spec
+    return found, initial, (spec, pipe.spec)
 
 
 def _train(case: Case, pipe: Pipeline, steps: range, found: dict[str, Any]) -> None:
@@ -269,9 +269,9 @@ def _train(case: Case, pipe: Pipeline, steps: range, found: dict[str, Any]) -> N
 # --- in one process
 
 
-def alone(case: Case, spec: Any, initial: Mapping[str, Tensor]) -> dict[str, Any]:
+def alone(case: Case, specs: tuple[Any, Any], initial: Mapping[str, Tensor]) -> dict[str, Any]:
     """Return what one process comes to: a plain loop over microbatches, whose losses are means of equal parts."""
-    model = made(case, plain=True)
+    model, spec = made(case, plain=True), specs[0]
     model.load_state_dict(initial, strict=False)
     parameters = dict(model.named_parameters())
     shared = {id(p): p for p in parameters.values()}
@@ -300,7 +300,7 @@ def alone(case: Case, spec: Any, initial: Mapping[str, Tensor]) -> dict[str, Any
         hooks = _noting(copies, seen) if case["buffers"] == "deferred" else []
         total = 0.0
         x, y = batch(step)
-        for m, number in enumerate(_order(case, spec, x)):
+        for m, number in enumerate(_order(case, specs[step >= STEPS // 2], x)):
             inside = slice(number * rows, (number + 1) * rows)
             loss = nn.functional.mse_loss(taken[m](x[inside]), y[inside]) / MICROBATCHES
             (loss / training.accumulate).backward()
@@ -397,7 +397,7 @@ def tried(case: Case) -> End:
     try:
         with tempfile.TemporaryDirectory() as folder:
             shared = os.environ.get("CROSSINGS", folder)  # of all processes of a job
-            found, initial, spec = piped(case, os.path.join(shared, described(case).replace(" ", "-")))
+            found, initial, specs = piped(case, os.path.join(shared, described(case).replace(" ", "-")))
     except (ConfigError, ScheduleError) as error:
         return End("refused", str(error).partition("\n")[0])
     except WorkerFailure as error:
@@ -407,7 +407,7 @@ def tried(case: Case) -> End:
         return End("FAILED", f"{type(error).__name__}: {str(error)[:300]}")
     if os.environ.get("RANK", "0") != "0":
         return End("elsewhere")
-    expected = alone(case, spec, initial)
+    expected = alone(case, specs, initial)
     for name, values in expected.items():
         wrong = _differs(found[name], values)
         if wrong:
