@@ -78,9 +78,8 @@ class _Reading(TorchFunctionMode):
             for tensor in tensors_of(args[:1] if name in _FORMS else (args, kwargs)):
                 if id(tensor) in self._names:
                     raise ModelError(
-                        f"loss_fn: reads {self._names[id(tensor)]}, which another worker trains, and which keeps its "
-                        "first values here: let a layer of its stage return it beside the output, or cut elsewhere "
-                        "(split=)"
+                        f"loss_fn: reads {self._names[id(tensor)]}, which another worker holds; here it has its first "
+                        "values: let a layer of its stage return it beside the output, or cut elsewhere (split=)"
                     )
         return found
 
@@ -111,10 +110,10 @@ def refuse_stale_weights(
     Args:
         model: the user's model or list of layers.
         here: the parameters that this process trains.
-        shards: with loss functions.
+        shards: of this process; the first calls of their loss functions are watched.
 
     Raises:
-        ModelError: another worker of an earlier pipeline has trained some of them.
+        ModelError: another worker of an earlier pipeline has trained some of `here`.
     """
     known, trained = set(here), [parameter for parameter in here if parameter.requires_grad]
     names: dict[ref[nn.Parameter], str] = {}
