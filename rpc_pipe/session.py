@@ -17,7 +17,7 @@ from .checkpoints.resumption import Resumption
 from .dependency import BatchError, ConfigError, Entry, Order, PipeError, Spec
 from .dependency.pipeline_options import Options
 from .model.batches.batch_reader import BatchReader
-from .model.batches.microbatches import Microbatches, Pair, has_items
+from .model.batches.microbatches import Microbatches, Pair, form_of, has_items
 from .model.batches.step_inputs import StepEnd, StepInputs
 from .model.shard_maker import ShardMaker
 from .workers.actor import WorkerActor
@@ -28,7 +28,7 @@ from .workers.compute.shard import LossFn, Shard
 from .workers.compute.updating import Training
 from .workers.step import StepInput
 from .workers.threads import WorkerThreads
-from .workers.transport.payload import Tree, map_tensors
+from .workers.transport.payload import Tree
 
 if TYPE_CHECKING:
     from .launching.job import Job
@@ -203,7 +203,7 @@ class Session:
                 refuse_batches("step", batch, self.partition.could_be_one)
         found = self._reader.cut(batch, microbatches, how, whole=whole, cuts_model=cuts)
         if first and found.lazy is None:
-            self.form = map_tensors(batch if microbatches is None else microbatches[0], lambda tensor: tensor.dtype)
+            self.form = form_of(batch if microbatches is None else microbatches[0])
         if cuts:
             with torch.inference_mode(False):  # parameters that are made now are trained later
                 self.partition.observe(found.inputs[0], trained=pair is None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections import UserDict
 from functools import partial
 from typing import Any
 
@@ -34,6 +35,15 @@ def test_a_dict_goes_in_by_name_and_the_loss_comes_from_inside():
     logits = pipe.predict({"ids": batch["ids"], "mask": batch["mask"]})["logits"]
     torch.testing.assert_close(logits, expected(batch["ids"], batch["mask"])["logits"])
     assert pipe.evaluate(batch) == pytest.approx(expected(**batch)["loss"].item(), rel=1e-5)
+
+
+def test_a_collators_batch_is_a_mapping_and_no_dict():
+    """`DataCollatorWithPadding` of transformers makes them, and the first step said that they cannot travel."""
+    pipe = Pipeline(made(models.Tied), training=Training(SGD), num_workers=2, num_microbatches=2)
+    batch = UserDict(lm_batch())
+    losses = [pipe.step(batch), *pipe.train([batch]), pipe.evaluate([batch, batch])]
+    again = Pipeline(made(models.Tied), training=Training(SGD), num_workers=2, num_microbatches=2)
+    assert losses == [again.step(lm_batch()), again.step(lm_batch()), again.evaluate(lm_batch())]
 
 
 class LossLast(nn.Module):

@@ -6,24 +6,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import is_dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ...dependency import BatchError
 from .lazy_batch import LazyBatch
-from .microbatches import SplitBatch
+from .microbatches import SplitBatch, form_of
 
 #: batches themselves, though they can be iterated over
 _BATCHES = (Tensor, tuple, list, Mapping, str, bytes, LazyBatch)
-
-
-def form_of(batch: Any) -> Any:
-    """Return the form of a batch: its containers, names and types of tensors, without their shapes."""
-    if isinstance(batch, Mapping):
-        return {name: form_of(value) for name, value in batch.items()}
-    if isinstance(batch, (tuple, list)):
-        return form_of(batch[0]) if isinstance(batch, SplitBatch) else [form_of(each) for each in batch]
-    return batch.dtype if isinstance(batch, Tensor) else batch if isinstance(batch, torch.dtype) else type(batch)
 
 
 #: whether a model could take a list of containers as one batch
@@ -38,7 +28,7 @@ def has_batches(given: Any, known: Any, could_be_one: CouldBeOne) -> bool | None
         return True
     if not all(isinstance(each, (Mapping, tuple, list)) or is_dataclass(each) for each in given):
         return False  # such as a pair of tensors
-    forms, known = [form_of(each) for each in given], form_of(known)
+    forms = [form_of(each) for each in given]
     as_one, as_many = form_of(given) == known, all(form == known for form in forms)
     if as_one != as_many:
         return as_many

@@ -148,6 +148,15 @@ def _place(tree: Any, wanted: Tree, name: str = "batch") -> str:
     return next((found for key, part in parts if (found := _place(part, wanted, f"{name}[{key!r}]"))), "")
 
 
+def form_of(batch: Any) -> Any:
+    """Return the form of a batch: its containers, names and types of tensors, without their shapes."""
+    if isinstance(batch, Mapping):
+        return {name: form_of(value) for name, value in batch.items()}
+    if isinstance(batch, (tuple, list)):
+        return form_of(batch[0]) if isinstance(batch, SplitBatch) else [form_of(each) for each in batch]
+    return batch.dtype if isinstance(batch, torch.Tensor) else type(batch)
+
+
 def _num_rows(tree: Tree) -> int:
     """Return the rows of a batch; tensors without dimension, or with one row, count for all rows."""
     sizes = {tensor.shape[0] for tensor in tensors_of(tree) if tensor.dim()}
