@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import product
 
 from .action import Action
 from .earlier_steps import STEADY, period, steady
@@ -60,7 +61,7 @@ def check_steps(spec: Spec, workers: Iterable[int]) -> None:
 
 
 def _check_routes(spec: Spec) -> None:
-    if spec.update_every == "microbatch":
+    if spec.update_every == "microbatch" and spec.num_separate > 1:
         raise ScheduleError(
             f"num_routes is {spec.num_routes}: with an update after every microbatch there is one route"
         )
@@ -70,8 +71,9 @@ def _check_routes(spec: Spec) -> None:
                 f"route({m}) is {spec.route(m)}, but that of the same microbatch of later steps is "
                 f"{spec.route(m + STEADY * spec.num_microbatches)}: routes must repeat from step to step"
             )
-    for stage in range(spec.num_stages if spec.parallelism.replicas == 1 else 0):
-        if len({spec.place(stage, route) for route in range(spec.num_routes)}) > 1:
+    routes, one = spec.num_routes, spec.num_separate  # behind the routes of a replica are those of the next
+    for stage, first in product(range(spec.num_stages), range(0, routes, one)):
+        if len({spec.place(stage, route) for route in range(first, first + one)}) > 1:
             raise ScheduleError(
                 f"place({stage}, ...): routes of a schedule that is not synchronous must hold a stage on one worker, "
                 "as its updates follow each other"

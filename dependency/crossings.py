@@ -36,6 +36,8 @@ NOT_TOGETHER = (
     Refusal("post_validation", "asynchronous", _BY_STAGE),
     Refusal("log_grad_norm", "updates in parts", "no gradients of a whole step have a norm; leave it out"),
     Refusal("skip_update", "updates in parts", "no gradients of a whole step have a norm; leave it out"),
+    Refusal("zero", "clipped by stage", "an owner has not all gradients of its stage; leave one of both out"),
+    Refusal("zero", "pulled to a reference", "a replica pulls whole weights, which owners give later; leave zero out"),
     Refusal("asynchronous", "shared weights", "each stage updates them at another time; take 1f1b, or do not tie them"),
     # updates that are undone where gradients were clipped
     Refusal("post_validation", "no norm", "an early update is checked by a norm; add max_grad_norm, or leave it out"),
@@ -57,14 +59,6 @@ NOT_TOGETHER = (
     Refusal("recompute", "own recomputation", "recomputes by itself; leave it out"),
     Refusal("recompute", "asynchronous", "lets steps overlap; only synchronous ones recompute"),
     Refusal("recompute", "own actions", "says by `actions` what is done with a microbatch; leave it out"),
-    Refusal(
-        "replicas", "update a microbatch",
-        "updates after every microbatch, not all at once; take pipedream-2bw, or a synchronous one such as 1f1b",
-    ),
-    Refusal(
-        "replicas", "update a route",
-        "updates its pipelines one after the other, not all at once; take pipedream-2bw, or 1f1b",
-    ),
 )  # fmt: skip
 
 
@@ -96,14 +90,11 @@ def refuse_together(given: Mapping[str, object]) -> None:
 
 def kinds_of(schedule: type[Spec]) -> set[str]:
     """Return the kinds of a schedule."""
-    is_synchronous, has_routes = schedule.synchronous, overrides(schedule, "num_routes")
     kinds = {
-        "asynchronous": not is_synchronous,
-        "routes": has_routes,
+        "asynchronous": not schedule.synchronous,
+        "routes": overrides(schedule, "num_routes"),
         "own recomputation": schedule.recompute,
         "own actions": overrides(schedule, "actions"),
         "own splits": overrides(schedule, "splits"),
-        "update a microbatch": not is_synchronous and schedule.update_every == "microbatch",
-        "update a route": not is_synchronous and (has_routes or overrides(schedule, "averaging_pull")),
     }
     return {name for name, is_so in kinds.items() if is_so}

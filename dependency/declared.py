@@ -184,9 +184,30 @@ class Declared(_Frozen):
         return self.num_stages - 1
 
     @property
+    def num_separate(self) -> int:
+        """How many routes of a replica have separate weights: all, where updates follow each other; else 1."""
+        return 1 if self.synchronous else self.num_routes // self.parallelism.replicas
+
+    def alike(self, route: int) -> range:
+        """Return the routes with the weights of a route, whose gradients are summed."""
+        return range(route % self.num_separate, self.num_routes, self.num_separate)
+
+    @property
+    def round_size(self) -> int:
+        """How many microbatches of a step, on all routes together, are between an update of a route and the next."""
+        if self.update_every == "microbatch" and not self.synchronous:
+            return len(self.parallelism.slices) * self.parallelism.replicas
+        return self.num_microbatches
+
+    @property
+    def num_rounds(self) -> int:
+        """How many updates a step has on each route."""
+        return -(-self.num_microbatches // self.round_size)
+
+    @property
     def takes_steps(self) -> bool:
         """Whether each update takes the gradients of a whole step, on all routes."""
-        return self.synchronous or (self.update_every == "step" and self.num_routes == self.parallelism.replicas)
+        return self.synchronous or (self.update_every == "step" and self.num_separate == 1)
 
     @property
     def total_microbatches(self) -> int:
@@ -205,9 +226,8 @@ class Declared(_Frozen):
 
     def updates(self, stage: int, route: int) -> Iterable[Action]:
         """Return the updates of a replica of a stage: one for synchronous schedules, else by `update_every`."""
-        if self.update_every == "microbatch" and not self.synchronous:
-            return (U(stage, m) for m in range(self.total_microbatches // len(self.parallelism.slices)))
-        return [U(stage, join_route(step, route, self.num_routes)) for step in range(self.num_steps)]
+        numbers = range(self.num_rounds * self.num_steps)
+        return (U(stage, join_route(number, route, self.num_routes)) for number in numbers)
 
     def worker(self, action: Action) -> int:
         """Return the worker that runs `action`."""

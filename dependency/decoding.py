@@ -18,6 +18,7 @@ from .action import Action
 from .check import check_runs
 from .indexes import join_step, split_step
 from .kinds import F
+from .order import routes
 from .part import Part
 from .program import entries
 from .reductions import NO_REDUCTIONS, Reductions
@@ -36,7 +37,7 @@ class Decoding(Spec):
 
     @property
     def num_routes(self) -> int:
-        return 1 if self.placed.averaging_pull else self.placed.num_routes
+        return self.placed.num_routes
 
     @property
     def workers(self) -> Collection[int]:
@@ -46,7 +47,7 @@ class Decoding(Spec):
         return self.placed.place(stage, route)
 
     def route(self, microbatch: int) -> int:
-        return self.placed.route(microbatch % self.groups) % self.num_routes
+        return routes(self.placed, forward_only=True)(microbatch % self.groups)
 
     def actions(self, stage: int, microbatch: int) -> tuple[Action, ...]:
         behind = microbatch >= self.num_microbatches - self.groups

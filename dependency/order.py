@@ -61,9 +61,12 @@ def routes(spec: Spec, forward_only: bool = False) -> Callable[[int], int]:
         forward_only: whether this is an evaluation. If pipelines are pulled to a common reference, the reference is
             evaluated on the shards of the first pipeline, because each pipeline has separate buffers.
     """
-    if spec.num_routes == 1 or (forward_only and spec.averaging_pull):
+    if spec.num_routes == 1:
         return lambda microbatch: 0
-    return routes_of(spec)
+    route_of = routes_of(spec)
+    if not (forward_only and spec.averaging_pull):
+        return route_of
+    return lambda microbatch: route_of(microbatch) - route_of(microbatch) % spec.num_separate
 
 
 @lru_cache(maxsize=4)
@@ -110,7 +113,7 @@ def with_end(spec: Spec, worker: int, order: Iterable[Action], reductions: Reduc
             left[shard] -= 1
             if left[shard] == 0:
                 yield from tree.given(G, *shard)
-                if tree.pieces(shard[0]) or awaits:
+                if tree.pieces(*shard) or awaits:
                     ended.append(shard)
                 else:
                     yield from spec.updates(*shard)
@@ -119,7 +122,7 @@ def with_end(spec: Spec, worker: int, order: Iterable[Action], reductions: Reduc
     yield from (update for shard in ended for update in spec.updates(*shard))
     if spec.parallelism.zero:
         yield from (given for shard in ended for given in tree.given(P, *shard))
-        yield from (A(*shard) for shard in ended if tree.pieces(shard[0]))
+        yield from (A(*shard) for shard in ended if tree.pieces(*shard))
 
 
 def _with_reductions(spec: Spec, worker: int, order: Iterable[Action], reductions: Reductions) -> Iterator[Action]:
@@ -132,8 +135,8 @@ def _with_reductions(spec: Spec, worker: int, order: Iterable[Action], reduction
         if kind is not U:
             yield action
             continue
-        step, route = split_route(index, routes)
-        replica = stage, route, step
+        number, route = split_route(index, routes)
+        replica = stage, route, number
         yield from (*tree.given(G, *replica), *tree.given(S, *replica), action)
         if spec.parallelism.zero:
             yield from (*tree.given(P, *replica), A(stage, index))

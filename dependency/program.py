@@ -17,7 +17,7 @@ from .kinds import A, B, C, D, F, G, S
 from .order import has_program, has_slot, is_uniform, local_order, routes
 from .reductions import NO_REDUCTIONS, Reductions, Replica, reduction_tree
 from .spec import Spec
-from .versions import before_forward, update_of
+from .versions import before_forward, update_before, update_of
 
 #: key for all replicas of a worker
 _WHOLE_WORKER = -1, -1
@@ -261,10 +261,10 @@ class _OrderEdges:
         """
         shards, _ = self._tree.needs(action)
         if self._takes and action.kind.resource != "control":
-            update, replicas = self._tree.update_of(action), self._spec.parallelism.replicas
+            update = self._tree.update_of(action)
             needs = [self._last_of.get(update)] if shards or action is update else []
-            if action is update and update.index >= replicas:
-                needs.append(update._replace(index=update.index - replicas))
+            if action is update:
+                needs.append(update_before(self._spec, update))
             return [need for need in needs if need is not None]
         last = (self._last_release.get(shard if self._limit is None else _WHOLE_WORKER) for shard in shards)
         found = dict.fromkeys(release for release in last if release is not None)

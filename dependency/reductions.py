@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from .action import Action, Kind, Milestone
 from .declared import Declared
-from .indexes import join_route, route_in, split_route, split_step
+from .indexes import join_route, join_step, route_in, split_route
 from .kinds import A, C, D, F, G, H, N, P, S, T, U, V
 
 #: a replica of a stage: (stage, route)
@@ -77,12 +77,8 @@ class Bucket(NamedTuple):
     #: they hold these parameters, on all routes
     stages: tuple[int, ...]
     owner: Replica
-    #: of a stream: pieces are counted through it
-    step: int = 0
-
-    def holders(self, num_routes: int) -> list[Replica]:
-        """Return the holders, in the order in which gradients are summed."""
-        return [(stage, route) for stage in self.stages for route in range(num_routes)]
+    #: number of the update of each holder that takes the gradients: pieces are counted through a stream
+    update: int = 0
 
 
 class ReductionTree:
@@ -109,8 +105,8 @@ class ReductionTree:
         for node, parent in self.parent.items():
             if parent is not None:
                 self.children[parent].append(node)
-        #: by stage and number
-        self._pieces: dict[int, dict[int, Bucket]] = {}
+        #: by stage and update
+        self._pieces: dict[tuple[int, int], list[Bucket]] = {}
         #: nodes that contribute to the loss, or pass it on
         self.of_loss: set[Replica] = set()
         for route in range(spec.num_routes):
@@ -163,35 +159,40 @@ class ReductionTree:
         # A step that only adds up gradients takes no weights from their owners, the one before it may.
         return [kind(*each) for each in here for kind in ((U, A) if self.spec.parallelism.zero else (U,))]
 
-    def pieces(self, stage: int, step: int | None = None) -> list[Bucket]:
-        """Return the pieces of a stage's parameters that other shards hold too; tied stages number them alike.
+    def pieces(self, stage: int, route: int, update: int = 0) -> list[Bucket]:
+        """Return the pieces of a replica's parameters that other shards hold too; tied stages number them alike.
 
         Args:
-            step: of a stream; None: all.
+            update: number of the replica's update that takes their gradients.
         """
-        return [p for p in self._numbered(stage).values() if step in (None, p.step)]
+        alike = self.spec.alike(route)
+        return [piece for piece in self._of_update(stage, update) if piece.owner[1] in alike]
 
-    def _numbered(self, stage: int) -> dict[int, Bucket]:
-        if stage not in self._pieces:
-            self._pieces[stage] = {piece.number: piece for piece in self._found_pieces(stage)}
-        return self._pieces[stage]
+    def _of_update(self, stage: int, update: int) -> list[Bucket]:
+        if (stage, update) not in self._pieces:
+            self._pieces[stage, update] = self._found_pieces(stage, update)
+        return self._pieces[stage, update]
 
     def piece(self, action: Action) -> Bucket | None:
         """Return the piece of an action; None: `reductions` lack it, as in a trace."""
-        return self._numbered(action.stage).get(split_route(action.index, self.spec.num_routes)[0])
+        number, _ = split_route(action.index, self.spec.num_routes)
+        update = max(0, number - len(self.reductions.tied)) // self.num_parts(action.stage)
+        return next((piece for piece in self._of_update(action.stage, update) if piece.number == number), None)
 
     def update_of(self, action: Action) -> Action:
         """Return the update that takes an action's gradients, or that makes the parameters which the action gives."""
         if action.kind is U:
             return action
         piece = self.piece(action)
-        return self.at(U, piece.step if piece else 0, self.node(action))
+        return self.at(U, piece.update if piece else 0, self.node(action))
 
     def of_holders(self, kind: Kind, action: Action) -> list[Action]:
-        """Return the actions of all holders of an action's piece: updates, or those of that piece."""
+        """Return the actions of all holders of an action's piece, in the order of sums: updates, or those of it."""
         piece = self.piece(action)
-        holders = piece.holders(self.spec.num_routes) if piece else []
-        return [self.at(kind, piece.step if kind is U else piece.number, each) for each in holders if piece]
+        if piece is None:
+            return []
+        number, routes = piece.update if kind is U else piece.number, self.spec.alike(piece.owner[1])
+        return [self.at(kind, number, (stage, route)) for stage in piece.stages for route in routes]
 
     def above(self, node: Replica, kind: Kind, other: Kind) -> list[Action]:
         """Return the action of `kind` at the node nearer to the root; at the root, the one of `other` there."""
@@ -209,34 +210,34 @@ class ReductionTree:
         buckets = self.reductions.buckets
         return self.spec.num_routes * (buckets[stage] if buckets else 1)
 
-    def _found_pieces(self, stage: int) -> list[Bucket]:
-        if not (self.spec.takes_steps and self.reductions.updates):
+    def _found_pieces(self, stage: int, update: int) -> list[Bucket]:
+        if not self.reductions.updates or update >= self.spec.num_rounds * self.spec.num_steps:
             return []
         held = enumerate(self.reductions.tied)
         found = [Bucket(number, stages, (stages[0], route)) for number, (stages, route) in held if stage in stages]
         routes, begin = self.spec.num_routes, len(self.reductions.tied)
-        if routes > 1:
-            count = self.num_parts(stage)
-            every = range(count * self.spec.num_steps)
-            found += [Bucket(begin + n, (stage,), (stage, route_in(n, routes)), split_step(n, count)[0]) for n in every]
+        if routes > self.spec.num_separate:
+            every = range(self.num_parts(stage))
+            first = join_step(update, begin, len(every))
+            found += [Bucket(first + n, (stage,), (stage, route_in(n, routes)), update) for n in every]
         return found
 
-    def sums(self, stage: int, route: int, step: int = 0) -> list[Action]:
+    def sums(self, stage: int, route: int, update: int = 0) -> list[Action]:
         """Return the sums of gradients that an update takes; none if no other shard holds its parameters."""
-        owners = ((piece.number, piece.owner) for piece in self.pieces(stage, step))
+        owners = ((piece.number, piece.owner) for piece in self.pieces(stage, route, update))
         return [self.at(S, *each) for each in owners if not self.spec.parallelism.zero or each[1] == (stage, route)]
 
-    def completing(self, stage: int, route: int, step: int = 0) -> list[Action]:
+    def completing(self, stage: int, route: int, update: int = 0) -> list[Action]:
         """Return the exchange of gradients that leaves a shard with the gradients of its update.
 
         With ZeRO the gradients for another owner leave first: norm and divisor are of the rest.
         """
-        gives = self.given(G, stage, route, step) if self.spec.parallelism.zero else []
-        return self.sums(stage, route, step) + gives
+        gives = self.given(G, stage, route, update) if self.spec.parallelism.zero else []
+        return self.sums(stage, route, update) + gives
 
-    def given(self, kind: Kind, stage: int, route: int, step: int = 0) -> list[Action]:
+    def given(self, kind: Kind, stage: int, route: int, update: int = 0) -> list[Action]:
         """Return a replica's actions that give gradients to owners (`G`), or its sums (`S`) or parameters (`P`)."""
-        node, pieces = (stage, route), self.pieces(stage, step)
+        node, pieces = (stage, route), self.pieces(stage, route, update)
         return [self.at(kind, piece.number, node) for piece in pieces if (piece.owner == node) is (kind is not G)]
 
     def losses(self, worker: int) -> list[Action]:
@@ -267,7 +268,7 @@ def _for_update(tree: ReductionTree, action: Action, node: Replica) -> Needs:
 
 
 def _of_owners(tree: ReductionTree, action: Action, node: Replica) -> Needs:
-    pieces = tree.pieces(node[0], split_route(action.index, tree.spec.num_routes)[0])
+    pieces = tree.pieces(*node, split_route(action.index, tree.spec.num_routes)[0])
     return [], [U(*action[::2]), *(tree.at(P, each.number, each.owner) for each in pieces if each.owner != node)]
 
 
@@ -295,8 +296,9 @@ def _end_before(tree: ReductionTree, action: Action, node: Replica) -> list[Acti
     spec, worker = tree.spec, tree.spec.place(*node)
     if spec.synchronous:
         return [D(*tree.own[worker]), V(*node)]
-    given = ([*tree.given(P, *shard), A(*shard)] for shard in spec.hosted(worker) if spec.parallelism.zero)
-    return [D(*node) for node in tree.nodes[worker]] + [each for shard in given for each in shard]
+    every = [(*shard, n) for shard in spec.hosted(worker) if spec.parallelism.zero for n in range(spec.num_rounds)]
+    given = ([*tree.given(P, *each), tree.at(A, each[2], each[:2])] for each in every)
+    return [D(*node) for node in tree.nodes[worker]] + [each for actions in given for each in actions]
 
 
 #: of each kind that ends a step, its needs, the actions that take its payload, and its needs in the step before

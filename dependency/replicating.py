@@ -1,4 +1,4 @@
-"""A schedule with one update a step on several replicas of the pipeline: data parallelism as routes over other workers.
+"""A schedule on several replicas of the pipeline: data parallelism as routes over other workers.
 
 Microbatch m belongs to replica m % replicas, which runs the schedule on its microbatches. A worker is worker
 `rank // replicas` of replica `rank % replicas`: the replicas of a stage are neighbours, and the stages of a replica are
@@ -18,10 +18,18 @@ from functools import cached_property
 from typing import ClassVar
 
 from .action import Action
-from .crossings import refuse_kinds
 from .declared import Order
 from .errors import ConfigError
-from .indexes import join_replica, join_slice, join_step, split_replica, split_route, split_slice, split_step
+from .indexes import (
+    join_replica,
+    join_route,
+    join_slice,
+    join_step,
+    split_replica,
+    split_route,
+    split_slice,
+    split_step,
+)
 from .kinds import F
 from .parallelism import Parallelism
 from .spec import Spec, Transformation, transformed
@@ -31,12 +39,10 @@ def replicated(base: type[Spec], parallelism: Parallelism) -> type[Spec]:
     """Return `base` with replicas and with its slices kept; its workers are divided among the replicas.
 
     Raises:
-        ConfigError: the schedule updates several times a step, and why, in words that follow its name; or, from the
-            class that is returned, the workers cannot be divided among the replicas.
+        ConfigError: from the class that is returned, the workers cannot be divided among the replicas.
     """
     if parallelism.replicas == 1:
         return base
-    refuse_kinds("replicas", base)
     parallelism = replace(parallelism, slices=base.parallelism.slices)
     zero, bucket, spread = parallelism.zero, parallelism.bucket, parallelism.spread
     said = f", zero {zero}" * (zero > 0) + f", bucket {bucket:g}" * (bucket != Parallelism.bucket)
@@ -141,7 +147,9 @@ class Replicated(Transformation):
             own = self._replicas[replica].num_microbatches
             index = join_step(step, join_slice(microbatch, number, slices), own)
         else:
-            index, replica = split_replica(action.index, self.parallelism.replicas)
+            (number, route), routes = split_route(action.index, self.num_routes), self._replicas[0].num_routes
+            replica, route = split_route(route, routes)
+            index = join_route(number, route, routes)
         return replica, self._replicas[replica], action._replace(index=index)
 
     def _outer(self, replica: int, actions: Iterable[Action]) -> Iterator[Action]:
@@ -150,7 +158,7 @@ class Replicated(Transformation):
         An action of a missing microbatch becomes that of the microbatch before, so that windows keep their width.
         """
         count, own = self.num_microbatches, self._replicas[replica].num_microbatches
-        replicas, slices = self.parallelism.replicas, len(self.parallelism.slices)
+        replicas, slices, routes = self.parallelism.replicas, len(self.parallelism.slices), self._replicas[0].num_routes
         for action in actions:
             if action.kind.per_microbatch:
                 step, index = split_step(action.index, own)
@@ -158,7 +166,8 @@ class Replicated(Transformation):
                 index = join_slice(join_replica(microbatch, replica, replicas), number, slices)
                 yield action._replace(index=join_step(step, index - replicas * slices * (index >= count), count))
             else:
-                yield action._replace(index=join_replica(action.index, replica, replicas))
+                number, route = split_route(action.index, routes)
+                yield action._replace(index=join_route(number, join_route(replica, route, routes), self.num_routes))
 
     def route(self, microbatch: int) -> int:
         replica, own, inner = self._inner(F(0, microbatch))

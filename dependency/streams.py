@@ -194,8 +194,7 @@ class Streams:
         if not kind.per_microbatch:
             last = microbatches_of(spec, action)[-1:]
             needs = [each for m in last for each in spec.actions(stage, m) if each.kind.accumulates]
-            before = index - spec.parallelism.replicas
-            return needs + ([U(stage, before)] if before >= 0 else []), 0
+            return needs + ([U(stage, index - 1)] if index >= 1 else []), 0
         if not (self._uniform and spec.synchronous):
             return [*spec.data(action)], self._takers(action, spec.successors(action), route)
         if (stage, kind, route) not in self._flows:  # the same for all microbatches

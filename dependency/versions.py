@@ -8,7 +8,7 @@ timing.
     U(s,j) <- every B(s,.) or W(s,.) with gradients that it takes, U(s,j-1); with replicas, the sums of all
 
 Microbatches and updates are counted through the stream. A stage has one update a step for each route, or one after
-every microbatch (`Spec.update_every`).
+every microbatch (`Spec.update_every`), with replicas one after a microbatch of each.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from itertools import count
 
 from .action import Action
 from .declared import Declared
-from .indexes import join_route, join_slice, split_route, split_slice, split_step
+from .indexes import join_route, join_step, split_route, split_step
 from .kinds import U
-from .reductions import Reductions, on_route
+from .reductions import Reductions, on_route, routes_of
 
 
 def updates_a_step(spec: Declared) -> int:
     """Return the number of updates of a stage in a step, on all routes together."""
-    return updates_before(spec, spec.num_microbatches) * spec.num_routes
+    return spec.num_rounds * spec.num_routes
 
 
 def step_of(spec: Declared, action: Action) -> int:
@@ -38,9 +38,8 @@ def step_of(spec: Declared, action: Action) -> int:
 
 def updates_before(spec: Declared, microbatch: int) -> int:
     """Return the number of updates of a stage, on one route, before the update that takes a microbatch's gradients."""
-    if spec.update_every == "microbatch":
-        return split_slice(microbatch, len(spec.parallelism.slices))[0]
-    return split_step(microbatch, spec.num_microbatches)[0]
+    step, at = split_step(microbatch, spec.num_microbatches)
+    return join_step(step, split_step(at, spec.round_size)[0], spec.num_rounds)
 
 
 def known_reductions(spec: Declared, reductions: Reductions) -> Reductions:
@@ -48,7 +47,7 @@ def known_reductions(spec: Declared, reductions: Reductions) -> Reductions:
 
     An update that does not take a whole step knows its weight, and waits for no other stage: that would empty the pipe.
     """
-    return reductions if spec.takes_steps else Reductions()
+    return reductions if spec.takes_steps else Reductions(buckets=reductions.buckets)
 
 
 def update_of(spec: Declared, stage: int, microbatch: int) -> Action:
@@ -56,14 +55,28 @@ def update_of(spec: Declared, stage: int, microbatch: int) -> Action:
     return U(stage, join_route(updates_before(spec, microbatch), spec.route(microbatch), spec.num_routes))
 
 
+def summed_update(spec: Declared, microbatch: int) -> Action:
+    """Return the update of the first stage and replica that takes the gradients of a microbatch, as all replicas do."""
+    update = update_of(spec, 0, microbatch)
+    number, route = split_route(update.index, spec.num_routes)
+    return update._replace(index=join_route(number, spec.alike(route)[0], spec.num_routes))
+
+
 def microbatches_of(spec: Declared, update: Action) -> list[int]:
     """Return the microbatches with gradients that an update takes."""
-    if spec.update_every == "microbatch":
-        slices = len(spec.parallelism.slices)
-        return [join_slice(update.index, number, slices) for number in range(slices)]
-    step, route = split_route(update.index, spec.num_routes)
-    first = step * spec.num_microbatches
-    return [*on_route(spec, range(first, first + spec.num_microbatches), route)]
+    number, route = split_route(update.index, spec.num_routes)
+    step, number = split_step(number, spec.num_rounds)
+    begin = number * spec.round_size
+    size = min(spec.round_size, spec.num_microbatches - begin)
+    first = join_step(step, begin, spec.num_microbatches)
+    return [first + at for at in range(size) if spec.num_routes == 1 or routes_of(spec)(begin + at) == route]
+
+
+def update_before(spec: Declared, update: Action) -> Action | None:
+    """Return the update before on the same replica of a stage, which pipelines make in turn; None: it is the first."""
+    separate = spec.num_separate
+    index = update.index - (1 if update.index % separate else spec.num_routes - separate + 1)
+    return update._replace(index=index) if index >= 0 else None
 
 
 def microbatches_on(spec: Declared, route: int) -> Iterator[int]:
@@ -83,8 +96,7 @@ def before_forward(spec: Declared, forward: Action) -> Iterator[Action]:
 
 def before_update(spec: Declared, update: Action) -> Iterator[Action]:
     """Yield the actions that add to the gradients of an update, and the update before it."""
-    stage, _, index = update
     for m in microbatches_of(spec, update):
-        yield from (action for action in spec.actions(stage, m) if action.kind.accumulates)
-    if index >= spec.parallelism.replicas:
-        yield U(stage, index - spec.parallelism.replicas)
+        yield from (action for action in spec.actions(update.stage, m) if action.kind.accumulates)
+    if (before := update_before(spec, update)) is not None:
+        yield before

@@ -29,10 +29,9 @@ def weight_copies(spec: Declared, stage: int) -> int:
     if spec.synchronous:
         return 1
     most, begin = 1, STEADY * spec.num_microbatches
-    behind = (max(staleness(spec, stage), 0) + 2) * len(spec.parallelism.slices)
-    end = begin + spec.num_microbatches * (2 if spec.update_every == "microbatch" else 1 + behind)
+    end = begin + spec.num_microbatches + (max(staleness(spec, stage), 0) + 2) * spec.round_size
     for route in range(spec.num_routes):
-        uses = [*on_route(spec, range(begin, end + behind), route)]
+        uses = [*on_route(spec, range(begin, end), route)]
         versions = [spec.version(stage, m) for m in uses]
         different = [0, *accumulate(a != b for a, b in pairwise(versions))]
         for at, m in enumerate(uses):

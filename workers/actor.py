@@ -184,7 +184,7 @@ class WorkerActor(Context):
             if self.members is None and distributed.is_available() and distributed.is_initialized():
                 refuse_collectives(batch.part, batch.order, self.shards.values())
             refuse_disorder(batch.part, self.shards)
-            self._bound[batch.part] = bound(batch.part, self.shards, self.members)
+            self._bound[batch.part] = bound(batch.part, self.shards, self.members, batch.reductions)
         return self._bound[batch.part]
 
     def gather(self, name: str, value: Tree) -> list[Tree] | None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..dependency import B, C, ConfigError, D, F, I, Kind, N, R, T, U, V, W, reduction_tree
+from ..dependency.indexes import split_route
 from .compute.modules.borders import ForwardArgs
 from .compute.result import Result, clips, losses_tree, total_norm
 from .compute.shard import Shard
@@ -211,15 +212,16 @@ def _validate(ctx: ActionContext) -> None:
 # --- shared by several handlers
 
 
-def complete_gradients(ctx: ActionContext, shard: Shard, route: int) -> None:
+def complete_gradients(ctx: ActionContext, shard: Shard, index: int) -> None:
     """Take the sums over all holders of a parameter, and divide them by the step's weight if the loss is a sum; once
-    per step."""
+    per update, which has `index`."""
     step, spec = ctx.step, ctx.step.batch.spec
-    if shard in step.end.completed:
+    if (shard, index) in step.end.completed:
         return
-    step.end.completed.add(shard)
+    step.end.completed.add((shard, index))
     if shard.updating.pieces is not None and not spec.parallelism.zero:
-        for each in reduction_tree(spec, step.batch.reductions).sums(shard.stage, route):
+        number, route = split_route(index, spec.num_routes)
+        for each in reduction_tree(spec, step.batch.reductions).sums(shard.stage, route, number):
             # Not taken out: several holders may be on this worker.
             shard.updating.pieces.take(ctx.worker.backend.ready(step.payloads[each]))
     alone = ctx.worker.members is None  # else this plane's weight is only a part

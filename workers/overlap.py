@@ -85,7 +85,7 @@ class OverlappingStream(Stream):
         self._spec, self._num_begun = spec, 0
         self._most_open, self._period = most_open(spec), period(spec)
         for (stage, route), shard in self._worker.shards.items():
-            first = self._worker.shards[stage, 0] if spec.averaging_pull else shard
+            first = self._worker.shards[stage, route - route % spec.num_separate]
             assert shard.versions is not None and first.versions is not None
             shard.versions.begin(spec, route, first.versions)
 

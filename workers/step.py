@@ -132,8 +132,8 @@ class Tally:
 class EndOfStep:
     """The shards at a step's end, and the reasons to undo updates."""
 
-    #: shards with complete gradients: summed over replicas and divided by the step's weight
-    completed: set[Shard] = field(default_factory=set)
+    #: shards and updates with complete gradients: summed over replicas and divided by the step's weight
+    completed: set[tuple[Shard, int]] = field(default_factory=set)
     #: by such shard, with a scaled loss: whether all gradients are finite
     finite: dict[Shard, Tensor] = field(default_factory=dict)
     #: of shards updated before the global gradient norm was known: their norms, and the state before the update

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from ..dependency import Action, B, ConfigError, F, Order, Part, R, W, reduction_tree
+from ..dependency import Action, B, ConfigError, F, Order, Part, R, Reductions, W, reduction_tree
 from .compute.modules.torch_internals import keep_donated_buffers
 from .compute.shard import Shard
 from .handlers import handler_of
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from .compute.parts.members import Members
 
 
-def bound(part: Part, shards: dict[tuple[int, int], Shard], members: Members | None = None) -> Bound:
-    """Return `part` bound to a worker with these shards, which members may share."""
-    own = tasks(part, shards)
+def bound(part: Part, shards: dict[tuple[int, int], Shard], members: Members | None, reductions: Reductions) -> Bound:
+    """Return `part`, compiled for `reductions`, bound to a worker with these shards, which members may share."""
+    own = tasks(part, shards, reductions)
     names: dict[tuple[int, bool], list[str]] = {}
     arriving = {task.name: action for action, task in own.items() if action.kind.resource == "copy"}
     for action, worker, carries in part.pulls:
@@ -36,9 +36,9 @@ def bound(part: Part, shards: dict[tuple[int, int], Shard], members: Members | N
     return joint(found, part, members)
 
 
-def tasks(part: Part, shards: dict[tuple[int, int], Shard]) -> dict[Action, Task]:
+def tasks(part: Part, shards: dict[tuple[int, int], Shard], reductions: Reductions) -> dict[Action, Task]:
     """Return a task for every action of `part`, on a worker with these shards."""
-    spec, found = part.spec, {}
+    spec, found, tree = part.spec, {}, reduction_tree(part.spec, reductions)
     handed = {first: hand for _, hand, first in spec.handovers}
     if part.queues["link"]:
         from . import exchange  # noqa: F401  registers handlers
@@ -53,7 +53,7 @@ def tasks(part: Part, shards: dict[tuple[int, int], Shard]) -> dict[Action, Task
         announced = tuple(milestone.number for milestone in part.milestones.get(entry.action, ()))
         shard, around = shards[place], list[Around]()
         if shard.versions is not None and kind.resource != "control":
-            about = entry.action if kind.per_microbatch else reduction_tree(spec).update_of(entry.action)
+            about = entry.action if kind.per_microbatch else tree.update_of(entry.action)
             around.append(partial(shard.versions.around, about))
         if shard.lodging is not None:
             from .surviving import in_place  # few workers have several replicas of a stage

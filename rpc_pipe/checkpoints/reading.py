@@ -206,9 +206,9 @@ def put_all(actor: WorkerActor, where: str | Path, separate: bool, num_routes: i
             if apart:
                 assert shard.versions is not None
                 references.append(partial(shard.versions.refer_to, weights))
-                stages = checkpoint.routes[route]
+                stages = checkpoint.routes[route % len(checkpoint.routes)]
                 weights = stages.read(own[shard], {})
-            elif num_routes * shares(actor) == checkpoint.num_routes:
+            if num_routes * shares(actor) == checkpoint.num_routes:
                 weights |= checkpoint.buffers(own_buffers(shard, column(actor, route)))
             steps.extend([partial(put, shard, weights), stages.prepare(shard, route, num_routes)])
         return Prepared(checkpoint, results, checkpoint.rest(NAMES))

@@ -90,9 +90,9 @@ class Snapshot:
                     own |= state_tensors(shard)
                 rest |= self._copied(own)
                 alike = members is not None and members.index % members.alike  # the first of these writes
-                buffers = {} if separate or alike else own_buffers(shard, column(actor, number))
+                buffers = {} if alike else own_buffers(shard, column(actor, number))
                 rest |= self._copied(buffers, apart=members is not None and members.rows)
-        for number, route in enumerate(own_routes(actor) if separate else ()):
+        for number, route in enumerate(own_routes(actor) if separate and first else ()):
             for shard in route:
                 self._stages[str(shard.stage)].setdefault("routes", []).append(described(shard, None))
                 own = model_tensors(shard) | optimizer_tensors(shard)

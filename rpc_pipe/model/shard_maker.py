@@ -107,7 +107,7 @@ class ShardMaker:
         for stage, route in spec.hosted(worker) if self._divide is not None else ():
             self.model.begin(stage, randomness, route - first[stage] + copied)
         made = {(s, r): self._make(spec, s, r, randomness, r - first[s] + copied) for s, r in spec.hosted(worker)}
-        if spec.takes_steps and (spec.num_routes > 1 or self.model.shared):
+        if spec.num_routes > spec.num_separate or self.model.shared:
             from ..workers.compute.parts.ownership import divided
 
             self.divided = divided(spec, self.model.shared, self._buckets)
@@ -162,7 +162,7 @@ class ShardMaker:
 
     def _pieces(self, spec: Spec, stage: int, route: int, slice: Slice) -> Ownership | None:
         """Return the owners of a stage's parameters; None: no other stage or replica holds any."""
-        if not spec.takes_steps or (spec.num_routes == 1 and not slice.shared):
+        if spec.num_routes == spec.num_separate and not slice.shared:
             return None
         from ..workers.compute.parts.ownership import Ownership
 

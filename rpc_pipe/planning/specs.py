@@ -63,7 +63,7 @@ def make_spec(
     """Make the spec of a schedule; parameters may be text, as typed after `--set`.
 
     Every schedule that does not recompute by itself takes `recompute`: `all`, `none`, or stages such as `0+1`. Every
-    schedule with an update a step takes the options of replicas in `Parallelism`; most take `slices`, as below.
+    schedule takes the options of replicas in `Parallelism`; most take `slices`, as below.
 
     Args:
         slices: into how many slices each sequence is cut, such as `4`, or their sizes in parts, such as `8,6,5,4`.
@@ -193,11 +193,14 @@ def refuse_job(
         "members": f"members={sharing.count}" if sharing.count > 1 else "",
         "order=ready": f"order={order}" if order == "ready" else "",
         "zero": f"zero={zero}" if zero else "",
+        "pulled to a reference": schedule if spec.averaging_pull else "",
     }
     if training is not None:
         usual, scaler = type(training)(), training.grad_scaler
         found = {name: getattr(training, name) for name in _OF_TRAINING}
         given |= {name: f"{name}={value}" for name, value in found.items() if value and value != getattr(usual, name)}
+        clipped = training.max_grad_norm is not None and not spec.takes_steps
+        given["clipped by stage"] = f"max_grad_norm={training.max_grad_norm}" if clipped else ""
         given["skip_update"] = "" if training.skip_update is None else "skip_update"
         given["grad_scaler"] = "grad_scaler" if scaler is not None and scaler.is_enabled() else ""
         given["no norm"] = "" if training.measures_norm else "max_grad_norm=None"

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..dependency import ConfigError, Spec, local_order, microbatches_of, update_of
+from ..dependency import ConfigError, Spec, local_order
+from ..dependency.versions import summed_update
 from ..model.batches.microbatches import Microbatches, has_items, update_shares
 from ..model.batches.ordering import Ordering
 from ..model.batches.with_means import with_means
@@ -139,8 +140,11 @@ class Reference:
             self._statistics.append(Statistics(modules))
             replica.shares = Shares(replica.module, cut)
             replica.stages = [_Stage(replica.module, own, optimizer, lr_scheduler) for own in names]
-        #: the reference weights of each stage, which pull the routes' weights
-        self.pulled_to = [{name: p.detach().clone() for name, p in stage.named} for stage in self.replicas[0].stages]
+        #: the reference weights of each stage, which pull the weights of routes, of each group of separate routes
+        self.pulled_to = [
+            [{name: p.detach().clone() for name, p in stage.named} for stage in replica.stages]
+            for replica in self.replicas[:: spec.num_separate]
+        ]
         #: norms of the gradients before clipping, by step, where a step has one
         self.norms: list[float] = []
         #: (stage, first microbatch of an update) -> microbatch -> gradients that the update will take
@@ -180,7 +184,7 @@ class Reference:
         replica = self.replicas[route]
         state: dict[str, Tensor] = dict(replica.module.state_dict())
         now = {p: name for name, p in replica.module.named_parameters()}  # a forward may have exchanged modules
-        for stage, pulled_to in zip(replica.stages, self.pulled_to, strict=True):
+        for stage, pulled_to in zip(replica.stages, self.pulled_to[0], strict=True):
             if self._spec.averaging_pull and route == 0:
                 state |= {now[parameter]: pulled_to[name] for name, parameter in stage.named}
         return state
@@ -240,15 +244,13 @@ class Reference:
     def _step(self, spec: Spec, step: _StepSums) -> None:
         """Train on a batch; an update runs as soon as all its microbatches have their gradients.
 
-        If an update takes a whole step, all routes make it.
+        All replicas make it.
         """
-        whole = range(step.begin, step.begin + spec.num_microbatches)
-        for m in whole:
-            routes = range(len(self.replicas)) if step.is_one else [spec.route(m)]
+        updates = {m: summed_update(spec, m) for m in range(step.begin, step.begin + spec.num_microbatches)}
+        for m, update in updates.items():
+            routes, takes = spec.alike(spec.route(m)), [each for each in updates if updates[each] == update]
             ready = []
             for number, grads in enumerate(self._forth_and_back(spec, step, m)):
-                update = update_of(spec, number, m)
-                takes = whole if step.is_one else microbatches_of(spec, update)
                 of_update = self._given.setdefault((number, takes[0]), {})
                 of_update[m] = grads
                 if len(of_update) == len(takes):
@@ -260,10 +262,10 @@ class Reference:
                     self._clip(some, note=step.is_one and route == routes[0])
                 for number in ready:
                     self._update(number, route)
-        if not step.is_one:
-            for route in range(len(self.replicas))[spec.num_microbatches :]:  # without microbatches
-                for number in range(spec.num_stages):
-                    self._update(number, route)
+        used = {route for m in updates for route in spec.alike(spec.route(m))}
+        for route in range(len(self.replicas)):
+            for number in range(spec.num_stages if route not in used else 0):  # without microbatches
+                self._update(number, route)
 
     @torch.no_grad()
     def _take_over_statistics(self) -> None:
@@ -318,9 +320,10 @@ class Reference:
             stage.optimizer.zero_grad()
         with torch.no_grad():
             for name, parameter in stage.named if self._spec.averaging_pull else ():
-                pull = (parameter - self.pulled_to[number][name]) * self._spec.averaging_pull
+                pulled_to = self.pulled_to[route // self._spec.num_separate][number][name]
+                pull = (parameter - pulled_to) * self._spec.averaging_pull
                 parameter.sub_(pull)
-                self.pulled_to[number][name] += pull
+                pulled_to += pull
         stage.newest += 1
         if self._overlaps:
             stage.note()

@@ -148,8 +148,6 @@ def test_each_replica_runs_as_the_schedule_does_alone():
         ("1f1b", 8, 3, 4, "replicas 4: needs as many microbatches (got 3)"),
         ("1f1b", 4, 8, 0, "replicas 0: must be a whole number of at least 1"),
         ("1f1b", 4, 8, 1.5, "replicas 1.5: must be a whole number of at least 1"),
-        ("pipedream", 4, 8, 2, "replicas 2: schedule pipedream updates after every microbatch, not all at once; take "),
-        ("avgpipe", 4, 8, 2, "schedule avgpipe updates its pipelines one after the other, not all at once; take "),
     ],
 )
 def test_what_cannot_be_is_refused_with_what_can(name, workers, microbatches, replicas, said):

@@ -45,15 +45,49 @@ def model(tmp_path):
     ("schedule", "workers", "replicas"),
     [
         *[("1f1b", 4, 2), ("zb-h1", 6, 3), ("zb-v", 4, 2), ("chimera", 4, 2), ("gpipe", 4, 4)],
-        ("pipedream-2bw", 6, 3),
+        *[("pipedream-2bw", 6, 3), ("pipedream", 6, 3), ("avgpipe", 4, 2)],
     ],
 )
 def test_replicas_train_the_bits_of_one_process(model, schedule, workers, replicas, capsys):
     typed = ["--schedule", schedule, "--workers", workers, "--replicas", replicas, "--microbatches", 7, "--steps", 3]
     zero = ["--zero", 1, "--bucket", "0.0002", "--max-grad-norm", 0.1]
+    if schedule in ("pipedream", "avgpipe"):  # an owner could not clip by the norm of a stage
+        zero = ["--bucket", "0.0002", "--max-grad-norm", 0.1]
     for more in ([], zero, [*zero, "--spread", "stages"]):
         assert main(["verify", model, *map(str, typed + more), "--transport", "local", "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["identical"]
+
+
+@pytest.mark.parametrize("schedule", ["pipedream", "avgpipe"])
+def test_replicas_of_a_stream_train_as_one_pipeline_on_larger_microbatches(schedule, tmp_path):
+    """They were refused; an update takes one microbatch of each replica, or all of a pipeline's replicas."""
+
+    def trained(replicas, folder, at=0, **more):
+        torch.manual_seed(0)
+        layers = [layer.double() for layer in (nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))]
+        numbers = {"num_workers": 2 * replicas, "replicas": replicas, "num_microbatches": 3 * replicas}
+        training = Training(partial(torch.optim.AdamW, lr=1e-2), **more.pop("training", {}))
+        batches = [(x, x) for x in torch.randn(4, 12, 4, dtype=torch.float64)]
+        with Pipeline(
+            layers[::2] if folder is None else layers, nn.functional.mse_loss,
+            schedule=schedule, training=training, **numbers, **more,
+        ) as pipe:  # fmt: skip
+            if at:
+                pipe.checkpoints.load(folder / f"step-{at:08}")
+            elif folder is not None:
+                pipe.checkpoints.every(2, folder)
+            return list(pipe.train(batches[at:])), pipe.evaluate(batches[0]), pipe.weights.state_dict()
+
+    for training in ({}, {"max_grad_norm": 0.05}):
+        for found, expected in zip(*(trained(n, None, training=training)[:2] for n in (2, 1)), strict=True):
+            torch.testing.assert_close(found, expected)
+    losses, evaluated, weights = trained(2, tmp_path)
+    again = trained(2, tmp_path, at=2)
+    assert again[:2] == (losses[2:], evaluated)
+    assert all(torch.equal(tensor, again[2][name]) for name, tensor in weights.items())
+    for refused_options in ({"training": {"max_grad_norm": 0.05}}, *([{}] if schedule == "avgpipe" else [])):
+        with refused("zero"):
+            trained(2, None, zero=1, **refused_options)
 
 
 @pytest.mark.parametrize("schedule", ["zb-h1", "chimera"])

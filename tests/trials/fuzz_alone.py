@@ -206,7 +206,7 @@ class Replayed:
         modules = [module for layers in self.replicas for layer in layers for module in layer.modules()]
         parts = []
         with evaluating(modules), preserved(torch.device("cpu")), ExitStack() as stack:
-            for stage, reference in zip(stages, replay.pulled_to, strict=True):
+            for stage, reference in zip(stages, replay.pulled_to[0], strict=True):
                 if self._case.spec().averaging_pull:
                     values = [KeptTensor(p, reference[name], p._version, None) for name, p in stage.named]
                     stack.enter_context(shown(values))

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from ...dependency import Action, BatchError, Spec, update_of
+from ...dependency import Action, BatchError, Spec
 from ...dependency.errors import first_sentence
+from ...dependency.versions import summed_update
 from ...workers.compute.modules.digest import describe
 from ...workers.compute.result import NUM_ITEMS
 from ...workers.step import StepData
@@ -205,7 +206,7 @@ def update_shares(spec: Spec, shares: Sequence[float]) -> list[float] | None:
         raise BatchError(
             f"{NUM_ITEMS}: is of the whole batch, and {type(spec).__name__} updates after a part; leave it out"
         )
-    taken = [update_of(spec, 0, m) for m in range(len(shares))]
+    taken = [summed_update(spec, m) for m in range(len(shares))]
     parts: defaultdict[Action, list[float]] = defaultdict(list)
     for share, update in zip(shares, taken, strict=True):
         parts[update].append(share)

@@ -75,7 +75,7 @@ class Ownership:
                 sizes[owner] += sum(map(self._size, names)) * (stage == stages[0])
         own = [name for name in parameters if name not in owners] if routes > 1 else []
         for name in sorted(own, key=self._size, reverse=True):
-            smallest = sizes.index(min(sizes))
+            smallest = min(spec.alike(route), key=sizes.__getitem__)
             sizes[smallest] += self._size(name)
             parts[smallest].append(name)
             owners[name] = stage, smallest
