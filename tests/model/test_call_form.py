@@ -46,6 +46,28 @@ def test_a_collators_batch_is_a_mapping_and_no_dict():
     assert losses == [again.step(lm_batch()), again.step(lm_batch()), again.evaluate(lm_batch())]
 
 
+def test_packed_sequences_of_one_row_are_not_trained_on_by_every_microbatch():
+    """`DataCollatorWithFlattening` adds bounds, which counted as rows: a loss by items was that of two batches."""
+    batch = {"input_ids": ids(1, 6), "labels": ids(1, 6), "cu_seq_lens_q": torch.tensor([0, 2, 6])}
+
+    class Packed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.blocks = nn.Embedding(11, 8), nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+        def forward(self, input_ids: Tensor, labels: Tensor, cu_seq_lens_q: Tensor) -> Tensor:
+            x = self.words(input_ids)
+            for block in self.blocks:
+                x = block(x)
+            return nn.functional.cross_entropy(x[0], labels[0] % 8) * len(cu_seq_lens_q)
+
+    model = made(Packed)
+    with Pipeline(model, training=Training(SGD), num_workers=2, num_microbatches=2) as pipe, refused("batch['labels']"):
+        pipe.step(batch)
+    with Pipeline(model, training=Training(SGD), num_workers=2, num_microbatches=1) as pipe:
+        assert pipe.evaluate(batch) == model(**batch).item()
+
+
 class LossLast(nn.Module):
     """Returns (logits, loss), as nanoGPT does."""
 

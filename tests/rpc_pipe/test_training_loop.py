@@ -423,6 +423,15 @@ def test_gradients_that_no_optimizer_takes_add_up_as_in_one_process(schedule):
         assert pipe.grad_norm == pytest.approx(norm, rel=1e-5)
 
 
+def test_an_optimizer_is_not_given_what_is_to_stay_untrained():
+    """`untrained=` only told the check: an optimizer of all that it is given trained them nevertheless."""
+    with pipeline("1f1b", 2, untrained=["0.*", "2.*", "*.bias"]) as pipe:  # nothing is left to the first stage
+        before = {name: tensor.clone() for name, tensor in pipe.weights.state_dict().items()}
+        pipe.step(BATCHES[0])
+        trained = {name for name, tensor in pipe.weights.state_dict().items() if not torch.equal(tensor, before[name])}
+    assert trained == {"3.weight", "5.weight"}
+
+
 def test_parameters_that_no_optimizer_has_are_refused_by_name_in_the_first_step():
     """Forgotten biases stayed as they were, silently, though guarantees.md said that they are refused."""
 

@@ -52,7 +52,7 @@ class Training:
             rates change. Every process calls it once for an update, with the same bits, and must get the same answer.
         post_validation: whether steps of `train` update before that norm is known, and repeat the update if gradients
             must be clipped, with the same bits; by default if the schedule gains by it. See docs/training.md.
-        untrained: names of parameters that no optimizer has on purpose, such as `*.bias`; any other is refused.
+        untrained: names of parameters that no optimizer is given, such as `*.bias`; it must have all others.
         check: `always` runs one microbatch of every step once more, on every stage, from the state that its forward
             began with, and compares the outputs: a layer that depends on something else is an error.
     """
@@ -104,7 +104,8 @@ class Updating:
         self.parameters = dict(named)
         self._randomness, self._first = randomness, slice.first
         self._shared, self._ranks, self._stage = slice.shared, slice.ranks(), stage
-        trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
+        left_out = {name for name in self.parameters if any(fnmatchcase(name, each) for each in training.untrained)}
+        trained = [(name, parameter) for name, parameter in named if parameter.requires_grad and name not in left_out]
         #: names of parameters with optimizer state here; None: all
         self.owned = pieces.owned if pieces is not None and pieces.zero else None
         own = [pair for pair in trained if self.owned is None or pair[0] in self.owned]
@@ -117,7 +118,7 @@ class Updating:
             (name, parameter)
             for name, parameter in (named if training.optimizer is not None else ())
             if id(parameter) not in held
-            and not any(fnmatchcase(name, each) for each in training.untrained)
+            and name not in left_out
             and not (parameter.requires_grad and self.owned is not None and name not in self.owned)
         ]
         self.lr_scheduler = None

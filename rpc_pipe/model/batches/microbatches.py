@@ -75,6 +75,7 @@ class Microbatches(StepData):
                 parts = min(num_microbatches, max(1, num))
                 if parts > 1:
                     refuse_lists(whole, num, given)
+                    _refuse_whole_labels(given, num)
                 all_inputs, all_targets = (split_rows(side, parts, num) for side in (inputs, targets))
             except RuntimeError as error:  # sparse and nested tensors
                 raise BatchError(f"batch: {first_sentence(error)}; pass microbatches=, a list of batches") from error
@@ -138,6 +139,16 @@ def refuse_lists(tree: Tree, rows: int, given: Any) -> None:
         raise BatchError(
             f"{_place(given, tree) or 'batch'}: a {type(tree).__name__} of {rows} beside {rows} rows would go whole to "
             "every microbatch; make it a tensor, or pass microbatches=, a list of batches that are split"
+        )
+
+
+def _refuse_whole_labels(given: Any, rows: int) -> None:
+    """Refuse sequences that are packed into one row, beside a tensor of their bounds that counts for the rows."""
+    labels = given.get("labels") if isinstance(given, Mapping) else None
+    if isinstance(labels, torch.Tensor) and labels.dim() > 1 and len(labels) == 1:
+        raise BatchError(
+            f"batch['labels']: has one row, and others {rows}, as bounds of packed sequences have; every microbatch "
+            "would train on all of it; take num_microbatches=1, or pass microbatches="
         )
 
 
