@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .decoded_text import Text
-from .dependency import ConfigError, F, Part, Spec
+from .dependency import ConfigError, F, Order, Part, Spec
 from .dependency.decoding import Decoding, decoding_part
 from .workers.actor import WorkerActor
 from .workers.compute.sequences.slice_check import CACHES
@@ -131,23 +131,28 @@ def generate(
     options = {name: value for name, value in options.items() if name not in fields}
     _refuse(session, fields, options, on_tokens)
     cut = session.cut(fields, pair=session.partition.only_inputs, whole=True)
-    if session.recovery is not None or not session.is_alone:
-        what = "members" if session.recovery is None else "elastic"
-        raise ConfigError(f"generate: {what}: one process has a worker's keys and values, to the end; leave {what} out")
+    if session.recovery is not None:
+        raise ConfigError(
+            "generate: elastic: one process has a worker's keys and values, to the end; leave elastic out"
+        )
     most = _settle(options, fields["input_ids"].shape[1], max_new_tokens)
     told = {"seed": seed, **options, "max_new_tokens": most}  # objects have other names in other processes
     name = "generate " + " ".join(f"{n}={v}" for n, v in told.items() if isinstance(v, (int, float, str)))
     seed = session.seed if seed is None else seed
+    order: Order = "ready" if session.is_alone else "fixed"
 
     def generated(actor: WorkerActor) -> Tensor | None:
         rounds = _Rounds(session.spec.unsliced(), actor, [kwargs for _, kwargs in cut.inputs], most)
-        decoder = Decoder(actor, rounds.spec, rounds.groups, options, seed, on_tokens)
+        decoder = Decoder(actor, rounds.spec, rounds.groups, options, seed, on_tokens if session.is_first else None)
         data = StepData(cut.inputs, None, cut.shares, cut.rows, decode=decoder)
         while not all(rounds.ended):
             call = Call(actor.worker, name, session.described, *cut.described)
-            result = actor.run(StepInput(rounds.part, "ready", call, data, train=False))
+            result = actor.run(StepInput(rounds.part, order, call, data, train=False))
             rounds.take(decoder)
-            if stops and result.stop and not all(rounds.ended):
+            stop = stops and result.stop
+            if actor.members is not None:  # each plane learns of a request by itself
+                stop = any(actor.members.exchange(stop))
+            if stop and not all(rounds.ended):
                 return None
         return rounds.joined()
 

@@ -29,7 +29,8 @@ def add(commands: Any) -> None:
     parser.add_argument("--top-k", type=whole(1), metavar="K", help="draw one of the K likeliest")
     parser.add_argument("--top-p", type=fraction, metavar="P", help="draw one of the likeliest that make up this share")
     parser.add_argument("--rows", type=whole(1), help="most prompts at once, which bounds keys and values (all)")
-    parser.take(*SCHEDULE, "json", "split", "device", "seed", "threads", "transport", "trust-network", "port")
+    parser.take(*SCHEDULE, "members", "shard")
+    parser.take("json", "split", "device", "seed", "threads", "transport", "trust-network", "port")
 
 
 def command(typed: dict[str, Any], argv: list[str]) -> int:
