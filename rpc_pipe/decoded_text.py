@@ -35,7 +35,7 @@ class Text:
         #: arguments of a round, and those that grow, for the whole text; None: transformers prepares each round
         self._round: dict[str, Any] = {}
         self._whole: dict[str, Tensor] | None = None
-        #: layers of the cache that stand for those of other stages
+        #: layers of the cache that stand for those of other stages, where this one has none of their kind
         self._elsewhere: list[Any] = []
 
         def prepared(model: Any, input_ids: Any, logits_processor: Any, stopping_criteria: Any, **given: Any) -> Any:
@@ -127,12 +127,13 @@ class Text:
         """Prepare what all rounds behind the prompts have in common."""
         from transformers import GenerationMixin
 
-        stand_ins: dict[Any, Any] = {}
-        self._is_first, layers = False, self._cache.layers
-        for number, layer in enumerate(layers):
+        self._is_first, layers, kinds = False, self._cache.layers, dict[Any, Any]()
+        for number in sorted(range(len(layers)), key=lambda number: not layers[number].get_seq_length()):
+            layer = layers[number]
+            known = kinds.setdefault((type(layer), getattr(layer, "sliding_window", None)), layer)
             if not layer.get_seq_length():
-                layers[number] = stand_ins.setdefault((type(layer), getattr(layer, "sliding_window", None)), layer)
-        self._elsewhere = list(stand_ins.values())
+                layers[number] = known
+        self._elsewhere = [layer for layer in kinds.values() if not layer.get_seq_length()]
         usual = all(
             getattr(getattr(self.model, name), "__func__", None) is getattr(GenerationMixin, name)
             for name in ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from .dependency import ConfigError, F, Order, Part, Spec
 from .dependency.decoding import Decoding, decoding_part
 from .workers.actor import WorkerActor
 from .workers.compute.sequences.slice_check import CACHES
+from .workers.compute.sequences.slices import Slice
 from .workers.step import ActionContext, StepData, StepInput
 from .workers.transport.call import Call
 from .workers.transport.payload import Payload, Tree, pack, unpack
@@ -45,6 +47,7 @@ class Decoder:
         groups: the arguments of each group of sequences.
         options: further arguments of transformers' `generate`.
         seed: of all draws.
+        stack: of contexts that last as long.
     """
 
     def __init__(
@@ -55,13 +58,19 @@ class Decoder:
         options: Mapping[str, Any],
         seed: int,
         on_tokens: OnTokens | None,
+        stack: ExitStack,
     ) -> None:
         self._seed, self._on_tokens, self._last = seed, on_tokens, spec.last_stage
         ends = [0, *accumulate(len(group["input_ids"]) for group in groups)]
         #: by stage and group
         self.texts: dict[tuple[int, int], Text] = {}
+        #: by slice, its `DecodingForward`
+        self._forwards: dict[Slice, Any] = {}
         for stage, route in spec.hosted(actor.worker):
-            model = actor.shards[stage, route].slice.module  # type: ignore[attr-defined]
+            slice: Any = actor.shards[stage, route].slice
+            model = slice.module
+            if slice not in self._forwards:
+                self._forwards[slice] = stack.enter_context(slice.decoding().ready())
             for number, fields in enumerate(groups):
                 if spec.route(number) == route:
                     rows = range(ends[number], ends[number + 1])
@@ -82,7 +91,7 @@ class Decoder:
             return pack((None, True))
         with ctx.task.shard.randomness.lock:
             tokens = text.newest
-            output = ctx.task.shard.slice.decode(found, text.inputs())  # type: ignore[attr-defined]
+            output = self._forwards[ctx.task.shard.slice].run(found, text.inputs())
             text.seen()
             if stage < self._last:
                 return pack((tokens, output))
@@ -143,18 +152,20 @@ def generate(
 
     def generated(actor: WorkerActor) -> Tensor | None:
         rounds = _Rounds(session.spec.unsliced(), actor, [kwargs for _, kwargs in cut.inputs], most)
-        decoder = Decoder(actor, rounds.spec, rounds.groups, options, seed, on_tokens if session.is_first else None)
-        data = StepData(cut.inputs, None, cut.shares, cut.rows, decode=decoder)
-        while not all(rounds.ended):
-            call = Call(actor.worker, name, session.described, *cut.described)
-            result = actor.run(StepInput(rounds.part, order, call, data, train=False))
-            rounds.take(decoder)
-            stop = stops and result.stop
-            if actor.members is not None:  # each plane learns of a request by itself
-                stop = any(actor.members.exchange(stop))
-            if stop and not all(rounds.ended):
-                return None
-        return rounds.joined()
+        with ExitStack() as stack:
+            told = on_tokens if session.is_first else None
+            decoder = Decoder(actor, rounds.spec, rounds.groups, options, seed, told, stack)
+            data = StepData(cut.inputs, None, cut.shares, cut.rows, decode=decoder)
+            while not all(rounds.ended):
+                call = Call(actor.worker, name, session.described, *cut.described)
+                result = actor.run(StepInput(rounds.part, order, call, data, train=False))
+                rounds.take(decoder)
+                stop = stops and result.stop
+                if actor.members is not None:  # each plane learns of a request by itself
+                    stop = any(actor.members.exchange(stop))
+                if stop and not all(rounds.ended):
+                    return None
+            return rounds.joined()
 
     found = session.each(generated)[0]
     cut.finished()

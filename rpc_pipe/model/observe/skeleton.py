@@ -239,8 +239,8 @@ class Skeleton:
         return [(module, name) for module, name, copy in self._buffer_copies if module._buffers.get(name) is not copy]
 
     @contextmanager
-    def reporting(self, run: RunningForward) -> Iterator[None]:
-        """Return a context that lets the blocks report their calls to `run`; outside it they are as they were."""
+    def reporting(self, run: RunningForward | None) -> Iterator[None]:
+        """Return a context that lets blocks report their calls to `run`, which may be set later; then undo it."""
         self.run = run
         undo = [wrap(block, partial(self._reported, block)) for block in self.blocks]
         try:

@@ -26,77 +26,57 @@ from ..observe.trees import tensors
 _MOST_KEPT = 64
 
 
-class Elsewhere:
-    """The results of blocks and embeddings of other stages, as placeholders that are kept by form.
+class DecodingForward:
+    """The forwards over a stage's blocks in one generation. While one runs, it is the skeleton's `run`.
 
-    Fake tensors take 0.15 ms to make, and a millisecond to compute with.
+    Args:
+        calls: numbers of the stage's calls of blocks.
+        is_last: whether the stage is the last.
     """
 
-    def __init__(self, skeleton: Skeleton) -> None:
-        self._factory = skeleton.placeholders
+    def __init__(self, skeleton: Skeleton, calls: range, is_last: bool) -> None:
+        self._skeleton, self._calls, self._is_last = skeleton, calls, is_last
+        self._arrived: Tree = None
+        self._next = 0
+        #: placeholders by form: fake tensors take 0.15 ms to make, and a millisecond to compute with
         self._kept: dict[tuple[Any, ...], Tensor] = {}
-        self._embeddings = [
+
+    @contextmanager
+    def ready(self) -> Iterator[DecodingForward]:
+        """Return a context for `run`: blocks report, and embeddings of other stages return placeholders at once."""
+        embeddings = [
             module
-            for module in skeleton.module.modules()
+            for module in self._skeleton.module.modules()
             if isinstance(module, nn.Embedding)
             and isinstance(module.weight, Placeholder)
             and "forward" not in vars(module)
             and len(signature(type(module).forward).parameters) == 2  # OPT's positions are no function of tokens
         ]
+        with self._skeleton.reporting(None):
+            for module in embeddings:
+                vars(module)["forward"] = partial(self._embedded, module.weight)
+            try:
+                yield self
+            finally:
+                for module in embeddings:
+                    del vars(module)["forward"]
 
-    def like(self, tensor: Tensor) -> Tensor:
-        """Return a placeholder of the form of a contiguous tensor."""
-        return self._of(tuple(tensor.shape), tensor.dtype, tensor.device)
-
-    def _of(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        if (found := self._kept.get((shape, dtype, device))) is None:
-            made = torch.empty(shape, dtype=dtype, device="meta")
-            if len(self._kept) == _MOST_KEPT:
-                self._kept.clear()
-            found = self._kept[shape, dtype, device] = self._factory.like(made, device)
-        return found
-
-    @contextmanager
-    def embedded(self) -> Iterator[None]:
-        """Return a context in which embeddings of other stages return placeholders at once."""
-        for module in self._embeddings:
-            vars(module)["forward"] = partial(self._embedded, module.weight)
-        try:
-            yield
-        finally:
-            for module in self._embeddings:
-                del vars(module)["forward"]
-
-    def _embedded(self, weight: Tensor, tokens: Tensor) -> Tensor:
-        return self._of((*tokens.shape, weight.shape[1]), weight.dtype, weight.device)
-
-
-class DecodingForward:
-    """One forward over a stage's blocks. While it runs it is the skeleton's `run`.
-
-    Args:
-        calls: numbers of the stage's calls of blocks.
-        is_last: whether the stage is the last.
-        arrived: the result of the last block before them; None on the first stage.
-        elsewhere: the results of other stages.
-    """
-
-    def __init__(self, skeleton: Skeleton, calls: range, is_last: bool, arrived: Tree, elsewhere: Elsewhere) -> None:
-        self._skeleton, self._calls, self._is_last, self._arrived = skeleton, calls, is_last, arrived
-        self._elsewhere = elsewhere
-        self._next = 0
-
-    def run(self, inputs: Mapping[str, Any]) -> Any:
+    def run(self, arrived: Tree, inputs: Mapping[str, Any]) -> Any:
         """Return the result of the stage's last block, or on the last stage the model's output.
+
+        Args:
+            arrived: the result of the last block of the stage before; None on the first stage.
 
         Raises:
             ModelError: the stage needs more of other stages than that result.
         """
+        self._arrived, self._next, self._skeleton.run = arrived, 0, self
         try:
-            with self._elsewhere.embedded(), self._skeleton.reporting(self):
-                output = self._skeleton.module(**inputs)
+            output = self._skeleton.module(**inputs)
         except _StageEnds as ended:
             output = ended.args[0]
+        finally:
+            self._skeleton.run = None
         found = output.logits if self._is_last else output
         if self._next < self._calls.stop or any(isinstance(tensor, Placeholder) for tensor in tensors(found)):
             raise ModelError(
@@ -111,7 +91,7 @@ class DecodingForward:
         if number == self._calls.start - 1:
             return self._arrived
         if number < self._calls.start:
-            return map_tensors(self._arrived, self._elsewhere.like)
+            return map_tensors(self._arrived, self._like)
         self._skeleton.run = None  # blocks inside of this one run by themselves
         try:
             result = forward(*args, **kwargs)
@@ -120,6 +100,21 @@ class DecodingForward:
         if number == self._calls.stop - 1 and not self._is_last:
             raise _StageEnds(result)
         return result
+
+    def _like(self, tensor: Tensor) -> Tensor:
+        return self._of(tuple(tensor.shape), tensor.dtype, tensor.device)
+
+    def _embedded(self, weight: Tensor, tokens: Tensor) -> Tensor:
+        return self._of((*tokens.shape, weight.shape[1]), weight.dtype, weight.device)
+
+    def _of(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return a placeholder of a contiguous tensor."""
+        if (found := self._kept.get((shape, dtype, device))) is None:
+            made = torch.empty(shape, dtype=dtype, device="meta")
+            if len(self._kept) == _MOST_KEPT:
+                self._kept.clear()
+            found = self._kept[shape, dtype, device] = self._skeleton.placeholders.like(made, device)
+        return found
 
 
 class _StageEnds(BaseException):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,7 +21,7 @@ from ..observe.frames import name_of
 from ..observe.observe_forward import observe_forward
 from ..observe.placeholder import Placeholder
 from ..observe.skeleton import COMPILED, Skeleton
-from .decoding_forward import DecodingForward, Elsewhere
+from .decoding_forward import DecodingForward
 from .script_family import ScriptFamily, sized_form
 from .scripted_forward import ScriptedForward
 from .stage_script import Departed, Diverged, Script
@@ -175,18 +174,9 @@ class ObservedStage:
                 if script.is_new:  # a number of it may be wrong
                     scripts.remove(script)
 
-    def decode(self, arrived: Tree, inputs: Mapping[str, Any]) -> Any:
-        """Run the stage on tokens of generation; return the result of its last block, at the end the model's output.
-
-        Args:
-            arrived: the result of the last block of the stage before; None on the first stage.
-        """
-        calls, is_last = self._cut[self.index], self.index == len(self._cut) - 1
-        return DecodingForward(self._skeleton, calls, is_last, arrived, self._elsewhere).run(inputs)
-
-    @cached_property
-    def _elsewhere(self) -> Elsewhere:
-        return Elsewhere(self._skeleton)
+    def decoding(self) -> DecodingForward:
+        """Return the stage's forwards of a generation."""
+        return DecodingForward(self._skeleton, self._cut[self.index], self.index == len(self._cut) - 1)
 
     def _followed(
         self, script: Script, payload: Sequence[Tensor], fields: Any, seed: Seed | None, *, is_first: bool
