@@ -42,7 +42,12 @@ USUAL = (
     "commands.own_train", "commands.run", "commands.script", "commands.verify", "demo.train", "verifying.proof",
     "launching.launcher", "launching.worker_main", "launching.ending", "launching.joining", "tracing.run_summary",
     "elastic.recovery", "checkpoints.facade", "checkpoints.reading", "checkpoints.resume_options",
-    "checkpoints.writing", "model.observed_partition", "workers.transport.shared_memory",
+    "checkpoints.writing", "model.observed_partition", "workers.transport.shared_memory", "model.stale_weights",
+    "model.ties", "workers.transport.call_difference", "schedules.one_f_one_b", "model.batches.loaders", "held_out",
+    "workers.not_finite", "checkpoints.pretrained", "workers.compute.backward_state", "workers.exchange",
+    "workers.compute.parts.ownership", "dependency.earlier_steps", "workers.compute.average", "own_members",
+    "model.batches.prefetcher", "dependency.crossings", "tracing.remote", "workers.joint", "commands.plan",
+    "commands.compare", "dispatch.watcher", "dependency.replicating", "workers.compute.split_backward",
 )  # fmt: skip
 
 
