@@ -35,6 +35,10 @@ SLOWER = partial(torch.optim.lr_scheduler.StepLR, step_size=1)
         (lambda pipe: pipe.weights.load_pretrained(None), "None: must be the path of a file or folder"),
         (lambda pipe: pipe.step((X.to_sparse(), Y)), "batch: "),
         (lambda pipe: pipe.step((X, {"y": Y, "names": ["a"] * len(X)})), r"batch\[1\]\['names'\]: "),
+        (lambda pipe: pipe.step((X + torch.ones(1).requires_grad_(), Y)), r"batch\[0\]: requires a gradient"),
+        (lambda pipe: pipe.step(microbatches=[(X, Y), (X, nn.Parameter(X[:, :1]))]), r"batch\[1\]\[1\]: requires"),
+        (lambda pipe: pipe.step(((torch.ones(1, 6), torch.arange(3)), Y[:1])), r"batch\[0\]\[0\]: has one row"),
+        (lambda pipe: pipe.step((X, torch.ones(1, 6).long())), r"batch\[1\]: has one row"),
         (lambda pipe: setattr(pipe, "learning_rate", float("nan")), "learning_rate nan: "),
         (lambda pipe: pipe.modify(3), "modify 3: "),
         (lambda pipe: pipe.step(), "batch: pass one, or else microbatches="),
@@ -45,6 +49,8 @@ SLOWER = partial(torch.optim.lr_scheduler.StepLR, step_size=1)
     ],
 )
 def test_what_is_no_batch_or_no_number_is_refused_in_one_sentence(call, message, tmp_path, monkeypatch):
+    """An encoder in front of the pipeline was not trained; packed sequences whose bounds counted as rows trained on
+    another loss, unless the batch had "labels"."""
     monkeypatch.chdir(tmp_path)  # weights without a place are kept in the current folder
     with pytest.raises(ConfigError, match=message):
         call(pipeline())

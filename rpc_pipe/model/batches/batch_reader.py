@@ -13,7 +13,7 @@ from ...dependency import Spec
 from ...workers.actor import WorkerActor
 from ...workers.transport.payload import Tree
 from .lazy_batch import LazyBatch
-from .microbatches import Microbatches, Pair, SplitBatch
+from .microbatches import Microbatches, Pair, SplitBatch, refuse_graphs
 
 if TYPE_CHECKING:
     from .ordering import Ordering
@@ -99,6 +99,8 @@ class BatchReader:
         else:
             self._num_cut += self.counts  # lazy batches are not compared, and a worker may read one once more
             found = Microbatches.of(batch, microbatches, self._spec.num_microbatches, self._num_cut, pair)
+            if not whole:
+                refuse_graphs(batch if microbatches is None else microbatches)
         # An evaluation of a row fills no pipeline.
         if microbatches is None and not whole and not isinstance(batch, SplitBatch) and found.sizes is None:
             self._say_if_fewer(found)

@@ -75,7 +75,7 @@ class Microbatches(StepData):
                 parts = min(num_microbatches, max(1, num))
                 if parts > 1:
                     refuse_lists(whole, num, given)
-                    _refuse_whole_labels(given, num)
+                    _refuse_packed(given, inputs, targets, num)
                 all_inputs, all_targets = (split_rows(side, parts, num) for side in (inputs, targets))
             except RuntimeError as error:  # sparse and nested tensors
                 raise BatchError(f"batch: {first_sentence(error)}; pass microbatches=, a list of batches") from error
@@ -142,14 +142,33 @@ def refuse_lists(tree: Tree, rows: int, given: Any) -> None:
         )
 
 
-def _refuse_whole_labels(given: Any, rows: int) -> None:
+def _refuse_packed(given: Any, inputs: Tree, targets: Tree, rows: int) -> None:
     """Refuse sequences that are packed into one row, beside a tensor of their bounds that counts for the rows."""
     labels = given.get("labels") if isinstance(given, Mapping) else None
-    if isinstance(labels, torch.Tensor) and labels.dim() > 1 and len(labels) == 1:
+    if isinstance(targets, torch.Tensor) and not targets.is_floating_point():
+        labels = targets  # of classes, which no two rows share
+    wide = [tensor for tensor in tensors_of((inputs, targets)) if tensor.dim() > 1]
+    packed = [tensor for tensor in wide if tensor is labels and len(tensor) == 1]
+    packed += [] if packed or any(len(tensor) > 1 for tensor in wide) else wide
+    if packed:
         raise BatchError(
-            f"batch['labels']: has one row, and others {rows}, as bounds of packed sequences have; every microbatch "
-            "would train on all of it; take num_microbatches=1, or pass microbatches="
+            f"{_place(given, packed[0])}: has one row, and others {rows}, as bounds of packed sequences have; every "
+            "microbatch would train on all of it; take num_microbatches=1, or pass microbatches="
         )
+
+
+def refuse_graphs(given: Any) -> None:
+    """Refuse a batch that something outside of the model would be trained by: no step hands it a gradient.
+
+    Raises:
+        BatchError: it has a tensor with a graph, or a parameter.
+    """
+    for tensor in tensors_of(dict(given) if isinstance(given, Mapping) else given):
+        if tensor.grad_fn is not None or (tensor.requires_grad and isinstance(tensor, torch.nn.Parameter)):
+            raise BatchError(
+                f"{_place(given, tensor) or 'batch'}: requires a gradient, and a step gives none to its batch, so it "
+                "would not train what made it: make that a layer or part of the model, or detach the tensor"
+            )
 
 
 def _place(tree: Any, wanted: Tree, name: str = "batch") -> str:
