@@ -44,14 +44,19 @@ class Text:
             self._config, self._inputs = given.pop("generation_config"), given
             return input_ids
 
+        if allowed := options.get("prefix_allowed_tokens_fn"):  # called with the number of a row among all
+            options = {**options, "prefix_allowed_tokens_fn": lambda row, ids: allowed(self.rows[row], ids)}
         try:
             model.generate(**fields, **options, custom_generate=prepared)
         except (AttributeError, ImportError, TypeError, ValueError) as error:
             raise ConfigError(f"generate: {first_sentence(error)}") from error
+        if not hasattr(self, "ids"):
+            raise ConfigError(f"generate: {type(model).__name__} has a generate of its own; let it call transformers'")
         self._refuse()
-        self._most = self._criteria.max_length - self.ids.shape[1]
+        #: number of new tokens
+        self.most = self._criteria.max_length - self.ids.shape[1]
         self._ends = type(self._criteria)(each for each in self._criteria if not hasattr(each, "max_length"))
-        self.rows = range(rows.start * (n := len(self.ids) // len(rows)), rows.stop * n)
+        self.rows: range = range(rows.start * (n := len(self.ids) // len(rows)), rows.stop * n)
         self._going = torch.ones(len(self.ids), dtype=torch.bool, device=self.ids.device)
 
     def _refuse(self) -> None:
@@ -65,14 +70,17 @@ class Text:
             raise ConfigError(f"generate: {mode} is not done in stages; use greedy decoding or do_sample=True")
         for name, usual in _USUAL.items():
             if (value := getattr(config, name, None)) not in (None, usual):
-                raise ConfigError(f"generate: {name}={value}: stages run one forward a round; leave it out")
+                raise ConfigError(f"generate: {name}={value} is not done in stages; leave it out")
         layers = {type(layer).__name__ for layer in getattr(cache, "layers", [cache])}
-        if not layers <= {"DynamicLayer", "DynamicSlidingWindowLayer"}:
+        if not layers <= {"DynamicLayer", "DynamicSlidingWindowLayer"} or getattr(cache, "offloading", False):
             raise ConfigError(
-                f"generate: cache of {', '.join(layers)}: stages keep keys and values alone, in dynamic ones"
+                f"generate: cache of {', '.join(layers)}: stages keep keys and values alone, in dynamic layers; "
+                "leave cache_implementation out, or take a model of attention alone"
             )
         if any(not hasattr(each, "max_length") for each in self._criteria) and config._pad_token_tensor is None:
             raise ConfigError("generate: pad_token_id is needed, to fill rows behind texts that end early")
+        if type(self._criteria.max_length) is not int:
+            raise ConfigError("generate: max_new_tokens: must be a whole number")
         known = len(self.model.get_input_embeddings().weight)
         if (beyond := self.ids[(self.ids < 0) | (self.ids >= known)]).numel():
             raise ConfigError(f"generate: input_ids: token {int(beyond[0])} is none of the model's, 0 to {known - 1}")
@@ -140,7 +148,7 @@ class Text:
         )
         names = {name for name, value in self._inputs.items() if isinstance(value, Tensor)}
         whole = usual and names <= {"attention_mask", "position_ids"}
-        added, length = self._most if whole else 1, self.ids.shape[1]
+        added, length = self.most if whole else 1, self.ids.shape[1]
         self._inputs = self.model._update_model_kwargs_for_generation({}, self._inputs, num_new_tokens=added)
         if whole:
             self._whole = {name: self._inputs[name] for name in names}
@@ -153,7 +161,7 @@ class Text:
         if self._ends:
             tokens = torch.where(self._going, tokens, self._config._pad_token_tensor)
         self.append(tokens[:, None])
-        self.ended = len(self.new) == self._most
+        self.ended = len(self.new) == self.most
         if self._ends:
             self._going &= ~self._ends(self.ids, None)
             self.ended |= not self._going.any()

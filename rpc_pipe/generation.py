@@ -6,6 +6,7 @@ A stage runs its blocks for one token after the other, and keeps their keys and 
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import accumulate, chain
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from .decoded_text import Text
 from .dependency import ConfigError, F, Order, Part, Spec
 from .dependency.decoding import Decoding, decoding_part
+from .dependency.order import routes
 from .workers.actor import WorkerActor
 from .workers.compute.sequences.slice_check import CACHES
 from .workers.compute.sequences.slices import Slice
@@ -34,6 +36,7 @@ _ROUNDS = 64
 _REFUSED = {
     "streamer": "tokens come in groups of rows; pass on_tokens=lambda rows, tokens: streamer.put(tokens[:, 0].cpu())",
     "assistant_model": "assisted decoding needs a second model on one process; leave it out",
+    "token_healing": "prompts are returned as they are; leave it out",
     "custom_generate": "the pipeline decodes in a loop of rounds; leave it out",
     **dict.fromkeys(CACHES, "keys and values stay with the stages; leave it out"),
 }
@@ -43,7 +46,7 @@ class Decoder:
     """The texts on one worker.
 
     Args:
-        spec: the relation of some rounds.
+        placed: the schedule that places the stages.
         groups: the arguments of each group of sequences.
         options: further arguments of transformers' `generate`.
         seed: of all draws.
@@ -53,28 +56,34 @@ class Decoder:
     def __init__(
         self,
         actor: WorkerActor,
-        spec: Decoding,
+        placed: Spec,
         groups: Sequence[Mapping[str, Any]],
         options: Mapping[str, Any],
         seed: int,
         on_tokens: OnTokens | None,
         stack: ExitStack,
     ) -> None:
-        self._seed, self._on_tokens, self._last = seed, on_tokens, spec.last_stage
+        self._seed, self._on_tokens, self._last = seed, on_tokens, placed.last_stage
+        said: dict[str, logging.LogRecord] = {}  # transformers prepares each text, and would warn for each
+        log = logging.getLogger("transformers.generation.utils")
+        log.addFilter(is_new := lambda record: said.setdefault(record.getMessage(), record) is record)
+        stack.callback(log.removeFilter, is_new)
         ends = [0, *accumulate(len(group["input_ids"]) for group in groups)]
         #: by stage and group
         self.texts: dict[tuple[int, int], Text] = {}
         #: by slice, its `DecodingForward`
         self._forwards: dict[Slice, Any] = {}
-        for stage, route in spec.hosted(actor.worker):
+        of = routes(placed, forward_only=True)
+        for stage, route in placed.hosted(actor.worker):
             slice: Any = actor.shards[stage, route].slice
-            model = slice.module
             if slice not in self._forwards:
                 self._forwards[slice] = stack.enter_context(slice.decoding().ready())
             for number, fields in enumerate(groups):
-                if spec.route(number) == route:
+                if of(number) == route or not self.texts:
                     rows = range(ends[number], ends[number + 1])
-                    self.texts[stage, number] = Text(model, actor.backend.load(fields), options, rows)
+                    self.texts[stage, number] = Text(slice.module, actor.backend.load(fields), options, rows)
+        #: number of new tokens, which a worker without a group learns by the first one
+        self.most = next(iter(self.texts.values())).most
 
     def __call__(self, ctx: ActionContext) -> Payload | None:
         """Run a round of a group on a stage; an empty payload: its texts have ended."""
@@ -136,7 +145,7 @@ def generate(
         KeyboardInterrupt: the user has asked to stop before all texts have ended.
     """
     given = dict(inputs) if isinstance(inputs, Mapping) else {"input_ids": inputs}
-    fields = {**given, **{name: value for name, value in options.items() if isinstance(value, Tensor)}}
+    fields = {**given, **{name: value for name, value in options.items() if getattr(value, "ndim", 0) > 1}}
     options = {name: value for name, value in options.items() if name not in fields}
     _refuse(session, fields, options, on_tokens)
     cut = session.cut(fields, pair=session.partition.only_inputs, whole=True)
@@ -144,17 +153,17 @@ def generate(
         raise ConfigError(
             "generate: elastic: one process has a worker's keys and values, to the end; leave elastic out"
         )
-    most = _settle(options, fields["input_ids"].shape[1], max_new_tokens)
-    told = {"seed": seed, **options, "max_new_tokens": most}  # objects have other names in other processes
-    name = "generate " + " ".join(f"{n}={v}" for n, v in told.items() if isinstance(v, (int, float, str)))
+    _settle(options, max_new_tokens)
     seed = session.seed if seed is None else seed
     order: Order = "ready" if session.is_alone else "fixed"
 
     def generated(actor: WorkerActor) -> Tensor | None:
-        rounds = _Rounds(session.spec.unsliced(), actor, [kwargs for _, kwargs in cut.inputs], most)
+        placed, groups = session.spec.unsliced(), [kwargs for _, kwargs in cut.inputs]
         with ExitStack() as stack:
-            told = on_tokens if session.is_first else None
-            decoder = Decoder(actor, rounds.spec, rounds.groups, options, seed, told, stack)
+            decoder = Decoder(actor, placed, groups, options, seed, on_tokens if session.is_first else None, stack)
+            rounds = _Rounds(placed, actor, groups, decoder.most)
+            told = {"seed": seed, **options, "max_new_tokens": decoder.most}  # objects have other names elsewhere
+            name = "generate " + " ".join(f"{n}={v}" for n, v in told.items() if isinstance(v, (int, float, str)))
             data = StepData(cut.inputs, None, cut.shares, cut.rows, decode=decoder)
             while not all(rounds.ended):
                 call = Call(actor.worker, name, session.described, *cut.described)
@@ -221,37 +230,32 @@ class _Rounds:
         return torch.cat([prompts.repeat_interleave(len(joined) // len(prompts), 0), joined.cpu()], 1)
 
 
-def _settle(options: dict[str, Any], length: int, most: int | None) -> int:
-    """Return the number of new tokens; put it, and criteria of strings, into the options of transformers.
+def _settle(options: dict[str, Any], most: int | None) -> None:
+    """Put the number of new tokens, and criteria of strings, into the options of transformers.
 
     Args:
-        length: of the prompts.
-        most: of new tokens; None: as `max_length` or the configuration has it.
+        most: new tokens; None: as options or configurations have it.
 
     Raises:
-        ConfigError: no length is given, or stop strings are, without their tokenizer.
+        ConfigError: stop strings are given without their tokenizer.
     """
-    config = copy.deepcopy(options.pop("generation_config", None))
-    whole = options.pop("max_length", getattr(config, "max_length", None))
-    most = most if most is not None else getattr(config, "max_new_tokens", None) or (whole and whole - length)
-    if most is None:
-        raise ConfigError("generate: max_new_tokens: nothing says how many; pass it")
-    if type(most) is not int:
-        raise ConfigError(f"generate: max_new_tokens={most!r}: must be a whole number")
-    if strings := options.pop("stop_strings", None):
+    config: Any = copy.deepcopy(options.get("generation_config"))
+    settings: dict[str, Any] = {"use_cache": True}
+    if most is not None:
+        settings |= {"max_new_tokens": most, "max_length": None}
+    if strings := options.pop("stop_strings", None) or getattr(config, "stop_strings", None):
         from transformers import StopStringCriteria
 
         if (tokenizer := options.pop("tokenizer", None)) is None:
             raise ConfigError("generate: stop_strings needs tokenizer=, the one of the prompts")
         criteria = StopStringCriteria(tokenizer, strings)
         options["stopping_criteria"] = [*options.get("stopping_criteria", ()), criteria]
-    settings = {"max_new_tokens": most, "use_cache": True}
-    if config is None:
-        options |= settings
-    else:  # transformers warns of settings beside it
-        config.update(**settings, max_length=None)
+        settings["stop_strings"] = None
+    if hasattr(config, "update"):  # transformers warns of settings beside it
+        config.update(**settings)
         options["generation_config"] = config
-    return most
+    else:
+        options |= settings
 
 
 def _refuse(session: Session, fields: Mapping[str, Any], options: Mapping[str, Any], on_tokens: object) -> None:
@@ -268,8 +272,8 @@ def _refuse(session: Session, fields: Mapping[str, Any], options: Mapping[str, A
     ids, mask = fields.get("input_ids"), fields.get("attention_mask")
     if not getattr(session.partition.config, "generates", False) or not isinstance(ids, Tensor):
         raise ConfigError("generate: needs a causal model of transformers, no encoder, and input_ids, a tensor")
-    if ids.dim() != 2 or not ids.numel() or ids.is_floating_point():
+    if ids.dim() != 2 or not ids.numel() or ids.dtype not in (torch.int64, torch.int32):
         found = f"{str(ids.dtype).removeprefix('torch.')}{list(ids.shape)}"
-        raise ConfigError(f"generate: input_ids {found}: must be integers of (rows, tokens), one or more")
+        raise ConfigError(f"generate: input_ids {found}: must be int64 of (rows, tokens), one or more")
     if mask is not None and mask.shape != ids.shape:
         raise ConfigError(f"generate: attention_mask {list(mask.shape)}: must be of the shape of input_ids")

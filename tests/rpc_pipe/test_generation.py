@@ -1,5 +1,7 @@
 """Text from a model in stages: the tokens that transformers generates on one process."""
 
+import logging
+
 import pytest
 import torch
 from refusals import refused
@@ -84,6 +86,8 @@ def test_it_goes_between_steps_with_replicas_and_other_kinds_are_refused():
     plain.load_state_dict(pipe.weights.state_dict())
     want = plain.generate(**INPUTS, max_new_tokens=4, do_sample=False)
     assert torch.equal(pipe.generate(PROMPTS, 4, attention_mask=MASK, do_sample=False), want)
+    alone = plain.generate(PROMPTS[:1], max_new_tokens=4, do_sample=False)  # a replica has no row
+    assert torch.equal(pipe.generate(PROMPTS[:1], 4, do_sample=False), alone)
     refusals = {"num_beams": 2, "assistant_model": plain, "guidance_scale": 2.0, "return_dict_in_generate": True}
     for options in [*({name: value} for name, value in refusals.items()), {"max_new_tokens": 60}]:
         with refused("generate"):
@@ -145,12 +149,17 @@ def test_it_takes_what_transformers_takes_or_says_so():
     config = transformers.GenerationConfig(do_sample=False, pad_token_id=0, eos_token_id=[1, 90], max_new_tokens=9)
     told = []
     usual = {"do_sample": False, "max_new_tokens": 9}
+    letter = chr(97 + int(plain.generate(PROMPTS, **usual)[1, 12]))
+    stops = transformers.GenerationConfig(**usual, pad_token_id=0, stop_strings=[letter])
     for options in (
         {"generation_config": config},
         {"do_sample": False, "max_length": 15},
         {**usual, "logits_processor": [Only()], "pad_token_id": 3, "eos_token_id": [*range(4, 40, 2)]},
         {**usual, "min_new_tokens": 6, "no_repeat_ngram_size": 2, "bad_words_ids": [[5]], "use_cache": False},
-        {**usual, "stop_strings": [chr(97 + int(plain.generate(PROMPTS, **usual)[1, 12]))], "tokenizer": words},
+        {**usual, "stop_strings": [letter], "tokenizer": words},
+        {"generation_config": stops, "tokenizer": words},
+        {**usual, "eos_token_id": torch.arange(4, 40)},
+        {**usual, "prefix_allowed_tokens_fn": lambda row, ids: [10 + row, 20 + row, int(ids[-1])]},
     ):
         assert torch.equal(pipe.generate(INPUTS, **options), plain.generate(**INPUTS, **options)), options
     texts = pipe.generate(
@@ -158,7 +167,6 @@ def test_it_takes_what_transformers_takes_or_says_so():
     )
     assert len(texts) == 6 and sorted({row for rows, _ in told for row in rows}) == [*range(6)]
     for options in (
-        {},
         {**usual, "streamer": told},
         {**usual, "stop_strings": ["a"]},
         {**usual, "temprature": 0.5},
@@ -166,8 +174,37 @@ def test_it_takes_what_transformers_takes_or_says_so():
         {**usual, "cache_implementation": "static"},
         {"max_new_tokens": 0},
         {"max_new_tokens": 2.5},
+        {"generation_config": transformers.GenerationConfig(max_new_tokens=2.5, pad_token_id=0)},
         {**usual, "attention_mask": MASK[:, :4]},
         {**usual, "on_tokens": 3},
     ):
         with refused("generate"):
             pipe.generate(INPUTS, **options)
+
+
+class Loops(transformers.LlamaForCausalLM):
+    """Decodes by a loop of its own."""
+
+    @torch.no_grad()
+    def generate(self, input_ids, **options):
+        return torch.cat([input_ids, self(input_ids).logits[:, -1:].argmax(-1)], 1)
+
+
+def test_the_models_own_settings_hold_and_its_own_decoding_is_refused():
+    """The `generation_config.json` of a checkpoint may say how long texts are. A warning of transformers comes once."""
+    pipe, plain = pipeline(2), model()
+    for each in pipe, plain:
+        settings = plain.generation_config if each is plain else each.partition.config.generation
+        settings.update(max_length=14, repetition_penalty=1.3, min_length=2, do_sample=False)
+    assert torch.equal(pipe.generate(INPUTS), plain.generate(**INPUTS))
+    told = []
+    log = transformers.logging.get_logger("transformers.generation")
+    handler = logging.Handler()
+    handler.emit = told.append
+    log.addHandler(handler)
+    pipe.generate(INPUTS, 3, min_new_tokens=2)
+    log.removeHandler(handler)
+    assert len(told) == 1, told
+    other = Loops(transformers.LlamaConfig(**SIZES, pad_token_id=0))
+    with refused("generate"):
+        Pipeline(other, num_microbatches=3, num_workers=2).generate(INPUTS, 2)
