@@ -20,6 +20,7 @@ import tempfile
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -170,6 +171,8 @@ def _become(
     os.environ.clear()
     os.environ.update(env)
     tempfile.tempdir = None  # it depends on them
+    for finalizer in weakref.finalize._registry:  # type: ignore[attr-defined]
+        finalizer.atexit = False  # of the parent: 174 of torch's libraries alone touch 35 MB, which a fork has to copy
     if cwd is not None:
         os.chdir(cwd)
     raw = bool(env.get("PYTHONUNBUFFERED"))
