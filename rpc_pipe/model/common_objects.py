@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..dependency import ModelError
 from ..workers.compute.modules.by_hand import fingerprint
 from ..workers.compute.modules.digest import digest
-from ..workers.compute.modules.module_state import LOOKS, OF_TORCH
+from ..workers.compute.modules.module_state import LOOKS, OF_TORCH, contents
 from ..workers.compute.shard import LossFn
 from .detachable_blocks import mentioned
 from .observe.closures import inside
@@ -37,7 +37,9 @@ class Holder(NamedTuple):
     read: Collection[str] | None
 
     def now(self) -> Any:
-        """Return the numbers that the loss function may read here, to compare them with later ones."""
+        """Return a generator's state, or the numbers that the loss function may read here, to compare them later."""
+        if (state := _drawn(self.held)) is not None:
+            return state.tolist() if isinstance(state, Tensor) else repr(state)
         if self.read is None:
             return None
         from .observe.output_contract import form_of  # few loss functions read layers
@@ -65,10 +67,28 @@ def shared_holders(layers: Sequence[Any], stages: Sequence[range], loss_fn: Any)
     return [[h for at, h in found if at == stage and users[id(h.held)] - {stage}] for stage in range(len(stages))]
 
 
+def shared_generators(paired: Sequence[tuple[str, nn.Module, nn.Module]], own: Collection[nn.Module]) -> list[Holder]:
+    """Return the generators of a stage's modules that modules of other stages hold, too.
+
+    Args:
+        paired: (path, the user's module, the stage's or its stand-in).
+        own: modules of the stage.
+    """
+    drawing = [(path, part, vars(module)) for path, module, part in paired]
+    held = {id(value) for _, part, values in drawing if part not in own for value in values.values()}
+    return [
+        Holder(f"block {path}", name, vars(part)[name], None)
+        for path, part, values in drawing
+        for name, value in (values.items() if part in own else ())
+        if id(value) in held and _drawn(value) is not None
+    ]
+
+
 def look(holders: Sequence[Holder]) -> Callable[[], None]:
     """Look at objects that other stages hold too, before a forward of a stage; the returned function looks behind it.
 
-    It raises ModelError if one has a tensor with a graph then, or if a loss function would read other numbers.
+    It raises ModelError if one has a tensor with a graph then, if a loss function would read other numbers, or if a
+    generator was drawn from.
     """
     before = [holder.now() for holder in holders]
 
@@ -77,9 +97,9 @@ def look(holders: Sequence[Holder]) -> Callable[[], None]:
             tree = vars(holder.held) if isinstance(holder.held, nn.Module) else holder.held
             if any(tensor.grad_fn is not None for tensor in tensors(tree)) or holder.now() != was:
                 raise ModelError(
-                    f"model: {holder.where} leaves a tensor or number in {holder.name}, which layers of other stages "
-                    "or the loss function use too: return it beside the output, as in (x, extra), or cut elsewhere "
-                    "(split=)"
+                    f"model: {holder.where} leaves a tensor or number in {holder.name}, or draws from it, which layers "
+                    "of other stages or the loss function use too: return it beside the output, as in (x, extra), "
+                    "take one generator for each layer, or cut elsewhere (split=)"
                 )
 
     return end
@@ -123,8 +143,14 @@ def _holders(part: nn.Module) -> Iterator[tuple[str, Any]]:
     if not type(part).__module__.startswith("torch."):
         values |= mentioned(part.forward)
     for name, value in values.items():
-        if isinstance(value, (list, dict)) or (hasattr(value, "__dict__") and not isinstance(value, _NO_HOLDERS)):
+        has_names = hasattr(value, "__dict__") and not isinstance(value, _NO_HOLDERS)
+        if isinstance(value, (list, dict)) or has_names or _drawn(value) is not None:
             yield name, value
+
+
+def _drawn(value: Any) -> Any:
+    """Return the state of a generator of random numbers; None if it is none."""
+    return None if isinstance(value, Collection) else contents(value)
 
 
 def unchanging(loss_fn: LossFn) -> LossFn:

@@ -23,7 +23,7 @@ from ..workers.compute.shard import LossFn
 from ..workers.transport.payload import Tree
 from .assign.assignment import BlocksNeeded
 from .call_form import CallForm, adds_terms, loss_of_output
-from .common_objects import Holder, look, read_by
+from .common_objects import Holder, look, read_by, shared_generators
 from .cut import cut
 from .deferred import DeferredModel
 from .detachable_blocks import mentioned
@@ -199,7 +199,11 @@ class ObservedPartition:
         read, names = self._read if stage < len(self.ranges) - 1 else ({}, ())
         read_here = [(path, part) for path, module, part in pairs if id(module) in read]
         if holders := [
-            Holder(f"block {path}", f"an attribute of {type(part).__name__}", part, names) for path, part in read_here
+            *(
+                Holder(f"block {path}", f"an attribute of {type(part).__name__}", part, names)
+                for path, part in read_here
+            ),
+            *shared_generators(pairs, set(made.own)),
         ]:
             made.look = partial(look, holders)
         if isinstance(self._source, nn.Module):

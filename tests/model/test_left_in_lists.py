@@ -135,3 +135,34 @@ def test_what_is_beside_the_tensors_in_a_list_must_be_as_it_was_observed(kind):
     pipe = Pipeline(made(kind), loss_fn, training=Training(SGD), num_workers=2, num_microbatches=4)
     with refused("model", WorkerFailure):
         pipe.step((floats(8, 8), floats(8, 8)))
+
+
+class Noisy(Expert):
+    def forward(self, x: Tensor) -> Tensor:
+        return super(Expert, self).forward(x) * torch.rand(x.shape, generator=self.held)
+
+
+class AllNoisy(Experts):
+    kind = Noisy
+
+    def empty(self) -> Any:
+        return torch.Generator().manual_seed(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.through(x)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_generator_of_layers_of_several_stages_is_refused(whole):
+    """Each process draws from a copy, and threads draw in the order of their timing: losses differed in each run."""
+    model = AllNoisy()
+    for num_workers in (1, 2):
+        pipe = Pipeline(
+            model if whole else list(model.blocks), nn.functional.mse_loss, training=Training(SGD),
+            num_workers=num_workers, num_microbatches=2,
+        )  # fmt: skip
+        if num_workers == 1:
+            assert pipe.step((floats(4, 8), floats(4, 8))) > 0
+            continue
+        with refused("model", WorkerFailure):
+            pipe.step((floats(4, 8), floats(4, 8)))

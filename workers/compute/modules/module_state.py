@@ -58,7 +58,7 @@ class ModuleState:
             for name, value in held.items()
             # A forward may register hooks, such as hooks that capture outputs.
             if name not in OF_TORCH or name == "_modules" or name == "_buffers" or "_hooks" in name
-            if (state := _contents(value)) is not None
+            if (state := contents(value)) is not None
         ]
         self._tensors: list[tuple[Place, Tensor]] = [
             ((module, name), value)
@@ -92,7 +92,7 @@ class ModuleState:
 
     def changed_attributes(self) -> set[Place]:
         """Return the attributes that are others now, or have other contents (`INSIDE`)."""
-        found = {place for place, value, state in self._inside if not _same(_contents(value), state)}
+        found = {place for place, value, state in self._inside if not _same(contents(value), state)}
         for module, held in self._held:
             now = vars(module)
             found |= {(module, name) for name in {*now, *held} if now.get(name, _ABSENT) is not held.get(name, _ABSENT)}
@@ -128,7 +128,7 @@ class ModuleState:
                 del vars(module)[name]
             vars(module).update(held)
         for _, value, state in self._inside:
-            if not _same(_contents(value), state):  # other threads may read it
+            if not _same(contents(value), state):  # other threads may read it
                 _fill(value, state)
 
 
@@ -222,8 +222,8 @@ def _generators() -> tuple[Any, ...]:
     return (torch.Generator, *((numpy.random.Generator, numpy.random.RandomState) if numpy else ()))
 
 
-def _contents(value: Any) -> Any:
-    """Return a copy of the contents; None if there are none, or none known."""
+def contents(value: Any) -> Any:
+    """Return a copy of the contents, or a generator's state; None if there are none, or none known."""
     if isinstance(value, _PLAIN):
         return None
     if type(value) in _BOXES:
