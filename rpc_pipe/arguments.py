@@ -161,7 +161,7 @@ def make_ordering(options: Options, asked: str, *, is_called: bool) -> Ordering 
     if cost is not None and said == asked == "given":
         raise ConfigError("microbatch_cost: is of no use as microbatches come; add microbatch_order='balanced'")
     if cost is not None and not callable(cost):
-        from .planning.length_cost import read_cost
+        from .planning.unequal import read_cost
 
         cost = read_cost(cost)
     if said == "given":

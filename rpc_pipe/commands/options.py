@@ -205,7 +205,7 @@ def typed_lengths(typed: Mapping[str, Any]) -> Callable[[Spec], tuple[Sequence[f
     made = partial(by_microbatch, lengths=typed["lengths"], order=typed.get("microbatch_order", "given"))
     if "length_cost" not in typed:
         return made
-    from ..planning.length_cost import read_measured, relative_times
+    from ..planning.unequal import read_measured, relative_times
 
     profile = read_measured(typed["length_cost"], f"--length-cost {typed['length_cost']}")
     return lambda spec: made(spec, relative=relative_times(profile, typed["lengths"], spec.num_stages))

@@ -20,15 +20,14 @@ from ..launching.report import Reporter
 from ..planning.advice import Advice, binding_limits, changes_that_fit, remarks
 from ..planning.grouping import ALONE, Grouping
 from ..planning.json_fields import to_json_value
-from ..planning.length_cost import refuse_without
 from ..planning.pipe_options import workers_of
 from ..planning.plan import read_plan
-from ..planning.profile import Machines, Profile
-from ..planning.profile_file import as_json
+from ..planning.profile import Machines, Profile, as_json
 from ..planning.program_search import faster_program
 from ..planning.search import PlanRequest, PlanResult, default_microbatches, refuse_unknown, search
 from ..planning.simulator import Link
 from ..planning.specs import make_spec
+from ..planning.unequal import refuse_without
 from ..system.files import DAMAGED, read_json
 from ..system.sizes import format_bytes
 from .options import MAKE, Parser, refuse_typed, typed_links

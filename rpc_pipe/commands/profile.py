@@ -25,9 +25,8 @@ from ..launching.job import Job, current_job
 from ..launching.launcher import launch
 from ..launching.report import Reporter
 from ..launching.worker_main import as_worker
-from ..planning.length_cost import LengthCost, refuse_without
-from ..planning.profile import Profile
-from ..planning.profile_file import as_json, from_json
+from ..planning.profile import Profile, as_json, from_json
+from ..planning.unequal import LengthCost, refuse_without
 from ..system.files import read_json, refused
 from .options import MAKE, Parser, refuse_device, refuse_workers
 from .output_files import try_files, write
@@ -92,7 +91,7 @@ def _with_lengths(
     Raises:
         ConfigError: the model has no sequences.
     """
-    from ..planning.measuring.length_times import times_by_length
+    from ..planning.measuring.profiling import times_by_length
 
     with progress(reporter, "measuring lengths") as tell:
         settings = _measuring(typed, tell, profile.num_blocks)

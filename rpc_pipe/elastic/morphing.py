@@ -162,7 +162,7 @@ class Shapes:
         gradients = [(stage, sum(each.nbytes for each in shard.parameters())) for (stage, _), shard in shards]
         told = actor.hand("measured", json.dumps([self._last.steps(), gradients]), live, [decides])
         if told is not None:
-            from ..planning.shape_prices import predicted_ms  # at a change alone
+            from ..planning.pricing import predicted_ms
 
             of_all = {at: json.loads(each) for at, each in zip(live, told, strict=True) if at not in comes}
             steps = {worker: found for worker, (found, _) in of_all.items()}

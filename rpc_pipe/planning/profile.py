@@ -1,4 +1,4 @@
-"""The inputs of a planner: the costs of a model by block, and the machines. Loads without torch."""
+"""The inputs of a planner: the costs of a model by block, also as JSON, and the machines. Loads without torch."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from ..dependency import B, ConfigError, F, G, I, Kind, Order, R, U, W
+from ..system.files import DAMAGED
 from .footprint import Size
-from .json_fields import json_field
+from .json_fields import from_json_value, json_field, to_json_value
 from .simulator import Link
 from .slice_costs import SliceCosts
 
@@ -320,3 +321,43 @@ class Chain:
     def counts(self, ends: Sequence[int]) -> tuple[int, ...]:
         """Return the counts of the model's blocks of stages with these boundaries, 0 first."""
         return tuple(self._places[b] - self._places[a] for a, b in pairwise(ends))
+
+
+def as_json(profile: Profile) -> dict[str, Any]:
+    """Return a profile as JSON values; times in milliseconds, sizes in bytes; the blocks come last."""
+    content: dict[str, Any] = to_json_value(profile)
+    rows = content.pop("rows")
+    return {
+        **content,
+        "num_blocks": profile.num_blocks,
+        "rows": {count: rows[count] for count in sorted(rows, key=int)},
+    }
+
+
+def from_json(content: Any, where: str) -> Profile:
+    """Return the profile that `as_json` has written and a user may have edited.
+
+    Raises:
+        ConfigError: it is no profile; the text names the place.
+    """
+    try:
+        profile: Profile = from_json_value(Profile, content)
+    except DAMAGED as error:
+        raise ConfigError(f"{where}: is no profile ({type(error).__name__}: {error})") from None
+    _refuse(profile, where)
+    return profile
+
+
+def _refuse(profile: Profile, where: str) -> None:
+    """Raise if the blocks of a profile do not fit together.
+
+    Raises:
+        ConfigError: blocks differ from one number of rows to another, or lack a time.
+    """
+    measured = profile.measured
+    if not measured or len({len(blocks) for blocks in measured.values()}) != 1 or not profile.num_blocks:
+        raise ConfigError(f"{where}: every number of rows must list the same blocks, at least one")
+    for rows, blocks in measured.items():
+        for block in blocks:
+            if lacking := [kind for kind in (F, B, I, W, R) if kind not in block.times]:
+                raise ConfigError(f"{where}: rows {rows}, block {block.name!r}: has no time of {lacking[0]}")

@@ -19,14 +19,13 @@ from ..dependency.spec import overrides
 from ..schedules import SCHEDULES
 from .cut_search import CutSearch
 from .grouping import ALONE, Grouping
-from .length_cost import LengthCost
 from .plan import Plan, with_recompute
 from .pricing import CutFound
 from .profile import Chain, Machines, Profile
 from .slice_costs import SliceCosts
 from .specs import find_schedule, make_spec
 from .steady import check_some
-from .unequal import by_microbatch
+from .unequal import LengthCost, by_microbatch
 
 #: called with the share of the search that is done, 0 to 1, and a note of its size
 Progress = Callable[[float, str], None]

@@ -12,8 +12,7 @@ from ..dependency import Action, ConfigError, Order, Spec, check, check_all
 from ..dependency.streams import NotRegular, Streams
 from ..schedules import SCHEDULES, name_of
 from ..system.garbage import uncollected
-from .links import different
-from .simulator import Cost, Link, Simulation, simulate
+from .simulator import Cost, Link, Simulation, different, simulate
 from .waves import Priced as Priced
 from .waves import run
 

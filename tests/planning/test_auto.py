@@ -14,8 +14,7 @@ from rpc_pipe.launching.report import Reporter
 from rpc_pipe.planning.footprint import Size
 from rpc_pipe.planning.measuring.joint_profile import around, merged, with_moves
 from rpc_pipe.planning.plan import read_plan
-from rpc_pipe.planning.profile import LayerCost, Profile
-from rpc_pipe.planning.profile_file import as_json, from_json
+from rpc_pipe.planning.profile import LayerCost, Profile, as_json, from_json
 from rpc_pipe.planning.simulator import Link, simulate
 from rpc_pipe.planning.specs import make_spec
 

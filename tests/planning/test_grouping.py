@@ -10,8 +10,7 @@ from rpc_pipe.dependency import B, ConfigError, F, I, R, U, W
 from rpc_pipe.planning.footprint import Size
 from rpc_pipe.planning.grouping import ALONE, Grouping
 from rpc_pipe.planning.plan import read_plan
-from rpc_pipe.planning.profile import LayerCost, Machines, Profile
-from rpc_pipe.planning.profile_file import as_json
+from rpc_pipe.planning.profile import LayerCost, Machines, Profile, as_json
 from rpc_pipe.planning.search import PlanRequest, search
 from rpc_pipe.planning.simulator import Link
 

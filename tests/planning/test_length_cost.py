@@ -8,9 +8,8 @@ from torch import nn
 
 from rpc_pipe import ConfigError, Pipeline, SplitBatch
 from rpc_pipe.commands.main import main
-from rpc_pipe.planning.length_cost import LengthCost, read_cost
-from rpc_pipe.planning.measuring.length_times import fitted
-from rpc_pipe.planning.unequal import mountain
+from rpc_pipe.planning.measuring.profiling import fitted
+from rpc_pipe.planning.unequal import LengthCost, mountain, read_cost
 
 MODEL = """
 import torch

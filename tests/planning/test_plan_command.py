@@ -15,7 +15,7 @@ from rpc_pipe.model.user_model import UserModel, load_user_model, resize_batch, 
 from rpc_pipe.pipeline import Pipeline, Training
 from rpc_pipe.planning.measuring.profiling import profile_model
 from rpc_pipe.planning.plan import Plan, read_plan
-from rpc_pipe.planning.profile_file import from_json
+from rpc_pipe.planning.profile import from_json
 from rpc_pipe.tracing import own_boards
 from rpc_pipe.tracing.run_summary import figures, sentence
 

@@ -15,8 +15,7 @@ from rpc_pipe.planning.comparison import ModelCosts
 from rpc_pipe.planning.cut_search import CutSearch, costliest, least_bottleneck
 from rpc_pipe.planning.footprint import Size, peak_bytes
 from rpc_pipe.planning.pricing import PricedSchedule
-from rpc_pipe.planning.profile import Chain, LayerCost, LengthTerms, Machines, Profile, Tie
-from rpc_pipe.planning.profile_file import as_json, from_json
+from rpc_pipe.planning.profile import Chain, LayerCost, LengthTerms, Machines, Profile, Tie, as_json, from_json
 from rpc_pipe.planning.search import Candidate, PlanRequest, search
 from rpc_pipe.planning.simulator import Link
 from rpc_pipe.planning.slice_costs import SliceCosts

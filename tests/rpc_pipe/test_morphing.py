@@ -17,7 +17,7 @@ from rpc_pipe.dependency import Reductions, check, entries
 from rpc_pipe.dependency.reshaping import renumbered, reshaped
 from rpc_pipe.elastic.morphing import shapes
 from rpc_pipe.launching import epochs
-from rpc_pipe.planning.shape_prices import predicted_ms
+from rpc_pipe.planning.pricing import predicted_ms
 from rpc_pipe.planning.specs import make_spec
 from rpc_pipe.workers.compute.modules.buffer_mirror import BufferMirror
 
