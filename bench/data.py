@@ -37,7 +37,7 @@ from torch.utils.data import DataLoader, Dataset
 from bench import killed
 from rpc_pipe import Pipeline, Training
 from rpc_pipe.data import Loader, Order, dataset, tokens
-from rpc_pipe.data.residency import Residency
+from rpc_pipe.data.batch_making import Residency
 from rpc_pipe.data.source import ALL, Busy, Source, Wanted
 
 _SHARD, _TERABYTE = 64 * 10**6, 10**12

@@ -24,13 +24,10 @@ from ..model.batches.lazy_batch import LazyBatch, SomeRows
 from ..model.batches.own_rows import OwnRows
 from ..system.sizes import num_bytes
 from ..workers.transport.payload import Tree
-from .batch_making import Dealt, Reader, Share
-from .bijection import Numbers
+from .batch_making import Dealt, Reader, Share, chunk_memory, widest_window
 from .by_length import group, grouped, joined
-from .maps import dataset
-from .residency import chunk_memory, widest_window
-from .sample_order import Order
-from .source import Source, Wanted
+from .sample_order import Numbers, Order
+from .source import Source, Wanted, dataset
 
 #: of the memory, batches that are made ahead take this share at most
 _AHEAD = 16

@@ -11,8 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..data.maps import dataset
-from ..data.source import Source
+from ..data.source import Source, dataset
 from ..dependency import ConfigError
 from ..system.sizes import format_bytes
 

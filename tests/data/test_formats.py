@@ -71,8 +71,8 @@ def test_row_groups_of_the_window_are_in_memory(rows):
 
 def test_rows_of_datasets(samples, monkeypatch):
     held, of_source, of_loader = samples
-    monkeypatch.setattr("rpc_pipe.data.datasets_reader.CHUNK_BYTES", 200)
-    monkeypatch.setattr("rpc_pipe.data.datasets_reader._STREAMED_BYTES", 200)
+    monkeypatch.setattr("rpc_pipe.data.stored_rows.CHUNK_BYTES", 200)
+    monkeypatch.setattr("rpc_pipe.data.stored_rows._STREAMED_BYTES", 200)
     source = hugging_face(held, ["x", "y"], "y", **of_source)
     assert len(source.sizes) > 3
     batches = Loader(source, rows=7, epochs=2, memory=3000, **of_loader)

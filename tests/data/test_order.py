@@ -4,8 +4,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from rpc_pipe.data.bijection import key, permute
-from rpc_pipe.data.sample_order import Order
+from rpc_pipe.data.sample_order import Order, key, permute
 
 
 def test_a_bijection_of_every_size():
