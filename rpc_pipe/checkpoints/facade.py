@@ -105,7 +105,7 @@ class Checkpoints:
     def job(self) -> dict[str, Any]:
         """The facts of this job in its checkpoints; all workers make the same call."""
         if "job" not in self._run.facts:
-            from .series import job_of
+            from .folder import job_of
 
             self._run.facts["job"] = self._each(job_of)[0]
         return self._run.facts["job"]  # type: ignore[no-any-return]
@@ -123,9 +123,9 @@ class Checkpoints:
             Damaged: it is; nothing has changed.
             ConfigError: it is of another model or optimizer; nothing has changed.
         """
+        from .folder import differences
         from .json_values import set_random_state
         from .reading import Restored, understood
-        from .series import differences
         from .shard_state import shares
 
         where = path_of(folder)
@@ -162,8 +162,7 @@ class Checkpoints:
 
     def go_on_with(self, folder: str | Path) -> list[Path]:
         """Go on with the series that this job has begun last in a folder; return its checkpoints, the newest first."""
-        from .folder import written_by
-        from .series import last_series
+        from .folder import last_series, written_by
 
         where, job = path_of(folder), self.job
         found = self._each(lambda actor: _agreed(actor, "series", where, lambda: last_series(where, job)))[0]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..dependency import ConfigError, Damaged
 from ..system.files import refused
 from . import folder as folders
-from .series import others
+from .folder import others
 
 if TYPE_CHECKING:
     from .facade import Checkpoints

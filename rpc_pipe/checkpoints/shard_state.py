@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from ..dependency import ConfigError
 from ..workers.compute.sequences.slices import plain_name
 from ..workers.compute.shard import Shard
-from . import flattened
+from . import json_values
 from .json_values import decoded, encoded
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def _checked(state: Mapping[str, Any]) -> dict[str, Tensor]:
 
 def state_tensors(shard: Shard) -> dict[str, Tensor]:
     """Return the tensors of the optimizer's state themselves."""
-    found = (flattened.parts(key, value) for key, value, _ in _state(shard) if isinstance(value, Tensor))
+    found = (json_values.parts(key, value) for key, value, _ in _state(shard) if isinstance(value, Tensor))
     return {name: part for each in found for name, part in each}
 
 
@@ -148,7 +148,7 @@ def _described(shard: Shard) -> dict[str, Any]:
         "plain": {
             key: encoded(value, f"{what}: {key}") for key, value, _ in _state(shard) if not isinstance(value, Tensor)
         },
-        "whole": flattened.forms(((key, value) for key, value, _ in _state(shard)), what),
+        "whole": json_values.forms(((key, value) for key, value, _ in _state(shard)), what),
         # Such as Adam's count of steps, which stays on the CPU.
         "on_host": [key for key, value, p in _state(shard) if isinstance(value, Tensor) and value.device != p.device],
         "scheduler": None if scheduler is None else encoded(scheduler.state_dict(), type(scheduler).__name__),
@@ -200,7 +200,7 @@ class Stages:
         self._held = {key: key.partition(".")[2] for key in tensors if key.startswith((_HELD, _PART))}
         #: of each parameter, the state of its optimizer
         self._state: dict[str, list[str]] = {}
-        for key in {*map(flattened.of_part, set(tensors) - self._beside), *self._plain}:
+        for key in {*map(json_values.of_part, set(tensors) - self._beside), *self._plain}:
             self._state.setdefault(key.removeprefix("state.").rpartition(".")[0], []).append(key)
 
     def wanted(self, shard: Shard, route: int, num_routes: int) -> list[str]:
@@ -212,7 +212,7 @@ class Stages:
         beside = [*self._of_sums(shard, route, num_routes), *(_AVERAGE + name for name in on_this)]
         held = [key for key, name in self._held.items() if name in on_this]
         return [
-            *(name for key in state if key not in self._plain for name in flattened.names(self._whole.get(key), key)),
+            *(name for key in state if key not in self._plain for name in json_values.names(self._whole.get(key), key)),
             *(key for key in beside if key in self._beside),
             *(key for key in held if self._takes(key, shard, num_routes) == (shard.stage, route)),
         ]
@@ -320,7 +320,7 @@ class Stages:
         on_host = key in self._on_host
         if key.endswith(".step"):  # on torch's device for it, not on the device that wrote the checkpoint
             on_host = not (group.get("fused") or group.get("capturable"))
-        found = flattened.joined(self._whole.get(key), key, tensors)
+        found = json_values.joined(self._whole.get(key), key, tensors)
         return found if on_host else found.to(parameter.device)
 
     def _scheduler(self, shard: Shard, origins: list[tuple[str, int]]) -> Any:

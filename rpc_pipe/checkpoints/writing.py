@@ -25,8 +25,7 @@ from ..workers.actor import WorkerActor
 from ..workers.compute.parts.divided import local
 from ..workers.compute.shard import Shard
 from . import folder
-from .flattened import is_plain
-from .json_values import checksum, random_state, write
+from .json_values import checksum, is_plain, random_state, write
 from .shard_state import (
     column,
     described,

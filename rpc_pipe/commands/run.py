@@ -1,6 +1,6 @@
 """`rpc-pipe run`: train the built-in GPT, or run a script in every worker.
 
-A typed option overrides the script's (`launching.overrides`); an option that cannot apply is refused.
+A typed option overrides the script's (`launching.job`); an option that cannot apply is refused.
 """
 
 from __future__ import annotations

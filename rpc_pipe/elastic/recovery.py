@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..checkpoints.newcomer import Journal, Repetition
 from ..dependency import EpochEnds, PeerLost, PipeError, StageLost, Stalled, ends_epoch
-from ..launching import epoch_boards, epochs
+from ..launching import epochs
 from ..launching import launcher_link as link
 from ..launching.ending import heed
 from ..launching.job import Job
@@ -233,7 +233,7 @@ class Recovery:
         self.accumulated.compute(actor, lambda batch: session.inputs_now(batch, actor, train=True))
         session.process = 0 if actor.worker == min(session.spec.workers) else actor.worker
         self._heir.refuse_changing()
-        epoch_boards.show(epoch.number)
+        epochs.show(epoch.number)
         if session.process == 0:
             link.tell(kind=epochs.RESUMED, step=actor.step + 1)
 

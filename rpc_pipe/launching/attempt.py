@@ -23,9 +23,8 @@ from ..tracing.run_summary import figures
 from ..tracing.view import View, layout
 from .causes import Cause, of_death, of_stall
 from .job import INTERRUPTED, TRANSPORTS, WRONG_INPUT
-from .printed import PATIENCE_S, Printed
 from .report import Reporter
-from .worker_process import Logs, WorkerEvent, WorkerProcess, hear
+from .worker_process import PATIENCE_S, Logs, Printed, WorkerEvent, WorkerProcess, hear
 
 if TYPE_CHECKING:
     from .hosts import Hosts, RemoteWorker
@@ -155,7 +154,7 @@ class Attempt:
 
     def _take_remote(self, event: WorkerEvent) -> None:
         """Take an event of another host."""
-        from .host_messages import understood  # few jobs have several hosts
+        from .hosts import understood
 
         if event.what == "printed":
             self._how[2].write(event.worker, f"{event.detail}\n".encode())

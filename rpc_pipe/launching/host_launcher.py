@@ -19,7 +19,7 @@ from ..dependency import ConfigError
 from ..tracing import run_folders
 from . import hosts
 from .attempt import How
-from .host_messages import frames_of, read, understood, write_journal
+from .hosts import frames_of, read, understood, write_journal
 from .interfaces import interface_towards
 from .job import FAILED, Job, seconds
 from .launcher import PROGRAM, RESTARTS, Launcher

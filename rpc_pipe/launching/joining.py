@@ -8,17 +8,20 @@ from __future__ import annotations
 import gc
 import os
 import secrets
-from collections.abc import Callable
+import socket
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..dependency import ConfigError, EpochEnds, NotMet
 from ..system.at_exit import at_exit
 from ..tracing.own_boards import follow_carrier
 from ..workers.transport.carrier import Carrier, Plane
-from ..workers.transport.forks import letting_go
 from ..workers.transport.meeting import Meeting
 from ..workers.transport.messages import Messages
 from ..workers.transport.shared_memory import Channels
@@ -117,7 +120,7 @@ def _by_rpc(place: MeetingPlace) -> RpcLink:
         job, _ = _reached(job, Meeting(store))
     # Both, because init_rpc builds a gloo group besides TensorPipe's connections (pytorch#42879).
     os.environ["TP_SOCKET_IFNAME"] = os.environ["GLOO_SOCKET_IFNAME"] = job.interface
-    from ..workers.transport.rpc import RpcLink  # here, so that other transports do not load it
+    from ..workers.transport.rpc import RpcLink
 
     return RpcLink(job.worker, place.workers, job.init_method, job.join_timeout_s, store=store)
 
@@ -251,3 +254,44 @@ def _warn(job: Job, text: str) -> None:
     """Warn the user once."""
     if job.worker == 0:
         link.tell(kind="text", text=text)
+
+
+_DESCRIPTORS = Path("/proc/self/fd")
+#: addresses where this process listens for other workers
+_listens_at: set[object] = set()
+
+
+@contextmanager
+def letting_go() -> Iterator[None]:
+    """Let forks of this process have no socket that begins to listen in the body, and no connection to it."""
+    before = {address for _, address, listens in _sockets() if listens}
+    yield
+    found = {address for _, address, listens in _sockets() if listens} - before
+    if found and not _listens_at:
+        os.register_at_fork(after_in_child=_let_go)
+    _listens_at.update(found)
+
+
+def _let_go() -> None:
+    with suppress(OSError):  # there is no descriptor left
+        nowhere = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        for descriptor, address, _ in _sockets():
+            if address in _listens_at:
+                os.dup2(nowhere, descriptor, inheritable=False)  # not closed: the opener may close it again
+        os.close(nowhere)
+
+
+def _sockets() -> Iterator[tuple[int, object, bool]]:
+    """Yield this process's sockets: descriptor, local address, which accepted ones share, and whether it listens."""
+    for name in os.listdir(_DESCRIPTORS) if _DESCRIPTORS.is_dir() else []:
+        with suppress(OSError):  # it was that of the folder itself
+            if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                found = socket.socket(fileno=int(name))
+                try:
+                    yield int(name), found.getsockname(), _listens(found)
+                finally:
+                    found.detach()
+
+
+def _listens(found: socket.socket) -> bool:
+    return bool(found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))

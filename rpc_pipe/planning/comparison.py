@@ -1,4 +1,4 @@
-"""A comparison of all schedules for one model on the same workers, in time and memory, on all cores. Loads without torch."""
+"""A comparison of all schedules for one model on the same workers, in time and memory. Loads without torch."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 from refusals import refused
 
-from rpc_pipe.launching import attempt, launcher, leash
+from rpc_pipe.launching import attempt, launcher, worker_main
 from rpc_pipe.launching.attempt import Attempt
 from rpc_pipe.launching.launcher import Launcher
 from rpc_pipe.launching.report import Reporter
@@ -108,7 +108,7 @@ def test_a_script_that_ends_itself_has_failed_unless_a_stop_was_asked_for(monkey
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setattr(launcher.link, "present", lambda: True)
     for what in ("hold_leash", "lodge_children"):
-        monkeypatch.setattr(leash, what, lambda: None)
+        monkeypatch.setattr(worker_main, what, lambda: None)
     monkeypatch.setattr(launcher.link, "stopping", lambda: stopping)
     monkeypatch.setattr(launcher.link, "tell", lambda **message: told.append(message))
 

@@ -13,8 +13,7 @@ from processes import ROOT, rpc_pipe, start
 from rpc_pipe.dependency import ConfigError
 from rpc_pipe.launching import hosts as of_hosts
 from rpc_pipe.launching.epochs import CAUGHT_UP, EVICTED, LEAVES_WORD, REST, RESTS, RESUMED, Epochs
-from rpc_pipe.launching.host_messages import frames_of, read
-from rpc_pipe.launching.hosts import Hosts, launcher_keys, make_socket, open_journal
+from rpc_pipe.launching.hosts import Hosts, frames_of, launcher_keys, make_socket, open_journal, read
 from rpc_pipe.launching.interfaces import make_key
 
 MORTAL = ROOT / "tests" / "mortal.py"

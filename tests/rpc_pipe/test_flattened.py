@@ -9,7 +9,7 @@ from refusals import refused
 from torch import Tensor, nn
 
 from rpc_pipe import Pipeline, Training
-from rpc_pipe.checkpoints import flattened
+from rpc_pipe.checkpoints import json_values
 
 torch.manual_seed(0)
 BATCH = torch.randn(8, 8), torch.randint(8, (8,))
@@ -76,9 +76,9 @@ def test_training_goes_on_from_flattened_states(tmp_path):
 
 
 def test_a_class_that_is_not_loaded_is_not_imported():
-    there = flattened.form(Scaled.of(torch.ones(2)), "state") | {"class": "antigravity.Tensor"}
+    there = json_values.form(Scaled.of(torch.ones(2)), "state") | {"class": "antigravity.Tensor"}
     with refused("moment"):
-        flattened.joined(there, "moment", {})
+        json_values.joined(there, "moment", {})
     assert "antigravity" not in sys.modules
 
 

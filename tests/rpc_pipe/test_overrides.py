@@ -10,9 +10,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from rpc_pipe.commands.main import main
-from rpc_pipe.commands.script import run_script
+from rpc_pipe.commands.script import TypedOptions, run_script
 from rpc_pipe.launching import overrides
-from rpc_pipe.launching.typed_options import TypedOptions
 from rpc_pipe.pipeline import Pipeline
 
 SCRIPT = """

@@ -3,8 +3,8 @@
 import pytest
 from processes import rpc_pipe
 
-from rpc_pipe.launching import printed
-from rpc_pipe.launching.printed import Printed
+from rpc_pipe.launching import worker_process
+from rpc_pipe.launching.worker_process import Printed
 
 SCRIPT = """
 import warnings
@@ -43,14 +43,14 @@ def test_lines_of_workers_that_were_not_asked_for_are_left_out():
 
 def test_a_line_waits_for_others_for_a_limited_time(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(printed.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(worker_process.time, "monotonic", lambda: now[0])
     shown = []
     lines = Printed((0, 1), lambda workers, text: shown.append(text))
     lines.add(0, "a")
-    lines.show(printed.PATIENCE_S)
+    lines.show(worker_process.PATIENCE_S)
     assert not shown
-    now[0] = printed.PATIENCE_S
-    lines.show(printed.PATIENCE_S)
+    now[0] = worker_process.PATIENCE_S
+    lines.show(worker_process.PATIENCE_S)
     assert shown == ["a"]
 
 

@@ -16,9 +16,9 @@ from torch.utils.checkpoint import checkpoint
 from training_options import pipeline_with
 
 from rpc_pipe.commands.main import main
+from rpc_pipe.commands.script import TypedOptions
 from rpc_pipe.dependency import Action, B, ConfigError, G, P, S, WorkerFailure
 from rpc_pipe.launching import overrides
-from rpc_pipe.launching.typed_options import TypedOptions
 from rpc_pipe.pipeline import Pipeline, Training
 from rpc_pipe.workers.hooks import Listener
 from rpc_pipe.workers.mailbox import Mailbox

@@ -8,7 +8,6 @@ from saved_training import BATCHES, LAYERS, bits, pipeline
 from torch import nn
 
 from rpc_pipe.checkpoints import folder as folders
-from rpc_pipe.checkpoints import series
 from rpc_pipe.checkpoints.resume_options import follow
 
 
@@ -75,7 +74,7 @@ def test_a_job_that_has_written_nothing_yet_begins_again(tmp_path):
 
 def test_checkpoints_of_a_version_that_noted_no_job_are_gone_on_from(tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
-        patched.setattr(series, "job_of", lambda actor: actor.exchange("nothing", 0) and {})
+        patched.setattr(folders, "job_of", lambda actor: actor.exchange("nothing", 0) and {})
         job(tmp_path, 2)
     (tmp_path / ".job.json").unlink()
     assert "after 2 steps" in job(tmp_path, 0, resume="auto")[0]
@@ -87,5 +86,5 @@ def test_checkpoints_of_a_version_that_noted_no_job_are_gone_on_from(tmp_path, m
 def test_a_note_that_was_edited_is_no_note(note, tmp_path):
     begun = {"script": "s", "model": 1, "begun": 5}
     (tmp_path / ".job.json").write_text(note)
-    assert series.last_series(tmp_path, begun) == [] == folders.claim(tmp_path, ["this one"], begun)
+    assert folders.last_series(tmp_path, begun) == [] == folders.claim(tmp_path, ["this one"], begun)
     folders.release()
