@@ -3,40 +3,17 @@
 from .action import RESOURCES, Action, Entry, Kind, Milestone, Pulled, Resource
 from .check import check, check_all, schedule_errors
 from .declared import Order
-from .errors import (
-    BatchError,
-    ConfigError,
-    Damaged,
-    DataError,
-    Disagreement,
-    EpochEnds,
-    Malformed,
-    ModelError,
-    NotFinite,
-    NotMet,
-    PeerLost,
-    PipeError,
-    ScheduleError,
-    StageLost,
-    Stalled,
-    StorageError,
-    WorkerFailure,
-    ends_epoch,
-    refuse_below,
-)
+
+from .errors import (  # isort: skip
+    BatchError, ConfigError, Damaged, DataError, Disagreement, EpochEnds, Malformed, ModelError, NotFinite, NotMet,
+    PeerLost, PipeError, ScheduleError, StageLost, Stalled, StorageError, WorkerFailure, ends_epoch, refuse_below,
+)  # fmt: skip
 from .kinds import A, B, C, D, F, G, H, I, N, P, R, S, T, U, V, W
 from .order import local_order
-from .part import Part
-from .program import entries, order_limit
+from .program import Part, entries, order_limit
 from .reductions import NO_REDUCTIONS, Reductions, reduction_tree
 from .spec import Spec
-from .versions import (
-    known_reductions,
-    microbatches_of,
-    microbatches_on,
-    update_of,
-    updates_a_step,
-)
+from .versions import known_reductions, microbatches_of, microbatches_on, update_of, updates_a_step
 
 __all__ = [
     "A", "N", "NO_REDUCTIONS", "P", "RESOURCES", "S", "Action", "Reductions", "B", "BatchError", "C", "ConfigError",

@@ -6,10 +6,9 @@ from collections.abc import Iterable
 from dataclasses import replace
 from itertools import product
 
-from .action import Action
+from .action import Action, split_step
 from .earlier_steps import STEADY, period, steady
 from .errors import ScheduleError
-from .indexes import split_step
 from .order import has_slot
 from .reductions import on_route
 from .spec import Spec

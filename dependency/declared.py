@@ -7,9 +7,8 @@ from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from .action import Action
+from .action import Action, join_route, route_in, split_step
 from .errors import ConfigError
-from .indexes import join_route, route_in, split_step
 from .kinds import B, F, I, R, U, W
 from .parallelism import Parallelism
 

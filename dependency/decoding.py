@@ -14,13 +14,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from functools import lru_cache
 
-from .action import Action
+from .action import Action, join_step, split_step
 from .check import check_runs
-from .indexes import join_step, split_step
 from .kinds import F
 from .order import routes
-from .part import Part
-from .program import entries
+from .program import Part, entries
 from .reductions import NO_REDUCTIONS, Reductions
 from .spec import Spec
 

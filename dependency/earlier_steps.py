@@ -1,17 +1,18 @@
-"""Needs of a step in earlier steps of an asynchronous stream, found at a step far from the stream's beginning."""
+"""Asynchronous streams far from their beginning: needs in earlier steps, the age of gradients, versions of weights."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Collection, Sequence
+from itertools import accumulate, pairwise
 
-from .action import Action, Kind
+from .action import Action, Kind, split_step
 from .declared import Declared
-from .indexes import split_step
 from .kinds import A, F
 from .order import routes
-from .reductions import Reductions, reduction_tree
+from .reductions import Reductions, on_route, reduction_tree
 from .spec import Spec
-from .versions import updates_a_step
+from .versions import updates_a_step, updates_before
 
 #: number of a step so far from the beginning of a stream that the beginning has no effect on it
 STEADY = 1 << 20
@@ -74,3 +75,49 @@ class EarlierSteps:
         if spec.parallelism.zero and action.kind is F:
             needs += [(steps, A(need.stage, need.index)) for steps, need in needs if not need.kind.per_microbatch]
         return tuple(needs)
+
+
+def staleness(spec: Declared, stage: int) -> int:
+    """Return the most updates of a stage between the weights of a gradient and the gradient's update."""
+    if spec.synchronous:
+        return 0
+    first = STEADY * spec.num_microbatches
+    own = range(first, first + spec.num_microbatches)
+    return max(updates_before(spec, m) - spec.version(stage, m) for m in own)
+
+
+def weight_copies(spec: Declared, stage: int) -> int:
+    """Return how many versions of a stage's weights, of each route, are held at once at most, at any timing.
+
+    A version is held while a microbatch before its backward uses it, or while it is the newest. Backwards of a route
+    add up in order, so before the backward of a microbatch only updates that need no later one can have been made.
+    """
+    if spec.synchronous:
+        return 1
+    most, begin = 1, STEADY * spec.num_microbatches
+    end = begin + spec.num_microbatches + (max(staleness(spec, stage), 0) + 2) * spec.round_size
+    for route in range(spec.num_routes):
+        uses = [*on_route(spec, range(begin, end), route)]
+        versions = [spec.version(stage, m) for m in uses]
+        different = [0, *accumulate(a != b for a, b in pairwise(versions))]
+        for at, m in enumerate(uses):
+            if m >= begin + spec.num_microbatches:
+                break
+            newest = updates_before(spec, m)
+            last = bisect_right(versions, newest) - 1
+            used = different[last] - different[at] + 1 if last >= at else 0
+            most = max(most, used + (last < at or versions[last] != newest))
+    return most
+
+
+def worker_staleness(spec: Declared, worker: int) -> int:
+    """Return the largest staleness of a worker's stages, in updates."""
+    return max((staleness(spec, stage) for stage, _ in spec.hosted(worker)), default=0)
+
+
+def worker_weight_copies(spec: Declared, worker: int) -> int:
+    """Return the copies of weights on a worker, in shares of 1/P of the model: replicas, versions and a reference."""
+    held = sum(
+        weight_copies(spec, stage) + (route == 0 and spec.averaging_pull > 0) for stage, route in spec.hosted(worker)
+    )
+    return -(-held * spec.num_workers // spec.num_stages)

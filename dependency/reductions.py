@@ -19,9 +19,8 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import cache, lru_cache
 from typing import NamedTuple
 
-from .action import Action, Kind, Milestone
+from .action import Action, Kind, Milestone, join_route, join_step, route_in, split_route
 from .declared import Declared
-from .indexes import join_route, join_step, route_in, split_route
 from .kinds import A, C, D, F, G, H, N, P, S, T, U, V
 
 #: a replica of a stage: (stage, route)

@@ -11,17 +11,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import ClassVar, TypeVar
 
-from .action import Action
+from .action import Action, join_route, split_route
 from .declared import Handover
 from .errors import StageLost
-from .indexes import join_route, split_route
 from .kinds import F, H
 from .order import has_slot, local_order
 from .reductions import Replica, on_route
+from .replicating import Replicated, replicated
 from .spec import Spec, Transformation, transformed
 
 _Number = TypeVar("_Number", int, float)
@@ -186,3 +187,42 @@ def _total(limits: Iterable[_Number | None]) -> _Number | None:
     """Return the sum; None if one of them is no limit."""
     found = list(limits)
     return None if None in found else sum(each for each in found if each is not None)
+
+
+def reshaped(spec: Spec, num_workers: int, replicas: int) -> Spec:
+    """Return `spec` on `num_workers` workers, which are numbered from 0, in several replicas.
+
+    Raises:
+        ConfigError: the schedule has no such numbers.
+    """
+    cls = spec.of_one if isinstance(spec, Replicated) else type(spec)
+    cls = replicated(cls, replace(spec.parallelism, replicas=replicas))
+    return cls(num_workers=num_workers, num_microbatches=spec.num_microbatches, **spec.parameters())
+
+
+def renumbered(spec: Spec, workers: Sequence[int], numbers: range | None) -> Spec:
+    """Return `spec`, which has several replicas, on these workers of a job that began with the workers `numbers`."""
+    said = f"on workers {','.join(map(str, workers))}"
+    cls = transformed(Renumbered, type(spec), said, at=tuple(workers), numbers=numbers)
+    return cls(num_workers=spec.num_workers, num_microbatches=spec.num_microbatches, **spec.parameters())
+
+
+class Renumbered(Transformation):
+    """A schedule of several replicas in which the workers' numbers need not be 0 to `num_workers` - 1."""
+
+    #: by worker of the schedule, its number in the job
+    at: ClassVar[tuple[int, ...]]
+
+    @property
+    def workers(self) -> Sequence[int]:
+        return self.at
+
+    def unsliced(self) -> Spec:
+        found = super().unsliced()
+        return self if found is self else renumbered(found, self.at, self.numbers)
+
+    def place(self, stage: int, route: int) -> int:
+        return self.at[super().place(stage, route)]
+
+    def own_place(self, worker: int) -> tuple[int, int]:
+        return super().own_place(self.at.index(worker))

@@ -17,10 +17,8 @@ from dataclasses import replace
 from functools import cached_property
 from typing import ClassVar
 
-from .action import Action
-from .declared import Order
-from .errors import ConfigError
-from .indexes import (
+from .action import (
+    Action,
     join_replica,
     join_route,
     join_slice,
@@ -30,6 +28,8 @@ from .indexes import (
     split_slice,
     split_step,
 )
+from .declared import Order
+from .errors import ConfigError
 from .kinds import F
 from .parallelism import Parallelism
 from .spec import Spec, Transformation, transformed

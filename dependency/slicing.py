@@ -25,11 +25,10 @@ from collections.abc import Iterable, Iterator
 from functools import cached_property
 from typing import ClassVar
 
-from .action import Action
+from .action import Action, join_slice, slice_in, split_slice
 from .crossings import refuse_kinds
 from .declared import Order
 from .errors import ConfigError
-from .indexes import join_slice, slice_in, split_slice
 from .kinds import F, U
 from .parallelism import Parallelism
 from .spec import Spec, Transformation, overrides, transformed

@@ -19,9 +19,8 @@ from dataclasses import replace
 from functools import cache
 from math import ceil
 
-from .action import Action
+from .action import Action, slice_in, split_slice
 from .declared import Declared
-from .indexes import slice_in, split_slice
 from .kinds import F, U
 from .reductions import NO_REDUCTIONS, Reductions, on_route, reduction_tree
 from .versions import before_forward, before_update

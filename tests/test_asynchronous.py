@@ -12,8 +12,7 @@ from torch import nn
 
 from bench.replaying import held_out
 from rpc_pipe.dependency import B, U, WorkerFailure
-from rpc_pipe.dependency.earlier_steps import most_open
-from rpc_pipe.dependency.weight_copies import staleness
+from rpc_pipe.dependency.earlier_steps import most_open, staleness
 from rpc_pipe.model.batches.microbatches import update_shares
 from rpc_pipe.schedules import OneFOneB, PipeDream, PipeDream2BW
 

@@ -18,11 +18,11 @@ from rpc_pipe.pipeline import Pipeline
 from rpc_pipe.planning.specs import make_spec
 from rpc_pipe.workers.transport.call import Call
 from rpc_pipe.workers.transport.carrier import Carrier
-from rpc_pipe.workers.transport.link import NOTHING, Message
+from rpc_pipe.workers.transport.local import ThreadWakeup
+from rpc_pipe.workers.transport.message import NOTHING, Message
 from rpc_pipe.workers.transport.messages import Messages
 from rpc_pipe.workers.transport.payload import Payload
 from rpc_pipe.workers.transport.shared_memory import POSSIBLE
-from rpc_pipe.workers.transport.thread_wakeup import ThreadWakeup
 
 
 def test_a_worker_does_not_leave_before_its_last_words_are_read():

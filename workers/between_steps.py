@@ -7,8 +7,7 @@ from typing import Any
 from torch import nn
 
 from ..dependency import ConfigError
-from .compute.modules.by_hand import HOOKS, OfWeight, fingerprint
-from .compute.modules.module_state import ModuleState
+from .compute.modules.module_state import HOOKS, ModuleState, OfWeight, fingerprint
 from .compute.shard import Shard
 from .context import Context
 from .step import Step

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..dependency import B, C, ConfigError, D, F, I, Kind, N, R, T, U, V, W, reduction_tree
-from ..dependency.indexes import split_route
+from ..dependency.action import split_route
 from .compute.modules.borders import ForwardArgs
 from .compute.result import Result, clips, losses_tree, total_norm
 from .compute.shard import Shard

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..arguments import describe
 from ..checkpoints.between_cuts import move
 from ..dependency import ConfigError, PipeError, Spec, check
-from ..dependency.reshaping import renumbered, reshaped
+from ..dependency.relocating import renumbered, reshaped
 from ..launching import launcher_link as link
 from ..launching.epochs import SHAPE, Roster
 from ..workers.compute.modules.buffer_mirror import mirror_of

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from ..dependency import ModelError
-from ..workers.compute.modules.by_hand import fingerprint
 from ..workers.compute.modules.digest import digest
-from ..workers.compute.modules.module_state import LOOKS, OF_TORCH, contents
+from ..workers.compute.modules.module_state import LOOKS, OF_TORCH, contents, fingerprint
 from ..workers.compute.shard import LossFn
 from .detachable_blocks import mentioned
 from .observe.closures import inside

@@ -18,8 +18,7 @@ import torch
 from torch import nn
 
 from ..dependency import ModelError
-from ..workers.compute.modules.by_hand import HOOKS, OfWeight, fingerprint
-from ..workers.compute.modules.module_state import OF_TORCH
+from ..workers.compute.modules.module_state import HOOKS, OF_TORCH, OfWeight, fingerprint
 from .observe.model_kinds import is_placeholder
 
 #: returns the parts of a module that must stay, by the words that report a change

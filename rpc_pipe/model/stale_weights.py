@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..dependency import ModelError
-from ..workers.compute.modules.by_hand import OfWeight
-from ..workers.compute.modules.module_state import LOOKS
+from ..workers.compute.modules.module_state import LOOKS, OfWeight
 from ..workers.compute.shard import Shard
 from ..workers.transport.payload import tensors_of
 

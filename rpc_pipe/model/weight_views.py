@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..dependency import ModelError
-from ..workers.transport.strides import extent
+from ..workers.transport.payload import extent
 
 _KINDS = (Tensor, nn.Parameter)
 

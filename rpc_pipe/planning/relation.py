@@ -1,6 +1,6 @@
 """The compiled dependency graph of all workers: every action of a step, or of several, as a number.
 
-It joins the parts that workers compile for themselves (`dependency.part`), so the simulator obeys the same relation.
+It joins the parts that workers compile for themselves (`dependency.program`), so the simulator obeys the same relation.
 Loads without torch.
 """
 

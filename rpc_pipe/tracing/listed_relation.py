@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from ..dependency import Action, Spec, updates_a_step
-from ..dependency.indexes import split_step
+from ..dependency.action import split_step
 from ..dependency.parallelism import Parallelism
 
 

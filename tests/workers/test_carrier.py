@@ -16,8 +16,8 @@ from rpc_pipe.workers.transport import carrier as carrier_module
 from rpc_pipe.workers.transport import messages, shared_memory
 from rpc_pipe.workers.transport.call import Call
 from rpc_pipe.workers.transport.carrier import LEFT
-from rpc_pipe.workers.transport.link import NOTHING
 from rpc_pipe.workers.transport.local import local_carriers
+from rpc_pipe.workers.transport.message import NOTHING
 from rpc_pipe.workers.transport.payload import Payload, pack, unpack
 
 KINDS = {

@@ -16,8 +16,7 @@ import torch
 
 from rpc_pipe.dependency import Malformed, WorkerFailure
 from rpc_pipe.workers.transport.form import form_of
-from rpc_pipe.workers.transport.link import NOTHING, LinkCallbacks, Message
-from rpc_pipe.workers.transport.message import VERSION, decode, encode
+from rpc_pipe.workers.transport.message import NOTHING, VERSION, LinkCallbacks, Message, decode, encode
 from rpc_pipe.workers.transport.messages import Messages
 from rpc_pipe.workers.transport.payload import Place, Sparse, pack, unpack
 from rpc_pipe.workers.transport.shared_memory import _HEAD, Channels

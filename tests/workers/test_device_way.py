@@ -18,7 +18,7 @@ from rpc_pipe.dependency import Malformed
 from rpc_pipe.schedules import SCHEDULES
 from rpc_pipe.workers.compute.devices import device_way
 from rpc_pipe.workers.compute.devices.accelerator import AcceleratorBackend
-from rpc_pipe.workers.compute.devices.host_memory import HostMemory
+from rpc_pipe.workers.compute.devices.device_way import HostMemory
 from rpc_pipe.workers.compute.devices.moving import Moving
 from rpc_pipe.workers.transport import shared_memory
 from rpc_pipe.workers.transport.payload import pack, unpack
@@ -153,7 +153,7 @@ def test_another_process_maps_the_same_memory_and_no_other():
     block.fill_(1)
     code = (
         "import sys; sys.path.insert(0, sys.argv[2]); from fake_cuda import FakeCuda\n"
-        "from rpc_pipe.workers.compute.devices.host_memory import HostMemory\n"
+        "from rpc_pipe.workers.compute.devices.device_way import HostMemory\n"
         "memory, _ = HostMemory(FakeCuda()).opened(bytes.fromhex(sys.argv[1])); print(memory.nbytes); memory += 1"
     )
     found = python("-c", code, shared.hex(), Path(__file__).parents[1])

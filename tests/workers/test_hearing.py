@@ -9,7 +9,7 @@ import pytest
 import torch
 from carriers import zmq_carriers
 
-from rpc_pipe.workers.transport import hearing
+from rpc_pipe.workers.transport import zeromq
 from rpc_pipe.workers.transport.call import Call
 from rpc_pipe.workers.transport.payload import pack, unpack
 from rpc_pipe.workers.transport.sockets import Sockets
@@ -77,7 +77,7 @@ def test_what_ends_the_hearing_of_a_waiting_thread_is_for_its_caller(pair, monke
     Then nobody was told of what came later, as the descriptor tells nothing until all has been heard: leaving took 5 s.
     """
     here, there = pair
-    monkeypatch.setattr(hearing, "_LOOK_S", 0.5)  # the hearer's thread, which gets no Ctrl-C, does not take over
+    monkeypatch.setattr(zeromq, "_LOOK_S", 0.5)  # the hearer's thread, which gets no Ctrl-C, does not take over
 
     def received(*_):
         raise error("as if from outside")

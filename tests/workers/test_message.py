@@ -14,8 +14,7 @@ from refusals import refused
 
 from rpc_pipe.dependency import ConfigError, Disagreement, WorkerFailure
 from rpc_pipe.workers.transport import form, message
-from rpc_pipe.workers.transport.link import Message
-from rpc_pipe.workers.transport.message import decode, encode
+from rpc_pipe.workers.transport.message import Message, decode, encode
 from rpc_pipe.workers.transport.payload import Payload, Place, pack, unpack
 from rpc_pipe.workers.transport.values import Malformed, decode_value, encode_value
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from rpc_pipe.dependency import WorkerFailure
 from rpc_pipe.workers.transport import messages
-from rpc_pipe.workers.transport.link import Message
+from rpc_pipe.workers.transport.message import Message
 from rpc_pipe.workers.transport.messages import PeerQueue
 from rpc_pipe.workers.transport.outbox import Outbox
 from rpc_pipe.workers.transport.payload import Payload

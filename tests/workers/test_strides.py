@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from rpc_pipe.workers.compute.modules.borders import stage_inputs
-from rpc_pipe.workers.transport.payload import pack
-from rpc_pipe.workers.transport.strides import fold, is_dense, is_sparing, unfold
+from rpc_pipe.workers.transport.payload import fold, is_dense, is_sparing, pack, unfold
 
 
 def drawn(seed):

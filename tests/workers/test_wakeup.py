@@ -10,8 +10,7 @@ import time
 import pytest
 from processes import python
 
-from rpc_pipe.workers.transport.local import local_carriers
-from rpc_pipe.workers.transport.thread_wakeup import ThreadWakeup
+from rpc_pipe.workers.transport.local import ThreadWakeup, local_carriers
 from rpc_pipe.workers.transport.wakeup import Notifier, Wakeup
 
 linux_only = pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="for Linux")

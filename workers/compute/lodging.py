@@ -13,8 +13,8 @@ from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor, nn
 
-from .gradients import GradientSets
 from .modules.module_state import Place
+from .stash import GradientSets
 
 
 class HasParameters(Protocol):

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from ...dependency import ConfigError, Malformed
-from .payload import SPARSE, Payload, Place, Sparse
-from .strides import extent, fold, folded, is_sparing, unfold
+from .payload import SPARSE, Payload, Place, Sparse, extent, fold, folded, is_sparing, unfold
 from .values import decode_value, encode_value, malformed
 
 #: number of forms that are remembered, and their largest size

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...dependency import Malformed, PipeError
 from .carrier import LEFT, Carrier
-from .link import NOTHING, AnsweringForErrors, LinkCallbacks, Message, MessageLink
+from .message import NOTHING, AnsweringForErrors, LinkCallbacks, Message, MessageLink
 from .outbox import Answer, Key
 from .payload import Payload, Staying
 

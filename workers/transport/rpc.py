@@ -46,8 +46,7 @@ from torch.futures import Future
 
 from ...dependency import Malformed, NotMet
 from .deadline import within
-from .link import NOTHING, LinkCallbacks, Message
-from .message import decode, encode
+from .message import NOTHING, LinkCallbacks, Message, decode, encode
 from .payload import compact
 from .wakeup import Wakeup
 

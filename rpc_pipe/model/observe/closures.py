@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from ...workers.compute.modules.by_hand import HOOKS
+from ...workers.compute.modules.module_state import HOOKS
 from .trees import CLOSED
 
 

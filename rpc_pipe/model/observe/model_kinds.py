@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ...dependency import ModelError
-from ...workers.compute.modules.by_hand import HOOKS
+from ...workers.compute.modules.module_state import HOOKS
 
 #: attributes of every placeholder, which are not the user's parameter's
 _OF_PLACEHOLDERS = frozenset({"factory", "fake", "_is_param"})

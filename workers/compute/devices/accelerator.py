@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from ....dependency import PipeError
-from ...transport.payload import Laid, Payload, Staying, Tree, map_tensors
-from ...transport.strides import fold, is_dense
+from ...transport.payload import Laid, Payload, Staying, Tree, fold, is_dense, map_tensors
 from ..modules.torch_internals import open_device_memory, share_device_memory
 from .device import DeviceBackend
 from .device_way import BlockWay

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...transport.payload import Payload
-from ...transport.strides import is_dense, is_sparing, unfold
+from ...transport.payload import Payload, is_dense, is_sparing, unfold
 
 #: shape and strides of a tensor that is not dense
 Look = tuple[tuple[int, ...], tuple[int, ...]] | None

@@ -24,12 +24,13 @@ from ...transport.payload import (
     Tree,
     as_leaf,
     distinct_tensors,
+    extent,
+    is_dense,
     pack,
     parts_of,
     tensors_of,
     unpack,
 )
-from ...transport.strides import extent, is_dense
 from .module_state import KeptTensor
 from .torch_internals import no_view
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ....dependency import Disagreement
-from ....dependency.indexes import join_replica, join_slice, split_slice
+from ....dependency.action import join_replica, join_slice, split_slice
 from ..modules.digest import digest
 from .divided import is_divided, local, place, whole_of
 from .ownership import cut_into_buckets

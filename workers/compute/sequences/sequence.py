@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ....dependency import ConfigError
-from ....dependency.indexes import split_slice
+from ....dependency.action import split_slice
 from ...transport.payload import Payload, Tree, distinct_tensors, map_tensors, tensors_of
 from ..modules.borders import ForwardArgs
 from ..modules.torch_internals import BatchNorm, no_view, without_torch_function
