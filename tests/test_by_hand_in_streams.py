@@ -63,6 +63,31 @@ def test_what_forwards_under_way_have_not_met_is_refused(says):
             CHANGES[says](layers[0], None)
 
 
+class Around(nn.Module):
+    """Computes by a weight and a buffer around its blocks, of which stages have copies."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.blocks = nn.Parameter(torch.ones(8)), nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.register_buffer("shift", torch.zeros(8))
+
+    def forward(self, x):
+        x = x * self.scale + self.shift
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("changed", ["scale", "shift"])
+def test_copies_show_that_they_were_changed(changed):
+    """They followed the user's module by a write that is no version, so forwards under way had met what was before."""
+    model = Around()
+    pipe = pipeline("pipedream-2bw", model)
+    with refused("stage", WorkerFailure):
+        for _ in pipe.train((x, x) for x in X[:4]):
+            getattr(model, changed).detach().add_(0.5)
+
+
 def test_rates_and_what_is_changed_behind_a_flush_count():
     """Learning rates are for the next update, which nobody has begun."""
     layers = [Counting() for _ in range(4)]

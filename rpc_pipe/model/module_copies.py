@@ -16,6 +16,7 @@ from weakref import ref
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 
 from ..dependency import ModelError
 from ..workers.compute.modules.module_state import HOOKS, OF_TORCH, OfWeight, fingerprint
@@ -96,6 +97,7 @@ class _ModuleCopy:
                 setattr(made, name, now[name])
             elif (held := made._buffers.get(name)) is not None and held is not buffer:
                 held.data = buffer.detach().to(held.device, copy=True)  # graphs may have saved the old memory
+                increment_version(held)
 
     def mirror(self) -> None:
         """Copy buffers of the copy, such as running means, back to the user's module, if it is on the same device."""
@@ -122,6 +124,7 @@ def _follow_weight(name: str, before: OfWeight, parameter: Any, copy: Any) -> No
         )
     if is_written:
         copy.data.copy_(parameter.detach())
+        increment_version(copy)  # shows a step under way that it is another
     copy.requires_grad_(parameter.requires_grad)
 
 
