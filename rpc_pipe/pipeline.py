@@ -28,8 +28,8 @@ from .launching import launcher_link as link
 from .launching import overrides
 from .launching.attaching import attach
 from .launching.job import own_part
-from .model.batches.lazy_batch import label_of
 from .model.batches.microbatches import SplitBatch as SplitBatch
+from .model.batches.microbatches import label_of
 from .model.batches.step_inputs import StepEnd
 from .model.shard_maker import Model, make_partition
 from .model.sharding import ShardFn, settle_sharing

@@ -23,7 +23,7 @@ from .model.shard_maker import ShardMaker
 from .workers.actor import WorkerActor
 from .workers.compute.modules.randomness import preserved
 from .workers.compute.result import Result
-from .workers.compute.sequences.slices import plain_name
+from .workers.compute.sequences.slices import Divide, plain_name
 from .workers.compute.shard import LossFn, Shard
 from .workers.compute.updating import Training
 from .workers.step import StepInput
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from .model.partition import LayerPartition
     from .model.sharding import Sharing
     from .workers.compute.parts.members import Members
-    from .workers.compute.sequences.slices import Divide
 
 T = TypeVar("T")
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..dependency import ConfigError, Stalled
-from ..model.batches.lazy_batch import SomeRows
+from ..model.batches.microbatches import SomeRows
 from ..system.sizes import format_bytes
 from ..workers.transport.payload import Tree, map_tensors, tensors_of
 from .sample_order import Numbers, Order, Segment

@@ -13,10 +13,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from ..dependency import BatchError, refuse_below
-from ..model.batches.grouped import Grouped, LengthNeeds
-from ..model.batches.microbatches import SplitBatch
-from ..model.batches.own_rows import OwnRows
-from ..model.batches.token_count import IGNORED
+from ..model.batches.microbatches import IGNORED, SplitBatch
+from ..model.batches.own_rows import Grouped, LengthNeeds, OwnRows
 from ..workers.compute.result import NUM_ITEMS
 from ..workers.transport.payload import Tree
 

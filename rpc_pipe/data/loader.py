@@ -19,9 +19,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from ..dependency import ConfigError, refuse_below
-from ..model.batches.grouped import Grouped, GroupedBatch, LengthNeeds
-from ..model.batches.lazy_batch import LazyBatch, SomeRows
-from ..model.batches.own_rows import OwnRows
+from ..model.batches.microbatches import LazyBatch, SomeRows
+from ..model.batches.own_rows import Grouped, GroupedBatch, LengthNeeds, OwnRows
 from ..system.sizes import num_bytes
 from ..workers.transport.payload import Tree
 from .batch_making import Dealt, Reader, Share, chunk_memory, widest_window

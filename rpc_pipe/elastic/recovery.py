@@ -78,7 +78,7 @@ class Recovery:
         self._session, self._actor = session, session.actors[0]
         self._heir = Heir(session, maker)
         if job.shapes is not None:
-            from .morphing import Shapes  # few jobs have several
+            from .heir import Shapes
 
             self._heir.shapes = Shapes(self._heir, job.shapes, session)
         self._root, self._place = root_of(job), place_of(job)

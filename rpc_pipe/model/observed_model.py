@@ -20,8 +20,8 @@ from ..dependency import ModelError
 from ..system.garbage import uncollected
 from ..workers.compute.sequences.slices import Divide
 from .assign.assignment import Assignment, Owners
+from .common_objects import separate
 from .deferred import DeferredModel
-from .detachable_blocks import separate
 from .observe.blocks import find_blocks, named_blocks, num_bytes, stateful_beside
 from .observe.observation import Observation
 from .observe.observe_forward import observe_forward
@@ -30,7 +30,7 @@ from .observe.skeleton import MARK, Skeleton
 from .observe.trees import mapped, tensors
 from .parameter_hooks import copy_attachments, needs_rebinding, rebinding, refuse_hooks
 from .replay.observed_stage import ObservedStage
-from .weight_views import refuse_parted
+from .ties import refuse_parted
 
 
 @dataclass(frozen=True, slots=True)

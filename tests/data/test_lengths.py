@@ -11,8 +11,7 @@ from torch import nn
 
 from rpc_pipe import BatchError, ConfigError, Pipeline, Training
 from rpc_pipe.data import Loader, dataset, tokens
-from rpc_pipe.model.batches.grouped import read_grouped
-from rpc_pipe.model.batches.own_rows import OwnRows
+from rpc_pipe.model.batches.own_rows import OwnRows, read_grouped
 from rpc_pipe.planning.specs import make_spec
 from rpc_pipe.workers.transport.payload import tensors_of
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import torch
 
 from rpc_pipe.model.batches.batch_reader import BatchReader
-from rpc_pipe.model.batches.lazy_batch import LazyBatch
+from rpc_pipe.model.batches.microbatches import LazyBatch
 from rpc_pipe.planning.specs import make_spec
 
 

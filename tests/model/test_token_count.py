@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from rpc_pipe import Pipeline
-from rpc_pipe.model.batches.token_count import TokenCount, count_tokens
+from rpc_pipe.model.batches.microbatches import TokenCount, count_tokens
 
 IDS = torch.ones(2, 4, dtype=torch.long)
 PADDED = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0]])

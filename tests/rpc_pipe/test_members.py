@@ -53,7 +53,7 @@ from torch.distributed.tensor.parallel import (
     ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel, parallelize_module
 )
 from rpc_pipe.dependency import BatchError, ConfigError
-from rpc_pipe.model.batches.lazy_batch import LazyBatch
+from rpc_pipe.model.batches.microbatches import LazyBatch
 from rpc_pipe.pipeline import Pipeline, Training
 
 class Block(nn.Module):

@@ -15,7 +15,7 @@ from rpc_pipe.checkpoints.between_cuts import move
 from rpc_pipe.commands.main import main
 from rpc_pipe.dependency import Reductions, check, entries
 from rpc_pipe.dependency.relocating import renumbered, reshaped
-from rpc_pipe.elastic.morphing import shapes
+from rpc_pipe.elastic.heir import shapes
 from rpc_pipe.launching import epochs
 from rpc_pipe.planning.pricing import predicted_ms
 from rpc_pipe.planning.specs import make_spec

@@ -12,8 +12,7 @@ from torch import nn
 from ...dependency import Spec
 from ...workers.actor import WorkerActor
 from ...workers.transport.payload import Tree
-from .lazy_batch import LazyBatch
-from .microbatches import Microbatches, Pair, SplitBatch, refuse_graphs
+from .microbatches import LazyBatch, Microbatches, Pair, SplitBatch, refuse_graphs
 
 if TYPE_CHECKING:
     from .ordering import Ordering
@@ -113,7 +112,7 @@ class BatchReader:
         sides = (True, True) if self._is_whole else self._used
         own = None if cuts_model else self._evaluated if whole else self._own
         if hasattr(batch, "grouped"):  # a `GroupedBatch`, which few jobs load
-            from .grouped import read_grouped
+            from .own_rows import read_grouped
 
             is_as_read = self._ordering is None and self._sequences is None
             return read_grouped(batch, sides, pair, **self._needs, spec=self._spec, own=own if is_as_read else None)

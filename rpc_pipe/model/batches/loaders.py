@@ -9,8 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ...dependency import BatchError
-from .lazy_batch import LazyBatch
-from .microbatches import SplitBatch, form_of
+from .microbatches import LazyBatch, SplitBatch, form_of
 
 #: batches themselves, though they can be iterated over
 _BATCHES = (Tensor, tuple, list, Mapping, str, bytes, LazyBatch)

@@ -1,23 +1,106 @@
-"""A user's batch, split into microbatches."""
+"""A user's batch, split into microbatches, and their tokens without padding, where a mask or labels show it."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
 from ...dependency import Action, BatchError, Spec
 from ...dependency.errors import first_sentence
 from ...dependency.versions import summed_update
 from ...workers.compute.modules.digest import describe
+from ...workers.compute.result import IGNORED as IGNORED
 from ...workers.compute.result import NUM_ITEMS
 from ...workers.step import StepData
 from ...workers.transport.payload import Tree, shapes_in, split_rows, tensors_of
-from .lazy_batch import LazyBatch
-from .token_count import count_tokens
+
+
+class SomeRows(Protocol):
+    """A choice of rows of each batch."""
+
+    def of(self, rows: int, begin: int, /) -> list[int]:
+        """Return the rows, of a batch of `rows` rows from position `begin` on."""
+
+
+class LazyBatch:
+    """A batch that every worker can name without reading it."""
+
+    #: number of rows
+    rows: int
+    #: names the rows and their source; must be equal on all workers
+    label: str
+    #: whether only the worker of the first stage can read it; other workers pull the parts that they use
+    scattered: bool = False
+    #: the wait of its last reader, in ns, and the cause: disk, network or decode
+    waited_ns: int = 0
+    waited_for: str = ""
+
+    def read(self, inputs: bool, targets: bool, own: SomeRows | None = None) -> tuple[Tree, Tree]:
+        """Return the wanted ones of (inputs, targets), only the rows `own`; None for the unwanted."""
+        raise NotImplementedError
+
+    def follow(self) -> None:
+        """Announce that `finished` will be called, unless the call with the batch fails."""
+
+    def finished(self) -> None:
+        """Announce that every worker has finished the call with the batch."""
+
+
+def label_of(batch: object) -> str:
+    """Return the label of a lazy batch; "" for any other."""
+    return batch.label if isinstance(batch, LazyBatch) else ""
+
+
+class TokenCount(NamedTuple):
+    """The tokens of a batch; 0 if its inputs are not whole numbers."""
+
+    tokens: int = 0
+    #: whether padding counts too, because neither a mask nor labels show it
+    with_padding: bool = False
+
+
+def count_tokens(inputs: Sequence[Tree], targets: Sequence[Tree]) -> TokenCount:
+    """Return the tokens of a batch, given in one or several parts.
+
+    Microbatches that another replica reads are known by shape alone. Their share of padding is taken from the rest.
+    No device is waited for: tensors there count whole.
+    """
+    total = seen = real = 0
+    for each, target in zip(inputs, targets, strict=True):
+        first = next(tensors_of(each), None)
+        if first is None or first.is_floating_point() or first.is_complex():
+            return TokenCount()
+        total += first.numel()
+        marks = _marks(each, target, first.shape)
+        if marks is not None:
+            seen += first.numel()
+            real += int(marks.count_nonzero())
+    return TokenCount(round(total * real / seen) if seen else total, not seen)
+
+
+def _marks(inputs: Tree, target: Tree, shape: torch.Size) -> Tensor | None:
+    """Return a tensor of the shape of the tokens that is 0 at padding; None if there is none on the host."""
+    named = {**dict(_named(inputs)), **dict(_named(target))}
+    labels = target if isinstance(target, Tensor) else named.get("labels")
+    for found, is_mask in (named.get("attention_mask"), True), (labels, False):
+        if isinstance(found, Tensor) and found.shape == shape and found.is_cpu and not found.is_floating_point():
+            return found if is_mask else found != IGNORED
+    return None
+
+
+def _named(tree: Tree) -> Iterator[tuple[str, Any]]:
+    """Yield the named parts of a batch, inside of tuples, too."""
+    if isinstance(tree, dict):
+        yield from tree.items()
+    elif isinstance(tree, (tuple, list)):
+        for part in tree:
+            yield from _named(part)
+
 
 #: splits a batch into (inputs, targets)
 Pair = Callable[[Tree], tuple[Tree, Tree]]

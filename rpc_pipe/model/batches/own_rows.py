@@ -1,16 +1,19 @@
-"""The microbatches of a lazy batch, and the rows of it that a process reads."""
+"""The microbatches of a lazy batch, and the rows of it that a process reads, also where rows are grouped by length."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
 
 from ...dependency import Spec
 from ...workers.transport.payload import Tree, map_tensors, rows_of_parts, split_rows, tensors_of
 from ...workers.transport.scatter import run_by
-from .lazy_batch import LazyBatch
-from .microbatches import Microbatches, shares_of
-from .token_count import TokenCount, count_tokens
+from .microbatches import LazyBatch, Microbatches, Pair, TokenCount, count_tokens, shares_of
+
+if TYPE_CHECKING:
+    from .ordering import Ordering
 
 
 class OwnRows(NamedTuple):
@@ -68,3 +71,70 @@ def _split(tree: Tree, rows: Sequence[int], own: Sequence[int]) -> list[Tree]:
         return map_tensors(tree, lambda t: t.new_empty((rows[number], *t.shape[1:]), device="meta"))
 
     return [piece(number) for number in range(len(rows))]
+
+
+class LengthNeeds(NamedTuple):
+    """The needs of a pipeline in the microbatches of a batch."""
+
+    num_stages: int
+    #: the least number of microbatches, and a divisor of their number
+    least: int
+    multiple: int
+    #: whether the model computes its loss itself, from its inputs
+    loss_is_inside: bool = False
+    #: (rows, length) -> predicted seconds of a microbatch; None: by tokens
+    seconds: Callable[[int, int], float] | None = None
+
+
+class Grouped(NamedTuple):
+    """The microbatches of a batch with rows that have been grouped by length."""
+
+    inputs: list[Tree]
+    targets: list[Tree]
+    #: of the loss of the batch: by labels that count, or by rows
+    shares: list[float]
+    #: (rows, length) of each microbatch
+    sizes: list[tuple[int, int]]
+    #: the microbatches that have been read; None: all
+    here: Sequence[int] | None
+    #: equal on workers that group alike
+    label: str
+
+
+class GroupedBatch(LazyBatch):
+    """A batch with rows that may be grouped by length."""
+
+    def grouped(self, inputs: bool, targets: bool, needs: LengthNeeds, own: OwnRows | None) -> Grouped:
+        """Return the wanted sides of the batch in microbatches by length, perhaps the rows `own` alone."""
+        raise NotImplementedError
+
+
+def read_grouped(
+    batch: LazyBatch,
+    sides: tuple[bool, bool],
+    pair: Pair,
+    *,
+    spec: Spec,
+    members: int,
+    loss_is_inside: bool,
+    ordering: Ordering | None,
+    own: OwnRows | None,
+) -> Microbatches:
+    """Return the microbatches of a batch with rows grouped by length.
+
+    Args:
+        sides: whether this worker uses inputs and targets.
+        spec: over whole sequences; members: of each of its workers.
+        own: rows of this process; other processes read the rest.
+    """
+    seconds = None if ordering is None else ordering.seconds
+    needs = LengthNeeds(spec.num_stages, spec.num_routes * members, members, loss_is_inside, seconds)
+    assert isinstance(batch, GroupedBatch)
+    found = batch.grouped(*sides, needs, own)
+    inputs, targets, here = found.inputs, found.targets, found.here or range(len(found.sizes))
+    for number in here:
+        inputs[number], targets[number] = pair((inputs[number], targets[number]))
+    share = sum(map(math.prod, found.sizes)) / sum(math.prod(found.sizes[number]) for number in here)
+    count = count_tokens(*([side[number] for number in here] for side in (inputs, targets)))
+    whole, label = count._replace(tokens=round(count.tokens * share)), f"{batch.label}, {found.label}"
+    return replace(lazy_microbatches(batch, inputs, targets, found.shares, whole, label), sizes=found.sizes)

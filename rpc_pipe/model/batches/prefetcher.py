@@ -7,8 +7,7 @@ from itertools import count
 
 from ...dependency import BatchError
 from ...workers.transport.payload import Tree, tensors_of
-from .lazy_batch import label_of
-from .microbatches import Microbatches
+from .microbatches import Microbatches, label_of
 
 
 class Prefetcher:

@@ -18,8 +18,7 @@ from ...workers.compute.result import NUM_ITEMS
 from ...workers.compute.sequences.sequence import current
 from ...workers.compute.sequences.slice_check import CACHES
 from ...workers.transport.payload import TensorHolder, Tree, map_tensors, shapes_in, tensors_of
-from .microbatches import Microbatches, divides_sums
-from .token_count import IGNORED
+from .microbatches import IGNORED, Microbatches, divides_sums
 
 
 class Sequences:

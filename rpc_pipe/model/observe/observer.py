@@ -21,8 +21,7 @@ from ...dependency import ConfigError, ModelError
 from ...dependency.errors import first_sentence
 from ...workers.compute.modules.torch_internals import OperatorMode
 from .autograd_functions import is_of_function, taken_by_functions
-from .frames import caller, checkpoint_frame, in_function, in_transform, name_of
-from .lost import lost, stale_view
+from .frames import caller, checkpoint_frame, in_function, in_transform, lost, name_of, stale_view
 from .observation import Depends, Event, Observation, SideEffect, Value
 from .output_contract import alias_given
 from .placeholder import (

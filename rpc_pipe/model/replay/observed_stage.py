@@ -1,10 +1,13 @@
-"""A stage of a model that is cut by observation: it runs the model's forward, by scripts of its paths."""
+"""A stage of a model that is cut by observation: it runs the model's forward by scripts of its paths, or decodes."""
 
 from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,16 +18,115 @@ from ...dependency import ConfigError, ModelError
 from ...workers.compute.modules.module_state import Place, Probe
 from ...workers.compute.modules.randomness import Seed
 from ...workers.compute.sequences.slices import Look, note, plain_name, versions_of
-from ...workers.transport.payload import Tree
+from ...workers.transport.payload import Tree, map_tensors
 from ..assign.assignment import Owners
 from ..observe.frames import name_of
 from ..observe.observe_forward import observe_forward
 from ..observe.placeholder import Placeholder
 from ..observe.skeleton import COMPILED, Skeleton
-from .decoding_forward import DecodingForward
+from ..observe.trees import tensors
 from .script_family import ScriptFamily, sized_form
 from .scripted_forward import ScriptedForward
 from .stage_script import Departed, Diverged, Script
+
+#: placeholders that a stage keeps: rounds of all groups have few forms, prompts one each
+_MOST_KEPT = 64
+
+
+class DecodingForward:
+    """The forwards over a stage's blocks in one generation. While one runs, it is the skeleton's `run`.
+
+    Args:
+        calls: numbers of the stage's calls of blocks.
+        is_last: whether the stage is the last.
+    """
+
+    def __init__(self, skeleton: Skeleton, calls: range, is_last: bool) -> None:
+        self._skeleton, self._calls, self._is_last = skeleton, calls, is_last
+        self._arrived: Tree = None
+        self._next = 0
+        #: placeholders by form: fake tensors take 0.15 ms to make, and a millisecond to compute with
+        self._kept: dict[tuple[Any, ...], Tensor] = {}
+
+    @contextmanager
+    def ready(self) -> Iterator[DecodingForward]:
+        """Return a context for `run`: blocks report, and embeddings of other stages return placeholders at once."""
+        embeddings = [
+            module
+            for module in self._skeleton.module.modules()
+            if isinstance(module, nn.Embedding)
+            and isinstance(module.weight, Placeholder)
+            and "forward" not in vars(module)
+            and len(signature(type(module).forward).parameters) == 2  # OPT's positions are no function of tokens
+        ]
+        with self._skeleton.reporting(None):
+            for module in embeddings:
+                vars(module)["forward"] = partial(self._embedded, module.weight)
+            try:
+                yield self
+            finally:
+                for module in embeddings:
+                    del vars(module)["forward"]
+
+    def run(self, arrived: Tree, inputs: Mapping[str, Any]) -> Any:
+        """Return the result of the stage's last block, or on the last stage the model's output.
+
+        Args:
+            arrived: the result of the last block of the stage before; None on the first stage.
+
+        Raises:
+            ModelError: the stage needs more of other stages than that result.
+        """
+        self._arrived, self._next, self._skeleton.run = arrived, 0, self
+        try:
+            output = self._skeleton.module(**inputs)
+        except _StageEnds as ended:
+            output = ended.args[0]
+        finally:
+            self._skeleton.run = None
+        found = output.logits if self._is_last else output
+        if self._next < self._calls.stop or any(isinstance(tensor, Placeholder) for tensor in tensors(found)):
+            raise ModelError(
+                "generate: a stage needs more of the stage before than the result of one block; cut between whole "
+                "layers, by blocks= or fewer stages"
+            )
+        return output
+
+    def block(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a block of this stage; return at once from any other."""
+        number, self._next = self._next, self._next + 1
+        if number == self._calls.start - 1:
+            return self._arrived
+        if number < self._calls.start:
+            return map_tensors(self._arrived, self._like)
+        self._skeleton.run = None  # blocks inside of this one run by themselves
+        try:
+            result = forward(*args, **kwargs)
+        finally:
+            self._skeleton.run = self
+        if number == self._calls.stop - 1 and not self._is_last:
+            raise _StageEnds(result)
+        return result
+
+    def _like(self, tensor: Tensor) -> Tensor:
+        return self._of(tuple(tensor.shape), tensor.dtype, tensor.device)
+
+    def _embedded(self, weight: Tensor, tokens: Tensor) -> Tensor:
+        return self._of((*tokens.shape, weight.shape[1]), weight.dtype, weight.device)
+
+    def _of(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return a placeholder of a contiguous tensor."""
+        if (found := self._kept.get((shape, dtype, device))) is None:
+            made = torch.empty(shape, dtype=dtype, device="meta")
+            if len(self._kept) == _MOST_KEPT:
+                self._kept.clear()
+            found = self._kept[shape, dtype, device] = self._skeleton.placeholders.like(made, device)
+        return found
+
+
+class _StageEnds(BaseException):
+    """The stage has its result. A BaseException, so that no model catches it."""
+
 
 #: most scripts for inputs of one form
 _MOST_SCRIPTS = 8
