@@ -23,6 +23,11 @@ def with_metric(shards: Callable[[], Iterable[Shard]], metric: LossFn | None) ->
         shards: returns the shards of this process, which may have more of them on leaving.
     """
     refuse_sums(metric, "metric")
+    if callable(getattr(metric, "compute", None)):
+        raise ConfigError(
+            f"metric: {type(metric).__name__} computes its value from all rows, and evaluate takes a mean over "
+            "microbatches: update it with what `predict` returns, or pass a function that returns (sum, weight)"
+        )
     last = {} if metric is None else {shard: shard.loss_fn for shard in shards() if shard.loss_fn is not None}
 
     def measured(output: Any, target: Any) -> Any:

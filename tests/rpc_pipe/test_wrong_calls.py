@@ -250,6 +250,13 @@ def test_a_sum_is_not_taken_for_a_mean(loss_fn):
         pipeline().evaluate((X, Y), metric=loss_fn)
 
 
+def test_a_metric_of_all_rows_is_not_taken_for_a_mean():
+    """A macro accuracy of three microbatches was averaged: 0.29 for 0.20."""
+    metric = pytest.importorskip("torchmetrics.classification").MulticlassF1Score(3)
+    with refused("metric"):
+        pipeline().evaluate((X, Y), metric=metric)
+
+
 def test_a_list_with_something_for_each_row_is_refused():
     """It went whole to every microbatch, and all of them computed by what was of the first rows."""
 
