@@ -338,5 +338,6 @@ def others(where: Path) -> str:
         return ""
     found = written_by(left[-1]) or {}
     begun = time.strftime(", begun %Y-%m-%d %H:%M", time.localtime(found["begun"] / 1e9)) if found.get("begun") else ""
-    of = f"of {found['script']}{begun}" if found.get("script") else "that do not say whose they are"
+    script = found.get("script", "").replace("own_train.py", "rpc-pipe run --model")
+    of = f"of {script}{begun}" if script else "that do not say whose they are"
     return f"{len(left)} other checkpoints stay in {where}, the last {left[-1].name} {of}: --resume names one"

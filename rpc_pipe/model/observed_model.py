@@ -178,11 +178,6 @@ class ObservedModel:
         owners, unused = self._assigned(cut).owners, {len(cut) - 1}
         return {name: sorted(owners.get(name, unused)) for name in self._skeleton.parameters}
 
-    def unused(self, cut: Sequence[range]) -> list[str]:
-        """Return the names of the parameters that would train, and that the forward does not use."""
-        owners, parameters = self._assigned(cut).owners, self._skeleton.parameters
-        return [name for name, parameter in parameters.items() if name not in owners and parameter.requires_grad]
-
     def shared(self, cut: Sequence[range]) -> dict[str, list[int]]:
         """Return the parameters that several stages hold, with these stages. Their gradients must be summed."""
         return {name: stages for name, stages in self.holders(cut).items() if len(stages) > 1}

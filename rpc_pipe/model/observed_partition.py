@@ -119,9 +119,6 @@ class ObservedPartition:
             if self.loss_is_inside:
                 self.adds_means = adds_terms(loss_of_output(observed.output), inputs[1].get(NUM_ITEMS))
         self._settle(observed)
-        if trained and (unused := observed.unused(self.ranges)):
-            more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
-            logger.warning("parameter %s%s: the first forward does not use it, so it does not train", unused[0], more)
 
     def anew(self, num_stages: int) -> ObservedPartition:
         """Return the same model with another cut, before it is released.

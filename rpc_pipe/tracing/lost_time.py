@@ -50,7 +50,7 @@ _BUBBLE = "the schedule's own bubble"
 _LONG, _SMALL_MS = 3, 3.0
 #: by cause of waiting for data: the awaited work, and advice
 _DATA = {
-    "": ("or for what else the script does there", "load batches ahead, for example with the DataLoader's num_workers"),
+    "": ("or for what else is done there", "load batches ahead, for example with the DataLoader's num_workers"),
     "disk": ("for the disk", "read from a faster one, or give the loader more memory"),
     "network": ("for samples to come over the network", "copy them to this machine's disk before"),
     "decode": ("for samples to be decoded", "store them decoded, as tokens or arrays"),

@@ -1,4 +1,4 @@
-"""The norm of all gradients, measured without clipping."""
+"""The norm of all gradients, measured without clipping, and parameters that have no gradient."""
 
 from functools import partial
 
@@ -55,3 +55,28 @@ def test_a_norm_that_is_logged_changes_no_bit():
 def test_a_schedule_without_whole_steps_refuses_to_log_their_norm():
     with refused("log_grad_norm"):
         _trained(False, {"log_grad_norm": True}, num_workers=2, num_microbatches=4, schedule="pipedream")
+
+
+class HalfUsed(nn.Module):
+    """Leaves a layer out, which a stranger has forgotten."""
+
+    def __init__(self):
+        super().__init__()
+        self.used, self.left, self.frozen = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6).requires_grad_(False)
+
+    def forward(self, rows):
+        return rows + self.used(rows).tanh()
+
+
+@pytest.mark.parametrize("options", [{}, {"schedule": "zb-v"}, {"replicas": 2, "num_workers": 4, "zero": 1}])
+def test_parameters_without_a_gradient_are_named_once(options, caplog):
+    """A layer that a block left out was no word, as the block has it; stages of the same layers say the same."""
+    model = nn.Sequential(*(HalfUsed() for _ in range(4)))
+    training = Training(partial(torch.optim.SGD, lr=0.01))
+    options = {"num_workers": 2, "num_microbatches": 4} | options
+    with Pipeline(model, nn.functional.mse_loss, training=training, **options) as pipe:
+        for _ in range(2):
+            pipe.step((torch.ones(8, 6), torch.zeros(8, 6)))
+    (text,) = {record.getMessage() for record in caplog.records}
+    assert text.startswith("parameters *.left.weight, *.left.bias: ")
+    assert len(caplog.records) == pipe.spec.num_stages

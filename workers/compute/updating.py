@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import logging
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
     from .average import Average
     from .parts.members import Members
     from .parts.ownership import Ownership
+
+logger = logging.getLogger(__name__)
 
 #: (name in the unsplit model, parameter) of a stage -> its optimizer; torch's take such pairs
 OptimizerFactory = Callable[[list[tuple[str, nn.Parameter]]], Optimizer]
@@ -229,6 +233,8 @@ class Updating:
             self.scale.update(finite)
         if self.optimizer is None:
             return
+        if not self.count:
+            self._tell_unused()
         if self._counts:
             with autocast.without():
                 self._randomness.seed_update(self.count, self._first)
@@ -241,6 +247,15 @@ class Updating:
         self.optimizer.zero_grad(set_to_none=True)
         # Also of parameters outside the optimizer: the sum would be added to the next ones.
         self.drop(() if self.pieces is None else self.pieces.updated_elsewhere)
+
+    def _tell_unused(self) -> None:
+        """Name the parameters that the first update leaves as they are: the loss does not depend on them."""
+        elsewhere, held = () if self.pieces is None else self.pieces.updated_elsewhere, self._updated()
+        idle = [n for n, p in self.parameters.items() if p.requires_grad and p.grad is None and id(p) in held]
+        # Stages of the same layers say the same, which the launcher then prints once.
+        if kinds := list(dict.fromkeys(re.sub(r"\b\d+\b", "*", name) for name in idle if name not in elsewhere)):
+            named = ", ".join([*kinds[:3], "..."] if len(kinds) > 3 else kinds)
+            logger.warning("parameters %s: no gradient in the first update, which leaves them as they are", named)
 
     def drop(self, names: Iterable[str]) -> None:
         """Forget the gradients of some parameters."""
