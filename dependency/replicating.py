@@ -17,17 +17,9 @@ from dataclasses import replace
 from functools import cached_property
 from typing import ClassVar
 
-from .action import (
-    Action,
-    join_replica,
-    join_route,
-    join_slice,
-    join_step,
-    split_replica,
-    split_route,
-    split_slice,
-    split_step,
-)
+from .action import (  # isort: skip
+    Action, join_replica, join_route, join_slice, join_step, split_replica, split_route, split_slice, split_step,
+)  # fmt: skip
 from .declared import Order
 from .errors import ConfigError
 from .kinds import F

@@ -29,10 +29,9 @@ from .compute.devices.device import DeviceBackend
 from .compute.modules.module_state import may_count
 from .compute.result import Result
 from .compute.shard import Shard
-from .context import Context
 from .mailbox import Mailbox
 from .run import Stream
-from .step import Bound, StepInput
+from .step import Bound, Context, StepInput
 from .tasks import bound, refuse_collectives, refuse_disorder
 from .transport.call import Call
 from .transport.carrier import Carrier

@@ -9,8 +9,7 @@ from torch import nn
 from ..dependency import ConfigError
 from .compute.modules.module_state import HOOKS, ModuleState, OfWeight, fingerprint
 from .compute.shard import Shard
-from .context import Context
-from .step import Step
+from .step import Context, Step
 
 #: by holder and name, values that can be changed by hand
 _Values = dict[tuple[nn.Module | str, str], Any]

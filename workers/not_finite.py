@@ -10,8 +10,7 @@ from torch import Tensor
 
 from ..dependency import NotFinite
 from .compute.result import IGNORED, NUM_ITEMS, Result
-from .context import Context
-from .step import Step
+from .step import Context, Step
 from .transport.payload import Tree
 
 logger = logging.getLogger(__name__)

@@ -18,10 +18,9 @@ from ..dependency import Action, Entry, Milestone
 from .between_steps import BetweenSteps
 from .compute.modules.autocast import forget_casts
 from .compute.result import Result
-from .context import Context
 from .hooks import Arrived, Blocked, Record, StepRecord
 from .state import WorkerState
-from .step import ActionContext, Bound, Step, StepInput
+from .step import ActionContext, Bound, Context, Step, StepInput
 from .transport.carrier import Delivered
 from .transport.payload import Payload, pack, unpack
 

@@ -1,4 +1,4 @@
-"""The records of a step on a worker: its input, the tasks that its actions are bound to, and its state."""
+"""The state that the parts of a worker share, and the records of its steps: inputs, bound tasks, state."""
 
 from __future__ import annotations
 
@@ -10,18 +10,20 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import Tensor
 
 from ..dependency import NO_REDUCTIONS, Action, Entry, Order, Part, Reductions, Spec
-from .compute.devices.device import Timestamp
+from ..dependency.pipeline_options import Options
+from .compute.devices.device import DeviceBackend, Timestamp
 from .compute.modules.module_state import ModuleState
 from .compute.result import Loss, Result
 from .compute.shard import Shard
-from .context import Context
-from .hooks import Arrived
+from .hooks import Arrived, Listeners
+from .mailbox import Mailbox
 from .state import WorkerState
 from .transport.call import Call
 from .transport.payload import Payload, Tree
 
 if TYPE_CHECKING:
     from .compute.before_update import BeforeUpdate
+    from .compute.parts.members import Members
     from .transport.scatter import Scatter
 
 
@@ -225,3 +227,45 @@ class ActionContext(NamedTuple):
 #: runs an action and returns its payload; actions on the resource `copy` run in a separate thread
 Handler = Callable[[ActionContext], "Payload | None"]
 Around = Callable[[ActionContext], AbstractContextManager[object]]
+
+
+@dataclass(eq=False)
+class Context:
+    """A worker's shards, connections and settings, and its running action."""
+
+    worker: int
+    backend: DeviceBackend
+    mailbox: Mailbox
+    #: by (stage, route)
+    shards: dict[tuple[int, int], Shard]
+    #: the gradients of the whole model are clipped to this norm; None: no clipping
+    max_grad_norm: float | None = None
+    #: of the pipeline
+    options: Options = field(default_factory=Options)
+    #: reaction to a loss that is not finite: "stop", "warn" or "ignore"
+    nan: str = "stop"
+    listeners: Listeners = field(default_factory=Listeners)
+    #: whether training can continue after a failed step: if all workers are threads of one process
+    recovers: bool = False
+    #: the processes that are this worker together; None: this one alone
+    members: Members | None = None
+    #: training steps that are complete, and that have begun
+    step: int = 0
+    next_step: int = 0
+    #: evaluations and predictions that are complete
+    evaluated: int = 0
+    #: the action that runs now, such as `2B3`, and its step, for error messages
+    running: str = ""
+    running_step: int = 1
+    #: the payload that it computes from
+    given: Payload | None = None
+    #: set by signal handlers or the caller; all workers then stop after the same step (see Result.stop)
+    stop_requested: bool = False
+    #: set by the launcher of an elastic job; all workers then rest after the same step (see Result.rest)
+    rest_requested: bool = False
+
+    @property
+    def learning_rate(self) -> float | None:
+        """Learning rate of the next update, of the first parameter group here; None: nothing here is trained."""
+        optimizers = (shard.optimizer for shard in self.shards.values() if shard.optimizer is not None)
+        return next((float(g["lr"]) for each in optimizers for g in each.param_groups if "lr" in g), None)

@@ -25,21 +25,11 @@ from ..planning.slice_costs import SliceCosts
 from ..planning.span import Span, waits
 from ..planning.steady import Priced, check_some, price, refuse_long, refuse_many
 from ..system.garbage import uncollected
-from .options import (
-    COSTS,
-    MEMBERS,
-    SCHEDULE,
-    Pairs,
-    Parser,
-    filled,
-    read_worker,
-    refuse_typed,
-    typed_attention,
-    typed_costs,
-    typed_lengths,
-    typed_links,
-    typed_spec,
-)
+
+from .options import (  # isort: skip
+    COSTS, MEMBERS, SCHEDULE, Pairs, Parser, filled, read_worker, refuse_typed, typed_attention, typed_costs,
+    typed_lengths, typed_links, typed_spec,
+)  # fmt: skip
 from .output_files import try_files, write
 from .readers import link, numbers, positive, size, some, whole
 

@@ -18,8 +18,7 @@ from typing import ClassVar, NamedTuple
 from ..dependency import RESOURCES, Action, Kind, Order, ScheduleError, Spec
 from ..system.garbage import uncollected
 from .relation import Relation
-from .span import Span
-from .ticks import ticks
+from .span import Span, ticks
 
 
 class Link(NamedTuple):

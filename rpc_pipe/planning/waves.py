@@ -19,8 +19,8 @@ import numpy as np
 from ..dependency import RESOURCES, ScheduleError
 from ..dependency.streams import Streams
 from .simulator import Outcome, in_time
+from .span import ticks
 from .stream_tables import NEVER, Tables
-from .ticks import ticks
 
 Array = Any
 

@@ -13,9 +13,9 @@ from rpc_pipe.commands.topology import read_topology
 from rpc_pipe.dependency import B, ConfigError, F, I, PipeError, R, U, W
 from rpc_pipe.dependency.along import ask, ends
 from rpc_pipe.planning.simulator import Levels, Link, simulate, uniform
+from rpc_pipe.planning.span import ticks
 from rpc_pipe.planning.specs import make_spec
 from rpc_pipe.planning.steady import Priced, price
-from rpc_pipe.planning.ticks import ticks
 from rpc_pipe.schedules import SCHEDULES
 
 EVEN = uniform({F: 1, B: 2, I: 1, W: 1, R: 1})

@@ -3,7 +3,7 @@ import threading
 import pytest
 from processes import python
 
-from rpc_pipe.workers.transport.deadline import within
+from rpc_pipe.workers.transport.wakeup import within
 
 ALONE = """
 import os, sys

@@ -26,7 +26,7 @@ from .outbox import Answer, Key, Outbox
 from .payload import Payload
 
 if TYPE_CHECKING:
-    from .ways import DeviceWay
+    from .from_device import DeviceWay
 
 #: brings an arrived payload towards the device; called in any thread
 Enter = Callable[[Payload], Payload]

@@ -13,7 +13,7 @@ from .carrier import Carrier
 from .outbox import Answer, Key
 
 if TYPE_CHECKING:
-    from .ways import DeviceWay
+    from .from_device import DeviceWay
 
 
 class ThreadWakeup:

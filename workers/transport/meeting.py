@@ -16,7 +16,7 @@ from typing import Any
 from torch.distributed import FileStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
-from .deadline import within
+from .wakeup import within
 
 _MOST_BYTES = 512
 _PAUSE_S = 0.02

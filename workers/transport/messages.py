@@ -30,8 +30,8 @@ from .outbox import Answer, Key
 from .payload import Payload, Staying
 
 if TYPE_CHECKING:
+    from .from_device import DeviceWay
     from .shared_memory import Channels
-    from .ways import DeviceWay
 
 #: number of arrivals, and of their bytes, that are confirmed in a separate message
 _UNTOLD_LIMIT, _UNTOLD_BYTES = 8, 4 * 2**20

@@ -45,10 +45,9 @@ from torch.distributed.rpc.internal import PythonUDF
 from torch.futures import Future
 
 from ...dependency import Malformed, NotMet
-from .deadline import within
 from .message import NOTHING, LinkCallbacks, Message, decode, encode
 from .payload import compact
-from .wakeup import Wakeup
+from .wakeup import Wakeup, within
 
 #: handlers do not block, so few are enough for any number of workers
 _RPC_THREADS = 2

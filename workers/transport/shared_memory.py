@@ -37,14 +37,13 @@ from torch import Tensor
 
 from ...dependency import Malformed
 from .form import Form, assemble, copy_memory, describe, form_of
-from .from_device import FromDevice, ToDevice
+from .from_device import DeviceWay, FromDevice, ToDevice
 from .outbox import Answer, Key
 from .payload import Laid, Staying
 from .peer_memory import Fetch, PeerMemory
 from .ring_buffer import ASLEEP, LENDS, LINE, SIZE, WRITTEN, RingBuffer
 from .values import malformed
 from .wakeup import Notifier, Wakeup
-from .ways import DeviceWay
 
 logger = logging.getLogger(__name__)
 

@@ -1,10 +1,14 @@
-"""Wakeups by pipes: a compute thread sleeps until an arrival, of which threads and other processes notify it."""
+"""Waits of threads: for an arrival, of which threads and processes notify them by pipes; or with a deadline."""
 
 from __future__ import annotations
 
 import os
 import select
+import threading
 import weakref
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from typing import TypeVar
 
 _LONGEST_MS = 2**31 - 1
 #: most notifications that are taken at once; memory for more would have to be found each time
@@ -80,3 +84,26 @@ def _close_with(owner: object, descriptor: int) -> None:
     """Close a descriptor when its owner is gone, and never before: at the interpreter's end threads still notify, and
     where its number had been used again they would write a byte into another file."""
     weakref.finalize(owner, os.close, descriptor).atexit = False
+
+
+T = TypeVar("T")
+
+
+def within(timeout_s: float, call: Callable[[], T]) -> T:
+    """Return the result of a call on a new thread, which is abandoned if the call does not return in time.
+
+    Raises:
+        TimeoutError: it did not.
+    """
+    done: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(call())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, name="within", daemon=True).start()
+    if wait([done], timeout_s).not_done:
+        raise TimeoutError("no answer")
+    return done.result()

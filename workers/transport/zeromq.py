@@ -23,12 +23,11 @@ import zmq
 from torch import Tensor
 
 from ...dependency import ConfigError, EpochEnds, Malformed, NotMet
-from .deadline import within
 from .keys import Keys, KeyServer
 from .meeting import Meeting
 from .message import LinkCallbacks, Message, decode, encode
 from .sockets import CONGESTION, Frames, Sockets
-from .wakeup import Wakeup
+from .wakeup import Wakeup, within
 
 #: seconds between two checks of the receiver's thread that the compute thread still receives
 _LOOK_S = 0.01

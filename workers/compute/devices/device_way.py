@@ -27,9 +27,9 @@ from torch import Tensor
 
 from ....dependency import Malformed
 from ...transport.form import Form, Look, assemble, describe, form_of
+from ...transport.from_device import HANDLES, ON_HOST
 from ...transport.payload import Laid, Payload, Staying
 from ...transport.values import decode_value, encode_value
-from ...transport.ways import HANDLES, ON_HOST
 from .moving import Moving
 
 logger = logging.getLogger(__name__)
