@@ -8,16 +8,17 @@ asked one by one. So every microbatch has the answer of the formula itself, in a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 Answer = TypeVar("Answer")
 
 
 class _Divides(Exception):
-    """The answer is another one from this place of the range on."""
+    """The answer is another one from each of these places of the range on."""
 
-    def __init__(self, at: int) -> None:
+    def __init__(self, *at: int) -> None:
         self.at = at
 
 
@@ -71,6 +72,8 @@ class Along:
         raise _Divides(abs(room) // abs(self.step) + 1)
 
     def __mod__(self, other: Any) -> Any:
+        if self.step % int(other) == 0:
+            return self.first % int(other)
         return self - self // other * int(other)
 
     def __divmod__(self, other: Any) -> tuple[Any, Any]:
@@ -118,6 +121,16 @@ def ends(number: Any) -> tuple[int, int]:
     return (number.first, number.step) if isinstance(number, Along) else (number, 0)
 
 
+def divide(number: Any, others: Sequence[Any], key: Callable[[Any], int]) -> None:
+    """Divide a range of numbers where it comes to those of some others, which are in order."""
+    if isinstance(number, Along):
+        first, step = number.first, number.step
+        least, most = sorted((first, first + step * (number.count - 1)))
+        if inside := others[bisect_right(others, least, key=key) : bisect_right(others, most, key=key)]:
+            apart = {key(other) - first for other in inside}
+            raise _Divides(*sorted({-(-each // step) if step > 0 else each // step + 1 for each in apart}))
+
+
 def ask(question: Callable[[Any], Answer], first: int, step: int, count: int) -> Iterator[tuple[int, int, Answer]]:
     """Yield (place, number, answer) for the parts of the range first + step * t with one answer each."""
     todo = [(0, count)]
@@ -127,4 +140,5 @@ def ask(question: Callable[[Any], Answer], first: int, step: int, count: int) ->
         try:
             yield begin, number, question(Along(index, step, number) if number > 1 else index)
         except _Divides as divided:
-            todo += [(begin + divided.at, number - divided.at), (begin, divided.at)]
+            places = 0, *divided.at, number
+            todo += [(begin + a, b - a) for a, b in zip(places[-2::-1], places[:0:-1], strict=True)]

@@ -4,9 +4,11 @@ from bisect import bisect_right
 from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from functools import lru_cache
+from operator import attrgetter
 from typing import NamedTuple
 
 from ..dependency import Action, B, I, Kind, Order, Spec, W
+from ..dependency.along import divide, ends
 
 #: a kind on a stage, for the next microbatch there; None: a slot without an action
 Listable = tuple[Kind, int] | None
@@ -40,6 +42,9 @@ class EqualSteps(NamedTuple):
     growth: int
 
 
+_first = attrgetter("first")
+
+
 class Listed(Spec):
     """A schedule that lists the slots of a worker, from that worker's number alone."""
 
@@ -57,7 +62,8 @@ class Listed(Spec):
     def run(self, a: Action) -> EqualSteps | None:
         """Return the run that an action belongs to; None: it is not listed."""
         runs, turn = timetable(self, self.worker(a)).runs.get((a.kind, a.stage), ()), self.turn(a.index)
-        found = bisect_right(runs, turn, key=lambda run: run.first)
+        divide(turn, runs, _first)
+        found = bisect_right(runs, ends(turn)[0], key=_first)
         return runs[found - 1] if found and turn < runs[found - 1].first + runs[found - 1].times else None
 
     def slot(self, a: Action) -> int:
@@ -109,7 +115,7 @@ class Listing:
                 else:
                     first = self._next[kind.way, stage]
                     self._next[kind.way, stage] += times
-                    self._run(kind, stage, EqualSteps(first, times, slot, length))
+                    self.run(kind, stage, EqualSteps(first, times, slot, length))
                     if kind is I:
                         self._split[stage].append((first, times))
                 slot += kind is B
@@ -121,7 +127,7 @@ class Listing:
                 if count > left:
                     queue.appendleft((first + left, count - left))
                     count = left
-                self._run(W, stage, EqualSteps(first, count, at + (times - left) * length, length))
+                self.run(W, stage, EqualSteps(first, count, at + (times - left) * length, length))
                 left -= count
         self.end += max(0, times) * length
 
@@ -130,7 +136,7 @@ class Listing:
         self.add(*first, *second, times=count // 2)
         self.add(*first, times=count % 2)
 
-    def _run(self, kind: Kind, stage: int, run: EqualSteps) -> None:
+    def run(self, kind: Kind, stage: int, run: EqualSteps) -> None:
         """Add a run; it may continue the run before it."""
         runs = self.runs[kind, stage]
         if runs:

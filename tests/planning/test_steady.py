@@ -11,7 +11,7 @@ from refusals import refused
 from rpc_pipe.commands.main import main
 from rpc_pipe.commands.topology import read_topology
 from rpc_pipe.dependency import B, ConfigError, F, I, PipeError, R, U, W
-from rpc_pipe.dependency.along import ask, ends
+from rpc_pipe.dependency.along import ask, divide, ends
 from rpc_pipe.planning.simulator import Levels, Link, simulate, uniform
 from rpc_pipe.planning.span import ticks
 from rpc_pipe.planning.specs import make_spec
@@ -24,6 +24,7 @@ FORMULAS = [
     lambda x: 5 if x < 9 else 2 * x, lambda x: x == 6, lambda x: 10 - x, lambda x: [1, 2, 3][x % 3],
     lambda x: {4: 1}.get(x, 0), lambda x: divmod(x, 5)[1] if x else 4, lambda x: x // 5 * 10 + x % 5,
     lambda x: x // -3, lambda x: 4 < x <= 11 != x,
+    lambda x: divide(x, [-4, 3, 8, 9], int) or sum(ends(x)[0] >= each for each in [-4, 3, 8, 9]),
 ]  # fmt: skip
 
 
