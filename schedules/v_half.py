@@ -1,5 +1,7 @@
 """V-Half: half the activations of 1F1B and half its bubble."""
 
+from functools import lru_cache
+
 from ._controllable import Block, timetable
 from ._vee import Listed, Listing, Vee
 
@@ -21,6 +23,7 @@ class VHalf(Listed, Vee):
     split_backward = True
 
     @property
+    @lru_cache(maxsize=2)  # noqa: B019 (specs are small)
     def block(self) -> Block:
         """When a microbatch does F down, F up, I up, I down on each worker: lifetimes of half a pipeline."""
         P, shift = self.num_workers, 3 * (self.num_workers % 2 == 0)

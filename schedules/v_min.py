@@ -1,5 +1,7 @@
 """V-Min: a third of the activations of 1F1B, the least a V allows."""
 
+from functools import lru_cache
+
 from ._controllable import Block
 from .v_half import VHalf
 
@@ -17,6 +19,7 @@ class VMin(VHalf):
     """
 
     @property
+    @lru_cache(maxsize=2)  # noqa: B019 (specs are small)
     def block(self) -> Block:
         P, shift = self.num_workers, 2 * (self.num_workers % 3 == 0)
         return tuple((w, 2 * P - 1 - w, 2 * P + shift + w, 4 * P - 1 + shift - w) for w in range(P))

@@ -15,6 +15,11 @@ DIGESTS = {
     "dualpipe": "392b6d3fdbf1e25fd3c217d63b39a57b",
     "dualpipev": "a21e2abbe220770e5d0fb3e4cb6ca068",
 }
+#: of timetables that were made pass by pass, of few and many workers and microbatches
+MADE = {
+    "v-half": "a0247bf97a3aba67d3cdbca18e1994c0",
+    "v-min": "1294e3d0e575c04854bc7362c60d6ffc",
+}
 
 
 @pytest.mark.parametrize("name", DIGESTS)
@@ -49,3 +54,14 @@ def test_repeated_periods_are_those_of_a_whole_timetable(name, num_workers):
     for count in range(num_workers + 3, num_workers + 9):
         whole = [row.rstrip(b"\5") for row in _controllable._made(block, count)]
         assert [row.rstrip(b"\5") for row in _controllable.rows(block, count)] == whole
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_timetables_are_those_of_one_pass_after_the_other(name):
+    """All workers' passes of a slot are moved at once: they came to 88 s for 1,024 workers, one after the other."""
+    digest = hashlib.md5(usedforsecurity=False)
+    for num_workers, counts in [(1, (1, 2, 5)), (2, range(1, 7)), (5, range(1, 10)), (8, (4, 8, 11)), (40, (9, 40))]:
+        block = SCHEDULES[name](num_workers=num_workers, num_microbatches=1).block
+        for count in counts:
+            digest.update(b" ".join(_controllable._made(block, count)))
+    assert digest.hexdigest() == MADE[name]
