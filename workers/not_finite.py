@@ -1,4 +1,4 @@
-"""The end of a step with a loss that is not finite, as that of microbatches without labels that count."""
+"""The end of a step whose labels count otherwise in each microbatch, or whose loss is not finite, maybe as none do."""
 
 from __future__ import annotations
 
@@ -39,6 +39,22 @@ def report(worker: Context, step: Step, result: Result) -> None:
         )
     if worker.nan == "warn" and worker.worker == min(worker.mailbox.carrier.workers):
         logger.warning("step %d: the loss is %s", number, loss)
+
+
+def report_unequal(worker: Context, step: Step) -> None:
+    """Warn if means over labels count by rows, and microbatches have other shares of the labels than of the rows."""
+    data, spec = step.batch.data, step.batch.spec
+    if worker.worker != spec.place(spec.last_stage, 0) or sum(data.shares) > 1.5:
+        return
+    sides = zip(data.inputs, data.targets or (), strict=True)
+    counts = [sum(int((each != IGNORED).sum()) for each in _labels(side) if not each.is_meta) for side in sides]
+    mean = sum(counts) / sum(data.shares)
+    if any(abs(count - share * mean) > 1e-3 for count, share in zip(counts, data.shares, strict=True)):
+        logger.warning(
+            "loss: microbatches have %d to %d labels besides %d, and a mean counts by rows, so the loss is not that of "
+            "the whole batch: put %s into the batch for a model that divides by it, or return (sum, weight) from a "
+            "loss_fn", min(counts), max(counts), IGNORED, NUM_ITEMS,
+        )  # fmt: skip
 
 
 def unlabelled(inputs: Sequence[Tree], targets: Sequence[Tree]) -> str:

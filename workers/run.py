@@ -17,12 +17,12 @@ import torch
 from ..dependency import Action, Entry, Milestone
 from .between_steps import BetweenSteps
 from .compute.modules.autocast import forget_casts
-from .compute.result import Result
+from .compute.result import IGNORED, Result
 from .hooks import Arrived, Blocked, Record, StepRecord
 from .state import WorkerState
-from .step import ActionContext, Bound, Context, Step, StepInput
+from .step import ActionContext, Bound, Context, Step, StepData, StepInput
 from .transport.carrier import Delivered
-from .transport.payload import Payload, pack, unpack
+from .transport.payload import Payload, pack, tensors_of, unpack
 
 _MOST_OPEN = 2
 
@@ -302,6 +302,10 @@ class Stream:
             from .not_finite import report
 
             report(self._worker, step, step.tally.result)
+        elif step.batch.train and step.ordinal == 1 and not step.tally.result.summed and _ignores(step.batch.data):
+            from .not_finite import report_unequal
+
+            report_unequal(self._worker, step)
         return step.tally.result
 
     def _confirm(self, step: Step) -> None:
@@ -355,3 +359,11 @@ class Stream:
 @cache
 def _copier(worker: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, f"copies_of_worker_{worker}")
+
+
+def _ignores(data: StepData) -> bool:
+    """Return whether some labels of a batch are to be left out."""
+    given = tensors_of([data.inputs, data.targets])
+    return any(
+        tensor.dtype == torch.int64 and not tensor.is_meta and bool((tensor == IGNORED).any()) for tensor in given
+    )

@@ -250,6 +250,16 @@ def test_a_sum_is_not_taken_for_a_mean(loss_fn):
         pipeline().evaluate((X, Y), metric=loss_fn)
 
 
+@pytest.mark.parametrize(("left_out", "lines"), [([0, 1, 4], 1), ([], 0), ([0, 2, 5, 8], 0)])
+def test_means_over_unequal_numbers_of_labels_get_one_line(left_out, lines, caplog):
+    """A padded token of a row with few labels weighed more than in the whole batch, and nobody said so."""
+    y = Y.index_fill(0, torch.tensor(left_out, dtype=torch.int64), -100)
+    pipe = pipeline(num_workers=2, num_microbatches=4 if not left_out[3:] else 2)
+    for _ in range(2):
+        pipe.step((X, y))
+    assert sum("-100" in line for line in caplog.messages) == lines
+
+
 def test_a_metric_of_all_rows_is_not_taken_for_a_mean():
     """A macro accuracy of three microbatches was averaged: 0.29 for 0.20."""
     metric = pytest.importorskip("torchmetrics.classification").MulticlassF1Score(3)
