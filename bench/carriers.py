@@ -25,8 +25,7 @@ import torch
 
 from rpc_pipe.launching.interfaces import make_key
 from rpc_pipe.launching.job import Job
-from rpc_pipe.launching.joining import join
-from rpc_pipe.launching.meeting_place import place_of
+from rpc_pipe.launching.meeting_place import join, place_of
 from rpc_pipe.workers.transport.call import Call
 from rpc_pipe.workers.transport.carrier import Carrier
 from rpc_pipe.workers.transport.payload import pack

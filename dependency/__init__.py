@@ -8,7 +8,7 @@ from .errors import (  # isort: skip
     BatchError, ConfigError, Damaged, DataError, Disagreement, EpochEnds, Malformed, ModelError, NotFinite, NotMet,
     PeerLost, PipeError, ScheduleError, StageLost, Stalled, StorageError, WorkerFailure, ends_epoch, refuse_below,
 )  # fmt: skip
-from .kinds import A, B, C, D, F, G, H, I, N, P, R, S, T, U, V, W
+from .action import A, B, C, D, F, G, H, I, N, P, R, S, T, U, V, W
 from .order import local_order
 from .program import Part, entries, order_limit
 from .reductions import NO_REDUCTIONS, Reductions, reduction_tree

@@ -6,9 +6,9 @@ import difflib
 from numbers import Integral
 from typing import get_args
 
+from .action import B, F, I, W
 from .declared import Order
 from .errors import ScheduleError
-from .kinds import B, F, I, W
 from .spec import Spec, overrides
 
 #: properties of a schedule that are numbers, and the other allowed values

@@ -14,9 +14,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from functools import lru_cache
 
-from .action import Action, join_step, split_step
+from .action import Action, F, join_step, split_step
 from .check import check_runs
-from .kinds import F
 from .order import routes
 from .program import Part, entries
 from .reductions import NO_REDUCTIONS, Reductions

@@ -6,9 +6,8 @@ from bisect import bisect_right
 from collections.abc import Collection, Sequence
 from itertools import accumulate, pairwise
 
-from .action import Action, Kind, split_step
+from .action import A, Action, F, Kind, split_step
 from .declared import Declared
-from .kinds import A, F
 from .order import routes
 from .reductions import Reductions, on_route, reduction_tree
 from .spec import Spec

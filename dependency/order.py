@@ -12,9 +12,8 @@ from functools import lru_cache
 from itertools import pairwise
 from operator import itemgetter
 
-from .action import Action, split_route
+from .action import A, Action, G, P, S, U, W, split_route
 from .errors import ScheduleError
-from .kinds import A, G, P, S, U, W
 from .reductions import NO_REDUCTIONS, Reductions, reduction_tree, routes_of
 from .spec import Spec, overrides
 

@@ -12,9 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
-from .declared import Order
+from .declared import FSDP, OPTIONS, Order, with_parallelism
 from .errors import ConfigError
-from .parallelism import FSDP, OPTIONS, with_parallelism
 
 #: orders of the microbatches of a step
 MICROBATCH_ORDERS = ("given", "balanced")

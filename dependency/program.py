@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from .action import RESOURCES, Action, Entry, Kind, Milestone, Pulled, Resource, route_in, split_route
+from .action import (  # isort: skip
+    RESOURCES, A, Action, B, C, D, Entry, F, G, Kind, Milestone, Pulled, Resource, S, U, route_in, split_route,
+)  # fmt: skip
 from .errors import ScheduleError
-from .kinds import A, B, C, D, F, G, S, U
 from .order import has_program, has_slot, is_uniform, local_order, routes
 from .reductions import NO_REDUCTIONS, Reductions, Replica, reduction_tree
 from .spec import Spec

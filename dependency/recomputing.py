@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import ClassVar
 
-from .action import Action
+from .action import Action, R
 from .crossings import refuse_kinds
-from .kinds import R
 from .spec import Spec, Transformation, transformed
 
 

@@ -19,9 +19,10 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import cache, lru_cache
 from typing import NamedTuple
 
-from .action import Action, Kind, Milestone, join_route, join_step, route_in, split_route
+from .action import (  # isort: skip
+    A, Action, C, D, F, G, H, Kind, Milestone, N, P, S, T, U, V, join_route, join_step, route_in, split_route,
+)  # fmt: skip
 from .declared import Declared
-from .kinds import A, C, D, F, G, H, N, P, S, T, U, V
 
 #: a replica of a stage: (stage, route)
 Replica = tuple[int, int]

@@ -16,10 +16,9 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import ClassVar, TypeVar
 
-from .action import Action, join_route, split_route
+from .action import Action, F, H, join_route, split_route
 from .declared import Handover
 from .errors import StageLost
-from .kinds import F, H
 from .order import has_slot, local_order
 from .reductions import Replica, on_route
 from .replicating import Replicated, replicated

@@ -20,10 +20,9 @@ from typing import ClassVar
 from .action import (  # isort: skip
     Action, join_replica, join_route, join_slice, join_step, split_replica, split_route, split_slice, split_step,
 )  # fmt: skip
-from .declared import Order
+from .action import F
+from .declared import Order, Parallelism
 from .errors import ConfigError
-from .kinds import F
-from .parallelism import Parallelism
 from .spec import Spec, Transformation, transformed
 
 

@@ -25,12 +25,10 @@ from collections.abc import Iterable, Iterator
 from functools import cached_property
 from typing import ClassVar
 
-from .action import Action, join_slice, slice_in, split_slice
+from .action import Action, F, U, join_slice, slice_in, split_slice
 from .crossings import refuse_kinds
-from .declared import Order
+from .declared import Order, Parallelism
 from .errors import ConfigError
-from .kinds import F, U
-from .parallelism import Parallelism
 from .spec import Spec, Transformation, overrides, transformed
 from .versions import microbatches_of
 

@@ -1,7 +1,7 @@
 """The class a schedule subclasses, with the relation that follows from its declarations (`declared.py`).
 
 A schedule adds only its distinguishing edges. Data flow is the same for all schedules and follows from the
-kinds (`kinds.py`). The actions of a microbatch on a stage run in the order of `Spec.actions`. A payload for a
+kinds (`action.py`). The actions of a microbatch on a stage run in the order of `Spec.actions`. A payload for a
 neighbouring stage is the input of the action there that sends a payload in the same direction:
 
     F(s,m) <- F(s-1,m)              B(s,m) <- F(s,m), B(s+1,m)     R(s,m) <- F(s,m), and B(s,m) <- R(s,m)
@@ -19,9 +19,8 @@ from dataclasses import replace
 from functools import cache
 from math import ceil
 
-from .action import Action, slice_in, split_slice
+from .action import Action, F, U, slice_in, split_slice
 from .declared import Declared
-from .kinds import F, U
 from .reductions import NO_REDUCTIONS, Reductions, on_route, reduction_tree
 from .versions import before_forward, before_update
 

@@ -16,9 +16,8 @@ from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from .action import Action, Kind, route_in
+from .action import Action, Kind, R, U, W, route_in
 from .along import Along, ask, ends
-from .kinds import R, U, W
 from .order import has_slot, is_uniform, with_end
 from .reductions import NO_REDUCTIONS, reduction_tree
 from .spec import Spec, overrides

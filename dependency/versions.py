@@ -16,9 +16,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import count
 
-from .action import Action, join_route, join_step, split_route, split_step
+from .action import Action, U, join_route, join_step, split_route, split_step
 from .declared import Declared
-from .kinds import U
 from .reductions import Reductions, on_route, routes_of
 
 

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from .dependency import BatchError, ConfigError
-from .dependency.parallelism import FSDP, FSDP_KEPT
+from .dependency.declared import FSDP, FSDP_KEPT
 from .launching.job import Job
-from .launching.joining import mesh_of_members
+from .launching.meeting_place import mesh_of_members
 from .model.batches.microbatches import Microbatches
 from .model.sharding import Sharing
 from .workers.compute.parts.members import Members

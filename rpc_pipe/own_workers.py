@@ -40,8 +40,7 @@ def make_actors(
         backends[0].use()  # several workers compute on a thread each, which calls it
     carriers: Sequence[Carrier]
     if job:
-        from .launching.joining import join
-        from .launching.meeting_place import place_of
+        from .launching.meeting_place import join, place_of
 
         carriers = [join(place_of(job))]
     else:

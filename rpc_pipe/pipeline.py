@@ -16,7 +16,7 @@ from .arguments import (  # isort: skip
     begin_training, compile_options, make_ordering, refuse_training, settle_training, shown_plainly,
 )  # fmt: skip
 from .dependency import Order, Spec
-from .dependency.parallelism import Parallelism
+from .dependency.declared import Parallelism
 from .dependency.pipeline_options import Options
 from .inspected import Inspected
 from .launching import launcher_link as link

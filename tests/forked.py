@@ -41,7 +41,7 @@ from rpc_pipe.launching import worker_process
 #: modules that most programs import when they need them; with them they import what most others need
 USUAL = (
     "commands.own_train", "commands.run", "commands.script", "commands.verify", "demo.train", "verifying.proof",
-    "launching.launcher", "launching.worker_main", "launching.ending", "launching.joining", "tracing.run_summary",
+    "launching.launcher", "launching.worker_main", "launching.ending", "launching.meeting_place", "tracing.run_summary",
     "elastic.recovery", "checkpoints.facade", "checkpoints.reading", "checkpoints.resume_options",
     "checkpoints.writing", "model.observed_partition", "workers.transport.shared_memory", "model.stale_weights",
     "model.ties", "workers.transport.call_difference", "schedules.one_f_one_b", "model.batches.loaders", "held_out",

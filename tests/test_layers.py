@@ -221,7 +221,7 @@ def test_schedules_and_planning_load_without_torch_and_rich():
 
 
 def test_what_plans_draws_starts_and_watches_loads_without_torch():
-    others = ("dispatch.web", "launching.joining", "launching.meeting_place", "launching.hosts_meeting")
+    others = ("dispatch.web", "launching.meeting_place", "launching.hosts_meeting")
     names = of("drawing", "tracing", "dispatch", "launching")
     names = [name for name in names if name.removeprefix("rpc_pipe.") not in others]
     loads([*names, "rpc_pipe", "rpc_pipe.workers.state", "rpc_pipe.commands.main"], without=["torch"])

@@ -3,7 +3,7 @@
 import threading
 from contextlib import nullcontext
 
-import rpc_pipe.launching.joining
+import rpc_pipe.launching.meeting_place
 import rpc_pipe.pipeline
 from rpc_pipe.launching.job import Job
 from rpc_pipe.model.observe import observe_forward
@@ -16,7 +16,7 @@ def each_worker(monkeypatch, work, workers=3):
     monkeypatch.setattr(observe_forward, "_eager", nullcontext)  # what it sets is of all threads
     monkeypatch.setattr(rpc_pipe.pipeline, "attach", lambda pipe: None)  # a process has one board
     monkeypatch.setattr(rpc_pipe.pipeline, "own_part", lambda *said: (here.job, workers))
-    monkeypatch.setattr(rpc_pipe.launching.joining, "join", lambda place: carriers[place.job.worker])
+    monkeypatch.setattr(rpc_pipe.launching.meeting_place, "join", lambda place: carriers[place.job.worker])
     found, failed = {}, []
 
     def run(worker):

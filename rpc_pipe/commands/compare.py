@@ -11,7 +11,7 @@ from typing import Any
 from rich.table import Table
 
 from ..dependency import ConfigError, check_all
-from ..dependency.parallelism import REPLICAS, with_parallelism
+from ..dependency.declared import REPLICAS, with_parallelism
 from ..launching.report import Reporter
 from ..planning.comparison import ModelCosts, Row, compare, verdict
 from ..planning.footprint import Size

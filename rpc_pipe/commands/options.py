@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from ..dependency import Action, B, ConfigError, F, I, Kind, Spec, W
-from ..dependency.parallelism import OPTIONS, REPLICAS
+from ..dependency.declared import OPTIONS, REPLICAS
 from ..dependency.pipeline_options import ROWS, TYPED
 from ..launching.job import ELASTIC, REJOINS, TRANSPORT, TRUST, Job, current_job
 from ..launching.launcher_link import NAN, NANS

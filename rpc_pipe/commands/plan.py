@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..dependency import ConfigError
-from ..dependency.parallelism import EXCHANGE, FSDP, with_parallelism
+from ..dependency.declared import EXCHANGE, FSDP, with_parallelism
 from ..drawing.plans import front_svg, front_text, plans_table
 from ..launching.report import Reporter
 from ..planning.advice import Advice, binding_limits, changes_that_fit, remarks

@@ -15,7 +15,7 @@ import numpy
 import torch
 
 from ..dependency import ConfigError
-from ..dependency.parallelism import OPTIONS
+from ..dependency.declared import OPTIONS
 from ..dependency.pipeline_options import TYPED, Options
 from ..launching import launcher_link as link
 from ..launching import overrides

@@ -9,9 +9,9 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from ..dependency import Action, ConfigError, G, Kind, Spec
+from ..dependency.declared import with_parallelism
 from ..dependency.decoding import Decoding
 from ..dependency.earlier_steps import worker_staleness, worker_weight_copies
-from ..dependency.parallelism import with_parallelism
 from ..drawing.chrome import write_chrome
 from ..drawing.page import draw_page
 from ..drawing.svg import Picture, draw_svg

@@ -24,8 +24,7 @@ from ..launching import epochs
 from ..launching import launcher_link as link
 from ..launching.ending import heed
 from ..launching.job import Job
-from ..launching.joining import drop, join
-from ..launching.meeting_place import place_of, root_of
+from ..launching.meeting_place import drop, join, place_of, root_of
 from ..model.batches.accumulated import Accumulated
 from ..system.at_exit import at_exit
 from ..workers.actor import WorkerActor

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..dependency import ConfigError, Order
-from ..dependency.parallelism import FSDP
+from ..dependency.declared import FSDP
 from ..dependency.pipeline_options import Options
 
 if TYPE_CHECKING:

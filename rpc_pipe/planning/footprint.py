@@ -8,8 +8,8 @@ from dataclasses import astuple, dataclass, replace
 from itertools import accumulate
 
 from ..dependency import Action, B, F, G, I, Kind, P, R, S, Spec, W
+from ..dependency.action import BUILT_IN
 from ..dependency.earlier_steps import weight_copies
-from ..dependency.kinds import BUILT_IN
 from ..dependency.memory import loaded
 from .simulator import Simulation
 from .span import Span

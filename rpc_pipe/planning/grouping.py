@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..dependency import B, F, G, I, Kind, R, U, W
-from ..dependency.parallelism import FSDP, FSDP_KEPT
+from ..dependency.declared import FSDP, FSDP_KEPT
 from ..model.sharding import Sharing
 from .footprint import Size
 from .profile import RESIDENT, LayerCost

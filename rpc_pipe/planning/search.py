@@ -14,7 +14,7 @@ from itertools import product
 from typing import Any
 
 from ..dependency import ConfigError, PipeError, Spec
-from ..dependency.parallelism import with_parallelism
+from ..dependency.declared import with_parallelism
 from ..dependency.spec import overrides
 from ..schedules import SCHEDULES
 from .cut_search import CutSearch

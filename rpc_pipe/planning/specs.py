@@ -10,8 +10,7 @@ from functools import cache
 from typing import Any
 
 from ..dependency import ConfigError, Order, Spec, schedule_errors
-from ..dependency.declared import NO_PARAMETERS
-from ..dependency.parallelism import Parallelism
+from ..dependency.declared import NO_PARAMETERS, Parallelism
 from ..model.sharding import Sharing
 from ..schedules import SCHEDULES, name_of
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from ..dependency import Action, Spec, updates_a_step
 from ..dependency.action import split_step
-from ..dependency.parallelism import Parallelism
+from ..dependency.declared import Parallelism
 
 
 def spec_of_listings(listings: Sequence[Mapping[str, Any]], num_microbatches: int | None = None) -> Spec:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 from ..dependency import Entry, Kind, Order, PeerLost, PipeError, Spec, U
-from ..dependency.kinds import BUILT_IN
+from ..dependency.action import BUILT_IN
 from ..schedules import name_of
 from . import run_folders
 from .board import COLLECT_S, OWN, BoardWriter, ProgramLister

@@ -18,7 +18,7 @@ from torch.nn import functional
 from ..demo.gpt import gpt_layers, next_byte_loss
 from ..demo.settings import GPTConfig
 from ..dependency import Action, Spec
-from ..dependency.parallelism import FSDP
+from ..dependency.declared import FSDP
 from ..model.batches.microbatches import SplitBatch, rows_in
 from ..model.observe.trees import mapped
 from ..model.observed_model import without_caches

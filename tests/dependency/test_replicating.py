@@ -23,7 +23,7 @@ from rpc_pipe.dependency import (
     entries,
     reduction_tree,
 )  # fmt: skip
-from rpc_pipe.dependency.parallelism import Parallelism
+from rpc_pipe.dependency.declared import Parallelism
 from rpc_pipe.dependency.replicating import replicated
 from rpc_pipe.dependency.spec import overrides
 from rpc_pipe.planning.simulator import simulate, uniform

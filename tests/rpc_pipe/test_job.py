@@ -3,8 +3,7 @@ from refusals import refused
 
 from rpc_pipe.launching.interfaces import interface_towards
 from rpc_pipe.launching.job import Job, current_job
-from rpc_pipe.launching.joining import _reached
-from rpc_pipe.launching.meeting_place import place_of
+from rpc_pipe.launching.meeting_place import _reached, place_of
 from rpc_pipe.workers.transport.carrier import Plane
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}

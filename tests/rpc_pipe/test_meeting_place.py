@@ -12,7 +12,7 @@ import pytest
 import torch
 from processes import python
 
-from rpc_pipe.launching import joining
+from rpc_pipe.launching import meeting_place
 from rpc_pipe.launching.job import Job
 from rpc_pipe.launching.meeting_place import place_of
 from rpc_pipe.tracing.board import COPY, OWN
@@ -26,9 +26,9 @@ def meet_and_leave(places):
     """Return what the workers of a place tell each other; each is a thread of this process."""
 
     def take_part(place):
-        carrier = joining.join(place)
+        carrier = meeting_place.join(place)
         told = WorkerActor(carrier, DeviceBackend(), {}).exchange("here", place.job.worker)
-        joining._close(place)
+        meeting_place._close(place)
         return told
 
     with ThreadPoolExecutor(len(places)) as pool:
@@ -60,10 +60,10 @@ def test_members_meet_beside_the_boards_of_a_run(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.distributed.device_mesh, "init_device_mesh", found)
     monkeypatch.setattr(torch.distributed, "new_group", lambda *_, **__: None)
     monkeypatch.setattr(type(torch.distributed.group), "WORLD", None)
-    monkeypatch.setattr(joining, "at_exit", lambda _: None)
+    monkeypatch.setattr(meeting_place, "at_exit", lambda _: None)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     job = Job(0, 2, f"file://{tmp_path}/rendezvous", "lo", 20, members=2)
-    mesh = joining.mesh_of_members(job, "cpu", "")
+    mesh = meeting_place.mesh_of_members(job, "cpu", "")
     assert not [path for path in mesh.found if path.name.startswith((OWN, COPY))]
 
 
@@ -105,9 +105,9 @@ def test_a_place_gives_the_carrier_that_has_met_there_until_it_is_left(tmp_path,
     if tcp:
         (tmp_path / "key").write_text("k" * 64)
         place = replace(place, job=replace(place.job, port=0, key_file=tmp_path / "key"))
-    first = joining.join(place)
-    assert joining.join(place) is first and joining.join(place_of(place.job).sub("epoch 1")) is not first
-    joining._close(place)
-    assert joining.join(place) is not first
-    for each in list(joining._carriers):
-        joining._close(each)
+    first = meeting_place.join(place)
+    assert meeting_place.join(place) is first and meeting_place.join(place_of(place.job).sub("epoch 1")) is not first
+    meeting_place._close(place)
+    assert meeting_place.join(place) is not first
+    for each in list(meeting_place._carriers):
+        meeting_place._close(each)

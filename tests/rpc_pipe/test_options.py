@@ -7,7 +7,7 @@ from refusals import refused
 
 from rpc_pipe import Pipeline
 from rpc_pipe.commands.main import all_commands
-from rpc_pipe.dependency.parallelism import OPTIONS
+from rpc_pipe.dependency.declared import OPTIONS
 from rpc_pipe.dependency.pipeline_options import ROWS, TYPED, Options
 
 

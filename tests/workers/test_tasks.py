@@ -19,8 +19,8 @@ from training_options import pipeline_with
 from rpc_pipe import Pipeline, Training, own_workers
 from rpc_pipe.arguments import compile_options
 from rpc_pipe.dependency import ModelError, PipeError
+from rpc_pipe.dependency.action import C, D
 from rpc_pipe.dependency.errors import WorkerFailure
-from rpc_pipe.dependency.kinds import C, D
 from rpc_pipe.model.sharding import Sharing
 from rpc_pipe.planning.specs import make_spec
 from rpc_pipe.workers.compute.devices.accelerator import AcceleratorBackend
