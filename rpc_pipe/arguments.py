@@ -58,6 +58,10 @@ def shown_plainly(method: Callable[..., T]) -> Callable[..., T]:
             return _shown_plainly(found) if inspect.isgenerator(found) else found
         except _REFUSALS as error:
             raise _plain(error) from error.__cause__
+        except TypeError as error:
+            if len([*traceback.walk_tb(error.__traceback__)]) > 1:
+                raise
+            raise ConfigError(str(error)) from None  # no such argument, or one is missing
 
     return call
 

@@ -218,8 +218,9 @@ class Launcher:
         if cause.code == WRONG_INPUT:
             self._reporter.error(cause.text)
         else:
-            first = cause.text.partition("\n")[0]  # a peer reports the cause itself
-            consequences = [line for line in attempt.consequences if line not in cause.text and first not in line]
+            first = cause.text.partition("\n")[0]  # a peer reports the cause itself, or says it of another pair
+            said = [line for line in attempt.consequences if line not in cause.text and first not in line]
+            consequences = [line for line in said if line.rpartition(": ")[2] != first.rpartition(": ")[2]]
             self._reporter.failure(cause.title, cause.text, consequences)
 
 

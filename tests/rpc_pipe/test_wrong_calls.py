@@ -384,6 +384,7 @@ def test_a_loss_functions_error_is_called_that_and_shown_once():
     [
         (lambda: Pipeline({}, mse_loss, num_microbatches=2), "model: is a dict; must be a module, layers"),
         (lambda: Pipeline([nn.Linear(2, 2)], mse_loss, plan=[]), "plan []: must be a plan of rpc-pipe plan, its file"),
+        (lambda: Pipeline([nn.Linear(2, 2)], mse_loss, microbatches=2), "unexpected keyword argument 'microbatches'"),
     ],
 )
 def test_values_of_a_wrong_type_get_a_sentence(call, sentence):
