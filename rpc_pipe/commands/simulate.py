@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -25,6 +25,7 @@ from ..planning.slice_costs import SliceCosts
 from ..planning.span import Span, waits
 from ..planning.steady import Priced, check_some, price, refuse_long, refuse_many
 from ..system.garbage import uncollected
+from ..system.sizes import format_bytes
 
 from .options import (  # isort: skip
     COSTS, MEMBERS, SCHEDULE, Pairs, Parser, filled, read_worker, refuse_typed, typed_attention, typed_costs,
@@ -131,8 +132,8 @@ def _tell_generation(reporter: Reporter, name: str, result: Outcome, typed: Mapp
     """Report the time of generation, and the keys and values of new tokens on each worker at the end."""
     assert isinstance(result.spec, Decoding)
     caches = _caches(result.spec, typed)
-    unit = "bytes" if "cache" in typed else "tokens of a group on a stage"
-    most = f"keys and values grow to {_tell_peaks(caches)} {unit}, and those of prompts"
+    tell, unit = (format_bytes, "") if "cache" in typed else ("{:.9g}".format, " tokens of a group on a stage")
+    most = f"keys and values grow to {_tell_peaks(caches, tell)}{unit}, and those of prompts"
     reporter.text(f"{name}: {typed['generate']} tokens take {result.makespan:g}, bubble {result.bubble:.1%}, {most}")
     if "json" in typed:
         print(json.dumps({"schedule": name, "makespan": result.makespan, "bubble": result.bubble, "cached": caches}))
@@ -145,11 +146,11 @@ def _caches(spec: Decoding, typed: Mapping[str, Any]) -> list[float]:
     return [a_group * sum(groups[route] for _, route in spec.hosted(worker)) for worker in range(spec.num_workers)]
 
 
-def _tell_peaks(peaks: Sequence[float]) -> str:
+def _tell_peaks(peaks: Sequence[float], told: Callable[[float], str] = "{:.9g}".format) -> str:
     """Return the peak activations of each worker, or the range for many workers."""
     if len(peaks) > _MOST_PEAKS and min(peaks) < max(peaks):
-        return f"{min(peaks):.9g} to {max(peaks):.9g}"
-    return ", ".join(f"{peak:.9g}" for peak in (peaks[:1] if len(peaks) > _MOST_PEAKS else peaks))
+        return f"{told(min(peaks))} to {told(max(peaks))}"
+    return ", ".join(map(told, peaks[:1] if len(peaks) > _MOST_PEAKS else peaks))
 
 
 def _tell_unit(spec: Spec, typed: Mapping[str, Any]) -> list[str]:

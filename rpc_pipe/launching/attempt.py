@@ -348,7 +348,8 @@ class Attempt:
         if self._boards is None:
             return
         self._view.take(self._boards.look())
-        if not (self.told_layout or self._ended or self._done) and (told := layout(self._view.headers)):
+        is_late = self.told_layout or self._ended or self._done or self._reporter.grows
+        if not is_late and (told := layout(self._view.headers)):
             self.told_layout = True
             self._reporter.text(told)
         if self._view.first_step_line and not self._told_first:

@@ -59,6 +59,8 @@ class Reporter:
         self.console, self.aside = _console("stderr" if as_json else "stdout"), _console("stderr")
         #: follow-ups of the results shown so far
         self.exit_code = 0
+        #: whether text is shown as it grows, into which no line may come
+        self.grows = False
         #: whether a summary or a result has been shown
         self.concluded = False
         self._json = as_json
@@ -75,6 +77,7 @@ class Reporter:
         elif kind == "progress":
             self.progress(message["text"])
         elif kind == "piece":  # of an unfinished line
+            self.grows = True
             self.console.print(_visible(message["text"]), end="", markup=False)
         elif "text" in message:
             self.text(message["text"])
