@@ -57,6 +57,8 @@ def batches_by_length(
     """
     refuse_below(1, batch=batch, most_tokens=most_tokens, num_stages=num_stages)
     if isinstance(rows, Mapping):  # a list of rows by each name, as a tokenizer gives
+        if len({*(found := {name: len(column) for name, column in rows.items()}).values()}) > 1:
+            raise BatchError(f"rows: columns of {found} rows: must have as many; give each row all fields")
         rows = map(dict, map(partial(zip, list(rows)), zip(*rows.values(), strict=True)))
     how, each = LengthNeeds(num_stages, least, 1), iter(rows)
     while taken := list(islice(each, batch)):
@@ -184,8 +186,12 @@ def _labels(inputs: Tree, targets: Tree) -> Tensor | None:
 
 
 def _length(row: Row, number: int) -> int:
-    named = row.items() if isinstance(row, Mapping) else zip(("inputs", "targets"), row, strict=True)
-    tensors = {name: torch.as_tensor(value) for name, value in named}
+    try:
+        named = row.items() if isinstance(row, Mapping) else zip(("inputs", "targets"), row, strict=True)
+        tensors = {name: torch.as_tensor(value) for name, value in named}
+    except (TypeError, ValueError) as error:
+        kind = "not a dict or (inputs, targets) of numbers; leave fields of text out"
+        raise BatchError(f"rows: row {number} of a batch is {kind}") from error
     lengths = {name: len(field) for name, field in tensors.items() if field.dim()}
     if len(set(lengths.values())) != 1:
         found = ", ".join(f"{name} {length}" for name, length in lengths.items()) or "no field with a length"

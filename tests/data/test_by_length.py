@@ -102,8 +102,16 @@ def test_rows_are_what_a_tokenizer_gives():
 
 
 def test_impossible_rows_are_refused():
-    for row, error in (({"a": [1, 2], "b": [1]}, BatchError), ({"a": 1}, BatchError), ({"a": [0] * 17}, ConfigError)):
+    for row, error in (
+        ({"a": [1, 2], "b": [1]}, BatchError),
+        ({"a": 1}, BatchError),
+        ({"a": [0] * 17}, ConfigError),
+        ({"a": [1], "text": "word"}, BatchError),
+        ("word", BatchError),
+    ):
         with pytest.raises(error):
             next(by_length([row]))
     with pytest.raises(ConfigError):
         next(by_length([{"a": [1]}], most_tokens=0))
+    with pytest.raises(BatchError):
+        next(by_length({"a": [[1], [2]], "labels": [[1]]}))
