@@ -6,16 +6,17 @@ import logging
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from ..dependency import ConfigError, Spec, Stalled, refuse_below
+from ..workers.actor import WorkerActor
+from . import folder as folders
 from .collective import agreed, everywhere, failure, is_first_process, raise_first
+from .json_values import encoded, set_random_state
+from .reading import Prepared, Restored, put_all, understood
 from .resumption import Resumption
-
-if TYPE_CHECKING:  # a run without checkpoints does not load these
-    from ..workers.actor import WorkerActor
-    from .reading import Prepared, Restored
-    from .writing import Snapshot, Writing
+from .shard_state import shares
+from .writing import Snapshot, Writing
 
 logger = logging.getLogger(__name__)
 
@@ -93,9 +94,7 @@ class Checkpoints:
         where = path_of(folder)
         self._run.results.refuse_averaged("checkpoints.save")
         if self._run.results.behind:
-            from .folder import name
-
-            return where / name(self._run.results.steps_done(0))
+            return where / folders.name(self._run.results.steps_done(0))
         resumed, self._resumed = self._resumed, None
         if resumed is not None and resumed[1]:
             return self._put(resumed[0]).checkpoint.path
@@ -105,9 +104,7 @@ class Checkpoints:
     def job(self) -> dict[str, Any]:
         """The facts of this job in its checkpoints; all workers make the same call."""
         if "job" not in self._run.facts:
-            from .folder import job_of
-
-            self._run.facts["job"] = self._each(job_of)[0]
+            self._run.facts["job"] = self._each(folders.job_of)[0]
         return self._run.facts["job"]  # type: ignore[no-any-return]
 
     def load(self, folder: str | Path, *, anew: bool = False) -> Restored:
@@ -123,11 +120,6 @@ class Checkpoints:
             Damaged: it is; nothing has changed.
             ConfigError: it is of another model or optimizer; nothing has changed.
         """
-        from .folder import differences
-        from .json_values import set_random_state
-        from .reading import Restored, understood
-        from .shard_state import shares
-
         where = path_of(folder)
         if self._run.recovery is not None and self._run.recovery.repeats:
             raise ConfigError("checkpoints.load: a newcomer has the state of a live worker; resume by --resume instead")
@@ -150,7 +142,7 @@ class Checkpoints:
             with understood(checkpoint.path):
                 set_random_state(random)
         written = checkpoint.about.get("job") or {}
-        return Restored(checkpoint.path, checkpoint.step, checkpoint.extra, differences(job, written))
+        return Restored(checkpoint.path, checkpoint.step, checkpoint.extra, folders.differences(job, written))
 
     def resume(self, folder: str | Path) -> Restored:
         """Like `load`, for a script that makes all its calls again, from the first one on.
@@ -162,11 +154,9 @@ class Checkpoints:
 
     def go_on_with(self, folder: str | Path) -> list[Path]:
         """Go on with the series that this job has begun last in a folder; return its checkpoints, the newest first."""
-        from .folder import last_series, written_by
-
         where, job = path_of(folder), self.job
-        found = self._each(lambda actor: _agreed(actor, "series", where, lambda: last_series(where, job)))[0]
-        job["begun"] = next((int(told["begun"]) for path in found if (told := written_by(path))), job["begun"])
+        found = self._each(lambda actor: _agreed(actor, "series", where, lambda: folders.last_series(where, job)))[0]
+        job["begun"] = next((int(told["begun"]) for path in found if (told := folders.written_by(path))), job["begun"])
         return found  # type: ignore[no-any-return]
 
     def claim(self, folder: str | Path) -> list[Path]:
@@ -177,13 +167,11 @@ class Checkpoints:
         Raises:
             ConfigError: another job writes there, or it cannot be written.
         """
-        from .folder import claim, starter
-
         where, job = path_of(folder), self.job
 
         def claimed(actor: WorkerActor) -> list[Path]:
-            starters = set(everywhere(actor, "starters", starter()))
-            found = _agreed(actor, "own checkpoints", where, lambda: claim(where, starters, job))
+            starters = set(everywhere(actor, "starters", folders.starter()))
+            found = _agreed(actor, "own checkpoints", where, lambda: folders.claim(where, starters, job))
             self._claimed = where.absolute(), starters, job
             return found
 
@@ -203,10 +191,8 @@ class Checkpoints:
 
     def rest(self) -> None:
         """Complete the checkpoint that is being written, and leave the folder, before other processes take part."""
-        from . import folder
-
         self.settle()
-        folder.release()
+        folders.release()
 
     def due(self, step: int) -> bool:
         """Return whether a checkpoint is written after a number of steps."""
@@ -288,9 +274,6 @@ class Checkpoints:
         return any(self._each(is_first_process))
 
     def _save(self, where: Path, keep: int | None, extra: Any, wait: bool, asked: bool) -> Path | None:
-        from .json_values import encoded
-        from .writing import Snapshot, Writing
-
         self.settle()
         about = {"seed": self._run.seed, "pipeline": self._run.described, "extra": encoded(extra, "extra")}
         about |= {"asked": asked, "job": self.job, **self._run.results.about}
@@ -315,13 +298,11 @@ class Checkpoints:
         return self._save(where, keep, extra, wait, asked) if wait and self._lost else path
 
     def _begin(self, where: Path, step: int) -> str:
-        from . import folder
-
         if self._claimed is not None and self._claimed[0] == where and not where.exists():
             logger.warning("checkpoint folder %s: has been removed with all that was in it; it is made again", where)
-            folder.claim(*self._claimed)
-        folder.hold(where)
-        return str(folder.begin(where, step))
+            folders.claim(*self._claimed)
+        folders.hold(where)
+        return str(folders.begin(where, step))
 
     def _go_without(self, error: ConfigError) -> None:
         """Report, once, that checkpoints of `every` cannot be written: training does not depend on them."""
@@ -330,8 +311,6 @@ class Checkpoints:
         self._goes_without = True
 
     def _put(self, where: Path) -> Prepared:
-        from .reading import put_all
-
         separate, num_routes = self._run.spec.averaging_pull > 0, self._run.spec.num_routes
         return self._each(lambda actor: put_all(actor, where, separate, num_routes))[0]  # type: ignore[no-any-return]
 

@@ -8,16 +8,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from ..dependency import ConfigError, PipeError, StorageError
+from ..workers.actor import WorkerActor
 from .facade import Checkpoints, Run, path_of
-
-if TYPE_CHECKING:  # a run without checkpoints does not load these
-    from ..workers.actor import WorkerActor
-    from .pretrained import Loaded
+from .folder import newest
+from .pretrained import Loaded, load, merged, own_state, save, save_adapters, save_whole
 
 #: prefix of folders with weights that could not be written to their place
 _KEPT = "rpc-pipe-weights-"
@@ -35,8 +33,6 @@ class Weights:
 
         It has the versions of modules, too, which some ask for in `load_state_dict`.
         """
-        from .pretrained import merged, own_state
-
         parts = self._run.gather(_STATE, own_state)
         if parts is not None and not self._run.is_first:  # the first members have them
             return None
@@ -50,8 +46,6 @@ class Weights:
         Raises:
             StorageError: it cannot be written, and is in another place, which `kept` names.
         """
-        from .pretrained import merged, own_state, save_whole
-
         if self._run.results.behind:
             return
 
@@ -93,9 +87,6 @@ class Weights:
         Raises:
             ConfigError: it does not fit, or is damaged; nothing has changed.
         """
-        from .folder import newest
-        from .pretrained import Loaded, load
-
         where = newest(path_of(folder)) or path_of(folder)
         if self._run.recovery is not None and self._run.recovery.repeats:  # a newcomer gets the weights of now
             return Loaded([], [])
@@ -113,8 +104,6 @@ class Weights:
         """
         if self._run.results.behind:
             return
-        from .pretrained import save, save_adapters
-
         self._checkpoints.settle()
         partition = self._run.partition
         how = self._run.config, partition.other_names, self._run.stall_s
