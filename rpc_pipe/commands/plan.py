@@ -19,9 +19,8 @@ from ..drawing.plans import front_svg, front_text, plans_table
 from ..launching.report import Reporter
 from ..planning.advice import Advice, binding_limits, changes_that_fit, remarks
 from ..planning.grouping import ALONE, Grouping
-from ..planning.json_fields import to_json_value
 from ..planning.pipe_options import workers_of
-from ..planning.plan import read_plan
+from ..planning.plan import read_plan, to_json_value
 from ..planning.profile import Machines, Profile, as_json
 from ..planning.program_search import faster_program
 from ..planning.search import PlanRequest, PlanResult, default_microbatches, refuse_unknown, search

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ..dependency import ConfigError
-from ..planning.json_fields import from_json_value
+from ..planning.plan import from_json_value
 from ..planning.profile import Machines
 from ..planning.simulator import Levels, Link
 from ..system.files import DAMAGED, read_json

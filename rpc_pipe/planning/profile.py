@@ -12,7 +12,7 @@ from typing import Any
 from ..dependency import B, ConfigError, F, G, I, Kind, Order, R, U, W
 from ..system.files import DAMAGED
 from .footprint import Size
-from .json_fields import from_json_value, json_field, to_json_value
+from .plan import from_json_value, json_field, to_json_value
 from .simulator import Link
 from .slice_costs import SliceCosts
 

@@ -18,10 +18,9 @@ from ..workers.hooks import StepRecord
 from . import run_folders
 from .board import Live, State
 from .boards import RunBoards, RunUpdate
-from .listed_relation import spec_of_listings
 from .lost_time import LostTime, attribute_lost_time
 from .stall_report import behind, duration, roll_call, running, waiting_chain
-from .trace import Trace, step_ms
+from .trace import Trace, spec_of_listings, step_ms
 
 #: most stages that are described one by one
 _MOST_STAGES = 8

@@ -9,8 +9,8 @@ from rpc_pipe.dependency.relocating import relocated
 from rpc_pipe.planning.simulator import simulate, uniform
 from rpc_pipe.planning.specs import make_spec
 from rpc_pipe.schedules import SCHEDULES
-from rpc_pipe.tracing.listed_relation import spec_of_listings
 from rpc_pipe.tracing.own_boards import list_program
+from rpc_pipe.tracing.trace import spec_of_listings
 
 COST = uniform({F: 1.5, B: 3.1, I: 1.6, W: 1.3, R: 1.4, G: 0.3, U: 0.2})
 

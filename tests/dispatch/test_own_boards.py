@@ -10,7 +10,7 @@ from torch import nn
 from training_options import pipeline_with
 
 from rpc_pipe.dispatch.rows import describe, worker_rows
-from rpc_pipe.dispatch.scalars import scalars_of
+from rpc_pipe.dispatch.watcher import scalars_of
 from rpc_pipe.drawing.svg import draw_svg
 from rpc_pipe.drawing.timeline import idle
 from rpc_pipe.tracing import own_boards, run_folders
