@@ -43,14 +43,14 @@ def test_a_weight_that_no_optimizer_has_is_not_thawed_silently():
 
 
 class Scaled(nn.Module):
-    """Computes by a factor that users set."""
+    """Computes by a factor, a tensor and a function that users set."""
 
     def __init__(self):
         super().__init__()
-        self.linear, self.factor = nn.Linear(8, 8), 1.0
+        self.linear, self.factor, self.warmth, self.bent = nn.Linear(8, 8), 1.0, torch.ones(()), torch.tanh
 
     def forward(self, x):
-        return self.linear(x) * self.factor
+        return self.bent(self.linear(x) / self.warmth) * self.factor
 
 
 class Whole(nn.Module):
@@ -60,11 +60,11 @@ class Whole(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList(Scaled() for _ in range(4))
         self.register_buffer("shift", torch.zeros(8))
-        self.factor = 1.0
+        self.factor, self.warmth, self.bent = 1.0, torch.ones(()), torch.tanh
 
     def forward(self, x):
         for block in self.blocks:
-            x = x + block(x) * self.factor + (self.shift if self.training else 0)
+            x = x + self.bent(block(x) / self.warmth) * self.factor + (self.shift if self.training else 0)
         return x
 
 
@@ -74,12 +74,14 @@ def _by_hand(step, model):
     scaled = [layer for layer in layers if isinstance(layer, Scaled)]
     if step == 1:
         for layer in (model, *scaled[1:3]):
-            layer.factor = 0.5
+            layer.factor, layer.warmth, layer.bent = 0.5, torch.tensor(2.0), torch.sin
     elif step == 2:
         scaled[0].linear.weight.requires_grad_(False)
         scaled[2].linear.load_state_dict({"weight": torch.eye(8), "bias": torch.ones(8)})
+        scaled[1].warmth.fill_(0.5)
         if isinstance(model, Whole):
             model.shift.fill_(0.25)
+            model.warmth.fill_(0.5)
     elif step == 3:
         model.eval()
     elif step == 4:
@@ -89,7 +91,7 @@ def _by_hand(step, model):
 @pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("schedule", ["1f1b", "chimera"])
 def test_copies_follow_the_users_modules(schedule, whole):
-    """Stages of whole models, and replicas, went on with modes, factors, weights and buffers of before, silently."""
+    """Stages of whole models, and replicas, went on with the modes, attributes, weights and buffers of before."""
     torch.manual_seed(0)
     model = Whole() if whole else nn.Sequential(*(Scaled() for _ in range(4)))
     alone = copy.deepcopy(model)

@@ -1,10 +1,9 @@
 """Synchronisation of the copies of a user's modules with edits that the user makes between two calls.
 
-Stages of a whole model compute with copies of its modules, and so do replicas of a stage. Modes,
-plain attributes, weights and buffers that the user changes by hand are changed in the copies too; the copies refer to
-containers that forwards only read. Versions and
-identities show a change; no number of a weight is read. Structural changes (parameters, modules, hooks, forwards)
-raise ModelError.
+Stages of a whole model compute with copies of its modules, and so do replicas of a stage. Modes, attributes, weights
+and buffers that the user changes by hand are changed in the copies too; the copies refer to containers that forwards
+only read. Versions and identities show a change; no number of a weight is read. Structural changes (parameters,
+modules, hooks, forwards) raise ModelError.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from torch import nn
 from torch.autograd.graph import increment_version
 
 from ..dependency import ModelError
-from ..workers.compute.modules.module_state import HOOKS, OF_TORCH, OfWeight, fingerprint
+from ..workers.compute.modules.module_state import HOOKS, OF_TORCH, PLAIN, OfWeight, fingerprint
 from .observe.model_kinds import is_placeholder
 
 #: returns the parts of a module that must stay, by the words that report a change
@@ -90,11 +89,12 @@ class _ModuleCopy:
         if (now := self._state(own)) == self._noted:
             return
         noted, self._noted = self._noted, now
-        for name in [name for name, value in now.items() if value != noted.get(name)]:
+        for name in [name for name in now | noted if now.get(name) != noted.get(name)]:
             if name in self._weights:
                 _follow_weight(name, noted[name], own._parameters[name], made._parameters[name])
-            elif (buffer := own._buffers.get(name)) is None:
-                setattr(made, name, now[name])
+            elif (buffer := own._buffers.get(name)) is None or made._buffers.get(name) is None:
+                value = vars(own).get(name, buffer)
+                setattr(made, name, value.detach().clone() if torch.is_tensor(value) else value)
             elif (held := made._buffers.get(name)) is not None and held is not buffer:
                 held.data = buffer.detach().to(held.device, copy=True)  # graphs may have saved the old memory
                 increment_version(held)
@@ -111,9 +111,9 @@ class _ModuleCopy:
 
 
 def _is_common(name: str, value: Any, copy: nn.Module, own: nn.Module) -> bool:
-    """Return whether a copy of a module has the same list, dict, set, tuple or object."""
-    is_held = isinstance(value, (list, dict, set, tuple)) or (hasattr(value, "__dict__") and not callable(value))
-    return copy is not own and name not in OF_TORCH and is_held and vars(copy).get(name) is value
+    """Return whether a copy of a module has the same container, function or object."""
+    is_followed = name in OF_TORCH or name == "forward" or type(value) in PLAIN or torch.is_tensor(value)
+    return copy is not own and not is_followed and name in vars(copy) and vars(copy)[name] is value
 
 
 def _follow_weight(name: str, before: OfWeight, parameter: Any, copy: Any) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -280,14 +281,36 @@ class OfWeight(NamedTuple):
         return cls(weight._version, weight.data_ptr() * Kind.stay, weight.requires_grad, hooks)
 
 
-def fingerprint(module: nn.Module) -> dict[str, Any]:
-    """Return values that differ if a module was changed by hand, by name: mode, plain attributes, and buffers."""
+def fingerprint(module: nn.Module, *, tensors: bool = True) -> dict[str, Any]:
+    """Return values that differ if a module was changed by hand, by name: mode, plain attributes, and buffers.
+
+    Args:
+        tensors: also tensors that are other attributes.
+    """
     held = vars(module)
-    plain = {name: held[name] for name in held.keys() - OF_TORCH if type(held[name]) in PLAIN}
-    buffers = (held.get("_buffers") or {}).items()
-    return {"training": held.get("training")} | plain | {n: _of_buffer(b) for n, b in buffers if b is not None}
+    found: dict[str, Any] = {"training": held.get("training")}
+    for name in held.keys() - OF_TORCH:
+        value = held[name]
+        if type(value) in PLAIN:
+            found[name] = value
+        elif tensors and isinstance(value, Tensor):
+            found[name] = _OfTensor(value)
+    for name, buffer in (held.get("_buffers") or {}).items():
+        if buffer is not None:
+            found[name] = _OfTensor(buffer)
+    return found
 
 
-def _of_buffer(buffer: Tensor) -> tuple[int, int]:
-    """Return a state that differs if a buffer was written, except through `.data` or numpy."""
-    return id(buffer), -1 if buffer.is_inference() else buffer._version
+class _OfTensor:
+    """A value that differs if a tensor was exchanged or written, except through `.data` or numpy."""
+
+    __slots__ = ("_tensor", "_version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = ref(tensor)  # no `id`, which another one gets when this is gone
+        self._version = -1 if tensor.is_inference() else tensor._version
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _OfTensor):
+            return False
+        return self._tensor() is other._tensor() and self._version == other._version
