@@ -19,9 +19,8 @@ from .dependency import Order, Spec
 from .dependency.declared import Parallelism
 from .dependency.pipeline_options import Options
 from .inspected import Inspected
+from .launching import attaching
 from .launching import launcher_link as link
-from .launching import overrides
-from .launching.attaching import attach
 from .launching.job import own_part
 from .model.batches.microbatches import SplitBatch as SplitBatch
 from .model.batches.microbatches import label_of
@@ -138,7 +137,7 @@ class Pipeline(Inspected):
     ) -> None:
         asked = Options.taken(locals())
         self._forgot_optimizer, training = training is None, settle_training(training)
-        options = overrides.current.over(asked if plan is None else _planned(asked)).checked()
+        options = attaching.current.over(asked if plan is None else _planned(asked)).checked()
         sharing, self._plan = settle_sharing(options), options.plan
         job, self.num_workers = own_part(options.transport, options.num_workers, sharing.count)
         each = sharing.microbatches(options.num_microbatches)
@@ -156,7 +155,7 @@ class Pipeline(Inspected):
             training=training, options=options, job=job, sharing=sharing, ordering=ordering, recover=recover,
         )  # fmt: skip
         self._session.made, self._stopped = self._made, False
-        attach(self)  # a model may hang while it is cut
+        attaching.attach(self)  # a model may hang while it is cut
         self._session.cut_at_once(example)
 
     def _made(self) -> None:
@@ -171,8 +170,8 @@ class Pipeline(Inspected):
             self.predicted_ms = plan.predicted_ms
             warn_if_other_model(plan, self._session.name, [actor.shards for actor in self.actors])
         if not self._session.epoch:
-            attach(self)
-            overrides.current.made(self)
+            attaching.attach(self)
+            attaching.current.made(self)
 
     @property
     def worker(self) -> int:
@@ -307,7 +306,7 @@ class Pipeline(Inspected):
 
     def close(self) -> None:
         """End the threads and release the model. A process of a job stays connected until it ends."""
-        if self._session.closed or overrides.current.closing(self):
+        if self._session.closed or attaching.current.closing(self):
             return
         if self._checkpoints is not None:
             self._checkpoints.settle()

@@ -208,7 +208,7 @@ class Session:
                 self.partition.observe(found.inputs[0], trained=pair is None)
                 self.make_shards()
         if self.partition.adds_means and self.spec.takes_steps and any(map(has_items, found.first)):
-            from .model.batches.with_means import with_means  # few batches have the number
+            from .model.batches.microbatches import with_means
 
             found = with_means(found)
         if self._recover is not None and found.lazy is not None:

@@ -20,7 +20,7 @@ OF_ELASTIC_JOBS = {
     *(
         "rpc_pipe.elastic.recovery",
         "rpc_pipe.elastic.heir",
-        "rpc_pipe.model.batches.accumulated",
+        "rpc_pipe.elastic.recovery",
         "rpc_pipe.launching.epochs",
     ),
     *("rpc_pipe.workers.compute.lodging", "rpc_pipe.workers.surviving", "rpc_pipe.launching.epochs"),

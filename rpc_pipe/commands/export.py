@@ -6,8 +6,7 @@ from typing import Any
 
 from ..dependency import check_all
 from ..planning.listed_schedule import export_csv
-from .options import SCHEDULE, typed_spec
-from .output_files import try_files, write
+from .options import SCHEDULE, try_files, typed_spec, write
 
 
 def add(commands: Any) -> None:

@@ -1,4 +1,4 @@
-"""The command line's parser, the options that several commands share, and readers of typed values."""
+"""The command line's parser, and the options that several commands share, with readers and output files."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import dataclasses
 import difflib
 import os
 import re
+import tempfile
 from argparse import ArgumentError, ArgumentTypeError
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from ..dependency import Action, B, ConfigError, F, I, Kind, Spec, W
@@ -21,6 +23,7 @@ from ..launching.launcher_link import NAN, NANS
 from ..planning.listed_schedule import ListedSchedule
 from ..planning.pipe_options import PipeOptions
 from ..planning.specs import find_schedule
+from ..system.files import write as write
 from . import readers
 from .readers import fraction, link, number, numbers, whole
 
@@ -306,3 +309,31 @@ def read_worker(said: str, text: str, num_workers: int) -> int:
     if not text.isdecimal() or int(text) >= num_workers:
         raise ConfigError(f"{said}: worker {text}: workers are 0 to {num_workers - 1}")
     return int(text)
+
+
+def try_files(typed: Mapping[str, Any], names: Iterable[str]) -> None:
+    """Make the folders of the files of the options `names`, and check that all can be written.
+
+    Raises:
+        ConfigError: one cannot be, or two are the same.
+    """
+    taken: dict[str, str] = {}
+    for name in [name for name in names if name in typed]:
+        path = Path(typed[name])
+        option = f"{'' if name == 'file' else f'--{name} '}{typed[name]}"
+        try:
+            if path.is_dir() or option.endswith("/"):
+                raise ConfigError(f"{option}: is a folder; name a file in it")
+            if path.is_fifo() and not os.path.realpath(path).startswith("/proc/"):  # as /dev/stdout may be
+                raise ConfigError(f"{option}: is a pipe, which would wait for a reader; name a file")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=path.parent):  # a finished file may be moved to its place
+                pass
+            if path.exists():
+                path.open("ab").close()
+        except FileExistsError as error:
+            raise ConfigError(f"{option}: {error.filename} is a file, not a folder") from error
+        except OSError as error:
+            raise ConfigError(f"{option}: cannot be written: {error.strerror}") from error
+        if (other := taken.setdefault(os.path.realpath(path), name)) != name:
+            raise ConfigError(f"{option}: --{other} writes the same file")

@@ -29,8 +29,7 @@ from ..planning.specs import make_spec
 from ..planning.unequal import refuse_without
 from ..system.files import DAMAGED, read_json
 from ..system.sizes import format_bytes
-from .options import MAKE, Parser, refuse_typed, typed_links
-from .output_files import try_files, write
+from .options import MAKE, Parser, refuse_typed, try_files, typed_links, write
 from .profile import add_measuring, find_profile, load, progress, refuse_unplanned, show_loading, with_slices
 from .readers import link, memory, positive, whole, wholes
 from .topology import AMONG_MEMBERS, HERE, SUMMING_MEMBERS, machines_of, read_topology

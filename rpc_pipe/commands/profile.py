@@ -28,8 +28,7 @@ from ..launching.worker_main import as_worker
 from ..planning.profile import Profile, as_json, from_json
 from ..planning.unequal import LengthCost, refuse_without
 from ..system.files import read_json, refused
-from .options import MAKE, Parser, refuse_device, refuse_workers
-from .output_files import try_files, write
+from .options import MAKE, Parser, refuse_device, refuse_workers, try_files, write
 from .readers import whole, wholes
 from .topology import machines_of
 

@@ -26,7 +26,7 @@ from .options import (  # isort: skip
     CHECKPOINTS, MAKE, MEMBERS, PIPELINE, Parser, refuse_device, refuse_typed, refuse_workers, schedule_options,
     set_transport, typed_checkpoints,
 )  # fmt: skip
-from .output_files import try_files
+from .options import try_files
 from .readers import fraction, indices, memory, number, span, whole
 
 if TYPE_CHECKING:

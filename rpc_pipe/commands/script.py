@@ -17,8 +17,8 @@ import torch
 from ..dependency import ConfigError
 from ..dependency.declared import OPTIONS
 from ..dependency.pipeline_options import TYPED, Options
+from ..launching import attaching
 from ..launching import launcher_link as link
-from ..launching import overrides
 from ..launching.job import Job
 from ..pipeline import Pipeline
 from ..tracing.own_boards import collect, record, write_out
@@ -26,7 +26,7 @@ from ..tracing.run_summary import FILES, LAST_STEPS, figures, summary
 from .options import CHECKPOINTS, MEMBERS, PIPELINE, refuse_typed, typed_checkpoints
 
 
-class TypedOptions(overrides.Overrides):
+class TypedOptions(attaching.Overrides):
     """The options typed, by name, for every pipeline that is made from now on.
 
     Args:
@@ -99,7 +99,7 @@ def run_script(
         if job.worker == 0 and not is_own:  # its line does not show these
             link.tell(kind="text", text=text)
 
-    overrides.current = ending = _ScriptEnd(typed, schedule_options, tell, job)
+    attaching.current = ending = _ScriptEnd(typed, schedule_options, tell, job)
     sys.argv = [script, *arguments]
     if not is_own:  # beside it lie files named as modules of Python are
         sys.path.insert(0, str(Path(script).resolve().parent))
@@ -114,7 +114,7 @@ def run_script(
         if stopped.code not in (None, 0):
             raise
     finally:
-        overrides.current = overrides.Overrides()
+        attaching.current = attaching.Overrides()
     ending.leave()
 
 
@@ -211,7 +211,7 @@ class _ScriptEnd(TypedOptions):
         if "html" in typed:
             from ..dispatch.rows import draw_steps, whole_state
             from ..drawing.page import draw_page
-            from .output_files import write
+            from .options import write
 
             state = whole_state(history, trace.run or typed["script"], True)
             write(typed["html"], draw_page(draw_steps(history, 1), state))

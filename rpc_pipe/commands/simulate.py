@@ -31,7 +31,7 @@ from .options import (  # isort: skip
     COSTS, MEMBERS, SCHEDULE, Pairs, Parser, filled, read_worker, refuse_typed, typed_attention, typed_costs,
     typed_lengths, typed_links, typed_spec,
 )  # fmt: skip
-from .output_files import try_files, write
+from .options import try_files, write
 from .readers import link, numbers, positive, size, some, whole
 
 #: most forwards of a run that is simulated action by action, to be drawn

@@ -11,8 +11,7 @@ from typing import Any
 from ..dependency import ConfigError
 from ..dispatch.watcher import Watcher, Wishes
 from ..tracing.boards import RunBoards, find
-from .options import Parser, filled, refuse_typed
-from .output_files import try_files
+from .options import Parser, filled, refuse_typed, try_files
 
 #: option that replaces the display -> options that have no effect with it
 _ALONE = {"trace": ("once", "web", "metrics", "tensorboard"), "once": ("web", "metrics")}

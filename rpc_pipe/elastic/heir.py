@@ -18,7 +18,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..arguments import describe
-from ..checkpoints.between_cuts import move
+from ..checkpoints.newcomer import move
 from ..dependency import ConfigError, PipeError, Spec, StageLost, check
 from ..dependency.relocating import relocated, renumbered, reshaped
 from ..launching import launcher_link as link

@@ -7,6 +7,8 @@ worker knows `T`, none has updated, and the step is undone and repeated; if one 
 Newcomers join, and evicted workers leave, between two steps: all rest after the same one, and none is repeated.
 Any other call (an evaluation, a gather) returns when all workers have made it. So a call that one worker has not made
 is made once more by all, where each worker stands in its script.
+
+If a replica dies with gradients of steps since the last update, workers compute all of them again.
 """
 
 from __future__ import annotations
@@ -25,16 +27,70 @@ from ..launching import launcher_link as link
 from ..launching.ending import heed
 from ..launching.job import Job
 from ..launching.meeting_place import drop, join, place_of, root_of
-from ..model.batches.accumulated import Accumulated
+from ..model.batches.microbatches import Microbatches
 from ..system.at_exit import at_exit
 from ..workers.actor import WorkerActor
 from ..workers.compute.result import Result
+from ..workers.step import StepInput
 from ..workers.surviving import completed
 from .heir import Heir
 
 if TYPE_CHECKING:
     from ..model.shard_maker import ShardMaker
     from ..session import Session
+
+
+class Accumulated:
+    """The batches of the steps since the last update.
+
+    Args:
+        updates: returns whether a step, counted from 0, ends with an update.
+    """
+
+    def __init__(self, updates: Callable[[int], bool]) -> None:
+        self._updates = updates
+        self._batches: dict[int, Microbatches] = {}
+
+    def first(self, step: int) -> int:
+        """Return the first step since the last update, when `step` steps are complete."""
+        while step and not self._updates(step - 1):
+            step -= 1
+        return step
+
+    def begin(self, step: int, batch: Microbatches) -> None:
+        """Keep the batch of a step that begins."""
+        first = self.first(step)
+        self._batches = {number: kept for number, kept in self._batches.items() if number >= first} | {step: batch}
+
+    def compute(self, actor: WorkerActor, make: Callable[[Microbatches], StepInput]) -> None:
+        """Compute the gradients of complete steps since the last update once more; all workers do.
+
+        Args:
+            make: makes the input of the worker's next step.
+
+        Raises:
+            StageLost: a batch is not there any more.
+        """
+        step = actor.step
+        first = self.first(step)
+        for number in range(first, step):
+            batch = self._batches.get(number)
+            if batch is None or (batch.now is not None and batch.now() != batch.described):
+                raise StageLost(f"step {number + 1}: its gradients have died, and its batch is gone; use a checkpoint")
+        for shard in actor.shards.values() if first < step else ():
+            shard.updating.held, shard.updating.weight = {}, 0.0
+            shard.go_on_at(first, shard.updating.count)
+            shard.abandon()
+        actor.step = actor.next_step = first
+        try:
+            for number in range(first, step):
+                actor.run(make(self._batches[number]))
+        except PipeError:
+            actor.abandon_broken()
+            raise
+        finally:
+            actor.step = actor.next_step = step
+
 
 R = TypeVar("R")
 

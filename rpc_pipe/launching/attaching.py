@@ -1,13 +1,35 @@
-"""The connection of a pipeline with the launcher of its process, and with the readers of its boards."""
+"""The connection of a pipeline with the launcher of its process: options typed there, and readers of its boards."""
 
 from __future__ import annotations
 
 import logging
 import os
+from typing import Any
 
 from ..dependency import ConfigError
+from ..dependency.pipeline_options import Options
 from ..tracing.own_boards import Watchable, keep_boards, roll_call_here
 from . import launcher_link as link
+
+
+class Overrides:
+    """Follows every pipeline of this process; by default a pipeline is as the script writes it."""
+
+    def over(self, said: Options) -> Options:
+        """Return the options of a new pipeline."""
+        return said
+
+    def made(self, pipe: Any) -> None:
+        """Take a pipeline that has been made."""
+
+    def closing(self, pipe: Any) -> bool:
+        """Take a pipeline that is about to be closed; return whether it stays open."""
+        return False
+
+
+#: of the pipelines that are made from now on
+current = Overrides()
+
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +53,7 @@ def attach(pipeline: Watchable) -> None:
             for actor in pipeline.actors:
                 actor.roll_call = roll_call_here
         if of_a_job:
-            from . import ending  # a process alone ends as it likes
+            from . import ending
 
             ending.prepare(pipeline.actors[0].worker, reports=kept)
     except Exception as error:  # training does not depend on being watched

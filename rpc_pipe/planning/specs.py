@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import typing
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -144,7 +145,6 @@ def _read_parameters(cls: type[Spec], name: str, parameters: Mapping[str, Any]) 
         raise ConfigError(f"{key}: is no parameter of schedule {name}; it has {', '.join(known) or 'none'}{advice}")
     if not any(isinstance(value, str) for value in parameters.values()):
         return dict(parameters)
-    from .typed_parameter import typed_parameter
 
     return {key: typed_parameter(name, key, value, known[key]) for key, value in parameters.items()}
 
@@ -208,6 +208,30 @@ def refuse_job(
         given["carrier"] = "" if job.transport == "zmq" else f"transport={job.transport}"
         given["one replica"] = "replicas=1" if spec.num_routes == 1 else ""
     if sum(map(bool, given.values())) > 1:
-        from ..dependency.crossings import refuse_together  # most jobs have one feature at most
+        from ..dependency.crossings import refuse_together
 
         refuse_together(given)
+
+
+def typed_parameter(schedule: str, key: str, value: Any, wanted: Any) -> Any:
+    """Return a parameter of a schedule that may have been typed, as a value of its type.
+
+    Raises:
+        ConfigError: its text is none of that type.
+    """
+    if not isinstance(value, str):
+        return value
+    choices = typing.get_args(wanted)
+    if typing.get_origin(wanted) is typing.Literal:
+        if value in (named := {str(choice): choice for choice in choices}):
+            return named[value]
+        raise ConfigError(f"{key}={value}: schedule {schedule} takes {', '.join(named)}")
+    types = [kind for kind in choices or (wanted,) if kind is not type(None)]
+    for kind in types:
+        if kind is not bool:
+            with suppress(ValueError):
+                return kind(value)
+        elif value.lower() in ("true", "false"):
+            return value.lower() == "true"
+    names = " or ".join(kind.__name__ for kind in types)
+    raise ConfigError(f"{key}={value}: schedule {schedule} takes {names}")

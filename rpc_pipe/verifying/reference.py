@@ -21,9 +21,8 @@ from torch.optim import Optimizer
 
 from ..dependency import ConfigError, Spec, local_order
 from ..dependency.versions import summed_update
-from ..model.batches.microbatches import Microbatches, has_items, update_shares
+from ..model.batches.microbatches import Microbatches, has_items, update_shares, with_means
 from ..model.batches.ordering import Ordering
-from ..model.batches.with_means import with_means
 from ..model.observe.trees import mapped
 from ..model.observed_partition import ObservedPartition
 from ..model.partition import LayerPartition

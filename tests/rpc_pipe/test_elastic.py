@@ -11,8 +11,8 @@ from small_pipeline import X, Y, pipeline
 from torch import nn
 
 from rpc_pipe.dependency import StageLost
+from rpc_pipe.elastic.recovery import Accumulated
 from rpc_pipe.launching.epochs import CAUGHT_UP, CUT, READY, RESTS, RESUMED, Epochs
-from rpc_pipe.model.batches.accumulated import Accumulated
 from rpc_pipe.workers.compute.modules.buffer_mirror import BufferMirror
 
 MORTAL = ROOT / "tests" / "mortal.py"

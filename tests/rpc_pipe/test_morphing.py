@@ -11,7 +11,7 @@ from test_elastic import MORTAL, trained
 from test_elastic_hosts import Worker
 from torch import nn
 
-from rpc_pipe.checkpoints.between_cuts import move
+from rpc_pipe.checkpoints.newcomer import move
 from rpc_pipe.commands.main import main
 from rpc_pipe.dependency import Reductions, check, entries
 from rpc_pipe.dependency.relocating import renumbered, reshaped

@@ -11,7 +11,7 @@ from torch import nn
 
 from rpc_pipe.commands.main import main
 from rpc_pipe.commands.script import TypedOptions, run_script
-from rpc_pipe.launching import overrides
+from rpc_pipe.launching import attaching
 from rpc_pipe.pipeline import Pipeline
 
 SCRIPT = """
@@ -40,11 +40,11 @@ def typed():
 
     def install(**options):
         parameters = options.pop("set", {})
-        overrides.current = TypedOptions(options, parameters, told.append)
+        attaching.current = TypedOptions(options, parameters, told.append)
         return told
 
     yield install
-    overrides.current = overrides.Overrides()
+    attaching.current = attaching.Overrides()
 
 
 def make(**said):

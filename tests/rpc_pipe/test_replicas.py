@@ -18,7 +18,7 @@ from training_options import pipeline_with
 from rpc_pipe.commands.main import main
 from rpc_pipe.commands.script import TypedOptions
 from rpc_pipe.dependency import Action, B, ConfigError, G, P, S, WorkerFailure
-from rpc_pipe.launching import overrides
+from rpc_pipe.launching import attaching
 from rpc_pipe.pipeline import Pipeline, Training
 from rpc_pipe.workers.hooks import Listener
 from rpc_pipe.workers.mailbox import Mailbox
@@ -439,13 +439,13 @@ def test_random_delays_change_nothing(schedule, order):
 
 def test_what_is_typed_wins_and_replicas_stay_when_the_schedule_is_another():
     told = []
-    overrides.current = TypedOptions({"schedule": "zb-h1"}, {"replicas": "4"}, told.append)
+    attaching.current = TypedOptions({"schedule": "zb-h1"}, {"replicas": "4"}, told.append)
     try:
         options = {"num_workers": 4, "num_microbatches": 8, "replicas": 2}
         with pipeline_with(LAYERS, nn.functional.mse_loss, schedule="gpipe", **options) as pipe:
             assert (pipe.spec.parallelism.replicas, pipe.spec.num_stages) == (4, 1)
     finally:
-        overrides.current = overrides.Overrides()
+        attaching.current = attaching.Overrides()
     assert any("replicas=4 replaces the script's replicas=2" in line for line in told)
     assert not any("leaves out" in line for line in told)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -325,3 +325,28 @@ def update_shares(spec: Spec, shares: Sequence[float]) -> list[float] | None:
         parts[update].append(share)
     rows = {update: sum(of_update) for update, of_update in parts.items()}
     return [share / rows[update] for share, update in zip(shares, taken, strict=True)]
+
+
+def with_means(found: Microbatches) -> Microbatches:
+    """Return microbatches with the `NUM_ITEMS` of their share of rows, for losses with terms beside such sums.
+
+    Each loss is then a mean of its microbatch. Terms that are means already, as a router's, would be added up else.
+    """
+    shares = factors = found.shares  # where a loss function, or a metric, is given the number
+    if divides_sums(found.inputs[0], found.targets[0]):
+        rows: list[float] = [rows_in(inputs) for inputs in found.inputs]
+        for m, (begin, end, length) in enumerate(found.places or ()):
+            rows[m] *= (end - begin) / length
+        shares = [each / sum(rows) for each in rows]
+        factors = [share / before for share, before in zip(shares, found.shares, strict=True)]
+    sides = [[_multiplied(*each) for each in zip(side, factors, strict=True)] for side in (found.inputs, found.targets)]
+    return replace(found, inputs=sides[0], targets=sides[1], shares=shares)
+
+
+def _multiplied(side: Tree, factor: float) -> Tree:
+    """Return a side of a microbatch with another `NUM_ITEMS`, a tensor, so that no forward differs by a number."""
+    if not has_items(side):
+        return side
+    if isinstance(side, tuple):
+        return side[0], _multiplied(side[1], factor)
+    return {**side, NUM_ITEMS: torch.as_tensor(side[NUM_ITEMS] * factor)}
