@@ -163,7 +163,7 @@ def _check_needs(spec: Spec, worker: int, action: Action, *, slotted: bool) -> N
         apart = abs(need.stage - action.stage) > 1 and spec.worker(need) != worker
         apart = apart and action not in spec.successors(need)
         if apart and len(spec.workers) == spec.num_workers:
-            from .draw import draw_edge
+            from .unroll import draw_edge
 
             away = abs(need.stage - action.stage)
             raise ScheduleError(
@@ -175,7 +175,7 @@ def _check_needs(spec: Spec, worker: int, action: Action, *, slotted: bool) -> N
     for need in spec.needs(action) if slotted else ():
         slot, before = spec.slot(action), spec.slot(need)
         if before >= slot:
-            from .draw import draw_edge
+            from .unroll import draw_edge
 
             raise ScheduleError(
                 f"{action} (slot {slot}) needs {need} (slot {before}): the slot must grow along every edge",
@@ -208,7 +208,7 @@ def _check_memory(memory: Memory, worker: int) -> None:
     if claimed is None:
         claimed = order_limit(spec, worker)
     if claimed is None:
-        from .growth import check_growth  # bounded ones are built in
+        from .answers import check_growth
 
         check_growth(memory, worker, check_runs)
         return
@@ -218,7 +218,7 @@ def _check_memory(memory: Memory, worker: int) -> None:
 def _check_claim(memory: Memory, worker: int, claimed: int, what: str, told: str, advice: str) -> None:
     lives, is_exact = memory.at_any_timing(worker, lambda lives: lives.most[-1] <= claimed, what)
     if lives.most[-1] > claimed:
-        from .draw import draw_held
+        from .unroll import draw_held
 
         raise ScheduleError(
             f"worker {worker} may keep {lives.most[-1]} {told}{UNSURE * (not is_exact)}, "

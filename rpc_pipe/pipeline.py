@@ -44,11 +44,11 @@ if TYPE_CHECKING:
     from .model.batches.ordering import MicrobatchCost
     from .model.observed_partition import ObservedPartition
     from .model.partition import LayerPartition
-    from .planning.apply_plan import PlanLike
+    from .planning.pipe_options import PlanLike
 
 
 def _planned(options: Options) -> Options:
-    from .planning.apply_plan import apply_plan  # few jobs have a plan
+    from .planning.pipe_options import apply_plan
 
     return apply_plan(options)
 
@@ -163,7 +163,7 @@ class Pipeline(Inspected):
         for shard in self._session.shards if self._compile is not None else ():
             shard.slice.compile(self._compile or {})
         if self._plan is not None and not self._session.epoch:
-            from .planning.apply_plan import warn_if_other_model
+            from .planning.pipe_options import warn_if_other_model
             from .planning.plan import read_plan
 
             plan = read_plan(self._plan)

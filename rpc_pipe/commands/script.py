@@ -210,7 +210,7 @@ class _ScriptEnd(TypedOptions):
             trace.write_chrome(typed["trace"], device)
         if "html" in typed:
             from ..dispatch.rows import draw_steps, whole_state
-            from ..drawing.page import draw_page
+            from ..drawing.svg import draw_page
             from .options import write
 
             state = whole_state(history, trace.run or typed["script"], True)

@@ -13,8 +13,7 @@ from ..dependency.declared import with_parallelism
 from ..dependency.decoding import Decoding
 from ..dependency.earlier_steps import worker_staleness, worker_weight_copies
 from ..drawing.chrome import write_chrome
-from ..drawing.page import draw_page
-from ..drawing.svg import Picture, draw_svg
+from ..drawing.svg import Picture, draw_page, draw_svg
 from ..drawing.timeline import draw, row_names
 from ..launching.report import Reporter
 from ..planning.comparison import describe_staleness

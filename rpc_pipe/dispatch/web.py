@@ -25,7 +25,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.openmetrics.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from ..dependency import ConfigError
-from ..drawing.page import fill_page, sections
+from ..drawing.svg import fill_page, sections
 from ..tracing.boards import RunBoards
 from ..tracing.view import View
 from .rows import STATES, describe, draw_steps, link_rows, whole_state, worker_rows

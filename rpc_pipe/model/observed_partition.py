@@ -24,11 +24,11 @@ from ..workers.transport.payload import Tree
 from .assign.assignment import BlocksNeeded
 from .call_form import CallForm, adds_terms, loss_of_output
 from .common_objects import Holder, look, mentioned, read_by, shared_generators
-from .cut import cut
 from .deferred import DeferredModel
 from .module_copies import ModuleCopies, Pairs, paired
 from .observe.model_kinds import refuse_lazy
 from .observed_model import ObservedModel, observe
+from .sharding import cut
 
 if TYPE_CHECKING:
     from .replay.observed_stage import ObservedStage

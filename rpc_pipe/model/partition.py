@@ -17,9 +17,9 @@ from ..workers.compute.modules.randomness import Randomness
 from ..workers.compute.sequences.slices import Divide, Layers, Slice, plain_name
 from ..workers.compute.shard import LossFn
 from ..workers.transport.payload import Tree
-from .cut import cut
 from .module_copies import ModuleCopies, paired, structure, unnamed_parts
 from .observe.model_kinds import refuse_lazy
+from .sharding import cut
 
 if TYPE_CHECKING:
     from .common_objects import Holder

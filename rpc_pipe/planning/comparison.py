@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from ..dependency import Action, B, ConfigError, F, I, Kind, Order, PipeError, R, Spec, W
 from ..dependency.declared import REPLICAS
 from ..dependency.earlier_steps import worker_staleness, worker_weight_copies
-from ..model.cut import cut
+from ..model.sharding import cut
 from ..system.sizes import format_bytes
 from .footprint import Size, copy_time, peak_bytes, weight_bytes
 from .plan import schedule_label

@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from ..dependency import NO_REDUCTIONS, Action, B, F, G, I, Kind, S, Spec, W
-from ..model.cut import cut
+from ..model.sharding import cut
 from .footprint import Size, copy_time, payload_bytes, peak_bytes
 from .plan import Plan
 from .profile import TIMED, Chain, LayerCost, Machines

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..dependency import Action, B, ConfigError, F, I, Kind, R, Spec, W
-from ..model.cut import cut
+from ..model.sharding import cut
 from ..system.files import read_json
 from .profile import THOUSAND, Profile, from_json
 from .relation import Relation

@@ -10,10 +10,10 @@ import torch
 import unsplit_models as models
 from torch import Tensor, nn
 
-from rpc_pipe.model.cut import cut
 from rpc_pipe.model.observe.trees import leaves, tensors
 from rpc_pipe.model.observed_model import ObservedModel
 from rpc_pipe.model.replay.observed_stage import ObservedStage
+from rpc_pipe.model.sharding import cut
 
 
 @dataclass

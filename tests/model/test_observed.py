@@ -14,8 +14,8 @@ from refusals import refused
 from torch import Tensor, nn
 from unkind_layers import WIDTH, Penalty
 
-from rpc_pipe.model.cut import cut
 from rpc_pipe.model.observed_model import observe
+from rpc_pipe.model.sharding import cut
 from rpc_pipe.workers.compute.modules.randomness import preserved, python_too
 
 

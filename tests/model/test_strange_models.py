@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from rpc_pipe import Training
-from rpc_pipe.model.cut import cut
 from rpc_pipe.model.observed_model import observe
+from rpc_pipe.model.sharding import cut
 from rpc_pipe.pipeline import Pipeline
 
 

@@ -8,7 +8,7 @@ from refusals import refused
 from rpc_pipe.commands.main import main
 from rpc_pipe.dependency import F, U
 from rpc_pipe.dependency.pipeline_options import Options
-from rpc_pipe.planning.apply_plan import apply_plan
+from rpc_pipe.planning.pipe_options import apply_plan
 from rpc_pipe.planning.relation import Relation
 from rpc_pipe.planning.specs import make_spec
 from rpc_pipe.planning.unequal import balanced, by_microbatch, group_rows, mountain, span_of

@@ -6,8 +6,7 @@ import pytest
 from browser import needs_browser, shown
 
 from rpc_pipe.dependency import B, F, Kind
-from rpc_pipe.drawing.page import draw_page
-from rpc_pipe.drawing.svg import Picture
+from rpc_pipe.drawing.svg import Picture, draw_page
 from rpc_pipe.planning.simulator import simulate, uniform
 from rpc_pipe.planning.span import Span, Wait, critical_path, waits
 from rpc_pipe.schedules import SCHEDULES

@@ -23,7 +23,7 @@ from rpc_pipe.workers.compute.devices.moving import Moving
 from rpc_pipe.workers.transport import shared_memory
 from rpc_pipe.workers.transport.from_device import HANDLES, ON_HOST
 from rpc_pipe.workers.transport.payload import pack, unpack
-from rpc_pipe.workers.transport.ring_buffer import DEVICE
+from rpc_pipe.workers.transport.peer_memory import DEVICE
 from rpc_pipe.workers.transport.values import decode_value, encode_value
 
 pytestmark = pytest.mark.skipif(not shared_memory.POSSIBLE, reason="channels are for Linux on x86-64")

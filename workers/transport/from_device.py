@@ -15,7 +15,7 @@ from ...dependency import Malformed
 from .form import Form
 from .outbox import Key
 from .payload import Laid, Payload, Staying
-from .ring_buffer import COPIED, DEVICE
+from .peer_memory import COPIED, DEVICE
 
 #: kinds of memory for payloads of a device: the device's, opened by handles; the host's
 HANDLES, ON_HOST = 1, 2

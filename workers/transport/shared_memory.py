@@ -40,8 +40,7 @@ from .form import Form, assemble, copy_memory, describe, form_of
 from .from_device import DeviceWay, FromDevice, ToDevice
 from .outbox import Answer, Key
 from .payload import Laid, Staying
-from .peer_memory import Fetch, PeerMemory
-from .ring_buffer import ASLEEP, LENDS, LINE, SIZE, WRITTEN, RingBuffer
+from .peer_memory import ASLEEP, LENDS, LINE, SIZE, WRITTEN, Fetch, PeerMemory, RingBuffer
 from .values import malformed
 from .wakeup import Notifier, Wakeup
 
