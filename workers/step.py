@@ -268,4 +268,5 @@ class Context:
     def learning_rate(self) -> float | None:
         """Learning rate of the next update, of the first parameter group here; None: nothing here is trained."""
         optimizers = (shard.optimizer for shard in self.shards.values() if shard.optimizer is not None)
-        return next((float(g["lr"]) for each in optimizers for g in each.param_groups if "lr" in g), None)
+        groups = (group for each in optimizers for group in each.param_groups)
+        return next((float(g["lr"]) for g in groups if g.get("lr") is not None), None)

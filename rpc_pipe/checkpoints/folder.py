@@ -294,11 +294,12 @@ def job_of(actor: WorkerActor) -> dict[str, Any]:
     forms = {zlib.crc32(f"{plain_name(name)} {getattr(tensor, 'shape', '')}".encode()) for name, tensor in named}
     every = {form for told in everywhere(actor, "shapes of the model", sorted(forms)) for form in told}
     groups = [group for shard in shards if shard.optimizer is not None for group in shard.optimizer.param_groups]
+    rates = (group.get("initial_lr", group.get("lr")) for group in groups)
     return {
         "script": Path(sys.argv[0]).name,
         "model": zlib.crc32(repr(sorted(every)).encode()),
         "begun": time.time_ns(),
-        "learning_rate": next((float(group.get("initial_lr", group["lr"])) for group in groups), None),
+        "learning_rate": next((float(rate) for rate in rates if rate is not None), None),
         "lr_scheduler": next((_named(shard.updating.training.lr_scheduler) for shard in shards), None),
     }
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ..dependency import ConfigError, EpochEnds, Stalled, StorageError
 from ..system.at_exit import at_exit
@@ -24,6 +25,7 @@ from ..system.files import refused
 from ..workers.actor import WorkerActor
 from ..workers.compute.parts.divided import local
 from ..workers.compute.shard import Shard
+from ..workers.transport.payload import tensors_of
 from . import folder
 from .json_values import checksum, is_plain, random_state, write
 
@@ -75,6 +77,8 @@ class Snapshot:
         self._stages: dict[str, dict[str, Any]] = {}
         rest = random_state() if self.is_first and not weights_alone else {}
         if not weights_alone:
+            for shard in actor.homes.values():
+                _refuse_lost(shard.optimizer)
             self._stages = {str(shard.stage): described(shard, members) for shard in first}
             for (stage, number), shard in actor.homes.items():
                 own = optimizer_tensors(shard) if number == 0 else held_tensors(shard, number)
@@ -143,6 +147,27 @@ class Snapshot:
             raise
         finally:
             self._files = {}
+
+
+def _refuse_lost(optimizer: Optimizer | None) -> None:
+    """Refuse an optimizer whose state would not come back, as of two optimizers in one.
+
+    Raises:
+        ConfigError: it writes down tensors that are not in its `state`, or that is not kept.
+    """
+    if optimizer is None:
+        return
+    told, state = {}, optimizer.state
+    with suppress(KeyError):  # of optimizers that share one `state`, torch writes none down
+        told = optimizer.state_dict()
+    kept = [*tensors_of(dict(state)), *tensors_of([{**group, "params": ()} for group in optimizer.param_groups])]
+    if state is not optimizer.state or len(set(map(id, tensors_of(told)))) > len(set(map(id, kept))):
+        name = type(optimizer).__name__
+        raise ConfigError(
+            f"optimizer {name}: has tensors outside of `state[parameter]`, or another `state` at each look, which a "
+            "checkpoint would lose: keep them there, in one dict that optimizers inside share, as by self.state = "
+            "second.state = first.state"
+        )
 
 
 def own_routes(actor: WorkerActor) -> list[list[Shard]]:

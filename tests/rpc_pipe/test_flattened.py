@@ -56,9 +56,12 @@ class Small(torch.optim.SGD):
             parameter.sub_(0.1 * moment)
 
 
-def pipeline(**options):
+SMALL = partial(Small, lr=0.1)
+
+
+def pipeline(optimizer=SMALL, **options):
     torch.manual_seed(1)
-    model, training = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)]), Training(partial(Small, lr=0.1))
+    model, training = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)]), Training(optimizer)
     return Pipeline(model, nn.functional.cross_entropy, training=training, num_microbatches=4, **options)
 
 
@@ -89,3 +92,54 @@ def test_weights_of_such_a_class_are_refused_by_name(tmp_path):
         shard.slice.layers[0][1].register_buffer("table", Scaled.of(torch.ones(2)))
         with refused("0.table"):
             pipe.checkpoints.save(tmp_path)
+
+
+class Pair:
+    """Momentum for matrices and Adam for the rest, as with Muon; its `state` is made anew at each look, or shared."""
+
+    def __init__(self, named, shares):
+        self.first = torch.optim.SGD([p for _, p in named if p.dim() > 1], lr=0.1, momentum=0.9)
+        self.second = torch.optim.Adam([p for _, p in named if p.dim() < 2], lr=0.1)
+        self.defaults, self.param_groups = {}, self.first.param_groups + self.second.param_groups
+        self.kept = self.first.state if shares else None
+        if shares:
+            self.second.state = self.kept
+
+    @property
+    def state(self):
+        return {**self.first.state, **self.second.state} if self.kept is None else self.kept
+
+    def step(self, closure=None):
+        self.first.step()
+        self.second.step()
+
+    def zero_grad(self, set_to_none=True):
+        self.first.zero_grad(set_to_none)
+        self.second.zero_grad(set_to_none)
+
+    def state_dict(self):
+        return {"first": self.first.state_dict(), "second": self.second.state_dict()}
+
+
+def test_an_optimizer_of_two_goes_on_or_is_refused(tmp_path):
+    """The checkpoint had all momenta, and what was read went into a dict that was thrown away."""
+    made = partial(pipeline, optimizer=partial(Pair, shares=True))
+    with made() as straight, made() as pipe:
+        losses = [straight.step(BATCH) for _ in range(4)]
+        assert [pipe.step(BATCH) for _ in range(2)] == losses[:2]
+        pipe.checkpoints.save(tmp_path)
+    with made() as resumed:
+        resumed.checkpoints.load(tmp_path)
+        assert [resumed.step(BATCH) for _ in range(2)] == losses[2:]
+    with pipeline(optimizer=partial(Pair, shares=False)) as pipe, refused("optimizer"):
+        pipe.step(BATCH)
+        pipe.checkpoints.save(tmp_path)
+
+
+def test_an_optimizer_that_finds_its_rate_has_none():
+    """`transformers.Adafactor` has None by default: float() of it ended the first step."""
+    with pipeline() as pipe:
+        for optimizer in pipe.optimizers:
+            optimizer.param_groups[0]["lr"] = None
+        pipe.step(BATCH)
+        assert pipe.learning_rate is None
