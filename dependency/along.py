@@ -121,14 +121,17 @@ def ends(number: Any) -> tuple[int, int]:
     return (number.first, number.step) if isinstance(number, Along) else (number, 0)
 
 
-def divide(number: Any, others: Sequence[Any], key: Callable[[Any], int]) -> None:
-    """Divide a range of numbers where it comes to those of some others, which are in order."""
-    if isinstance(number, Along):
-        first, step = number.first, number.step
-        least, most = sorted((first, first + step * (number.count - 1)))
-        if inside := others[bisect_right(others, least, key=key) : bisect_right(others, most, key=key)]:
-            apart = {key(other) - first for other in inside}
-            raise _Divides(*sorted({-(-each // step) if step > 0 else each // step + 1 for each in apart}))
+def divide(number: Any, others: Sequence[Any], key: Callable[[Any], int]) -> int:
+    """Return how many of some others, which are in order, have no larger number; a range is divided at the rest."""
+    if not isinstance(number, Along):
+        return bisect_right(others, number, key=key)
+    first, step = number.first, number.step
+    least, most = sorted((first, first + step * (number.count - 1)))
+    found = bisect_right(others, least, key=key)
+    if inside := others[found : bisect_right(others, most, found, key=key)]:
+        apart = {key(other) - first for other in inside}
+        raise _Divides(*sorted({-(-each // step) if step > 0 else each // step + 1 for each in apart}))
+    return found
 
 
 def ask(question: Callable[[Any], Answer], first: int, step: int, count: int) -> Iterator[tuple[int, int, Answer]]:

@@ -238,8 +238,8 @@ class Streams:
 
     def _pieces(self, answer: _Answer) -> Iterator[Piece]:
         """Yield the pieces of an answer in the stream's order: its needs may stand in several streams."""
-        slot, growth = (each * _BETWEEN for each in ends(answer.slot))
-        todo = [(0, answer.count)]
+        slot, growth = ends(answer.slot)
+        slot, growth, todo = slot * _BETWEEN, growth * _BETWEEN, [(0, answer.count)]
         while todo:
             begin, count = todo.pop()
             # The first and the last of the piece; a stream that goes back begins at the other end.

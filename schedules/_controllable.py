@@ -11,6 +11,7 @@ of few microbatches is made, with two equal periods on all workers. A period fol
 number of periods may stand there. The checker proves the longer timetable slot by slot.
 """
 
+from bisect import insort
 from collections.abc import Iterator
 from functools import lru_cache
 
@@ -46,11 +47,10 @@ def timetable(block: Block, count: int, worker: int) -> Listing:
     for kind, stage, here in listed:
         slots = np.flatnonzero(here)
         at = int(np.searchsorted(slots, middle)) if more else len(slots)
-        for run in _runs(slots[:at], 0):
-            todo.run(kind, stage, run)
+        runs = [*_runs(slots[:at], 0), *_runs(slots[at:] + more * _PERIOD, at + more)]
         if more:
-            todo.run(kind, stage, EqualSteps(at, more, int(slots[at]), _PERIOD))
-        for run in _runs(slots[at:] + more * _PERIOD, at + more):
+            insort(runs, EqualSteps(at, more, int(slots[at]), _PERIOD))
+        for run in runs:
             todo.run(kind, stage, run)
     return todo
 
@@ -96,5 +96,5 @@ def _made(block: Block, count: int) -> list[bytes]:
             times.of[each, worker, 1 : count + 1] = np.arange(start, start + _PERIOD * count, _PERIOD)
     times = squeezed(reordered(times, listed=True))
     times = reordered(times, listed=False)
-    times.list_weights(times.held()[1][2])
+    times.with_weights()
     return [row.tobytes().rstrip(bytes([IDLE])) for row in squeezed(times).rows(IDLE)]

@@ -17,7 +17,7 @@ _INPUTS = 5
 #: a slot that is not known yet
 _FAR = 1 << 30
 #: how many slots are looked up at once
-_PART = 64
+_PART = 32
 
 Array = Any
 
@@ -35,9 +35,10 @@ class Column(NamedTuple):
     #: how many forwards there are, and how many passes before W
     forwards: int
     before: int
-    #: by pass: its place in `Times.flat`, the places of its needs, its worker
+    #: by pass: its place in `Times.flat`, the places of its needs, its line there, its worker
     places: Array
     needs: Array
+    lines: Array
     workers: Array
 
 
@@ -52,22 +53,23 @@ class Times:
         self.of: Array = np.full((_INPUTS + 1, workers + 2, 2 * count + 1), -1, np.int32)
         self.of[:, 1:-1, 1:] = _FAR
         self.flat: Array = self.of.reshape(-1)
-        #: distances in `flat` of a worker and a pass
+        #: distances in `flat` of a line, a worker's passes of a kind, and a pass
         self.strides = 2 * count + 1, (workers + 2) * (2 * count + 1)
 
-    def _length(self, passes: int) -> int:
-        return int(self.of[:passes].max(initial=0, where=self.of[:passes] < _FAR)) + 1
+    def own(self, each: int) -> Array:
+        """Return the slots of a pass, by worker and number."""
+        return self.of[each, 1:-1, 1 : 1 + self.count * (1 + (each == WEIGHTS))]
 
     def rows(self, passes: int) -> Array:
         """Return the pass in each slot of each worker, of the first `passes` passes."""
-        rows = np.full((self.workers, self._length(passes)), IDLE, np.uint8)
-        for each, slots in enumerate(self.of[:passes, 1:-1, 1:]):
-            count = self.count * (1 + (each == WEIGHTS))
-            rows[np.arange(self.workers)[:, None], slots[:, :count]] = each
+        length = 1 + max(int(self.own(each).max()) for each in range(passes))
+        rows = np.full((self.workers, length), IDLE, np.uint8)
+        for each in range(passes):
+            rows[np.arange(self.workers)[:, None], self.own(each)] = each
         return rows
 
-    def held(self) -> tuple[Array, Array]:
-        """Return rows without W, and how many W wait, passes are held and W are done after each of their slots.
+    def with_weights(self) -> tuple[Array, Array, Array]:
+        """Return rows without W, and how many W wait and are done after each slot. List W where one is done.
 
         An idle slot does a W as soon as there is one to do; the rows are as long as that takes.
         """
@@ -77,39 +79,36 @@ class Times:
         rest = wait[:, -1:] - np.arange(1, int(wait[:, -1].max()) + 3, dtype=small)
         behind = (0, 0), (0, rest.shape[1])
         done = np.pad(np.cumsum(inputs, 1, small), behind, "edge")
-        rows, wait = np.pad(rows, behind, constant_values=IDLE), np.concatenate([wait, np.maximum(rest, 0)], 1)
+        wait = np.concatenate([wait, np.maximum(rest, 0)], 1)
         done -= wait
-        return rows, np.array([wait, np.cumsum(rows <= F_UP, 1, small) - done, done])
-
-    def list_weights(self, done: Array) -> None:
-        """List W in the slots behind which more are done."""
         more = done > np.pad(done[:, :-1], ((0, 0), (1, 0)))
-        self.of[WEIGHTS, 1:-1, 1:] = np.nonzero(more)[1].reshape(self.workers, -1)
+        self.own(WEIGHTS)[:] = np.nonzero(more)[1].reshape(self.workers, -1)
+        return np.pad(rows, behind, constant_values=IDLE), wait, done
 
-    def columns(self, begin: int = 0) -> Iterator[Column]:
-        """Yield the passes of each slot from `begin` on."""
-        worker, each = self.strides
-        length = self._length(IDLE)
+    def columns(self, passes: int, begin: int = 0) -> Iterator[Column]:
+        """Yield those of the first passes in each slot from `begin` on."""
+        line, each = self.strides
+        length = 1 + max(int(self.own(each).max()) for each in range(passes))
         table, counts = np.zeros((length, self.workers), np.int32), np.zeros((IDLE, length), np.intp)
-        for number, own in enumerate(self.of[:IDLE, 1:-1, 1:]):
-            of, m = np.nonzero((own >= begin) & (own < _FAR))
-            slots = own[of, m]
-            table[slots, of] = number * each + (of + 1) * worker + m + 1
-            counts[number] = np.bincount(slots, minlength=length)
+        worker = np.arange(self.workers)[:, None]
+        for number in range(passes):
+            slots = self.own(number)
+            table[slots, worker] = number * each + (worker + 1) * line + np.arange(1, slots.shape[1] + 1)
+            counts[number] = np.bincount(slots.ravel(), minlength=length)
         table.sort(1)  # by pass
-        ends = np.cumsum(counts, 0).T.tolist()
+        end, ends, table = int(counts[:, :begin].sum()), np.cumsum(counts, 0).T.tolist(), table[table > 0]
         # The pass before; the one of the same microbatch before it; the one on the worker that does it before.
-        apart = [[-1] * IDLE, [-1, -each, -each, -each, each], [-worker, worker, -worker, worker, -1]]
-        distances = np.array(apart, np.int32)
-        for first in range(begin, len(table), _PART):
-            part = table[first : first + _PART]
-            needs = (part + distances[:, part // each]).astype(np.intp)
-            workers = (part // worker % (self.workers + 2) - 1).astype(np.intp)
-            part = part.astype(np.intp)
-            for at, (_, forwards, _, before, total) in enumerate(ends[first : first + _PART]):
+        apart = [[-1] * IDLE, [-1, -each, -each, -each, each], [-line, line, -line, line, -1]]
+        distances, owners = np.repeat(apart, self.workers + 2, 1), np.tile(np.arange(-1, self.workers + 1), IDLE)
+        for first in range(begin, length, _PART):
+            part = ends[first : first + _PART]
+            places = table[end : end + sum(total for *_, total in part)].astype(np.intp)
+            lines, end, at = places // line, end + len(places), 0
+            needs, workers = places + distances.take(lines, 1), owners.take(lines)
+            for slot, (_, forwards, _, before, total) in enumerate(part, first):
                 if total:
-                    a = self.workers - total
-                    yield Column(first + at, forwards, before, part[at, a:], needs[:, at, a:], workers[at, a:])
+                    here = slice(at, at := at + total)
+                    yield Column(slot, forwards, before, places[here], needs[:, here], lines[here], workers[here])
 
 
 def squeezed(times: Times) -> Times:
@@ -117,7 +116,7 @@ def squeezed(times: Times) -> Times:
     found = Times(times.workers, times.count)
     found.of[_INPUTS] = -1
     flat, last = found.flat, np.full(times.workers, -1)
-    for _, _, _, places, needs, workers in times.columns():
+    for *_, places, needs, _, workers in times.columns(IDLE):
         slots = np.maximum(flat.take(needs).max(0), last.take(workers)) + 1
         flat[places] = last[workers] = slots
     return found
@@ -157,80 +156,74 @@ class _HeldByForward:
     it is: a table by excess has the W behind the last forward of each.
     """
 
-    #: the passes of three kinds, down, up and W; the kind of a pass; the other two
-    _PASS, _KIND = np.array([F_DOWN, F_UP, WEIGHTS]), np.array([0, 1, 0, 0, 2])
-    _OTHERS = np.array([[1, 0, 0], [2, 2, 1]])
-
     def __init__(self, times: Times, holes: _Holes, allowed: int) -> None:
-        self._times, self._holes, self._allowed, P = times, holes, allowed, times.workers
-        #: by kind and worker: how many there are, and the slot of the last; how many of a kind are before it
-        self._number, self._last = np.zeros(3 * P, np.intp), np.full(3 * P, -1)
-        self._before = np.zeros(9 * P, np.intp)
+        self._times, self._holes, self._allowed, P = times, holes, allowed, times.workers + 2
+        lines = np.arange(IDLE * P)
+        #: by line: those of the two others of F down, F up and W
+        self._others = lines + P * np.array([[1, -1, 0, 0, -4], [4, 3, 0, 0, -3]])[:, lines // P]
+        #: by line, places: how many of each other are before its last pass, and of it before the last of each other
+        self._own, self._their = self._others // P * len(lines) + lines, lines // P * len(lines) + self._others
+        self._before = np.zeros(IDLE * len(lines), np.intp)
+        #: by line: how many passes there are, and the slot of the last
+        self._number, self._last = np.zeros(len(lines), np.intp), np.full(len(lines), -1)
         #: how many forwards are to come; by worker, how many I there are
-        self._left = 2 * times.count * P
-        self._listed = np.zeros(P, np.intp)
+        self._left, self._inputs = 2 * times.count * times.workers, np.zeros(times.workers, np.intp)
         self._width = 2 * times.count + max(times.count, allowed) + 1
         self._behind: Array = np.full(2 * P * self._width, -1, np.int32)
 
     def moved(self, now: Column, first: Array) -> Array:
         """Return the first holes of passes from these slots on; their slots now if there are none."""
         if count := now.forwards:
-            first[:count] = np.maximum(first[:count], self._earliest(now.places[:count], now.workers[:count]))
+            first[:count] = np.maximum(first[:count], self._earliest(now.places[:count], now.lines[:count]))
         return self._holes.first(now.workers, first)
 
-    def _earliest(self, places: Array, workers: Array) -> Array:
+    def _earliest(self, places: Array, lines: Array) -> Array:
         """Return the first slots where memory allows these forwards."""
-        (worker, stride), P = self._times.strides, self._times.workers
-        number, kind = places % worker - 1, places // stride
-        least = self._behind.take(self._excess(1 - kind, workers, self._allowed - number))
-        up, weights = self._before.take([(3 - 2 * kind) * P + workers, (6 + kind) * P + workers])
-        if (full := number + up - weights >= self._allowed).any():
-            least = np.where(full, np.maximum(least, self._slots(2, workers, weights)), least)
+        number = places % self._times.strides[0] - 1
+        (other, weights), (others, done) = self._others.take(lines, 1), self._before.take(self._own.take(lines, 1))
+        least = self._behind.take(self._excess(other, self._allowed - number))
+        if (full := number + others - done >= self._allowed).any():
+            least = np.where(full, np.maximum(least, self._slots(weights, done)), least)
         return least + 1
 
-    def _excess(self, kind: Any, workers: Array, excess: Array) -> Array:
+    def _excess(self, lines: Array, excess: Array) -> Array:
         """Return the places of forwards in the table."""
-        return (kind * self._times.workers + workers) * self._width + 2 * self._times.count + excess
+        return lines * self._width + 2 * self._times.count + excess
 
-    def _slots(self, kind: Any, workers: Array, numbers: Array) -> Array:
-        """Return the slots of passes of a kind."""
-        worker, stride = self._times.strides
-        return self._times.flat.take(self._PASS.take(kind) * stride + (workers + 1) * worker + 1 + numbers)
+    def _slots(self, lines: Array, numbers: Array) -> Array:
+        return self._times.flat.take(lines * self._times.strides[0] + 1 + numbers)
 
     def note(self, now: Column, slots: Array) -> None:
         """Note that passes are in these slots."""
-        if now.before > now.forwards:
-            self._note_inputs(now.workers[now.forwards : now.before], slots[now.forwards : now.before])
-        (worker, stride), P, forwards = self._times.strides, self._times.workers, now.forwards
+        forwards = now.forwards
+        if now.before > forwards:
+            self._note_inputs(now.workers[forwards : now.before], slots[forwards : now.before])
         self._left -= forwards
         if not self._left:
             return
-        places, workers, slots = (
-            np.concatenate([each[:forwards], each[now.before :]]) for each in (now.places, now.workers, slots)
+        places, lines, slots = (
+            np.concatenate([each[:forwards], each[now.before :]]) for each in (now.places, now.lines, slots)
         )
-        number, kind = places % worker, self._KIND.take(places // stride)
-        others, own = self._OTHERS[:, kind], kind * P + workers
-        self._last[own], self._number[own] = slots, number
-        self._before[(kind * 3 + others) * P + workers] += slots < self._last.take(others * P + workers)
-        pair = (others * 3 + kind) * P + workers
-        before = self._before[pair] = self._passed(others, workers, self._before.take(pair), slots)
+        number, others, own = places % self._times.strides[0], self._others.take(lines, 1), self._own.take(lines, 1)
+        self._last[lines], self._number[lines] = slots, number
+        later = slots < self._last.take(others)
+        self._before[self._their.take(lines, 1)] += later
+        before = self._before[own] = self._passed(others, np.where(later, self._before.take(own), _FAR), slots)
         # The first W behind forwards: behind these forwards, and these W behind the last forwards before them.
         weights = before[1, :forwards]
-        behind = self._slots(2, workers[:forwards], weights)
+        behind = self._slots(others[1, :forwards], weights)
         known = behind < _FAR
-        at = self._excess(kind[:forwards], workers[:forwards], number[:forwards] - weights)
-        self._behind[at[known]] = behind[known]
-        at = self._excess(others[:, forwards:], workers[forwards:], before[:, forwards:] - number[forwards:] + 1)
+        self._behind[self._excess(lines[:forwards], number[:forwards] - weights)[known]] = behind[known]
+        at = self._excess(others[:, forwards:], before[:, forwards:] - number[forwards:] + 1)
         self._behind[at] = slots[forwards:]
 
-    def _passed(self, kind: Array, workers: Array, numbers: Array, slots: Array) -> Array:
-        """Return how many passes of a kind are before these slots: at least `numbers`."""
-        own, step, more = kind * self._times.workers + workers, 1, True
-        total = self._number.take(own)
-        numbers = np.where(self._last.take(own) < slots, total, numbers)
+    def _passed(self, lines: Array, numbers: Array, slots: Array) -> Array:
+        """Return how many passes are before these slots: at least `numbers`."""
+        step, more, total = 1, True, self._number.take(lines)
+        numbers = np.minimum(numbers, total)
         while step:  # which doubles as long as there are more, and is halved then
             later = np.minimum(numbers + step, total)
-            passed = (later == numbers + step) & (self._slots(kind, workers, later - 1) < slots)
+            passed = (later == numbers + step) & (self._slots(lines, later - 1) < slots)
             numbers = numbers + step * passed
             more = more and bool(passed.any())
             step = step * 2 if more else step // 2
@@ -238,9 +231,9 @@ class _HeldByForward:
 
     def _note_inputs(self, workers: Array, slots: Array) -> None:
         """Sort I in among those of their workers."""
-        flat, (worker, stride) = self._times.flat, self._times.strides
-        at = _INPUTS * stride + (workers + 1) * worker + 1 + self._listed.take(workers)
-        self._listed[workers] += 1
+        flat, (line, stride) = self._times.flat, self._times.strides
+        at = _INPUTS * stride + (workers + 1) * line + 1 + self._inputs.take(workers)
+        self._inputs[workers] += 1
         while (later := flat.take(at - 1) > slots).any():
             flat[at[later]] = flat[at[later] - 1]
             at = at - later
@@ -268,44 +261,34 @@ class _HeldBySlot:
     def moved(self, now: Column, first: Array) -> Array:
         """Return the first holes of passes from these slots on; their slots now if there are none. Note them."""
         start, workers, passes = now.slot, now.workers, now.places // self._stride
-        slots = self._holes.first(workers, first)
-        todo = ((slots < start) & (slots <= self._safe.take(workers))).nonzero()[0]
+        slots, todo = self._holes.first(workers, first), np.arange(len(first))
         while todo.size:
-            wrong = self._wrong(passes[todo], workers[todo], slots[todo], start)
+            todo = todo[slots[todo] < start]
+            row = workers[todo] * self._length
+            self._rows[row + start], self._rows[row + slots[todo]] = IDLE, passes[todo]
+            todo = todo[slots[todo] <= self._safe[workers[todo]]]
+            wrong = self._note(workers[todo], slots[todo], start)
             todo, wrong = todo[wrong >= 0], wrong[wrong >= 0]
+            row = workers[todo] * self._length
+            self._rows[row + slots[todo]], self._rows[row + start] = IDLE, passes[todo]
+            self._note(workers[todo], slots[todo], start)
             slots[todo] = self._holes.first(workers[todo], np.minimum(wrong + 1, start))
-            todo = todo[(slots[todo] < start) & (slots[todo] <= self._safe[workers[todo]])]
-        moved = slots < start
-        row = workers[moved] * self._length
-        self._rows[row + start] = IDLE
-        self._rows[row + slots[moved]] = passes[moved]
         return slots
 
-    def _wrong(self, passes: Array, workers: Array, begin: Array, end: int) -> Array:
-        """Return the first slots with too many held, if passes move from `end` to `begin`; note those with -1: none."""
-        row = workers * self._length
-        self._rows[row + begin], self._rows[row + end] = passes, IDLE
-        now = np.where(begin, self._after[:, row + begin - 1], 0)
-        wrong, live, at, trail = np.full(len(row), -1), np.arange(len(row)), row + begin, list[Any]()
+    def _note(self, workers: Array, begin: Array, end: int) -> Array:
+        """Note what changes behind slots `begin`, after moves from `end`; return where too many are held, or -1."""
+        row, live, wrong = workers * self._length, np.arange(len(begin)), np.full(len(begin), -1)
+        now, at = np.where(begin, self._after[:, row + begin - 1], 0), row + begin
         while live.size:
             each = self._rows.take(at)
             each[(each == IDLE) & (now[0] > 0)] = IDLE + 1
             now = now + self._CHANGE[:, each]
-            trail.append((live, at, now))
-            slot, bad = at - row[live], now[1] > self._allowed
-            wrong[live[bad]] = slot[bad]
-            safe = now[2] >= self._enough
+            slot, bad, safe = at - row[live], now[1] > self._allowed, now[2] >= self._enough
             same = (slot >= end) & (slot <= self._safe[workers[live]]) & (now == self._after[:, at]).all(0)
-            keep = ~(bad | safe | same)
-            trail[-1] = live, at, now, safe
-            live, at, now = live[keep], at[keep] + 1, now[:, keep]
-        for live, at, now, safe in trail:
-            good = wrong[live] < 0
-            self._after[:, at[good]] = now[:, good]
-            good &= safe
-            self._safe[workers[live[good]]] = at[good] - row[live[good]]
-        row, begin, passes = row[wrong >= 0], begin[wrong >= 0], passes[wrong >= 0]
-        self._rows[row + begin], self._rows[row + end] = IDLE, passes
+            self._after[:, at] = now
+            wrong[live[bad]], self._safe[workers[live[safe]]] = slot[bad], slot[safe]
+            more = ~(bad | safe | same)
+            live, at, now = live[more], at[more] + 1, now[:, more]
         return wrong
 
 
@@ -315,21 +298,20 @@ def reordered(times: Times, listed: bool) -> Times:
     The steady state between the first I down on worker 0 and its last F stays; without listed W, so do the passes
     before.
     """
-    rows, after = times.held()
+    rows, wait, done = times.with_weights()
+    held = np.cumsum(rows <= F_UP, 1, done.dtype) - done
     steady, lasts = int(times.of[I_DOWN, 1, 1]), times.of[F_DOWN, 1:-1, times.count]
     lasts = np.where(lasts >= steady, lasts, _FAR)
     end, until = int(lasts.min()), int(lasts.argmin())
-    found = Times(times.workers, times.count)
-    holes = _Holes(rows, 0 if listed else end)
+    found, begin = Times(times.workers, times.count), 0 if listed else end
+    holes = _Holes(rows, begin)
     if listed:
-        times.list_weights(after[2])
-        holding: _HeldByForward | _HeldBySlot = _HeldByForward(found, holes, int(after[1].max()))
-        del after
+        holding: _HeldByForward | _HeldBySlot = _HeldByForward(found, holes, int(held.max()))
     else:
-        times.of[WEIGHTS, 1:-1, 1:] = _FAR
         np.copyto(found.of, times.of, where=times.of < end)
-        holding = _HeldBySlot(times, holes, rows, after)
-    for now in times.columns(0 if listed else end):
+        holding = _HeldBySlot(times, holes, rows, np.array([wait, held, done]))
+    del wait, held, done
+    for now in times.columns(IDLE if listed else WEIGHTS, begin):
         if now.slot >= end or (listed and now.slot < steady):
             first = found.flat.take(now.needs).max(0) + 1
             if now.slot == end:

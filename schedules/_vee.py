@@ -1,6 +1,5 @@
 """Common parts of the V-shaped schedules: placement, and listing timetables phase by phase."""
 
-from bisect import bisect_right
 from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from functools import lru_cache
@@ -8,7 +7,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from ..dependency import Action, B, I, Kind, Order, Spec, W
-from ..dependency.along import divide, ends
+from ..dependency.along import divide
 
 #: a kind on a stage, for the next microbatch there; None: a slot without an action
 Listable = tuple[Kind, int] | None
@@ -62,8 +61,7 @@ class Listed(Spec):
     def run(self, a: Action) -> EqualSteps | None:
         """Return the run that an action belongs to; None: it is not listed."""
         runs, turn = timetable(self, self.worker(a)).runs.get((a.kind, a.stage), ()), self.turn(a.index)
-        divide(turn, runs, _first)
-        found = bisect_right(runs, ends(turn)[0], key=_first)
+        found = divide(turn, runs, _first)
         return runs[found - 1] if found and turn < runs[found - 1].first + runs[found - 1].times else None
 
     def slot(self, a: Action) -> int:

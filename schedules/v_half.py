@@ -1,6 +1,6 @@
 """V-Half: half the activations of 1F1B and half its bubble."""
 
-from functools import lru_cache
+from functools import cached_property
 
 from ._controllable import Block, timetable
 from ._vee import Listed, Listing, Vee
@@ -22,8 +22,7 @@ class VHalf(Listed, Vee):
     source = "Qi et al. 2024, Pipeline Parallelism with Controllable Memory, arXiv:2405.15362; order as zbv_greedy.py"
     split_backward = True
 
-    @property
-    @lru_cache(maxsize=2)  # noqa: B019 (specs are small)
+    @cached_property
     def block(self) -> Block:
         """When a microbatch does F down, F up, I up, I down on each worker: lifetimes of half a pipeline."""
         P, shift = self.num_workers, 3 * (self.num_workers % 2 == 0)

@@ -1,6 +1,6 @@
 """V-Min: a third of the activations of 1F1B, the least a V allows."""
 
-from functools import lru_cache
+from functools import cached_property
 
 from ._controllable import Block
 from .v_half import VHalf
@@ -18,8 +18,7 @@ class VMin(VHalf):
         activations <= 2 * ((P + 4) // 3)
     """
 
-    @property
-    @lru_cache(maxsize=2)  # noqa: B019 (specs are small)
+    @cached_property
     def block(self) -> Block:
         P, shift = self.num_workers, 2 * (self.num_workers % 3 == 0)
         return tuple((w, 2 * P - 1 - w, 2 * P + shift + w, 4 * P - 1 + shift - w) for w in range(P))

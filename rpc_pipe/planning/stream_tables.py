@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping
 from itertools import zip_longest
 from typing import Any
@@ -48,13 +47,14 @@ class Tables:
         for place, stream in enumerate(self.stream):
             own, done = sources[place], 0
             for piece in stream.pieces if stream else ():
-                needs, times = [], Counter[int]()
+                needs: list[tuple[int, int, int]] = []
+                times: dict[int, int] = {}
                 for number, wanted, grows in piece.needs:
                     if self.at[number] == place and wanted <= done:
                         continue  # its lane runs one action at a time
                     count = self._count(number, stream.worker)
+                    times[count] = times.get(count, 0) + 1
                     needs.append((own.setdefault((count, times[count]), len(own)), wanted, grows))
-                    times[count] += 1
                 self.pieces[place].append((piece, needs))
                 done += piece.number
         self.columns = max(map(len, sources)) or 1
