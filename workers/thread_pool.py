@@ -50,6 +50,8 @@ class ThreadPool:
 
     def each(self, call: Callable[[WorkerActor], T]) -> list[T]:
         """Return `call(worker)` for every worker; raise the first cause if one fails."""
+        if threading.current_thread() in self._threads:
+            raise PipeError("pipeline: called from within a worker: layers, losses and hooks cannot call it")
         settings = callers_settings()
 
         def run(actor: WorkerActor, follow: Callable[[], None]) -> T:

@@ -14,7 +14,7 @@ from training_options import pipeline_with
 
 import rpc_pipe
 from rpc_pipe import Pipeline, Training
-from rpc_pipe.dependency import ConfigError, WorkerFailure
+from rpc_pipe.dependency import ConfigError, PipeError, WorkerFailure
 from rpc_pipe.workers.compute.autograd_graph import refuse_unowned
 
 PACKAGE = Path(rpc_pipe.__file__).parent
@@ -416,3 +416,12 @@ def test_the_learning_rate_can_be_read_and_set():
     pipe.learning_rate = 0.0
     pipe.step((X, torch.zeros(len(X), 2)))
     assert pipe.learning_rate == 0.0 and all(map(torch.equal, before, pipe.weights.state_dict().values()))
+
+
+def test_a_hook_that_calls_the_pipeline_is_refused_by_threads_too():
+    """A worker's thread waited for itself, for ever; a process refused it."""
+    pipe = Pipeline([nn.Linear(4, 4), nn.Linear(4, 2)], mse_loss, num_microbatches=2, num_workers=2)
+    batch = X, torch.zeros(len(X), 2)
+    with refused("pipeline", PipeError):
+        pipe.gather("value", lambda actor: pipe.evaluate(batch))
+    pipe.evaluate(batch)

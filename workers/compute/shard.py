@@ -264,7 +264,7 @@ class Shard:
         try:
             return self.loss_fn(output, target)
         except Exception as error:
-            note(error, f"in the loss function or metric, given output {shapes_in(output)} and target {shapes_in(target)}")
+            note(error, f"in the loss or metric, given output {shapes_in(output)} and target {shapes_in(target)}")
             raise
 
     def _staying(self) -> Iterable[Tensor]:
