@@ -17,7 +17,7 @@ from .checkpoints.resumption import Resumption
 from .dependency import BatchError, ConfigError, Entry, Order, PipeError, Spec
 from .dependency.pipeline_options import Options
 from .model.batches.batch_reader import BatchReader
-from .model.batches.microbatches import Microbatches, Pair, form_of, has_items
+from .model.batches.microbatches import Microbatches, Pair, form_of, has_items, with_means
 from .model.batches.step_inputs import StepEnd, StepInputs
 from .model.shard_maker import ShardMaker
 from .workers.actor import WorkerActor
@@ -208,8 +208,6 @@ class Session:
                 self.partition.observe(found.inputs[0], trained=pair is None)
                 self.make_shards()
         if self.partition.adds_means and self.spec.takes_steps and any(map(has_items, found.first)):
-            from .model.batches.microbatches import with_means
-
             found = with_means(found)
         if self._recover is not None and found.lazy is not None:
             found = replace(found, now_read=self._again(found, partial(self.cut, batch, microbatches, pair, whole)))

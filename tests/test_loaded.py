@@ -23,7 +23,7 @@ OF_ELASTIC_JOBS = {
         "rpc_pipe.elastic.recovery",
         "rpc_pipe.launching.epochs",
     ),
-    *("rpc_pipe.workers.compute.lodging", "rpc_pipe.workers.surviving", "rpc_pipe.launching.epochs"),
+    *("rpc_pipe.workers.compute.stash", "rpc_pipe.workers.surviving", "rpc_pipe.launching.epochs"),
 }
 #: without the compiler of torch, which each optimizer loads, in more than a second
 SCRIPT = """

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..dependency import Action, T, U, reduction_tree
-from .compute.lodging import Lodging
 from .compute.result import Result
 from .compute.shard import Shard
+from .compute.stash import Lodging
 from .run import Stream
 from .step import ActionContext, Step
 

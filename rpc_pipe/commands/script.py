@@ -23,7 +23,7 @@ from ..launching.job import Job
 from ..pipeline import Pipeline
 from ..tracing.own_boards import collect, record, write_out
 from ..tracing.run_summary import FILES, LAST_STEPS, figures, summary
-from .options import CHECKPOINTS, MEMBERS, PIPELINE, refuse_typed, typed_checkpoints
+from .options import CHECKPOINTS, MEMBERS, PIPELINE, refuse_typed, typed_checkpoints, write
 
 
 class TypedOptions(attaching.Overrides):
@@ -211,7 +211,6 @@ class _ScriptEnd(TypedOptions):
         if "html" in typed:
             from ..dispatch.rows import draw_steps, whole_state
             from ..drawing.svg import draw_page
-            from .options import write
 
             state = whole_state(history, trace.run or typed["script"], True)
             write(typed["html"], draw_page(draw_steps(history, 1), state))

@@ -23,8 +23,8 @@ from ..dependency import ConfigError, PipeError, Spec, StageLost, check
 from ..dependency.relocating import relocated, renumbered, reshaped
 from ..launching import launcher_link as link
 from ..launching.epochs import READY, SHAPE, Roster
-from ..workers.compute.lodging import Lodging
 from ..workers.compute.modules.buffer_mirror import BufferMirror, mirror_of
+from ..workers.compute.stash import Lodging
 from ..workers.hooks import Listener, StepRecord
 
 if TYPE_CHECKING:

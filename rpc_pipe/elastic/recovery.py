@@ -33,7 +33,7 @@ from ..workers.actor import WorkerActor
 from ..workers.compute.result import Result
 from ..workers.step import StepInput
 from ..workers.surviving import completed
-from .heir import Heir
+from .heir import Heir, Shapes
 
 if TYPE_CHECKING:
     from ..model.shard_maker import ShardMaker
@@ -133,8 +133,6 @@ class Recovery:
         self._session, self._actor = session, session.actors[0]
         self._heir = Heir(session, maker)
         if job.shapes is not None:
-            from .heir import Shapes
-
             self._heir.shapes = Shapes(self._heir, job.shapes, session)
         self._root, self._place = root_of(job), place_of(job)
         self.accumulated = Accumulated(session.end.updates)

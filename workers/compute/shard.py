@@ -28,7 +28,6 @@ from .updating import Training, Updating
 
 if TYPE_CHECKING:
     from .before_update import BeforeUpdate
-    from .lodging import Lodging
     from .modules.buffer_mirror import BufferMirror
     from .outside_updates import OutsideUpdates
     from .parts.members import Members
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
     from .recomputation import FirstRun, Recomputation
     from .sequences.sequence import SliceStore
     from .split_backward import Saved, WeightBackward
-    from .stash import VersionStore
+    from .stash import Lodging, VersionStore
 
 #: (output of the model, target) -> mean over the microbatch, or (sum, weight)
 LossFn = Callable[[Any, Any], Any]
@@ -112,7 +111,7 @@ class Shard:
 
     def lodge(self, host: Shard) -> None:
         """Share modules, weights and optimizer of `host`, another replica of the stage, which alone changes them."""
-        from .lodging import Lodging  # few workers have several replicas of a stage
+        from .stash import Lodging
 
         self.lodging = host.lodging = host.lodging or Lodging(host)
         own, its = self.updating, host.updating
