@@ -1,12 +1,13 @@
 """Text from a model in stages: the tokens that transformers generates on one process."""
 
 import logging
+from functools import partial
 
 import pytest
 import torch
 from refusals import refused
 
-from rpc_pipe import Pipeline, generation
+from rpc_pipe import Pipeline, Training, generation
 from rpc_pipe.dependency import F
 from rpc_pipe.dependency.check import check_runs
 from rpc_pipe.dependency.decoding import Decoding
@@ -208,3 +209,21 @@ def test_the_models_own_settings_hold_and_its_own_decoding_is_refused():
     other = Loops(transformers.LlamaConfig(**SIZES, pad_token_id=0))
     with refused("generate"):
         Pipeline(other, num_microbatches=3, num_workers=2).generate(INPUTS, 2)
+
+
+def test_training_does_not_notice_texts_between_its_steps():
+    """Dropout is off in texts alone, and draws of texts move no generator of the training's."""
+
+    def trained(told=None):
+        torch.manual_seed(0)
+        config = transformers.LlamaConfig(**SIZES | {"num_hidden_layers": 2}, pad_token_id=0, attention_dropout=0.3)
+        training = Training(partial(torch.optim.SGD, lr=0.1))
+        made = transformers.LlamaForCausalLM(config)
+        with Pipeline(made, training=training, num_microbatches=2, num_workers=1) as pipe:
+            if told is not None:
+                pipe.on_step(lambda report: told.append(pipe.generate(INPUTS, 2, do_sample=True)))
+            losses = [pipe.step({"input_ids": PROMPTS[:4], "labels": PROMPTS[:4]}) for _ in range(2)]
+        return losses, torch.rand(1).item()
+
+    told = []
+    assert trained(told) == trained() and len(told) == 2
