@@ -16,6 +16,7 @@ from .launching.job import Job
 from .launching.meeting_place import mesh_of_members
 from .model.batches.microbatches import Microbatches
 from .model.sharding import Sharing
+from .workers.compute.parts.divided import read_whole_numbers
 from .workers.compute.parts.members import Members
 from .workers.compute.sequences.slices import Divide
 
@@ -27,6 +28,7 @@ def make_members(job: Job, sharing: Sharing, device: torch.device) -> tuple[Memb
         properties = torch.get_device_module(device).get_device_properties(device)
         identity = str(getattr(properties, "uuid", device))
     mesh = mesh_of_members(job, device.type, identity)
+    read_whole_numbers()
     kept = sharing.shard == FSDP_KEPT if sharing.shard in FSDP else None
     members, divide = Members(mesh, sharing.planes, sharing.per_microbatch, kept), dividing(sharing, mesh)
 

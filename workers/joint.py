@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..dependency import Action, Disagreement, F, I, Kind, Part, R, U, W
 from .compute.modules.digest import digest
@@ -110,7 +110,7 @@ class SummedGradients:
     def __init__(self, shard: Shard, members: Members, gathered: Gathered | None) -> None:
         self._members, self._gathered = members, gathered
         self._whole, self._all = members.sums(shard.updating.parameters), shard.updating.parameters
-        self._sums = shard.stage in members.summing
+        self._sums, self._updating = shard.stage in members.summing, shard.updating
         #: gradients of whole parameters that are summed already
         self._aside: dict[str, Tensor] = {}
 
@@ -128,12 +128,22 @@ class SummedGradients:
         if each or is_first:
             self._set_aside()
         yield
-        if kind is W and self._gathered is not None:
-            self._gathered.take_gradients(sums=each or is_last)
+        if self._gathered is not None and (split or each or is_last):
+            self._gathered.take_gradients(sums=each or is_last, alone=split)
         if each or is_last:
             self._sum()
+        if self._gathered is not None and self._gathered.layers and is_last:
+            self._forget_missing(self._gathered.missing())
         for parameter in self._all.values() if is_last else ():
             parameter.grad = added(parameter.grad, parameter)
+
+    def _forget_missing(self, missing: set[nn.Parameter]) -> None:
+        """Forget the gradients that no member had, which are zeros."""
+        if not self._members.any(bool(missing)):
+            return
+        own = {n for n, parameter in self._all.items() if parameter in missing and n not in self._updating.held}
+        for name in set.intersection(*self._members.exchange(own)):
+            self._all[name].grad = None
 
     def _set_aside(self) -> None:
         self._aside = {name: p.grad for name, p in self._whole if p.grad is not None}

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from .modules.autocast import forget_casts
+from .modules.torch_internals import local
 
 
 class Average:
@@ -31,7 +32,9 @@ class Average:
 
     def update(self) -> None:
         """Take in the parameters as they are now."""
-        averages, now = list(self.tensors.values()), [p.detach() for p in self._parameters.values()]
+        # The parts here: torch has no operation on some tensors that members divide and others that are whole.
+        averages = [local(average) for average in self.tensors.values()]
+        now = [local(parameter.detach()) for parameter in self._parameters.values()]
         with torch.no_grad():
             if self.num_updates == 0:
                 for average, parameter in zip(averages, now, strict=True):

@@ -147,3 +147,11 @@ def by_type(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
 def local(tensor: Tensor) -> Tensor:
     """Return the part of a tensor that is in this process: all of it, unless it is a DTensor."""
     return getattr(tensor, "_local_tensor", tensor)
+
+
+def let_item_call(function: Any) -> None:
+    """Let `item()`, `float` and `bool` of every DTensor call `function(operation, arguments, keywords)`."""
+    from torch.distributed.tensor import DTensor
+
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    handlers[torch.ops.aten._local_scalar_dense.default] = function

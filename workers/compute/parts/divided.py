@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from ....dependency import ConfigError
+from ..modules.torch_internals import let_item_call
 from ..modules.torch_internals import local as local
 
 
@@ -53,3 +56,19 @@ def part_of(whole: Tensor, tensor: Tensor) -> Tensor:
 def whole_of(tensor: Tensor) -> Tensor:
     """Return a whole tensor; if it is divided, by a collective."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def read_whole_numbers() -> None:
+    """Let `item()` of a sum, mean or norm of a divided tensor be its number: torch gives the summand of this member."""
+    let_item_call(_number)
+
+
+def _number(_: object, args: tuple[Any, ...], kwargs: object) -> Any:
+    (tensor,) = args
+    summands = any(placement.is_partial() for placement in tensor.placements)
+    if summands and torch.distributed.get_world_size() < tensor.device_mesh.size():
+        raise ConfigError(
+            "members: a number of a divided tensor is read outside of the pipeline, where this member has a summand; "
+            "read it in pipe.gather, or take full_tensor() on all members"
+        )
+    return local(tensor.full_tensor() if summands else tensor).item()

@@ -14,6 +14,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 from ....dependency import ConfigError
+from ..modules.digest import sample
+from ..modules.module_state import LOOKS
+from .divided import local
 
 
 class InOrder(ReduceScatter):
@@ -33,6 +36,65 @@ class InOrder(ReduceScatter):
             output_tensor.add_(part.view_as(output_tensor))
 
 
+class BackwardEnd:
+    """The end of a group's backward, with zeros for gradients that it has not here, such as an expert's without rows.
+
+    FSDP2 adds up the gradients that there are, so that another member's expert would be added to this one's.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self._group, self.ran = group, False
+        #: parameters that had a gradient in this step, and those that had none when gradients were summed
+        self.given: set[nn.Parameter] = set()
+        self.missed: set[nn.Parameter] = set()
+
+    def __call__(self, *unused: Any) -> None:
+        group, self.ran = self._group, True
+        if group.reduce_grads:
+            held = [each for each in group.fsdp_params if hasattr(each, "_unsharded_param")]
+            is_later = any(each.unsharded_accumulated_grad is not None for each in held)
+            for each in held:
+                whole = each.unsharded_param
+                if each.unsharded_accumulated_grad is not None:
+                    self.given.add(each.sharded_param)
+                    continue
+                if whole.grad is not None:
+                    self.given.add(each.sharded_param)
+                elif whole.requires_grad:
+                    self.missed.add(each.sharded_param)
+                    whole.grad = torch.zeros_like(whole)
+                if is_later:  # in the type of the others
+                    each.to_accumulated_grad_if_needed()
+        type(group).post_backward(group, *unused)
+
+
+def _refuse_writes(group: Any) -> None:
+    """Let the first forwards of a group raise if they write weights: the gathered ones are forgotten behind them."""
+    before: list[Any] = []
+    looks = [None] * LOOKS
+
+    def begin(*given: Any) -> Any:
+        found = type(group).pre_forward(group, *given)
+        whole = (local(each.unsharded_param).detach() for each in group.fsdp_params)
+        before[:] = [(weight, sample(weight).clone()) for weight in whole]
+        return found
+
+    def end(*given: Any) -> Any:
+        for each, (weight, was) in zip(group.fsdp_params, before, strict=True):
+            now = local(each.unsharded_param).detach()
+            if now.data_ptr() != weight.data_ptr() or not torch.equal(sample(now), was):
+                raise ConfigError(
+                    f"shard: a forward writes its parameter of shape {tuple(now.shape)}, which FSDP2 would forget; "
+                    "leave its layer whole, by blocks= or a function, or bound the weight by pipe.modify"
+                )
+        looks.pop()
+        if not looks:
+            del group.pre_forward, group.post_forward
+        return type(group).post_forward(group, *given)
+
+    group.pre_forward, group.post_forward = begin, end
+
+
 def divide(module: nn.Module, mesh: Any, policy: MixedPrecisionPolicy | None = None) -> None:
     """Let each member hold a part of every parameter of a layer or block."""
     if next(module.parameters(), None) is None:
@@ -49,6 +111,9 @@ def _sum(layer: Any) -> None:
     """Let FSDP2 add gradients up: each is of its part of one batch, so that their mean would be too small."""
     layer.set_gradient_divide_factor(1.0)
     layer.set_force_sum_reduction_for_comms(True)
+    for _, group in _groups([layer]):
+        group.post_backward = BackwardEnd(group)
+        _refuse_writes(group)
 
 
 def _layers(modules: Iterable[nn.Module]) -> list[Any]:
@@ -92,13 +157,30 @@ class Gathered:
 
     def expect(self, *, sums: bool, last: bool) -> None:
         """Set whether the next backward sums the layers' gradients, and whether it is the last of the step."""
+        for _, group in _groups(self.layers):
+            group.post_backward.ran = False
         for layer in self.layers:
             layer.set_requires_gradient_sync(sums, recurse=False)
             layer.set_is_last_backward(last)
 
-    def take_gradients(self, *, sums: bool) -> None:
-        """Keep, or sum over members, the gradients of a backward of weights alone, which calls no hook of FSDP2."""
-        for layer, group in _groups(self.layers):
+    def missing(self) -> set[nn.Parameter]:
+        """Return the parameters that had no gradient in this step, and forget them."""
+        found: set[nn.Parameter] = set()
+        for _, group in _groups(self.layers):
+            found |= group.post_backward.missed - group.post_backward.given
+            group.post_backward.missed, group.post_backward.given = set(), set()
+        return found
+
+    def take_gradients(self, *, sums: bool, alone: bool) -> None:
+        """Keep, or sum over members, gradients that no hook of FSDP2 has seen.
+
+        Args:
+            alone: behind a backward of weights alone, which calls no hook in time; else behind one that has left out
+                layers without a gradient here.
+        """
+        for layer, group in reversed(list(_groups(self.layers))):
+            if group.post_backward.ran and not alone:
+                continue
             group.reduce_grads = sums
             group.post_backward()
             group.reduce_grads = False

@@ -86,6 +86,12 @@ class Members:
         torch.distributed.all_gather_object(found, value, group=self.group)
         return found
 
+    def any(self, value: bool) -> bool:
+        """Return whether a value is true on a member. It is a collective."""
+        found = torch.tensor(value, dtype=torch.int32, device=self.mesh.device_type)
+        torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX, group=self.group)
+        return bool(found)
+
     @staticmethod
     def has_lost_one(error: BaseException) -> bool:
         """Return whether a collective failed because another member is gone, which is the cause; gloo has no class."""
