@@ -89,8 +89,8 @@ class Times:
         """Yield those of the first passes in each slot from `begin` on."""
         line, each = self.strides
         length = 1 + max(int(self.own(each).max()) for each in range(passes))
-        table, counts = np.zeros((length, self.workers), np.int32), np.zeros((IDLE, length), np.intp)
-        worker = np.arange(self.workers)[:, None]
+        table = np.zeros((length, self.workers), np.min_scalar_type(-self.flat.size))
+        worker, counts = np.arange(self.workers)[:, None], np.zeros((IDLE, length), np.intp)
         for number in range(passes):
             slots = self.own(number)
             table[slots, worker] = number * each + (worker + 1) * line + np.arange(1, slots.shape[1] + 1)
