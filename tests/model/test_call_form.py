@@ -87,7 +87,7 @@ def test_parameters_that_no_forward_uses_get_one_line(caplog):
     pipe = Pipeline(model, training=Training(SGD), num_workers=2, num_microbatches=2)
     for _ in range(2):
         pipe.step((floats(4, 4), floats(4, 4)))
-    assert [each.getMessage().partition(":")[0] for each in caplog.records] == ["parameter spare.weight and 1 more"]
+    assert [each.getMessage().partition(":")[0] for each in caplog.records] == ["parameters spare.weight, spare.bias"]
 
 
 def test_the_only_number_in_a_tuple_is_the_loss_wherever_it_stands():
