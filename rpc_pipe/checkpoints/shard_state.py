@@ -18,6 +18,7 @@ from ..workers.compute.sequences.slices import plain_name
 from ..workers.compute.shard import Shard
 from . import json_values
 from .json_values import decoded, encoded
+from .scheduler_states import as_in, by_group
 
 if TYPE_CHECKING:
     from ..workers.actor import WorkerActor
@@ -152,6 +153,8 @@ def _described(shard: Shard) -> dict[str, Any]:
         # Such as Adam's count of steps, which stays on the CPU.
         "on_host": [key for key, value, p in _state(shard) if isinstance(value, Tensor) and value.device != p.device],
         "scheduler": None if scheduler is None else encoded(scheduler.state_dict(), type(scheduler).__name__),
+        "scheduled": type(scheduler).__name__,
+        "accumulate": updating.training.accumulate,
     }
 
 
@@ -252,6 +255,9 @@ class Stages:
         """
         if not self._groups:  # there is nothing more
             return lambda: None
+        accumulate, was = shard.updating.training.accumulate, self._told.get("accumulate")
+        if self._held and was not in (None, accumulate) and not self._told.get("weight"):  # else sums, not means
+            raise ConfigError(f"accumulate={accumulate}: gradients in the checkpoint are divided by {was}; keep it")
         tensors = self.read(self.wanted(shard, route, num_routes), self._laid_out(shard))
         own = {key: each for key, each in tensors.items() if key in self._beside}
         beside = partial(self._apply_beside, shard, own, self._of_sums(shard, route, num_routes))
@@ -288,7 +294,7 @@ class Stages:
             for parameter, each in state.items():
                 optimizer.state[parameter] = each
             if shard.updating.lr_scheduler is not None:
-                shard.updating.lr_scheduler.load_state_dict(_as_in(shard.updating.lr_scheduler.state_dict(), scheduler))
+                shard.updating.lr_scheduler.load_state_dict(as_in(shard.updating.lr_scheduler.state_dict(), scheduler))
 
         return apply
 
@@ -329,8 +335,11 @@ class Stages:
             return None
         if any(self._stages[stage].get("scheduler") is None for stage, _ in origins):
             raise ConfigError("lr_scheduler: the checkpoint was written without one; leave it out")
+        own = type(shard.updating.lr_scheduler).__name__
+        if (was := self._told.get("scheduled", own)) != own:
+            raise ConfigError(f"lr_scheduler {own}: the checkpoint is of {was}; go on with that")
         former = [(self._stages[stage], number) for stage, number in origins]
-        return _by_group([(decoded(each["scheduler"]), number, len(each["groups"])) for each, number in former])
+        return by_group([(decoded(each["scheduler"]), number, len(each["groups"])) for each, number in former])
 
     def _apply_beside(self, shard: Shard, tensors: Mapping[str, Tensor], of_sums: Mapping[str, Tensor]) -> None:
         """Set the state outside the optimizer: the average of the weights, sums of batch normalisations, gradients of
@@ -355,41 +364,6 @@ class Stages:
             updating.held[name] = updating.held[name] + part if name in updating.held else part
         updating.weight = float(self._told.get("weight", 0.0))
         updating.restore()
-
-
-def _as_in(own: Any, stored: Any) -> Any:
-    """Return `stored` with dicts of the same types as in `own`: a MultiStepLR, in a SequentialLR too, has a Counter.
-
-    >>> from collections import Counter
-    >>> _as_in([{"milestones": Counter([3])}], [{"milestones": {3: 1}}])
-    [{'milestones': Counter({3: 1})}]
-    """
-    if isinstance(own, dict) and isinstance(stored, dict):
-        return type(own)({key: _as_in(own.get(key), each) for key, each in stored.items()})
-    if isinstance(own, list) and isinstance(stored, list) and len(own) == len(stored):
-        return [_as_in(*pair) for pair in zip(own, stored, strict=True)]
-    return stored
-
-
-def _by_group(states: list[tuple[Any, int, int]]) -> Any:
-    """Return one scheduler's state for groups that had several schedulers.
-
-    Args:
-        states: for each group the state that it was part of, its index there, and how many groups there were.
-
-    >>> _by_group([({"base_lrs": [1, 2], "last_epoch": 9}, 1, 2), ({"base_lrs": [3], "last_epoch": 9}, 0, 1)])
-    {'base_lrs': [2, 3], 'last_epoch': 9}
-    """
-    first = states[0][0]
-    if isinstance(first, dict):
-        return {key: _by_group([(state[key], index, of) for state, index, of in states]) for key in first}
-    if not isinstance(first, list):
-        return first
-    if any(isinstance(each, dict) for each in first):  # schedulers inside a scheduler
-        return [_by_group([(state[n], index, of) for state, index, of in states]) for n in range(len(first))]
-    if all(len(state) == of for state, _, of in states):
-        return [state[index] for state, index, _ in states]
-    return first
 
 
 def put(shard: Shard, tensors: Mapping[str, Tensor]) -> None:

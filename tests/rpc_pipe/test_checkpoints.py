@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import pytest
@@ -264,6 +264,7 @@ def test_only_the_newest_are_kept_and_one_step_may_be_saved_twice(tmp_path):
         ({"layers": [partial(nn.Linear, 8, 16, dtype=torch.float64), *LAYERS[1:]]}, "checkpoint"),
         ({"optimizer": partial(torch.optim.SGD, lr=0.1), "lr_scheduler": None}, "optimizer"),
         ({"optimizer": partial(torch.optim.AdamW, lr=0.1), "lr_scheduler": None}, "optimizer"),
+        ({"lr_scheduler": partial(torch.optim.lr_scheduler.StepLR, step_size=2)}, "lr_scheduler"),  # had its numbers
     ],
 )  # fmt: skip
 def test_a_checkpoint_of_something_else_is_refused(written, options, says):
@@ -272,6 +273,16 @@ def test_a_checkpoint_of_something_else_is_refused(written, options, says):
     with refused(says):
         pipe.checkpoints.load(written[0])
     assert bits(pipe) == before
+
+
+def test_a_half_accumulated_update_is_not_completed_by_other_parts(tmp_path):
+    """Gradients that were divided by 3 were added to ones divided by 2."""
+    pipe, other = pipeline(1, accumulate=3), pipeline(2, accumulate=2)
+    for step, batch in enumerate(BATCHES[:3]):
+        pipe.step(batch)
+        pipe.checkpoints.save(tmp_path)
+        with refused("accumulate") if step < 2 else nullcontext():
+            other.checkpoints.load(tmp_path)
 
 
 @contextmanager
