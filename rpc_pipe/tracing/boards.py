@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -285,7 +286,9 @@ class RunBoards:
                 return []
             blocks = file.read_bytes()[before:].decode(errors="replace").split("\n\n")
             computing = f"{self._latest.lives[worker].thread:#018x}"
-            found = [f"  {line}" for block in blocks if computing in block for line in block.strip().splitlines()]
+            lines = [line for block in blocks if computing in block for line in block.strip().splitlines()]
+            # Frames behind runpy's are those of the launcher, which has started the script.
+            found = [f"  {line}" for line in takewhile(lambda line: '"<frozen runpy>"' not in line, lines)]
             who = named(worker, header.get("members", 1))
             return [f"stacks of {who}, most recent call first:", *found] if found else []
         return []
