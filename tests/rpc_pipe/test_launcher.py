@@ -222,6 +222,7 @@ def test_a_worker_that_hangs_in_the_first_forward_is_named_with_its_stacks(tmp_p
     script.write_text(HANGING)
     done = rpc_pipe("run", script, "--workers", 2)
     assert "worker 1 hangs" in done.stdout and "stacks of worker 1" in done.stdout, done.stdout
+    assert "frozen runpy" not in done.stdout
     assert f'{script}", line {HANGING[: HANGING.index("time.sleep")].count(chr(10)) + 1} in forward' in done.stdout
 
 
