@@ -31,15 +31,13 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..dependency import ConfigError, StorageError
 from ..system import files
+from ..workers.actor import WorkerActor
 from ..workers.compute.sequences.slices import plain_name
 from .collective import everywhere
-
-if TYPE_CHECKING:
-    from ..workers.actor import WorkerActor
 
 MANIFEST = "manifest.json"
 INDEX = "model.safetensors.index.json"

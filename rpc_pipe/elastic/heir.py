@@ -15,7 +15,7 @@ import json
 from collections import deque
 from collections.abc import Collection
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from ..arguments import describe
 from ..checkpoints.newcomer import move
@@ -23,14 +23,12 @@ from ..dependency import ConfigError, PipeError, Spec, StageLost, check
 from ..dependency.relocating import relocated, renumbered, reshaped
 from ..launching import launcher_link as link
 from ..launching.epochs import READY, SHAPE, Roster
+from ..model.shard_maker import ShardMaker
+from ..session import Session
 from ..workers.compute.modules.buffer_mirror import BufferMirror, mirror_of
+from ..workers.compute.shard import Shard
 from ..workers.compute.stash import Lodging
 from ..workers.hooks import Listener, StepRecord
-
-if TYPE_CHECKING:
-    from ..model.shard_maker import ShardMaker
-    from ..session import Session
-    from ..workers.compute.shard import Shard
 
 
 class Heir:

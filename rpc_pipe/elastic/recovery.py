@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from ..checkpoints.newcomer import Journal, Repetition
 from ..dependency import EpochEnds, PeerLost, PipeError, StageLost, Stalled, ends_epoch
@@ -28,16 +28,14 @@ from ..launching.ending import heed
 from ..launching.job import Job
 from ..launching.meeting_place import drop, join, place_of, root_of
 from ..model.batches.microbatches import Microbatches
+from ..model.shard_maker import ShardMaker
+from ..session import Session
 from ..system.at_exit import at_exit
 from ..workers.actor import WorkerActor
 from ..workers.compute.result import Result
 from ..workers.step import StepInput
 from ..workers.surviving import completed
 from .heir import Heir, Shapes
-
-if TYPE_CHECKING:
-    from ..model.shard_maker import ShardMaker
-    from ..session import Session
 
 
 class Accumulated:

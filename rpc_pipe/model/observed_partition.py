@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import is_dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -28,10 +28,8 @@ from .deferred import DeferredModel
 from .module_copies import ModuleCopies, Pairs, paired
 from .observe.model_kinds import refuse_lazy
 from .observed_model import ObservedModel, observe
+from .replay.observed_stage import ObservedStage
 from .sharding import cut
-
-if TYPE_CHECKING:
-    from .replay.observed_stage import ObservedStage
 
 logger = logging.getLogger(__name__)
 
