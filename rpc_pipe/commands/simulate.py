@@ -25,12 +25,23 @@ from ..planning.span import Span, waits
 from ..planning.steady import Priced, check_some, price, refuse_long, refuse_many
 from ..system.garbage import uncollected
 from ..system.sizes import format_bytes
-
-from .options import (  # isort: skip
-    COSTS, MEMBERS, SCHEDULE, Pairs, Parser, filled, read_worker, refuse_typed, typed_attention, typed_costs,
-    typed_lengths, typed_links, typed_spec,
-)  # fmt: skip
-from .options import try_files, write
+from .options import (
+    COSTS,
+    MEMBERS,
+    SCHEDULE,
+    Pairs,
+    Parser,
+    filled,
+    read_worker,
+    refuse_typed,
+    try_files,
+    typed_attention,
+    typed_costs,
+    typed_lengths,
+    typed_links,
+    typed_spec,
+    write,
+)
 from .readers import link, numbers, positive, size, some, whole
 
 #: most forwards of a run that is simulated action by action, to be drawn

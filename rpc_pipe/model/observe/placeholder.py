@@ -15,10 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-from torch._subclasses.fake_tensor import (  # isort: skip
-    DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode, UnsupportedOperatorException,
-)  # fmt: skip
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
