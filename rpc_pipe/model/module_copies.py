@@ -49,13 +49,15 @@ class _ModuleCopy:
         mirrored: Collection[str] = (),
     ) -> None:
         self._own, self._copy, self._structure, self._weights = ref(own), ref(copy), structure, weights
-        self._mirrored, self._changes = mirrored, changes or bool(mirrored)
+        self.user, self._mirrored = id(own), mirrored
+        #: whether calls change the user's module
+        self.is_changed = changes or bool(mirrored)
         #: containers and objects that the copy refers to; their contents need no comparison
         self._common = {name: value for name, value in vars(own).items() if _is_common(name, value, copy, own)}
 
     def note(self, anew: bool = False) -> None:
         """Record the state of the user's module if a call may have changed it."""
-        if (anew or self._changes) and (own := self._own()) is not None:
+        if (anew or self.is_changed) and (own := self._own()) is not None:
             self._must_stay, self._noted = self._structure(own), self._state(own)
             self._common = {name: vars(own).get(name) for name in self._common}
 
@@ -170,7 +172,10 @@ class ModuleCopies:
 
     def begin(self) -> None:
         """Record the state of all modules, when every copy has been made."""
+        # A module that a stage computes with is changed by calls, not by hand, for its copies on other stages, too.
+        changed = {module.user for module in self._modules if module.is_changed}
         for module in self._modules:
+            module.is_changed = module.user in changed
             module.note(anew=True)
 
     @contextmanager

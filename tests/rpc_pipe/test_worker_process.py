@@ -75,8 +75,8 @@ def test_the_end_is_seen_though_a_child_holds_the_pipes():
 def test_when_the_launcher_is_gone_so_is_what_its_workers_have_started(tmp_path, monkeypatch):
     """A worker ended itself alone; its data loader's processes went on."""
     monkeypatch.setenv(link.FOLDER, str(tmp_path / "run-1"))
-    code = "import os, time\nfrom rpc_pipe.launching import leash\n"
-    code += "if child := os.fork(): leash.hold_leash(); print(child, flush=True)\ntime.sleep(60)"
+    code = "import os, time\nfrom rpc_pipe.launching import worker_main\n"
+    code += "if child := os.fork(): worker_main.hold_leash(); print(child, flush=True)\ntime.sleep(60)"
     with process(code) as worker:
         while not (printed := list(hear([worker], 30))):
             pass
@@ -93,8 +93,8 @@ def test_a_worker_whose_link_breaks_leaves_the_folder_of_the_run(tmp_path, monke
     boards.mkdir()
     (boards / run_folders.LAUNCHER).write_text(run_folders.identity())  # this process lives
     monkeypatch.setenv(link.FOLDER, str(boards))
-    code = "import time\nfrom rpc_pipe.launching import leash\n"
-    code += "leash._LAST_WORDS_S = 0.1\nleash.hold_leash(); print('held', flush=True)\ntime.sleep(60)"
+    code = "import time\nfrom rpc_pipe.launching import worker_main\n"
+    code += "worker_main.LAST_WORDS_S = 0.1\nworker_main.hold_leash(); print('held', flush=True)\ntime.sleep(60)"
     with process(code) as worker:
         while not list(hear([worker], 30)):
             pass
