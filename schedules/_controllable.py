@@ -79,13 +79,11 @@ def _repeating(block: Block, count: int) -> tuple[list[bytes], int]:
     made = _made(block, count)
     length = max(map(len, made))
     made = [row.ljust(length, bytes([IDLE])) for row in made]
-    starts = range(length - 2 * _PERIOD)
-    return made, next((start for start in starts if all(_repeats(row, start) for row in made)), 0)
-
-
-def _repeats(row: bytes, start: int) -> bool:
-    period = row[start : start + _PERIOD]
-    return IDLE not in period and row.startswith(period, start + _PERIOD)
+    slots = np.frombuffer(b"".join(made), np.uint8).reshape(-1, length)
+    alike = (slots[:, :-_PERIOD] == slots[:, _PERIOD:]).all(0) & (slots != IDLE).all(0)[:-_PERIOD]
+    starts = max(0, length - 2 * _PERIOD)
+    found = np.flatnonzero(np.all([alike[k : k + starts] for k in range(_PERIOD)], 0))
+    return made, int(found[0]) if len(found) else 0
 
 
 def _made(block: Block, count: int) -> list[bytes]:
