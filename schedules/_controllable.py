@@ -65,14 +65,6 @@ def _runs(slots: Array, first: int) -> Iterator[EqualSteps]:
             begin = end + 1
 
 
-def rows(block: Block, count: int) -> Iterator[bytes]:
-    """Yield the passes in the slots of each worker for `count` microbatches."""
-    shown = min(count, len(block) + _SHOWN)
-    short, begin = _repeating(block, shown)
-    for own in short:
-        yield own[:begin] + own[begin : begin + _PERIOD] * (count - shown) + own[begin:]
-
-
 @lru_cache(maxsize=2)
 def _repeating(block: Block, count: int) -> tuple[list[bytes], int]:
     """Return the slots of all workers, and the slot where two periods begin that are alike; 0 if there are none."""
