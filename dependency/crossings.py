@@ -38,6 +38,7 @@ NOT_TOGETHER = (
     Refusal("skip_update", "updates in parts", "no gradients of a whole step have a norm; leave it out"),
     Refusal("zero", "clipped by stage", "an owner has not all gradients of its stage; leave one of both out"),
     Refusal("zero", "pulled to a reference", "a replica pulls whole weights, which owners give later; leave zero out"),
+    Refusal("ema_decay", "pulled to a reference", "the reference, an average, is what is evaluated; leave it out"),
     Refusal("asynchronous", "shared weights", "each stage updates them at another time; take 1f1b, or do not tie them"),
     # updates that are undone where gradients were clipped
     Refusal("post_validation", "no norm", "an early update is checked by a norm; add max_grad_norm, or leave it out"),

@@ -28,6 +28,8 @@ def modify(session: Session, function: Callable[[int, list[nn.Module]], object],
         for (stage, _), shard in actor.shards.items() if actor not in changed else ():
             if not shard.is_guest:
                 function(stage, shard.slice.modules)
+            if shard.outside_updates is not None and shard.outside_updates.pulled is not None:
+                shard.outside_updates.refuse()
         changed.add(actor)
 
     session.each(lambda actor: together(actor, "modify", partial(change, actor)))

@@ -146,6 +146,9 @@ def load(actor: WorkerActor, where: Path, strict: bool) -> Loaded:
         raise ConfigError(_unmet(where, loaded))
     for shard, (here, _) in found.items():
         pretrained.fill(own[shard], here)
+        if shard.versions is not None and shard.versions.reference is not None:
+            with shard.versions.evaluated():
+                pretrained.fill({**own[shard], **dict(shard.named_parameters())}, here)
     return loaded
 
 

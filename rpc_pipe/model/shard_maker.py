@@ -184,7 +184,9 @@ def _with_stores(spec: Spec, shard: Shard) -> Shard:
     if spec.parallelism.zero or spec.averaging_pull:
         from ..workers.compute.outside_updates import OutsideUpdates
 
-        shard.outside_updates = OutsideUpdates(shard.stage, shard.updating)
+        shard.outside_updates = OutsideUpdates(
+            shard.stage, shard.updating, shard.versions if spec.averaging_pull else None
+        )
     return shard
 
 

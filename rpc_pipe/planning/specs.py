@@ -23,7 +23,7 @@ MAX_FORWARDS = 20_000_000
 MAX_STAGES = 1_000_000
 
 #: options of `Training` that some features exclude
-_OF_TRAINING = ("accumulate", "deferred_batch_norm", "log_grad_norm", "post_validation")
+_OF_TRAINING = ("accumulate", "deferred_batch_norm", "ema_decay", "log_grad_norm", "post_validation")
 
 
 def find_schedule(schedule: ScheduleLike) -> type[Spec]:

@@ -8,6 +8,7 @@ from refusals import refused
 from torch import nn
 
 from rpc_pipe import Pipeline, Training
+from rpc_pipe.dependency import PipeError
 
 torch.manual_seed(0)
 BATCH = torch.randn(8, 8), torch.randint(8, (8,))
@@ -51,9 +52,41 @@ def test_an_owner_alone_would_move_its_copy(momentum):
         losses(momentum, num_workers=4, replicas=2, zero=1)
 
 
-def test_a_reference_would_stay():
-    with refused("pull"):
-        losses(num_workers=2, schedule="avgpipe")
+def of_layers(change):
+    return lambda pipe: pipe.modify(lambda stage, modules: [change(m) for m in modules if isinstance(m, nn.Linear)])
+
+
+AVGPIPE = {"num_workers": 2, "schedule": "avgpipe"}
+
+
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda pipe: scale(pipe, 0.5),
+        of_layers(lambda layer: nn.init.eye_(layer.weight)),
+        of_layers(lambda layer: layer.bias.requires_grad_(False)),
+    ],
+)
+def test_a_reference_would_stay(move):
+    """Some changes were evaluated and saved by nobody, others ended the next step in an error of torch."""
+    with pipeline(**AVGPIPE) as pipe:
+        pipe.step(BATCH)
+        with pytest.raises(PipeError, match="pull"):
+            move(pipe)
+            pipe.step(BATCH)
+
+
+def test_a_reference_is_loaded_and_has_no_average(tmp_path):
+    """Weights were loaded into the pipelines alone, and an average of theirs was evaluated as if there were none."""
+    with pipeline(**AVGPIPE) as pipe:
+        pipe.weights.save(tmp_path / "first.safetensors")
+        first = pipe.evaluate(BATCH)
+        pipe.step(BATCH)
+        assert pipe.evaluate(BATCH) != first
+        pipe.weights.load_pretrained(tmp_path / "first.safetensors")
+        assert pipe.evaluate(BATCH) == first
+    with refused("ema_decay"):
+        pipeline(ema_decay=0.9, **AVGPIPE)
 
 
 def test_all_other_changes_stay_possible():

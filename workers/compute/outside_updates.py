@@ -1,21 +1,25 @@
-"""Weights that an optimizer moves outside of an update, as to an average for an evaluation and back."""
+"""Weights that are moved outside of an update, as by an optimizer to an average for an evaluation and back."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 from ...dependency import ConfigError
+from .stash import VersionStore
 from .updating import Updating
 
 
 class OutsideUpdates:
     """Finds such moves of a shard's weights, where other copies of them stay behind.
 
-    With `zero=1` an optimizer has its replica's weights alone; no optimizer has the reference that `avgpipe` evaluates.
+    With `zero=1` an optimizer has its replica's weights alone; no module has the reference that `avgpipe` evaluates.
+
+    Args:
+        pulled: the versions of weights that are pulled to a reference; None: there is no reference.
     """
 
-    def __init__(self, stage: int, updating: Updating) -> None:
-        self._stage, self._updating = stage, updating
+    def __init__(self, stage: int, updating: Updating, pulled: VersionStore | None) -> None:
+        self._stage, self._updating, self.pulled = stage, updating, pulled
         self.note()
 
     def note(self) -> None:
@@ -26,21 +30,24 @@ class OutsideUpdates:
         return {weight: (weight._version, weight.data_ptr()) for weight in self._updating.parameters.values()}
 
     def refuse(self) -> None:
-        """Refuse a move of all weights that the optimizer has, and of no other ones, since then.
+        """Refuse a move of all weights that the optimizer has, and of no other ones; or of any that are pulled.
 
         Raises:
             ConfigError: there is one.
         """
         optimizer, now = self._updating.optimizer, self._now()
         changed = {weight for weight in now if now[weight] != self._noted[weight]}
-        if not changed or optimizer is None:
+        if changed and self.pulled is not None and self.pulled.reference is not None:
+            raise ConfigError(
+                f"pull: weights of stage {self._stage} were changed outside of an update, and the reference of all "
+                "pipelines, which is evaluated and saved, does not follow: change them before the first step, load "
+                "them by pipe.weights or pipe.checkpoints, or take another schedule"
+            )
+        if not changed or optimizer is None or self.pulled is not None:
             return
         has = {weight for group in optimizer.param_groups for weight in group["params"] if weight.requires_grad}
         if (has & optimizer.state.keys() or has) <= changed <= has:
-            where, behind, cure = "zero=1", "other replicas do not follow", "leave zero out"
-            if self._updating.owned is None:
-                where, behind, cure = "pull", "the reference of all pipelines does not follow", "take another schedule"
             raise ConfigError(
-                f"{where}: {type(optimizer).__name__} has moved the weights that it has of stage {self._stage} outside "
-                f"of an update, and {behind}; {cure}"
+                f"zero=1: {type(optimizer).__name__} has moved the weights that it has of stage {self._stage} outside "
+                "of an update, and other replicas do not follow; leave zero out"
             )
