@@ -63,6 +63,7 @@ setup(
         *("rpc_pipe.model" + room for room in ("", ".observe", ".assign", ".replay", ".batches")),
         *("rpc_pipe." + room for room in ("planning", "drawing", "tracing", "launching", "checkpoints", "commands")),
         *("rpc_pipe." + room for room in ("planning.measuring", "dispatch", "data", "demo", "elastic", "verifying")),
+        "rpc_pipe.boards",
     ],
     package_data={
         "rpc_pipe": ["py.typed"],

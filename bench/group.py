@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from rpc_pipe.tracing import run_folders
+from rpc_pipe.boards import run_folders
 
 from .devices import calibrate, instantly
 from .systems import SYSTEMS, Job, reference

@@ -22,12 +22,12 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import Tensor, nn
 
+from rpc_pipe.boards import run_folders
 from rpc_pipe.pipeline import Pipeline
 from rpc_pipe.planning.measuring.profiling import load_user_model, profile_model, rows_of
 from rpc_pipe.planning.plan import Plan
 from rpc_pipe.planning.profile import LayerCost, Machines, Profile
 from rpc_pipe.planning.search import PlanRequest, search
-from rpc_pipe.tracing import run_folders
 
 from . import group
 from .measured_layers import measure_layers

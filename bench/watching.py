@@ -22,7 +22,7 @@ from typing import Any
 import psutil
 from rich.console import Console
 
-from rpc_pipe.tracing import run_folders
+from rpc_pipe.boards import run_folders
 
 _RUN = [sys.executable, "-m", "rpc_pipe", "run", "--json", "--workers", "2"]
 #: for the cost, and for the rest, where many short steps tell more

@@ -1,10 +1,10 @@
-"""The workers of this process, each with its device and its carrier."""
+"""The workers of this process, each with its device and its carrier; the summary of their run."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .dependency import Spec, check, check_all
 from .dependency.pipeline_options import Options
@@ -15,6 +15,7 @@ from .workers.transport.carrier import Carrier
 from .workers.transport.local import local_carriers
 
 if TYPE_CHECKING:
+    from .boards.view import View
     from .elastic.recovery import Recovery
     from .model.shard_maker import ShardMaker
     from .session import Session
@@ -49,6 +50,13 @@ def make_actors(
         carrier.post.use_device(backend.way())
     made = zip(carriers, backends, strict=True)
     return [WorkerActor(*parts, {}, max_grad_norm=max_grad_norm, options=options) for parts in made]
+
+
+def run_result(view: View) -> dict[str, Any] | None:
+    """Return the summary of a run at its end, which prices its schedule: `tracing.run_summary.result_of`."""
+    from .tracing.run_summary import result_of
+
+    return result_of(view)
 
 
 def elasticity(job: Job | None) -> Callable[[Session, ShardMaker], Recovery] | None:

@@ -32,7 +32,7 @@ from .model.batches.microbatches import label_of
 from .model.batches.step_inputs import StepEnd
 from .model.shard_maker import Model, make_partition
 from .model.sharding import ShardFn, settle_sharing
-from .own_workers import checked_workers, elasticity, make_actors
+from .own_workers import checked_workers, elasticity, make_actors, run_result
 from .planning.specs import ScheduleLike, make_spec, refuse_job
 from .session import Session
 from .workers.actor import WorkerActor
@@ -160,7 +160,7 @@ class Pipeline(Inspected):
             training=training, options=options, job=job, sharing=sharing, ordering=ordering, recover=recover,
         )  # fmt: skip
         self._session.made, self._stopped = self._made, False
-        attaching.attach(self)  # a model may hang while it is cut
+        attaching.attach(self, run_result)  # a model may hang while it is cut
         self._session.cut_at_once(example)
 
     def _made(self) -> None:
@@ -175,7 +175,7 @@ class Pipeline(Inspected):
             self.predicted_ms = plan.predicted_ms
             warn_if_other_model(plan, self._session.name, [actor.shards for actor in self.actors])
         if not self._session.epoch:
-            attaching.attach(self)
+            attaching.attach(self, run_result)
             attaching.current.made(self)
 
     @property

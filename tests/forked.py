@@ -47,7 +47,7 @@ USUAL = (
     "model.ties", "workers.transport.call_difference", "schedules.one_f_one_b", "model.batches.loaders", "held_out",
     "workers.not_finite", "checkpoints.pretrained", "workers.compute.backward_state", "workers.exchange",
     "workers.compute.parts.ownership", "dependency.earlier_steps", "workers.compute.average", "own_members",
-    "model.batches.prefetcher", "dependency.crossings", "tracing.remote", "workers.joint", "commands.plan",
+    "model.batches.prefetcher", "dependency.crossings", "boards.remote", "workers.joint", "commands.plan",
     "commands.compare", "dispatch.watcher", "dependency.replicating", "workers.compute.split_backward",
 )  # fmt: skip
 

@@ -36,23 +36,25 @@ MAY_IMPORT = {
     "model/batches": "model/replay model/observe workers workers/compute workers/transport dependency",
     "model": "system model/replay model/assign model/observe workers/compute workers/transport dependency",
     "planning": "system model schedules dependency",
+    # workers' boards, and what can be read on them without a price: nothing that plans or draws
+    "boards": "system workers workers/transport schedules dependency",
+    "launching": "system boards workers/transport dependency",
     "drawing": "system planning dependency",
-    "tracing": "system drawing planning model workers workers/transport schedules dependency",
+    "tracing": "system boards drawing planning workers schedules dependency",
     # the watching node; nobody knows it but the command line
-    "dispatch": "system tracing drawing planning workers dependency",
-    "launching": "system tracing workers/transport dependency",
+    "dispatch": "system tracing boards drawing planning workers dependency",
     "checkpoints": "system model workers workers/compute workers/transport dependency",
-    "pipeline": "system checkpoints launching model model/batches planning workers workers/compute workers/transport "
-    "schedules dependency",
+    "pipeline": "system checkpoints tracing launching boards model model/batches planning workers workers/compute "
+    "workers/transport schedules dependency",
     # batches of data larger than memory; training does not need it, who makes batches may
     "data": "system model/batches planning workers/compute workers/transport dependency",
     # times of this model on this machine, for the planner
-    "planning/measuring": "system pipeline launching tracing planning model model/batches workers workers/compute "
+    "planning/measuring": "system pipeline launching boards planning model model/batches workers workers/compute "
     "workers/transport dependency",
     "demo": "system data pipeline launching dependency",
     "verifying": "system demo pipeline launching planning model model/batches model/observe workers workers/compute "
     "workers/transport dependency",
-    "commands": "system verifying demo data pipeline checkpoints launching dispatch tracing drawing planning "
+    "commands": "system verifying demo data pipeline checkpoints dispatch tracing launching boards drawing planning "
     "planning/measuring schedules workers/compute dependency",
     "rpc_pipe": "commands pipeline planning workers schedules dependency",
 }
@@ -222,7 +224,7 @@ def test_schedules_and_planning_load_without_torch_and_rich():
 
 def test_what_plans_draws_starts_and_watches_loads_without_torch():
     others = ("dispatch.web", "launching.meeting_place", "launching.hosts_meeting")
-    names = of("drawing", "tracing", "dispatch", "launching")
+    names = of("boards", "launching", "drawing", "tracing", "dispatch")
     names = [name for name in names if name.removeprefix("rpc_pipe.") not in others]
     loads([*names, "rpc_pipe", "rpc_pipe.workers.state", "rpc_pipe.commands.main"], without=["torch"])
 
@@ -286,7 +288,7 @@ def test_private_functions_of_torch_are_used_in_few_places():
 
 
 #: rooms that do not train, and the options of parallelism that they may read fewer and fewer times
-READERS = ("planning", "tracing", "drawing", "dispatch", "commands", "verifying")
+READERS = ("planning", "boards", "tracing", "drawing", "dispatch", "commands", "verifying")
 PARALLEL = {"parallelism", "slices", "members", "num_routes", "synchronous"}
 MOST_READS = 34
 

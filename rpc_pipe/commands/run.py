@@ -20,7 +20,7 @@ from ..launching.report import Reporter
 from ..launching.worker_main import as_worker
 from ..planning.pipe_options import PipeOptions, workers_of
 from ..planning.specs import make_spec
-from ..tracing.run_summary import FILES
+from ..tracing.run_summary import FILES, result_of
 from .options import (
     CHECKPOINTS,
     MAKE,
@@ -164,11 +164,14 @@ def how(typed: Mapping[str, Any]) -> How:
     if most > workers:
         advice = f"take {min(least, workers)}:{workers}"
         refuse_typed(typed, ["elastic"], f"{most} is more than the {workers} of --workers; {advice}")
-    epochs = {"elastic": "elastic" in typed, "rejoins": "rejoin" in typed, "hosts": typed.get("hosts", 1)}
-    if epochs["hosts"] > workers:
+    hosts = typed.get("hosts", 1)
+    if hosts > workers:
         refuse_typed(typed, ["hosts"], f"there are {workers} workers, and each host has one at least")
     threads, port, restarts = typed.get("threads"), typed.get("port"), typed.get("max_restarts", 0)
-    return How(threads, port, transport, restarts, log_workers=shown, meet=typed.get("meet", ""), **epochs)
+    return How(
+        threads, port, transport, restarts, log_workers=shown, meet=typed.get("meet", ""), hosts=hosts,
+        elastic="elastic" in typed, rejoins="rejoin" in typed, summarise=result_of,
+    )  # fmt: skip
 
 
 def follow_plan(typed: dict[str, Any]) -> dict[str, Any]:

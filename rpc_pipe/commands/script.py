@@ -14,6 +14,7 @@ from typing import Any
 import numpy
 import torch
 
+from ..boards.own_boards import collect, record, write_out
 from ..dependency import ConfigError
 from ..dependency.declared import OPTIONS
 from ..dependency.pipeline_options import TYPED, Options
@@ -21,7 +22,6 @@ from ..launching import attaching
 from ..launching import launcher_link as link
 from ..launching.job import Job
 from ..pipeline import Pipeline
-from ..tracing.own_boards import collect, record, write_out
 from ..tracing.run_summary import FILES, LAST_STEPS, figures, summary
 from .options import CHECKPOINTS, MEMBERS, PIPELINE, refuse_typed, typed_checkpoints, write
 
@@ -200,8 +200,10 @@ class _ScriptEnd(TypedOptions):
             pipe.barrier()
 
     def _report(self, device: str, versions: list[str]) -> None:
+        from ..tracing.trace import recent_trace
+
         history, typed = collect(), self._asked
-        trace, found = history.trace(LAST_STEPS), figures(history)
+        trace, found = recent_trace(history, LAST_STEPS), figures(history)
         if trace is None or found is None:
             if not any(name in typed for name in _OF_STEPS):
                 return

@@ -8,9 +8,9 @@ import os
 import re
 from typing import Any
 
+from ..boards.run_boards import RunBoards, find
 from ..dependency import ConfigError
 from ..dispatch.watcher import Watcher, Wishes
-from ..tracing.boards import RunBoards, find
 from .options import Parser, filled, refuse_typed, try_files
 
 #: option that replaces the display -> options that have no effect with it

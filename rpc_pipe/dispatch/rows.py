@@ -7,11 +7,12 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
+from ..boards.board import Live, State
+from ..boards.view import RECENT, View
 from ..drawing.svg import Picture
 from ..drawing.timeline import idle
-from ..tracing.board import Live, State
-from ..tracing.trace import spans_of, transfers
-from ..tracing.view import RECENT, View
+from ..tracing.lost_time import lost_time
+from ..tracing.trace import recent_trace, spans_of, transfers
 
 #: most spans that are shown: fewer steps are shown then
 _MOST_SPANS = 10_000
@@ -97,17 +98,17 @@ def link_rows(view: View) -> list[LinkRow]:
 
 def draw_steps(view: View, count: int) -> list[Picture]:
     """Return the last `count` steps, planned and actual; fewer if they are very large."""
-    trace = view.trace(count)
+    trace = recent_trace(view, count)
     if trace is None:
         return [Picture(name, [], view.num_workers) for name in ("planned", "actual")]
     largest = max(sum(len(record.actions) for record in records) for records in trace.steps.values())
-    trace = view.trace(max(1, min(count, _MOST_SPANS // max(1, largest)))) or trace
+    trace = recent_trace(view, max(1, min(count, _MOST_SPANS // max(1, largest)))) or trace
     return list(trace.pictures())
 
 
 def describe(view: View) -> dict[str, Any]:
     """Return the present state of the run, for JSON; unknown numbers are null."""
-    lost, steps, rows = view.lost(), view.complete_steps(1), worker_rows(view)
+    lost, steps, rows = lost_time(view), view.complete_steps(1), worker_rows(view)
     rate, unit = view.throughput() or (None, None)
     shares = [row.bubble for row in rows if not math.isnan(row.bubble)]
     ending = view.latest.ending

@@ -12,9 +12,11 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Table
 from rich.text import Text
 
+from ..boards.stall_report import duration
+from ..boards.view import View
 from ..drawing.timeline import draw
-from ..tracing.stall_report import duration
-from ..tracing.view import View
+from ..tracing.lost_time import lost_time
+from ..tracing.trace import recent_trace
 from .rows import WorkerRow, worker_rows
 
 #: a worker that has waited longer than this is coloured
@@ -48,7 +50,7 @@ class Screen:
             yield Text(f"{self._name}: no worker can be seen yet", style="dim")
             return
         yield self.title()
-        rows, trace, lost = worker_rows(view), view.trace(1), view.lost()
+        rows, trace, lost = worker_rows(view), recent_trace(view, 1), lost_time(view)
         yield self._table(rows, width) if len(rows) < free else self._cells(rows)
         if trace is not None and 2 * len(rows) < free:
             yield _cropped(f"step {max(trace.steps)} as it ran", "bold")

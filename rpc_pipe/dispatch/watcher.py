@@ -17,12 +17,13 @@ from typing import Any
 from rich.console import Console
 from rich.live import Live as Display
 
+from ..boards.run_boards import RunBoards
+from ..boards.view import View
 from ..dependency import ConfigError
 from ..drawing.timeline import idle
-from ..tracing.boards import RunBoards
+from ..tracing.lost_time import lost_time
 from ..tracing.run_summary import lost_lines
-from ..tracing.trace import spans_of
-from ..tracing.view import View
+from ..tracing.trace import spans_of, trace_of
 from .rows import describe
 from .terminal import Screen
 
@@ -63,7 +64,7 @@ class Scalars:
         self._last = max([self._last, *steps])
         found = [(name, value, step) for step in steps for name, value in scalars_of(view, step).items()]
         beside = {("held-out loss", loss, step) for step, loss in view.held_out_losses}
-        if steps and (lost := view.lost()) is not None:
+        if steps and (lost := lost_time(view)) is not None:
             found += [(f"lost ms/{cause}", ms, self._last) for cause, ms in lost.parts.items()]
         for name, value, step in [*found, *(beside - self._seen)]:
             self._writer.add_scalar(name, value, step)
@@ -168,7 +169,7 @@ class Watcher:
         ending = self._view.latest.ending
         how, style = ("has ended", None) if ending is None else (str(ending), "bold red")
         self.console.print(f"{self._source.name} {how}", style=style, markup=False, soft_wrap=True)
-        lost = self._view.lost(fresh=True)
+        lost = lost_time(self._view, fresh=True)
         for line in () if lost is None else lost_lines({"lost": lost.as_json()}):
             self.console.print(line, markup=False, soft_wrap=True)
 
@@ -205,7 +206,7 @@ class Watcher:
             await asyncio.sleep(_LOOK_EVERY_S / 5)
         wanted = range(asked[0], asked[1] + 1) if asked else there
         missing = next((step for step in wanted if step not in set(there)), None)
-        trace = self._view.trace_of(wanted) if there and missing is None else None
+        trace = trace_of(self._view, wanted) if there and missing is None else None
         if trace is None:
             what = "it has no complete step" if missing is None else f"step {missing} is not there"
             raise ConfigError(f"{option}: {self._source.name}: {what}")

@@ -24,10 +24,11 @@ from aiohttp.http_exceptions import HttpProcessingError
 from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.openmetrics.exposition import CONTENT_TYPE_LATEST, generate_latest
 
+from ..boards.run_boards import RunBoards
+from ..boards.view import View
 from ..dependency import ConfigError
 from ..drawing.svg import fill_page, sections
-from ..tracing.boards import RunBoards
-from ..tracing.view import View
+from ..tracing.lost_time import lost_time
 from .rows import STATES, describe, draw_steps, link_rows, whole_state, worker_rows
 
 
@@ -52,7 +53,7 @@ def metrics_of(view: View) -> bytes:
     }  # fmt: skip
     for name, value in figures.items():
         tell(name, {"": value})
-    if lost := view.lost():
+    if lost := lost_time(view):
         tell(
             "lost_seconds", {(cause,): ms / 1e3 for cause, ms in {"work": lost.limit_ms, **lost.parts}.items()}, "cause"
         )

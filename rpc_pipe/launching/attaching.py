@@ -6,9 +6,9 @@ import logging
 import os
 from typing import Any
 
+from ..boards.own_boards import Watchable, keep_boards, roll_call_here
 from ..dependency import ConfigError
 from ..dependency.pipeline_options import Options
-from ..tracing.own_boards import Watchable, keep_boards, roll_call_here
 from . import launcher_link as link
 
 
@@ -34,8 +34,11 @@ current = Overrides()
 logger = logging.getLogger(__name__)
 
 
-def attach(pipeline: Watchable) -> None:
+def attach(pipeline: Watchable, summarise: link.Summarise) -> None:
     """Pass the launcher's orders to `pipeline`, and write boards of its workers; once more when its model is cut.
+
+    Args:
+        summarise: makes the summary at the end of a job without a launcher.
 
     Raises:
         ConfigError: the environment's rule for losses that are not finite is unknown.
@@ -55,6 +58,6 @@ def attach(pipeline: Watchable) -> None:
         if of_a_job:
             from . import ending
 
-            ending.prepare(pipeline.actors[0].worker, reports=kept)
+            ending.prepare(pipeline.actors[0].worker, summarise if kept else None)
     except Exception as error:  # training does not depend on being watched
         logger.warning("this run cannot be watched: %s: %s", type(error).__name__, error)

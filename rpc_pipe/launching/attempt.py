@@ -15,14 +15,14 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..boards.board import Live, State, named
+from ..boards.run_boards import RunBoards
+from ..boards.run_folders import NEWCOMER, tell_event
+from ..boards.view import View, layout
 from ..dependency import ConfigError
-from ..tracing.board import Live, State, named
-from ..tracing.boards import RunBoards
-from ..tracing.run_folders import NEWCOMER, tell_event
-from ..tracing.run_summary import figures
-from ..tracing.view import View, layout
 from .causes import Cause, of_death, of_stall
 from .job import INTERRUPTED, TRANSPORTS, WRONG_INPUT
+from .launcher_link import Summarise
 from .report import Reporter
 from .worker_process import PATIENCE_S, Logs, Printed, WorkerEvent, WorkerProcess, hear
 
@@ -56,8 +56,10 @@ class How(NamedTuple):
     transport: str = TRANSPORTS[0]
     #: number of restarts after failures
     max_restarts: int = 0
-    #: whether workers show boards, and there is a summary at the end
+    #: whether workers show boards
     watched: bool = True
+    #: returns the message with the summary at the end; None: there is no summary
+    summarise: Summarise | None = None
     #: the workers with printed lines to show; None: all
     log_workers: Sequence[int] | None = None
     #: whether the job continues without workers that die
@@ -101,7 +103,7 @@ class Attempt:
         self._failed_at = self._looked_at = self._joining_at = 0.0
         self._told_stall = self._told_joining = self._told_first = False
         #: whether the layout has been printed
-        self.told_layout = False
+        self._told_layout = False
         #: the started processes
         self.workers: list[WorkerProcess | RemoteWorker] = []
         self._hosts, self._poll_s = hosts, _POLL_S if hosts is None else _HOSTS_POLL_S
@@ -228,12 +230,12 @@ class Attempt:
         """Lines on an elastic job's epochs with deaths or newcomers; "" if there are none."""
         return "" if self._epochs is None else self._epochs.summary
 
-    def figures(self) -> dict[str, Any] | None:
-        """Return the figures of the run as its workers have shown it, for JSON; None if no step is complete."""
+    def summary(self, summarise: Summarise) -> dict[str, Any] | None:
+        """Return the summary of the run as its workers have shown it; None if no step is complete."""
         if self._boards is None:
             return None
         self._view.take(self._boards.look())
-        return figures(self._view)
+        return summarise(self._view, self.deaths, told_layout=self._told_layout)
 
     def end(self) -> None:
         """Kill all remaining processes."""
@@ -348,9 +350,9 @@ class Attempt:
         if self._boards is None:
             return
         self._view.take(self._boards.look())
-        is_late = self.told_layout or self._ended or self._done or self._reporter.grows
+        is_late = self._told_layout or self._ended or self._done or self._reporter.grows
         if not is_late and (told := layout(self._view.headers)):
-            self.told_layout = True
+            self._told_layout = True
             self._reporter.text(told)
         if self._view.first_step_line and not self._told_first:
             self._told_first = True

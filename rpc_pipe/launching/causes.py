@@ -6,8 +6,8 @@ import signal
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from ..tracing.board import Live, State, named
-from ..tracing.stall_report import waits_for_unseen
+from ..boards.board import Live, State, named
+from ..boards.stall_report import waits_for_unseen
 from .job import FAILED
 
 

@@ -11,10 +11,11 @@ import time
 from collections.abc import Callable, Mapping
 from functools import cache
 
+from ..boards.own_boards import collect, end_calls, leave, stay
 from ..system.at_exit import at_exit
-from ..tracing.own_boards import collect, end_calls, leave, stay
 from . import LAST_WORDS_S, LOOK_EVERY_S
 from . import launcher_link as link
+from .launcher_link import Summarise
 
 logger = logging.getLogger(__name__)
 
@@ -58,38 +59,36 @@ def _end_when_broken(number: int) -> None:
     os.kill(os.getpid(), number)
 
 
-def prepare(worker: int, reports: bool) -> None:
-    """Prepare the end of a worker of a job; `reports`: with a summary, if no launcher prints one."""
-    if reports:
-        _end_with_a_sentence(worker)
+def prepare(worker: int, summarise: Summarise | None) -> None:
+    """Prepare the end of a worker of a job, with a summary unless a launcher prints one."""
+    if summarise is not None:
+        _end_with_a_sentence(worker, summarise)
     if not link.present():
         heed(_STOPS, _stop_on_signal)
 
 
 @cache
-def _end_with_a_sentence(worker: int) -> None:
+def _end_with_a_sentence(worker: int, summarise: Summarise) -> None:
     """Without a launcher, let worker 0 report the summary at its process's end; other workers stay until then."""
     # Exit functions run in reverse order: this one before the carrier's.
-    at_exit(_end, worker)
+    at_exit(_end, worker, summarise)
 
 
-def _end(worker: int) -> None:
+def _end(worker: int, summarise: Summarise) -> None:
     end_calls()  # `sys.exit` may end one worker while other workers continue
     if link.present():
         return  # it has the boards of all workers, and prints the summary
     if worker == 0:
-        _say_how_it_went()
+        _say_how_it_went(summarise)
     elif not _has_failed():
         stay()
 
 
-def _say_how_it_went() -> None:
-    from ..tracing.run_summary import figures, summary  # at the end of the run
-
+def _say_how_it_went(summarise: Summarise) -> None:
     try:
-        found = None if link.concluded() or _has_failed() else figures(collect())
-        if found is not None:
-            link.tell(kind="result", text=summary(found, found["layout"]), json=found)
+        result = None if link.concluded() or _has_failed() else summarise(collect())
+        if result is not None:
+            link.tell(**result)
     except Exception as error:
         logger.warning("this run has no summary: %s: %s", type(error).__name__, error)
 

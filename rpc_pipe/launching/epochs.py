@@ -26,8 +26,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..boards.own_boards import boards, header_of
 from ..dependency import EpochEnds, PipeError
-from ..tracing.own_boards import boards, header_of
 from . import STOP
 from .shape_changes import ShapeChanges
 

@@ -15,8 +15,8 @@ from typing import Any
 import msgspec
 import zmq
 
+from ..boards import run_folders
 from ..dependency import ConfigError
-from ..tracing import run_folders
 from . import hosts
 from .attempt import How
 from .hosts import frames_of, read, understood, write_journal

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ..boards.run_folders import NEWCOMER
 from ..dependency import ConfigError
 from ..dependency.pipeline_options import TRANSPORTS as TRANSPORTS
-from ..tracing.run_folders import NEWCOMER
 from . import LOOPBACK
 
 #: exit codes

@@ -15,13 +15,12 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..boards import run_folders
+from ..boards.run_boards import RunBoards
+from ..boards.run_folders import RUN_FAILED, RUN_STOPPED, Ending, tell_end
 from ..dependency import ConfigError
 from ..system import allocator
 from ..system.files import refused
-from ..tracing import run_folders
-from ..tracing.boards import RunBoards
-from ..tracing.run_folders import RUN_FAILED, RUN_STOPPED, Ending, tell_end
-from ..tracing.run_summary import summary
 from . import STOP
 from . import launcher_link as link
 from .attempt import USUAL, Attempt, How
@@ -145,13 +144,12 @@ class Launcher:
         if self._reporter.concluded or attempt.interrupted:
             return
         try:
-            found = attempt.figures()
+            result = None if self._how.summarise is None else attempt.summary(self._how.summarise)
         except Exception as error:
             self._reporter.text(f"this run has no summary: {type(error).__name__}: {error}")
             return
-        if found is not None:
-            layout = "" if attempt.told_layout and "epoch" not in found else found["layout"]
-            self._reporter.handle({"kind": "result", "text": summary(found, layout, attempt.deaths), "json": found})
+        if result is not None:
+            self._reporter.handle(result)
         elif attempt.deaths or self._hosts is not None:
             why = "rpc-pipe watch shows those of a host" if self._hosts else "no step was complete since then"
             self._reporter.text("\n".join(filter(None, [attempt.deaths, f"there are no figures of steps: {why}"])))

@@ -16,9 +16,12 @@ from functools import cache
 from typing import Any
 from weakref import ref
 
-from ..tracing.own_boards import Watchable, tell_failure
+from ..boards.own_boards import Watchable, tell_failure
 
 logger = logging.getLogger(__name__)
+
+#: a function of a `View`, lines to add, and `told_layout`: whether its layout has been printed
+Summarise = Callable[..., "dict[str, Any] | None"]
 
 #: environment variable: descriptor of the socket for messages to the launcher, and for its orders
 LINK = "RPC_PIPE_LINK"

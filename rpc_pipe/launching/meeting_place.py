@@ -25,10 +25,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
+from ..boards import run_folders
+from ..boards.own_boards import follow_carrier
 from ..dependency import ConfigError, EpochEnds, NotMet
 from ..system.at_exit import at_exit
-from ..tracing import run_folders
-from ..tracing.own_boards import follow_carrier
 from ..workers.transport.carrier import Carrier, Plane
 from ..workers.transport.meeting import Meeting, store_at, store_in, torchrun_store
 from ..workers.transport.messages import Messages

@@ -14,10 +14,10 @@ from contextlib import suppress
 from multiprocessing.process import current_process
 from pathlib import Path
 
+from ..boards import run_folders
+from ..boards.run_folders import RUN_FAILED, Ending, tell_end
 from ..dependency import ConfigError, PipeError, ScheduleError
 from ..dependency.errors import MOST_TRACEBACK, leading_to_user, shortened
-from ..tracing import run_folders
-from ..tracing.run_folders import RUN_FAILED, Ending, tell_end
 from . import LAST_WORDS_S, LOOK_EVERY_S, STOP
 from . import launcher_link as link
 from .job import FAILED, WRONG_INPUT

@@ -1,1 +1,1 @@
-"""Observation of runs: boards, records, traces, and causes of lost time."""
+"""Steps as they ran: traces, causes of lost time, and summaries."""

@@ -17,6 +17,7 @@ A worker counts as slow, and not as having more work, if stages like its stages 
 
 from __future__ import annotations
 
+import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,11 +25,12 @@ from itertools import chain, pairwise
 from operator import itemgetter
 from statistics import fmean, median, median_low
 
+from ..boards.view import RECENT, View
 from ..dependency import Action, Kind
 from ..planning.simulator import Cost, Link, simulate
 from ..planning.unequal import balanced
 from ..schedules import name_of
-from .trace import Trace, by_length, transfers
+from .trace import Trace, by_length, recent_trace, transfers
 
 #: the cause that another order of microbatches makes smaller
 UNEQUAL = "unequal microbatches"
@@ -40,6 +42,8 @@ _SLOW_HERE_MS = 10.0
 _SLOW = 1.1
 #: number of steps simulated in sequence, as steps may overlap
 _STEPS = 3
+#: how often, at most, the lost time of a view is attributed
+_ATTRIBUTE_EVERY_S = 2.0
 #: share of a step below which a cause is not named
 _NEGLIGIBLE = 0.04
 #: share of the waits between steps that reading batches must explain to be named as their cause
@@ -80,6 +84,25 @@ class LostTime:
         """Return the shares of a step in one line."""
         shares = {cause: ms / self.step_ms for cause, ms in {"work": self.limit_ms, **self.parts}.items()}
         return ", ".join(f"{cause} {_percent(share)}" for cause, share in shares.items() if share >= 0.005)
+
+
+def lost_time(view: View, *, fresh: bool = False) -> LostTime | None:
+    """Return the lost time of the recent steps; at most two seconds old, or `fresh`."""
+    kept: tuple[float, int, LostTime | None] = view.derived.get("lost", (0.0, -1, None))
+    at, step, lost = kept
+    complete = view.complete_steps(1)
+    if complete and complete[0] != step and (fresh or time.monotonic() > at + _ATTRIBUTE_EVERY_S):
+        if (trace := recent_trace(view, RECENT + 1)) is not None:
+            firsts = {header["worker"]: header for _, header in sorted(view.headers.items(), reverse=True)}
+            headers = [firsts[worker] for worker in sorted(firsts)]
+            one_machine = len({header["host"] for header in headers}) == 1
+            cores = headers[0].get("cores") if one_machine and headers[0]["device"] == "cpu" else None
+            # Copied headers name the process that has copied them.
+            seen_here = all("clock_error_ms" not in header for header in headers)
+            one = seen_here and len(headers) > 1 and len({header["process"] for header in headers}) == 1
+            lost = attribute_lost_time(trace, [header["shards"] for header in headers], cores, one, view.core_wait)
+            view.derived["lost"] = time.monotonic(), complete[0], lost
+    return lost
 
 
 def attribute_lost_time(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .view import View
+    from ..boards.view import View
 
 #: option -> content of the file that it names
 FILES = {"save": "weights", "trace": "trace", "html": "page"}
@@ -15,7 +15,10 @@ LAST_STEPS = 12
 
 def figures(view: View) -> dict[str, Any] | None:
     """Return the figures of a run, for JSON; None if no step is complete."""
-    trace, lost = view.trace(LAST_STEPS), view.lost(fresh=True)
+    from .lost_time import lost_time  # at the end of a run: it simulates
+    from .trace import recent_trace
+
+    trace, lost = recent_trace(view, LAST_STEPS), lost_time(view, fresh=True)
     if trace is None or lost is None:
         return None
     planned, throughput = trace.simulated(), view.throughput()
@@ -41,6 +44,18 @@ def figures(view: View) -> dict[str, Any] | None:
         "clock_error_ms": trace.clock_error_ms,
         "lost": lost.as_json(),
     }
+
+
+def result_of(view: View, *more: str, told_layout: bool = False) -> dict[str, Any] | None:
+    """Return a message of the summary of a run, with lines of `more`, and its figures; None if no step is complete.
+
+    Args:
+        told_layout: whether the layout has been printed before.
+    """
+    if (found := figures(view)) is None:
+        return None
+    layout = "" if told_layout and "epoch" not in found else found["layout"]
+    return {"kind": "result", "text": summary(found, layout, *more), "json": found}
 
 
 def sentence(found: dict[str, Any]) -> str:

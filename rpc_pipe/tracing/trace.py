@@ -9,17 +9,18 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import groupby
 from pathlib import Path
 from statistics import median
 from typing import Any, ClassVar, NamedTuple
 
+from ..boards.view import RECENT, View, layout, step_ms
 from ..dependency import Action, ConfigError, F, Kind, Spec, updates_a_step
 from ..dependency.action import split_step
 from ..dependency.declared import Parallelism
 from ..drawing.chrome import write_chrome
 from ..drawing.svg import Picture
-from ..drawing.timeline import bubble
+from ..drawing.timeline import bubble, row_names
 from ..planning.simulator import Cost, Simulation, simulate
 from ..planning.span import Span, waits
 from ..planning.unequal import by_microbatch
@@ -137,13 +138,6 @@ def by_length(spec: Spec, usual: Cost, lengths: Sequence[float]) -> Cost:
     return lambda action: usual(action) * factor(action)
 
 
-def step_ms(steps: Sequence[Sequence[StepRecord]]) -> float:
-    """Return the median time from the end of a step to the end of the next; of a single step its makespan."""
-    ends = [max(record.end_ns for record in records) for records in steps]
-    times = [after - before for before, after in pairwise(ends)]
-    return median(times or [ends[0] - min(record.start_ns for record in steps[0])]) / 1e6
-
-
 def spans_of(records: Sequence[StepRecord]) -> list[Span]:
     """Return the actions in `records`, in ms, without transfers between workers."""
     return [
@@ -174,6 +168,46 @@ def transfers(steps: Iterable[Sequence[StepRecord]]) -> dict[tuple[int, int], li
                     ns = arrived.at_ns - max(made, record.start_ns)
                     found[arrived.peer, record.worker].append(Transfer(max(0, ns) / 1e6, arrived.num_bytes))
     return found
+
+
+def recent_trace(view: View, count: int = RECENT) -> Trace | None:
+    """Return the last `count` complete consecutive steps with equal numbers of microbatches; 0: all that there are.
+
+    None if there is none, or the schedule is unknown. A batch of few rows has fewer microbatches; steps of the most
+    common number are returned.
+    """
+    if not (sizes := {step: view.records(step)[0].num_microbatches for step in view.complete_steps(0)}):
+        return None
+    usual = Counter(list(sizes.values())[-max(count, RECENT) :]).most_common(1)[0][0]
+    alike = [step for step, size in sizes.items() if size == usual]
+    runs = [[step for _, step in run] for _, run in groupby(enumerate(alike), lambda at: at[1] - at[0])]
+    return trace_of(view, runs[-1][-count:])
+
+
+def trace_of(view: View, steps: Sequence[int]) -> Trace | None:
+    """Return these complete steps; None if some worker has listed fewer microbatches than they have."""
+    count = max(view.records(step)[0].num_microbatches for step in steps)
+    there = view.latest.listings
+    listed = {header["worker"]: there[rank] for rank, header in view.headers.items() if rank in there}
+    listings = [listing for _, listing in sorted(listed.items())]
+    most = min((listing["microbatches"] for listing in listings), default=0)
+    if len(listings) < view.num_workers or most < count:
+        return None
+    if (count, most) not in view.derived:
+        view.derived[count, most] = spec_of_listings(listings, count)
+    run, error, ran = view.header.get("script", ""), view.latest.clock_error_ms, {s: view.records(s) for s in steps}
+    return Trace(view.derived[count, most], ran, error, run, _rows(view.headers), layout(view.headers), view.numbers)
+
+
+def _rows(headers: Mapping[int, Mapping[str, Any]]) -> list[str]:
+    """Return the names of the rows of a timeline, in order of workers; none without a layout."""
+    by_worker = {header["worker"]: header for header in headers.values()}
+    first = next(iter(by_worker.values()), {})
+    if "replicas" not in first or len(by_worker) < first["num_workers"]:
+        return []
+    own = [(each.get("rank", w) // each.get("members", 1), each["shards"]) for w, each in sorted(by_worker.items())]
+    hosted = {worker: [(stage, route) for stage, route, *_ in shards] for worker, shards in own}
+    return row_names(hosted, first["num_routes"], first["replicas"])
 
 
 def spec_of_listings(listings: Sequence[Mapping[str, Any]], num_microbatches: int | None = None) -> Spec:

@@ -13,9 +13,9 @@ from threads_as_processes import each_worker
 from torch import nn
 
 from rpc_pipe import Pipeline, Training
+from rpc_pipe.boards.own_boards import collect, record
 from rpc_pipe.data import Loader, dataset, tokens
 from rpc_pipe.model.batches.own_rows import read_microbatches
-from rpc_pipe.tracing.own_boards import collect, record
 from rpc_pipe.tracing.run_summary import figures
 
 

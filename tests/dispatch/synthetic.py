@@ -6,15 +6,15 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rpc_pipe.boards.board import Live, State
+from rpc_pipe.boards.own_boards import list_program
+from rpc_pipe.boards.run_boards import RunUpdate
+from rpc_pipe.boards.view import View
 from rpc_pipe.dependency import Action, B, F, Spec, U, entries
 from rpc_pipe.planning.simulator import Cost, Link, simulate, uniform
 from rpc_pipe.planning.span import Span
 from rpc_pipe.planning.specs import make_spec
-from rpc_pipe.tracing.board import Live, State
-from rpc_pipe.tracing.boards import RunUpdate
-from rpc_pipe.tracing.own_boards import list_program
 from rpc_pipe.tracing.trace import Trace
-from rpc_pipe.tracing.view import View
 from rpc_pipe.workers.hooks import Arrived, Record, StepRecord
 
 COST = uniform({F: 10, B: 20, U: 1})

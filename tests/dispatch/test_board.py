@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rpc_pipe.boards import board as boards
+from rpc_pipe.boards.board import HEAD, BoardWriter, Live, State, encode_record, json_line
+from rpc_pipe.boards.run_boards import Board, BoardFile, decode_record, unpack_live
 from rpc_pipe.dependency import Action, B, F, Kind, Pulled
-from rpc_pipe.tracing import board as boards
-from rpc_pipe.tracing.board import HEAD, BoardWriter, Live, State, encode_record, json_line
-from rpc_pipe.tracing.boards import Board, BoardFile, decode_record, unpack_live
 from rpc_pipe.workers.hooks import Arrived, Blocked, Record, StepRecord
 
 times = st.integers(0, 2**62)

@@ -7,9 +7,9 @@ import time
 import pytest
 from processes import start
 
-from rpc_pipe.tracing import run_folders
-from rpc_pipe.tracing.boards import RunBoards, headers_in
-from rpc_pipe.tracing.run_folders import RUN_FAILED, Ending, tell_end
+from rpc_pipe.boards import run_folders
+from rpc_pipe.boards.run_boards import RunBoards, headers_in
+from rpc_pipe.boards.run_folders import RUN_FAILED, Ending, tell_end
 
 SCRIPT = """
 import os, sys, time

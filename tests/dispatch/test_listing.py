@@ -4,12 +4,12 @@ import json
 
 import pytest
 
+from rpc_pipe.boards.own_boards import list_program
 from rpc_pipe.dependency import B, F, G, I, R, U, W, entries
 from rpc_pipe.dependency.relocating import relocated
 from rpc_pipe.planning.simulator import simulate, uniform
 from rpc_pipe.planning.specs import make_spec
 from rpc_pipe.schedules import SCHEDULES
-from rpc_pipe.tracing.own_boards import list_program
 from rpc_pipe.tracing.trace import spec_of_listings
 
 COST = uniform({F: 1.5, B: 3.1, I: 1.6, W: 1.3, R: 1.4, G: 0.3, U: 0.2})

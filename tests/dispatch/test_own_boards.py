@@ -9,15 +9,17 @@ import torch
 from torch import nn
 from training_options import pipeline_with
 
+from rpc_pipe.boards import own_boards, run_folders
+from rpc_pipe.boards.remote import Copy, Peer
+from rpc_pipe.boards.run_boards import Board, RunBoards, headers_in
+from rpc_pipe.boards.view import View
 from rpc_pipe.dispatch.rows import describe, worker_rows
 from rpc_pipe.dispatch.watcher import scalars_of
 from rpc_pipe.drawing.svg import draw_svg
 from rpc_pipe.drawing.timeline import idle
-from rpc_pipe.tracing import own_boards, run_folders
-from rpc_pipe.tracing.boards import Board, RunBoards, headers_in
-from rpc_pipe.tracing.remote import Copy, Peer
+from rpc_pipe.tracing.lost_time import lost_time
 from rpc_pipe.tracing.run_summary import figures, sentence
-from rpc_pipe.tracing.view import View
+from rpc_pipe.tracing.trace import recent_trace, trace_of
 from rpc_pipe.workers.transport.call import Call
 from rpc_pipe.workers.transport.local import local_carriers
 
@@ -62,12 +64,12 @@ def test_steps_of_any_number_of_microbatches_are_recorded(folder, schedule):
     view.take(boards.look())
     steps(pipe, 40, 40, 40)
     view.take(boards.look())
-    assert view.complete_steps(0) == [1, 2, 3] and view.lost(fresh=True) is not None and view.latest.dropped == 0
+    assert view.complete_steps(0) == [1, 2, 3] and lost_time(view, fresh=True) is not None and view.latest.dropped == 0
     steps(pipe, 2, 6, 4)
     view.take(boards.look())
     assert view.complete_steps(0) == list(range(1, 7)) and view.latest.dropped == 0
     for step, count in enumerate([40, 40, 40, 2, 6, 4], 1):
-        trace = view.trace_of([step])
+        trace = trace_of(view, [step])
         assert trace is not None and trace.spec.num_microbatches == count
         ran, planned = ({(s.worker, s.action) for s in spans} for spans in (trace.spans(), trace.simulated().spans))
         assert ran == planned
@@ -81,7 +83,7 @@ def test_the_next_pipeline_of_a_process_replaces_the_one_before(folder):
     steps(pipeline(num_microbatches=2, schedule="gpipe"), 2)
     view.take(boards.look())
     assert {found["microbatches"] for found in view.latest.listings.values()} == {2} and view.complete_steps(0) == [1]
-    assert type(view.spec).__name__ == "gpipe"
+    assert type(recent_trace(view).spec).__name__ == "gpipe"
 
 
 class Network:
@@ -135,7 +137,7 @@ def test_a_run_that_is_not_watched_can_still_be_told_of(monkeypatch):
     steps(unseen, 2)
     steps(pipe, 4, 4, 4)
     history = own_boards.collect()
-    assert history.complete_steps(0) == [1, 2, 3] and history.spec.num_microbatches == 4
+    assert history.complete_steps(0) == [1, 2, 3] and recent_trace(history).spec.num_microbatches == 4
     found = figures(history)
     assert (found["steps"], found["workers"]) == (3, 2) and sentence(found).startswith("3 steps on 2 workers: ")
 
@@ -184,7 +186,7 @@ def test_the_layout_is_told_with_blocks_parameters_and_replicas(folder):
         "4 processes: 2 stages x 2 replicas, zero 1; stage 0: blocks 0-3, 80 parameters; "
         "stage 1: blocks 4-7, 80 parameters"
     )
-    trace = view.trace()
+    trace = recent_trace(view)
     planned, actual = trace.pictures()
     assert trace.layout == wanted and actual.notes == [wanted] and figures(view)["layout"] == wanted
     names = [f"worker {worker}: stage {worker // 2}, replica {worker % 2}" for worker in range(4)]
@@ -195,8 +197,9 @@ def test_a_worker_with_several_stages_names_them_in_its_row(folder):
     steps(pipeline(2, num_microbatches=4, schedule="zb-v"), 4)
     view = View()
     view.take(RunBoards(folder).look())
-    assert view.trace().rows == ["worker 0: stages 0, 3", "worker 1: stages 1, 2"]
-    assert view.trace().layout.startswith("2 processes: 4 stages on 2 workers; stage 0: blocks 0-1, 40 parameters; ")
+    assert recent_trace(view).rows == ["worker 0: stages 0, 3", "worker 1: stages 1, 2"]
+    layout = "2 processes: 4 stages on 2 workers; stage 0: blocks 0-1, 40 parameters; "
+    assert recent_trace(view).layout.startswith(layout)
 
 
 def test_watchers_write_the_scalars_that_a_script_is_given(folder):
@@ -236,7 +239,7 @@ def test_idle_is_one_share_wherever_it_is_shown(folder):
     pipe, view = pipeline(num_microbatches=2), View()
     steps(pipe, 2)
     view.take(RunBoards(folder).look())
-    trace, rows, scalars = view.trace(0), worker_rows(view), scalars_of(view, 1)
+    trace, rows, scalars = recent_trace(view, 0), worker_rows(view), scalars_of(view, 1)
     shares = [row.bubble for row in rows]
     assert shares == idle(trace.spans(), 2) == [scalars[f"bubble/worker {worker}"] for worker in (0, 1)]
     assert sum(shares) / 2 == pytest.approx(trace.bubble) == pytest.approx(figures(view)["bubble_actual"])

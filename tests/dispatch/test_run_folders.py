@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from refusals import refused
 
+from rpc_pipe.boards import run_folders
+from rpc_pipe.boards.board import BoardWriter
+from rpc_pipe.boards.run_boards import find, running
 from rpc_pipe.launching.launcher import Launcher
 from rpc_pipe.launching.report import Reporter
-from rpc_pipe.tracing import run_folders
-from rpc_pipe.tracing.board import BoardWriter
-from rpc_pipe.tracing.boards import find, running
 
 
 @pytest.fixture

@@ -4,10 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from rpc_pipe.boards.board import Live, State
+from rpc_pipe.boards.run_boards import RunBoards
+from rpc_pipe.boards.stall_report import behind, duration, roll_call, running, waiting_chain
 from rpc_pipe.dependency import B, F
-from rpc_pipe.tracing.board import Live, State
-from rpc_pipe.tracing.boards import RunBoards
-from rpc_pipe.tracing.stall_report import behind, duration, roll_call, running, waiting_chain
 
 S = 10**9
 

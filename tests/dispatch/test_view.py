@@ -9,16 +9,18 @@ import pytest
 from rich.console import Console
 from synthetic import COST, news_of, records_of, view_of
 
+from rpc_pipe.boards.board import Live, State
+from rpc_pipe.boards.run_boards import RunBoards, RunUpdate
+from rpc_pipe.boards.run_folders import tell_event
+from rpc_pipe.boards.view import View
 from rpc_pipe.dependency import B, F
 from rpc_pipe.dispatch.rows import describe, link_rows, worker_rows
 from rpc_pipe.dispatch.terminal import Screen
 from rpc_pipe.planning.specs import make_spec
 from rpc_pipe.schedules import SCHEDULES
-from rpc_pipe.tracing.board import Live, State
-from rpc_pipe.tracing.boards import RunBoards, RunUpdate
-from rpc_pipe.tracing.run_folders import tell_event
+from rpc_pipe.tracing.lost_time import lost_time
 from rpc_pipe.tracing.run_summary import figures
-from rpc_pipe.tracing.view import View
+from rpc_pipe.tracing.trace import recent_trace
 
 SPEC = make_spec("1f1b", 4, 8, {})
 
@@ -154,7 +156,7 @@ def test_figures_are_of_the_workers_of_the_last_epoch():
     found = figures(view)
     assert (found["epoch"], found["workers"], found["steps"]) == (1, 5, 13)
     assert [row.worker for row in worker_rows(view)] == live and link_rows(view)[-1].source == 5
-    assert view.trace().rows[2].startswith("worker 3")
+    assert recent_trace(view).rows[2].startswith("worker 3")
 
 
 def test_watchers_read_each_event_of_a_launcher_once(tmp_path):
@@ -185,13 +187,13 @@ def test_a_step_of_fewer_microbatches_is_not_compared_with_the_others():
     view = View()
     view.take(news_of(SPEC, {**records_of(SPEC, steps=5), 5: fewer}))
     assert view.complete_steps(1) == [5]
-    assert sorted(view.trace().steps) == [0, 1, 2, 3, 4] and view.lost() is not None
+    assert sorted(recent_trace(view).steps) == [0, 1, 2, 3, 4] and lost_time(view) is not None
     few = View()
     few.take(news_of(SPEC, records_of(make_spec("1f1b", 4, 3, {}))))
-    assert few.trace().spec.num_microbatches == 3 and few.lost().parts["overhead"] < 0.1 * few.step_ms()
+    assert recent_trace(few).spec.num_microbatches == 3 and lost_time(few).parts["overhead"] < 0.1 * few.step_ms()
     many = View()
     many.take(news_of(SPEC, records_of(make_spec("1f1b", 4, 12, {}))))
-    assert many.trace() is None and many.lost() is None and worker_rows(many)[0].action_ms > 0
+    assert recent_trace(many) is None and lost_time(many) is None and worker_rows(many)[0].action_ms > 0
 
 
 def test_a_loss_that_is_not_finite_is_told_and_shown():
@@ -214,7 +216,7 @@ def test_every_schedule_can_be_drawn_as_planned():
     for name, cls in SCHEDULES.items():
         if cls.synchronous:
             view = view_of(4, 8, name)
-            trace = view.trace(2)
+            trace = recent_trace(view, 2)
             assert len(trace.simulated(2).spans) == len(trace.spans())
 
 
@@ -229,4 +231,4 @@ def test_a_process_is_watched_by_its_rank_and_a_step_is_that_of_the_first_member
     view = View()
     view.take(replace(alone, headers=headers, lives=lives, listings=listings))
     assert view.culprit() == 3 and len(view.complete_steps(0)) == len(records_of(spec))
-    assert view.trace() is not None and [row.worker for row in worker_rows(view)] == [0, 1, 2, 3]
+    assert recent_trace(view) is not None and [row.worker for row in worker_rows(view)] == [0, 1, 2, 3]

@@ -12,10 +12,11 @@ import psutil
 import pytest
 from processes import SMALL, TEXT
 
+from rpc_pipe.boards import run_folders
+from rpc_pipe.boards.run_boards import RunBoards, headers_in
+from rpc_pipe.boards.view import View
 from rpc_pipe.dispatch.rows import worker_rows
-from rpc_pipe.tracing import run_folders
-from rpc_pipe.tracing.boards import RunBoards, headers_in
-from rpc_pipe.tracing.view import View
+from rpc_pipe.tracing.lost_time import lost_time
 
 TRAIN = ["--workers", "2", *SMALL, *TEXT]
 
@@ -49,7 +50,7 @@ pipe.barrier()
 IMPATIENT = """
 import sys
 from rpc_pipe.commands.main import main
-from rpc_pipe.tracing import view
+from rpc_pipe.boards import view
 
 view._STALL_S = 1.5
 if __name__ == "__main__":
@@ -121,7 +122,7 @@ def test_watchers_that_are_killed_or_stopped_change_nothing():
 
 def test_a_run_is_found_shown_and_traced(tmp_path):
     script = tmp_path / "train.py"
-    short = "from rpc_pipe.tracing import board\nboard.MOST_BYTES = 2**17\n"
+    short = "from rpc_pipe.boards import board\nboard.MOST_BYTES = 2**17\n"
     script.write_text(short + SCRIPT.replace("0.02", "0.002"))
     with training(script, "--workers", 2, "--", 100000) as (run, folder):
         name = folder.name
@@ -202,7 +203,7 @@ def test_workers_of_another_machine_are_seen_through_rpc(tmp_path):
         while len(view.complete_steps(0)) < 5 and time.monotonic() < deadline:
             view.take(boards.look())
             time.sleep(0.2)
-        assert len(worker_rows(view)) == 2 and len(view.complete_steps(0)) >= 5 and view.lost() is not None
+        assert len(worker_rows(view)) == 2 and len(view.complete_steps(0)) >= 5 and lost_time(view) is not None
         assert worker_rows(view)[1].state in ("runs", "waits", "between") and 0 < view.latest.clock_error_ms < 1000
         assert len(headers_in(tmp_path / "machine-1")) == 1  # nobody looks there, so nothing is mirrored
         assert [run.wait(60) for run in workers] == [0, 0]

@@ -15,11 +15,11 @@ from synthetic import news_of, records_of, view_of
 
 web = pytest.importorskip("rpc_pipe.dispatch.web")
 
+from rpc_pipe.boards.view import View  # noqa: E402
 from rpc_pipe.dispatch import watcher  # noqa: E402
 from rpc_pipe.dispatch.rows import draw_steps, whole_state  # noqa: E402
 from rpc_pipe.drawing.svg import draw_page, fill_page  # noqa: E402
 from rpc_pipe.planning.specs import make_spec  # noqa: E402
-from rpc_pipe.tracing.view import View  # noqa: E402
 
 
 class Source:

@@ -9,6 +9,7 @@ import torch
 from refusals import refused
 from torch import nn
 
+from rpc_pipe.boards import own_boards
 from rpc_pipe.commands.main import main
 from rpc_pipe.drawing.plans import front_svg
 from rpc_pipe.model.user_model import UserModel, load_user_model, resize_batch, rows_of
@@ -16,7 +17,6 @@ from rpc_pipe.pipeline import Pipeline, Training
 from rpc_pipe.planning.measuring.profiling import profile_model
 from rpc_pipe.planning.plan import Plan, read_plan
 from rpc_pipe.planning.profile import from_json
-from rpc_pipe.tracing import own_boards
 from rpc_pipe.tracing.run_summary import figures, sentence
 
 MODEL = """

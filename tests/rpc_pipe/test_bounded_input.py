@@ -6,13 +6,13 @@ import re
 
 import pytest
 
+from rpc_pipe.boards import run_folders
+from rpc_pipe.boards.run_boards import headers_in
 from rpc_pipe.commands.main import as_typed, main
 from rpc_pipe.demo.corpus import read_text
 from rpc_pipe.dependency import ConfigError
 from rpc_pipe.launching.interfaces import read_key
 from rpc_pipe.system.files import read_file
-from rpc_pipe.tracing import run_folders
-from rpc_pipe.tracing.boards import headers_in
 
 CSV = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
 MODEL = "import torch\ndef make():\n    return [torch.nn.Linear(4, 4)] * 2, torch.ones(8, 4), torch.sum\n"

@@ -17,14 +17,14 @@ from refusals import refused
 from torch import nn
 from training_options import pipeline_with
 
+from rpc_pipe.boards import run_folders
+from rpc_pipe.boards.board import Live, State
 from rpc_pipe.checkpoints import writing
 from rpc_pipe.dependency import F, NotFinite, PipeError, Stalled, WorkerFailure
 from rpc_pipe.launching import worker_process
 from rpc_pipe.launching.causes import of_death, of_stall
 from rpc_pipe.launching.report import Reporter
 from rpc_pipe.pipeline import Pipeline, Training
-from rpc_pipe.tracing import run_folders
-from rpc_pipe.tracing.board import Live, State
 from rpc_pipe.workers.thread_pool import ThreadPool
 
 RUNNING = Live(State.RUNNING, 3, F(1, 2), since_ns=5 * 10**9)

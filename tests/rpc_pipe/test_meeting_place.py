@@ -12,10 +12,10 @@ import pytest
 import torch
 from processes import python
 
+from rpc_pipe.boards.board import COPY, OWN
 from rpc_pipe.launching import meeting_place
 from rpc_pipe.launching.job import Job
 from rpc_pipe.launching.meeting_place import place_of
-from rpc_pipe.tracing.board import COPY, OWN
 from rpc_pipe.workers.actor import WorkerActor
 from rpc_pipe.workers.compute.devices.device import DeviceBackend
 

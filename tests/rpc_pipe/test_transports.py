@@ -12,10 +12,10 @@ from processes import python, rpc_pipe, start, unmerged
 from refusals import refused
 from torch.distributed import HashStore
 
+from rpc_pipe.boards import run_folders
 from rpc_pipe.launching.interfaces import make_key, read_key
 from rpc_pipe.launching.job import current_job, own_part
 from rpc_pipe.launching.meeting_place import _secret, join, place_of
-from rpc_pipe.tracing import run_folders
 from rpc_pipe.workers.transport.meeting import Meeting, agree_on_attempt, store_at
 
 SCRIPT = """

@@ -19,11 +19,11 @@ from unkind_layers import Checkpointed as OfACheckpoint
 
 from rpc_pipe import Training
 from rpc_pipe import own_workers as module
+from rpc_pipe.boards import run_folders
 from rpc_pipe.dependency import ConfigError, Disagreement, WorkerFailure
 from rpc_pipe.model.partition import LayerPartition
 from rpc_pipe.pipeline import Pipeline
 from rpc_pipe.schedules import SCHEDULES
-from rpc_pipe.tracing import run_folders
 from rpc_pipe.workers.compute.modules.randomness import Randomness
 
 SYNCHRONOUS = [name for name, cls in SCHEDULES.items() if cls.synchronous]

@@ -10,9 +10,9 @@ from weakref import ref
 import psutil
 import pytest
 
+from rpc_pipe.boards import run_folders
 from rpc_pipe.launching import launcher_link as link
 from rpc_pipe.launching.worker_process import _LONGEST_LINE, WorkerProcess, hear
-from rpc_pipe.tracing import run_folders
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from processes import ROOT
 from refusals import failed, refused
 from torch import nn
 
+from rpc_pipe.boards.own_boards import list_program
 from rpc_pipe.dependency import (
     B,
     F,
@@ -34,7 +35,6 @@ from rpc_pipe.planning.profile import Chain, LayerCost, Machines
 from rpc_pipe.planning.simulator import simulate, uniform
 from rpc_pipe.planning.specs import find_schedule, make_spec
 from rpc_pipe.schedules import OneFOneB
-from rpc_pipe.tracing.own_boards import list_program
 from rpc_pipe.tracing.trace import spec_of_listings
 from rpc_pipe.workers.handlers import carries_out
 from rpc_pipe.workers.hooks import Listener

@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ...boards import run_folders
 from ...dependency import B, F, G, I, Kind, R, U, W
 from ...launching.job import current_job
 from ...model.user_model import UserModel
 from ...pipeline import Pipeline, Training
-from ...tracing import run_folders
 from ...workers.actor import WorkerActor
 from ...workers.compute.devices.backends import backend_for
 from ...workers.hooks import Listener, StepRecord

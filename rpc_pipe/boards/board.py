@@ -253,7 +253,7 @@ class BoardWriter(Listener):
 
 
 def encode_record(record: StepRecord, row: Callable[[int], int] = int) -> dict[str, Any]:
-    """Return a step of a worker for JSON; `boards.decode_record` reads it. `row`: the number of a worker there."""
+    """Return a step of a worker for JSON; `run_boards.decode_record` reads it. `row`: the number of a worker there."""
     return {
         **{each.name: getattr(record, each.name) for each in fields(record)},
         "worker": row(record.worker),

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from . import run_folders
 from .board import COLLECT_S, COPY, EVERYTHING, HEAD, MOST_BYTES, OWN, json_line
-from .boards import Board, open_boards, poll
+from .run_boards import Board, open_boards, poll
 from .run_folders import WATCHED
 from .view import View
 

@@ -5,22 +5,18 @@ from __future__ import annotations
 import math
 import socket
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Mapping, Sequence
-from itertools import groupby
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ..dependency import Spec
-from ..drawing.timeline import row_names
 from ..workers.hooks import StepRecord
 from . import run_folders
 from .board import Live, State
-from .boards import RunBoards, RunUpdate
-from .lost_time import LostTime, attribute_lost_time
+from .run_boards import RunBoards, RunUpdate
 from .stall_report import behind, duration, roll_call, running, waiting_chain
-from .trace import Trace, spec_of_listings, step_ms
 
 #: most stages that are described one by one
 _MOST_STAGES = 8
@@ -54,17 +50,6 @@ def layout(headers: Mapping[int, Mapping[str, Any]]) -> str:
     return "; ".join([whole + zero, *told])
 
 
-def rows(headers: Mapping[int, Mapping[str, Any]]) -> list[str]:
-    """Return the names of the rows of a timeline, in order of workers; none without a layout."""
-    by_worker = {header["worker"]: header for header in headers.values()}
-    first = next(iter(by_worker.values()), {})
-    if "replicas" not in first or len(by_worker) < first["num_workers"]:
-        return []
-    own = [(each.get("rank", w) // each.get("members", 1), each["shards"]) for w, each in sorted(by_worker.items())]
-    hosted = {worker: [(stage, route) for stage, route, *_ in shards] for worker, shards in own}
-    return row_names(hosted, first["num_routes"], first["replicas"])
-
-
 def _amount(number: int) -> str:
     units = (("B", 1e9), ("M", 1e6), ("k", 1e3), ("", 1))
     return next((f"{number / size:.3g} {unit}".strip() for unit, size in units if number >= size), "0")
@@ -76,8 +61,6 @@ KEPT_STEPS, _KEPT_LOSSES = 64, 20_000
 _KEPT_EVALUATED = 1_000
 #: number of recent steps for statistics of the present
 RECENT = 8
-#: how often, at most, the lost time is attributed: it simulates the schedule
-_ATTRIBUTE_EVERY_S = 2.0
 #: a stall: nothing has finished for this many seconds, and this many times a usual step
 _STALL_S, _STALL_STEPS = 10.0, 10
 #: least ns of training to know the waits for cores
@@ -110,9 +93,8 @@ class View:
         self.stalled, self._steps = False, dict[int, dict[int, StepRecord]]()
         #: by process, an id of its pipeline: steps of its next one count from 1 again
         self.pipelines: dict[int, int] = {}
-        #: by number of microbatches, and that of the listings
-        self._specs: dict[tuple[int, int], Spec] = {}
-        self._lost: tuple[float, int, LostTime | None] = (0.0, -1, None)
+        #: what its readers have derived from the steps of this epoch (`tracing.trace`)
+        self.derived: dict[Any, Any] = {}
         #: the epoch of an elastic job, and the first step that it has completed
         self.epoch, self.first_step = 0, 0
         self._progress_ns = self._longest_ns = 0
@@ -144,8 +126,8 @@ class View:
             before_epoch = -1
         if self.epoch != before_epoch:
             self._steps.clear()
-            self._specs.clear()
-            self._lost, self.first_step = (0.0, -1, None), 0
+            self.derived.clear()
+            self.first_step = 0
         here = {header["worker"] for header in self.headers.values()}
         for record in (record for record in update.records if record.worker in here):
             self._longest_ns = max(self._longest_ns, record.end_ns - record.start_ns)
@@ -255,24 +237,6 @@ class View:
         """The number of processes that form a worker together."""
         return int(self.header.get("members", 1))
 
-    @property
-    def spec(self) -> Spec | None:
-        """The schedule, with the pipeline's number of microbatches; None until it is known."""
-        return self._spec_of(self.header["microbatches"]) if self.headers else None
-
-    def _spec_of(self, num_microbatches: int) -> Spec | None:
-        """Return the schedule for a number of microbatches; None if some worker has listed fewer."""
-        there = self.latest.listings
-        listed = {header["worker"]: there[rank] for rank, header in self.headers.items() if rank in there}
-        listings = [listing for _, listing in sorted(listed.items())]
-        most = min((listing["microbatches"] for listing in listings), default=0)
-        if len(listings) < self.num_workers or most < num_microbatches:
-            return None
-        key = num_microbatches, most
-        if key not in self._specs:
-            self._specs[key] = spec_of_listings(listings, num_microbatches)
-        return self._specs[key]
-
     # --- steps
 
     def complete_steps(self, count: int) -> list[int]:
@@ -282,47 +246,6 @@ class View:
     def records(self, step: int) -> list[StepRecord]:
         """Return the records of a complete step, in order of workers."""
         return [record for _, record in sorted(self._steps[step].items())]
-
-    def trace(self, count: int = RECENT) -> Trace | None:
-        """Return the last `count` complete consecutive steps with equal numbers of microbatches; 0: all that there are.
-
-        None if there is none, or the schedule is unknown. A batch of few rows has fewer microbatches; steps of the most
-        common number are returned.
-        """
-        if not (sizes := {step: self.records(step)[0].num_microbatches for step in self.complete_steps(0)}):
-            return None
-        usual = Counter(list(sizes.values())[-max(count, RECENT) :]).most_common(1)[0][0]
-        alike = [step for step, size in sizes.items() if size == usual]
-        runs = [[step for _, step in run] for _, run in groupby(enumerate(alike), lambda at: at[1] - at[0])]
-        return self.trace_of(runs[-1][-count:])
-
-    def trace_of(self, steps: Sequence[int]) -> Trace | None:
-        """Return these complete steps; None if the schedule for their numbers of microbatches is unknown."""
-        spec = self._spec_of(max(self.records(step)[0].num_microbatches for step in steps))
-        if spec is None:
-            return None
-        run, error, ran = self.header.get("script", ""), self.latest.clock_error_ms, {s: self.records(s) for s in steps}
-        return Trace(spec, ran, error, run, rows(self.headers), layout(self.headers), self.numbers)
-
-    def lost(self, *, fresh: bool = False) -> LostTime | None:
-        """Return the lost time of the recent steps; at most two seconds old, or `fresh`."""
-        at, step, lost = self._lost
-        complete = self.complete_steps(1)
-        if complete and complete[0] != step and (fresh or time.monotonic() > at + _ATTRIBUTE_EVERY_S):
-            trace = self.trace(RECENT + 1)
-            if trace is not None:
-                firsts = {header["worker"]: header for _, header in sorted(self.headers.items(), reverse=True)}
-                headers = [firsts[worker] for worker in sorted(firsts)]
-                one_machine = len({header["host"] for header in headers}) == 1
-                cores = headers[0].get("cores") if one_machine and headers[0]["device"] == "cpu" else None
-                # Copied headers name the process that has copied them.
-                seen_here = all("clock_error_ms" not in header for header in headers)
-                one = seen_here and len(headers) > 1 and len({header["process"] for header in headers}) == 1
-                pairs = [(b[0] - a[0], b[1] - a[1]) for a, b in self._core_times.values()]
-                waits = max((waited / took for took, waited in pairs if took > _LEAST_NS), default=0.0)
-                lost = attribute_lost_time(trace, [header["shards"] for header in headers], cores, one, waits)
-                self._lost = time.monotonic(), complete[0], lost
-        return lost
 
     def length_ms(self, step: int) -> float:
         """Return the time from the first start to the last end of a complete step."""
@@ -364,9 +287,22 @@ class View:
         return next((rate for rate in rates if rate is not None), None)
 
     @property
+    def core_wait(self) -> float:
+        """The largest share of its time that a worker waited for a core, by the kernel; 0.0: it is not known."""
+        pairs = [(b[0] - a[0], b[1] - a[1]) for a, b in self._core_times.values()]
+        return max((waited / took for took, waited in pairs if took > _LEAST_NS), default=0.0)
+
+    @property
     def with_padding(self) -> bool:
         """Whether the tokens of the last step count padding too."""
         return any(self.records(step)[0].with_padding for step in self.complete_steps(1))
+
+
+def step_ms(steps: Sequence[Sequence[StepRecord]]) -> float:
+    """Return the median time from the end of a step to the end of the next; of a single step its makespan."""
+    ends = [max(record.end_ns for record in records) for records in steps]
+    times = [after - before for before, after in pairwise(ends)]
+    return median(times or [ends[0] - min(record.start_ns for record in steps[0])]) / 1e6
 
 
 def describe_stall(folder: Path) -> str:
