@@ -223,7 +223,7 @@ class Checkpoints:
             stop = any(self._each(lambda actor: everywhere(actor, "steps skipped", stop))[0])
             self._put(self._resumed[0])
             if self._run.recovery is not None:
-                self._run.recovery.journal.write(results.steps_done(next(iter(actors)).step), loss, results.norm)
+                self._run.recovery.journal.write((results.steps_done(next(iter(actors)).step), loss, results.norm))
         return loss, stop or results.stopped
 
     def settle(self, *, again: bool = False) -> Path | None:

@@ -11,11 +11,10 @@ from __future__ import annotations
 import json
 import math
 import os
-import struct
 import time
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -99,17 +98,9 @@ def _told(shard: Shard) -> list[Any]:
     return [described(shard, None), shard.num_updates, scale.scale, scale.streak]
 
 
-_RECORD = struct.Struct("<qdd")
+#: most bytes of an entry
+_MOST_BYTES = 2**18
 _PAUSE_S = 0.005
-
-
-class CallResult(NamedTuple):
-    """The result of a call: of a training step its loss and norm."""
-
-    #: negative: minus the number of bytes of an evaluation, which follow
-    step: int
-    value: float
-    beside: float
 
 
 class Journal:
@@ -120,35 +111,22 @@ class Journal:
 
     def __init__(self, folder: Path) -> None:
         self._file = os.open(folder / "journal", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        self._at = 0
+        #: where the next entry begins, and its size when it has been read
+        self._at = self._size = 0
 
-    def write(self, step: int, value: float, beside: float | None) -> None:
-        """Write the next entry."""
-        entry = _RECORD.pack(step, value, math.nan if beside is None else beside)
-        os.pwrite(self._file, entry, self._at)
-        self._at += _RECORD.size
+    def write(self, entry: tuple[int, float, float | None] | Mapping[str, tuple[float, float]]) -> None:
+        """Write the next entry: step, loss and norm; or the values of an evaluation, with their weights, by name."""
+        self._at += os.pwrite(self._file, json.dumps(entry).encode() + b"\n", self._at)
 
-    def write_evaluation(self, found: Mapping[str, tuple[float, float]]) -> None:
-        """Write the values of an evaluation as the next entry."""
-        text = json.dumps(found).encode()
-        self._at += os.pwrite(self._file, _RECORD.pack(-len(text), 0.0, 0.0) + text, self._at)
-
-    def evaluation(self, size: int) -> dict[str, tuple[float, float]] | None:
-        """Return the values in the next entry, of `size` bytes, and move behind it; None: it is not complete yet."""
-        text = os.pread(self._file, size, self._at + _RECORD.size)
-        if len(text) < size:
-            return None
-        self._at += _RECORD.size + size
-        return {name: (value, weight) for name, (value, weight) in json.loads(text).items()}
-
-    def read(self) -> CallResult | None:
-        """Return the next entry; None: there is none yet."""
-        found = os.pread(self._file, _RECORD.size, self._at)
-        return CallResult(*_RECORD.unpack(found)) if len(found) == _RECORD.size else None
+    def read(self) -> Any:
+        """Return the next entry; None: it is not there yet, or not all of it."""
+        text, end, _ = os.pread(self._file, _MOST_BYTES, self._at).partition(b"\n")
+        self._size = len(text) + 1
+        return json.loads(text) if end else None
 
     def advance(self) -> None:
-        """Go behind the next entry."""
-        self._at += _RECORD.size
+        """Go behind the entry that has been read."""
+        self._at += self._size
 
 
 class Repetition(Resumption):
@@ -170,31 +148,28 @@ class Repetition(Resumption):
 
     def skip_step(self, batch: str, rows: int = 0) -> float:
         self._asked += 1
-        entry = self._next()
-        while entry.step <= 0:  # the script has left out an evaluation
-            self.evaluated()
-            entry = self._next()
-        if entry.step > self._asked:  # an earlier step than the checkpoint that the job resumed from
+        while isinstance(entry := self._next(), dict):  # the script has left out an evaluation
+            self._journal.advance()
+        step, loss, norm = entry
+        if step > self._asked:  # an earlier step than the checkpoint that the job resumed from
             return math.nan
         self._journal.advance()
-        norm = None if math.isnan(entry.beside) else entry.beside
-        self.note_step(entry.value, batch, norm, rows)
+        self.note_step(loss, batch, norm, rows)
         while self._journal.read() is None:
             if self._take_part():
                 self._replays = False
                 break
             self._wait()
-        return entry.value
+        return float(loss)
 
     def evaluated(self) -> dict[str, tuple[float, float]]:
         entry = self._next()
-        if entry.step > 0:
+        if not isinstance(entry, dict):
             return super().evaluated()
-        while (found := self._journal.evaluation(-entry.step)) is None:
-            self._wait()
-        return found
+        self._journal.advance()
+        return {name: (value, weight) for name, (value, weight) in entry.items()}
 
-    def _next(self) -> CallResult:
+    def _next(self) -> Any:
         while (entry := self._journal.read()) is None:
             self._wait()
         return entry

@@ -199,7 +199,7 @@ class Recovery:
     def write_down(self, found: Mapping[str, tuple[float, float]]) -> None:
         """Write the values of an evaluation down for newcomers."""
         if self.journal is not None:
-            self.journal.write_evaluation(found)
+            self.journal.write(found)
 
     def _note(self, result: Result) -> None:
         """Remember a training step that is complete here; other workers may need its result."""
@@ -208,7 +208,7 @@ class Recovery:
         self._session.end.observe_result(result)
         self._noted_in = self._session.epoch
         if self.journal is not None:
-            self.journal.write(self._actor.step, result.loss, result.norm)
+            self.journal.write((self._actor.step, result.loss, result.norm))
         self._heir.refuse_changing()
 
     def _go_on(self, error: PipeError, epoch: epochs.Roster | None = None) -> Result | None:

@@ -179,9 +179,9 @@ def test_a_newcomer_gets_the_metrics_of_evaluations_from_the_journal(tmp_path):
     first, scores = {"loss": (1.5, 4.0), "hits": (0.5, 3.0)}, {"": (2.0, 7.0)}
     written, read = Journal(tmp_path), Journal(tmp_path)
     for step in range(2):
-        written.write_evaluation(first)
-        written.write_evaluation(scores)
-        written.write(step + 1, 0.25, None)
+        written.write(first)
+        written.write(scores)
+        written.write((step + 1, 0.25, None))
     newcomer = Repetition(read, lambda: True, lambda: None)
     assert newcomer.evaluated() == first and newcomer.evaluated() == scores
     assert newcomer.skip_step("") == 0.25
