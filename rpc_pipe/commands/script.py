@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import runpy
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy
 import torch
 
 from ..boards.own_boards import collect, record, write_out
@@ -23,11 +21,24 @@ from ..launching import launcher_link as link
 from ..launching.job import Job
 from ..pipeline import Pipeline
 from ..tracing.run_summary import FILES, LAST_STEPS, figures, summary
+from ..workers.compute.modules.randomness import seed_process
 from .options import CHECKPOINTS, MEMBERS, PIPELINE, refuse_typed, typed_checkpoints, write
+
+#: below which the scripts are that `run` has itself: of `run --model`, and the built-in GPT
+_PACKAGE = Path(__file__).parents[1]
+#: options that need the last steps
+_OF_STEPS = ("trace", "html", "json")
+_PATHS = (*FILES, "checkpoint_folder", "resume")
+#: options that have no effect without a pipeline
+_OF_PIPELINE = (*PIPELINE, "save", "checkpoint_every", "resume", *_OF_STEPS)
+#: options that have one without
+_OF_JOB = {"workers", "seed", "threads", "transport", "nan", "trust_network", "port", *MEMBERS}
 
 
 class TypedOptions(attaching.Overrides):
     """The options typed, by name, for every pipeline that is made from now on.
+
+    The last one saves when it is closed or the script ends, and reports then.
 
     Args:
         schedule_options: from `--set`, `--window`, `--replicas` and `--slices`.
@@ -35,12 +46,18 @@ class TypedOptions(attaching.Overrides):
     """
 
     def __init__(
-        self, typed: Mapping[str, Any], schedule_options: Mapping[str, str], tell: Callable[[str], None]
+        self, typed: Mapping[str, Any], schedule_options: Mapping[str, str], tell: Callable[[str], None], job: Job
     ) -> None:
         self._typed = {name: typed[option] for name, option in TYPED.items() if option in typed}
-        self._schedule_options = dict(schedule_options)
-        self._tell = tell
+        self._schedule_options, self._tell, self._job = dict(schedule_options), tell, job
         self._told: set[str] = set()
+        # Absolute paths, in case the script changes the working directory.
+        paths = {name: os.path.abspath(typed[name]) for name in _PATHS if typed.get(name, "auto") != "auto"}
+        self._asked = {**typed, **paths}
+        self._pipe: Pipeline | None = None
+        #: whether that pipeline has saved, and the message with its figures
+        self._saved, self._result = False, dict[str, Any]()
+        self._wants_steps = any(name in typed for name in _OF_STEPS)
 
     def over(self, said: Options) -> Options:
         """Return the options of a pipeline with the typed options in place of the script's."""
@@ -69,80 +86,6 @@ class TypedOptions(attaching.Overrides):
         if text not in self._told:
             self._told.add(text)
             self._tell(text)
-
-
-#: below which the scripts are that `run` has itself: of `run --model`, and the built-in GPT
-_PACKAGE = Path(__file__).parents[1]
-#: options that need the last steps
-_OF_STEPS = ("trace", "html", "json")
-_PATHS = (*FILES, "checkpoint_folder", "resume")
-#: options that have no effect without a pipeline
-_OF_PIPELINE = (*PIPELINE, "save", "checkpoint_every", "resume", *_OF_STEPS)
-#: options that have one without
-_OF_JOB = {"workers", "seed", "threads", "transport", "nan", "trust_network", "port", *MEMBERS}
-
-
-def run_script(
-    script: str, arguments: Sequence[str], typed: Mapping[str, Any], schedule_options: Mapping[str, str], job: Job
-) -> None:
-    """Run `script` as the main program with its arguments.
-
-    Raises:
-        ConfigError: a typed option needs a pipeline, and the script made none.
-    """
-    if "threads" in typed:
-        torch.set_num_threads(typed["threads"])
-    _seed(typed.get("seed", 0))
-    is_own = _PACKAGE in Path(script).parents
-
-    def tell(text: str) -> None:
-        if job.worker == 0 and not is_own:  # its line does not show these
-            link.tell(kind="text", text=text)
-
-    attaching.current = ending = _ScriptEnd(typed, schedule_options, tell, job)
-    sys.argv = [script, *arguments]
-    if not is_own:  # beside it lie files named as modules of Python are
-        sys.path.insert(0, str(Path(script).resolve().parent))
-    try:
-        room = f"rpc_pipe.{Path(script).parent.name}." if is_own else ""
-        runpy.run_path(script, run_name=f"{room}__main__")
-    except KeyboardInterrupt:
-        if link.stopping():  # the script has ignored a stop: all workers end here
-            ending.leave()
-        raise
-    except SystemExit as stopped:
-        if stopped.code not in (None, 0):
-            raise
-    finally:
-        attaching.current = attaching.Overrides()
-    ending.leave()
-
-
-def _seed(seed: int) -> None:
-    """Seed all generators alike on every worker, because each makes a copy of the batches."""
-    torch.manual_seed(seed)
-    random.seed(seed)
-    numpy.random.seed(seed % 2**32)
-
-
-def _absolute(path: str) -> str:
-    return path if path == "auto" else os.path.abspath(path)
-
-
-class _ScriptEnd(TypedOptions):
-    """The typed options of a script: its last pipeline saves when it is closed or the script ends, and reports then."""
-
-    def __init__(
-        self, typed: Mapping[str, Any], schedule_options: Mapping[str, str], tell: Callable[[str], None], job: Job
-    ) -> None:
-        super().__init__(typed, schedule_options, tell)
-        self._job = job
-        # Absolute paths, in case the script changes the working directory.
-        self._asked = {name: _absolute(each) if name in _PATHS else each for name, each in typed.items()}
-        self._pipe: Pipeline | None = None
-        #: whether that pipeline has saved, and the message with its figures
-        self._saved, self._result = False, dict[str, Any]()
-        self._wants_steps = any(name in typed for name in _OF_STEPS)
 
     def made(self, pipe: Pipeline) -> None:
         if self._pipe is not None and {"resume", "checkpoint_every"} & self._asked.keys():
@@ -219,3 +162,41 @@ class _ScriptEnd(TypedOptions):
         files = {name: typed[name] for name in FILES if name in typed}
         lines = [*versions, *(f"{FILES[name]} written to {path}" for name, path in files.items())]
         self._result = {"kind": "result", "text": summary(found, *lines), "json": {**found, **files}}
+
+
+def run_script(
+    script: str, arguments: Sequence[str], typed: Mapping[str, Any], schedule_options: Mapping[str, str], job: Job
+) -> None:
+    """Run `script` as the main program with its arguments.
+
+    Raises:
+        ConfigError: a typed option needs a pipeline, and the script made none.
+    """
+    if "threads" in typed:
+        torch.set_num_threads(typed["threads"])
+    seed = typed.get("seed", 0)  # alike on every worker, because each makes a copy of the batches
+    torch.manual_seed(seed)  # devices' generators too
+    seed_process(seed)
+    is_own = _PACKAGE in Path(script).parents
+
+    def tell(text: str) -> None:
+        if job.worker == 0 and not is_own:  # its line does not show these
+            link.tell(kind="text", text=text)
+
+    attaching.current = ending = TypedOptions(typed, schedule_options, tell, job)
+    sys.argv = [script, *arguments]
+    if not is_own:  # beside it lie files named as modules of Python are
+        sys.path.insert(0, str(Path(script).resolve().parent))
+    try:
+        room = f"rpc_pipe.{Path(script).parent.name}." if is_own else ""
+        runpy.run_path(script, run_name=f"{room}__main__")
+    except KeyboardInterrupt:
+        if link.stopping():  # the script has ignored a stop: all workers end here
+            ending.leave()
+        raise
+    except SystemExit as stopped:
+        if stopped.code not in (None, 0):
+            raise
+    finally:
+        attaching.current = attaching.Overrides()
+    ending.leave()

@@ -40,7 +40,7 @@ def typed():
 
     def install(**options):
         parameters = options.pop("set", {})
-        attaching.current = TypedOptions(options, parameters, told.append)
+        attaching.current = TypedOptions(options, parameters, told.append, None)
         return told
 
     yield install

@@ -439,7 +439,7 @@ def test_random_delays_change_nothing(schedule, order):
 
 def test_what_is_typed_wins_and_replicas_stay_when_the_schedule_is_another():
     told = []
-    attaching.current = TypedOptions({"schedule": "zb-h1"}, {"replicas": "4"}, told.append)
+    attaching.current = TypedOptions({"schedule": "zb-h1"}, {"replicas": "4"}, told.append, None)
     try:
         options = {"num_workers": 4, "num_microbatches": 8, "replicas": 2}
         with pipeline_with(LAYERS, nn.functional.mse_loss, schedule="gpipe", **options) as pipe:
