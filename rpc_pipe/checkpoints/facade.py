@@ -156,7 +156,7 @@ class Checkpoints:
         """Go on with the series that this job has begun last in a folder; return its checkpoints, the newest first."""
         where, job = path_of(folder), self.job
         found = self._each(lambda actor: _agreed(actor, "series", where, lambda: folders.last_series(where, job)))[0]
-        job["begun"] = next((int(told["begun"]) for path in found if (told := folders.written_by(path))), job["begun"])
+        job["begun"] = next((told["begun"] for path in found if (told := folders.written_by(path))), job["begun"])
         return found  # type: ignore[no-any-return]
 
     def claim(self, folder: str | Path) -> list[Path]:

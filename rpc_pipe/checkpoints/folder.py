@@ -97,9 +97,8 @@ def is_same(job: Mapping[str, Any], other: Mapping[str, Any] | None) -> bool:
 
 def _begun(path: Path) -> int:
     """Return when the job began that wrote a checkpoint; 0 if that is not known."""
-    with suppress(TypeError, ValueError):
-        return int((written_by(path) or {}).get("begun", 0))
-    return 0
+    begun: int = (written_by(path) or {}).get("begun", 0)
+    return begun
 
 
 def name(step: int) -> str:
@@ -323,7 +322,7 @@ def last_series(where: Path, job: Mapping[str, Any]) -> list[Path]:
     """Return the checkpoints of the series that `job` has begun last, also damaged ones, the newest first."""
     found = [(path, written_by(path)) for path in reversed(named(where))]
     found = [(path, other) for path, other in found if is_same(job, other)]
-    begun = max((int(other.get("begun", 0)) for _, other in found if other is not None), default=0)
+    begun = max((other.get("begun", 0) for _, other in found if other is not None), default=0)
     last = noted(where).get("job")
     if last and is_same(job, last) and last.get("begun", 0) > begun:
         return []  # it has written none yet

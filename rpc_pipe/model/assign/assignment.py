@@ -99,9 +99,9 @@ class Assignment:
         self.choices: list[list[list[tuple[torch.Size, int]]]] = []
         #: stage by event; None: every stage runs it
         self.stage_of: list[int | None] = self._place()
-        self.owners = self._find_owners()
         #: parameter or buffer -> the stages that use it; None: all
         self.users = self._find_users()
+        self.owners = self._find_owners()
         if self.num_stages > 1:
             self._refuse_state()
             self._refuse_decisions()
@@ -224,10 +224,8 @@ class Assignment:
         ]
 
     def _find_owners(self) -> Owners:
-        owners: Owners = {}
-        for event, stage in self._placed():
-            for name in event.params if stage is not None else ():
-                owners.setdefault(name, set()).add(stage)  # type: ignore[arg-type]
+        trained = {name for event in self._observation.events for name in event.params}  # on one stage each
+        owners = {name: {s for s in stages if s is not None} for name, stages in self.users.items() if name in trained}
         for name, stages in owners.items():
             missing = stages - self._owners.get(name, set()) if self._owners is not None else set()
             if missing:
