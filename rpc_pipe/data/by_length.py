@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from ..dependency import BatchError, refuse_below
-from ..model.batches.microbatches import IGNORED, SplitBatch
+from ..model.batches.microbatches import IGNORED, SplitBatch, labels_of
 from ..model.batches.own_rows import Grouped, LengthNeeds, OwnRows
 from ..workers.compute.result import NUM_ITEMS
 from ..workers.transport.payload import Tree
@@ -178,10 +178,7 @@ def _column(name: str, values: Sequence[Any], lengths: Sequence[int], are_labels
 
 def _labels(inputs: Tree, targets: Tree) -> Tensor | None:
     """Return the labels of the tokens of a microbatch; None if there are none."""
-    named: dict[str, Any] = {} if not isinstance(inputs, Mapping) else dict(inputs)
-    if isinstance(targets, Mapping):
-        named |= targets
-    labels = named.get("labels") if targets is None or isinstance(targets, Mapping) else targets
+    labels = labels_of(inputs, targets)
     return labels if isinstance(labels, Tensor) and labels.dim() > 1 and not labels.is_floating_point() else None
 
 

@@ -385,15 +385,17 @@ def rows_of_parts(rows: int, parts: int) -> list[range]:
     return [range(*each) for each in pairwise(begins)]
 
 
-def _named(tree: Tree, name: str = "") -> list[tuple[str, Tensor]]:
-    """Return the tensors of a tree, each with the name that it has in a dict, and a space."""
+def named_leaves(tree: Tree, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the tensors and plain values of a tree, each with the name that it has in a dict."""
     if isinstance(tree, (tuple, list, dict)):
-        parts = tree.items() if isinstance(tree, dict) else [(name.rstrip(), each) for each in tree]
-        return [found for key, each in parts for found in _named(each, f"{key} " if key != "" else "")]
-    return [(name, tensor) for tensor in tensors_of(tree)]
+        for key, each in tree.items() if isinstance(tree, dict) else ((name, each) for each in tree):
+            yield from named_leaves(each, str(key))
+    else:
+        yield name, tree
 
 
 def shapes_in(tree: Tree) -> str:
     """Write the types and shapes of all tensors, or that there is none."""
-    found = ", ".join(f"{name}{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for name, t in _named(tree))
+    named = [(f"{name} " if name else "", each) for name, each in named_leaves(tree) if isinstance(each, Tensor)]
+    found = ", ".join(f"{name}{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for name, t in named)
     return found or "no tensor (numpy's arrays and lists of numbers are none; torch.as_tensor makes one)"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -17,7 +17,7 @@ from ...workers.compute.modules.digest import describe
 from ...workers.compute.result import IGNORED as IGNORED
 from ...workers.compute.result import NUM_ITEMS
 from ...workers.step import StepData
-from ...workers.transport.payload import Tree, shapes_in, split_rows, tensors_of
+from ...workers.transport.payload import Tree, named_leaves, shapes_in, split_rows, tensors_of
 
 
 class SomeRows(Protocol):
@@ -85,21 +85,16 @@ def count_tokens(inputs: Sequence[Tree], targets: Sequence[Tree]) -> TokenCount:
 
 def _marks(inputs: Tree, target: Tree, shape: torch.Size) -> Tensor | None:
     """Return a tensor of the shape of the tokens that is 0 at padding; None if there is none on the host."""
-    named = {**dict(_named(inputs)), **dict(_named(target))}
-    labels = target if isinstance(target, Tensor) else named.get("labels")
-    for found, is_mask in (named.get("attention_mask"), True), (labels, False):
+    mask = dict(named_leaves([inputs, target])).get("attention_mask")
+    for found, is_mask in (mask, True), (labels_of(inputs, target), False):
         if isinstance(found, Tensor) and found.shape == shape and found.is_cpu and not found.is_floating_point():
             return found if is_mask else found != IGNORED
     return None
 
 
-def _named(tree: Tree) -> Iterator[tuple[str, Any]]:
-    """Yield the named parts of a batch, inside of tuples, too."""
-    if isinstance(tree, dict):
-        yield from tree.items()
-    elif isinstance(tree, (tuple, list)):
-        for part in tree:
-            yield from _named(part)
+def labels_of(inputs: Tree, target: Tree) -> Any:
+    """Return the labels of a microbatch: the target itself, or what has this name; None if nothing has."""
+    return target if isinstance(target, Tensor) else dict(named_leaves([inputs, target])).get("labels")
 
 
 #: splits a batch into (inputs, targets)
@@ -292,8 +287,7 @@ def rows_in(microbatch: Tree) -> int:
 
 def divides_sums(inputs: Tree, target: Tree) -> bool:
     """Return whether a whole model's loss is a sum, divided by a number of the whole batch that it is given."""
-    named = inputs[1] if target is None and isinstance(inputs, tuple) and len(inputs) == 2 else None
-    return isinstance(named, dict) and named.get(NUM_ITEMS) is not None
+    return target is None and isinstance(inputs, tuple) and has_items(inputs)
 
 
 def shares_of(rows: Sequence[int], inputs: Tree, target: Tree) -> list[float]:

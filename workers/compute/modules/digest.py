@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ...transport.call import PARTS
-from ...transport.payload import Tree, tensors_of
+from ...transport.payload import Tree, named_leaves, tensors_of
 from .torch_internals import local
 
 _READ = 0x100
@@ -50,15 +50,8 @@ def describe(tree: Tree, call: int = 0) -> str:
     chosen = tensors[call % every :: every]
     if not all(map(_is_here, chosen)):
         return PARTS.join((form, f"{shapes:x}"))
-    names = _names(tree)
+    names = {id(each): name for name, each in named_leaves(tree)}
     return PARTS.join((form, f"{shapes:x}", *[f"{names.get(id(each), '')}={_digest(each, 0):x}" for each in chosen]))
-
-
-def _names(tree: Tree) -> dict[int, str]:
-    """Return the names of fields, by the identity of their values."""
-    if isinstance(tree, (tuple, list)):
-        return {value: name for child in tree for value, name in _names(child).items()}
-    return {id(value): str(name) for name, value in tree.items()} if isinstance(tree, dict) else {}
 
 
 def shapes_of(tensors: Sequence[Tensor]) -> tuple[str, int]:
