@@ -8,14 +8,13 @@ from typing import Any
 
 from ..dependency import Action, T, U, reduction_tree
 from .compute.result import Result
-from .compute.shard import Shard
 from .compute.stash import Lodging
 from .run import Stream
 from .step import ActionContext, Step
 
 
 @contextmanager
-def in_place(lodging: Lodging[Shard], handed: Action | None, ctx: ActionContext) -> Iterator[None]:
+def in_place(lodging: Lodging, handed: Action | None, ctx: ActionContext) -> Iterator[None]:
     """Return a context with the gradients of the action's shard in place, as several shards have its weights.
 
     Args:

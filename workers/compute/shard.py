@@ -89,7 +89,7 @@ class Shard:
         # Names are taken now: a forward may replace modules.
         self.updating = Updating(slice, stage, training, randomness, pieces, members)
         #: if several replicas of the stage on this worker share their weights
-        self.lodging: Lodging[Shard] | None = None
+        self.lodging: Lodging | None = None
         #: if replicas of the stage may die
         self.mirror: BufferMirror | None = None
         #: if several versions of the weights are in use

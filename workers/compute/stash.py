@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,10 +26,8 @@ from .sequences.slices import Slice
 from .stage_state import StageState, shown
 from .updating import Updating
 
-Key = TypeVar("Key")
 
-
-class GradientSets(Generic[Key]):
+class GradientSets:
     """Sets of gradients by key. One set is in place, as `grad` of the parameters; all other sets are kept apart.
 
     Each set costs the memory of its gradients. Weights and optimizer state exist once.
@@ -38,11 +36,11 @@ class GradientSets(Generic[Key]):
         present: key of the set in place.
     """
 
-    def __init__(self, present: Key) -> None:
+    def __init__(self, present: Any) -> None:
         self.present = present
-        self._apart: dict[Key, list[Tensor | None]] = {}
+        self._apart: dict[Any, list[Tensor | None]] = {}
 
-    def turn(self, key: Key, parameters: Sequence[nn.Parameter]) -> Key:
+    def turn(self, key: Any, parameters: Sequence[nn.Parameter]) -> Any:
         """Put the set of a key in place; return the key of the set before."""
         before = self.present
         if key != before:
@@ -54,7 +52,7 @@ class GradientSets(Generic[Key]):
             self.present = key
         return before
 
-    def clear(self, present: Key) -> None:
+    def clear(self, present: Any) -> None:
         """Forget all sets that are kept apart; the set in place belongs to `present` from now on."""
         self._apart.clear()
         self.present = present
@@ -211,35 +209,25 @@ class VersionStore:
             self._uncounted = next(self._microbatches, None)
 
 
-class HasParameters(Protocol):
-    """A replica of a stage."""
-
-    def parameters(self) -> list[nn.Parameter]:
-        """Return each parameter once."""
-
-
-Replica = TypeVar("Replica", bound=HasParameters)
-
-
-class Lodging(Generic[Replica]):
-    """The replicas of a stage that share weights.
+class Lodging:
+    """The replicas of a stage that share weights, each a `Shard`.
 
     Args:
         host: the replica that has the optimizer.
     """
 
-    def __init__(self, host: Replica) -> None:
+    def __init__(self, host: Any) -> None:
         self.host = host
         self._gradients = GradientSets(host)
         #: places of the buffers that differ between replicas; the buffers of the replicas that are not in place
         self._places: Sequence[Place] = ()
-        self._buffers: dict[Replica, Sequence[Tensor | None]] = {}
+        self._buffers: dict[Any, Sequence[Tensor | None]] = {}
 
-    def part(self, places: Sequence[Place], buffers: dict[Replica, Sequence[Tensor | None]]) -> None:
+    def part(self, places: Sequence[Place], buffers: dict[Any, Sequence[Tensor | None]]) -> None:
         """Let the guests have separate buffers at some places."""
         self._places, self._buffers = places, buffers
 
-    def turn(self, shard: Replica) -> Replica:
+    def turn(self, shard: Any) -> Any:
         """Put a replica's gradients and buffers into the modules; return the replica that had them in place before."""
         before = self._gradients.turn(shard, shard.parameters())
         if before is not shard and self._places:
@@ -249,7 +237,7 @@ class Lodging(Generic[Replica]):
         return before
 
     @contextmanager
-    def turned(self, shard: Replica) -> Iterator[None]:
+    def turned(self, shard: Any) -> Iterator[None]:
         """Return a context with a replica's gradients and buffers in the modules."""
         before = self.turn(shard)
         try:
