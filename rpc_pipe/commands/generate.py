@@ -8,6 +8,7 @@ from typing import Any
 
 from ..dependency import ConfigError
 from ..launching.job import current_job
+from ..system.files import read_file
 from .options import MAKE, SCHEDULE, Parser, set_transport
 from .readers import fraction, positive, whole
 from .run import refuse_idle, start_script
@@ -37,7 +38,8 @@ def command(typed: dict[str, Any], argv: list[str]) -> int:
     """Generate and print; return the exit code."""
     if ".py:" not in typed["model"]:
         raise ConfigError(f"{typed['model']}: must be path/to/file.py:make, {MAKE}")
-    prompts = [*typed.get("prompt", []), *_lines(typed.get("prompts"))]
+    told = read_file(Path(typed["prompts"]), f"--prompts {typed['prompts']}", most=2**30) if "prompts" in typed else ""
+    prompts = [*typed.get("prompt", []), *(line for line in told.splitlines() if line.strip())]
     if not all(prompts) or not prompts:
         raise ConfigError("--prompt: one is empty, or there is none; type --prompt TEXT, or --prompts FILE")
     set_transport(typed)
@@ -48,12 +50,3 @@ def command(typed: dict[str, Any], argv: list[str]) -> int:
         "arguments": [typed["model"], json.dumps({**typed, "prompt": prompts})],
     }
     return start_script({name: typed[name] for name in typed.keys() - {"json"}} | more, argv, job, "json" in typed)
-
-
-def _lines(path: str | None) -> list[str]:
-    if path is None:
-        return []
-    try:
-        return [line for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
-    except (OSError, UnicodeError) as error:
-        raise ConfigError(f"--prompts {path}: cannot be read: {getattr(error, 'strerror', '') or error}") from error

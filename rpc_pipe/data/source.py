@@ -199,15 +199,12 @@ class Mapped(Source):
 
     keeps_rows = False
 
-    def __init__(
-        self, samples: Any, keys: tuple[Any, Any] = (None, None), chunk: int | None = None, identity: str | None = None
-    ) -> None:
+    def __init__(self, samples: Any, keys: tuple[Any, Any], chunk: int | None, identity: str | None) -> None:
         self.samples, self.busy, self._keys = samples, Busy(), keys
         self.name = type(samples).__name__
         count = len(samples)
         self.each = chunk or -(-count // _CHUNKS)
-        self.sizes = np.full(-(-count // self.each), self.each, np.int64)
-        self.sizes[-1] = count - self.each * (len(self.sizes) - 1)
+        self.sizes = evenly(count, self.each)
         (first,) = drawn(self.make, [0], 0)
         self.sample_bytes = sum(tensor.nbytes for tensor in tensors_of(default_collate([first]))) or 1
         # A dataset without chunks holds its samples itself, so it fits into any memory limit.
