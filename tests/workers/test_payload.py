@@ -3,7 +3,8 @@ from collections import namedtuple
 import pytest
 import torch
 
-from rpc_pipe.workers.transport.payload import compact, map_tensors, pack, split_rows, unpack
+from rpc_pipe.workers.transport.payload import map_tensors, pack, split_rows, unpack
+from rpc_pipe.workers.transport.rpc import compact
 
 Pair = namedtuple("Pair", "left right")
 

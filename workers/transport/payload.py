@@ -270,13 +270,6 @@ def _made_of(tensor: Tensor) -> tuple[Any, ...]:
     return made_of
 
 
-def compact(tensor: Tensor) -> Tensor:
-    """Copy a tensor that is a view of a larger storage, because RPC carries whole storages."""
-    if tensor.untyped_storage().nbytes() == tensor.nbytes:
-        return tensor
-    return tensor.clone()  # keeps the strides of dense tensors, so kernels choose the same path after it
-
-
 def tensors_of(tree: Tree) -> Iterator[Tensor]:
     """Return the tensors of `tree` in the order of `pack`."""
     return iter((tree,)) if isinstance(tree, Tensor) else _tensors_in(tree)

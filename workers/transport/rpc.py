@@ -46,7 +46,6 @@ from torch.futures import Future
 
 from ...dependency import Malformed, NotMet
 from .message import NOTHING, LinkCallbacks, Message, decode, encode
-from .payload import compact
 from .wakeup import Wakeup, within
 
 #: handlers do not block, so few are enough for any number of workers
@@ -211,6 +210,13 @@ def _keep_thread_state() -> None:
         _kept.done = True
         with suppress(AttributeError):  # an interpreter other than CPython
             ctypes.pythonapi.PyGILState_Ensure()
+
+
+def compact(tensor: Tensor) -> Tensor:
+    """Copy a tensor that is a view of a larger storage, because RPC carries whole storages."""
+    if tensor.untyped_storage().nbytes() == tensor.nbytes:
+        return tensor
+    return tensor.clone()  # keeps the strides of dense tensors, so kernels choose the same path after it
 
 
 def _invoke(to: str, *args: Any) -> Future[Any]:
