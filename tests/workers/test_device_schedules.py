@@ -22,8 +22,8 @@ from rpc_pipe.dependency import ConfigError, ScheduleError
 from rpc_pipe.schedules import SCHEDULES
 from rpc_pipe.workers import run, thread_pool
 from rpc_pipe.workers.compute.devices.accelerator import AcceleratorBackend
-from rpc_pipe.workers.compute.devices.device_way import HostMemory
 from rpc_pipe.workers.transport import shared_memory
+from rpc_pipe.workers.transport.device_way import HostMemory
 from rpc_pipe.workers.transport.local import LocalPost, local_carriers
 
 SYNCHRONOUS = [name for name, cls in SCHEDULES.items() if cls.synchronous]

@@ -16,14 +16,12 @@ from unkind import MODELS, batches_for, differences
 from rpc_pipe import Pipeline, Training, own_workers
 from rpc_pipe.dependency import Malformed
 from rpc_pipe.schedules import SCHEDULES
-from rpc_pipe.workers.compute.devices import device_way
 from rpc_pipe.workers.compute.devices.accelerator import AcceleratorBackend
-from rpc_pipe.workers.compute.devices.device_way import HostMemory
-from rpc_pipe.workers.compute.devices.moving import Moving
-from rpc_pipe.workers.transport import shared_memory
-from rpc_pipe.workers.transport.from_device import HANDLES, ON_HOST
+from rpc_pipe.workers.transport import device_way, shared_memory
+from rpc_pipe.workers.transport.device_way import HostMemory
+from rpc_pipe.workers.transport.form import Moving
 from rpc_pipe.workers.transport.payload import pack, unpack
-from rpc_pipe.workers.transport.peer_memory import DEVICE
+from rpc_pipe.workers.transport.peer_memory import DEVICE, HANDLES, ON_HOST
 from rpc_pipe.workers.transport.values import decode_value, encode_value
 
 pytestmark = pytest.mark.skipif(not shared_memory.POSSIBLE, reason="channels are for Linux on x86-64")
@@ -153,7 +151,7 @@ def test_another_process_maps_the_same_memory_and_no_other():
     block.fill_(1)
     code = (
         "import sys; sys.path.insert(0, sys.argv[2]); from fake_cuda import FakeCuda\n"
-        "from rpc_pipe.workers.compute.devices.device_way import HostMemory\n"
+        "from rpc_pipe.workers.transport.device_way import HostMemory\n"
         "memory, _ = HostMemory(FakeCuda()).opened(bytes.fromhex(sys.argv[1])); print(memory.nbytes); memory += 1"
     )
     found = python("-c", code, shared.hex(), Path(__file__).parents[1])

@@ -10,8 +10,8 @@ import torch
 
 from rpc_pipe.workers.compute.devices.backends import backend_for
 from rpc_pipe.workers.transport.form import form_of
-from rpc_pipe.workers.transport.from_device import ON_HOST
 from rpc_pipe.workers.transport.payload import pack, unpack
+from rpc_pipe.workers.transport.peer_memory import ON_HOST
 
 KIND = getattr(torch.accelerator.current_accelerator(check_available=True), "type", "")
 pytestmark = [

@@ -26,7 +26,7 @@ from .outbox import Answer, Key, Outbox
 from .payload import Payload
 
 if TYPE_CHECKING:
-    from .from_device import DeviceWay
+    from .device_way import DeviceWay
 
 #: brings an arrived payload towards the device; called in any thread
 Enter = Callable[[Payload], Payload]

@@ -7,8 +7,10 @@ The contents of each tensor are one run of memory, with each element once, howev
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
-from math import prod
+from math import inf, prod
 from typing import Any, NamedTuple
 
 import torch
@@ -193,6 +195,29 @@ def _refuse_places(tree: Any, looks: tuple[Look, ...], *, in_sparse: bool = Fals
             _refuse_places(child, looks, in_sparse=in_sparse)
 
 
+@dataclass(slots=True)
+class Moving(Payload):
+    """A payload as dense copies that have been issued, with the layouts on arrival and the event of the arrival."""
+
+    looks: Sequence[Look | None]
+    event: Any
+
+    def unfold(self) -> Payload:
+        """Return the payload as it was."""
+        return Payload([shown(*each) for each in zip(self.tensors, self.looks, strict=True)], self.skeleton)
+
+
+def shown(dense: Tensor, look: Look | None) -> Tensor:
+    """Return the tensor that looks so, from its dense copy; without a look that itself."""
+    return dense if look is None else look.shown(dense)
+
+
+def travels(tensor: Tensor) -> bool:
+    """Return whether a tensor has a layout that blocks of memory can hold."""
+    is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
+    return is_plain and not tensor.is_quantized and not tensor.is_nested
+
+
 def assemble(form: Form, contents: list[Tensor]) -> Payload:
     """Return the payload of this form, from its travelled contents."""
     if not form.plain:
@@ -211,8 +236,7 @@ def _written_once(kind: type, skeleton: Any, looks: tuple[Look, ...]) -> bytes:
 
 def _seen(tensor: Tensor, spare: int, device: torch.device) -> tuple[Look, Tensor]:
     """Return the layout of `tensor`, and the tensor to be sent for it, with a limit on bytes of gaps."""
-    is_here = tensor.is_cpu or tensor.device == device
-    if type(tensor) is not Tensor or not is_here or tensor.layout is not torch.strided or tensor.is_quantized:
+    if not travels(tensor) or not (tensor.is_cpu or tensor.device == device):
         kind = "quantized tensor" if tensor.is_quantized else type(tensor).__qualname__
         layout = "" if type(tensor) is not Tensor or tensor.layout is torch.strided else f" of layout {tensor.layout}"
         advice = (
@@ -220,6 +244,15 @@ def _seen(tensor: Tensor, spare: int, device: torch.device) -> tuple[Look, Tenso
         )
         advice = advice if tensor.is_nested else ""
         raise ConfigError(f"a {kind} on {tensor.device}{layout} cannot travel between workers{advice}")
+    return dense_of(tensor, spare)
+
+
+def dense_of(tensor: Tensor, spare: float = inf) -> tuple[Look, Tensor]:
+    """Return the layout of a tensor that travels, and the dense tensor that is sent for it.
+
+    Args:
+        spare: most bytes of gaps that its receiver leaves.
+    """
     if tensor.is_neg():
         tensor = tensor.resolve_neg()
     conjugate = tensor.is_conj()

@@ -1,4 +1,4 @@
-"""Both ends of payloads that travel from a device of the writer to one of the reader, and what they ask of devices."""
+"""Both ends of payloads that travel from a device of the writer to one of the reader."""
 
 from __future__ import annotations
 
@@ -6,64 +6,18 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from ...dependency import Malformed
 from .form import Form
 from .outbox import Key
 from .payload import Laid, Payload, Staying
-from .peer_memory import COPIED, DEVICE
+from .peer_memory import COPIED, DEVICE, HANDLES, ON_HOST
 
-#: kinds of memory for payloads of a device: the device's, opened by handles; the host's
-HANDLES, ON_HOST = 1, 2
-
-
-class Lending(Protocol):
-    """Memory that one consumer's device reads."""
-
-    def lay(self, name: str, payload: Staying, taken: int) -> Laid:
-        """Return a payload in a block; raise RuntimeError or OSError if none. Blocks up to number `taken` are free."""
-
-    def told(self, block: Any) -> int:
-        """Return the number of the payload in a block that has a record for the consumer."""
-
-    def untold(self, block: Any) -> None:
-        """Note that the payload in a block takes another way."""
-
-
-class Fetching(Protocol):
-    """Brings payloads from a producer's device to this worker's."""
-
-    #: of memory
-    kind: int
-    #: how payloads travel, in a sentence about them
-    how: str
-
-    def __call__(self, where: bytes, form: Form) -> tuple[Payload, Any]:
-        """Return a payload and the event of its copy; raise OSError if it cannot be copied."""
-
-    def release(self) -> None:
-        """Release the producer's memory."""
-
-
-class DeviceWay(Protocol):
-    """One end of the way between devices of one host: no processor copies."""
-
-    name: str
-    device: torch.device
-
-    def page(self) -> Any:
-        """Return what a consumer needs to try this, a plain value."""
-
-    def lending(self, kind: int) -> Lending:
-        """Return memory for one consumer, of the kind that it has chosen."""
-
-    def reach(self, page: Any) -> Fetching:
-        """Return the fetching from the producer of this page; raise OSError if this way does not work."""
-
+if TYPE_CHECKING:
+    from .device_way import BlockFetching, BlockLending, DeviceWay
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +36,7 @@ class ToDevice:
     ) -> None:
         self._way, self._counters, self._record = way, counters, record
         self._lock = threading.Lock()
-        self._lending: Lending | None = None
+        self._lending: BlockLending | None = None
 
     @property
     def takes(self) -> bool:
@@ -126,7 +80,7 @@ class FromDevice:
 
     def __init__(self, counters: memoryview) -> None:
         self._counters = counters
-        self._fetching: Fetching | None = None
+        self._fetching: BlockFetching | None = None
         #: the events of copies that the counter does not show yet
         self.copying: deque[Any] = deque()
         self._settling = threading.Lock()

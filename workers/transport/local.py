@@ -13,7 +13,7 @@ from .carrier import Carrier
 from .outbox import Answer, Key
 
 if TYPE_CHECKING:
-    from .from_device import DeviceWay
+    from .device_way import DeviceWay
 
 
 class ThreadWakeup:

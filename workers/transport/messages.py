@@ -30,7 +30,7 @@ from .outbox import Answer, Key
 from .payload import Payload, Staying
 
 if TYPE_CHECKING:
-    from .from_device import DeviceWay
+    from .device_way import DeviceWay
     from .shared_memory import Channels
 
 #: number of arrivals, and of their bytes, that are confirmed in a separate message

@@ -110,6 +110,8 @@ SIZE = 2**24
 #: places of the reader's counters, behind its count of bytes: whether it sleeps; whether it reads large payloads
 #: in the writer's memory; the kind of memory that it reads for payloads of the writer's device; how many it has copied
 ASLEEP, LENDS, DEVICE, COPIED = 1, 2, 3, 4
+#: kinds of memory for payloads of a device: the device's, opened by handles; the host's
+HANDLES, ON_HOST = 1, 2
 #: place of the writer's counter of written bytes
 WRITTEN = LINE // 8
 _CAPACITY = SIZE - 2 * LINE

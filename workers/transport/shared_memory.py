@@ -30,19 +30,22 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...dependency import Malformed
 from .form import Form, assemble, copy_memory, describe, form_of
-from .from_device import DeviceWay, FromDevice, ToDevice
+from .from_device import FromDevice, ToDevice
 from .outbox import Answer, Key
 from .payload import Laid, Staying
 from .peer_memory import ASLEEP, LENDS, LINE, SIZE, WRITTEN, Fetch, PeerMemory, RingBuffer
 from .values import malformed
 from .wakeup import Notifier, Wakeup
+
+if TYPE_CHECKING:
+    from .device_way import DeviceWay
 
 logger = logging.getLogger(__name__)
 

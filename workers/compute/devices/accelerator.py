@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from ....dependency import PipeError
-from ...transport.payload import Laid, Payload, Staying, Tree, fold, is_dense, map_tensors
+from ...transport.device_way import DeviceWay
+from ...transport.form import Look, Moving, dense_of, shown, travels
+from ...transport.payload import Laid, Payload, Staying, Tree, is_dense, map_tensors
 from ..modules.torch_internals import open_device_memory, share_device_memory
 from .device import DeviceBackend
-from .device_way import BlockWay
-from .moving import Look, Moving, look_of, spread_again, travels
 
 
 class Accelerator:
@@ -182,9 +182,7 @@ class AcceleratorBackend(DeviceBackend):
         self._leave(payload, self._accelerator.recorded(self._accelerator.current()), publish, failed)
 
     def staying(self, payload: Payload, failed: Callable[[PipeError], None]) -> Staying | None:
-        if not all(
-            [type(each) is Tensor and self._accelerator.has(each) and travels(each) for each in payload.tensors]
-        ):
+        if not all([self._accelerator.has(each) and travels(each) for each in payload.tensors]):
             return None  # a part is on the host
         event = self._accelerator.recorded(self._accelerator.current())
 
@@ -196,9 +194,9 @@ class AcceleratorBackend(DeviceBackend):
 
         return Staying(payload.tensors, payload.skeleton, event, leave)
 
-    def way(self) -> BlockWay | None:
+    def way(self) -> DeviceWay | None:
         accelerator = self._accelerator
-        return BlockWay(accelerator, self._out, self._in) if isinstance(accelerator, Cuda) else None
+        return DeviceWay(accelerator, self._out, self._in) if isinstance(accelerator, Cuda) else None
 
     def _leave(
         self, payload: Payload, event: Any, publish: Callable[[Payload], object], failed: Callable[[PipeError], None]
@@ -211,17 +209,12 @@ class AcceleratorBackend(DeviceBackend):
         # The tensors are held until they are copied: the caller may release them.
         self._leaving.put((moving, payload, publish, failed))
 
-    def _left(self, tensor: Tensor) -> tuple[Tensor, Look]:
+    def _left(self, tensor: Tensor) -> tuple[Tensor, Look | None]:
         """Copy a tensor to the host, densely; one that is there, such as a norm that is only passed on, is as it is."""
-        # Torch would make numbers conjugate, or negative, in the host's copy at once, before they are there.
-        if tensor.is_conj():
-            copy, look = self._left(tensor.conj())
-            return copy.conj(), look
-        tensor = tensor.resolve_neg()
-        if self._accelerator.has(tensor) and tensor.layout is torch.strided:
-            look = look_of(tensor)
-            return self._accelerator.down(fold(tensor) if look else tensor), look
-        return tensor.cpu(), None  # of another device or layout it is waited for
+        if not (self._accelerator.has(tensor) and travels(tensor)):
+            return tensor.cpu(), None  # of another device or layout it is waited for
+        look, dense = dense_of(tensor)
+        return self._accelerator.down(dense), look
 
     def _publish_when_copied(self) -> None:
         while (leaving := self._leaving.get()) is not None:
@@ -243,13 +236,12 @@ class AcceleratorBackend(DeviceBackend):
             looks = [look for _, look in entered]
             return Moving([copy for copy, _ in entered], payload.skeleton, looks, self._accelerator.recorded(self._in))
 
-    def _entered(self, tensor: Tensor) -> tuple[Tensor, Look]:
+    def _entered(self, tensor: Tensor) -> tuple[Tensor, Look | None]:
         """Copy a tensor to the device, densely; a conjugate one stays so, because products choose kernels by it."""
-        if tensor.is_conj():
-            copy, look = self._entered(tensor.conj())
-            return copy.conj(), look
-        look = look_of(tensor)
-        return self._accelerator.up(fold(tensor) if look else tensor), look
+        if not travels(tensor):
+            return self._accelerator.up(tensor), None
+        look, dense = dense_of(tensor)
+        return self._accelerator.up(dense), look
 
     def ready(self, payload: Payload) -> Payload:
         if isinstance(payload, Moving):
@@ -267,7 +259,7 @@ class AcceleratorBackend(DeviceBackend):
         if self._accelerator.has(tensor):
             return tensor
         with self._accelerator.on(self._accelerator.current()):
-            return spread_again(*self._entered(tensor))
+            return shown(*self._entered(tensor))
 
     def timestamp(self) -> Any:
         return self._accelerator.recorded(self._accelerator.current())

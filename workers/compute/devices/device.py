@@ -19,7 +19,7 @@ from ....dependency import PipeError
 from ...transport.payload import Payload, Staying, Tree
 
 if TYPE_CHECKING:
-    from ...transport.from_device import DeviceWay
+    from ...transport.device_way import DeviceWay
 
 #: a point in time on the device, of a type that depends on the backend
 Timestamp = Any

@@ -25,12 +25,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....dependency import Malformed
-from ...transport.form import Form, Look, assemble, describe, form_of
-from ...transport.from_device import HANDLES, ON_HOST
-from ...transport.payload import Laid, Payload, Staying
-from ...transport.values import decode_value, encode_value
-from .moving import Moving
+from ...dependency import Malformed
+from .form import Form, Look, Moving, assemble, describe, form_of
+from .payload import Laid, Payload, Staying
+from .peer_memory import HANDLES, ON_HOST
+from .values import decode_value, encode_value
 
 logger = logging.getLogger(__name__)
 #: of the process, the descriptor, and the name, as a producer writes them
@@ -127,16 +126,6 @@ class _SharedBlock:
 
 
 @dataclass(slots=True)
-class _Fetched(Moving):
-    """A payload that comes from another device, and its form, which it has when it is there."""
-
-    form: Form
-
-    def unfold(self) -> Payload:
-        return assemble(self.form, self.tensors)
-
-
-@dataclass(slots=True)
 class _LaidOnHost(Laid):
     """A payload in memory of the host, where its tensors are dense until the copy has ended."""
 
@@ -168,7 +157,7 @@ class DeviceMemory:
             return self._cuda.opened(identity, memory), self._cuda.opened_event(event)
 
 
-class BlockWay:
+class DeviceWay:
     """One end of the way, which every worker with a device makes for itself.
 
     Args:
@@ -346,7 +335,7 @@ class BlockFetching:
                 there = self._cuda.recorded(self._in)
         except RuntimeError as error:
             raise OSError(_first_line(error)) from error
-        return _Fetched(contents, form.skeleton, [], there, form), there
+        return Moving(contents, form.skeleton, form.looks, there), there
 
     def release(self) -> None:
         """Release the producer's memory."""
