@@ -190,7 +190,10 @@ def follow_plan(typed: dict[str, Any]) -> dict[str, Any]:
     said: dict[str, Any] = {"slices": options.pop("slices")} if "slices" in options else {}  # which may have commas
     said |= {"schedule": path if plan.program else plan.schedule, "set": options, **plan.sharing}
     said |= {"microbatches": plan.num_microbatches, "split": list(plan.cut)}
-    refuse_typed(typed, (*said, *MEMBERS, "window"), f"--plan {path} says it; leave one of the two out")
+    said |= {} if plan.microbatch_order == "given" else {"microbatch_order": plan.microbatch_order}
+    refuse_typed(
+        typed, (*said, *MEMBERS, "window", "replicas", "slices"), f"--plan {path} says it; leave one of the two out"
+    )
     if (workers := plan.num_workers) and typed.get("workers", workers) != workers:
         refuse_typed(typed, ["workers"], f"the plan in {path} is for {workers} workers")
     said |= {"workers": workers} if workers else {}

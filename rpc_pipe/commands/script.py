@@ -61,16 +61,17 @@ class TypedOptions(attaching.Overrides):
 
     def over(self, said: Options) -> Options:
         """Return the options of a pipeline with the typed options in place of the script's."""
-        options = dict(said.schedule_options or {})
+        options, planned = dict(said.schedule_options or {}), "plan" in self._typed
         for name, value in self._typed.items():
             shown = ",".join(map(str, value)) if isinstance(value, list) else str(value)
-            self._replaced(TYPED[name], shown, name, getattr(said, name), value)
-        if self._typed.get("schedule", said.schedule) != said.schedule:
-            kept = {name: value for name, value in options.items() if name in OPTIONS}
-            if options != kept:
-                gone = ", ".join(f"{name}={value!r}" for name, value in options.items() if name not in kept)
-                self._say(f"--schedule {self._typed['schedule']} leaves out the script's {gone}")
-            options = kept
+            old = getattr(said, name)
+            self._replaced(TYPED[name], shown, name, old.name if name == "plan" and old else old, value)
+        if planned or self._typed.get("schedule", said.schedule) != said.schedule:
+            stay = {*self._schedule_options, *(() if planned else OPTIONS)}
+            if gone := ", ".join(f"{name}={value!r}" for name, value in options.items() if name not in stay):
+                by = "plan" if planned else "schedule"
+                self._say(f"--{by} {self._typed[by]} leaves out the script's {gone}")
+            options = {name: value for name, value in options.items() if name in stay}
         for name, value in self._schedule_options.items():
             self._replaced("set", f"{name}={value}", name, options.get(name), value)
         options |= self._schedule_options

@@ -101,8 +101,9 @@ def apply_plan(options: Options) -> Options:
     shared = found.sharing
     if (given := options.members) not in (1, planned := shared.get("members", 1)):
         raise ConfigError(f"members={given}: the plan is for {planned}; leave members out")
-    if shared and options.shard:
-        shared["shard"] = options.shard
+    for name in ("shard", "reduce") if shared else ():
+        if (own := getattr(options, name)) != getattr(Options, name):
+            shared[name] = own
     schedule: str | type[Spec] = program_of(found) if found.program else found.schedule
     return replace(
         options,

@@ -6,10 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 from processes import python, rpc_pipe, unmerged
+from refusals import refused
 from safetensors.torch import load_file
 from torch import nn
 
 from rpc_pipe.commands.main import main
+from rpc_pipe.commands.run import follow_plan
 from rpc_pipe.commands.script import TypedOptions, run_script
 from rpc_pipe.launching import attaching
 from rpc_pipe.pipeline import Pipeline
@@ -70,6 +72,18 @@ def test_parameters_belong_to_their_schedule(typed):
     told = typed(schedule="zb-h1")
     make(schedule="interleaved", schedule_options={"chunks": 2})
     assert told[1:] == ["--schedule zb-h1 leaves out the script's chunks=2"]
+
+
+def test_a_plan_that_is_typed_decides_alone(typed, tmp_path):
+    """Replicas of the script stayed, so the cut was said to be of another model; the order did not come."""
+    path = tmp_path / "plan.json"
+    path.write_text('{"schedule": "1f1b", "cut": [1, 3], "num_microbatches": 4, "microbatch_order": "balanced"}')
+    with refused("--replicas"):
+        follow_plan({"plan": str(path), "replicas": 2})
+    told = typed(**follow_plan({"plan": str(path), "workers": 2}))
+    pipe = make(replicas=2, schedule_options={"recompute": "all"}, num_workers=4)
+    assert pipe.spec.num_routes == 1 and list(map(len, pipe.partition.ranges)) == [1, 3]
+    assert pipe._session.ordering is not None and "leaves out the script's" in told[-1]
 
 
 def test_a_parameter_that_is_typed_joins_those_of_the_script(typed):
