@@ -141,8 +141,9 @@ class Checkpoints:
         else:
             with understood(checkpoint.path):
                 set_random_state(random)
-        written = checkpoint.about.get("job") or {}
-        return Restored(checkpoint.path, checkpoint.step, checkpoint.extra, folders.differences(job, written))
+        if (differs := folders.differences(job, checkpoint.about.get("job") or {})) and self._is_first:
+            logger.warning("checkpoint %s: %s", checkpoint.path, differs)
+        return Restored(checkpoint.path, checkpoint.step, checkpoint.extra)
 
     def resume(self, folder: str | Path) -> Restored:
         """Like `load`, for a script that makes all its calls again, from the first one on.

@@ -315,6 +315,8 @@ def differences(job: Mapping[str, Any], written: Mapping[str, Any]) -> str:
         for name, what in _SETTINGS.items()
         if written.get(name) and job.get(name) and written[name] != job[name]
     ]
+    if (before := written.get("lr_scheduler")) and not job["lr_scheduler"]:
+        found.append(f"learning-rate schedule {before} in the checkpoint, and none in the script: its last rates stay")
     return "; ".join(found)
 
 

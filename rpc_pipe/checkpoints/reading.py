@@ -172,8 +172,6 @@ class Restored(NamedTuple):
     step: int
     #: the values that were given as `extra` when it was saved
     extra: Any
-    #: settings of the script that the checkpoint has otherwise, and so decides; "" if none does
-    differs: str = ""
 
 
 class Prepared(NamedTuple):

@@ -78,7 +78,6 @@ def _newest_sound(load: Callable[[Path], Any], own: list[Path], typed: list[Path
             damaged.append(error)
             continue
         told = _instead(damaged, f"goes on from {path}, after {restored.step} steps")
-        told += f"; {restored.differs}" if restored.differs else ""
         return f"{told}; the script's steps 1 to {restored.step} are skipped: until then step and evaluate give nan"
     if typed:
         raise damaged[0]

@@ -29,14 +29,14 @@ def other_jobs(monkeypatch):
     monkeypatch.setattr(folders, "starter", lambda: f"job {next(numbers)}")
 
 
-def test_the_series_of_an_older_job_is_left_alone(tmp_path):
+def test_the_series_of_an_older_job_is_left_alone(tmp_path, caplog):
     """`--resume auto` took the older job's step 100, with its learning rate, and the script ended at once."""
     told, *_ = job(tmp_path, 4)
     assert not told
     told, _, names = job(tmp_path, 2, lr=0.2)
     assert "4 other checkpoints stay" in told and {"step-00000001.1", "step-00000002.1"} < set(names)
     told, pipe, names = job(tmp_path, 3, resume="auto", lr=0.2)
-    assert "step-00000002.1, after 2 steps" in told and "learning rate" not in told
+    assert "step-00000002.1, after 2 steps" in told and "learning rate" not in told + caplog.text
     assert bits(pipe) == bits(job(tmp_path / "undisturbed", 3, lr=0.2)[1])
     assert folders.newest(tmp_path).name == names[-2] == "step-00000003.1", "of the job that began last"
 
@@ -44,14 +44,16 @@ def test_the_series_of_an_older_job_is_left_alone(tmp_path):
 def test_what_a_script_says_otherwise_is_named(tmp_path, caplog):
     job(tmp_path, 2, lr=0.1)
     step = partial(torch.optim.lr_scheduler.StepLR, step_size=5)
-    told, pipe, _ = job(tmp_path, 0, resume="auto", lr=0.01)
-    assert "learning rate 0.1 in the checkpoint, which counts, and 0.01 in the script" in told
+    _, pipe, _ = job(tmp_path, 0, resume="auto", lr=0.01)
+    assert "learning rate 0.1 in the checkpoint, which counts, and 0.01 in the script" in caplog.text
     assert pipe.learning_rate == 0.1
     pipe.step(tuple(tensor[:6] for tensor in BATCHES[0]))
     assert "6 rows, and had 8" in caplog.text
     job(tmp_path / "stepped", 2, lr_scheduler=step)
-    told = job(tmp_path / "stepped", 0, resume="auto", lr_scheduler=partial(step, gamma=0.5))[0]
-    assert "learning-rate schedule StepLR(step_size=5) in the checkpoint" in told
+    job(tmp_path / "stepped", 0, resume="auto", lr_scheduler=partial(step, gamma=0.5))
+    assert "learning-rate schedule StepLR(step_size=5) in the checkpoint, which counts" in caplog.text
+    job(tmp_path / "stepped", 0, resume="auto")
+    assert "learning-rate schedule StepLR(step_size=5) in the checkpoint, and none in the script" in caplog.text
 
 
 def test_another_script_or_model_has_its_own_series(tmp_path, monkeypatch):
