@@ -42,8 +42,8 @@ class _Operation:
     result: Any
 
 
-class DeferredModel:
-    """The model that `factory` makes.
+class DeferredModel(OperatorMode):
+    """The model that `factory` makes; its operators are recorded meanwhile.
 
     Args:
         seed: seed of its initial weights.
@@ -53,9 +53,13 @@ class DeferredModel:
     """
 
     def __init__(self, factory: Callable[[], nn.Module], seed: int) -> None:
+        super().__init__()
+        self._placeholders = PlaceholderFactory()
         self._randomness = Randomness(seed)
-        self._recorder = _Recorder(self._randomness)
-        with self._randomness.initial(0), self._recorder:
+        self._count = 0
+        #: storage -> the operations that wrote it or made views of it, in order
+        self._operations_on: dict[int, list[_Operation]] = {}
+        with self._randomness.initial(0), self:
             self.model = factory()
         if not isinstance(self.model, nn.Module):
             raise ModelError(f"model: the function returned a {type(self.model).__name__}, not a module")
@@ -68,20 +72,6 @@ class DeferredModel:
             if isinstance(tree, (Tensor, tuple, list, dict)) and not name.startswith("_"):
                 if any(isinstance(tensor, Placeholder) for tensor in tensors(tree)):
                     owner[name] = replaced(tree, {path: self.filled(tensor) for path, tensor in leaves(tree)})
-
-    def filled(self, tensor: Tensor) -> Tensor:
-        """Return `tensor` with its data."""
-        return self._recorder.filled(tensor)
-
-
-class _Recorder(OperatorMode):
-    def __init__(self, randomness: Randomness) -> None:
-        super().__init__()
-        self._placeholders = PlaceholderFactory()
-        self._randomness = randomness
-        self._count = 0
-        #: storage -> the operations that wrote it or made views of it, in order
-        self._operations_on: dict[int, list[_Operation]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
