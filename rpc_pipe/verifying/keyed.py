@@ -5,8 +5,8 @@ The gradients of parameters that several stages use are kept apart by stage.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
@@ -35,29 +35,17 @@ def places_of(modules: Iterable[nn.Module], number: Mapping[nn.Parameter, int]) 
     return [(container, key, number[p]) for container, key, p in found if p is not None and p in number]
 
 
-class Holding:
-    """A context that replaces weights of modules, by number; no other thread computes during it."""
-
-    def __init__(self, places: Iterable[Place], weights: Sequence[Tensor], own: Sequence[Tensor]) -> None:
-        self._places, self._weights, self._own = places, weights, own
-
-    def __enter__(self) -> None:
-        computing.acquire()  # modules may be other threads' too
+@contextmanager
+def holding(places: Sequence[Place], weights: Sequence[Tensor], own: Sequence[Tensor]) -> Iterator[None]:
+    """Return a context that replaces weights of modules, by number; no other thread computes during it."""
+    with computing:  # modules may be other threads' too
         try:
-            self._put(self._weights)
-        except BaseException:  # Ctrl-C
-            self.__exit__()
-            raise
-
-    def __exit__(self, *error: object) -> None:
-        try:
-            self._put(self._own)
+            for container, key, number in places:
+                container[key] = weights[number]
+            yield
         finally:
-            computing.release()
-
-    def _put(self, weights: Sequence[Tensor]) -> None:
-        for container, key, number in self._places:
-            container[key] = weights[number]
+            for container, key, number in places:
+                container[key] = own[number]
 
 
 class Shares:
@@ -89,9 +77,9 @@ class Shares:
         """Return the leaves of a parameter, in the order of stages."""
         return list(self._leaves.get(parameter, {0: parameter}).values())
 
-    def within(self, call: int) -> Holding:
+    def within(self, call: int) -> AbstractContextManager[None]:
         """Return a context for a call of a block."""
-        return Holding(self._places, self._at(call, 0), self._own)
+        return holding(self._places, self._at(call, 0), self._own)
 
     def given(self, call: int, number: int, arguments: Any) -> Any:
         """Return the arguments of a function's call; places as of `ObservedPartition.uses`."""

@@ -8,7 +8,7 @@ import torch
 from refusals import refused
 from torch import nn
 
-from rpc_pipe.verifying.keyed import Holding
+from rpc_pipe.verifying.keyed import holding
 from rpc_pipe.workers.compute.modules import torch_internals
 from rpc_pipe.workers.compute.modules.borders import ForwardArgs, InputGradients, without_views
 from rpc_pipe.workers.compute.modules.randomness import Randomness, computing
@@ -321,7 +321,7 @@ def test_ctrl_c_while_weights_are_exchanged_leaves_nobody_waiting(enters):
             super().__setitem__(key, weight)
 
     place, free = Place(), []
-    with pytest.raises(KeyboardInterrupt), Holding([(place, "weight", 0)], [torch.ones(1)], [torch.zeros(1)]):
+    with pytest.raises(KeyboardInterrupt), holding([(place, "weight", 0)], [torch.ones(1)], [torch.zeros(1)]):
         place.interrupted = True
     thread = threading.Thread(target=lambda: free.append(computing.acquire(timeout=0.2)) or computing.release())
     thread.start()
