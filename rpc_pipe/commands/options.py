@@ -294,14 +294,24 @@ def schedule_options(typed: Mapping[str, Any]) -> dict[str, str]:
 
 def typed_links(typed: Mapping[str, Any], num_workers: int) -> tuple[Link | None, dict[tuple[int, int], Link]]:
     """Return the typed link between all workers, None without one, and the links that differ, by (source, target)."""
-    found = {}
-    for ends, way in typed.get("link", {}).items():
-        said, (source, dash, target) = f"--link {ends}={way.latency:g}", ends.partition("-")
-        if ends and not dash:
-            raise ConfigError(f"{said}: must be FROM-TO=TIME with workers 0 to {num_workers - 1}")
-        if ends:
-            found[read_worker(said, source, num_workers), read_worker(said, target, num_workers)] = way
+    ways = typed.get("link", {}).items()
+    found = {read_ends(f"--link {ends}={way.latency:g}", ends, num_workers): way for ends, way in ways if ends}
     return typed.get("link", {}).get(""), found
+
+
+def read_ends(said: str, ends: str, num_workers: int) -> tuple[int, int]:
+    """Read the two workers of a link, FROM-TO."""
+    source, _, target = ends.partition("-")
+    if not target or source == target:
+        raise ConfigError(f"{said}: must be from one worker to another, such as 0-1")
+    return read_worker(said, source, num_workers), read_worker(said, target, num_workers)
+
+
+def read_group(said: str, size: str) -> int:
+    """Read how many neighbouring workers are a group."""
+    if not size.isdecimal() or int(size) < 2:
+        raise ConfigError(f"{said} {size}: must be a number of neighbouring workers, at least 2, such as 8")
+    return int(size)
 
 
 def read_worker(said: str, text: str, num_workers: int) -> int:

@@ -93,7 +93,7 @@ def _with_lengths(
     from ..planning.measuring.profiling import times_by_length
 
     with progress(reporter, "measuring lengths") as tell:
-        settings = _measuring(typed, tell, profile.num_blocks)
+        settings = _measuring(typed, tell=tell, at_least=profile.num_blocks)
         found = times_by_length(load(typed)[0], min(profile.measured), lengths, **settings)
     profile = replace(profile, **found)
     _keep(profile, path)
@@ -131,7 +131,7 @@ def _as_part_of(job: Job, typed: Mapping[str, Any], reporter: Reporter) -> None:
 
     user_model, of_batch = load(typed)
     rows = typed.get("rows") or [of_batch]
-    settings = {**_settings(typed), "repeats": typed.get("repeats", 5)}
+    settings = _measuring(typed)
     if job.rank == 0:
         say: Callable[[str], None] = lambda text: link.tell(kind="progress", text=text)  # noqa: E731
         say("measuring links, and the time of the runtime")
@@ -211,7 +211,7 @@ def find_profile(
         from ..planning.measuring.profiling import profile_model
 
         with progress(reporter, "measuring") as tell:
-            profile = profile_model(user_model, wanted, **_measuring(typed, tell, at_least))
+            profile = profile_model(user_model, wanted, **_measuring(typed, tell=tell, at_least=at_least))
     profile = replace(profile, signature=name, **kept)  # the signature is looked for the next time
     _keep(profile, path)
     return profile, path
@@ -250,8 +250,8 @@ def _settings(typed: Mapping[str, Any]) -> dict[str, Any]:
     return {name: typed.get(name, said) for name, said in usual.items()} | {"estimate": "estimate" in typed}
 
 
-def _measuring(typed: Mapping[str, Any], tell: Callable[..., None], at_least: int) -> dict[str, Any]:
-    return {**_settings(typed), "repeats": typed.get("repeats", 5), "tell": tell, "at_least": at_least}
+def _measuring(typed: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+    return {**_settings(typed), "repeats": typed.get("repeats", 5), **more}
 
 
 def _place(user_model: UserModel, typed: Mapping[str, Any], together: int) -> tuple[str, Path]:

@@ -32,6 +32,7 @@ from .options import (
     Pairs,
     Parser,
     filled,
+    read_group,
     read_worker,
     refuse_typed,
     try_files,
@@ -229,7 +230,7 @@ def _links(
 ) -> tuple[Mapping[tuple[int, int], Link], dict[int, float], float]:
     """Return the typed links, the workers' uplinks, and the bytes of a payload."""
     usual, others = typed_links(typed, num_workers)
-    levels = sorted((_read_group(size), way) for size, way in typed.get("level", {}).items())
+    levels = sorted((read_group("--level", size), way) for size, way in typed.get("level", {}).items())
     links = Levels(num_workers, [*levels, *([(num_workers, usual)] if usual else [])], others)
     uplinks = dict.fromkeys(range(num_workers), typed["uplink"]) if "uplink" in typed else {}
     if not uplinks and all(way.bandwidth == float("inf") for way in links.kinds()):
@@ -237,12 +238,6 @@ def _links(
     elif "payload" not in typed:
         raise ConfigError("--link, --uplink: a bandwidth needs the size of what is sent: --payload BYTES")
     return links if links.kinds() else {}, uplinks, typed.get("payload", 0)
-
-
-def _read_group(size: str) -> int:
-    if not size.isdecimal() or int(size) < 2:
-        raise ConfigError(f"--level {size}: must be a number of neighbouring workers, at least 2, such as 8=0.1")
-    return int(size)
 
 
 def _refuse_idle(links: Mapping[tuple[int, int], Link], result: Priced | Simulation) -> None:

@@ -26,7 +26,7 @@ from ..planning.plan import from_json_value
 from ..planning.profile import Machines
 from ..planning.simulator import Levels, Link
 from ..system.files import DAMAGED, read_json
-from .options import read_worker
+from .options import read_ends, read_group
 from .readers import some
 
 #: measured link between processes of one machine, through shared memory
@@ -89,16 +89,11 @@ def machines_of(where: str, told: Any) -> Machines:
     limits = [_read(where, "memory", worker.memory) if worker.memory else None for worker in workers]
     links = {}
     for ends, way in found.links.items():
-        source, dash, target = ends.partition("-")
-        if not dash or source == target:
-            raise ConfigError(f"{where}: link {ends!r}: must be between two workers, such as 0-1")
-        a, b = read_worker(where, source, count), read_worker(where, target, count)
+        a, b = read_ends(f"{where}: link {ends!r}", ends, count)
         links[a, b] = _link(where, way)
         if f"{b}-{a}" not in found.links:
             links[b, a] = links[a, b]
-    if wrong := [size for size in found.levels if not size.isdecimal() or int(size) < 2]:
-        raise ConfigError(f"{where}: level {wrong[0]!r}: must be a number of neighbouring workers, at least 2")
-    levels = sorted((int(size), _link(where, way)) for size, way in found.levels.items())
+    levels = sorted((read_group(f"{where}: level", size), _link(where, way)) for size, way in found.levels.items())
     slowness = tuple(1 / worker.speed for worker in workers) if {w.speed for w in workers} != {1.0} else ()
     memory = tuple(limits) if any(limit is not None for limit in limits) else ()
     ways = Levels(count, levels, links) if levels else links
