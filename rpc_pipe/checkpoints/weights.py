@@ -58,17 +58,14 @@ class Weights:
         def saved(actor: WorkerActor) -> StorageError | None:
             parts = actor.gather(_STATE, own_state(actor))
             try:
-                if parts is not None:
+                if parts is not None and self._run.is_first:  # the first members have them
                     _kept_somewhere(path, partial(write, merged(parts, self._run.partition.place_of)))
             except StorageError as error:  # raised when all workers have made the call
                 return error
             return None
 
-        if self._run.recovery is not None:  # the first worker may die while it writes: then the next one does
-            for error in filter(None, self._each(saved)):
-                raise error
-        elif (state := self.state_dict()) is not None:
-            _kept_somewhere(path, partial(write, state))
+        for error in filter(None, self._each(saved)):  # a worker may die while it writes: then the next one does
+            raise error
 
     def load_pretrained(self, folder: str | Path, *, strict: bool = True) -> Loaded:
         """Read weights from a safetensors file, a folder of Hugging Face's `save_pretrained`, or a checkpoint.
