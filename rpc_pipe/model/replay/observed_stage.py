@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ...dependency import ConfigError, ModelError
 from ...workers.compute.modules.module_state import Place, Probe
 from ...workers.compute.modules.randomness import Seed
-from ...workers.compute.sequences.slices import Look, note, plain_name, versions_of
+from ...workers.compute.sequences.slices import Slice, note, plain_name, versions_of
 from ...workers.transport.payload import Tree, map_tensors
 from ..assign.assignment import Owners
 from ..observe.frames import name_of
@@ -137,7 +137,7 @@ _Held = TypeVar("_Held")
 _MOST_TRIES = 3
 
 
-class ObservedStage:
+class ObservedStage(Slice):
     """The `Slice` of a stage, which runs the model's forward by scripts.
 
     Args:
@@ -170,8 +170,6 @@ class ObservedStage:
         self.shared: Mapping[str, Sequence[int]] = {
             plain_name(n): sorted(stages) for n, stages in held if len(stages) > 1
         }
-        self.observed = 0, 0
-        self.look: Look | None = None
         self._skeleton = skeleton
         self._cut = list(cut)
         self._owners = owners

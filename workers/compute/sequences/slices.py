@@ -34,18 +34,19 @@ class Slice(Protocol):
     """
 
     first: int
-    takes_fields: bool
+    takes_fields: bool = False
     shared: Mapping[str, Sequence[int]]
-    observed: tuple[int, int]
+    observed: tuple[int, int] = 0, 0
     modules: list[nn.Module]
     own: list[nn.Module]
-    look: Look | None
+    look: Look | None = None
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return each parameter once, by its name in the unsplit model, without names of wrappers (`plain_name`)."""
 
     def expected_writes(self) -> tuple[Collection[tuple[nn.Module, str]], Collection[Tensor]]:
         """Return the buffers and weights that forwards are known to write, as far as forwards on shapes have shown."""
+        return (), ()
 
     def ranks(self) -> Mapping[str, int]:
         """Return numbers that sort the parameters as the unsplit model does, unique over all stages."""
@@ -80,7 +81,7 @@ def plain_name(name: str) -> str:
     return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
 
 
-class Layers:
+class Layers(Slice):
     """A list of layers, each called with the result of the one before.
 
     Args:
@@ -88,10 +89,6 @@ class Layers:
         names: of parameters that the unsplit model calls by another layer, which has them too.
         shared: as in `Slice`.
     """
-
-    takes_fields = False
-    observed = 0, 0
-    look: Look | None = None
 
     def __init__(
         self,
@@ -122,9 +119,6 @@ class Layers:
             for name, parameter in module.named_parameters():
                 found.setdefault(parameter, self._names.get(f"{index}.{name}", f"{index}.{name}"))
         return [(plain_name(name), parameter) for parameter, name in found.items()]
-
-    def expected_writes(self) -> tuple[Collection[tuple[nn.Module, str]], Collection[Tensor]]:
-        return (), ()
 
     def ranks(self) -> Mapping[str, int]:
         named = enumerate(name for name, _ in self.named_parameters())
