@@ -17,8 +17,8 @@ from rpc_pipe.dependency import B, F, I, R, U, W
 from rpc_pipe.planning.cut_search import CutSearch
 from rpc_pipe.planning.footprint import Size
 from rpc_pipe.planning.profile import Chain, LayerCost, Machines, Tie
-from rpc_pipe.planning.search import Candidate
 from rpc_pipe.planning.simulator import Link
+from rpc_pipe.planning.specs import make_spec
 
 _BLOCKS, _STAGES, _MICROBATCHES, _MOST_S = 1000, 64, 128, 2.0
 #: of wall time, after which the search ends
@@ -56,7 +56,7 @@ def main() -> int:
     print("workers    s   ms a step  above equal work  bytes too much")
     for name, each in machines():
         start = time.process_time()
-        spec = Candidate("1f1b", {}, _MICROBATCHES).spec(_STAGES)
+        spec = make_spec("1f1b", _STAGES, _MICROBATCHES)
         cuts = CutSearch(spec, Chain(chain, ties=ties), each)
         found = cuts.climb(time.monotonic() + _CLIMB_S)
         took = time.process_time() - start

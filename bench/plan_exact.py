@@ -19,9 +19,10 @@ from itertools import combinations, pairwise
 
 from rpc_pipe.dependency import Action, B, F, G, I, R, S, U, W
 from rpc_pipe.planning.footprint import Size, payload_bytes, peak_bytes
+from rpc_pipe.planning.plan import Plan
 from rpc_pipe.planning.profile import LayerCost, Machines, Profile
 from rpc_pipe.planning.relation import Relation
-from rpc_pipe.planning.search import Candidate, PlanRequest, candidates, search
+from rpc_pipe.planning.search import PlanRequest, candidates, search, spec_of
 from rpc_pipe.planning.simulator import Link, simulate
 
 
@@ -85,12 +86,12 @@ def brute_force(request: PlanRequest) -> float | None:
     return best
 
 
-def _all_cuts(request: PlanRequest, candidate: Candidate, num_blocks: int) -> Iterator[float]:
+def _all_cuts(request: PlanRequest, candidate: Plan, num_blocks: int) -> Iterator[float]:
     machines = request.machines
     rows = request.batch / candidate.num_microbatches
     blocks = request.profile.at(rows)  # with lengths: of their mean
     at_length = {length: request.profile.at_length(rows, length) for length in request.lengths} | {0: blocks}
-    spec = candidate.spec(machines.num_workers)
+    spec = spec_of(candidate, machines.num_workers)
     relation, slicing = Relation(spec, lengths=request.ordered(spec)), request.slicing
     time_share = slicing.time_share(spec)
     workers = range(machines.num_workers)

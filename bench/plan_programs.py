@@ -19,8 +19,9 @@ from contextlib import suppress
 from rpc_pipe.dependency import Action, B, F, I, Kind, PipeError, R, Spec, W, check_all
 from rpc_pipe.planning.listed_schedule import ListedSchedule
 from rpc_pipe.planning.program_search import JobShop, best_order, listed, placement_of, split_backwards
-from rpc_pipe.planning.search import Candidate, candidates
+from rpc_pipe.planning.search import candidates, spec_of
 from rpc_pipe.planning.simulator import simulate, uniform
+from rpc_pipe.planning.specs import make_spec
 
 #: parts of what 1F1B keeps
 BUDGETS = (1 / 3, 0.4, 0.5, 0.6, 0.75, 1.0, 1.25, 1.5, 2.0)
@@ -92,7 +93,7 @@ def _placed(num_workers: int, num_microbatches: int) -> Iterator[Spec]:
         yield _Placed(num_workers=num_workers, num_microbatches=num_microbatches, chunks=chunks, zigzag=zigzag)
     for pairs in range(1, num_workers // 2 + 1):
         with suppress(PipeError):
-            spec = Candidate("chimera", {"pairs": pairs}, num_microbatches).spec(num_workers)
+            spec = make_spec("chimera", num_workers, num_microbatches, {"pairs": pairs})
             yield listed(split_backwards(simulate(spec, lambda action: 1.0).orders()), spec)
 
 
@@ -100,7 +101,7 @@ def _ours(placed: Sequence[Spec], num_microbatches: int) -> Iterator[tuple[Spec,
     """Yield schedules of ours that have as few stages as one of these, with their placements."""
     workers, most = placed[0].num_workers, max(spec.num_stages for spec in placed)
     for candidate in candidates(workers, [num_microbatches], recompute=False, most_stages=most):
-        spec = candidate.spec(workers)
+        spec = spec_of(candidate, workers)
         if not type(spec).recompute:
             yield spec, placement_of(spec)
 
@@ -120,7 +121,7 @@ def of_ours(num_workers: int, count: int, costs: Mapping[Kind, float]) -> list[t
     """Return (name, activations in shares of a worker, bubble) of every schedule, in both orders."""
     found = []
     for candidate in candidates(num_workers, [count], recompute=False, most_stages=16 * num_workers):
-        spec = candidate.spec(num_workers)
+        spec = spec_of(candidate, num_workers)
         if type(spec).recompute:
             continue
         chunks = spec.num_stages / num_workers

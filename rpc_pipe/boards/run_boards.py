@@ -252,18 +252,6 @@ class RunBoards:
         # While the launcher lives, it may report the cause or restart the workers.
         return not run_folders.in_use(self.folder)
 
-    def hanging(self, culprit: int | None, running: Sequence[int]) -> tuple[int | None, list[str]]:
-        """Return the process that hangs, and lines with its stack.
-
-        Args:
-            culprit: the process at the end of the chain of waits.
-            running: the processes that run an action, of workers with members: one in a collective waits for another.
-        """
-        found = {rank: self.stacks(rank) for rank in [culprit, *running]}
-        if running:
-            culprit = next((rank for rank, lines in found.items() if lines and not _in_collective(lines)), culprit)
-        return culprit, found[culprit]
-
     def stacks(self, worker: int | None) -> list[str]:
         """Return lines with the stack of a worker's computing thread, which its process writes on a signal, if it can.
 
@@ -294,7 +282,7 @@ class RunBoards:
         return []
 
 
-def _in_collective(stack: Sequence[str]) -> bool:
+def in_collective(stack: Sequence[str]) -> bool:
     """Return whether a process is in a collective of torch, by its innermost calls."""
     return "/torch/distributed/" in "".join([line for line in stack if "File " in line][:_INNERMOST])
 

@@ -15,7 +15,7 @@ from typing import Any
 from ..workers.hooks import StepRecord
 from . import run_folders
 from .board import Live, State
-from .run_boards import RunBoards, RunUpdate
+from .run_boards import RunBoards, RunUpdate, in_collective
 from .stall_report import behind, duration, roll_call, running, waiting_chain
 
 #: most stages that are described one by one
@@ -202,7 +202,11 @@ class View:
     def hanging(self, boards: RunBoards) -> tuple[int | None, list[str]]:
         """Return the process that hangs, by the boards in a run's folder, and lines with its stack."""
         lives, _, members = self._stall
-        return boards.hanging(self.culprit(), running(lives) if members > 1 else [])
+        culprit, several = self.culprit(), running(lives) if members > 1 else []
+        found = {rank: boards.stacks(rank) for rank in [culprit, *several]}
+        if several:  # a member in a collective waits for another one
+            culprit = next((rank for rank, lines in found.items() if lines and not in_collective(lines)), culprit)
+        return culprit, found[culprit]
 
     @property
     def _stall(self) -> tuple[Mapping[int, Live], int, int]:

@@ -22,7 +22,7 @@ from ..drawing.plans import profile_table
 from ..launching import launcher_link as link
 from ..launching.attempt import How
 from ..launching.job import Job, current_job
-from ..launching.launcher import launch
+from ..launching.launcher import Launcher
 from ..launching.report import Reporter
 from ..launching.worker_main import as_worker
 from ..planning.profile import Profile, as_json, from_json
@@ -279,7 +279,8 @@ def _measure_together(
     path.parent.mkdir(parents=True, exist_ok=True)
     reporter.progress(f"measuring with {workers} workers at once")
     before = path.stat().st_mtime_ns if path.exists() else 0
-    code = launch(arguments, workers, Reporter("json" in typed), How(typed.get("threads"), watched=False))
+    how = How(typed.get("threads"), watched=False)
+    code = Launcher(arguments, workers, Reporter("json" in typed), how).run()
     if code or not path.exists() or path.stat().st_mtime_ns == before:
         raise ConfigError(f"--workers {workers}: could not measure, as told above; --alone measures in one process")
 

@@ -246,10 +246,10 @@ def start_script(typed: dict[str, Any], argv: list[str], job: Job | None, as_jso
         microbatches = typed.get("microbatches", typed.get("replicas", 1))
         make_spec(typed.get("schedule", "1f1b"), workers_of(workers, typed.get("members", 1)), microbatches, known)
         if "meet" in typed:
-            from ..launching.host_launcher import launch_on_hosts as launch  # few jobs have several hosts
+            from ..launching.host_launcher import of_hosts as launcher  # few jobs have several hosts
         else:
-            from ..launching.launcher import launch
-        return launch(argv, workers, reporter, how(typed))
+            from ..launching.launcher import Launcher as launcher
+        return launcher(argv, workers, reporter, how(typed)).run()
 
     def work() -> None:
         from .script import run_script

@@ -6,7 +6,7 @@ from typing import Any
 
 from ..dependency import ConfigError
 from ..launching.job import current_job
-from ..launching.launcher import launch
+from ..launching.launcher import Launcher
 from ..launching.report import Reporter
 from ..launching.worker_main import as_worker
 from ..planning.plan import read_plan
@@ -51,7 +51,7 @@ def command(typed: dict[str, Any], argv: list[str]) -> int:
 
         return as_worker(lambda: list_blocks(options), reporter)
     if job is None and options.transport != "local":
-        return launch(argv, options.num_workers, reporter, started)
+        return Launcher(argv, options.num_workers, reporter, started).run()
 
     def work() -> None:
         from ..verifying.proof import prove

@@ -17,12 +17,12 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.resources import files
-from itertools import accumulate, chain, repeat
+from itertools import chain, repeat
 from typing import Any
 from xml.sax.saxutils import escape, quoteattr
 
 from ..dependency import Kind, Spec
-from ..planning.span import Span, Wait, critical_path
+from ..planning.span import Span, Wait, critical_path, most_held
 from .timeline import held_stages, idle, index_text, summarize, tell
 
 #: width of the plot in pixels: wide enough for the labels of the shortest cells, within these bounds
@@ -330,16 +330,6 @@ def _section(picture: Picture) -> str:
     return f'<section><div class="plot">{draw_svg(picture)}</div>{told}<table>{table}</table></section>'
 
 
-def _most_held(picture: Picture) -> list[float]:
-    """Return of each worker how many microbatches' activations it holds at most."""
-    changes: list[list[tuple[float, float]]] = [[] for _ in range(picture.num_workers)]
-    for span in picture.spans:
-        if holds := span.action.kind.keeps:
-            share = holds * (picture.spec.share(span.action) if picture.spec else 1)
-            changes[span.worker].append((span.start if holds > 0 else span.end, share))
-    return [max(accumulate((share for _, share in sorted(own)), initial=0.0)) for own in changes]
-
-
 def _table(picture: Picture) -> list[list[str]]:
     """Return a heading and a row for each worker: idle time, causes of waits, and held activations."""
     shares = idle(picture.spans, picture.num_workers)
@@ -351,7 +341,7 @@ def _table(picture: Picture) -> list[list[str]]:
             causes[span.worker][f"{wait.cause.action.kind} of worker {wait.cause.worker}"] += wait.time
     waited = f"waited for, {picture.unit or 'in units of time'}"
     rows = [["", picture.gaps, waited, *[""] * (_MOST_CAUSES - 1), "most activations held, in microbatches"]]
-    held = _most_held(picture)
+    held = most_held(picture.spans, picture.num_workers, picture.spec)
     for worker, share in enumerate(shares):
         longest = sorted(causes[worker].items(), key=lambda cause: -cause[1])[:_MOST_CAUSES]
         cells = [f"{time:.4g}: {name}" for name, time in longest]

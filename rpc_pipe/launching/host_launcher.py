@@ -165,10 +165,9 @@ class HostLauncher(Launcher):
                 os.kill(worker.process.pid, signal.SIGTERM)
 
 
-def launch_on_hosts(arguments: list[str], num_processes: int, reporter: Reporter, how: How) -> int:
-    """Run `rpc-pipe` with `arguments` in processes of several hosts: lead where `how.meet` is, else follow."""
+def of_hosts(arguments: list[str], num_processes: int, reporter: Reporter, how: How) -> Launcher:
+    """Return the launcher of this host in a job on several: it leads where `how.meet` is, else it follows."""
     try:
-        others = hosts.Hosts(how.meet, how.hosts, num_processes)
+        return Launcher(arguments, num_processes, reporter, how, hosts.Hosts(how.meet, how.hosts, num_processes))
     except OSError:  # another host has the address, or another launcher listens there
-        return HostLauncher(how.meet, arguments, reporter, how).run()
-    return Launcher(arguments, num_processes, reporter, how, others).run()
+        return HostLauncher(how.meet, arguments, reporter, how)

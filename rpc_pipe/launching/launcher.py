@@ -245,8 +245,3 @@ def _meeting(how: How, folder: Path) -> dict[str, str]:
     elif how.port:
         meeting[INIT] = f"tcp://127.0.0.1:{how.port}"
     return meeting
-
-
-def launch(arguments: list[str], num_processes: int, reporter: Reporter, how: How = USUAL) -> int:
-    """Run `rpc-pipe` with `arguments` in each of `num_processes` local processes; return the exit code."""
-    return Launcher(arguments, num_processes, reporter, how).run()

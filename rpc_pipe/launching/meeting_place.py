@@ -193,15 +193,6 @@ def drop(place: MeetingPlace) -> None:
         gc.collect()
 
 
-def _close(place: MeetingPlace) -> None:
-    carrier, to_others = _carriers.pop(place)
-    carrier.close()
-    place.leave()
-    if to_others.refused:
-        text = f"worker {carrier.worker} refused {to_others.refused} connections that did not prove to be of this job"
-        link.tell(kind="text", text=text)
-
-
 @cache
 def _leave_at_exit() -> None:
     at_exit(_leave_all)
@@ -209,7 +200,12 @@ def _leave_at_exit() -> None:
 
 def _leave_all() -> None:
     for place in list(_carriers):
-        _close(place)
+        carrier, to_others = _carriers.pop(place)
+        carrier.close()
+        place.leave()
+        if to_others.refused:
+            refused = f"{to_others.refused} connections that did not prove to be of this job"
+            link.tell(kind="text", text=f"worker {carrier.worker} refused {refused}")
 
 
 def _by_rpc(place: MeetingPlace) -> RpcLink:
@@ -389,10 +385,7 @@ def _sockets() -> Iterator[tuple[int, object, bool]]:
             if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
                 found = socket.socket(fileno=int(name))
                 try:
-                    yield int(name), found.getsockname(), _listens(found)
+                    listens = bool(found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+                    yield int(name), found.getsockname(), listens
                 finally:
                     found.detach()
-
-
-def _listens(found: socket.socket) -> bool:
-    return bool(found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))

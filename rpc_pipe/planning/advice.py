@@ -14,7 +14,7 @@ from ..dependency import PipeError
 from ..system.sizes import format_bytes
 from .plan import Plan
 from .profile import Machines
-from .search import Candidate, PlanRequest, PlanResult, search
+from .search import PlanRequest, PlanResult, search, spec_of
 from .simulator import Link
 
 #: number of the best schedules that are tried with a relaxed limit
@@ -153,6 +153,6 @@ def num_copies(plan: Plan, num_workers: int) -> int:
     """Return how many copies of the weights each pipeline of a plan holds."""
     if plan.program:
         return len(plan.placement)
-    spec = Candidate.of(plan).spec(num_workers)
+    spec = spec_of(plan, num_workers)
     held = sum(len(spec.hosted(worker)) for worker in spec.workers)
     return held // (spec.num_stages * int(plan.parameters.get("replicas", 1)))

@@ -192,18 +192,18 @@ def compare(
 
     def row(number: int) -> Row:
         name, own = variants[number]
-        parameters = {**own, **replicas}
+        unpriced = Row(name, {**own, **replicas})
         try:
-            spec = make_spec(name, model.num_workers, num_microbatches, parameters, slices)
+            spec = make_spec(name, model.num_workers, num_microbatches, unpriced.parameters, slices)
             lengths, by_microbatch = unequal(spec)
             stages = model.stages(spec.num_stages)
             check_some(spec)
             if members > 1 and not spec.synchronous:
                 raise ConfigError("members meet in one update a step")
             cost = _cost(spec, stages, attention, by_microbatch, model.copy)
-            found = _row(name, parameters, spec, lengths, stages if model.sizes else None, cost, run)
+            found = _priced(unpriced, spec, lengths, [stage.size for stage in stages] if model.sizes else [], cost, run)
         except PipeError as error:
-            return Row(name, parameters, refused=str(error))
+            return replace(unpriced, refused=str(error))
         needs = found.peak_memory
         return replace(found, refused=f"needs {format_bytes(needs)}" if limit and needs and needs > limit else "")
 
@@ -224,39 +224,24 @@ def _cost(spec: Spec, stages: Sequence[LayerCost], attention: float, by: Cost, c
     return cost
 
 
-def _row(
-    name: str,
-    parameters: Mapping[str, Any],
-    spec: Spec,
-    lengths: Sequence[float],
-    stages: Sequence[LayerCost] | None,
-    cost: Cost,
-    run: Any,
-) -> Row:
-    workers, sizes = range(spec.num_workers), None if stages is None else [stage.size for stage in stages]
-    result: Priced | Simulation
+def _priced(row: Row, spec: Spec, lengths: Sequence[float], sizes: Sequence[Size], cost: Cost, run: Any) -> Row:
+    """Return the row of a schedule with its costs; with memory if there are `sizes`."""
+    workers, memory = range(spec.num_workers), tuple[float, ...]()
     further = price(spec, cost, steps=_STEPS, **run).step_time
-    if sizes is None:
-        result = price(spec, cost, **run)
-    else:
+    result: Priced | Simulation
+    if sizes:
         result = simulate(Relation(spec, lengths=lengths), cost, **run)
-    memory = peak_bytes(result, sizes) if sizes and isinstance(result, Simulation) else ()
-    return Row(
-        name,
-        parameters,
-        result.order,
-        result.makespan,
-        further,
-        result.bubble,
-        max(result.peak_activations) * spec.num_workers / spec.num_stages,
-        max(memory, default=None),
-        memory,
-        result.messages,
-        spec.synchronous,
-        [worker_staleness(spec, worker) for worker in workers],
-        [worker_weight_copies(spec, worker) for worker in workers],
-        None if sizes is None else weight_bytes(spec, sizes),
-    )
+        memory = peak_bytes(result, sizes)
+    else:
+        result = price(spec, cost, **run)
+    return replace(
+        row, order=result.order, makespan=result.makespan, step_time=further, bubble=result.bubble,
+        peak_activations=max(result.peak_activations) * spec.num_workers / spec.num_stages,
+        peak_memory=max(memory, default=None), memory_by_worker=memory, messages=result.messages,
+        synchronous=spec.synchronous, staleness=[worker_staleness(spec, worker) for worker in workers],
+        weight_copies=[worker_weight_copies(spec, worker) for worker in workers],
+        weight_bytes=weight_bytes(spec, sizes) if sizes else None,
+    )  # fmt: skip
 
 
 def verdict(rows: Sequence[Row], limit: float | None) -> str:

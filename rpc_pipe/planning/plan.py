@@ -130,12 +130,6 @@ class Plan:
     shard: str = ""
     reduce: str = "step"
 
-    def __post_init__(self) -> None:
-        if min(self.cut, default=0) < 1:
-            raise ValueError("cut must list how many blocks each stage has")
-        if self.num_microbatches < 1:
-            raise ValueError("num_microbatches must be a whole number of at least 1")
-
     @property
     def name(self) -> str:
         """The schedule with its parameters, as text."""
@@ -188,6 +182,10 @@ def read_plan(source: str | Path | Mapping[str, Any] | Plan) -> Plan:
         raise ConfigError(f"{where}: holds no plan that fits; rpc-pipe plan says what would")
     try:
         found: Plan = from_json_value(Plan, content["plans"][0] if "plans" in content else content)
+        if min(found.cut, default=0) < 1:
+            raise ValueError("cut must list how many blocks each stage has")
+        if found.num_microbatches < 1:
+            raise ValueError("num_microbatches must be a whole number of at least 1")
         return found
     except DAMAGED as error:
         needs = "it must have schedule, cut and num_microbatches"

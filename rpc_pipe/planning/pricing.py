@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise, permutations
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..dependency import NO_REDUCTIONS, Action, B, F, G, I, Kind, S, Spec, W
 from ..model.sharding import cut
@@ -171,26 +172,18 @@ class PricedSchedule:
         if known is None or (not known.memory and known.time < faster_than):
             ran = self.simulate(ends)
             took = self.step_time(ran, ends)
-            held, messages = (self.memory(ran, ends), ran.messages) if took < faster_than else ((), 0)
+            held, messages = (peak_bytes(ran, self.sizes(ends)), ran.messages) if took < faster_than else ((), 0)
             known = CutFound(ends, took, held, self.excess(held), ran.steady_bubble, ran.busy, messages)
             self.known[ends] = known
         return known
 
-    def plan(
-        self, schedule: str, parameters: Mapping[str, Any], ends: Ends, recompute: tuple[int, ...] = (), **listed: Any
-    ) -> Plan:
-        """Return the cut model as a plan.
-
-        Args:
-            listed: other fields of the plan, or other values, as of a searched program and of members.
-        """
-        spec, (_, took, memory, _, bubble, busy, messages) = self.spec, self.found(ends)
-        return Plan(
-            schedule, parameters, self.chain.counts(ends), recompute=recompute, predicted_ms=took,
-            predicted_memory=max(memory), bubble=bubble, memory_by_worker=memory,
-            busy_by_worker=busy, messages=messages, model=self.chain.model,
+    def plan(self, uncut: Plan, ends: Ends) -> Plan:
+        """Return a plan with this cut, and its figures."""
+        _, took, memory, _, bubble, busy, messages = self.found(ends)
+        return replace(
+            uncut, cut=self.chain.counts(ends), predicted_ms=took, predicted_memory=max(memory), bubble=bubble,
+            memory_by_worker=memory, busy_by_worker=busy, messages=messages, model=self.chain.model,
             weights_by_stage=tuple(size.weights + size.elsewhere for size in self.sizes(ends)),
-            **{"num_workers": spec.num_workers, "num_microbatches": spec.num_whole, **listed},
         )  # fmt: skip
 
     def tied_gradients_time(self, ends: Ends) -> float:
@@ -208,10 +201,6 @@ class PricedSchedule:
     def sizes(self, ends: Ends) -> list[Size]:
         """Return the bytes of each stage."""
         return [self.chain.size(a, b) for a, b in pairwise(ends)]
-
-    def memory(self, simulation: Simulation, ends: Ends) -> tuple[float, ...]:
-        """Return the most bytes that each worker holds."""
-        return peak_bytes(simulation, self.sizes(ends))
 
     def excess(self, memory: Sequence[float]) -> float:
         """Return by how many bytes the worst worker exceeds its limit; 0: all fit, or memory is not known."""

@@ -338,22 +338,12 @@ def from_json(content: Any, where: str) -> Profile:
     """Return the profile that `as_json` has written and a user may have edited.
 
     Raises:
-        ConfigError: it is no profile; the text names the place.
+        ConfigError: it is no profile, or its blocks do not fit together; the text names the place.
     """
     try:
         profile: Profile = from_json_value(Profile, content)
     except DAMAGED as error:
         raise ConfigError(f"{where}: is no profile ({type(error).__name__}: {error})") from None
-    _refuse(profile, where)
-    return profile
-
-
-def _refuse(profile: Profile, where: str) -> None:
-    """Raise if the blocks of a profile do not fit together.
-
-    Raises:
-        ConfigError: blocks differ from one number of rows to another, or lack a time.
-    """
     measured = profile.measured
     if not measured or len({len(blocks) for blocks in measured.values()}) != 1 or not profile.num_blocks:
         raise ConfigError(f"{where}: every number of rows must list the same blocks, at least one")
@@ -361,3 +351,4 @@ def _refuse(profile: Profile, where: str) -> None:
         for block in blocks:
             if lacking := [kind for kind in (F, B, I, W, R) if kind not in block.times]:
                 raise ConfigError(f"{where}: rows {rows}, block {block.name!r}: has no time of {lacking[0]}")
+    return profile

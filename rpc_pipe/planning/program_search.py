@@ -22,7 +22,7 @@ from .listed_schedule import ListedSchedule, listed_schedule
 from .plan import Plan
 from .pricing import Ends, PricedSchedule
 from .profile import Chain, Machines
-from .search import Candidate, PlanRequest, PlanResult
+from .search import PlanRequest, PlanResult, spec_of
 
 #: each worker's actions in order, as numbers
 Order = list[list[int]]
@@ -234,7 +234,7 @@ def _bases(request: PlanRequest, result: PlanResult) -> list[tuple[Plan, Spec]]:
     """Return the best plans of different placements and numbers of microbatches, with their specs."""
     found: dict[tuple[object, ...], tuple[Plan, Spec]] = {}
     for plan in result.plans:
-        spec = Candidate.of(plan).spec(request.machines.num_workers)
+        spec = spec_of(plan, request.machines.num_workers)
         other = plan.recompute or type(spec).recompute or overrides(type(spec), "actions")
         if not other and not plan.sharing and not {"replicas", "slices"} & plan.parameters.keys():
             found.setdefault((*placement_of(spec), plan.num_microbatches), (plan, spec))
@@ -310,5 +310,8 @@ def _as_plan(spec: ListedSchedule, chain: Chain, machines: Machines, ends: Ends)
         return None
     rows, placement, routes = spec.listed[:3]
     program = tuple(" ".join(map(str, row)) for row in rows)
-    priced = PricedSchedule(spec, chain, machines)
-    return priced.plan(SEARCHED, {}, ends, program=program, placement=placement, routes=routes)
+    uncut = Plan(
+        SEARCHED, num_workers=spec.num_workers, num_microbatches=spec.num_microbatches, program=program,
+        placement=placement, routes=routes,
+    )  # fmt: skip
+    return PricedSchedule(spec, chain, machines).plan(uncut, ends)

@@ -19,7 +19,7 @@ from ..dependency.spec import overrides
 from ..schedules import SCHEDULES
 from .cut_search import CutSearch
 from .grouping import ALONE, Grouping
-from .plan import Plan, with_recompute
+from .plan import Plan
 from .pricing import CutFound
 from .profile import Chain, Machines, Profile
 from .slice_costs import SliceCosts
@@ -104,7 +104,8 @@ def default_microbatches(num_workers: int, batch: int) -> tuple[int, ...]:
 
 def search(request: PlanRequest, tell: Progress = lambda share, note: None) -> PlanResult:
     """Return the best plans, fastest first."""
-    return _Search(request, tell).result()
+    found = _Search(request, tell)
+    return found.result() if found.searches else PlanResult()
 
 
 class _Search:
@@ -117,11 +118,11 @@ class _Search:
             if count % grouping.planes == 0 and len(request.lengths) in (0, count)
         }
         #: the most promising first
-        self._searches = sorted(self._list(), key=lambda pair: pair[1].expected)
-        names = {candidate.schedule for candidate, _ in self._searches}
-        self._note = f"{len(self._searches)} variants of {len(names)} schedules"
+        self.searches = sorted(self._list(), key=lambda pair: pair[1].expected)
+        names = {candidate.schedule for candidate, _ in self.searches}
+        self._note = f"{len(self.searches)} variants of {len(names)} schedules"
 
-    def _list(self) -> Iterator[tuple[Candidate, CutSearch]]:
+    def _list(self) -> Iterator[tuple[Plan, CutSearch]]:
         q, workers = self._request, self._request.machines.num_workers
         how: Any = {"schedules": q.schedules, "replicas": q.replicas, "exchange": q.exchange, "recompute": q.recompute}
         most_stages = next(iter(self._chains.values())).num_blocks if self._chains else 0
@@ -130,22 +131,16 @@ class _Search:
             machines = q.machines.grouped(grouping.count)
             slices = [q.slicing.balanced(count) for count in (q.slices if grouping == ALONE else (1,))]
             for each in candidates(workers, counts, most_stages=most_stages, grouping=grouping, slices=slices, **how):
-                chain, spec = self._chains[each.num_microbatches, grouping], each.spec(workers)
+                chain, spec = self._chains[each.num_microbatches, grouping], spec_of(each, workers)
                 yield each, CutSearch(spec, chain, machines, q.ordered(spec))
 
     def _in_rounds(self) -> list[CutSearch]:
         """Return the searches in rounds: the most promising of each schedule, then the next of each."""
         turns: dict[str, Iterator[int]] = defaultdict(numbers_from)
-        found = [(next(turns[candidate.schedule]), search) for candidate, search in self._searches]
+        found = [(next(turns[candidate.schedule]), search) for candidate, search in self.searches]
         return [search for _, search in sorted(found, key=lambda pair: pair[0])]
 
     def result(self) -> PlanResult:
-        if not self._searches:
-            return PlanResult()
-        self._search()
-        return self._collected()
-
-    def _search(self) -> None:
         """Search in two rounds with all candidates each.
 
         Hill climbing takes twenty times as long as a first cut, so all first cuts come before it.
@@ -155,7 +150,7 @@ class _Search:
 
         def is_worth(search: CutSearch, until: float) -> bool:
             nonlocal done
-            self._tell(done / (2 * len(self._searches)), self._note)
+            self._tell(done / (2 * len(self.searches)), self._note)
             done += 1
             # That nothing fits may be reported only when everything has been looked at.
             return best is None or (search.least < best.time and time.monotonic() <= until)
@@ -174,33 +169,32 @@ class _Search:
             if is_worth(search, until):
                 now = time.monotonic()
                 best = better(search.climb(min(until, now + max(0.05, (until - now) / 8))))
+        return self._collected()
 
     def _collected(self) -> PlanResult:
-        result, processes = PlanResult(), self._request.machines.num_workers
-        everything = [(*pair, found) for pair in self._searches for found in pair[1].found()]
+        result = PlanResult()
+        everything = [(*pair, found) for pair in self.searches for found in pair[1].found()]
         fitting = [each for each in everything if each[2].excess <= 0]
         fitting.sort(key=lambda each: (each[2].time, max(each[2].memory)))
         plans = {id(each[1]): each for each in reversed(fitting)}  # the fastest cut of each candidate
-        result.plans = [_plan(processes, *each) for each in fitting if plans[id(each[1])] is each]
+        result.plans = [_plan(*each) for each in fitting if plans[id(each[1])] is each]
         if not fitting:
             nearest = min(everything, key=lambda each: each[2].rank)
-            result.nearest, result.excess = _plan(processes, *nearest), nearest[2].excess
+            result.nearest, result.excess = _plan(*nearest), nearest[2].excess
         planned = {plan.schedule for plan in result.plans}
-        named = {candidate.schedule for candidate, _ in self._searches}
-        priced = {candidate.schedule for candidate, search in self._searches if search.priced.known}
+        named = {candidate.schedule for candidate, _ in self.searches}
+        priced = {candidate.schedule for candidate, search in self.searches if search.priced.known}
         result.left_out, result.unfit = sorted(named - priced), sorted(priced - planned)
         least = float("inf")
         for each in fitting:
             if max(each[2].memory) < least * (1 - 1e-3):
                 least = max(each[2].memory)
-                result.front.append(_plan(processes, *each))
+                result.front.append(_plan(*each))
         return result
 
 
-def _plan(processes: int, candidate: Candidate, search: CutSearch, found: CutFound) -> Plan:
-    listed = {"num_microbatches": candidate.num_microbatches, "num_workers": processes, **candidate.grouping.planned}
-    parameters = dict(candidate.parameters)
-    return search.priced.plan(candidate.schedule, parameters, found.ends, candidate.recompute, **listed)
+def _plan(uncut: Plan, search: CutSearch, found: CutFound) -> Plan:
+    return search.priced.plan(uncut, found.ends)
 
 
 #: every schedule with its defaults, and with other parameters worth trying
@@ -226,31 +220,15 @@ def refuse_unknown(names: Iterable[str]) -> None:
             raise ConfigError(f"--schedule {name}: is asynchronous, so it trains other numbers; plans leave it out")
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A schedule with everything but the cut."""
+def spec_of(plan: Plan, processes: int) -> Spec:
+    """Make the spec of a plan's schedule.
 
-    schedule: str
-    parameters: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    num_microbatches: int = 1
-    #: stages that recompute their activations
-    recompute: tuple[int, ...] = ()
-    grouping: Grouping = ALONE
-
-    @classmethod
-    def of(cls, plan: Plan) -> Candidate:
-        """Return the candidate that a plan has cut."""
-        shared = Grouping(*plan.sharing.values())
-        return cls(plan.schedule, plan.parameters, plan.num_microbatches, plan.recompute, shared)
-
-    def spec(self, processes: int) -> Spec:
-        """Make its spec.
-
-        Raises:
-            PipeError: there is no plan for this number of processes.
-        """
-        workers, count = self.grouping.workers(processes), self.num_microbatches // self.grouping.planes
-        return make_spec(self.schedule, workers, count, with_recompute(self.parameters, self.recompute))
+    Raises:
+        PipeError: there is none for this number of processes.
+    """
+    shared = Grouping(*plan.sharing.values())
+    count = plan.num_microbatches // shared.planes
+    return make_spec(plan.schedule, shared.workers(processes), count, plan.schedule_options)
 
 
 def candidates(
@@ -264,8 +242,8 @@ def candidates(
     exchange: Mapping[str, Any] | None = None,
     slices: Sequence[tuple[int, ...]] = ((1,),),
     grouping: Grouping = ALONE,
-) -> Iterator[Candidate]:
-    """Yield candidates for a number of processes: without recomputation, with it on the first stages, and on all.
+) -> Iterator[Plan]:
+    """Yield plans without a cut, for a number of processes: to recompute no stage, the first stages, and all.
 
     The first stages hold activations for longest, so these recompute first.
 
@@ -288,9 +266,10 @@ def candidates(
         exchanging = (exchange or {}) if number > 1 else {}
         parameters = with_parallelism(own, replicas=number, slices=sliced, **exchanging) or {}
         for count in microbatches:
-            plain = Candidate(name, parameters, count, grouping=grouping)
+            about = {"num_workers": processes, **grouping.planned}
+            plain = Plan(name, dict(parameters), num_microbatches=count, **about)
             try:
-                spec = plain.spec(processes)
+                spec = spec_of(plain, processes)
                 if (name, own) in more:
                     check_some(spec)
                     if not all(map(spec.hosted, spec.workers)):

@@ -18,7 +18,7 @@ from typing import ClassVar, NamedTuple
 from ..dependency import RESOURCES, Action, Kind, Order, ScheduleError, Spec
 from ..system.garbage import uncollected
 from .relation import Relation
-from .span import Span, ticks
+from .span import Span, most_held, ticks
 
 
 class Link(NamedTuple):
@@ -165,19 +165,7 @@ class Simulation(Outcome):
 
         They are whole numbers, unless sequences are sliced: a slice counts as its share of a microbatch.
         """
-        relation, spec = self.relation, self.spec
-        # At equal times ends come before starts; an action without duration starts and ends in its turn.
-        events: list[tuple[float, bool, int, int]] = []
-        for turn, (number, start, end) in enumerate(self._ran):
-            holds = relation.actions[number].kind.keeps
-            if holds:
-                events.append((start, True, turn, number) if holds > 0 else (end, end == start, turn, number))
-        live, peak = [0.0] * spec.num_workers, [0.0] * spec.num_workers
-        for _, _, _, n in sorted(events):
-            worker, action = relation.worker[n], relation.actions[n]
-            live[worker] += action.kind.keeps * spec.size(action)
-            peak[worker] = max(peak[worker], live[worker])
-        return tuple(most / spec.parts for most in peak)
+        return tuple(most_held(self.spans, self.spec.num_workers, self.spec))
 
     @cached_property
     def messages(self) -> int:
@@ -303,25 +291,22 @@ class _LinkQueues:
     def arrivals(self, relation: Relation, number: int, now: float) -> Iterator[tuple[float, list[int]]]:
         """Yield for each other worker when the payload that left at `now` arrives, and the actions that need it."""
         action, source = relation.actions[number], relation.worker[number]
-        for target, numbers in relation.targets(number):
-            carries = (number, target) not in relation.signals
-            yield self._arrival(action, source, target, now, carries=carries), numbers
-
-    def _arrival(self, action: Action, source: int, target: int, now: float, *, carries: bool) -> float:
-        """Return when `target` has `action`, finished at `now`; `carries`: with its output, not as a signal alone."""
-        link = self._links.get((source, target))
-        there = now + self._comm
         uplink = self._uplinks.get(source, float("inf"))
-        if link is not None or uplink < float("inf"):
-            link = link or Link(self._comm)
-            size = self._payload(action) if carries and action.kind.resource != "control" else 0
-            begin = max(now, self._free.get((source, target), 0), self._free.get(source, 0) if size else 0)
-            sent = self._free[source, target] = begin + size / min(link.bandwidth, uplink)
-            if size:
-                self._free[source] = begin + size / uplink
-            there = sent + link.latency
-        self.transfers.append((action, source, target, there))
-        return there
+        for target, numbers in relation.targets(number):
+            link = self._links.get((source, target))
+            there = now + self._comm
+            if link is not None or uplink < float("inf"):
+                link = link or Link(self._comm)
+                # A signal alone has no bytes.
+                carries = (number, target) not in relation.signals and action.kind.resource != "control"
+                size = self._payload(action) if carries else 0
+                begin = max(now, self._free.get((source, target), 0), self._free.get(source, 0) if size else 0)
+                sent = self._free[source, target] = begin + size / min(link.bandwidth, uplink)
+                if size:
+                    self._free[source] = begin + size / uplink
+                there = sent + link.latency
+            self.transfers.append((action, source, target, there))
+            yield there, numbers
 
 
 def _run(relation: Relation, costs: Sequence[float], fixed: bool, comm: float, link_queues: _LinkQueues | None) -> _Ran:

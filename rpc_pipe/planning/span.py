@@ -81,6 +81,21 @@ def critical_path(spans: Sequence[Span], found: Mapping[Span, Wait]) -> list[Spa
     return [*path][::-1]
 
 
+def most_held(spans: Sequence[Span], num_workers: int, spec: Spec | None) -> list[float]:
+    """Return of each worker how many microbatches' activations it holds at most; without a spec they are whole."""
+    # At equal times ends come before starts; an action without duration starts and ends in its turn.
+    events: list[tuple[float, bool, int]] = []
+    for turn, (_, action, start, end) in enumerate(spans):
+        if holds := action.kind.keeps:
+            events.append((start, True, turn) if holds > 0 else (end, end == start, turn))
+    live, peak = [0.0] * num_workers, [0.0] * num_workers
+    for _, _, turn in sorted(events):
+        worker, action = spans[turn][:2]
+        live[worker] += action.kind.keeps * (spec.size(action) if spec else 1)
+        peak[worker] = max(peak[worker], live[worker])
+    return [most / (spec.parts if spec else 1) for most in peak]
+
+
 #: largest denominator of costs, and most ticks of a time
 _FINEST, _MOST = 10**6, 2**53
 #: more different costs than these are measured ones

@@ -143,9 +143,6 @@ def _read_parameters(cls: type[Spec], name: str, parameters: Mapping[str, Any]) 
         bare = key in vars(cls) and not key.startswith("_") and not callable(vars(cls)[key])
         advice = f"; write {key}: {type(vars(cls)[key]).__name__} = {vars(cls)[key]!r}" if bare else ""
         raise ConfigError(f"{key}: is no parameter of schedule {name}; it has {', '.join(known) or 'none'}{advice}")
-    if not any(isinstance(value, str) for value in parameters.values()):
-        return dict(parameters)
-
     return {key: typed_parameter(name, key, value, known[key]) for key, value in parameters.items()}
 
 

@@ -100,9 +100,7 @@ def span_of(
     return simulate(relation, list(map(cost, relation.actions))).span
 
 
-@lru_cache(8)
-def _relation(spec: Spec) -> Relation:
-    return Relation(spec, 1)
+_relation = lru_cache(8)(Relation)
 
 
 def by_microbatch(

@@ -100,16 +100,15 @@ def lost_time(view: View, *, fresh: bool = False) -> LostTime | None:
             # Copied headers name the process that has copied them.
             seen_here = all("clock_error_ms" not in header for header in headers)
             one = seen_here and len(headers) > 1 and len({header["process"] for header in headers}) == 1
-            lost = attribute_lost_time(trace, [header["shards"] for header in headers], cores, one, view.core_wait)
+            shards = [header["shards"] for header in headers]
+            lost = Attribution(trace, shards, cores, one, view.core_wait).lost()
             view.derived["lost"] = time.monotonic(), complete[0], lost
     return lost
 
 
-def attribute_lost_time(
-    trace: Trace, shards: Sequence[Sequence[Sequence[int]]], cores: int | None = None, one_process: bool = False,
-    core_wait: float = 0.0,
-) -> LostTime:  # fmt: skip
-    """Attribute the time of a step of `trace`, which should have several steps.
+@dataclass
+class Attribution:
+    """Attributes the time of a step of `trace`, which should have several steps.
 
     Args:
         shards: of each worker, (stage, route, number of layers, form) of its shards; stages of one form should take
@@ -118,32 +117,34 @@ def attribute_lost_time(
         one_process: whether the workers are threads of one process, which take turns.
         core_wait: share of the time that a worker waited for a core, by the kernel.
     """
-    return _Case(trace, shards, cores, one_process, core_wait).lost()
 
+    trace: Trace
+    shards: Sequence[Sequence[Sequence[int]]]
+    cores: int | None = None
+    one_process: bool = False
+    core_wait: float = 0.0
 
-class _Case:
-    def __init__(
-        self, trace: Trace, shards: Sequence[Sequence[Sequence[int]]], cores: int | None, one_process: bool,
-        core_wait: float,
-    ) -> None:  # fmt: skip
+    def __post_init__(self) -> None:
+        trace, cores = self.trace, self.cores
         self._spec, self._usual, self._step_ms = trace.spec, trace.cost(), trace.step_ms
         self._numbers = trace.numbers or range(trace.spec.num_workers)
-        self._core_wait_ms = core_wait * trace.step_ms
+        self._core_wait_ms = self.core_wait * trace.step_ms
         self._records = [trace.steps[step] for step in sorted(trace.steps)]
         #: of the last steps, the length of each microbatch relative to the median of all; empty: they are equal
         self._lengths = trace.lengths(_STEPS)
         #: mean length: actions take the median times so long on average
         self._mean = fmean(chain.from_iterable(self._lengths)) if self._lengths else 1.0
         #: by worker, the ratio of its times to other workers' times for stages of the same form
-        self._slowness = self._compare(shards)
+        self._slowness = self._compare()
         #: (source, target) -> median transfer time in ms; and the least of a slow link
         self._delays = {pair: median(way.ms for way in found) for pair, found in transfers(self._records).items()}
         self._link_ms, self._waits = 0.0 if cores is None else _SLOW_HERE_MS, self._data_waits()
-        #: number of cores, if workers share them; whether workers are threads of one process
-        self._crowded, self._one_process = cores if cores and cores < trace.spec.num_workers else None, one_process
+        #: number of cores, if workers share them
+        self._crowded = cores if cores and cores < trace.spec.num_workers else None
         self._actions = [r.action for record in self._records[-1] for r in record.actions]
 
     def lost(self) -> LostTime:
+        """Return the lost time."""
         work: dict[Kind, list[float]] = defaultdict(list)
         for action in self._actions:
             work[action.kind].append(self._nominal(action))
@@ -199,7 +200,7 @@ class _Case:
             if not lost.data_cause and (self._crowded is not None or self._core_wait_ms > _KNOWN * waits):
                 advice = "processes on fewer cores take turns, the script's own work between steps, too"
             return f"worker {self._numbers[worker]} waits {waits:.1f} ms for data between steps ({what})", advice
-        if self._one_process:
+        if self.one_process:
             what = "the workers are threads of one process and take turns"
             return what, "that is for looking and debugging; rpc-pipe run gives each a process"
         if cause == UNEQUAL:
@@ -296,14 +297,14 @@ class _Case:
         between = max(self._waits, default=0.0) * len(self._records)
         return worst if ns / 1e6 > _KNOWN * between else ""
 
-    def _compare(self, shards: Sequence[Sequence[Sequence[int]]]) -> list[float]:
+    def _compare(self) -> list[float]:
         """Return the ratios, by worker, of its times to other workers' times, for forms of stages that both have.
 
         1 where that is not known.
         """
         spec, times, ratios = self._spec, defaultdict[int, dict[int, float]](dict), defaultdict[int, list[float]](list)
         first = {spec.route(m): m for m in reversed(range(spec.num_microbatches))}
-        for worker, own in enumerate(shards):
+        for worker, own in enumerate(self.shards):
             for stage, route, _, form in own:
                 times[form][worker] = sum(map(self._actual, spec.actions(stage, first.get(route, 0))))
         for by_worker in times.values():

@@ -8,10 +8,14 @@ from synthetic import trace_of
 from rpc_pipe.dependency import B, F, U
 from rpc_pipe.planning.simulator import Link
 from rpc_pipe.planning.unequal import balanced
-from rpc_pipe.tracing.lost_time import UNEQUAL, attribute_lost_time
+from rpc_pipe.tracing.lost_time import UNEQUAL, Attribution
 from rpc_pipe.tracing.trace import Trace, transfers
 
 SHARDS = [[(stage, 0, 2, 1)] for stage in range(4)]
+
+
+def attribute_lost_time(*about, **more):
+    return Attribution(*about, **more).lost()
 
 
 def heavier(worker, times):

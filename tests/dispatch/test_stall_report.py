@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from rpc_pipe.boards.board import Live, State
-from rpc_pipe.boards.run_boards import RunBoards
 from rpc_pipe.boards.stall_report import behind, duration, roll_call, running, waiting_chain
+from rpc_pipe.boards.view import View
 from rpc_pipe.dependency import B, F
 
 S = 10**9
@@ -101,7 +101,11 @@ def test_of_members_in_one_action_the_one_outside_of_collectives_hangs(innermost
         1: [f'  File "/{innermost}"', '  File "/torch/distributed/_functional_collectives.py", line 8', "  File x"],
         2: [],
     }
-    boards = SimpleNamespace(stacks=stacks.get)
-    assert RunBoards.hanging(boards, 1, running(lives)) == (0, stacks[0])
-    assert RunBoards.hanging(boards, 1, []) == (1, stacks[1]), "without members a process in a collective is as good"
-    assert RunBoards.hanging(boards, 2, [1]) == (2, stacks[2]), "all that run are in collectives"
+
+    def found(culprit, members, lives):
+        view = SimpleNamespace(culprit=lambda: culprit, _stall=(lives, 0, members))
+        return View.hanging(view, SimpleNamespace(stacks=stacks.get))
+
+    assert found(1, 2, lives) == (0, stacks[0])
+    assert found(1, 1, lives) == (1, stacks[1]), "without members a process in a collective is as good"
+    assert found(2, 2, {1: gathers}) == (2, stacks[2]), "all that run are in collectives"

@@ -17,7 +17,7 @@ from rpc_pipe.planning.footprint import Size
 from rpc_pipe.planning.plan import read_plan
 from rpc_pipe.planning.profile import LayerCost, Machines, Profile
 from rpc_pipe.planning.program_search import JobShop, best_order, faster_program, improve, listed, split_backwards
-from rpc_pipe.planning.search import Candidate, PlanRequest, search
+from rpc_pipe.planning.search import PlanRequest, search
 from rpc_pipe.planning.simulator import Link, simulate, uniform
 from rpc_pipe.planning.specs import make_spec
 
@@ -26,7 +26,7 @@ EQUAL = {F: 1.0, I: 1.0, W: 1.0}
 
 def shop(name="zb-v", budget=8.0, seed=0):
     draw = random.Random(seed)
-    spec = Candidate(name, {}, 6).spec(3)
+    spec = make_spec(name, 3, 6)
     times = {(s, kind): draw.uniform(1, 3) for s in range(spec.num_stages) for kind in (F, I, W)}
     ones, budgets = [1.0] * spec.num_stages, [budget] * 3
     return JobShop(spec, lambda a: times[a.stage, a.kind], lambda a, x, y: 0.5, ones, ones, budgets)

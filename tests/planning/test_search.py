@@ -16,7 +16,7 @@ from rpc_pipe.planning.cut_search import CutSearch, costliest, least_bottleneck
 from rpc_pipe.planning.footprint import Size, peak_bytes
 from rpc_pipe.planning.pricing import PricedSchedule
 from rpc_pipe.planning.profile import Chain, LayerCost, LengthTerms, Machines, Profile, Tie, as_json, from_json
-from rpc_pipe.planning.search import Candidate, PlanRequest, search
+from rpc_pipe.planning.search import PlanRequest, search
 from rpc_pipe.planning.simulator import Link
 from rpc_pipe.planning.slice_costs import SliceCosts
 from rpc_pipe.planning.specs import make_spec
@@ -130,7 +130,7 @@ def test_a_thousand_blocks_on_64_stages():
     draw = random.Random(1)
     blocks = [block(draw.uniform(1, 3), weights=10, activations=5) for _ in range(1000)]
     machines = Machines(64, link=Link(0.1))
-    spec = Candidate("1f1b", {}, 128).spec(64)
+    spec = make_spec("1f1b", 64, 128)
     cuts = CutSearch(spec, Chain(blocks), machines)
     found = cuts.climb(time.monotonic() + 1)
     stage = 3 * sum(block.times[F] for block in blocks) / 64
@@ -142,7 +142,7 @@ def test_the_first_cut_leaves_room_for_what_comes_and_goes():
     """It counted shards and activations only, so on 64 workers it missed by a payload, with no time left to mend it."""
     blocks = [block(1, weights=10, activations=5, inputs=10, outputs=10) for _ in range(12)]
     # 6 blocks on worker 0 have 6 x (10 + 2 x 5) bytes, and 10 more while a payload goes.
-    cuts = CutSearch(Candidate("1f1b", {}, 8).spec(2), Chain(blocks), Machines(2, memory=(125.0, 125.0)))
+    cuts = CutSearch(make_spec("1f1b", 2, 8), Chain(blocks), Machines(2, memory=(125.0, 125.0)))
     assert cuts.price(cuts.balanced()).excess == 5
     assert cuts.climb(time.monotonic()).excess == 0
 
@@ -250,10 +250,10 @@ def test_a_profile_is_read_as_it_was_written_and_lies_on_lines_between_what_was_
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "v-half", "interleaved", "chimera"])
 @pytest.mark.parametrize("recompute", ["all", "0"])
 def test_every_schedule_can_recompute(name, recompute):
-    spec = Candidate(name, {"recompute": recompute}, 8).spec(4)
+    spec = make_spec(name, 4, 8, {"recompute": recompute})
     check_all(spec)
     priced = PricedSchedule(spec, Chain([block(1) for _ in range(spec.num_stages)]), Machines(4))
-    plain = PricedSchedule(Candidate(name, {}, 8).spec(4), priced.chain, Machines(4))
+    plain = PricedSchedule(make_spec(name, 4, 8), priced.chain, Machines(4))
     ends = tuple(range(spec.num_stages + 1))
     more = 8 * (spec.num_stages if recompute == "all" else 1)
     assert sum(priced.simulate(ends).busy) == sum(plain.simulate(ends).busy) + more
@@ -264,7 +264,7 @@ def test_what_runs_needs_memory_too():
     chain = Chain(blocks)
     assert [chain.size(0, 1).working, chain.size(0, 3).working, chain.size(2, 3).working] == [5, 50, 7]
     assert (blocks[0].size + blocks[1].size).working == 50
-    cuts = CutSearch(Candidate("1f1b", {}, 2).spec(2), chain, Machines(2, memory=(25, 1000)))
+    cuts = CutSearch(make_spec("1f1b", 2, 2), chain, Machines(2, memory=(25, 1000)))
     assert cuts.price((0, 1, 3)).memory == (15, 70)
 
 
@@ -272,7 +272,7 @@ def test_a_tie_that_is_cut_apart_costs_an_exchange():
     blocks = [block(1, weights=100), block(1), block(1), block(1, weights=100)]
     machines = Machines(2, link=Link(2, 10.0))
     for ties, more in (((), 0), ((Tie(0, 3, gradients=100),), 2 + 10), ((Tie(0, 1, gradients=100),), 0)):
-        cuts = CutSearch(Candidate("1f1b", {}, 4).spec(2), Chain(blocks, ties=ties), machines)
+        cuts = CutSearch(make_spec("1f1b", 2, 4), Chain(blocks, ties=ties), machines)
         found = cuts.price((0, 2, 4))
         assert found.time == cuts.priced.simulate((0, 2, 4)).span + more
 
@@ -284,14 +284,14 @@ def test_what_workers_copy_is_time_in_which_they_do_not_compute():
     chain = Chain(blocks, per_mib=0.25 * 2**20)
 
     def busy(name, machines):
-        spec = Candidate(name, {}, 1).spec(2)
+        spec = make_spec(name, 2, 1)
         return PricedSchedule(spec, chain, machines).simulate((0, 1, 2, 3, 4)[:: 4 // spec.num_stages]).busy
 
     computed = 2 * 3.0
     assert busy("1f1b", Machines(2)) == (computed + 2 * 0.5, computed + 2 * 0.5), "one forward, one gradient"
     assert busy("zb-v", Machines(2)) == (computed + 2 * 1.0, computed + 2 * 1.0), "nothing is copied at the turn"
     link = Machines(2, link=Link(0, 1.0))
-    spec = Candidate("1f1b", {}, 1).spec(2)
+    spec = make_spec("1f1b", 2, 1)
     priced = PricedSchedule(spec, chain, link)
     assert priced.simulate((0, 2, 4)).makespan == 2 * computed + 2 * 2.0, "the way takes what it took, copies included"
     assert (
@@ -317,12 +317,12 @@ def test_the_first_stage_holds_all_gradients_of_weights_while_its_w_runs():
     fills a worker, as what W needs is computed again, a T5 was told 9.9 % too large."""
     blocks = [block(1, weights=10, gradients=10, working=working) for working in (3, 3, 4, 4)]
     for name, more in (("1f1b", 3), ("zb-h2", 20)):
-        cuts = CutSearch(Candidate(name, {}, 4).spec(2), Chain(blocks), Machines(2))
+        cuts = CutSearch(make_spec(name, 2, 4), Chain(blocks), Machines(2))
         assert cuts.price((0, 2, 4)).memory == (40 + more, 40 + 4)
     tied = Chain(blocks, ties=[Tie(0, 1, gradients=10)])
-    cuts = CutSearch(Candidate("zb-h2", {}, 4).spec(2), tied, Machines(2))
+    cuts = CutSearch(make_spec("zb-h2", 2, 4), tied, Machines(2))
     assert cuts.price((0, 2, 4)).memory == (30 + 20, 40 + 4), "held once, computed for each of two uses"
-    run = PricedSchedule(Candidate("zb-h1", {}, 2).spec(2), Chain(blocks), Machines(2)).simulate((0, 2, 4))
+    run = PricedSchedule(make_spec("zb-h1", 2, 2), Chain(blocks), Machines(2)).simulate((0, 2, 4))
     assert peak_bytes(run, [Size(gradients=8, activations=10), Size()])[0] == 8 + 2 * 10, "two forwards"
     assert peak_bytes(run, [Size(gradients=12, activations=10), Size()])[0] == 12 + 10 + 12, (
         "the first W, and a forward"

@@ -66,9 +66,21 @@ def layer_blocks(
 def costs_of(
     blocks: Sequence[TimedBlock], optimizer: OptimizerFactory | None, repeats: int, barrier: Barrier = lambda: None
 ) -> list[LayerCost]:
-    """Return the costs of blocks that were timed, with their updates and working memory."""
-    costs = with_update_times([block.cost for block in blocks], blocks, optimizer, repeats, barrier)
-    return with_working_memory(costs, blocks)
+    """Return the costs of blocks that were timed, with their updates and working memory.
+
+    Args:
+        barrier: called before each group of updates is timed.
+    """
+    found: list[LayerCost] = []
+    for first, last in cache_exceeding_groups([block.weights for block in blocks]):
+        updates = [_TimedUpdate(block, optimizer) for block in blocks[first:last]]
+        for _ in range(repeats):
+            barrier()
+            for kind in (U, G):
+                for update in updates:
+                    update.run(kind)
+        found += [update.complete() for update in updates]
+    return with_working_memory(found, blocks)
 
 
 def time_blocks(blocks: Sequence[TimedBlock], repeats: int, tell: Callable[[int], None] = lambda done: None) -> None:
@@ -124,30 +136,6 @@ def _forward(
     return leaves, output, [tensor for tensor in tensors_of(result) if tensor.requires_grad]
 
 
-def with_update_times(
-    costs: Sequence[LayerCost],
-    blocks: Sequence[TimedBlock],
-    optimizer: OptimizerFactory | None,
-    repeats: int = 1,
-    barrier: Barrier = lambda: None,
-) -> list[LayerCost]:
-    """Return the costs of blocks with the times of U and G, and the bytes of weights, gradients and optimizer state.
-
-    Args:
-        barrier: called before each group of updates is timed.
-    """
-    found: list[LayerCost] = []
-    for first, last in cache_exceeding_groups([block.weights for block in blocks]):
-        updates = [_TimedUpdate(block, optimizer) for block in blocks[first:last]]
-        for _ in range(repeats):
-            barrier()
-            for kind in (U, G):
-                for update in updates:
-                    update.run(kind)
-        found += [update.complete(cost) for cost, update in zip(costs[first:last], updates, strict=True)]
-    return found
-
-
 def cache_exceeding_groups(sizes: Sequence[float]) -> Iterator[tuple[int, int]]:
     """Yield (first, last + 1) of groups of blocks in a row, each of at most `_GROUP_BYTES` or of one block."""
     sums, first = [0, *accumulate(sizes)], 0
@@ -177,8 +165,9 @@ class _TimedUpdate:
             run = self._optimizer.step if kind is U else lambda: [own.clone().add_(other) for own, other in pairs]
             self._times[kind].append(milliseconds(run))
 
-    def complete(self, cost: LayerCost) -> LayerCost:
-        block, state = self._block, {} if self._optimizer is None else self._optimizer.state
+    def complete(self) -> LayerCost:
+        """Return the costs of the block with the times of U and G, and all bytes but its working memory."""
+        block, cost, state = self._block, self._block.cost, {} if self._optimizer is None else self._optimizer.state
         size = replace(
             cost.size,
             weights=block.weights + block.buffers,
