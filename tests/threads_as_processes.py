@@ -15,7 +15,7 @@ def each_worker(monkeypatch, work, workers=3):
     """Return what `work(worker)` returns on every worker of a job, each with a pipeline of its own, as threads."""
     carriers, here = local_carriers(workers), threading.local()
     monkeypatch.setattr(observe_forward, "_eager", nullcontext)  # what it sets is of all threads
-    monkeypatch.setattr(rpc_pipe.launching.attaching, "attach", lambda pipe: None)  # a process has one board
+    monkeypatch.setattr(rpc_pipe.launching.attaching, "attach", lambda *_: None)  # a process has one board
     monkeypatch.setattr(rpc_pipe.pipeline, "own_part", lambda *said: (here.job, workers))
     monkeypatch.setattr(rpc_pipe.launching.meeting_place, "join", lambda place: carriers[place.job.worker])
     found, failed = {}, []
